@@ -1,0 +1,53 @@
+"""What this very device reaches, measured at the start of a run: the roofs that times are compared with."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import cuda.tile as ct
+import torch
+
+from ..launch import Device, Plan, launch
+from .timer import Contender, launch_floor_us, time_interleaved
+
+WORDS = 4096  # int32 words per tile: 16 KiB in flight per load
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """copy_gbs counts bytes read plus bytes written; read_gbs is a reduction that writes next to nothing; tflops is a bf16 8192^3 by cuBLAS."""
+
+    copy_gbs: float
+    read_gbs: float
+    tflops: float
+    launch_us: float
+
+
+@ct.kernel
+def read_kernel(X, OUT, TILE: ct.Constant[int]):
+    """Blocks stride over X [n] int32 and write one word each to OUT [blocks]."""
+    total = ct.full((TILE,), 0, dtype=ct.int32)
+    for i in range(ct.bid(0), ct.num_tiles(X, axis=0, shape=(TILE,)), ct.num_blocks(0)):
+        total = total + ct.load(X, index=(i,), shape=(TILE,), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(OUT, index=(ct.bid(0),), tile=ct.sum(total).reshape((1,)))
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Takes about a second and 4 GiB."""
+    words = 1 << 28
+    source = torch.ones(words, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    sms = Device.of(source).sms
+    out = torch.empty(4 * sms, dtype=torch.int32, device=device)
+    plans = {f"read{o}": Plan(read_kernel, (o * sms,), (WORDS,), occupancy=o) for o in (1, 2, 4)}
+    contenders: dict[str, Contender] = {name: partial(launch, p, source, out) for name, p in plans.items()}
+    times = time_interleaved({**contenders, "copy": lambda: target.copy_(source)}, [{}])
+    if int(out.sum()) != words:
+        raise RuntimeError(f"the read kernel summed {int(out.sum())}, must be {words}")
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    matmul = time_interleaved({"matmul": lambda: torch.matmul(a, b)}, [{}])["matmul"]
+    return Ceilings(
+        copy_gbs=2 * source.nbytes / times["copy"].time_us / 1e3,
+        read_gbs=source.nbytes / min(times[name].time_us for name in plans) / 1e3,
+        tflops=2 * 8192**3 / matmul.time_us / 1e6,
+        launch_us=launch_floor_us(),
+    )

@@ -1,0 +1,179 @@
+"""A measured case as a row: one line to read, one JSON object to keep."""
+
+import dataclasses
+import datetime
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..testing import Accuracy
+from .ceilings import Ceilings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One case of one op on one GPU. Times in microseconds, rates in GB/s and TFLOP/s.
+
+    roof_pct: the least possible time (bytes or flops over the measured ceiling, whichever is larger) as a percentage of ours.
+    bound: "memory" or "compute", whichever gives that least time.
+    peers: name -> their time / ours, so above 1 ours is faster.
+    source: where the config came from: "default" (space()[0]), "table" or "search".
+    """
+
+    op: str
+    case: str
+    problem: dict[str, Any]
+    dtype: str
+    gpu: str
+    time_us: float
+    spread_us: float
+    gbs: float
+    tflops: float
+    roof_pct: float
+    bound: str
+    floor_us: float
+    launch_us: float
+    peers: dict[str, float]
+    peer_us: dict[str, float]
+    config: str
+    source: str
+    accuracy: dict[str, float]
+    ceilings: dict[str, float]
+    versions: dict[str, str]
+    clocks: str
+    date: str
+    command: str
+
+    def line(self) -> str:
+        rate = f"{self.gbs:7.0f} GB/s" if self.bound == "memory" else f"{self.tflops:5.0f} TFLOP/s"
+        floor = f" | launch floor {self.launch_us:.1f} us" if self.time_us < 20 else ""
+        peers = " ".join(f"{name} {ratio:.2f}x" for name, ratio in self.peers.items())
+        head = f"{self.op} {self.case}"
+        return (
+            f"{head:<58} | {self.time_us:9.1f} us +-{self.spread_us:.1f} | {rate} | {self.roof_pct:3.0f}% of roof"
+            f"{floor} | {peers or 'no peer'} | {self.config} {self.source}"
+        )
+
+    def json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def make_row(
+    *,
+    op: str,
+    problem: Any,
+    gpu: str,
+    time_us: float,
+    spread_us: float,
+    written_bytes: int,
+    peer_us: dict[str, float],
+    config: Any,
+    source: str,
+    found: Iterable[Accuracy],
+    ceilings: Ceilings,
+) -> Row:
+    cost = problem.cost()
+    # Ops that write a fair share of their traffic are held to the copy rate, the others to the read rate.
+    memory_gbs = ceilings.copy_gbs if 4 * written_bytes >= cost.size_bytes else ceilings.read_gbs
+    memory_us, compute_us = cost.size_bytes / memory_gbs / 1e3, cost.flops / ceilings.tflops / 1e6
+    found = list(found)
+    return Row(
+        op=op,
+        case=case_name(problem),
+        problem={f.name: _plain(getattr(problem, f.name)) for f in dataclasses.fields(problem)},
+        dtype=_plain(problem.dtype),
+        gpu=gpu,
+        time_us=round(time_us, 3),
+        spread_us=round(spread_us, 3),
+        gbs=round(cost.size_bytes / time_us / 1e3, 1),
+        tflops=round(cost.flops / time_us / 1e6, 2),
+        roof_pct=round(100 * max(memory_us, compute_us) / time_us, 1),
+        bound="memory" if memory_us >= compute_us else "compute",
+        floor_us=round(max(memory_us, compute_us), 3),
+        launch_us=round(ceilings.launch_us, 2),
+        peers={name: round(t / time_us, 4) for name, t in peer_us.items()},
+        peer_us={name: round(t, 3) for name, t in peer_us.items()},
+        config=str(config),
+        source=source,
+        accuracy={
+            "rms_ratio": round(max((a.rms_ratio for a in found), default=math.nan), 3),
+            "worst_ratio": round(max((a.worst_ratio for a in found), default=math.nan), 3),
+        },
+        ceilings={k: round(v, 1) for k, v in dataclasses.asdict(ceilings).items()},
+        versions=versions(),
+        clocks=clocks(),
+        date=datetime.date.today().isoformat(),
+        command=command(),
+    )
+
+
+def case_name(problem: Any) -> str:
+    """`rows=4096 cols=4096 bfloat16`: the fields that differ from their defaults."""
+    parts = []
+    for field in dataclasses.fields(problem):
+        value = getattr(problem, field.name)
+        if isinstance(value, torch.dtype):
+            parts.append(_plain(value))
+        elif field.default is dataclasses.MISSING or value != field.default:
+            parts.append(field.name if value is True else f"{field.name}={value}")
+    return " ".join(parts)
+
+
+def summary(rows: Iterable[Row]) -> list[str]:
+    """Geometric mean, worst and best ratio to every peer of every op; losses included."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for peer, ratio in row.peers.items():
+            ratios.setdefault((row.op, peer), []).append(ratio)
+    return [
+        f"{op} against {peer}: geomean {math.exp(sum(map(math.log, r)) / len(r)):.3f}x, worst {min(r):.2f}x, best {max(r):.2f}x, {len(r)} cases"
+        for (op, peer), r in ratios.items()
+    ]
+
+
+def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(row.json() + "\n" for row in rows)
+
+
+@cache
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("tilewright", "cuda-tile", "nvidia-cuda-tileiras", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def clocks() -> str:
+    """The SM clock as nvidia-smi reads it now, "" without one. Unlocked: it moves with the load."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
+
+
+def command() -> str:
+    """The command line of this run as a user would type it."""
+    return shlex.join(["tilewright", *sys.argv[1:]])
+
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -1,0 +1,114 @@
+"""GPU time of several contenders, interleaved.
+
+Each contender is captured into a CUDA graph that calls it on rotating input sets (more than three times the L2 cache where memory allows), so that
+the host's launch cost is not in the number and no contender finds its inputs in the cache. The graphs are replayed in turn, round after round, so
+that a clock that drops under load drops for all of them.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Contender = Callable[..., Any]  # called with the keyword arguments of one input set
+
+ROUNDS = 15
+REPLAY_TARGET_US = 1500.0
+MAX_CALLS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """time_us: median over rounds of the time of one call. spread_us: half the distance between the 20th and 80th percentile."""
+
+    time_us: float
+    spread_us: float
+
+
+def input_sets(make: Callable[[], dict[str, Any]], set_bytes: int, l2_bytes: int, limit_bytes: int = 24 << 30) -> list[dict[str, Any]]:
+    """Enough input sets that a round trip through them touches more than three times the L2 cache; at least two, at most 64."""
+    wanted = 1 + math.ceil(3 * l2_bytes / max(1, set_bytes))
+    affordable = max(1, limit_bytes // max(1, set_bytes))
+    return [make() for _ in range(min(max(2, wanted), 64, affordable))]
+
+
+def time_interleaved(contenders: dict[str, Contender], sets: Sequence[dict[str, Any]], rounds: int = ROUNDS) -> dict[str, Timing]:
+    """GPU time per call of each contender, all on the same input sets.
+
+    A contender that cannot be captured raises; one that is wrong must not get here.
+    """
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, call in contenders.items():
+        calls = _calls_per_replay(call, sets)
+        graphs[name] = _capture(call, sets, calls), calls
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, (graph, calls) in graphs.items():
+            samples[name].append(_elapsed_us(graph.replay) / calls)
+    return {name: _summary(values) for name, values in samples.items()}
+
+
+def launch_floor_us() -> float:
+    """GPU time of the smallest kernel in a graph: no call can be faster."""
+    x = torch.zeros(1, device="cuda")
+    return time_interleaved({"floor": lambda x: x.zero_()}, [{"x": x}])["floor"].time_us
+
+
+def host_us(call: Callable[[], Any], repeats: int = 2000) -> float:
+    """Host time of one asynchronous call, in microseconds: the device keeps up only if the call is small."""
+    for _ in range(50):
+        call()
+    torch.cuda.synchronize()
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(repeats // 5):
+            call()
+        best = min(best, (time.perf_counter() - start) / (repeats // 5))
+        torch.cuda.synchronize()
+    return best * 1e6
+
+
+def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:
+    for inputs in sets[:2]:
+        call(**inputs)  # compiles, tunes, allocates
+    torch.cuda.synchronize()
+    once = _elapsed_us(lambda: [call(**inputs) for inputs in sets[:2]]) / 2
+    calls = max(1, min(MAX_CALLS, math.ceil(REPLAY_TARGET_US / max(once, 1.0))))
+    return math.ceil(calls / len(sets)) * len(sets) if calls > len(sets) else max(calls, min(len(sets), 4))
+
+
+def _capture(call: Contender, sets: Sequence[dict[str, Any]], calls: int) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for inputs in sets:
+            call(**inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(**sets[i % len(sets)])
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _elapsed_us(run: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _summary(values: list[float]) -> Timing:
+    ordered = sorted(values)
+    low, high = ordered[len(ordered) // 5], ordered[(4 * len(ordered)) // 5]
+    return Timing(statistics.median(ordered), (high - low) / 2)

@@ -1,0 +1,87 @@
+"""Registers, stack, shared memory and instruction mix of a cubin, as NVIDIA's own disassembler tells them."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# "  REG:168 STACK:0 SHARED:214120 LOCAL:0 CONSTANT[0]:1024 ..." after the line " Function <symbol>:"
+USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)")
+# "        /*0360*/               @!P0 UTMALDG.2D [UR12], [UR32], desc[URZ] ;   /* 0x... */"
+OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)", re.MULTILINE)
+MATRIX = re.compile(r"(UTC\w*MMA|[A-Z]*GMMA|[A-Z]MMA)(\d\w*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one kernel takes of a multiprocessor, and what it is made of.
+
+    registers: per thread at launch; a warp-specialised kernel moves them between its warps later.
+    stack_bytes, local_bytes: per thread, in device memory; anything but zero is a spill (or an array that is indexed at run time).
+    shared_bytes: per block, static, which is all that cuTile uses.
+    instructions: how often each opcode stands in the code, most frequent first.
+    """
+
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int]
+
+    @property
+    def spills(self) -> bool:
+        return self.stack_bytes + self.local_bytes + self.count("LDL") + self.count("STL") > 0
+
+    @property
+    def matrix(self) -> dict[str, int]:
+        """Tensor-core instructions: HGMMA on Hopper, UTCHMMA on data-centre Blackwell, HMMA elsewhere; Q.. for 8 bits."""
+        return {name: n for name, n in self.instructions.items() if MATRIX.fullmatch(name)}
+
+    def count(self, opcode: str) -> int:
+        return self.instructions.get(opcode, 0)
+
+
+def find_tool(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """A CUDA command-line tool: of the pip packages (nvidia/cu13/bin), else on PATH, else under CUDA_HOME; None if nowhere."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [str(p) for root in (spec.submodule_search_locations if spec else None) or () for p in sorted(Path(root).glob("cu*/bin"))]
+    folders += environ.get("PATH", "").split(os.pathsep)
+    folders += [f"{environ[key]}/bin" for key in ("CUDA_HOME", "CUDA_PATH") if environ.get(key)] + ["/usr/local/cuda/bin"]
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def disassemble(cubin: bytes) -> Resources:
+    """Reads the one kernel of `cubin`. Raises FileNotFoundError, naming the package to install, without cuobjdump or nvdisasm."""
+    tools = {}
+    for name in ("cuobjdump", "nvdisasm"):
+        path = find_tool(name)
+        if path is None:
+            raise FileNotFoundError(f"{name} must be installed (pip install nvidia-cuda-{name}), got none in the environment, PATH or CUDA_HOME")
+        tools[name] = path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tools["cuobjdump"]), "-res-usage", "-sass", file.name]
+        environ = os.environ | {"NVDISASM_PATH": str(tools["nvdisasm"].parent)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    if done.returncode != 0:
+        raise RuntimeError(f"cuobjdump failed with {done.returncode}: {done.stderr.strip()}")
+    return parse(done.stdout)
+
+
+def parse(text: str) -> Resources:
+    """The output of `cuobjdump -res-usage -sass` on a cubin with one kernel."""
+    usage = USAGE.findall(text)
+    if not usage:
+        raise ValueError("cuobjdump output must have a line 'REG:.. STACK:.. SHARED:..', got none")
+    # A cubin may hold device functions beside the kernel: the kernel is the one that needs most registers.
+    registers, stack, shared, local = (max(int(line[i]) for line in usage) for i in range(4))
+    mix = Counter(match["opcode"] for match in OPCODE.finditer(text))
+    return Resources(registers, stack, local, shared, dict(mix.most_common()))

@@ -1,0 +1,306 @@
+"""The only file of Tilewright that touches private names of cuda-tile.
+
+A kernel and its arguments -> the signature its front end types it for -> typed IR or a signature to compile. What the rest of the project may
+know about an IR value (its dtype, its shape, whether it is a pointer) is asked here, so that a new cuda-tile release is read in one place.
+"""
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import cuda.tile as ct
+import numpy as np
+import torch
+from cuda.tile import _annotated_function as annotated
+from cuda.tile import _compile as compiler
+from cuda.tile import compilation
+from cuda.tile._ir import ir
+from cuda.tile._ir.ops import tile_impl_registry
+from cuda.tile._ir.type import ArrayValue, GatherScatterViewTy, ListValue, StridedViewTy, TensorLikeTy, TokenTy
+from cuda.tile._passes.ast2hir import HirMode, get_function_hir
+from cuda.tile._passes.hir2ir import hir2ir
+
+from .version import CUDA_TILE_VERSION
+
+__all__ = [
+    "CUDA_TILE_VERSION",
+    "constraints_of",
+    "jit_signature",
+    "python_function",
+    "typed_ir",
+]
+
+CALLING_CONVENTION = compilation.CallingConvention.cutile_python_v2()
+BYTECODE_VERSION = compiler._SUPPORTED_VERSIONS[-1]
+MAX_SPECIALISED_RANK = 5  # the JIT assumes nothing about the shape of arrays of higher rank
+Constraint = Any  # one of the public classes of cuda.tile.compilation
+
+
+def python_function(kernel: Any) -> FunctionType:
+    """The function that @ct.kernel decorated."""
+    return kernel._pyfunc
+
+
+def parameters_of(kernel: Any) -> dict[str, Any]:
+    """Parameter name -> annotation node, in order."""
+    function = kernel._annotated_function
+    return dict(zip(function.pysig.parameters, function.parameter_annotations, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ arguments -> signature
+def constraints_of(kernel: Any, args: tuple, *, jit: bool = False) -> list[Constraint]:
+    """The types the front end gives to `args`.
+
+    Args:
+        kernel: a function decorated with @ct.kernel.
+        args: its arguments; arrays on any device, "meta" included, none of whose elements are read.
+        jit: assume of an array what the JIT on a GPU assumes (unit strides, extents of 1, divisibility by 16, alignment); otherwise only what
+            the kernel's annotations ask for, so that one signature serves every shape.
+    Raises: TypeError, ValueError or OverflowError as a launch would.
+    """
+    nodes = parameters_of(kernel)
+    if len(nodes) != len(args):
+        raise TypeError(f"{python_function(kernel).__name__} takes {len(nodes)} arguments, got {len(args)}")
+    return [_constraint(value, node, jit) for value, node in zip(args, nodes.values(), strict=True)]
+
+
+def jit_signature(kernel: Any, args: tuple) -> compilation.KernelSignature:
+    """The signature that the first `ct.launch` of these arguments would compile, made without a GPU or its driver."""
+    signature = compilation.KernelSignature(constraints_of(kernel, args, jit=True), CALLING_CONVENTION)
+    return signature.with_mangled_symbol(python_function(kernel).__name__)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def child_nodes(value: tuple, node: Any) -> list[Any]:
+    """The annotation of each item of a tuple argument."""
+    if isinstance(node, annotated.HomogeneousTupleNode):
+        return [node.each] * len(value)
+    if isinstance(node, annotated.HeterogeneousTupleNode):
+        if len(node.items) != len(value):
+            raise TypeError(f"Received a tuple of length {len(value)} for a parameter annotated as a tuple of length {len(node.items)}.")
+        return list(node.items)
+    return [node] * len(value)
+
+
+def scalar_dtype(value: bool | int | float, node: Any) -> str:
+    """The dtype of a runtime scalar argument."""
+    if isinstance(value, bool):
+        return "bool_"
+    if isinstance(value, float):
+        return "float32"
+    return node.scalar.dtype.name if node.scalar is not None else "int32"
+
+
+def check_integer(value: int, dtype: str) -> None:
+    bits = int(dtype.lstrip("uint"))
+    low, high = (0, 1 << bits) if dtype[0] == "u" else (-(1 << bits - 1), 1 << bits - 1)
+    if not low <= value < high:
+        raise OverflowError(f"kernel argument {value} does not fit {dtype}; annotate the parameter with ct.ScalarInt64")
+
+
+def _constraint(value: Any, node: Any, jit: bool) -> Constraint:
+    if isinstance(value, tuple):
+        if type(value) is not tuple:
+            raise TypeError(f"'{type(value).__name__}' is a subclass of 'tuple'. Only plain tuples are accepted.")
+        items = zip(value, child_nodes(value, node), strict=True)
+        return compilation.TupleConstraint([_constraint(item, child, jit) for item, child in items])
+    if not isinstance(node, annotated.LeafAnnotationNode):
+        raise TypeError("Received a non-tuple argument for a parameter annotated as a tuple")
+    if node.constant:
+        if not isinstance(value, (bool, int, float)):
+            raise TypeError(f"Could not interpret object of type '{type(value).__name__}' as a constant.")
+        return compilation.ConstantConstraint(value)
+    if is_array(value):
+        return _array_constraint([value], node.array, jit)
+    if isinstance(value, list):
+        if not value:
+            raise ValueError("a list argument must hold at least one array, got an empty list")
+        element = node.list.element if node.list is not None else None
+        return compilation.ListConstraint(_array_constraint(value, element, jit), alias_groups=(), elements_may_alias=jit)
+    if isinstance(value, (bool, int, float)):
+        dtype = scalar_dtype(value, node)
+        if type(value) is int:
+            check_integer(value, dtype)
+        return compilation.ScalarConstraint(getattr(ct, dtype))
+    if value is None or isinstance(value, str):
+        raise TypeError(f"Objects of type '{type(value).__name__}' are only accepted for parameters annotated as Constant.")
+    raise TypeError(f"Objects of type '{type(value).__name__}' are not supported.")
+
+
+def array_dtype(array: Any) -> str:
+    """The name cuda-tile has for the dtype of a tensor or numpy array."""
+    name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype).removeprefix("torch.")
+    return {"bool": "bool_", "float4_e2m1fn_x2": "uint8"}.get(name, name)
+
+
+def array_strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements."""
+    if isinstance(array, np.ndarray):
+        return tuple(s // array.itemsize for s in array.strides)
+    return array.stride()
+
+
+def _array_constraint(arrays: list[Any], node: Any, jit: bool) -> compilation.ArrayConstraint:
+    """One constraint that holds for every array of a list (for a plain argument: of one)."""
+    first, rank = arrays[0], arrays[0].ndim
+    node = node if node is not None else ct.ArrayAnnotation()
+    for array in arrays:
+        if array.ndim != rank:
+            raise TypeError("Arrays in list vary in rank")
+        if array_dtype(array) != array_dtype(first):
+            raise TypeError("Arrays in list vary in dtype")
+    shapes, strides = [tuple(a.shape) for a in arrays], [array_strides(a) for a in arrays]
+    if any(s < 0 for own in strides for s in own):
+        raise ValueError("negative strides are not supported")
+    name = array_dtype(first)
+    if not hasattr(ct, name):
+        raise TypeError(f"arrays of dtype {name} are not supported")
+    assumed: dict[str, Any] = {"may_alias_internally": False}
+    shape: list[int | None] = _static(shapes, node.static_shape_dims, "shape")
+    stride: list[int | None] = _static(strides, node.static_stride_dims, "stride")
+    if jit:
+        assumed = _jit_assumptions(arrays, shapes, strides, getattr(ct, name).bitwidth)
+        if not node.static_shape_dims:
+            shape = _common(shapes, 1)
+        if not node.static_stride_dims:
+            stride = _common(strides, 1)
+    return compilation.ArrayConstraint(
+        getattr(ct, name),
+        rank,
+        index_dtype=node.index_dtype,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        stride_constant=stride,
+        shape_constant=shape,
+        **assumed,
+    )
+
+
+def _static(values: list[tuple[int, ...]], dims: tuple[int, ...], what: str) -> list[int | None]:
+    """The values of annotated dims, None for the others. An impossible dim is left for the front end to report."""
+    rank = len(values[0])
+    static: list[int | None] = [None] * rank
+    for dim in dims:
+        if -rank <= dim < rank:
+            if any(v[dim] != values[0][dim] for v in values):
+                raise ValueError(f"Arrays in list vary in static {what} at axis {dim % rank} ({[v[dim] for v in values]})")
+            static[dim] = values[0][dim]
+    return static
+
+
+def _common(values: list[tuple[int, ...]], wanted: int) -> list[int | None]:
+    rank = len(values[0])
+    return [wanted if rank <= MAX_SPECIALISED_RANK and all(v[d] == wanted for v in values) else None for d in range(rank)]
+
+
+def _jit_assumptions(arrays: list[Any], shapes: list, strides: list, bits: int) -> dict[str, Any]:
+    """What cuda-tile's launcher assumes of arrays like these, by the rules of its C++ source."""
+    rank, step = len(shapes[0]), 128 // bits
+    known = rank <= MAX_SPECIALISED_RANK
+
+    def disjoint(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+        axes = sorted(zip(stride, shape, strict=True))
+        return not axes or axes[0][0] > 0 and all(b[0] >= a[0] * a[1] for a, b in zip(axes, axes[1:], strict=False))
+
+    return {
+        "may_alias_internally": not all(map(disjoint, shapes, strides)),
+        "shape_divisible_by": [16 if known and all(s[d] % 16 == 0 for s in shapes) else 1 for d in range(rank)],
+        "stride_divisible_by": [step if known and all(s[d] % step == 0 for s in strides) else 1 for d in range(rank)],
+        "base_addr_divisible_by": 16 if all(_address(a) % 16 == 0 for a in arrays) else 1,
+    }
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    if array.device.type == "meta":  # as if the allocation were aligned
+        return array.storage_offset() * array.element_size()
+    return array.data_ptr()
+
+
+# --------------------------------------------------------------------------------------------------- signature -> typed IR
+def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = True, arch: str | None = None) -> ir.Block:
+    """The kernel's body as typed by cuda-tile's front end. Its parameters are the flat ones of `flat_parameters`.
+
+    Args:
+        optimised: exactly the IR that becomes bytecode (multiply-adds fused, loops split); otherwise the IR before the front end's passes,
+            which still assigns to the kernel's own variables.
+        arch: compiler target whose dtype support is checked ("sm_90"); None checks none.
+    Raises: cuda-tile's own errors for code that does not type.
+    """
+    signature = compilation.KernelSignature(constraints, CALLING_CONVENTION, "kernel")
+    function = kernel._annotated_function
+    if optimised:
+        result = compiler.compile_tile(
+            function,
+            (signature,),
+            arch,
+            kernel._compiler_options,
+            bytecode_version=BYTECODE_VERSION,
+            return_final_ir=True,
+            return_cubin=False,
+        )
+        return result.final_ir[0]
+    hir = get_function_hir(function.pyfunc, mode=HirMode.ENTRY_POINT)
+    context = ir.IRContext(log_ir_on_error=False, tileiras_version=BYTECODE_VERSION, typing_hooks=compiler._TileTypingHooks())
+    with ir.Builder(context, hir.body.loc) as builder, tile_impl_registry.as_current():
+        names = tuple(function.pysig.parameters)
+        made = compiler._create_kernel_parameters(signature.parameters, function.parameter_annotations, names, hir.param_locs, context)
+        hir2ir(hir, made.aggregate_vars, context)
+    body = ir.Block(context, hir.body.loc)
+    body.params = sum((variables for variables, _ in made.nonconstant_flat_vars), ())
+    body.extend(builder.ops)
+    return body
+
+
+def flat_parameters(names: list[str], constraints: list[Constraint]) -> Iterator[tuple[str, Constraint]]:
+    """(name, constraint) of every parameter that exists at run time, tuples opened, in the order of the IR's parameters."""
+    for name, constraint in zip(names, constraints, strict=True):
+        if isinstance(constraint, compilation.TupleConstraint):
+            items = [f"{name}[{i}]" for i in range(len(constraint.items))]
+            yield from flat_parameters(items, list(constraint.items))
+        elif not isinstance(constraint, compilation.ConstantConstraint):
+            yield name, constraint
+
+
+# ----------------------------------------------------------------------------------------------------- questions about values
+def is_tensor(variable: ir.Var) -> bool:
+    """Whether the value is a tile or a scalar (and not a view, an array, a tuple, a token or None)."""
+    return isinstance(variable.get_type_allow_invalid(), TensorLikeTy)
+
+
+def is_token(variable: ir.Var) -> bool:
+    return isinstance(variable.get_type_allow_invalid(), TokenTy)
+
+
+def is_pointer(variable: ir.Var) -> bool:
+    return is_tensor(variable) and "pointer" in str(variable.get_type().tensor_dtype())
+
+
+def is_tuple(variable: ir.Var) -> bool:
+    return variable.is_aggregate() and not isinstance(variable.get_aggregate(), (ArrayValue, ListValue))
+
+
+def dtype_of(variable: ir.Var) -> str:
+    return variable.get_type().tensor_dtype().name
+
+
+def shape_of(variable: ir.Var) -> tuple[int, ...]:
+    return tuple(variable.get_type().tensor_shape())
+
+
+def view_of(variable: ir.Var) -> dict[str, Any]:
+    """What a tiled view is: its tile's shape, steps between tiles, axis order, sparse axis, padding mode."""
+    view = variable.get_type()
+    shape = tuple(view.tile_shape)
+    sparse = view.sparse_dim if isinstance(view, GatherScatterViewTy) else None
+    return {
+        "shape": shape,
+        "steps": tuple(view.traversal_steps) if isinstance(view, StridedViewTy) else shape,
+        "order": tuple(range(len(shape))) if sparse is not None else tuple(view.order),
+        "sparse_axis": sparse,
+        "padding": view.padding_mode.name,
+    }

@@ -1,0 +1,19 @@
+"""The cuda-tile releases whose typed IR this interpreter knows. Imported before anything that touches a private name of theirs."""
+
+from importlib.metadata import version
+
+SUPPORTED = ("1.7",)
+
+
+def require_supported_cuda_tile() -> str:
+    """The installed cuda-tile version. Raises ImportError with one sentence if it is not a supported one."""
+    found = version("cuda-tile")
+    if ".".join(found.split(".")[:2]) not in SUPPORTED:
+        raise ImportError(
+            f"tilewright reads the typed IR of cuda-tile {' or '.join(SUPPORTED)} to run kernels on a CPU, found {found}: "
+            f"pip install 'cuda-tile=={SUPPORTED[-1]}.*'"
+        )
+    return found
+
+
+CUDA_TILE_VERSION = require_supported_cuda_tile()

@@ -1,0 +1,28 @@
+"""How a call reaches a processor: device, plan, launch, registration, checks. Written once, not per op."""
+
+from .check import check_tensor, must
+from .device import Cost, Device
+from .plan import Plan, best_plan, forced_config
+from .run import Launch, counted, launch, traced
+from .torch_op import torch_op
+
+__all__ = [
+    "Cost",
+    "Device",
+    "Launch",
+    "Plan",
+    "best_plan",
+    "check_tensor",
+    "counted",
+    "forced_config",
+    "launch",
+    "must",
+    "next_pow2",
+    "torch_op",
+    "traced",
+]
+
+
+def next_pow2(n: int) -> int:
+    """The smallest power of two >= n; 1 for n <= 1."""
+    return 1 << max(0, n - 1).bit_length()

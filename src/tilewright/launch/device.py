@@ -1,0 +1,101 @@
+"""What a plan may know about the processor it runs on."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The least work a problem needs: bytes moved once, floating-point operations."""
+
+    size_bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One processor, by what decides a plan.
+
+    name: short product name ("H200") or "CPU" for the interpreter.
+    arch: compiler target ("sm_90"), or "cpu".
+    sms: streaming multiprocessors (on a CPU: blocks of a persistent grid).
+    l2_bytes: size of the last-level cache.
+    memory_gbs: sustained device-memory bandwidth, GB/s (measured where docs/hardware says so, else the data sheet's).
+    tflops: dense bf16 rate with fp32 accumulation, TFLOP/s (likewise).
+    """
+
+    name: str
+    arch: str
+    sms: int
+    l2_bytes: int
+    memory_gbs: float
+    tflops: float
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.arch == "cpu"
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Device":
+        """The device that owns `tensor`; for a meta tensor, the device being traced for."""
+        kind = tensor.device.type
+        if kind == "cuda":
+            return _cuda_device(tensor.device.index)
+        if kind == "cpu":
+            return CPU
+        from .run import traced_device
+
+        return traced_device()
+
+    @staticmethod
+    def named(name: str) -> "Device":
+        """A device from the table, with no such GPU present. Raises KeyError naming the known ones."""
+        if name not in KNOWN:
+            raise KeyError(f"device must be one of {sorted(KNOWN)}, got {name!r}")
+        return KNOWN[name]
+
+    @staticmethod
+    def for_arch(arch: str) -> "Device":
+        """The first known device of a compiler target, e.g. "sm_90". Raises KeyError naming the known targets."""
+        for device in KNOWN.values():
+            if device.arch == arch:
+                return device
+        raise KeyError(f"arch must be one of {sorted({d.arch for d in KNOWN.values()})}, got {arch!r}")
+
+
+MIB = 1 << 20
+CPU = Device("CPU", "cpu", sms=4, l2_bytes=32 * MIB, memory_gbs=20.0, tflops=0.1)
+KNOWN = {
+    d.name: d
+    for d in (
+        Device("H200", "sm_90", sms=132, l2_bytes=60 * MIB, memory_gbs=4490.0, tflops=790.0),
+        Device("H100", "sm_90", sms=132, l2_bytes=50 * MIB, memory_gbs=3350.0, tflops=790.0),
+        Device("A100", "sm_80", sms=108, l2_bytes=40 * MIB, memory_gbs=2039.0, tflops=312.0),
+        Device("B200", "sm_100", sms=148, l2_bytes=126 * MIB, memory_gbs=8000.0, tflops=2250.0),
+        Device("B300", "sm_103", sms=148, l2_bytes=126 * MIB, memory_gbs=8000.0, tflops=2500.0),
+        Device("RTX5090", "sm_120", sms=170, l2_bytes=96 * MIB, memory_gbs=1792.0, tflops=209.0),
+        Device("GB10", "sm_121", sms=48, l2_bytes=24 * MIB, memory_gbs=273.0, tflops=92.0),
+        CPU,
+    )
+}
+
+
+@cache
+def _cuda_device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    arch = f"sm_{properties.major}{properties.minor}"
+    squeezed = properties.name.upper().replace(" ", "")
+    listed = next((d for d in KNOWN.values() if d.arch == arch and d.name.upper() in squeezed), None)
+    # An unlisted product gets its real SM count and cache, and the rates of its architecture's first listed product.
+    base = listed or next((d for d in KNOWN.values() if d.arch == arch), KNOWN["A100"])
+    return Device(
+        listed.name if listed else properties.name,
+        arch,
+        properties.multi_processor_count,
+        properties.L2_cache_size,
+        base.memory_gbs,
+        base.tflops,
+    )

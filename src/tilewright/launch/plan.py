@@ -1,0 +1,93 @@
+"""The decision of a call, as data: Problem -> Plan."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import Device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel launch, all but its tensors: printable, hashable, made without a GPU.
+
+    kernel: the cuTile kernel object.
+    grid: blocks in x, y, z (1 to 3 entries).
+    constants: values of the kernel's trailing `ct.Constant` parameters.
+    num_ctas, occupancy, num_worker_warps: compiler hints; None leaves the compiler's choice.
+    workspace: (shape, dtype) of each scratch tensor the op passes to this launch and to `then`.
+    then: the launch that follows in the same stream (a merge of partial results).
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: tuple = ()
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    then: "Plan | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.kernel._pyfunc.__name__
+
+    @cached_property
+    def hinted_kernel(self) -> Any:
+        return _hinted(self.kernel, self.num_ctas, self.occupancy, self.num_worker_warps)
+
+    def scratch(self, device: torch.device) -> list[Tensor]:
+        """Uninitialised workspace from the caching allocator: stream-ordered, and under graph capture from the graph's pool."""
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.workspace]
+
+    def __str__(self) -> str:
+        hints = [f"{name}={value}" for name in ("num_ctas", "occupancy", "num_worker_warps") if (value := getattr(self, name)) is not None]
+        own = f"{self.name} grid={self.grid} constants={self.constants} {' '.join(hints)}".rstrip()
+        return f"{own} -> {self.then}" if self.then else own
+
+
+@cache
+def _hinted(kernel: Any, num_ctas: int | None, occupancy: int | None, num_worker_warps: int | None) -> Any:
+    # cuTile keeps its compiled code on the hinted kernel object, so one object per set of hints, for ever.
+    hints = {"num_ctas": num_ctas, "occupancy": occupancy, "num_worker_warps": num_worker_warps}
+    hints = {name: value for name, value in hints.items() if value is not None}
+    return kernel.replace_hints(**hints) if hints else kernel
+
+
+type_space = Callable[[Any, Device], list]
+type_plan = Callable[[Any, Any, Device], Plan]
+
+_forced: dict[type_plan, Any] = {}
+
+
+def best_plan(space: type_space, plan: type_plan, problem: Any, device: Device) -> Plan:
+    """The plan for `problem` on `device`: the forced config if one is set, else the first of `space`. Never tunes."""
+    if _forced:
+        config = _forced.get(plan)
+        if config is not None:
+            return plan(problem, config, device)
+    return _default_plan(space, plan, problem, device)
+
+
+@lru_cache(maxsize=1 << 16)
+def _default_plan(space: type_space, plan: type_plan, problem: Any, device: Device) -> Plan:
+    return plan(problem, space(problem, device)[0], device)
+
+
+@contextmanager
+def forced_config(plan: type_plan, config: Any) -> Iterator[None]:
+    """Within the context every call whose op decides with `plan` uses `config`. For tests, tuner and benchmark."""
+    before = _forced.get(plan)
+    _forced[plan] = config
+    try:
+        yield
+    finally:
+        if before is None:
+            del _forced[plan]
+        else:
+            _forced[plan] = before

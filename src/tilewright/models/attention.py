@@ -1,0 +1,125 @@
+"""Our attention behind transformers' AttentionInterface, with a mask that is two numbers per sequence.
+
+transformers asks a registered mask function for "the mask" once per forward and hands what it returned to every attention call. Ours returns
+no [q_len, kv_len] matrix but an int32 tensor `span` [batch, 1, 1, 2] of (kv_start, kv_len): the first key that is not left padding, and the
+number of keys in the cache that count. Both stay on the device, so a DynamicCache, a StaticCache (keys allocated to the end, counted by a
+device tensor) and a captured graph all work with no synchronisation. It has four axes because transformers passes a 4-D mask on untouched.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..launch import must
+from ..ops.attention import attention
+from ..ops.attention_decode import attention_decode
+
+NAME = "tilewright"
+
+# Arguments of the attention call that change nothing in what it must compute.
+_INERT = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict"}
+
+
+def register() -> None:
+    """Makes `NAME` known to transformers. Models that do not ask for it by name notice nothing."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, span_mask)
+
+
+def span_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool | None = None,
+    **unused: Any,
+) -> Tensor:
+    """The span of keys that count, from what transformers knows when it builds masks. The names are transformers'.
+
+    Args:
+        batch_size, q_length, kv_length: sizes of this forward; kv_length is what the cache will return.
+        q_offset: position of the first query; an int, or a 0-d device tensor of a static cache.
+        kv_offset: position of the first key that the cache returns; above 0 once a sliding-window cache has dropped keys.
+        attention_mask: [batch, seen + q_length] bool, False on padding; None without padding.
+        use_vmap, allow_is_causal_skip: how transformers marks masks other than plain causal ones.
+    Returns: int32 [batch, 1, 1, 2] of (kv_start, kv_len), counted in the keys that the cache returns.
+    Raises: ValueError for a mask that two numbers per sequence cannot express.
+    """
+    compiling = torch.compiler.is_compiling()
+    if allow_is_causal_skip is None:
+        raise must("attention", "causal", "a bidirectional mask")
+    if use_vmap:
+        raise must("the mask", "causal with left padding", "one combined with a mask function of the caller")
+    # While tracing, transformers marks every forward that has neither mask nor cache as packed, because it may not look at position_ids.
+    if not allow_is_causal_skip and q_length > 1 and not compiling and not torch.compiler.is_exporting():
+        raise must("the mask", "causal with left padding", "packed sequences or blocks of tokens: give each sequence its own row")
+
+    span = torch.empty(2, batch_size, dtype=torch.int32, device=device)  # so that each of the two [batch] rows is contiguous
+    span[0] = 0 if attention_mask is None else (_left_padding(attention_mask) - kv_offset).clamp(min=0)
+    span[1] = q_offset - kv_offset + q_length
+    return span.t()[:, None, None, :]
+
+
+def _left_padding(attention_mask: Tensor) -> Tensor:
+    """Number of padding tokens before each sequence; fails, on a GPU asynchronously, where there is padding inside one."""
+    seen = attention_mask.to(torch.int8)
+    begins = (seen.diff(dim=-1) > 0).sum(-1) + seen[:, 0]
+    torch._assert_async((begins <= 1).all(), "attention_mask must be False only before (or after) each sequence, got padding inside one: pad on the left")
+    return seen.argmax(-1).to(torch.int32)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """The attention call of every transformers model. The names are transformers'.
+
+    Args:
+        query: [batch, q_heads, q_len, head_dim].
+        key, value: [batch, kv_heads, kv_len allocated, head_dim].
+        attention_mask: what `span_mask` returned; None where the model has none (every key counts).
+        sliding_window: keys that a query sees, itself included; None for all before it.
+        other: must be None or False, but for arguments that do not bear on the result.
+    Returns: [batch, q_len, q_heads, head_dim], and no attention weights: they are never in memory.
+    Raises: ValueError for anything asked that our kernels do not compute.
+    """
+    if dropout:
+        raise must("attention dropout", "0 (call model.eval())", dropout)
+    if is_causal is False:
+        raise must("is_causal", "True", is_causal)
+    for name, given in other.items():
+        if name not in _INERT and given is not None and given is not False:
+            raise must(name, "None: tilewright's attention does not compute it; patch(model, attention=False) keeps transformers'", _brief(given))
+    q_len = query.shape[2]
+    kv_start = kv_len = None
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
+            got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
+            raise must("attention_mask", "a 2-D padding mask, or int32 [batch, 1, 1, 2] of (kv_start, kv_len)", got)
+        kv_start, kv_len = attention_mask[:, 0, 0].unbind(-1)
+    if q_len == 1:
+        out = attention_decode(query, key, value, kv_len, kv_start=kv_start, window=sliding_window, scale=scaling)
+    else:
+        out = attention(query, key, value, scale=scaling, window=sliding_window, kv_start=kv_start, kv_len=kv_len)
+    return out.transpose(1, 2), None
+
+
+def _brief(given: object) -> object:
+    return f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else given

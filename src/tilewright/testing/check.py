@@ -1,0 +1,70 @@
+"""Runs one op on one problem and judges every output. Tests, verify, tuner and benchmark all call this."""
+
+import zlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import forced_config
+from .accuracy import Accuracy, assert_accurate
+from .poison import embed, poisoned_empty
+
+
+def op_name(op: ModuleType) -> str:
+    """`rms_norm` of the module tilewright.ops.rms_norm."""
+    return op.__name__.rpartition(".")[2]
+
+
+def public_function(op: ModuleType) -> Callable[..., Any]:
+    return getattr(op, op_name(op))
+
+
+def seeded_inputs(op: ModuleType, problem: Any, device: torch.device) -> dict[str, Any]:
+    """The problem's inputs, the same on every run: the seed is a hash of the case's id."""
+    torch.manual_seed(zlib.crc32(f"{op_name(op)}-{problem}".encode()))
+    return problem.inputs(device)
+
+
+def outputs(result: Any) -> list[Tensor]:
+    """The tensors of a result that is one tensor or a tuple of them (None left out)."""
+    return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+
+
+def check_op(op: ModuleType, problem: Any, device: torch.device, config: Any = None) -> list[Accuracy]:
+    """Runs the public function on poisoned memory and applies the accuracy rule to each output.
+
+    Args:
+        op: a module of `tilewright.ops`.
+        problem: one of its Problems.
+        device: where to run; a CPU interprets.
+        config: the config to force; None takes the plan a user's call would take.
+    Raises: AssertionError naming op, problem, config and the worst element.
+    """
+    inputs = seeded_inputs(op, problem, device)
+    truth = outputs(op.reference(**_map(inputs, _double)))
+    theirs = outputs(op.reference(**_map(inputs, torch.clone)))
+    with poisoned_empty():
+        ours = outputs(run_op(op, _map(inputs, embed), config))
+    what = f"{op_name(op)} {problem} {config if config is not None else 'default config'}"
+    if not len(ours) == len(theirs) == len(truth):
+        raise AssertionError(f"{what}: {len(ours)} outputs, reference has {len(truth)}")
+    return [assert_accurate(o, t, w, f"{what} output {i}") for i, (o, t, w) in enumerate(zip(ours, theirs, truth, strict=True))]
+
+
+def run_op(op: ModuleType, inputs: dict[str, Any], config: Any = None) -> Any:
+    """Calls the public function, with `config` forced if one is given."""
+    if config is None:
+        return public_function(op)(**inputs)
+    with forced_config(op.plan, config):
+        return public_function(op)(**inputs)
+
+
+def _map(inputs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {name: change(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()

@@ -1,0 +1,59 @@
+"""`tilewright verify`: the accuracy rule on every op and config, on the device at hand."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from .. import ops
+from ..launch import Device
+from .cases import cases
+from .check import check_op, op_name
+
+
+def verify_command(names: list[str] | None = None, *, quick: bool = False, json_file: Path | None = None, device: str = "") -> int:
+    """Checks ops (all by default), one line each with the worst ratio to the bound. Returns the exit code: 1 if any config is wrong.
+
+    Small odd shapes run with every config of the space, real model shapes with the default (on a CPU only the small ones).
+    quick: defaults only. device: "cuda", "cpu"; by default a GPU if there is one.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    here = Device.of(torch.empty(0, device=where))
+    console.print(f"verify on {here.name} ({here.arch}): RMS and worst element as a share of what the accuracy rule allows")
+    lines: list[dict] = []
+    for op in ops.named(names):
+        start, runs, worst, failures = time.perf_counter(), 0, (0.0, 0.0), []
+        for problem, config in _runs(op, here, quick):
+            runs += 1
+            try:
+                with torch.inference_mode():
+                    found = check_op(op, problem, where, config)
+            except AssertionError as error:
+                failures.append(str(error))
+                continue
+            worst = max(worst[0], *(a.rms_ratio for a in found)), max(worst[1], *(a.worst_ratio for a in found))
+        seconds = time.perf_counter() - start
+        verdict = f"FAIL {len(failures)} of {runs}" if failures else "pass"
+        console.print(f"{op_name(op):<18} {verdict:<14} {runs:4d} runs | rms {worst[0]:.2f} worst {worst[1]:.2f} | {seconds:.1f} s")
+        for failure in failures[:5]:
+            console.print(f"    {failure}", style="red")
+        lines.append({"op": op_name(op), "runs": runs, "failures": failures, "rms_ratio": worst[0], "worst_ratio": worst[1]})
+    if json_file:
+        json_file.write_text(json.dumps({"device": here.name, "ops": lines}, indent=1) + "\n")
+    return 1 if any(line["failures"] for line in lines) else 0
+
+
+def _runs(op, here: Device, quick: bool):
+    for problem in cases(op, "small"):
+        yield problem, None
+        if not quick:
+            for config in op.space(problem, here)[1:]:
+                yield problem, config
+    if not here.is_cpu:
+        for problem in cases(op, "real"):
+            yield problem, None

@@ -1,0 +1,42 @@
+"""NaN where nobody should look: uninitialised outputs and the memory around inputs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+MARGIN_BYTES = 4096  # keeps the alignment that a fresh allocation has
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within the context torch.empty and its kin return NaN (integers: the largest value), by PyTorch's own debug switch."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def embed(tensor: Tensor) -> Tensor:
+    """A copy of `tensor`, same strides, in the middle of memory filled with NaN (integers: the smallest value)."""
+    if tensor.numel() == 0:
+        return tensor
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    margin = MARGIN_BYTES // tensor.element_size()
+    flat = torch.empty(span + 2 * margin, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_floating_point():
+        flat.copy_(torch.full((), torch.nan, device=tensor.device))
+    elif tensor.dtype is torch.bool:
+        flat.fill_(True)
+    else:
+        flat.fill_(torch.iinfo(tensor.dtype).min)
+    inside = flat.as_strided(tensor.shape, tensor.stride(), margin)
+    inside.copy_(tensor)
+    return inside

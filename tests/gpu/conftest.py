@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA GPU")
+    for item in items:
+        if "tests/gpu" in item.nodeid or "gpu" in str(item.path):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """A list that grows by one name for every kernel compiled while the test runs."""
+    import cuda.tile as ct
+
+    names: list[str] = []
+    compile_ = ct.kernel._compile
+
+    def counting(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counting)
+    return names

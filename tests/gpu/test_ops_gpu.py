@@ -1,0 +1,99 @@
+"""The cases of tests/cpu on a GPU, same ids, and what only a GPU has: streams, graphs, devices."""
+
+import pytest
+import torch
+
+from tilewright import ops
+from tilewright.launch import Device
+from tilewright.testing import check_op, op_name, outputs, public_function, run_op, seeded_inputs
+from tilewright.testing.cases import cases
+
+OPS = [pytest.param(op, id=op_name(op)) for op in ops.ALL]
+SMALL = [pytest.param(op, p, id=f"{op_name(op)}-{i}") for op in ops.ALL for i, p in enumerate(cases(op, "small"))]
+REAL = [pytest.param(op, p, id=f"{op_name(op)}-{i}") for op in ops.ALL for i, p in enumerate(cases(op, "real"))]
+
+
+def clones(inputs):
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def same(a, b):
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(outputs(a), outputs(b), strict=True))
+
+
+@pytest.mark.parametrize(("op", "problem"), SMALL)
+def test_configs_are_as_accurate_as_torch(op, problem, gpu):
+    """The default and a spread of the space; `tilewright verify` runs all of it."""
+    configs = op.space(problem, Device.of(torch.empty(0, device=gpu)))
+    for config in {0: configs[0], 1: configs[len(configs) // 3], 2: configs[2 * len(configs) // 3], 3: configs[-1]}.values():
+        check_op(op, problem, gpu, config)
+
+
+@pytest.mark.parametrize(("op", "problem"), REAL)
+def test_real_shapes_are_as_accurate_as_torch(op, problem, gpu):
+    check_op(op, problem, gpu)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_same_bits_on_another_stream_and_twice(op, gpu):
+    problem = cases(op, "small")[0]
+    inputs = seeded_inputs(op, problem, gpu)
+    expected = run_op(op, clones(inputs))
+    stream = torch.cuda.Stream()
+    mine = clones(inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        busy = torch.randn(4096, 4096, device=gpu)
+        for _ in range(20):
+            busy = busy @ busy / 64  # the op must queue behind this, on this stream
+        for value in mine.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.copy_(value * 1.0)
+        found = run_op(op, mine)
+    stream.synchronize()
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_capture_and_replay_three_times(op, gpu):
+    problem = cases(op, "small")[0]
+    inputs = seeded_inputs(op, problem, gpu)
+    expected = run_op(op, clones(inputs))
+    static = clones(inputs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run_op(op, clones(inputs))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run_op(op, static)
+    for _ in range(3):
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                static[name].copy_(value)  # in-place ops changed it
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(found, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_to_one_graph(op, gpu):
+    problem = cases(op, "small")[0]
+    inputs = seeded_inputs(op, problem, gpu)
+    expected = run_op(op, clones(inputs))
+    with torch.inference_mode(False), torch.no_grad():
+        torch._dynamo.reset()
+        found = torch.compile(public_function(op), fullgraph=True)(**clones(inputs))
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_runs_on_the_device_of_its_tensors(op):
+    """Called with device 0 current, on tensors of device 1."""
+    problem = cases(op, "small")[0]
+    other = torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        check_op(op, problem, other)
+        assert torch.cuda.current_device() == 0
