@@ -4,7 +4,8 @@ A kernel and its arguments -> the signature its front end types it for -> typed 
 know about an IR value (its dtype, its shape, whether it is a pointer) is asked here, so that a new cuda-tile release is read in one place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -60,8 +61,10 @@ def constraints_of(kernel: Any, args: tuple, *, jit: bool = False) -> list[Const
     """
     nodes = parameters_of(kernel)
     if len(nodes) != len(args):
-        raise TypeError(f"{python_function(kernel).__name__} takes {len(nodes)} arguments, got {len(args)}")
-    return [_constraint(value, node, jit) for value, node in zip(args, nodes.values(), strict=True)]
+        expects = f"{len(nodes)} argument{'s' * (len(nodes) != 1)}"
+        raise TypeError(f"Kernel expects {expects} but {len(args)} {'was' if len(args) == 1 else 'were'} given")
+    places = [f"kernel argument #{i}" for i in range(len(args))]
+    return [_constraint(value, node, jit, place) for value, node, place in zip(args, nodes.values(), places, strict=True)]
 
 
 def jit_signature(kernel: Any, args: tuple) -> compilation.KernelSignature:
@@ -101,23 +104,24 @@ def check_integer(value: int, dtype: str) -> None:
         raise OverflowError(f"kernel argument {value} does not fit {dtype}; annotate the parameter with ct.ScalarInt64")
 
 
-def _constraint(value: Any, node: Any, jit: bool) -> Constraint:
-    if isinstance(value, tuple):
-        if type(value) is not tuple:
-            raise TypeError(f"'{type(value).__name__}' is a subclass of 'tuple'. Only plain tuples are accepted.")
-        items = zip(value, child_nodes(value, node), strict=True)
-        return compilation.TupleConstraint([_constraint(item, child, jit) for item, child in items])
+def _constraint(value: Any, node: Any, jit: bool, place: str) -> Constraint:
+    if type(value) is tuple:
+        children = enumerate(zip(value, child_nodes(value, node), strict=True))
+        return compilation.TupleConstraint([_constraint(item, child, jit, f"item #{i} of {place}") for i, (item, child) in children])
     if not isinstance(node, annotated.LeafAnnotationNode):
         raise TypeError("Received a non-tuple argument for a parameter annotated as a tuple")
+    kind = type(value).__name__
+    if isinstance(value, tuple):
+        raise TypeError(f"Invalid {place}: '{kind}' is a subclass of 'tuple'. Only plain tuples are accepted.")
     if node.constant:
         if not isinstance(value, (bool, int, float)):
-            raise TypeError(f"Could not interpret object of type '{type(value).__name__}' as a constant.")
+            raise TypeError(f"Invalid {place}: Could not interpret object of type '{kind}' as a constant.")
         return compilation.ConstantConstraint(value)
     if is_array(value):
         return _array_constraint([value], node.array, jit)
     if isinstance(value, list):
         if not value:
-            raise ValueError("a list argument must hold at least one array, got an empty list")
+            raise ValueError(f"Invalid {place}: a list must hold at least one array, got an empty one")
         element = node.list.element if node.list is not None else None
         return compilation.ListConstraint(_array_constraint(value, element, jit), alias_groups=(), elements_may_alias=jit)
     if isinstance(value, (bool, int, float)):
@@ -125,14 +129,17 @@ def _constraint(value: Any, node: Any, jit: bool) -> Constraint:
         if type(value) is int:
             check_integer(value, dtype)
         return compilation.ScalarConstraint(getattr(ct, dtype))
-    if value is None or isinstance(value, str):
-        raise TypeError(f"Objects of type '{type(value).__name__}' are only accepted for parameters annotated as Constant.")
-    raise TypeError(f"Objects of type '{type(value).__name__}' are not supported.")
+    raise TypeError(f"Invalid {place}: Objects of type '{kind}' are not supported.")
 
 
 def array_dtype(array: Any) -> str:
     """The name cuda-tile has for the dtype of a tensor or numpy array."""
-    name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype).removeprefix("torch.")
+    return _dtype_name(array.dtype)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype | np.dtype) -> str:
+    name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     return {"bool": "bool_", "float4_e2m1fn_x2": "uint8"}.get(name, name)
 
 
@@ -180,14 +187,17 @@ def _array_constraint(arrays: list[Any], node: Any, jit: bool) -> compilation.Ar
 
 
 def _static(values: list[tuple[int, ...]], dims: tuple[int, ...], what: str) -> list[int | None]:
-    """The values of annotated dims, None for the others. An impossible dim is left for the front end to report."""
+    """The values of annotated dims, None for the others."""
     rank = len(values[0])
     static: list[int | None] = [None] * rank
     for dim in dims:
-        if -rank <= dim < rank:
-            if any(v[dim] != values[0][dim] for v in values):
-                raise ValueError(f"Arrays in list vary in static {what} at axis {dim % rank} ({[v[dim] for v in values]})")
-            static[dim] = values[0][dim]
+        if not -rank <= dim < rank:
+            raise ValueError(f"static_{what}_dims contains axis {dim} but array rank is {rank}")
+        if static[dim] is not None:
+            raise ValueError(f"static_{what}_dims contains duplicate axis {dim}")
+        if any(v[dim] != values[0][dim] for v in values):
+            raise ValueError(f"Arrays in list vary in static {what} at axis {dim % rank} ({[v[dim] for v in values]})")
+        static[dim] = values[0][dim]
     return static
 
 
@@ -256,14 +266,19 @@ def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = Tr
     return body
 
 
-def flat_parameters(names: list[str], constraints: list[Constraint]) -> Iterator[tuple[str, Constraint]]:
-    """(name, constraint) of every parameter that exists at run time, tuples opened, in the order of the IR's parameters."""
-    for name, constraint in zip(names, constraints, strict=True):
+def flat_parameters(
+    names: list[str], constraints: Sequence[Constraint], path: tuple[int, ...] = ()
+) -> Iterator[tuple[str, tuple[int, ...], Constraint]]:
+    """(name, path, constraint) of every parameter that exists at run time, tuples opened, in the order of the IR's parameters.
+
+    path: the argument's index, then indices into tuples.
+    """
+    for index, (name, constraint) in enumerate(zip(names, constraints, strict=True)):
         if isinstance(constraint, compilation.TupleConstraint):
             items = [f"{name}[{i}]" for i in range(len(constraint.items))]
-            yield from flat_parameters(items, list(constraint.items))
+            yield from flat_parameters(items, constraint.items, (*path, index))
         elif not isinstance(constraint, compilation.ConstantConstraint):
-            yield name, constraint
+            yield name, (*path, index), constraint
 
 
 # ----------------------------------------------------------------------------------------------------- questions about values

@@ -18,7 +18,10 @@ from .attention import NAME, register
 from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
 
 _MARK = "tilewright_report"
-_ABSENT = object()
+
+
+class _Absent:
+    """Stands for no value. A class, so that a deep copy of a report still recognises it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +51,16 @@ class Report:
     model: str
     replaced: tuple[Replaced, ...]
     kept: tuple[Kept, ...]
-    _changes: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list, repr=False)
+    _changes: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Puts back every attribute that `patch` set. A second call does nothing."""
         while self._changes:
-            attributes, name, before = self._changes.pop()
-            if before is _ABSENT:
-                attributes.pop(name, None)
+            owner, name, before = self._changes.pop()
+            if before is _Absent:
+                owner.__dict__.pop(name, None)
             else:
-                attributes[name] = before
+                owner.__dict__[name] = before
 
     def __enter__(self) -> "Report":
         return self
@@ -160,9 +163,8 @@ def _reason_unmatched(kind: str, prefix: str) -> str | None:
 
 
 def _set(report: Report, owner: Any, name: str, value: Any) -> None:
-    attributes = owner.__dict__
-    report._changes.append((attributes, name, attributes.get(name, _ABSENT)))
-    attributes[name] = value
+    report._changes.append((owner, name, owner.__dict__.get(name, _Absent)))
+    owner.__dict__[name] = value
 
 
 def _use_attention(report: Report, model: Any) -> None:

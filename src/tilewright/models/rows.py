@@ -81,6 +81,8 @@ def _keep_mlp(module: Any) -> str | None:
 
 
 def _keep_linear(module: Any) -> str | None:
+    if type(module) is not nn.Linear:
+        return f"{type(module).__module__}.Linear is not torch's"
     return None if type(module.weight) in (nn.Parameter, Tensor) else f"weight is a {type(module.weight).__name__}, not a plain tensor"
 
 

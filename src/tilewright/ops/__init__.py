@@ -1,0 +1,16 @@
+"""What is computed: one module per op, each with the same names (docs/ops.md)."""
+
+from types import ModuleType
+
+from . import rms_norm, rope, silu_mul, softmax
+
+ALL = (rms_norm, rope, silu_mul, softmax)
+
+
+def named(names: list[str] | None) -> list[ModuleType]:
+    """The op modules of these names, all of them for None or an empty list. Raises ValueError naming the known ones."""
+    known = {op.__name__.rpartition(".")[2]: op for op in ALL}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"op must be one of {', '.join(known)}, got {name!r}")
+    return [known[name] for name in names] if names else list(ALL)

@@ -1,0 +1,229 @@
+"""`tilewright <verb>`. Thin: each verb reads its options and calls one function of a room, imported when the verb runs."""
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from .models import Comparison, Loaded
+
+app = typer.Typer(
+    help="Language-model kernels in cuTile Python: compiled on a GPU, interpreted on a CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops; all of them if none is given.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)]
+DeviceName = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. Default: a GPU if there is one.", show_default=False)]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", show_default=False)]
+
+_state = {"traceback": False}
+
+
+@app.callback()
+def options(traceback: Annotated[bool, typer.Option("--traceback", help="On an error show the whole Python traceback.")] = False) -> None:
+    _state["traceback"] = traceback
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the loading bars of transformers, which reads this when it is imported
+
+
+def verb(function: Callable[..., int]) -> Callable[..., None]:
+    """Makes a command of a function that returns its exit code; an expected error becomes one line on stderr and exit code 1."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = function(*args, **kwargs)
+        except (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError) as error:
+            if _state["traceback"]:
+                raise
+            message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+            typer.echo(f"error: {' '.join(message.split()) or type(error).__name__}", err=True)
+            code = 1
+        if code:
+            raise typer.Exit(code)
+
+    return app.command(name=function.__name__)(run)
+
+
+@verb
+def demo(
+    question: Annotated[str, typer.Option("--question", help="What to ask.")] = "What is the capital of France?",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")] = 16,
+    device: DeviceName = "",
+    dtype: Dtype = "",
+    as_json: Json = False,
+) -> int:
+    """Ask SmolLM2-135M-Instruct a question, with every kernel ours, and compare the tokens with stock transformers.
+
+    Exits with 1 if the two differ.
+    """
+    where, number_type = _device_and_dtype(device, dtype)
+    from .models import demo_gguf
+
+    return _answer(demo_gguf(), question, where, number_type, max_new_tokens, as_json=as_json)
+
+
+@verb
+def generate(
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="A Hugging Face folder, a .gguf file, or a config's name (random weights).")],
+    prompt: Annotated[str, typer.Option("--prompt", help="The prompt itself.", show_default=False)] = "",
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file with the prompt; - reads stdin.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write at most.")] = 64,
+    device: DeviceName = "",
+    dtype: Dtype = "",
+    compare: Annotated[bool, typer.Option("--compare", help="Run unpatched transformers too; exit with 1 if the tokens differ.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the model's chat template.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write text with a patched transformers model, greedily, as it comes."""
+    if bool(prompt) == bool(prompt_file):
+        raise ValueError("exactly one of --prompt and --prompt-file must be given")
+    if prompt_file:
+        prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
+    where, number_type = _device_and_dtype(device, dtype)
+    return _answer(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json)
+
+
+@verb
+def bench(
+    ops: Ops = None,
+    json_file: JsonFile = None,
+    case: Annotated[str, typer.Option("--case", help="Only cases whose name contains this text.", show_default=False)] = "",
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
+) -> int:
+    """Time ops on a GPU: one line a case; --json appends JSON lines."""
+    from .bench.command import bench_command
+
+    return bench_command(ops, json_file=json_file, case=case, peers=peers, device=device)
+
+
+@verb
+def verify(
+    ops: Ops = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Default configs only, not every config of the space.")] = False,
+    json_file: JsonFile = None,
+    device: DeviceName = "",
+) -> int:
+    """Check the accuracy of ops on this machine: one line each; exits with 1 if any is off."""
+    from .testing.command import verify_command
+
+    return verify_command(ops, quick=quick, json_file=json_file, device=device)
+
+
+@verb
+def compile(
+    ops: Ops = None,
+    arch: Annotated[str, typer.Option("--arch", metavar="ARCH,...", help="Compiler targets, e.g. sm_90,sm_121.")] = "sm_90",
+    json_file: JsonFile = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Default configs only, not every config of the space.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", help="Compilers to run at once; 0 for one a core.")] = 0,
+) -> int:
+    """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions; exits with 1 if a default config spills."""
+    from .compile.command import compile_command
+
+    return compile_command(ops, arch=arch, json_file=json_file, defaults=defaults, jobs=jobs)
+
+
+@verb
+def doctor(as_json: Json = False) -> int:
+    """Say what on this machine works and how to mend what does not: GPU, driver, compiler, versions, caches."""
+    from .doctor import doctor_command
+
+    return doctor_command(as_json=as_json)
+
+
+def _device_and_dtype(device: str, dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    from .models import DTYPES
+
+    kind, _, index = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device must name a GPU of this machine, which has {torch.cuda.device_count()}, got {device!r}")
+    dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    where = torch.device(kind, int(index)) if index else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    return where, DTYPES[dtype]
+
+
+def _answer(
+    model: str | Path,
+    prompt: str,
+    where: Any,
+    number_type: Any,
+    max_new_tokens: int,
+    *,
+    as_json: bool,
+    stock: bool = True,
+    raw: bool = False,
+) -> int:
+    """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal."""
+    from .models import compare, encode, load
+
+    console = Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True)
+    start = time.perf_counter()
+    loaded = load(model, device=where, dtype=number_type)
+    console.print(_headline(loaded, time.perf_counter() - start))
+    prompt_ids = encode(loaded, prompt, raw=raw)
+    console.print(f"> {prompt}", style="bold")
+
+    def show(text: str) -> None:
+        console.print(text, end="")
+        console.file.flush()
+
+    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=None if as_json else show)
+    console.print()
+    if as_json:
+        typer.echo(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(number_type).removeprefix("torch."), **result.as_dict()}))
+    else:
+        _summary(console, result)
+    return 1 if result.equal is False else 0
+
+
+def _headline(loaded: "Loaded", seconds: float) -> str:
+    model = loaded.model
+    how = "interpreted" if model.device.type == "cpu" else "compiled"
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = Path(loaded.source).name
+    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
+
+
+def _summary(console: Console, result: "Comparison") -> None:
+    ours, stock = result.ours, result.stock
+    console.print(
+        f"\n{len(ours.tokens)} tokens in {ours.first_token_s + ours.decode_s:.1f} s: {ours.tokens_per_s:.2f} tokens/s "
+        f"({ours.prompt_tokens} prompt tokens read in {ours.first_token_s:.1f} s, then {ours.decode_tokens_per_s:.2f} tokens/s)"
+    )
+    console.print(f"kernel launches: {', '.join(f'{name} {count}' for name, count in sorted(ours.launches.items()))}")
+    if stock is not None:
+        console.print(f"stock transformers, same weights: {stock.tokens_per_s:.2f} tokens/s")
+        if result.equal:
+            console.print("tokens equal to stock transformers: yes", style="green")
+        else:
+            console.print(f"tokens equal to stock transformers: NO, {result.difference()}", style="bold red")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

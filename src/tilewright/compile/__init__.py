@@ -1,0 +1,24 @@
+"""What the compiler makes of the kernels: a binary for any architecture with no GPU, its registers, spills and instruction mix."""
+
+from .build import compile_launches
+from .cache import ResultCache, cache_folder
+from .disassemble import Resources, find_tool
+from .job import Compiled
+from .report import ARCHS, Row, compile_ops, every_case, representative, static_ok
+from .signature import kernel_signature
+
+__all__ = [
+    "ARCHS",
+    "Compiled",
+    "Resources",
+    "ResultCache",
+    "Row",
+    "cache_folder",
+    "compile_launches",
+    "compile_ops",
+    "every_case",
+    "find_tool",
+    "kernel_signature",
+    "representative",
+    "static_ok",
+]

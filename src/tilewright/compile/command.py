@@ -1,0 +1,125 @@
+"""`tilewright compile`: the report as a table for a terminal, lines for a pipe, JSON for a program."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .. import ops as all_ops
+from ..launch import Device
+from .cache import toolchain
+from .report import ARCHS, Row, compile_ops
+
+COLUMNS = ("op", "arch", "kernel", "regs", "stack B", "smem B", "matrix", "UTMALDG", "LDL", "STL", "cubin B", "s", "", "config", "first problem")
+NUMBERS = {"regs", "stack B", "smem B", "UTMALDG", "LDL", "STL", "cubin B", "s"}
+
+
+def compile_command(
+    ops: list[str] | None = None,
+    *,
+    arch: str = "",
+    json_file: Path | None = None,
+    defaults: bool = False,
+    jobs: int | None = None,
+    console: Console | None = None,
+) -> int:
+    """Compiles every kernel of every config of `ops` (all by default) with no GPU and prints what came of it.
+
+    Args:
+        arch: targets, comma separated ("sm_90,sm_121"); "" for all that the project supports.
+        json_file: the rows, with versions, are written there too.
+        defaults: only the config an untuned call would use, for every real and benchmark case.
+        jobs: processes; by default one per core.
+    Returns: 1 if a default config spills or fails, 2 for an unknown op or architecture, else 0.
+    """
+    console = console or Console(soft_wrap=True, highlight=False)
+    archs = [name.strip() for name in arch.split(",") if name.strip()] or list(ARCHS)
+    try:
+        chosen = all_ops.named(ops)
+        for name in archs:
+            if Device.for_arch(name).is_cpu:
+                raise KeyError(f"arch must be a GPU's, got {name!r}")
+    except (KeyError, ValueError) as error:
+        console.print(str(error.args[0] if error.args else error), style="red")
+        return 2
+    with Progress(
+        TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        bar = progress.add_task("compile", total=None)
+        rows = compile_ops(
+            chosen,
+            archs,
+            defaults_only=defaults,
+            jobs=jobs,
+            on_done=lambda done, distinct: progress.update(bar, completed=done, total=distinct),
+        )
+    print_rows(console, rows)
+    for line in summary(rows):
+        console.print(line)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(as_json(rows)), indent=1) + b"\n")
+    return exit_code(rows)
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """1 if the kernel of a default config spills or failed, or if there was nothing to compile; else 0."""
+    return 1 if not rows or any(row.default and (row.failed or row.spills) for row in rows) else 0
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """One line per architecture."""
+    lines = []
+    for arch in dict.fromkeys(row.arch for row in rows):
+        here = [row for row in rows if row.arch == arch]
+        defaults = [row for row in here if row.default]
+        broken = sum(row.failed or row.spills for row in defaults)
+        spills, failed = sum(row.spills for row in here), sum(row.failed for row in here)
+        lines.append(
+            f"{arch}: {len(here)} binaries, {spills} spill, {failed} failed; "
+            f"defaults: {len(defaults) - broken} of {len(defaults)} compile without a spill"
+        )
+    return lines
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The report as plain data. `rows` carry the verdict beside their fields."""
+    plain = [msgspec.to_builtins(row) | {"verdict": row.verdict} for row in rows]
+    return {"toolchain": toolchain(), "command": " ".join(sys.argv[1:]), "rows": plain}
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    if console.is_terminal:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in COLUMNS:
+            table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name not in ("config", "first problem"), overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, _cells(row)), style={"ok": "" if not row.default else "bold", "SPILLS": "yellow", "FAILED": "red"}[row.verdict])
+        console.print(table)
+        return
+    lines = [COLUMNS, *map(_cells, rows)]
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(COLUMNS) - 2)]
+    for line in lines:
+        fixed = (cell.rjust(w) if name in NUMBERS else cell.ljust(w) for name, cell, w in zip(COLUMNS, line, widths, strict=False))
+        console.out("  ".join((*fixed, *line[-2:])).rstrip(), highlight=False)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    head = row.op, row.arch, row.kernel or "-"
+    made, found = row.compiled, row.compiled.resources
+    if found is None:
+        numbers: tuple[str, ...] = ("-",) * 9
+    else:
+        matrix = " ".join(f"{name} {n}" for name, n in found.matrix.items()) or "-"
+        usage = found.registers, found.stack_bytes, found.shared_bytes
+        counts = (found.count(name) for name in ("UTMALDG", "LDL", "STL"))
+        numbers = (*map(str, usage), matrix, *map(str, counts), str(made.cubin_bytes), f"{made.compile_s:.1f}")
+    verdict = row.verdict + (" default" if row.default else "")
+    problem = row.problem + (f" (+{row.problems - 1})" if row.problems > 1 else "")
+    return (*head, *numbers, verdict, made.error or row.config, problem if not made.error else f"{row.config} | {problem}")

@@ -1,0 +1,172 @@
+"""Which kernels there are to compile, and a row for each: op x kernel x config x architecture."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..launch import Device, Launch, Plan, traced
+from ..testing import op_name, run_op
+from ..testing.cases import cases
+from .build import compile_launches
+from .cache import ResultCache
+from .job import Compiled, one_line
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+HANDFUL = 4  # problems of an op whose every config is compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel of one config of an op, compiled for one architecture.
+
+    problem, config: as text; the first problem that needs this binary under this config, of `problems` that do.
+    default: `config` is the first of its space, the one an untuned call uses.
+    kernel: "" where the op's own code failed before it launched one.
+    """
+
+    op: str
+    arch: str
+    kernel: str
+    config: str
+    problem: str
+    problems: int
+    default: bool
+    compiled: Compiled
+
+    @property
+    def spills(self) -> bool:
+        return self.compiled.resources is not None and self.compiled.resources.spills
+
+    @property
+    def failed(self) -> bool:
+        return self.compiled.resources is None
+
+    @property
+    def verdict(self) -> str:
+        return "FAILED" if self.failed else "SPILLS" if self.spills else "ok"
+
+
+def compile_ops(
+    ops: Sequence[ModuleType],
+    archs: Sequence[str] = ARCHS,
+    *,
+    defaults_only: bool = False,
+    jobs: int | None = None,
+    problems: Callable[[ModuleType, Device], Sequence[Any]] | None = None,
+    cache: ResultCache | None = None,
+    on_done: Callable[[int, int], None] | None = None,
+) -> list[Row]:
+    """Compiles every kernel of every config of `ops` for `archs`, with no GPU.
+
+    Args:
+        ops: modules of `tilewright.ops`.
+        archs: compiler targets; each needs a device in the table of `Device`.
+        defaults_only: only the config an untuned call would use, but for every real and benchmark case.
+        jobs: processes; by default one per core.
+        problems: chooses the problems of an op on a device; by default `representative`, and every case for defaults.
+        cache: see ResultCache. on_done: called with (finished, distinct) as compilations finish.
+    Raises: KeyError for an unknown architecture.
+    """
+    choose = problems or (every_case if defaults_only else representative)
+    pending: list[tuple[Row, Launch | None]] = []
+    for op in ops:
+        for arch in archs:
+            device = Device.for_arch(arch)
+            for problem in choose(op, device):
+                pending += _rows(op, problem, device, defaults_only)
+    launches = [(launch, row.arch) for row, launch in pending if launch]
+    results = iter(compile_launches(launches, jobs=jobs, cache=cache, on_done=on_done))
+    return _merged(dataclasses.replace(row, compiled=next(results)) if launch else row for row, launch in pending)
+
+
+def every_case(op: ModuleType, device: Device) -> list[Any]:
+    """Every problem that tests on a GPU or the benchmark run, once."""
+    return list(dict.fromkeys(cases(op, "bench") + cases(op, "real")))
+
+
+def representative(op: ModuleType, device: Device) -> list[Any]:
+    """A handful of problems that between them make an op launch each of its kernels for each dtype, the largest of each kind."""
+    largest: dict[frozenset, Any] = {}
+    for problem in sorted(every_case(op, device), key=_work, reverse=True):
+        try:
+            kind = frozenset(_kind(launch) for launch in _launches(op, problem, device, op.space(problem, device)[0]))
+        except Exception:  # the same problem fails again, and is then reported, where its rows are made
+            kind = frozenset({("error",)})
+        largest.setdefault(kind, problem)
+    chosen: list[Any] = []
+    seen: set[tuple] = set()
+    for kind, problem in largest.items():
+        if len(chosen) < HANDFUL or not kind <= seen:
+            chosen.append(problem)
+            seen |= kind
+    return chosen
+
+
+def static_ok(plan: Plan, args: Sequence[Any], device: Device) -> bool:
+    """Whether one planned launch compiles for `device` with no spill. For many at once use `compile_launches`.
+
+    args: the launch's arguments before the plan's constants, tensors on any device.
+    """
+    (compiled,) = compile_launches([(Launch(plan, tuple(args)), device.arch)], jobs=1)
+    return compiled.ok
+
+
+def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> Iterator[tuple[Row, Launch | None]]:
+    """One row per launch, its compilation pending; or one with the error of the op's own code, and no launch."""
+    configs: list[Any] = [None]
+    try:
+        configs = op.space(problem, device)[: 1 if defaults_only else None]
+    except Exception as error:
+        yield _row(op, problem, None, device, True, Compiled(error=one_line(error))), None
+        return
+    for i, config in enumerate(configs):
+        try:
+            launches = _launches(op, problem, device, config)
+        except Exception as error:
+            yield _row(op, problem, config, device, i == 0, Compiled(error=one_line(error))), None
+            continue
+        for launch in launches:
+            row = _row(op, problem, config, device, i == 0, Compiled())
+            yield dataclasses.replace(row, kernel=launch.plan.name), launch
+
+
+def _row(op: ModuleType, problem: Any, config: Any, device: Device, default: bool, compiled: Compiled) -> Row:
+    return Row(op_name(op), device.arch, "", fields_text(config), fields_text(problem), 1, default, compiled)
+
+
+def _launches(op: ModuleType, problem: Any, device: Device, config: Any) -> list[Launch]:
+    with traced(device) as launches, torch.inference_mode():
+        run_op(op, problem.inputs(torch.device("meta")), config)
+    return launches
+
+
+def _kind(launch: Launch) -> tuple:
+    return launch.plan.name, *(str(a.dtype) for a in launch.args if isinstance(a, torch.Tensor))
+
+
+def _work(problem: Any) -> float:
+    cost = problem.cost()
+    return cost.size_bytes + cost.flops / 100
+
+
+def _merged(rows: Iterable[Row]) -> list[Row]:
+    """Problems for which a config makes the same binary become one row."""
+    merged: dict[tuple, Row] = {}
+    for row in rows:
+        made = row.compiled
+        key = row.op, row.arch, row.kernel, row.config, repr((made.resources, made.cubin_bytes, made.error))
+        first = merged.get(key)
+        merged[key] = dataclasses.replace(first, problems=first.problems + 1, default=first.default or row.default) if first else row
+    return list(merged.values())
+
+
+def fields_text(value: Any) -> str:
+    """`tile_m=128 dtype=bfloat16`: a dataclass without its name and what it leaves open; "" for None."""
+    if value is None:
+        return ""
+    fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    return " ".join(f"{name}={str(v).removeprefix('torch.')}" for name, v in fields if v is not None)

@@ -1,0 +1,40 @@
+"""What a kernel's bug looks like to its author."""
+
+import linecache
+
+Place = tuple[str, int, str]  # file, line, function
+
+
+class KernelError(Exception):
+    """A bug that running the kernel showed: an access out of bounds, a race, a read of memory nobody wrote, undefined arithmetic.
+
+    what: the bug itself, with the values involved.
+    kernel: name of the kernel.
+    places: source places from the statement at fault out to the kernel's own line, (file, line, function) each.
+    block, grid: the block that was running and the number of blocks.
+    """
+
+    what: str = ""
+    kernel: str = ""
+    places: tuple[Place, ...] = ()
+    block: tuple[int, ...] | None = None
+    grid: tuple[int, ...] | None = None
+
+    def __init__(self, what: str):
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        if self.block is None:
+            return self.what
+        lines = [self.what, f"  in {self.kernel}, block {self.block} of {self.grid}"]
+        for file, line, function in self.places:
+            lines.append(f'  File "{file}", line {line}, in {function}')
+            source = linecache.getline(file, line).strip()
+            if source:
+                lines.append(f"    {source}")
+        return "\n".join(lines)
+
+
+class Deadlock(KernelError):
+    """Blocks wait for one another and none can go on."""

@@ -1,0 +1,387 @@
+"""Memory of an interpreted launch: the arrays, tiled views of them, pointers, and the machine that reads and writes them.
+
+An offset counts elements from an array argument's first one. Every access is checked against the argument it started from, whatever pointer
+arithmetic lies between.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .cutile import array_dtype
+from .errors import KernelError
+from .formats import CONTAINER, MEMORY, SMALL, Value, decode, encode, is_float, round_to
+
+if TYPE_CHECKING:
+    from .checks import Watch
+
+# What numpy can share of a torch tensor it has no dtype for.
+_SHARED = {torch.bfloat16: torch.uint16} | {
+    getattr(torch, name): torch.uint8 for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
+}
+
+
+class Buffer:
+    """The elements that one array argument may touch: from its first to its last, gaps between rows included.
+
+    window: the argument itself as numpy sees its memory.
+    copies: whether a load must copy, since the kernel may write to this memory.
+    """
+
+    __slots__ = ("name", "dtype", "window", "copies", "_flat")
+
+    def __init__(self, argument: Any, name: str, copies: bool = True):
+        self.name, self.dtype, self.copies = name, array_dtype(argument), copies
+        if isinstance(argument, torch.Tensor):
+            if argument.requires_grad:
+                argument = argument.detach()
+            shared = _SHARED.get(argument.dtype)
+            argument = (argument if shared is None else argument.view(shared)).numpy()
+        elif self.dtype in SMALL:
+            argument = argument.view(MEMORY[self.dtype])
+        self.window: np.ndarray = argument
+        self._flat: np.ndarray | None = None
+
+    @property
+    def flat(self) -> np.ndarray:
+        """The same memory as one row, gaps included."""
+        if self._flat is None:
+            window = self.window
+            last = sum((n - 1) * s for n, s in zip(window.shape, window.strides, strict=True)) // window.itemsize
+            self._flat = np.lib.stride_tricks.as_strided(window, (last + 1 if window.size else 0,), (window.itemsize,))
+        return self._flat
+
+    @property
+    def address(self) -> int:
+        return self.window.__array_interface__["data"][0]
+
+    def index(self, offset: int) -> tuple[int, ...]:
+        """The index of the element at an offset; for a layout whose rows overlap, one of them."""
+        strides = [s // self.window.itemsize for s in self.window.strides]
+        r = [0] * len(strides)
+        for axis in sorted(range(len(strides)), key=strides.__getitem__, reverse=True):
+            if strides[axis] > 0:
+                r[axis], offset = divmod(offset, strides[axis])
+        return tuple(r)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.window.shape)}"
+
+
+class Pointer:
+    """A tile (or scalar) of addresses: one buffer, an offset each."""
+
+    __slots__ = ("buffer", "offset")
+
+    def __init__(self, buffer: Buffer, offset: Value):
+        self.buffer, self.offset = buffer, offset
+
+    def moved(self, offset: Value) -> "Pointer":
+        return Pointer(self.buffer, self.offset + np.asarray(offset).astype(np.int64))
+
+    def reshaped(self, shape: tuple[int, ...]) -> "Pointer":
+        return Pointer(self.buffer, np.reshape(self.offset, shape))
+
+    def broadcast(self, shape: tuple[int, ...]) -> "Pointer":
+        return Pointer(self.buffer, np.broadcast_to(self.offset, shape))
+
+    @staticmethod
+    def where(condition: Value, x: "Pointer", y: "Pointer") -> "Pointer":
+        if x.buffer is not y.buffer:
+            raise KernelError("a tile of pointers into two different arrays")
+        return Pointer(x.buffer, np.where(condition, x.offset, y.offset))
+
+
+class Array:
+    """Base, shape and strides (in elements), as the kernel sees an array; an argument, or made by slicing one.
+
+    window: all of it as a numpy array, or None where it reaches out of its buffer (only an access to those elements is a bug).
+    """
+
+    __slots__ = ("buffer", "offset", "shape", "strides", "window")
+
+    def __init__(self, buffer: Buffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], window: np.ndarray | None):
+        self.buffer, self.offset, self.shape, self.strides, self.window = buffer, offset, shape, strides, window
+
+    @staticmethod
+    def argument(buffer: Buffer) -> "Array":
+        window = buffer.window
+        size = window.itemsize
+        return Array(buffer, 0, window.shape, tuple([s // size for s in window.strides]), window)
+
+    @staticmethod
+    def made(pointer: Pointer, shape: Sequence[Any], strides: Sequence[Any]) -> "Array":
+        buffer, offset = pointer.buffer, int(pointer.offset)
+        extents, steps = tuple(max(0, int(n)) for n in shape), tuple(map(int, strides))
+        if 0 in extents:
+            return Array(buffer, offset, extents, steps, np.empty(extents, buffer.window.dtype))
+        last = offset + sum((n - 1) * s for n, s in zip(extents, steps, strict=True))
+        window = _part(buffer, offset, extents, steps) if offset >= 0 and last < buffer.flat.size else None
+        return Array(buffer, offset, extents, steps, window)
+
+    def __str__(self) -> str:
+        whole = self.window is self.buffer.window
+        return str(self.buffer) if whole else f"part {list(self.shape)} of {self.buffer}"
+
+
+class TileView:
+    """How a tiled view cuts an array (static): see `cutile.view_of`."""
+
+    __slots__ = ("shape", "steps", "order", "sparse_axis", "padding", "lengths", "strides", "inverse", "plain")
+
+    def __init__(self, shape: tuple[int, ...], steps: tuple[int, ...], order: tuple[int, ...], sparse_axis: int | None, padding: str):
+        self.shape, self.steps, self.order, self.sparse_axis, self.padding = shape, steps, order, sparse_axis, padding
+        # Tile axis t lies along array axis order[t]; what follows is by array axis.
+        self.inverse = tuple(order.index(axis) for axis in range(len(order)))
+        self.lengths = tuple(shape[t] for t in self.inverse)
+        self.strides = tuple(steps[t] for t in self.inverse)
+        self.plain = self.inverse == tuple(range(len(order)))
+
+
+View = tuple[Array, TileView]
+Sync = tuple[str, str] | None  # memory order and scope, None for a plain (weak) access
+
+
+class Machine:
+    """The memory operations of one launch, and the block that is running.
+
+    strict: a tile entirely outside its array is an error, and padding left UNDETERMINED is poison (NaN, or an unlikely integer).
+    watch: sees every access, or None.
+    progress: counts changes of memory, so that the scheduler can tell waiting from working.
+    """
+
+    def __init__(self, grid: tuple[int, int, int], strict: bool = True, watch: "Watch | None" = None):
+        self.grid, self.strict, self.watch = grid, strict, watch
+        self.bid: tuple[int, ...] = (0, 0, 0)
+        self.progress = 0
+
+    # ------------------------------------------------------------------------------------------------------------ tiles
+    def load(self, view: View, index: tuple[Any, ...], inbounds: bool, sync: Sync = None, short: int | None = None) -> Value:
+        """`short`: an array axis along which padding is left out (see trim.py)."""
+        array, tile = view
+        if tile.sparse_axis is not None:
+            return self._gather(array, tile, index)
+        corner = self._corner(array, tile, index)
+        part = self._window(array, tile, corner, inbounds)
+        buffer = array.buffer
+        if self.watch is not None:
+            self.watch.access(buffer, _offsets(array, corner, part.shape), "read", sync)
+        r = decode(part, buffer.dtype)
+        lengths = tile.lengths
+        if short is not None and part.size:
+            lengths = (*lengths[:short], part.shape[short], *lengths[short + 1 :])
+        if part.shape != lengths:
+            whole = np.full(lengths, self._padding(tile, buffer.dtype), CONTAINER[buffer.dtype])
+            whole[tuple([slice(n) for n in part.shape])] = r
+            r = whole
+        elif r is part and buffer.copies:
+            r = r.copy()
+        return r if tile.plain else r.transpose(tile.order)
+
+    def store(self, view: View, index: tuple[Any, ...], value: Value, inbounds: bool, sync: Sync = None) -> None:
+        array, tile = view
+        self.progress += 1
+        if not tile.plain:
+            value = value.transpose(tile.inverse)
+        if tile.sparse_axis is not None:
+            offset, valid = _sparse_offsets(array, tile, index)
+            return self.store_pointer(Pointer(array.buffer, offset), value, valid)
+        corner = self._corner(array, tile, index)
+        part = self._window(array, tile, corner, inbounds)
+        if self.watch is not None:
+            self.watch.access(array.buffer, _offsets(array, corner, part.shape), "write", sync)
+        if part.shape != tile.lengths:
+            value = value[tuple([slice(n) for n in part.shape])]
+        dtype = array.buffer.dtype
+        part[...] = encode(value, dtype) if dtype in SMALL else value
+
+    def store_atomic(self, view: View, index: tuple[Any, ...], value: Value, mode: str, sync: Sync) -> None:
+        array, tile = view
+        if not tile.plain:
+            value = value.transpose(tile.inverse)
+        if tile.sparse_axis is not None:
+            offset, valid = _sparse_offsets(array, tile, index)
+        else:
+            corner = self._corner(array, tile, index)
+            inside = self._window(array, tile, corner, False).shape
+            offset = _offsets(array, corner, inside)
+            value, valid = value[tuple([slice(n) for n in inside])], None
+        self.atomic(Pointer(array.buffer, offset), value, valid, mode, sync)
+
+    def num_tiles(self, view: View) -> tuple[Any, ...]:
+        array, tile = view
+        return tuple(np.int32(-(-int(array.shape[axis]) // step)) for axis, step in zip(tile.order, tile.steps, strict=True))
+
+    def _corner(self, array: Array, tile: TileView, index: tuple[Any, ...]) -> list[int]:
+        """The tile's first element, by array axis."""
+        if tile.plain:
+            corner = [int(i) * step for i, step in zip(index, tile.steps, strict=True)]
+        else:
+            corner = [int(index[t]) * step for t, step in zip(tile.inverse, tile.strides, strict=True)]
+        for start, extent in zip(corner, array.shape, strict=True):
+            if start < 0 or (start >= extent and self.strict):
+                where = tuple(map(int, index))
+                raise KernelError(f"tile {where} of shape {tile.shape} lies entirely outside array {array}, which Tile IR leaves undefined")
+        return corner
+
+    def _window(self, array: Array, tile: TileView, corner: list[int], inbounds: bool) -> np.ndarray:
+        """The part of a tile that lies inside its array."""
+        if array.window is not None:
+            part = array.window[tuple([slice(start, start + n) for start, n in zip(corner, tile.lengths, strict=True)])]
+        else:
+            shape = [max(0, min(n, extent - start)) for start, n, extent in zip(corner, tile.lengths, array.shape, strict=True)]
+            offset = array.offset + sum(start * stride for start, stride in zip(corner, array.strides, strict=True))
+            last = offset + sum((n - 1) * stride for n, stride in zip(shape, array.strides, strict=True))
+            if 0 not in shape and not 0 <= offset <= last < array.buffer.flat.size:
+                raise KernelError(f"tile of shape {tile.shape} at element offset {offset} reaches out of array {array}")
+            part = _part(array.buffer, offset if 0 not in shape else 0, tuple(shape), array.strides)
+        if inbounds and part.shape != tile.lengths:
+            raise KernelError(f"check_bounds=False, but tile {tile.shape} at element {corner} reaches out of array {array}")
+        return part
+
+    def _gather(self, array: Array, tile: TileView, index: tuple[Any, ...]) -> Value:
+        offset, valid = _sparse_offsets(array, tile, index)
+        padding = self._padding(tile, array.buffer.dtype)
+        return self.load_pointer(Pointer(array.buffer, offset), valid, CONTAINER[array.buffer.dtype](padding))
+
+    def _padding(self, tile: TileView, dtype: str) -> Any:
+        if tile.padding == "UNDETERMINED":
+            return poison(dtype) if self.strict else 0
+        return PADDING[tile.padding]
+
+    # --------------------------------------------------------------------------------------------------------- pointers
+    def load_pointer(self, pointer: Pointer, mask: Value | None, padding: Value | None) -> Value:
+        buffer, offset = pointer.buffer, np.asarray(pointer.offset)
+        if mask is None or np.all(mask):
+            self._touch(buffer, offset, "read")
+            return decode(np.asarray(buffer.flat[offset]), buffer.dtype)[()]
+        mask = np.broadcast_to(mask, offset.shape)
+        self._touch(buffer, offset[mask], "read")
+        r = np.array(np.broadcast_to(0 if padding is None else padding, offset.shape), CONTAINER[buffer.dtype])
+        r[mask] = decode(buffer.flat[offset[mask]], buffer.dtype)
+        return r[()]
+
+    def store_pointer(self, pointer: Pointer, value: Value, mask: Value | None) -> None:
+        buffer, offset = pointer.buffer, np.asarray(pointer.offset)
+        self.progress += 1
+        value = np.broadcast_to(encode(value, buffer.dtype), offset.shape)
+        if mask is not None:
+            mask = np.broadcast_to(mask, offset.shape)
+            offset, value = offset[mask], value[mask]
+        self._touch(buffer, offset, "write")
+        buffer.flat[offset] = value
+
+    def atomic(self, pointer: Pointer, value: Value, mask: Value | None, mode: str, sync: Sync) -> Value:
+        """Read, modify, write; returns the old values. Elements at one address go one after another."""
+        buffer, dtype = pointer.buffer, pointer.buffer.dtype
+        offset, mask = _addresses(pointer, mask)
+        self._touch(buffer, offset[mask], "atomic", sync)
+        value, old = np.broadcast_to(value, offset.shape), np.zeros(offset.shape, CONTAINER[dtype])
+        change = ATOMIC[mode]
+        for at in _conflict_free(offset, mask):
+            memory = buffer.flat[offset[at]]
+            old[at] = decode(memory, dtype)
+            new = change(old[at], value[at])
+            new = encode(round_to(new, dtype) if dtype in SMALL else new, dtype)
+            self.progress += int((new != memory).any())
+            buffer.flat[offset[at]] = new
+        return old.reshape(np.shape(pointer.offset))[()]
+
+    def compare_and_swap(self, pointer: Pointer, expected: Value, desired: Value, mask: Value | None, sync: Sync) -> Value:
+        buffer, dtype = pointer.buffer, pointer.buffer.dtype
+        offset, mask = _addresses(pointer, mask)
+        self._touch(buffer, offset[mask], "atomic", sync)
+        expected, desired = (np.broadcast_to(encode(x, dtype), offset.shape) for x in (expected, desired))
+        old = np.array(expected)
+        for at in _conflict_free(offset, mask):
+            memory = buffer.flat[offset[at]]
+            old[at] = memory
+            new = np.where(memory == expected[at], desired[at], memory)
+            self.progress += int((new != memory).any())
+            buffer.flat[offset[at]] = new
+        return decode(old, dtype).reshape(np.shape(pointer.offset))[()]
+
+    def item(self, arrays: list[Array], index: Any) -> Array:
+        """An element of a list argument."""
+        if not 0 <= index < len(arrays):
+            raise KernelError(f"list index must be in 0..{len(arrays) - 1}, got {int(index)}")
+        return arrays[int(index)]
+
+    def _touch(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
+        if offset.size == 0:
+            return
+        low, high = int(offset.min()), int(offset.max())
+        if low < 0 or high >= buffer.flat.size:
+            where = low if low < 0 else high
+            raise KernelError(f"out of bounds: {kind} of element {where} of {buffer}, whose last element is {buffer.flat.size - 1}")
+        if self.watch is not None:
+            self.watch.access(buffer, offset, kind, sync)
+
+
+PADDING = {"ZERO": 0, "NEG_ZERO": -0.0, "NAN": np.nan, "POS_INF": np.inf, "NEG_INF": -np.inf}
+ATOMIC = {
+    "ADD_INT": np.add,
+    "ADD_FLOAT": np.add,
+    "BITWISE_AND": np.bitwise_and,
+    "BITWISE_OR": np.bitwise_or,
+    "BITWISE_XOR": np.bitwise_xor,
+    "EXCHANGE": lambda old, value: value,
+    "MAX_SIGNED_INT": np.maximum,
+    "MAX_UNSIGNED_INT": np.maximum,
+    "MIN_SIGNED_INT": np.minimum,
+    "MIN_UNSIGNED_INT": np.minimum,
+}
+
+
+def poison(dtype: str) -> Any:
+    """What padding that no one chose is filled with, so that a result that depends on it shows."""
+    if is_float(dtype):
+        return np.nan
+    return True if dtype == "bool_" else -0x55 if dtype[0] == "i" else 0xAA
+
+
+def _part(buffer: Buffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    flat = buffer.flat
+    return np.ndarray(shape, flat.dtype, flat, offset * flat.itemsize, [s * flat.itemsize for s in strides])
+
+
+def _offsets(array: Array, corner: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """The offset of every element of a part of an array."""
+    r = np.int64(array.offset)
+    for axis, (start, n) in enumerate(zip(corner, shape, strict=True)):
+        along = (start + np.arange(n)) * array.strides[axis]
+        r = r + along.reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    return np.asarray(r)
+
+
+def _sparse_offsets(array: Array, tile: TileView, index: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets of a gathered tile, and which of them lie inside the array."""
+    r, valid = np.asarray(np.int64(array.offset)), np.asarray(True)
+    for axis, n in enumerate(tile.shape):
+        start = np.asarray(index[axis]).astype(np.int64)
+        at = np.atleast_1d(start) if axis == tile.sparse_axis else int(start.reshape(-1)[0]) + np.arange(n)
+        at = at.reshape([-1 if a == axis else 1 for a in range(len(tile.shape))])
+        r = r + at * array.strides[axis]
+        valid = valid & (at >= 0) & (at < array.shape[axis])
+    return np.broadcast_to(r, tile.shape), np.broadcast_to(valid, tile.shape)
+
+
+def _addresses(pointer: Pointer, mask: Value | None) -> tuple[np.ndarray, np.ndarray]:
+    offset = np.atleast_1d(pointer.offset)
+    return offset, np.broadcast_to(True if mask is None else mask, offset.shape)
+
+
+def _conflict_free(offset: np.ndarray, mask: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+    """Index sets that each address an element at most once, in order of index."""
+    at = np.nonzero(mask)
+    chosen = offset[at]
+    if chosen.size < 2 or np.unique(chosen).size == chosen.size:
+        return [at] if chosen.size else []
+    order = np.argsort(chosen, kind="stable")
+    ordered = chosen[order]
+    first = np.maximum.accumulate(np.where(np.r_[True, ordered[1:] != ordered[:-1]], np.arange(ordered.size), 0))
+    rank = np.empty(ordered.size, np.int64)  # how many earlier elements share the address
+    rank[order] = np.arange(ordered.size) - first
+    return [tuple(axis[rank == r] for axis in at) for r in range(int(rank.max()) + 1)]

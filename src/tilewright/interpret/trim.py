@@ -1,0 +1,52 @@
+"""Which loads may leave out zeros that only a matrix product would read.
+
+A tile whose extent does not divide the array's is padded up to a power of two. Where the padding is zero and the tile goes nowhere but into one
+product, the part along the contracted axis adds nothing: such a load returns a view of the array, with no copy and no padding to multiply.
+"""
+
+from collections import Counter
+from typing import Any
+
+from . import cutile
+
+Axes = dict[str, int]  # IR value -> its axis that may be shorter than its type says
+
+
+def short_axes(body: Any) -> Axes:
+    """The contracted axis of every value between such a load and its product."""
+    ops = list(body.traverse())
+    makers = {v.name: op for op in ops for v in op.result_vars}
+    uses = Counter(v.name for op in ops for v in op.all_inputs())
+    axes: Axes = {}
+    for op in ops:
+        if op.op == "tile_mma":
+            for operand, from_end in ((op.x, 1), (op.y, 2)):
+                axes |= _chain(operand, len(cutile.shape_of(operand)) - from_end, makers, uses)
+    return axes
+
+
+def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter) -> Axes:
+    """From a product's operand back to its load; empty where something on the way needs the whole tile."""
+    axes: Axes = {}
+    while axis is not None and uses[value.name] == 1 and (maker := makers.get(value.name)) is not None:
+        axes[value.name] = axis
+        if maker.op == "tile_load":
+            view = cutile.view_of(maker.view)
+            return axes if view["padding"] == "ZERO" and view["sparse_axis"] is None else {}
+        if maker.op == "tile_permute":
+            axis = maker.axes[axis]
+        elif maker.op == "tile_reshape":
+            axis = _same_axis(cutile.shape_of(value), axis, cutile.shape_of(maker.x))
+        elif maker.op != "tile_astype":
+            return {}
+        value = maker.x
+    return {}
+
+
+def _same_axis(shape: tuple[int, ...], axis: int, before: tuple[int, ...]) -> int | None:
+    """Where the axis was before a reshape that only added or dropped axes of extent 1."""
+    now = [a for a, n in enumerate(shape) if n != 1]
+    was = [a for a, n in enumerate(before) if n != 1]
+    if axis not in now or [shape[a] for a in now] != [before[a] for a in was]:
+        return None
+    return was[now.index(axis)]

@@ -1,0 +1,165 @@
+"""Greedy text from a loaded model, timed and with its kernel launches counted; alone or against stock transformers on the same weights."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import counted, must
+from .load import Loaded
+from .patch import Report, patch
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One greedy continuation.
+
+    prompt_tokens: tokens read. tokens: those written, the stop token included. text: their text (the numbers, without a tokenizer).
+    first_token_s: from the call to the first token. decode_s: from there to the last one.
+    launches: kernel name -> number of launches.
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    first_token_s: float
+    decode_s: float
+    launches: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens written per second of the whole call, the reading of the prompt included."""
+        return len(self.tokens) / (self.first_token_s + self.decode_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return (len(self.tokens) - 1) / self.decode_s if len(self.tokens) > 1 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "first_token_s": self.first_token_s,
+            "tokens_per_s": self.tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "launches": self.launches,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Our kernels, and stock transformers on the same weights if it was asked for."""
+
+    ours: Generation
+    stock: Generation | None
+    report: Report
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether both wrote the same tokens; None if stock did not run."""
+        return None if self.stock is None else self.ours.tokens == self.stock.tokens
+
+    def difference(self) -> str:
+        """Where the two first differ, in words."""
+        if self.stock is None or self.equal:
+            return ""
+        ours, stock = self.ours.tokens, self.stock.tokens
+        at = next((i for i, (a, b) in enumerate(zip(ours, stock, strict=False)) if a != b), min(len(ours), len(stock)))
+        return f"token {at}: ours {ours[at : at + 1]}, transformers {stock[at : at + 1]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "ours": self.ours.as_dict(),
+            "transformers": self.stock.as_dict() if self.stock else None,
+            "equal": self.equal,
+            "patched": self.report.as_dict(),
+        }
+
+
+def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
+    """Token ids [1, prompt_tokens]: the chat template around `prompt` unless `raw` or there is none; its UTF-8 bytes without a tokenizer."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        ids: Any = torch.tensor([list(prompt.encode())])
+    elif raw or not tokenizer.chat_template:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+    else:
+        message = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    if ids.shape[1] == 0:
+        raise must("prompt", "at least one token", repr(prompt))
+    vocab_size = loaded.model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= vocab_size:
+        raise must("prompt", f"in the model's vocabulary of {vocab_size} tokens", f"token {int(ids.max())}")
+    return ids.to(loaded.model.device)
+
+
+class _Stream:
+    """transformers' streamer protocol: `put` gets the prompt first, then each token as it is chosen."""
+
+    def __init__(self, tokenizer: Any | None, on_text: OnText | None) -> None:
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+        self._tokenizer, self._on_text, self._printed = tokenizer, on_text, 0
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            return
+        self.tokens += value.flatten().tolist()
+        if self._on_text is not None:
+            text = self.text()
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else the character continues in the next token
+                self._flush(text)
+
+    def end(self) -> None:
+        if self._on_text is not None:
+            self._flush(self.text())
+
+    def text(self) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, self.tokens))
+        return self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+
+    def _flush(self, text: str) -> None:
+        assert self._on_text is not None
+        if len(text) > self._printed:
+            self._on_text(text[self._printed :])
+            self._printed = len(text)
+
+
+def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text: OnText | None = None) -> Generation:
+    """The model's greedy continuation of [1, prompt_tokens]. on_text: called with each piece of text as it is known."""
+    if max_new_tokens < 1:
+        raise must("max_new_tokens", "at least 1", max_new_tokens)
+    stream = _Stream(loaded.tokenizer, on_text)
+    start = time.perf_counter()
+    with torch.inference_mode(), counted() as launches:
+        loaded.model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            streamer=stream,
+        )
+    first, last = stream.times[1], stream.times[-1]
+    return Generation(prompt_ids.shape[1], stream.tokens, stream.text(), first - start, last - first, dict(launches))
+
+
+def compare(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, stock: bool = True, on_text: OnText | None = None) -> Comparison:
+    """Generates with our kernels, before that with unpatched transformers if `stock`; the model is left unpatched."""
+    theirs = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if stock else None
+    with patch(loaded.model) as report:
+        ours = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens, on_text=on_text)
+    return Comparison(ours, theirs, report)

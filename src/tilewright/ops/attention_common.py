@@ -1,0 +1,94 @@
+"""What the attention ops share: softmax over keys that arrive tile by tile, and the checks of their arguments.
+
+State of a row of that softmax: the running maximum of its scaled scores, in base 2, and the denominator sum(exp2(score - maximum)).
+"""
+
+import math
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import must
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+FLOOR = -3.0e38  # below every score, and finite: a masked score minus it is -inf, it minus itself 0; so no NaN from -inf - -inf
+
+
+def product(x, y, accumulator, TF32X3):
+    """accumulator + x @ y. TF32X3: fp32 operands as a leading and a trailing TF32 part each, without the product of the trailing ones.
+
+    That keeps fp32's accuracy on tensor cores (Ootomo and Yokota 2022, arXiv:2203.03341): 2 * 11 bits of each operand count.
+    """
+    if TF32X3:
+        x_high, y_high = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
+        x_low = (x - x_high.astype(ct.float32)).astype(ct.tfloat32)
+        y_low = (y - y_high.astype(ct.float32)).astype(ct.tfloat32)
+        accumulator = ct.mma(x_high, y_low, ct.mma(x_low, y_high, accumulator))
+        return ct.mma(x_high, y_high, accumulator)
+    return ct.mma(x, y, accumulator)
+
+
+def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS):
+    """Takes in one tile of scores, whose keys lie along AXIS; -inf where masked. `scale` brings a score to base 2.
+
+    Returns the tile's weights relative to the new maximum, rounded to dtype; the factor that brings earlier sums to that maximum; the new
+    maximum and denominator. PARTS > 1 makes the weights in that many column parts (AXIS 1): fewer registers are live.
+    """
+    largest = ct.maximum(maximum, ct.max(scores, axis=AXIS, keepdims=True) * scale)
+    factor = ct.exp2(maximum - largest, flush_to_zero=True)
+    if PARTS == 1:
+        weights = ct.exp2(scores * scale - largest, flush_to_zero=True)
+        total = ct.sum(weights, axis=AXIS, keepdims=True)
+        weights = weights.astype(dtype)
+    else:
+        shape = (scores.shape[0], scores.shape[1] // PARTS)
+        part = ct.exp2(ct.extract(scores, (0, 0), shape) * scale - largest, flush_to_zero=True)
+        sums, weights = part, part.astype(dtype)
+        for i in ct.static_iter(range(1, PARTS)):
+            part = ct.exp2(ct.extract(scores, (0, i), shape) * scale - largest, flush_to_zero=True)
+            sums = sums + part
+            weights = ct.cat((weights, part.astype(dtype)), axis=1)
+        total = ct.sum(sums, axis=AXIS, keepdims=True)
+    return weights, factor, largest, denominator * factor + total
+
+
+def softmax_finish(accumulator, maximum, denominator):
+    """The normalised accumulator and the natural-log lse of its rows; 0 and -inf where no key was seen."""
+    lse = (maximum + ct.log2(denominator)) * LN2
+    return accumulator * (1.0 / ct.where(denominator == 0.0, 1.0, denominator)), lse
+
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    """Raises ValueError unless q's heads (axis 1) are a multiple of k's and the head_dim is one that the kernels take."""
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise must("q.shape[-1]", f"in 1..{MAX_HEAD_DIM}", q.shape[-1])
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise must("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
+
+
+def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError unless `tensor` is int32 of that shape on the device of `like`; any strides."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int32:
+        raise must(f"{name}.dtype", "int32", str(tensor.dtype).removeprefix("torch."))
+    if tensor.device != like.device:
+        raise must(f"{name}.device", like.device, tensor.device)
+    if tensor.shape != shape:
+        raise must(f"{name}.shape", shape, tuple(tensor.shape))
+
+
+def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
+    """The scale to use. Raises ValueError unless both are positive where given."""
+    if window is not None and window < 1:
+        raise must("window", "at least 1", window)
+    if scale is None:
+        return head_dim**-0.5
+    if not scale > 0:
+        raise must("scale", "positive", scale)
+    return scale

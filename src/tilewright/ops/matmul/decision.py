@@ -1,0 +1,117 @@
+"""What `matmul` decides from (Problem) and what it decides (Config), and the launches that follow."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...launch import Cost, Device, Plan, next_pow2
+from .kernels import matmul_kernel, matmul_reduce_kernel
+
+REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
+MOST_PARTS = 8  # partial tiles that it loads at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """out [m, n] = op(a) [m, k] @ op(b) [k, n], where trans_a, trans_b say that the operand is stored transposed."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    trans_a: bool = False
+    trans_b: bool = True
+    bias: bool = False
+    tf32: bool = False
+
+    def cost(self) -> Cost:
+        elements = self.m * self.k + self.k * self.n + self.m * self.n + (self.n if self.bias else 0)
+        return Cost(elements * self.dtype.itemsize, 2 * self.m * self.n * self.k)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> torch.Tensor:
+            x = torch.randn(shape, dtype=self.dtype, device=device)
+            if self.tf32 and device.type != "meta":  # exact in TF32, so that the way an input is rounded is not part of the test
+                x = x.view(torch.int32).bitwise_and_(-1 << 13).view(torch.float32)
+            return x
+
+        return {
+            "a": randn(*((self.k, self.m) if self.trans_a else (self.m, self.k))),
+            "b": randn(*((self.n, self.k) if self.trans_b else (self.k, self.n))),
+            "bias": randn(self.n) if self.bias else None,
+            "trans_a": self.trans_a,
+            "trans_b": self.trans_b,
+            "tf32": self.tf32,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to compute it.
+
+    tile_m, tile_n, tile_k: of one step, powers of two; tile_m counts rows of a, tile_n columns of the output.
+    group: tile rows in a band of the tile order (L2 reuse).
+    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a.
+    dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a.
+    stream_k: the tiles of the last rounds are cut along k into equal shares, their fp32 partial sums added by a second launch.
+    latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    group: int = 8
+    weights_first: bool = False
+    dot: bool = False
+    stream_k: bool = False
+    latency: int = 5
+    num_ctas: int | None = None
+    occupancy: int = 1
+    num_worker_warps: int | None = None
+
+    def tiles(self, p: Problem) -> int:
+        return -(-p.m // self.tile_m) * -(-p.n // self.tile_n)
+
+    def steps(self, p: Problem) -> int:
+        return -(-p.k // self.tile_k)
+
+    def blocks(self, p: Problem, device: Device) -> int:
+        """Persistent blocks: what fits on the device at once, or fewer if there is not that much work."""
+        resident = max(1, device.sms * self.occupancy // (self.num_ctas or 1))
+        return min(resident, self.tiles(p) * (self.steps(p) if self.stream_k else 1))
+
+    def shared_tiles(self, p: Problem, device: Device) -> int:
+        """Tiles that stream-K shares between blocks; 0 if whole tiles go round evenly."""
+        tiles, blocks = self.tiles(p), self.blocks(p, device)
+        return tiles - max(tiles // blocks - 1, 0) * blocks if self.stream_k and tiles % blocks else 0
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and constants of the product, and of the sum of partial tiles where there are any. Pure: runs without a GPU."""
+    blocks, shared = c.blocks(p, device), c.shared_tiles(p, device)
+    tile = (c.tile_m, c.tile_n, c.tile_k)
+    reduce, workspace = None, ()
+    if shared:
+        steps = c.steps(p)
+        share = -(-shared * steps // blocks)
+        height, width = (c.tile_n, c.tile_m) if c.weights_first else (c.tile_m, c.tile_n)
+        workspace = (((shared + blocks, height, width), torch.float32),)
+        rows = min(height, max(1, REDUCE_TILE // width))
+        parts = min(MOST_PARTS, next_pow2(steps // share + 2))
+        reduce = Plan(
+            matmul_reduce_kernel,
+            (shared, height // rows),
+            (*tile, c.group, c.weights_first, rows, parts),
+            occupancy=4,
+        )
+    return Plan(
+        matmul_kernel,
+        (blocks,),
+        (*tile, c.group, p.trans_a, p.trans_b, c.weights_first, c.dot, bool(shared), p.bias, p.tf32, c.latency),
+        num_ctas=c.num_ctas,
+        occupancy=c.occupancy,
+        num_worker_warps=c.num_worker_warps,
+        workspace=workspace,
+        then=reduce,
+    )

@@ -1,0 +1,264 @@
+"""RMSNorm: out = x / sqrt(mean(x**2, -1) + eps) * (weight_offset + weight)
+
+Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4 (their g is weight_offset + weight; Gemma stores g - 1).
+Numerics  Squares, sum and products in fp32, rounded once at the end; with round_before_weight also before the weight (Hugging Face's Llama).
+          With a residual, x + residual rounded to their dtype is what is normalised, and is returned.
+Bound     Memory: x read once, out written once (with a residual two and two); the weight stays in L2.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Optional, overload
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, torch_op
+from .rows import Config, row_configs
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The definition, at least in fp32 between the roundings that it has."""
+    if residual is not None:
+        x = residual = x + residual
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if round_before_weight:
+        normed = normed.to(x.dtype)
+    out = (normed * (weight.to(wide.dtype) + weight_offset)).to(x.dtype)
+    return out if residual is None else (out, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    residual: bool = False
+    round_before_weight: bool = False
+    weight_offset: float = 0.0
+
+    def cost(self) -> Cost:
+        n = self.rows * self.cols
+        moved = 4 * n if self.residual else 2 * n
+        return Cost(size_bytes=(moved + self.cols) * self.dtype.itemsize, flops=4 * n)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=device)
+
+        return {
+            "x": randn(self.rows, self.cols),
+            "weight": randn(self.cols),
+            "eps": 1e-6,
+            "weight_offset": self.weight_offset,
+            "round_before_weight": self.round_before_weight,
+            "residual": randn(self.rows, self.cols) if self.residual else None,
+        }
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    return row_configs(p.rows, p.cols, p.dtype.itemsize, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    tiles = ct.cdiv(p.rows, c.tile_m)
+    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
+    chunks = ct.cdiv(p.cols, c.tile_n)
+    constants = (p.residual, p.round_before_weight, c.persistent, chunks, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
+    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+
+
+def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):
+    """One tile of the result, from its input and the reciprocal root of its rows."""
+    y = x.astype(ct.float32) * rstd
+    if ROUND:
+        y = y.astype(dtype).astype(ct.float32)
+    return (y * (weight.astype(ct.float32) + weight_offset)).astype(dtype)
+
+
+@ct.kernel
+def rms_norm_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    OUT,
+    SUM,
+    eps: float,
+    weight_offset: float,
+    inv_cols: float,
+    ADD: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    CHUNKS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """A tile of rows is read once and kept in registers, CHUNKS tiles wide. X, RESIDUAL, OUT, SUM: [rows, cols]; WEIGHT: [cols]."""
+    shape = (TILE_M, TILE_N)
+    weights: tuple = ()
+    for j in ct.static_iter(range(CHUNKS)):
+        weights = (*weights, ct.load(WEIGHT, (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
+
+    def normalise(i):
+        xs: tuple = ()
+        squares = ct.zeros(shape, ct.float32)
+        for j in ct.static_iter(range(CHUNKS)):
+            x = ct.load(X, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+            if ADD:
+                residual = ct.load(RESIDUAL, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+                x = (x.astype(ct.float32) + residual.astype(ct.float32)).astype(OUT.dtype)
+                ct.store(SUM, (i, j), x, allow_tma=STORE_TMA)
+            wide = x.astype(ct.float32)
+            squares = squares + wide * wide
+            xs = (*xs, x)
+        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * inv_cols + eps)
+        for j in ct.static_iter(range(CHUNKS)):
+            ct.store(OUT, (i, j), _scaled(xs[j], rstd, weights[j], weight_offset, OUT.dtype, ROUND), allow_tma=STORE_TMA)
+
+    if PERSISTENT:
+        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
+            normalise(i)
+    else:
+        normalise(ct.bid(0))
+
+
+@ct.kernel
+def rms_norm_reread_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    OUT,
+    SUM,
+    eps: float,
+    weight_offset: float,
+    inv_cols: float,
+    ADD: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    CHUNKS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Rows of any width: one pass for the sum of squares, a second for the result. Arrays as in rms_norm_kernel."""
+    shape = (TILE_M, TILE_N)
+
+    def normalise(i):
+        squares = ct.zeros(shape, ct.float32)
+        for j in range(CHUNKS):
+            x = ct.load(X, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+            if ADD:
+                residual = ct.load(RESIDUAL, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+                total = (x + residual.astype(ct.float32)).astype(OUT.dtype)
+                ct.store(SUM, (i, j), total, allow_tma=STORE_TMA)
+                x = total.astype(ct.float32)
+            squares = squares + x * x
+        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * inv_cols + eps)
+        for j in range(CHUNKS):
+            x = ct.load(SUM if ADD else X, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+            weight = ct.load(WEIGHT, (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
+            ct.store(OUT, (i, j), _scaled(x, rstd, weight, weight_offset, OUT.dtype, ROUND), allow_tma=STORE_TMA)
+
+    if PERSISTENT:
+        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
+            normalise(i)
+    else:
+        normalise(ct.bid(0))
+
+
+@torch_op(mutates=("out", "new_residual"))
+def rms_norm_out(
+    x: Tensor,
+    weight: Tensor,
+    residual: Optional[Tensor],
+    out: Tensor,
+    new_residual: Optional[Tensor],
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> None:
+    """`rms_norm` into `out` and, with a residual, `new_residual`; all [rows, cols]. No checks, no sync: safe under graph capture."""
+    rows, cols = x.shape
+    problem = Problem(rows, cols, x.dtype, residual is not None, round_before_weight, weight_offset)
+    # Without a residual the kernel touches neither of its two arrays; x and out stand in for them.
+    launch(
+        best_plan(space, plan, problem, Device.of(x)),
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        out if new_residual is None else new_residual,
+        eps,
+        weight_offset,
+        1.0 / cols,
+    )
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., *, weight_offset: float = ..., round_before_weight: bool = ...) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = ..., *, weight_offset: float = ..., round_before_weight: bool = ..., residual: Tensor
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scales each row of x to unit root mean square, then by the weight.
+
+    Args:
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        weight: [cols], dtype and device of x.
+        eps: added to mean(x**2), so in units of x squared.
+        weight_offset: added to the weight; 1.0 for Gemma.
+        round_before_weight: round to the dtype before the weight too, as Hugging Face's Llama does.
+        residual: shape, dtype and device of x; x + residual is normalised.
+    Returns: a contiguous tensor shaped like x; with a residual the tuple (that, x + residual). Empty for an empty x, with nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(x, "x", dtypes=DTYPES)
+    if x.dim() == 0:
+        raise must("x.dim()", "at least 1", 0)
+    cols = x.shape[-1]
+    check_tensor(weight, "weight", shape=(cols,), like=x)
+    if residual is not None:
+        check_tensor(residual, "residual", shape=x.shape, like=x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_residual = None if residual is None else torch.empty_like(out)
+    if out.numel():
+        rms_norm_out(
+            x.reshape(-1, cols),
+            weight,
+            None if residual is None else residual.reshape(-1, cols),
+            out.view(-1, cols),
+            None if new_residual is None else new_residual.view(-1, cols),
+            eps,
+            weight_offset,
+            round_before_weight,
+        )
+    return out if new_residual is None else (out, new_residual)

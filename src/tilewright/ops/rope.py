@@ -1,0 +1,353 @@
+"""Rotary position embedding, in place: each pair (a, b) of the first rotary_dim elements of a head becomes (a cos - b sin, b cos + a sin)
+
+    half-split (Llama):           pair j is (x[j], x[j + rotary_dim / 2])
+    interleaved (GPT-J, DeepSeek): pair j is (x[2 j], x[2 j + 1])
+
+Source    Su et al. 2021, arXiv:2104.09864, eq. 34.
+Numerics  fp32 from load to store, rounded once. From positions: the angle position * inv_freq, its cosine and sine in fp32, times `scaling`.
+Bound     Memory: the rotated part of q and k read and written once.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import Any, Optional
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ZERO = ct.PaddingMode.ZERO
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The definition, not in place."""
+    if positions is not None:
+        angle = positions[..., None].to(inv_freq.dtype) * inv_freq
+        cos, sin = angle.cos() * scaling, angle.sin() * scaling
+    c, s = cos[:, None], sin[:, None]
+    half = c.shape[-1]
+
+    def turned(x: Tensor) -> Tensor:
+        part = x[..., : 2 * half]
+        a, b = part.unflatten(-1, (half, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
+        pair = (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
+        return torch.cat((torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), x[..., 2 * half :]), -1)
+
+    return turned(q), turned(k)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """heads_inside: the memory of q and k is [batch, seq_len, heads, head_dim], as projections leave it."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int
+    dtype: torch.dtype
+    rotary_dim: int | None = None  # None: head_dim
+    heads_inside: bool = True
+    interleaved: bool = False
+    from_positions: bool = False
+
+    @property
+    def rotated(self) -> int:
+        return self.rotary_dim or self.head_dim
+
+    def cost(self) -> Cost:
+        pairs = self.batch * (self.q_heads + self.kv_heads) * self.seq_len * self.rotated // 2
+        angles = self.batch * self.seq_len * 4 + self.rotated * 2 if self.from_positions else self.seq_len * self.rotated * self.dtype.itemsize
+        return Cost(size_bytes=4 * pairs * self.dtype.itemsize + angles, flops=6 * pairs)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def heads(n: int) -> Tensor:
+            if self.heads_inside:
+                return torch.randn(self.batch, self.seq_len, n, self.head_dim, dtype=self.dtype, device=device).transpose(1, 2)
+            return torch.randn(self.batch, n, self.seq_len, self.head_dim, dtype=self.dtype, device=device)
+
+        half = self.rotated // 2
+        inv_freq = 10_000.0 ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
+        positions = torch.arange(self.seq_len, device=device)[None]
+        both = {"q": heads(self.q_heads), "k": heads(self.kv_heads), "interleaved": self.interleaved}
+        if self.from_positions:  # each sequence at its own place
+            start = 100 * torch.arange(self.batch, device=device)[:, None]
+            return {**both, "positions": positions + start, "inv_freq": inv_freq}
+        angle = torch.cat((positions[..., None] * inv_freq,) * 2, -1)  # both halves, as transformers makes them
+        return {**both, "cos": angle.cos().to(self.dtype)[..., :half], "sin": angle.sin().to(self.dtype)[..., :half]}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How q and k are walked.
+
+    tile_h, tile_s: heads and positions of a tile; powers of two.
+    tiles: tiles of heads per block, all at the same positions, so that cosines and sines are fetched once.
+    latency: hint of the loads, 1 to 10.
+    load_tma, store_tma: allow the TMA unit.
+    occupancy: resident blocks per SM.
+    num_worker_warps: warps that compute, 4 or 8.
+    """
+
+    tile_h: int
+    tile_s: int
+    tiles: int = 1
+    latency: int = 4
+    load_tma: bool = False
+    store_tma: bool = False
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    half = next_pow2(p.rotated // 2)
+    heads = next_pow2(max(p.q_heads, p.kv_heads))
+    if device.is_cpu:
+        tile_s = max(1, min(next_pow2(p.seq_len), (1 << 20) // (heads * 2 * half)))
+        return [Config(heads, tile_s), Config(1, max(1, tile_s // 4), tiles=gcd(p.q_heads, p.kv_heads))]
+    vector = 16 // p.dtype.itemsize  # elements of the widest load
+    configs = []
+    # Tiles along the positions: a thread's pairs of all heads take the same cosines. Half of the loads that 4 warps can do, and more.
+    if p.seq_len > 1:
+        few = p.batch * (p.q_heads + p.kv_heads) * p.seq_len * half < device.sms * 2048 * vector  # then blocks matter more than shared cosines
+        aim = 1 if few else 8 if p.from_positions else 4
+        shared = sorted((n for n in range(1, 9) if p.q_heads % n == p.kv_heads % n == 0), key=lambda n: abs(n - aim))[:3]
+        for (loads, warps), tiles in product(((1, 4), (2, 4), (1, 8)), shared):
+            tile_s = max(1, min(next_pow2(p.seq_len), loads * 32 * warps * vector // half))
+            if loads * tiles <= 8:
+                configs.append(Config(1, tile_s, tiles, num_worker_warps=warps))
+    # Tiles along the heads, one position each.
+    if p.seq_len == 1 or p.heads_inside:
+        for loads, warps in ((0.5, 4), (1, 4), (0.25, 4), (2, 4), (1, 8)):
+            tile_h = max(1, min(heads, int(loads * 32 * warps * vector) // half))
+            configs.append(Config(tile_h, 1, num_worker_warps=warps))
+    if p.interleaved and p.heads_inside:  # neighbours stay in one thread only in tiles of a single position
+        configs.sort(key=lambda c: c.tile_s)
+    return list(dict.fromkeys(configs))
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    half = p.rotated // 2
+    q_groups, k_groups = (ct.cdiv(heads, c.tile_h * c.tiles) for heads in (p.q_heads, p.kv_heads))
+    blocks = p.batch * ct.cdiv(p.seq_len, c.tile_s) * (q_groups + k_groups)
+    constants = (p.interleaved, q_groups, k_groups, half, next_pow2(half), c.tiles, c.tile_h, c.tile_s, c.latency, c.load_tma, c.store_tma)
+    kernel = rope_positions_kernel if p.from_positions else rope_kernel
+    return Plan(kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+
+
+def _place(X, Q_GROUPS, K_GROUPS, TILE_S):
+    """Of this block: sequence, tile of positions, group of heads. Groups run fastest: they share cos and sin, and often a memory page."""
+    index = ct.bid(0)
+    group = index % (Q_GROUPS + K_GROUPS)
+    index = index // (Q_GROUPS + K_GROUPS)
+    tiles = ct.cdiv(X.shape[2], TILE_S)
+    return index // tiles, index % tiles, group
+
+
+def _rotate(X, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
+    """A block's share of X [batch, heads, seq_len, head_dim]: TILES tiles of heads. cos, sin: [TILE_S, TILE_HALF] in fp32."""
+    pair = (1, TILE_H, TILE_S, TILE_HALF)
+    cos, sin = cos.reshape((1, 1, TILE_S, TILE_HALF)), sin.reshape((1, 1, TILE_S, TILE_HALF))
+    # Slices bound the tiles, so that a half that is no power of two neither reads nor writes past its end.
+    # All loads come before the first store: the compiler has to keep a load behind an earlier store to the same array.
+    xs: tuple = ()
+    if INTERLEAVED:
+        part = X.slice(3, 0, 2 * HALF)
+        shape = (1, TILE_H, TILE_S, 2 * TILE_HALF)
+        for t in ct.static_iter(range(TILES)):
+            x = ct.load(part, (b, group * TILES + t, s, 0), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+            xs = (*xs, x)
+        for t in ct.static_iter(range(TILES)):
+            x = xs[t].astype(ct.float32).reshape((*pair, 2))
+            first = ct.extract(x, (0, 0, 0, 0, 0), (*pair, 1)).reshape(pair)
+            second = ct.extract(x, (0, 0, 0, 0, 1), (*pair, 1)).reshape(pair)
+            x = ct.cat(((first * cos - second * sin).reshape((*pair, 1)), (second * cos + first * sin).reshape((*pair, 1))), 4)
+            ct.store(part, (b, group * TILES + t, s, 0), x.reshape(shape).astype(X.dtype), allow_tma=STORE_TMA)
+    else:
+        low, high = X.slice(3, 0, HALF), X.slice(3, HALF, 2 * HALF)
+        for t in ct.static_iter(range(TILES)):
+            first = ct.load(low, (b, group * TILES + t, s, 0), pair, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+            second = ct.load(high, (b, group * TILES + t, s, 0), pair, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+            xs = (*xs, (first, second))
+        for t in ct.static_iter(range(TILES)):
+            first, second = xs[t][0].astype(ct.float32), xs[t][1].astype(ct.float32)
+            ct.store(low, (b, group * TILES + t, s, 0), (first * cos - second * sin).astype(X.dtype), allow_tma=STORE_TMA)
+            ct.store(high, (b, group * TILES + t, s, 0), (second * cos + first * sin).astype(X.dtype), allow_tma=STORE_TMA)
+
+
+@ct.kernel
+def rope_kernel(
+    Q,
+    K,
+    COS,
+    SIN,
+    INTERLEAVED: ct.Constant[bool],
+    Q_GROUPS: ct.Constant[int],
+    K_GROUPS: ct.Constant[int],
+    HALF: ct.Constant[int],
+    TILE_HALF: ct.Constant[int],
+    TILES: ct.Constant[int],
+    TILE_H: ct.Constant[int],
+    TILE_S: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Q, K: [batch, heads, seq_len, head_dim]; COS, SIN: [1 or batch, seq_len, HALF]."""
+    b, s, group = _place(Q, Q_GROUPS, K_GROUPS, TILE_S)
+    row = min(b, COS.shape[0] - 1)
+    shape = (1, TILE_S, TILE_HALF)
+    # The slices bring a bound known when compiling, hence wide loads where HALF allows them.
+    cos = ct.load(COS.slice(2, 0, HALF), (row, s, 0), shape, padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    sin = ct.load(SIN.slice(2, 0, HALF), (row, s, 0), shape, padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    if group < Q_GROUPS:
+        _rotate(Q, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+    else:
+        _rotate(K, b, group - Q_GROUPS, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+
+
+@ct.kernel
+def rope_positions_kernel(
+    Q,
+    K,
+    POSITIONS,
+    INV_FREQ,
+    scaling: float,
+    INTERLEAVED: ct.Constant[bool],
+    Q_GROUPS: ct.Constant[int],
+    K_GROUPS: ct.Constant[int],
+    HALF: ct.Constant[int],
+    TILE_HALF: ct.Constant[int],
+    TILES: ct.Constant[int],
+    TILE_H: ct.Constant[int],
+    TILE_S: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Q, K: [batch, heads, seq_len, head_dim]; POSITIONS: [1 or batch, seq_len]; INV_FREQ: [HALF]."""
+    b, s, group = _place(Q, Q_GROUPS, K_GROUPS, TILE_S)
+    row = min(b, POSITIONS.shape[0] - 1)
+    position = ct.load(POSITIONS, (row, s), (1, TILE_S), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    inv_freq = ct.load(INV_FREQ.slice(0, 0, HALF), (0,), (TILE_HALF,), padding_mode=ZERO, allow_tma=False)
+    angle = position.reshape((TILE_S, 1)) * inv_freq.reshape((1, TILE_HALF))
+    cos, sin = ct.cos(angle) * scaling, ct.sin(angle) * scaling
+    if group < Q_GROUPS:
+        _rotate(Q, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+    else:
+        _rotate(K, b, group - Q_GROUPS, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+
+
+@torch_op(mutates=("q", "k"))
+def rope_out(
+    q: Tensor,
+    k: Tensor,
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    positions: Optional[Tensor],
+    inv_freq: Optional[Tensor],
+    scaling: float,
+    interleaved: bool,
+) -> None:
+    """`rope`, into q and k themselves. No checks, no sync: safe under graph capture."""
+    batch, q_heads, seq_len, head_dim = q.shape
+    half = (inv_freq if cos is None else cos).shape[-1]
+    heads_inside = q.stride(1) < q.stride(2)
+    problem = Problem(batch, q_heads, k.shape[1], seq_len, head_dim, q.dtype, 2 * half, heads_inside, interleaved, cos is None)
+    best = best_plan(space, plan, problem, Device.of(q))
+    if cos is None:
+        launch(best, q, k, positions, inv_freq, scaling)
+    else:
+        launch(best, q, k, cos, sin)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotates q and k in place, in one launch, by cos and sin or by positions and inverse frequencies.
+
+    Args:
+        q: [batch, q_heads, seq_len, head_dim]; bf16, fp16 or fp32; any strides with 1 in the last axis. Overwritten.
+        k: [batch, kv_heads, seq_len, head_dim], dtype and device of q, likewise. Overwritten.
+        cos, sin: [1 or batch, seq_len, rotary_dim / 2], dtype of q or fp32. Elements of a head from rotary_dim on stay as they are.
+        positions: [1 or batch, seq_len], int32 or int64.
+        inv_freq: [rotary_dim / 2], fp32: radians per position.
+        scaling: factor of cosine and sine (transformers' attention_scaling); with positions only, cos and sin contain it already.
+        interleaved: a pair is two neighbours instead of one element of each half.
+    Returns: (q, k), the tensors it was given.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    batch, _, seq_len, head_dim = q.shape
+    check_tensor(k, "k", ndim=4, like=q)
+    if (k.shape[0], *k.shape[2:]) != (batch, seq_len, head_dim):
+        raise must("k.shape", f"({batch}, kv_heads, {seq_len}, {head_dim})", tuple(k.shape))
+    _check_writable(q, "q")
+    _check_writable(k, "k")
+    if positions is None:
+        _check_angles(q, cos, sin)
+        if inv_freq is not None:
+            raise must("inv_freq", "None without positions", "a tensor")
+        if scaling != 1.0:
+            raise must("scaling", "1.0 with cos and sin", scaling)
+    elif cos is not None or sin is not None:
+        raise must("cos and sin", "None with positions", "a tensor")
+    else:
+        _check_positions(q, positions, inv_freq)
+    if q.numel() or k.numel():
+        rope_out(q, k, cos, sin, positions, inv_freq, scaling, interleaved)
+    return q, k
+
+
+def _check_writable(x: Tensor, name: str) -> None:
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if stride == 0 and size > 1:
+            raise must(name, "free of broadcast axes, being written in place", f"strides {x.stride()} for shape {tuple(x.shape)}")
+
+
+def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    batch, _, seq_len, head_dim = q.shape
+    check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32))
+    if cos.device != q.device:
+        raise must("cos.device", q.device, cos.device)
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len or not 0 < 2 * cos.shape[2] <= head_dim:
+        raise must("cos.shape", f"(1 or {batch}, {seq_len}, 1 to {head_dim // 2})", tuple(cos.shape))
+    check_tensor(sin, "sin", shape=cos.shape, like=cos)
+
+
+def _check_positions(q: Tensor, positions: Tensor, inv_freq: Tensor | None) -> None:
+    batch, _, seq_len, head_dim = q.shape
+    check_tensor(positions, "positions", ndim=2, dtypes=(torch.int32, torch.int64))
+    if positions.shape[0] not in (1, batch) or positions.shape[1] != seq_len:
+        raise must("positions.shape", f"(1 or {batch}, {seq_len})", tuple(positions.shape))
+    check_tensor(inv_freq, "inv_freq", ndim=1, dtypes=(torch.float32,))
+    if not 0 < 2 * inv_freq.shape[0] <= head_dim:
+        raise must("inv_freq.shape", f"(1 to {head_dim // 2},)", tuple(inv_freq.shape))
+    if positions.device != q.device:
+        raise must("positions.device", q.device, positions.device)
+    if inv_freq.device != q.device:
+        raise must("inv_freq.device", q.device, inv_freq.device)

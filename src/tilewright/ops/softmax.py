@@ -1,0 +1,163 @@
+"""Softmax over the last axis: out = exp(x - max(x)) / sum(exp(x - max(x)))
+
+Source    For rows too wide for registers the maximum and the sum in one pass: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
+Numerics  fp32 from load to store, rounded once; exp as 2**(log2(e) * t).
+          As in PyTorch: -inf gives 0, and a row of nothing but -inf, or with a NaN or +inf in it, gives NaN.
+Bound     Memory: x read once, out written once.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, torch_op
+from .rows import Config, row_configs
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2_E = math.log2(math.e)
+NEG_INF = ct.PaddingMode.NEG_INF  # padded columns are exp(-inf) = 0
+ZERO = ct.PaddingMode.ZERO  # where only rows can be padded; the TMA unit pads with nothing else
+
+
+def reference(x: Tensor) -> Tensor:
+    """The definition."""
+    return torch.softmax(x, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    rows: int
+    cols: int
+    dtype: torch.dtype
+
+    def cost(self) -> Cost:
+        n = self.rows * self.cols
+        return Cost(size_bytes=2 * n * self.dtype.itemsize, flops=4 * n)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        return {"x": 3 * torch.randn(self.rows, self.cols, dtype=self.dtype, device=device)}
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    return row_configs(p.rows, p.cols, p.dtype.itemsize, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    tiles = ct.cdiv(p.rows, c.tile_m)
+    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
+    exact = p.cols % c.tile_n == 0
+    constants = (exact, c.persistent, ct.cdiv(p.cols, c.tile_n), c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    kernel = softmax_kernel if c.keep_row else softmax_reread_kernel
+    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+
+
+@ct.kernel
+def softmax_kernel(
+    X,
+    OUT,
+    EXACT: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    CHUNKS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """A tile of rows is read once and kept in registers, CHUNKS tiles wide. X, OUT: [rows, cols]; EXACT: no column is padded."""
+    shape = (TILE_M, TILE_N)
+
+    def normalise(i):
+        xs: tuple = ()
+        top = ct.full(shape, -math.inf, ct.float32)
+        for j in ct.static_iter(range(CHUNKS)):
+            x = ct.load(X, (i, j), shape, padding_mode=ZERO if EXACT else NEG_INF, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+            top = ct.maximum(top, x)
+            xs = (*xs, x)
+        top = ct.max(top, axis=1, keepdims=True)
+        powers: tuple = ()
+        total = ct.zeros(shape, ct.float32)
+        for j in ct.static_iter(range(CHUNKS)):
+            power = ct.exp2((xs[j] - top) * LOG2_E)
+            total = total + power
+            powers = (*powers, power)
+        scale = 1.0 / ct.sum(total, axis=1, keepdims=True)
+        for j in ct.static_iter(range(CHUNKS)):
+            ct.store(OUT, (i, j), (powers[j] * scale).astype(OUT.dtype), allow_tma=STORE_TMA)
+
+    if PERSISTENT:
+        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
+            normalise(i)
+    else:
+        normalise(ct.bid(0))
+
+
+@ct.kernel
+def softmax_reread_kernel(
+    X,
+    OUT,
+    EXACT: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    CHUNKS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Rows of any width: one pass for maximum and sum, a second for the result. Arrays as in softmax_kernel."""
+    shape = (TILE_M, TILE_N)
+
+    def normalise(i):
+        # Maximum and sum per column of the tile: one reduction at the end instead of two for each tile.
+        top = ct.full(shape, -math.inf, ct.float32)
+        total = ct.zeros(shape, ct.float32)
+        for j in range(CHUNKS):
+            x = ct.load(X, (i, j), shape, padding_mode=ZERO if EXACT else NEG_INF, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+            new_top = ct.maximum(top, x)
+            origin = ct.where(new_top == -math.inf, 0.0, new_top)  # nothing but -inf so far: powers are 0, not NaN
+            total = total * ct.exp2((top - origin) * LOG2_E) + ct.exp2((x - origin) * LOG2_E)
+            top = new_top
+        row_top = ct.max(top, axis=1, keepdims=True)
+        origin = ct.where(row_top == -math.inf, 0.0, row_top)
+        scale = 1.0 / ct.sum(total * ct.exp2((top - origin) * LOG2_E), axis=1, keepdims=True)
+        for j in range(CHUNKS):
+            x = ct.load(X, (i, j), shape, padding_mode=ZERO if EXACT else NEG_INF, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+            ct.store(OUT, (i, j), (ct.exp2((x - row_top) * LOG2_E) * scale).astype(OUT.dtype), allow_tma=STORE_TMA)
+
+    if PERSISTENT:
+        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
+            normalise(i)
+    else:
+        normalise(ct.bid(0))
+
+
+@torch_op(mutates=("out",))
+def softmax_out(x: Tensor, out: Tensor) -> None:
+    """`softmax` into `out`, both [rows, cols]. No checks, no sync: safe under graph capture."""
+    rows, cols = x.shape
+    launch(best_plan(space, plan, Problem(rows, cols, x.dtype), Device.of(x)), x, out)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Exponentials over the last axis, scaled to sum to one.
+
+    Args:
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+    Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(x, "x", dtypes=DTYPES)
+    if x.dim() == 0:
+        raise must("x.dim()", "at least 1", 0)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        cols = x.shape[-1]
+        softmax_out(x.reshape(-1, cols), out.view(-1, cols))
+    return out

@@ -1,0 +1,50 @@
+"""Prefill attention of real models, and the shapes that break kernels: ragged, empty, padded, q_len != kv_len."""
+
+from itertools import product
+
+import torch
+
+from ...ops.attention import Problem
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+small = [
+    Problem(1, 2, 2, 37, 37, 64, BRAIN),
+    Problem(2, 6, 2, 33, 33, 64, BRAIN, return_lse=True),  # 3 query heads to a key head
+    Problem(1, 4, 1, 20, 75, 80, BRAIN),  # MQA, a chunk of queries after a prefix
+    Problem(1, 2, 1, 17, 40, 96, HALF, causal=False, return_lse=True),
+    Problem(2, 2, 1, 70, 70, 64, BRAIN, window=24),
+    Problem(1, 2, 2, 40, 90, 64, BRAIN, window=33, return_lse=True),
+    Problem(1, 2, 1, 30, 50, 32, BRAIN, causal=False, window=16),
+    Problem(3, 2, 1, 36, 36, 64, BRAIN, has_start=True, return_lse=True),  # rows before the start see nothing
+    Problem(3, 4, 2, 19, 64, 64, BRAIN, has_len=True, return_lse=True),
+    Problem(3, 2, 1, 24, 80, 64, SINGLE, has_start=True, has_len=True, window=30, return_lse=True),
+    Problem(4, 4, 2, 40, 40, 64, BRAIN, varlen=True, return_lse=True),
+    Problem(3, 2, 1, 21, 66, 128, BRAIN, causal=False, varlen=True),
+    Problem(1, 2, 2, 50, 21, 64, BRAIN, return_lse=True),  # more queries than keys: the first 29 see nothing
+    Problem(1, 3, 1, 1, 130, 256, BRAIN),
+    Problem(1, 2, 1, 65, 65, 64, SINGLE, return_lse=True),
+]
+
+real = [
+    Problem(1, 32, 8, 2048, 2048, 128, BRAIN),  # Llama-3.1-8B
+    Problem(2, 28, 4, 1000, 1000, 128, BRAIN, has_start=True),  # Qwen2-7B, left-padded
+    Problem(1, 32, 8, 512, 4096, 128, BRAIN, return_lse=True),  # a chunk of a long prompt
+    Problem(1, 32, 8, 8192, 8192, 128, BRAIN, window=4096),  # Mistral-7B
+    Problem(4, 9, 3, 777, 777, 64, BRAIN),  # SmolLM2-135M
+    Problem(1, 32, 32, 1024, 1024, 80, HALF),  # phi-2
+    Problem(2, 32, 32, 512, 512, 96, BRAIN),  # Phi-3-mini
+    Problem(1, 8, 1, 1500, 1500, 256, BRAIN),  # Gemma-2B
+    Problem(8, 32, 8, 1024, 1024, 128, BRAIN, varlen=True, return_lse=True),
+    Problem(4, 32, 8, 100, 2048, 128, BRAIN, has_len=True),
+    Problem(16, 16, 16, 197, 197, 64, HALF, causal=False),  # ViT-L
+    Problem(1, 8, 8, 300, 300, 128, SINGLE),
+]
+
+TOKENS = 16384
+bench = [
+    Problem(TOKENS // seq_len, q_heads, kv_heads, seq_len, seq_len, head_dim, BRAIN, causal=causal)
+    for (head_dim, q_heads, kv_heads), causal, seq_len in product(
+        ((128, 32, 32), (128, 32, 8), (64, 32, 32), (64, 32, 8)), (True, False), (512, 1024, 2048, 4096, 8192, 16384)
+    )
+]

@@ -1,0 +1,48 @@
+"""Decode attention of real models, and the shapes that break kernels: empty, one key, padded, windowed, shuffled pages."""
+
+from itertools import product
+
+import torch
+
+from ...ops.attention_decode import Problem
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+small = [
+    Problem(1, 4, 1, 200, 64, BRAIN),
+    Problem(3, 6, 2, 130, 64, BRAIN, return_lse=True),  # 3 query heads to a key head; one sequence has no key
+    Problem(2, 2, 2, 77, 80, BRAIN, has_len=False),  # MHA
+    Problem(2, 8, 1, 260, 96, HALF, return_lse=True),  # MQA
+    Problem(4, 4, 2, 150, 64, BRAIN, has_start=True, return_lse=True),
+    Problem(3, 4, 2, 300, 64, BRAIN, window=50, return_lse=True),
+    Problem(2, 2, 1, 300, 128, BRAIN, window=100, has_start=True),
+    Problem(3, 4, 2, 100, 64, BRAIN, page_size=16, return_lse=True),
+    Problem(2, 8, 2, 200, 128, BRAIN, page_size=64),
+    Problem(5, 2, 1, 120, 64, HALF, page_size=32, window=40, has_start=True, return_lse=True),
+    Problem(2, 40, 2, 90, 64, BRAIN),  # 20 query heads to a key head
+    Problem(2, 2, 1, 65, 256, BRAIN),
+    Problem(1, 2, 1, 1, 64, BRAIN, return_lse=True),
+    Problem(2, 4, 2, 190, 64, SINGLE, return_lse=True),
+]
+
+real = [
+    Problem(1, 32, 8, 16384, 128, BRAIN, return_lse=True),  # Llama-3.1-8B
+    Problem(16, 28, 4, 4096, 128, BRAIN),  # Qwen2-7B
+    Problem(16, 28, 4, 2000, 128, BRAIN, has_start=True),
+    Problem(4, 32, 8, 8192, 128, BRAIN, window=4096),  # Mistral-7B
+    Problem(8, 9, 3, 2048, 64, BRAIN),  # SmolLM2-135M
+    Problem(32, 32, 8, 2048, 128, BRAIN, page_size=64),
+    Problem(4, 32, 8, 5000, 128, BRAIN, page_size=16, return_lse=True),
+    Problem(2, 32, 8, 3000, 128, BRAIN, page_size=256),
+    Problem(2, 32, 32, 1024, 80, HALF),  # phi-2
+    Problem(1, 8, 1, 4096, 256, BRAIN),  # Gemma-2B
+    Problem(1, 64, 8, 65536, 128, BRAIN),  # Llama-3.1-70B
+]
+
+CONTEXTS = {1: (512, 2048, 8192, 16384, 65536), 4: (2048, 16384, 65536), 16: (1024, 4096, 16384), 64: (1024, 8192), 128: (512, 2048, 8192)}
+bench = [
+    Problem(batch, q_heads, kv_heads, context, head_dim, BRAIN, has_len=False)
+    for (q_heads, kv_heads, head_dim) in ((32, 8, 128), (64, 8, 128), (32, 8, 64))
+    for batch, contexts in CONTEXTS.items()
+    for context in contexts
+] + [Problem(batch, 32, 8, 8192, 128, BRAIN, page_size=page, has_len=False) for batch, page in product((1, 64), (16, 64, 256))]

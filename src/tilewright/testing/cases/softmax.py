@@ -1,0 +1,36 @@
+"""Problems of `softmax`."""
+
+from itertools import product
+
+import torch
+
+from ...ops.softmax import Problem
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+small = [
+    Problem(1, 1, FP32),
+    Problem(3, 7, FP32),
+    Problem(64, 64, FP16),
+    Problem(37, 1000, BF16),
+    Problem(127, 131, FP32),
+    Problem(2, 4097, FP16),
+    Problem(1, 32_003, FP32),
+    Problem(2, 65_536, BF16),
+]
+
+# rows of attention scores, the routers of Mixtral, Qwen3-MoE and DeepSeek-V3, the vocabularies of Llama-2, Llama-3 and Qwen2
+real = [
+    *(Problem(rows, cols, BF16) for rows, cols in ((32 * 128, 128), (509, 1000), (4096, 4096), (64, 16_384), (300, 28_672))),
+    *(Problem(rows, cols, FP32) for rows, cols in ((4096, 8), (1000, 128), (7, 256))),
+    *(Problem(rows, cols, dtype) for rows, cols, dtype in ((1, 32_000, FP32), (16, 128_256, BF16), (4, 151_936, FP32), (3, 262_144, FP16))),
+    Problem(65_536, 896, BF16),
+]
+
+bench = [
+    *(Problem(rows, cols, BF16) for rows, cols in product((1, 16, 64, 1024), (896, 2048, 4096, 8192, 28_672))),
+    *(Problem(rows, cols, BF16) for rows, cols in product((16_384, 65_536), (896, 2048, 4096, 8192))),
+    *(Problem(16_384, cols, BF16) for cols in (3584, 14_336, 18_944, 28_672)),
+    *(Problem(rows, cols, FP32) for rows, cols in ((1, 128_256), (16, 151_936), (1024, 151_936), (8192, 4096))),
+    Problem(8192, 128, FP32),
+]

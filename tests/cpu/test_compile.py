@@ -1,0 +1,275 @@
+"""The compile report: on a toy op whose configs fit, spill and break on purpose, then every op's default for every architecture."""
+
+import dataclasses
+import io
+import json
+
+import msgspec
+import pytest
+import torch
+import toy_outer
+from rich.console import Console
+
+from tilewright import ops
+from tilewright.compile import ARCHS, Compiled, Resources, ResultCache, compile_launches, compile_ops, representative, static_ok
+from tilewright.compile import disassemble as disassembler
+from tilewright.compile.cache import source_digest
+from tilewright.compile.command import as_json, compile_command, exit_code, print_rows, summary
+from tilewright.compile.job import Job, one_line
+from tilewright.compile.signature import kernel_signature
+from tilewright.launch import Device, Launch, traced
+from tilewright.testing import op_name
+
+FITS, SPILLS, BROKEN, ILLEGAL = toy_outer.FITS, toy_outer.SPILLS, toy_outer.BROKEN, toy_outer.ILLEGAL
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return ResultCache(tmp_path_factory.mktemp("compiled"))
+
+
+def report(cache, *sizes, archs=("sm_90",), **options):
+    problems = [toy_outer.Problem(m) for m in sizes]
+    return compile_ops([toy_outer], archs, problems=lambda op, device: problems, cache=cache, jobs=1, **options)
+
+
+def launch_of(m, config):
+    problem, device = toy_outer.Problem(m), Device.for_arch("sm_90")
+    x = torch.empty(m, problem.k, dtype=problem.dtype, device="meta")
+    return Launch(toy_outer.plan(problem, config, device), (x, x.new_empty(m, m), 0.5))
+
+
+# ------------------------------------------------------------------------------------------------ rows
+def test_a_healthy_kernel_is_described(cache):
+    (row,) = report(cache, 64)
+    found = row.compiled.resources
+    assert (row.op, row.kernel, row.arch, row.verdict) == ("toy_outer", "toy_outer_kernel", "sm_90", "ok")
+    assert row.default
+    assert 32 <= found.registers <= 255
+    assert found.shared_bytes > 64 * 32 * 2
+    assert set(found.matrix) == {"HGMMA"}
+    assert found.count("UTMALDG") >= 2
+    assert row.compiled.cubin_bytes > 1000
+    assert row.compiled.compile_s > 0
+    assert exit_code([row]) == 0
+
+
+def test_every_config_of_a_space_gets_a_row_whatever_becomes_of_it(cache):
+    rows = report(cache, 512)
+    assert [row.verdict for row in rows] == ["ok", "SPILLS", "FAILED", "FAILED"]
+    assert [row.default for row in rows] == [True, False, False, False]
+    spilling = rows[1].compiled.resources
+    assert spilling.stack_bytes > 0
+    assert spilling.count("STL") > 0
+    assert rows[2].compiled.error == (
+        'TypeCheckingError: Invalid argument "shape" of num_tiles(): Dimension #1 of shape (64, 48) is not a power of two (toy_outer.py:53)'
+    )
+    assert rows[3].compiled.error.startswith("ZeroDivisionError")
+    assert rows[3].kernel == ""
+    assert exit_code(rows) == 0, "only the default decides"
+
+
+def test_a_default_that_spills_or_breaks_fails_the_report(cache):
+    for size in (1024, 2048):
+        rows = report(cache, size)
+        assert exit_code(rows) == 1
+        assert "defaults: 0 of 1 compile without a spill" in summary(rows)[0]
+    assert exit_code([]) == 1
+
+
+def test_problems_with_one_binary_share_a_row(cache):
+    rows = report(cache, 64, 512, defaults_only=True)
+    assert [(row.problem, row.problems) for row in rows] == [("m=64 k=64 dtype=bfloat16", 2)]
+
+
+def test_the_handful_of_problems_covers_every_kernel_and_dtype_by_its_largest(monkeypatch):
+    small, large, half = toy_outer.Problem(64), toy_outer.Problem(512), toy_outer.Problem(64, dtype=torch.float16)
+    monkeypatch.setattr("tilewright.compile.report.cases", lambda op, kind: [small, half] if kind == "bench" else [large, small])
+    assert representative(toy_outer, Device.for_arch("sm_90")) == [large, half]
+
+
+def test_workers_give_what_this_process_gives(cache, tmp_path):
+    launches = [(launch_of(m, config), arch) for m, config in ((64, FITS), (512, BROKEN)) for arch in ("sm_90", "sm_80")]
+    counts = []
+    apart = compile_launches(launches, jobs=2, cache=ResultCache(tmp_path), on_done=lambda done, distinct: counts.append((done, distinct)))
+    assert counts == [(n, 4) for n in range(5)]
+    here = compile_launches(launches, jobs=1, cache=cache)
+    assert [(c.resources, c.error) for c in apart] == [(c.resources, c.error) for c in here]
+
+
+def test_static_ok_filters_a_spilling_config(cache, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(cache.folder.parent / "own"))
+    device = Device.for_arch("sm_90")
+    for config, fine in ((FITS, True), (SPILLS, False), (BROKEN, False)):
+        launch = launch_of(512, config)
+        assert static_ok(launch.plan, launch.args, device) is fine
+
+
+# ------------------------------------------------------------------------------------------------ cache
+def test_the_second_time_comes_from_the_cache(tmp_path):
+    cache = ResultCache(tmp_path)
+    (first,), (second,) = report(cache, 64), report(cache, 64)
+    assert not first.compiled.cached
+    assert second.compiled == dataclasses.replace(first.compiled, cached=True)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_failures_are_not_cached(tmp_path):
+    cache = ResultCache(tmp_path)
+    report(cache, 2048)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_damaged_or_unwritable_cache_only_costs_time(tmp_path):
+    cache = ResultCache(tmp_path)
+    report(cache, 64)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_bytes(b"{")
+    assert report(cache, 64)[0].verdict == "ok"
+    occupied = tmp_path / "occupied"
+    occupied.write_text("a file where the folder would be")
+    assert report(ResultCache(occupied), 64)[0].verdict == "ok"
+
+
+def test_the_key_follows_whatever_decides_the_binary(tmp_path, monkeypatch):
+    cache, job = ResultCache(tmp_path), Job.of(launch_of(512, FITS), "sm_90")
+    key = cache._path(job)
+    assert cache._path(Job.of(launch_of(1024, FITS), "sm_90")) == key, "the same specialisation"
+    assert cache._path(Job.of(launch_of(512, SPILLS), "sm_90")) != key
+    assert cache._path(dataclasses.replace(job, arch="sm_80")) != key
+    assert cache._path(dataclasses.replace(job, hints=(None, 2, None))) != key
+    monkeypatch.setattr(toy_outer, "SCALE", 2.0)  # read by a function that the kernel calls
+    source_digest.cache_clear()
+    assert cache._path(job) != key
+    source_digest.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------ jobs and the disassembler
+def test_an_error_of_the_caller_is_a_row_too(cache):
+    launch = launch_of(64, FITS)
+    (made,) = compile_launches([(Launch(launch.plan, launch.args[:-1]), "sm_90")], cache=cache)
+    assert made == Compiled(error="TypeError: toy_outer_kernel takes 5 arguments, got 4")
+    assert one_line(ValueError("a\n   b" * 200)).count("\n") == 0
+    assert len(one_line(ValueError("x" * 999))) == 300
+
+
+def test_a_kernel_that_no_worker_could_import_is_named(cache):
+    job = dataclasses.replace(Job.of(launch_of(64, FITS), "sm_90"), kernel="outer.<locals>.inner")
+    assert job.run().error == "LookupError: kernel must be an attribute of its module, got toy_outer.outer.<locals>.inner"
+
+
+def test_output_of_the_disassembler_is_read():
+    text = """
+ Function f:
+  REG:40 STACK:16 SHARED:2048 LOCAL:0 CONSTANT[0]:1024 TEXTURE:0 SURFACE:0 SAMPLER:0
+\t.headerflags\t@"EF_CUDA_SM100"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
+                                                                   /* 0x000fe20000000800 */
+        /*0010*/              @!P0 STL.64 [R1+0x8], R2 ;           /* 0x0000000000027919 */
+        /*0020*/              @UP1 UTCHMMA gdesc[UR20], UP0 ;      /* 0x0000000000027919 */
+        /*0030*/               @P1 UTCQMMA gdesc[UR20], UP0 ;      /* 0x0000000000027919 */
+        /*0040*/                   HMMA.16816.F32 R4, R4, R8, RZ ; /* 0x0000000000027919 */
+        /*0050*/                   UTMALDG.2D [UR12], [UR32] ;     /* 0x0000000000027919 */
+        /*0060*/                   FMNMX R4, R4, R8, !PT ;         /* 0x0000000000027919 */
+"""
+    mix = {"LDC": 1, "STL": 1, "UTCHMMA": 1, "UTCQMMA": 1, "HMMA": 1, "UTMALDG": 1, "FMNMX": 1}
+    found = disassembler.parse(text)
+    assert found == Resources(40, 16, 0, 2048, mix)
+    assert found.spills
+    assert set(found.matrix) == {"UTCHMMA", "UTCQMMA", "HMMA"}
+    with pytest.raises(ValueError, match="REG"):
+        disassembler.parse("nothing")
+
+
+def test_a_missing_disassembler_names_its_package(monkeypatch):
+    monkeypatch.setattr(disassembler, "find_tool", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install nvidia-cuda-cuobjdump"):
+        disassembler.disassemble(b"")
+
+
+def test_the_signature_is_the_one_a_launch_would_compile():
+    x = torch.empty(8, 64, dtype=torch.bfloat16, device="meta")
+    kernel = toy_outer.toy_outer_kernel
+    aligned = kernel_signature(kernel, (x, x, 0.5, 64, 32))
+    assert aligned.calling_convention.name == "cutile_python_v1"
+    array = aligned.parameters[0]
+    assert (array.stride_constant, array.stride_divisible_by, array.shape_divisible_by) == ((None, 1), (8, 1), (1, 16))
+    assert array.base_addr_divisible_by == 16
+    one_row = kernel_signature(kernel, (x[:1], x, 0.5, 64, 32))
+    assert one_row.parameters[0].shape_constant == (1, None)
+    assert one_row.calling_convention.name == "cutile_python_v2", "the first convention has no constant shapes"
+    odd = kernel_signature(kernel, (x[:, 1:], x, 0.5, 64, 32)).parameters[0]
+    assert (odd.base_addr_divisible_by, odd.shape_divisible_by) == (1, (1, 1))
+    assert kernel_signature(kernel, (x[:2], x, 0.5, 64, 32)).symbol == aligned.symbol
+
+
+# ------------------------------------------------------------------------------------------------ command
+def test_rows_print_as_lines_for_a_pipe_and_as_a_table_for_a_terminal(cache):
+    rows = report(cache, 512)
+    pipe = io.StringIO()
+    print_rows(Console(file=pipe), rows)
+    lines = pipe.getvalue().splitlines()
+    assert len(lines) == 1 + len(rows), "one line each, never wrapped"
+    assert lines[0].split()[:4] == ["op", "arch", "kernel", "regs"]
+    assert "HGMMA" in lines[1]
+    assert "ok default" in lines[1]
+    assert "\x1b" not in pipe.getvalue()
+    terminal = io.StringIO()
+    print_rows(Console(file=terminal, force_terminal=True, width=220), rows)
+    assert "\x1b" in terminal.getvalue()
+    assert "SPILLS" in terminal.getvalue()
+
+
+def test_json_has_every_number_and_the_versions(cache):
+    rows = report(cache, 512)
+    plain = json.loads(msgspec.json.encode(as_json(rows)))
+    assert set(plain) == {"toolchain", "command", "rows"}
+    assert "cuda-tile" in plain["toolchain"]
+    assert "tileiras" in plain["toolchain"]
+    assert [row["verdict"] for row in plain["rows"]] == ["ok", "SPILLS", "FAILED", "FAILED"]
+    first = plain["rows"][0]
+    assert set(first) == {"op", "arch", "kernel", "config", "problem", "problems", "default", "compiled", "verdict"}
+    assert set(first["compiled"]) == {"resources", "cubin_bytes", "compile_s", "error", "cached"}
+    assert set(first["compiled"]["resources"]) == {"registers", "stack_bytes", "local_bytes", "shared_bytes", "instructions"}
+    assert plain["rows"][2]["compiled"]["resources"] is None
+
+
+def test_the_command_reports_writes_and_judges(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tilewright.compile.command.all_ops.named", lambda names: [toy_outer])
+    monkeypatch.setattr("tilewright.compile.report.cases", lambda op, kind: [toy_outer.Problem(64)])
+    out, file = io.StringIO(), tmp_path / "out" / "report.json"
+    assert compile_command(["toy_outer"], arch="sm_90, sm_120", json_file=file, defaults=True, console=Console(file=out, soft_wrap=True)) == 0
+    assert "sm_120: 1 binaries, 0 spill, 0 failed; defaults: 1 of 1 compile without a spill" in out.getvalue()
+    assert [row["arch"] for row in json.loads(file.read_text())["rows"]] == ["sm_90", "sm_120"]
+    monkeypatch.setattr("tilewright.compile.report.cases", lambda op, kind: [toy_outer.Problem(1024)])
+    assert compile_command(arch="sm_90", console=Console(file=out)) == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "cpu", "hopper"])
+def test_an_unknown_architecture_is_refused(arch):
+    out = io.StringIO()
+    assert compile_command(arch=arch, console=Console(file=out)) == 2
+    assert "arch must be" in out.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ every op
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
+def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(op, arch):
+    """The largest case of the op; `tilewright compile --defaults` does them all."""
+    rows = compile_ops([op], [arch], defaults_only=True, problems=lambda op, device: representative(op, device)[:1])
+    assert rows
+    for row in rows:
+        assert row.verdict == "ok", f"{row.kernel} {row.config} for {row.problem}: {row.compiled.error or row.compiled.resources}"
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
+def test_what_an_op_would_launch_has_a_signature(op):
+    for arch in ARCHS:
+        device = Device.for_arch(arch)
+        for problem in representative(op, device):
+            with traced(device) as launches, torch.inference_mode():
+                getattr(op, op_name(op))(**problem.inputs(torch.device("meta")))
+            assert all(Job.of(launch, arch).symbol for launch in launches)
+            assert launches

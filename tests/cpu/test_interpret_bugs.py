@@ -1,0 +1,428 @@
+"""Bugs of kernels that the interpreter reports: each with what happened, the kernel's line and the block; and the right versions, not reported."""
+
+import linecache
+import re
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from tilewright.interpret import Deadlock, KernelError, checking, interpret, mark_uninitialised
+
+zeros = torch.zeros
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def bug(grid, kernel, args, what: str, block: tuple[int, ...], **options) -> KernelError:
+    """Runs a kernel that has a line marked BUG, which the error must name."""
+    with checking(**options), pytest.raises(KernelError, match=re.escape(what)) as caught:
+        interpret(grid, kernel, args)
+    error = caught.value
+    file, line, function = error.places[0]
+    assert "# BUG" in linecache.getline(file, line), linecache.getline(file, line)
+    assert function
+    assert error.block == block
+    assert error.kernel == kernel._pyfunc.__name__
+    text = str(error)
+    assert f'File "{file}", line {line}' in text
+    assert f"block {block} of {error.grid}" in text
+    return error
+
+
+# ------------------------------------------------------------------------------------------------------------- out of bounds
+def test_tile_entirely_outside():
+    @ct.kernel
+    def kernel(x, out):
+        t = ct.load(x, (ct.bid(0) + 1,), (4,))  # BUG
+        ct.store(out, (ct.bid(0),), t)
+
+    bug((2,), kernel, (zeros(8), zeros(8)), "tile (2,) of shape (4,) lies entirely outside array x: float32[8]", (1, 0, 0))
+    with checking(strict=False):
+        interpret((2,), kernel, (zeros(8), zeros(8)))
+
+
+def test_negative_tile_index():
+    @ct.kernel
+    def kernel(x, out):
+        ct.store(out, (ct.bid(0) - 1,), ct.load(x, (0,), (4,)))  # BUG
+
+    bug((1,), kernel, (zeros(8), zeros(8)), "tile (-1,)", (0, 0, 0), strict=False)
+
+
+def test_unchecked_gather_past_the_end():
+    @ct.kernel
+    def kernel(x, out):
+        t = ct.gather(x, ct.arange(4, dtype=ct.int32) + 6, check_bounds=False)  # BUG
+        ct.store(out, (0,), t)
+
+    bug((1,), kernel, (zeros(8), zeros(8)), "read of element 9 of x: float32[8], whose last element is 7", (0, 0, 0))
+
+
+def test_raw_memory_in_front_of_the_tensor():
+    @ct.kernel
+    def kernel(x):
+        x.get_raw_memory().store_offset(ct.arange(4, dtype=ct.int32) - 1, 1.0)  # BUG
+
+    bug((1,), kernel, (zeros(16)[4:8],), "write of element -1 of x: float32[4]", (0, 0, 0))
+
+
+def test_a_bounds_check_left_out_of_a_partial_tile():
+    @ct.kernel
+    def kernel(x, out):
+        ct.store(out, (0,), ct.load(x, (1,), (8,), check_bounds=False))  # BUG
+
+    bug((1,), kernel, (zeros(12), zeros(8)), "check_bounds=False, but tile (8,) at element [8]", (0, 0, 0))
+
+
+def test_a_slice_longer_than_its_array():
+    @ct.kernel
+    def kernel(x, out, stop):
+        part = x.slice(axis=0, start=4, stop=stop)
+        ct.store(out, (0,), ct.load(part, (0,), (8,)))  # BUG
+
+    bug((1,), kernel, (zeros(8), zeros(8), 12), "reaches out of array part [8] of x: float32[8]", (0, 0, 0))
+
+
+def test_the_place_is_the_helpers_line_and_then_the_kernels():
+    def load(x, i):
+        return ct.load(x, (i,), (4,))  # BUG
+
+    @ct.kernel
+    def kernel(x, out):
+        ct.store(out, (0,), load(x, 5))
+
+    error = bug((1,), kernel, (zeros(8), zeros(8)), "tile (5,)", (0, 0, 0))
+    assert [function for _, _, function in error.places] == ["load", "kernel"]
+    assert "ct.store(out, (0,), load(x, 5))" in str(error)
+
+
+# --------------------------------------------------------------------------------------------------------------------- races
+def test_two_blocks_write_one_tile():
+    @ct.kernel
+    def kernel(x):
+        ct.store(x, (0,), ct.full((4,), ct.bid(0), ct.float32))  # BUG
+
+    what = "write of element (0,) of x: float32[4], with nothing that orders it after a write by block (0, 0, 0) at"
+    bug((2,), kernel, (zeros(4),), what, (1, 0, 0), races=True)
+    bug((2,), kernel, (zeros(4),), "by block (1, 0, 0)", (0, 0, 0), races=True, order="reverse")
+    interpret((2,), kernel, (zeros(4),))  # not looked for unless asked for
+
+
+def test_sum_without_an_atomic():
+    @ct.kernel
+    def kernel(x, total):
+        t = ct.sum(ct.load(x, (ct.bid(0),), (4,)))
+        ct.scatter(total, 0, ct.gather(total, 0) + t)  # BUG
+
+    bug((4,), kernel, (torch.ones(16), zeros(1)), "race between blocks: read of element (0,) of total", (1, 0, 0), races=True)
+
+
+def test_write_after_another_blocks_read():
+    @ct.kernel
+    def kernel(x):
+        t = ct.load(x, (ct.bid(0) // 2, 0), (1, 4))
+        if ct.bid(0) == 2:
+            ct.store(x, (0, 0), t)  # BUG
+
+    bug((3,), kernel, (zeros(2, 4),), "write of element (0, 0) of x: float32[2, 4], with nothing that orders it after a read by block (0, 0, 0)", (2, 0, 0), races=True)
+
+
+def test_write_after_two_unordered_reads_of_which_only_the_last_is_known():
+    @ct.kernel
+    def kernel(x, flag, out):
+        b = ct.bid(0)
+        if b < 2:
+            ct.store(out, (b,), ct.load(x, (0,), (4,)))
+            if b == 1:
+                ct.atomic_xchg(flag, 0, 1)
+        else:
+            while ct.atomic_add(flag, 0, 0) == 0:
+                pass
+            ct.store(x, (0,), ct.zeros((4,), ct.float32))  # BUG
+
+    bug((3,), kernel, (zeros(4), integers(1), zeros(8)), "after a read by block (0, 0, 0)", (2, 0, 0), races=True)
+
+
+def test_a_plain_access_of_an_atomics_element():
+    @ct.kernel
+    def kernel(count):
+        if ct.bid(0) == 0:
+            ct.atomic_add(count, 0, 1)
+        else:
+            ct.scatter(count, 0, 5)  # BUG
+
+    bug((2,), kernel, (integers(1),), "after an atomic write by block (0, 0, 0)", (1, 0, 0), races=True)
+
+
+def test_atomics_of_a_block_do_not_order_other_blocks():
+    @ct.kernel
+    def kernel(count):
+        ct.atomic_add(count, 0, 1, memory_scope=ct.MemoryScope.BLOCK)  # BUG
+
+    bug((2,), kernel, (integers(1),), "race between blocks: atomic of element (0,)", (1, 0, 0), races=True)
+
+
+@ct.kernel
+def last_block_relaxed(x, parts, count, out):
+    b = ct.bid(0)
+    ct.store(parts, (b,), ct.sum(ct.load(x, (b,), (4,))))
+    done = ct.atomic_add(count, 0, 1, memory_order=ct.MemoryOrder.RELAXED)
+    if done == 3:
+        ct.store(out, (0,), ct.sum(ct.load(parts, (0,), (4,))))  # BUG
+
+
+@ct.kernel
+def last_block(x, parts, count, out):
+    b = ct.bid(0)
+    ct.store(parts, (b,), ct.sum(ct.load(x, (b,), (4,))))
+    done = ct.atomic_add(count, 0, 1)
+    if done == 3:
+        ct.store(out, (0,), ct.sum(ct.load(parts, (0,), (4,))))
+
+
+def test_the_last_block_needs_acquire_and_release():
+    bug((4,), last_block_relaxed, (torch.ones(16), zeros(4), integers(1), zeros(1)), "read of element (0,) of parts", (3, 0, 0), races=True)
+
+
+def test_arguments_that_share_memory_are_one_memory():
+    @ct.kernel
+    def kernel(x, y):
+        if ct.bid(0) == 0:
+            ct.store(x, (0,), ct.zeros((4,), ct.float32))
+        else:
+            ct.store(y, (0,), ct.zeros((4,), ct.float32))  # BUG
+
+    memory = zeros(8)
+    bug((2,), kernel, (memory[:6], memory[3:]), "write of element (0,) of y: float32[5], with nothing that orders", (1, 0, 0), races=True)
+    with checking(races=True):
+        interpret((2,), kernel, (memory[:4], memory[4:]))
+
+
+# --------------------------------------------------------------------------------------------------------- no false reports
+@pytest.mark.parametrize("order", ["forward", "reverse", 1, 2, 3])
+class TestRightKernels:
+    def test_last_block(self, order):
+        out = zeros(1)
+        with checking(races=True, order=order):
+            interpret((4,), last_block, (torch.ones(16), zeros(4), integers(1), out))
+        assert out.item() == 16
+
+    def test_sum_by_atomics(self, order):
+        @ct.kernel
+        def kernel(x, total):
+            ct.atomic_add(total, 0, ct.sum(ct.load(x, (ct.bid(0),), (4,))), memory_order=ct.MemoryOrder.RELAXED)
+
+        total = zeros(1)
+        with checking(races=True, order=order):
+            interpret((4,), kernel, (torch.ones(16), total))
+        assert total.item() == 16
+
+    def test_lock(self, order):
+        @ct.kernel
+        def kernel(lock, total):
+            while ct.atomic_cas(lock, 0, 0, 1, memory_order=ct.MemoryOrder.ACQUIRE) == 1:
+                pass
+            ct.store(total, (0,), ct.load(total, (0,), (4,)) + 1)
+            ct.atomic_xchg(lock, 0, 0, memory_order=ct.MemoryOrder.RELEASE)
+
+        total = zeros(4)
+        with checking(races=True, order=order):
+            interpret((5,), kernel, (integers(1), total))
+        assert total.tolist() == [5.0] * 4
+
+    def test_hand_over_to_an_earlier_block(self, order):
+        @ct.kernel
+        def kernel(flag, out):
+            if ct.bid(0) == 0:
+                while ct.atomic_add(flag, 0, 0) == 0:
+                    pass
+                ct.store(out, (0,), ct.load(out, (1,), (4,)) + 1)
+            else:
+                ct.store(out, (1,), ct.full((4,), 5.0, ct.float32))
+                ct.atomic_xchg(flag, 0, 1)
+
+        out = zeros(8)
+        with checking(races=True, order=order):
+            interpret((2,), kernel, (integers(1), out))
+        assert out.tolist() == [6.0] * 4 + [5.0] * 4
+
+    def test_flag_by_ordered_load_and_store(self, order):
+        @ct.kernel
+        def kernel(flag, out):
+            device = ct.MemoryScope.DEVICE
+            if ct.bid(0) == 0:
+                while ct.load(flag, (0,), (1,), memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=device).item() == 0:
+                    pass
+                ct.store(out, (0,), ct.load(out, (1,), (4,)) + 1)
+            else:
+                ct.store(out, (1,), ct.full((4,), 5.0, ct.float32))
+                ct.store(flag, (0,), 1, memory_order=ct.MemoryOrder.RELEASE, memory_scope=device)
+
+        out = zeros(8)
+        with checking(races=True, order=order):
+            interpret((2,), kernel, (integers(1), out))
+        assert out.tolist() == [6.0] * 4 + [5.0] * 4
+
+    def test_grid_barriers(self, order):
+        @ct.kernel
+        def kernel(x, count, blocks):
+            b = ct.bid(0)
+            for step in range(3):
+                neighbour = ct.gather(x, (step, (b + 1) % blocks))
+                ct.scatter(x, (step + 1, b), neighbour + 1)
+                ct.atomic_add(count, 0, 1)
+                while ct.atomic_add(count, 0, 0) < (step + 1) * blocks:
+                    pass
+
+        x = zeros(4, 6)
+        x[0] = torch.arange(6.0)
+        with checking(races=True, order=order):
+            interpret((6,), kernel, (x, integers(1), 6))
+        assert torch.equal(x[3], torch.arange(6.0).roll(-3) + 3)
+
+    def test_release_carried_on_by_relaxed_atomics(self, order):
+        @ct.kernel
+        def kernel(flag, data, out):
+            b = ct.bid(0)
+            if b == 0:
+                ct.scatter(data, 0, 7.0)
+                ct.atomic_xchg(flag, 0, 1, memory_order=ct.MemoryOrder.RELEASE)
+            elif b == 1:
+                while ct.atomic_add(flag, 0, 0, memory_order=ct.MemoryOrder.RELAXED) == 0:
+                    pass
+                ct.atomic_add(flag, 0, 1, memory_order=ct.MemoryOrder.RELAXED)
+            else:
+                while ct.atomic_add(flag, 0, 0, memory_order=ct.MemoryOrder.ACQUIRE) < 2:
+                    pass
+                ct.scatter(out, 0, ct.gather(data, 0))
+
+        out = zeros(1)
+        with checking(races=True, order=order):
+            interpret((3,), kernel, (integers(1), zeros(1), out))
+        assert out.item() == 7
+
+
+# -------------------------------------------------------------------------------------------------------------- uninitialised
+@ct.kernel
+def add_one(x, out):
+    t = ct.load(x, (ct.bid(0),), (4,))  # BUG
+    ct.store(out, (ct.bid(0),), t + 1)
+
+
+def test_read_of_memory_nobody_wrote():
+    x = torch.empty(8)
+    error = bug((2,), add_one, (x, zeros(8)), "read of uninitialised memory: element (0,) of x: float32[8]", (0, 0, 0), uninitialised=(x,))
+    assert "4 such elements" in error.what
+
+
+def test_a_kernels_write_initialises_for_later_launches():
+    x, out = torch.empty(8, 8)[:, 2:4].T, zeros(8)  # strided: elements, not rows, are tracked
+
+    @ct.kernel
+    def fill(x):
+        ct.store(x, (0, ct.bid(0)), ct.full((1, 4), 2.0, ct.float32))
+
+    @ct.kernel
+    def read(x, out):
+        ct.store(out, (0,), ct.load(x, (0, 0), (1, 8)).reshape((8,)))  # BUG
+
+    with checking():
+        mark_uninitialised(x)
+        interpret((1,), fill, (x,))
+        with pytest.raises(KernelError, match=r"element \(0, 4\) of x"):
+            interpret((1,), read, (x, out))
+        interpret((2,), fill, (x,))
+        interpret((1,), read, (x, out))
+    assert out.eq(2).all()
+    interpret((1,), read, (torch.empty(2, 8), out))  # over with the context
+
+
+def test_an_atomic_reads():
+    @ct.kernel
+    def kernel(x):
+        ct.atomic_add(x, 1, 1.0)  # BUG
+
+    x = torch.empty(4)
+    bug((1,), kernel, (x,), "atomic of uninitialised memory: element (1,) of x", (0, 0, 0), uninitialised=(x,))
+
+
+def test_marks_need_a_context():
+    with pytest.raises(RuntimeError, match="with checking"):
+        mark_uninitialised(torch.empty(4))
+
+
+# ------------------------------------------------------------------------------------------------------------- and the others
+def test_integer_division_by_zero():
+    @ct.kernel
+    def kernel(x, out):
+        t = ct.load(x, (0,), (4,)) // ct.bid(0)  # BUG
+        ct.store(out, (0,), t)
+
+    bug((1,), kernel, (integers(4) + 3, integers(4)), "integer floordiv by zero, which Tile IR leaves undefined: tile (4,) [3, 3, 3, 3] by 0", (0, 0, 0))
+
+
+def test_false_assumption():
+    @ct.kernel
+    def kernel(x, n):
+        k = ct.assume_divisible_by(n, 8)  # BUG
+        ct.store(x, (0,), ct.full((4,), k, ct.float32))
+
+    bug((1,), kernel, (zeros(4), 12), "assume_divisible_by(8) is false of 12", (0, 0, 0))
+
+
+def test_device_assertion():
+    @ct.kernel
+    def kernel(x):
+        t = ct.load(x, (0,), (4,))
+        ct.assert_(t > 0, "x must be positive")  # BUG
+
+    bug((1,), kernel, (torch.tensor([1.0, 2, -3, 4]),), "assertion failed: x must be positive (first false elements [[2]])", (0, 0, 0))
+
+
+def test_deadlock():
+    @ct.kernel
+    def kernel(lock):
+        while ct.atomic_cas(lock, 0, 2, 1) != 2:  # BUG
+            pass
+
+    with pytest.raises(Deadlock, match="2 blocks wait, and none has changed memory"):
+        interpret((2,), kernel, (integers(1),))
+
+
+def test_a_plain_load_in_a_spin_loop_does_not_hang():
+    @ct.kernel
+    def kernel(flag, out):
+        if ct.bid(0) == 0:
+            seen = ct.gather(flag, 0)
+            while seen == 0:
+                seen = ct.gather(flag, 0)
+            ct.scatter(out, 0, seen.astype(ct.float32))
+        else:
+            ct.scatter(flag, 0, 1)
+
+    out = zeros(1)
+    interpret((2,), kernel, (integers(1), out))
+    assert out.item() == 1
+    with checking(races=True), pytest.raises(KernelError, match="race between blocks"):
+        interpret((2,), kernel, (integers(1), zeros(1)))
+
+
+def test_what_does_not_type_is_the_front_ends_error():
+    @ct.kernel
+    def changes_type(x, out):
+        a = 0
+        for i in range(3):
+            a = ct.load(x, (i,), (4,))
+        ct.store(out, (0,), a)
+
+    @ct.kernel
+    def odd_shape(x, out):
+        ct.store(out, (0,), ct.load(x, (0,), (6,)))
+
+    with pytest.raises(ct.TileTypeError, match="depends on path taken"):
+        interpret((1,), changes_type, (zeros(12), zeros(4)))
+    with pytest.raises(ct.TileTypeError, match="not a power of two"):
+        interpret((1,), odd_shape, (zeros(12), zeros(12)))
