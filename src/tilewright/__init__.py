@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .ops.attention import attention
+from .ops.attention_decode import attention_decode
+from .ops.matmul import matmul
 from .ops.rms_norm import rms_norm
 from .ops.rope import rope
 from .ops.silu_mul import silu_mul
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from .models.patch import patch
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "patch", "rms_norm", "rope", "silu_mul", "softmax"]
+__all__ = ["__version__", "attention", "attention_decode", "matmul", "patch", "rms_norm", "rope", "silu_mul", "softmax"]
 
 
 def __getattr__(name: str) -> Any:

@@ -235,7 +235,9 @@ def test_tiles_that_are_only_broadcasts_are_whole_where_they_must_be():
 
 
 # ------------------------------------------------------------------------------------------------------------------ products
-@pytest.mark.parametrize(("dtype", "acc"), [(torch.float32, ct.float32), (torch.bfloat16, ct.float32), (torch.float16, ct.float16), (torch.int8, ct.int32)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "acc"), [(torch.float32, ct.float32), (torch.bfloat16, ct.float32), (torch.float16, ct.float16), (torch.int8, ct.int32)], ids=str
+)
 def test_mma(dtype, acc):
     @ct.kernel
     def kernel(x, y, out):

@@ -90,7 +90,7 @@ def install():
     """Must run before the code that is to be redirected imports anything from cuda.tile."""
     replace_everywhere(ct.launch, launch)
     replace_everywhere(_cext.get_compute_capability, lambda: ARCHITECTURE)
-    replace_everywhere(_compile.get_sm_arch, lambda *args: "sm_%d%d" % ARCHITECTURE)
+    replace_everywhere(_compile.get_sm_arch, lambda *args: f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}")
     compilation.KernelSignature.from_kernel_args = staticmethod(signature_of)
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1

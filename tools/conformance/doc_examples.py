@@ -24,7 +24,12 @@ from types import ModuleType
 import cpu_shim
 
 # Packages and hardware that examples need and a CPU has not; such an example is counted as left out.
-NOT_HERE = {"jax_setup.py": "needs JAX", "import cupy": "needs CuPy", "exhaustive_search": "times kernels on a GPU", "torch.cuda.graph": "captures a CUDA graph"}
+NOT_HERE = {
+    "jax_setup.py": "needs JAX",
+    "import cupy": "needs CuPy",
+    "exhaustive_search": "times kernels on a GPU",
+    "torch.cuda.graph": "captures a CUDA graph",
+}
 TEMPLATES = {
     "kernel_wrapper.py": "import cuda.tile as ct\nimport torch\n\n@ct.kernel\ndef kernel():\n{indented}\n\nct.launch(None, (1,), kernel, ())\n",
     "setup_only.py": "import cuda.tile as ct\nimport torch\nstream = None\n\n{body}\n",

@@ -1,12 +1,12 @@
 """The same kernel without a GPU: cuda-tile's own front end types it, and numpy runs the typed IR.
 
-    checking(races=True)      WHAT IS WATCHED
-     `- interpret(grid, kernel, args)       run.py       specialisation, arguments, blocks in turn
-         |- cutile.typed_ir                 cutile.py    the front end; the only private names of cuda-tile
-         |- compile_program                 codegen.py   IR operation -> one Python statement
-         |- Machine.load, .store, .atomic   memory.py    arrays, views, pointers, bounds
-         |   `- Watch.access                checks.py    races, uninitialised reads
-         `- fma, mma, reduce_with, ...      numerics.py  on values held as formats.py says
+checking(races=True)      WHAT IS WATCHED
+ `- interpret(grid, kernel, args)       run.py       specialisation, arguments, blocks in turn
+     |- cutile.typed_ir                 cutile.py    the front end; the only private names of cuda-tile
+     |- compile_program                 codegen.py   IR operation -> one Python statement
+     |- Machine.load, .store, .atomic   memory.py    arrays, views, pointers, bounds
+     |   `- Watch.access                checks.py    races, uninitialised reads
+     `- fma, mma, reduce_with, ...      numerics.py  on values held as formats.py says
 """
 
 from . import version as version  # first: on another cuda-tile, one clear sentence instead of a failed private import

@@ -7,9 +7,12 @@ unless the first happened before the second. Remembered per element: the last wr
 
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
 
 from .errors import KernelError, Place
 from .memory import Buffer, Sync
@@ -49,6 +52,10 @@ class Unwritten:
         self.region = Region(buffer.address, buffer.address + size, buffer.window.itemsize)
         self.written = np.zeros(self.region.size, bool)
 
+    def overlaps(self, buffer: Buffer) -> bool:
+        start = buffer.address
+        return start < self.region.end and self.region.start < start + buffer.flat.size * buffer.window.itemsize
+
     def access(self, buffer: Buffer, offset: np.ndarray, kind: str) -> None:
         units = self.region.units(buffer, offset)
         inside = (units >= 0) & (units < self.region.size)
@@ -59,6 +66,33 @@ class Unwritten:
             first = int(offset.reshape(-1)[np.flatnonzero(inside)[~self.written[units]][0] // (inside.size // offset.size)])
             count = int((~self.written[units]).sum())
             raise KernelError(f"{kind} of uninitialised memory: element {buffer.index(first)} of {buffer} ({count} such elements in this access)")
+
+
+class Allocations(TorchFunctionMode):
+    """Marks what torch.empty and its kin return while the mode is on. What PyTorch itself writes afterwards counts as written."""
+
+    FRESH = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
+
+    def __init__(self, unwritten: list[Unwritten]):
+        super().__init__()
+        self.unwritten = unwritten
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.FRESH:
+            if result.device.type == "cpu" and result.numel():
+                self.unwritten.append(Unwritten(result))
+            return result
+        name = getattr(func, "__name__", "")
+        target = (kwargs or {}).get("out")
+        if target is None and args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            target = args[0]
+        for tensor in target if isinstance(target, (tuple, list)) else (target,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                whole = Buffer(tensor, "")
+                for marked in self.unwritten:
+                    marked.access(whole, np.arange(whole.flat.size), "write")
+        return result
 
 
 class History:
@@ -172,7 +206,7 @@ class Watch:
 
     def _line(self) -> int:
         """The line of generated code that runs now."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_globals is not self.code:
             frame = frame.f_back
         return frame.f_lineno if frame is not None else 0

@@ -6,6 +6,7 @@ know about an IR value (its dtype, its shape, whether it is a pointer) is asked 
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -26,7 +27,6 @@ from .version import CUDA_TILE_VERSION
 __all__ = [
     "CUDA_TILE_VERSION",
     "constraints_of",
-    "jit_signature",
     "python_function",
     "typed_ir",
 ]
@@ -65,12 +65,6 @@ def constraints_of(kernel: Any, args: tuple, *, jit: bool = False) -> list[Const
         raise TypeError(f"Kernel expects {expects} but {len(args)} {'was' if len(args) == 1 else 'were'} given")
     places = [f"kernel argument #{i}" for i in range(len(args))]
     return [_constraint(value, node, jit, place) for value, node, place in zip(args, nodes.values(), places, strict=True)]
-
-
-def jit_signature(kernel: Any, args: tuple) -> compilation.KernelSignature:
-    """The signature that the first `ct.launch` of these arguments would compile, made without a GPU or its driver."""
-    signature = compilation.KernelSignature(constraints_of(kernel, args, jit=True), CALLING_CONVENTION)
-    return signature.with_mangled_symbol(python_function(kernel).__name__)
 
 
 def is_array(value: Any) -> bool:
@@ -213,7 +207,7 @@ def _jit_assumptions(arrays: list[Any], shapes: list, strides: list, bits: int) 
 
     def disjoint(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
         axes = sorted(zip(stride, shape, strict=True))
-        return not axes or axes[0][0] > 0 and all(b[0] >= a[0] * a[1] for a, b in zip(axes, axes[1:], strict=False))
+        return not axes or (axes[0][0] > 0 and all(b[0] >= a[0] * a[1] for a, b in pairwise(axes)))
 
     return {
         "may_alias_internally": not all(map(disjoint, shapes, strides)),

@@ -20,7 +20,8 @@ Value = Any  # a numpy array (tile) or numpy scalar
 class Format:
     """A binary floating-point format.
 
-    overflow: what rounding to nearest makes of values past `largest`.
+    overflow: what rounding to nearest makes of values past `largest`, infinity included. The two signed 8-bit formats saturate, as the
+        instruction does that cuTile compiles to (F2FP.SATFINITE on sm_90 and sm_100).
     native: the torch dtype that converts it, None where a table of all its values does.
     """
 
@@ -38,15 +39,14 @@ SMALL = {
     "float16": Format(16, 10, -14, 65504.0, np.inf, torch.float16),
     "bfloat16": Format(16, 7, -126, 3.3895313892515355e38, np.inf, torch.bfloat16),
     "tfloat32": Format(32, 10, -126, 3.4011621342146535e38, np.inf),
-    "float8_e4m3fn": Format(8, 3, -6, 448.0, np.nan, torch.float8_e4m3fn),
-    "float8_e5m2": Format(8, 2, -14, 57344.0, np.inf, torch.float8_e5m2),
+    "float8_e4m3fn": Format(8, 3, -6, 448.0, 448.0, torch.float8_e4m3fn),
+    "float8_e5m2": Format(8, 2, -14, 57344.0, 57344.0, torch.float8_e5m2),
     "float8_e8m0fnu": Format(8, 0, -127, 2.0**127, np.nan, signed=False),
     "float8_e5m3fnu": Format(8, 3, -14, 114688.0, np.nan, signed=False),
     "float4_e2m1fn": Format(4, 1, 0, 6.0, 6.0),
 }
 CONTAINER: dict[str, Any] = {
-    name: getattr(np, name)
-    for name in ("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
+    name: getattr(np, name) for name in ("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
 }
 CONTAINER |= dict.fromkeys(SMALL, np.float32)
 MEMORY: dict[str, Any] = {name: {8: np.uint8, 16: np.uint16, 32: np.uint32, 4: np.uint8}[f.bits] for name, f in SMALL.items()}
@@ -82,14 +82,18 @@ def round_to(x: Value, dtype: str, mode: str = "RN") -> Value:
     """`x` rounded to the grid of `dtype`, in its container."""
     if dtype not in SMALL and (dtype == "float64" or mode == "RN"):
         return CONTAINER[dtype](x) if np.ndim(x) == 0 else np.asarray(x).astype(CONTAINER[dtype], copy=False)
-    if mode == "RN" and dtype in ("float16", "bfloat16", "tfloat32"):
+    f = SMALL.get(dtype, FLOAT32)
+    if mode == "RN" and (f.native is not None or dtype == "tfloat32"):
         x = np.asarray(x)
         if x.dtype != np.float32:
             x = _round_to_odd(x.astype(np.float64, copy=False))
-        if dtype == "tfloat32":
+        if f.native is None:
             return _round_tf32(x)
-        return array(tensor(x).to(SMALL[dtype].native).to(torch.float32))
-    return _round(np.asarray(x, np.float64), SMALL.get(dtype, FLOAT32), mode)[()]
+        near = tensor(x)
+        if f.bits == 8:
+            near = near.clamp(-f.largest, f.largest)
+        return array(near.to(f.native).to(torch.float32))
+    return _round(np.asarray(x, np.float64), f, mode)[()]
 
 
 def _round_to_odd(x: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ An offset counts elements from an array argument's first one. Every access is ch
 arithmetic lies between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +30,13 @@ class Buffer:
     copies: whether a load must copy, since the kernel may write to this memory.
     """
 
-    __slots__ = ("name", "dtype", "window", "copies", "_flat")
+    __slots__ = ("_flat", "copies", "dtype", "name", "window")
 
     def __init__(self, argument: Any, name: str, copies: bool = True):
         self.name, self.dtype, self.copies = name, array_dtype(argument), copies
         if isinstance(argument, torch.Tensor):
+            if argument.device.type != "cpu":
+                raise TypeError(f"{name} must be a CPU tensor, got one on {argument.device}")
             if argument.requires_grad:
                 argument = argument.detach()
             shared = _SHARED.get(argument.dtype)
@@ -129,7 +131,7 @@ class Array:
 class TileView:
     """How a tiled view cuts an array (static): see `cutile.view_of`."""
 
-    __slots__ = ("shape", "steps", "order", "sparse_axis", "padding", "lengths", "strides", "inverse", "plain")
+    __slots__ = ("inverse", "lengths", "order", "padding", "plain", "shape", "sparse_axis", "steps", "strides")
 
     def __init__(self, shape: tuple[int, ...], steps: tuple[int, ...], order: tuple[int, ...], sparse_axis: int | None, padding: str):
         self.shape, self.steps, self.order, self.sparse_axis, self.padding = shape, steps, order, sparse_axis, padding
@@ -163,8 +165,7 @@ class Machine:
         array, tile = view
         if tile.sparse_axis is not None:
             return self._gather(array, tile, index)
-        corner = self._corner(array, tile, index)
-        part = self._window(array, tile, corner, inbounds)
+        corner, part = self._inside(array, tile, index, inbounds)
         buffer = array.buffer
         if self.watch is not None:
             self.watch.access(buffer, _offsets(array, corner, part.shape), "read", sync)
@@ -178,6 +179,8 @@ class Machine:
             r = whole
         elif r is part and buffer.copies:
             r = r.copy()
+        if not lengths:
+            return r[()]
         return r if tile.plain else r.transpose(tile.order)
 
     def store(self, view: View, index: tuple[Any, ...], value: Value, inbounds: bool, sync: Sync = None) -> None:
@@ -187,9 +190,9 @@ class Machine:
             value = value.transpose(tile.inverse)
         if tile.sparse_axis is not None:
             offset, valid = _sparse_offsets(array, tile, index)
-            return self.store_pointer(Pointer(array.buffer, offset), value, valid)
-        corner = self._corner(array, tile, index)
-        part = self._window(array, tile, corner, inbounds)
+            self.store_pointer(Pointer(array.buffer, offset), value, valid)
+            return
+        corner, part = self._inside(array, tile, index, inbounds)
         if self.watch is not None:
             self.watch.access(array.buffer, _offsets(array, corner, part.shape), "write", sync)
         if part.shape != tile.lengths:
@@ -204,42 +207,40 @@ class Machine:
         if tile.sparse_axis is not None:
             offset, valid = _sparse_offsets(array, tile, index)
         else:
-            corner = self._corner(array, tile, index)
-            inside = self._window(array, tile, corner, False).shape
-            offset = _offsets(array, corner, inside)
-            value, valid = value[tuple([slice(n) for n in inside])], None
+            corner, part = self._inside(array, tile, index, False)
+            offset = _offsets(array, corner, part.shape)
+            value, valid = value[tuple([slice(n) for n in part.shape])], None
         self.atomic(Pointer(array.buffer, offset), value, valid, mode, sync)
 
     def num_tiles(self, view: View) -> tuple[Any, ...]:
         array, tile = view
         return tuple(np.int32(-(-int(array.shape[axis]) // step)) for axis, step in zip(tile.order, tile.steps, strict=True))
 
-    def _corner(self, array: Array, tile: TileView, index: tuple[Any, ...]) -> list[int]:
-        """The tile's first element, by array axis."""
-        if tile.plain:
-            corner = [int(i) * step for i, step in zip(index, tile.steps, strict=True)]
-        else:
-            corner = [int(index[t]) * step for t, step in zip(tile.inverse, tile.strides, strict=True)]
-        for start, extent in zip(corner, array.shape, strict=True):
+    def _inside(self, array: Array, tile: TileView, index: tuple[Any, ...], inbounds: bool) -> tuple[list[int], np.ndarray]:
+        """A tile's first element, by array axis, and the part of it that lies inside the array."""
+        corner: list[int] = []
+        cut: list[Any] = [...]
+        for t, step, n, extent in zip(tile.inverse, tile.strides, tile.lengths, array.shape):  # noqa: B905, the front end has checked the ranks
+            start = int(index[t]) * step
             if start < 0 or (start >= extent and self.strict):
                 where = tuple(map(int, index))
                 raise KernelError(f"tile {where} of shape {tile.shape} lies entirely outside array {array}, which Tile IR leaves undefined")
-        return corner
-
-    def _window(self, array: Array, tile: TileView, corner: list[int], inbounds: bool) -> np.ndarray:
-        """The part of a tile that lies inside its array."""
-        if array.window is not None:
-            part = array.window[tuple([slice(start, start + n) for start, n in zip(corner, tile.lengths, strict=True)])]
-        else:
-            shape = [max(0, min(n, extent - start)) for start, n, extent in zip(corner, tile.lengths, array.shape, strict=True)]
-            offset = array.offset + sum(start * stride for start, stride in zip(corner, array.strides, strict=True))
-            last = offset + sum((n - 1) * stride for n, stride in zip(shape, array.strides, strict=True))
-            if 0 not in shape and not 0 <= offset <= last < array.buffer.flat.size:
-                raise KernelError(f"tile of shape {tile.shape} at element offset {offset} reaches out of array {array}")
-            part = _part(array.buffer, offset if 0 not in shape else 0, tuple(shape), array.strides)
+            corner.append(start)
+            cut.insert(-1, slice(start, start + n))
+        part = array.window[tuple(cut)] if array.window is not None else self._reaching(array, tile, corner)
         if inbounds and part.shape != tile.lengths:
             raise KernelError(f"check_bounds=False, but tile {tile.shape} at element {corner} reaches out of array {array}")
-        return part
+        return corner, part
+
+    @staticmethod
+    def _reaching(array: Array, tile: TileView, corner: list[int]) -> np.ndarray:
+        """The same of an array that reaches out of its buffer: an error where the tile does."""
+        shape = [max(0, min(n, extent - start)) for start, n, extent in zip(corner, tile.lengths, array.shape, strict=True)]
+        offset = array.offset + sum(start * stride for start, stride in zip(corner, array.strides, strict=True))
+        last = offset + sum((n - 1) * stride for n, stride in zip(shape, array.strides, strict=True))
+        if 0 not in shape and not 0 <= offset <= last < array.buffer.flat.size:
+            raise KernelError(f"tile of shape {tile.shape} at element offset {offset} reaches out of array {array}")
+        return _part(array.buffer, offset if 0 not in shape else 0, tuple(shape), array.strides)
 
     def _gather(self, array: Array, tile: TileView, index: tuple[Any, ...]) -> Value:
         offset, valid = _sparse_offsets(array, tile, index)
@@ -321,7 +322,7 @@ class Machine:
 
 
 PADDING = {"ZERO": 0, "NEG_ZERO": -0.0, "NAN": np.nan, "POS_INF": np.inf, "NEG_INF": -np.inf}
-ATOMIC = {
+ATOMIC: dict[str, Callable[[Value, Value], Value]] = {
     "ADD_INT": np.add,
     "ADD_FLOAT": np.add,
     "BITWISE_AND": np.bitwise_and,
@@ -349,11 +350,11 @@ def _part(buffer: Buffer, offset: int, shape: tuple[int, ...], strides: tuple[in
 
 def _offsets(array: Array, corner: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """The offset of every element of a part of an array."""
-    r = np.int64(array.offset)
+    r = np.asarray(np.int64(array.offset))
     for axis, (start, n) in enumerate(zip(corner, shape, strict=True)):
         along = (start + np.arange(n)) * array.strides[axis]
         r = r + along.reshape([-1 if a == axis else 1 for a in range(len(shape))])
-    return np.asarray(r)
+    return r
 
 
 def _sparse_offsets(array: Array, tile: TileView, index: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -19,13 +19,20 @@ TINY = np.float32(2.0**-126)
 
 def flush(x: Value) -> Value:
     """Subnormal float32 to zero."""
-    return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x).astype(np.float32)
+    r: Any = np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
+    return r.astype(np.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------- elementwise
-def _ceil_divide(a: Value, b: Value) -> Value:
-    q = np.floor_divide(a, b)
-    return (q + (q * b != a)).astype(np.asarray(a).dtype)[()]
+def ceil_divide(a: Value, b: Value) -> Value:
+    return a // b + (a % b != 0)
+
+
+def divide(name: str, a: Value, b: Value) -> Value:
+    """Of integers: rounded down ("floordiv") or up ("cdiv"), or C's remainder ("c_mod")."""
+    if not (b.all() if b.ndim else b):
+        raise KernelError(f"integer {name} by zero, which Tile IR leaves undefined: {describe(a)} by {describe(b)}")
+    return DIVIDE[name](a, b)
 
 
 def _by_torch(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
@@ -36,13 +43,12 @@ def _by_torch(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
 
 
 _power = _by_torch(torch.pow)
+DIVIDE: dict[str, Callable[[Value, Value], Value]] = {"floordiv": np.floor_divide, "cdiv": ceil_divide, "c_mod": np.fmod}
 BINARY: dict[str, Callable[[Value, Value], Value]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "truediv": np.divide,
-    "floordiv": np.floor_divide,
-    "cdiv": _ceil_divide,
     "c_mod": np.fmod,
     "pow": lambda a, b: _power(a, b) if np.asarray(a).dtype.kind == "f" else np.power(a, b),
     "atan2": _by_torch(torch.atan2),
@@ -59,23 +65,18 @@ UNARY: dict[str, Callable[[Value], Value]] = {
     "bitwise_not": np.invert,
     "isnan": np.isnan,
 }
-UNARY |= {
-    name: _by_torch(getattr(torch, name))
-    for name in ("exp", "exp2", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh")
-}
+UNARY |= {name: _by_torch(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh")}
 EXACT = {"abs", "neg", "floor", "ceil", "invert", "bitwise_not", "isnan"}  # never leave the grid of their operand
 DIRECTED = ("RZ", "RM", "RP")
 
 
 def binary(name: str, a: Value, b: Value, dtype: str, mode: str | None = None, flushed: bool = False, propagate_nan: bool = False) -> Value:
     floating = is_float(dtype)
-    if not floating and name in ("floordiv", "cdiv", "c_mod") and np.any(np.equal(b, 0)):
-        raise KernelError(f"integer {name} by zero, which Tile IR leaves undefined: {describe(a)} by {describe(b)}")
     if flushed:
         a, b = flush(a), flush(b)
     if name in EXTREMA:
         return EXTREMA[name][propagate_nan or not floating](a, b)
-    if name == "floordiv" and floating:
+    if name == "floordiv":
         r = round_to(np.floor(round_to(np.divide(a, b), dtype)), dtype)
     elif mode in DIRECTED:
         r = round_to(BINARY[name](np.float64(a), np.float64(b)), dtype, mode)

@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -13,16 +13,17 @@ import numpy as np
 import torch
 
 from . import cutile
-from .checks import Unwritten, Watch
-from .codegen import Program, compile_program
+from .checks import Allocations, Unwritten, Watch
+from .codegen import compile_program
 from .errors import Deadlock, KernelError
 from .formats import CONTAINER
 from .memory import Array, Buffer, Machine
+from .program import Program
 
 TURN = 64  # waiting points a block may pass before the next block's turn
 MAX_BLOCKS = (1 << 24) - 1  # along one axis of a grid
 INT32_MAX = (1 << 31) - 1
-PATIENCE = 20_000  # waiting points per block, with no change of memory in between, before the launch counts as deadlocked
+PATIENCE = 30_000  # waiting points per block, with no change of memory in between, before the launch counts as deadlocked
 
 Order = str | int
 
@@ -33,10 +34,11 @@ class Options:
     order: Order = "forward"
     strict: bool = True
     debug: bool = False
-    unwritten: tuple[Unwritten, ...] | None = None
+    unwritten: list[Unwritten] | None = None
 
 
-_options: ContextVar[Options] = ContextVar("tilewright.interpret.options", default=Options())
+DEFAULTS = Options()
+_options: ContextVar[Options] = ContextVar("tilewright.interpret.options", default=DEFAULTS)
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def checking(
     *,
     races: bool | None = None,
     order: Order | None = None,
-    uninitialised: tuple[torch.Tensor, ...] | None = None,
+    uninitialised: bool | tuple[torch.Tensor, ...] = (),
     strict: bool | None = None,
     debug: bool | None = None,
 ) -> Iterator[None]:
@@ -53,18 +55,22 @@ def checking(
     Args:
         races: False, or True to raise on accesses of different blocks that nothing orders.
         order: of blocks: "forward", "reverse", or a seed that shuffles them, and the turns they take where they wait for one another.
-        uninitialised: none, or tensors whose elements may not be read before a kernel wrote them (see also `mark_uninitialised`).
+        uninitialised: tensors whose elements may not be read before a kernel wrote them (see also `mark_uninitialised`); True: whatever
+            torch.empty and its kin return inside the context, the memory that ops allocate for themselves included, kept until its end.
         strict: True: a tile entirely outside its array is an error and UNDETERMINED padding is poison (NaN for floats). False: both read 0.
         debug: False, or True to run code that has the kernel's own lines and variables, for breakpoints and stepping.
     """
     if order is not None and order not in ("forward", "reverse") and not isinstance(order, int):
         raise ValueError(f'order must be "forward", "reverse" or a seed, got {order!r}')
-    given = {"races": races, "order": order, "strict": strict, "debug": debug}
+    given: dict[str, Any] = {"races": races, "order": order, "strict": strict, "debug": debug}
     changed = replace(_options.get(), **{name: value for name, value in given.items() if value is not None})
-    marks = list(changed.unwritten or ())
-    token = _options.set(replace(changed, unwritten=(*marks, *map(Unwritten, uninitialised or ()))))
+    marks = changed.unwritten
+    if marks is None or (isinstance(uninitialised, tuple) and uninitialised):
+        marks = [*(marks or ()), *map(Unwritten, uninitialised if isinstance(uninitialised, tuple) else ())]
+    token = _options.set(replace(changed, unwritten=marks))
     try:
-        yield
+        with Allocations(marks) if uninitialised is True else nullcontext():
+            yield
     finally:
         _options.reset(token)
 
@@ -74,7 +80,7 @@ def mark_uninitialised(*tensors: torch.Tensor) -> None:
     options = _options.get()
     if options.unwritten is None:
         raise RuntimeError("mark_uninitialised must be called inside `with checking(...)`")
-    _options.set(replace(options, unwritten=(*options.unwritten, *map(Unwritten, tensors))))
+    options.unwritten.extend(map(Unwritten, tensors))
 
 
 # ------------------------------------------------------------------------------------------------------------ specialisation
@@ -165,6 +171,8 @@ def _bind(program: Program, args: tuple) -> tuple[list[Any], list[Buffer]]:
 
 def _check_extents(buffer: Buffer) -> None:
     window = buffer.window
+    if max((*window.shape, *window.strides, 0)) <= INT32_MAX:
+        return
     for what, values in (("shape", window.shape), ("strides", [s // window.itemsize for s in window.strides])):
         if values and max(values) > INT32_MAX:
             raise OverflowError(f"{what} of {buffer} do not fit int32; annotate the parameter with ct.IndexedWithInt64")
@@ -176,9 +184,7 @@ def _extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
         raise ValueError(f"grid must have at most 3 entries, got {grid}")
     for axis, n in enumerate(grid):
         if not 0 <= n <= MAX_BLOCKS:
-            raise ValueError(
-                f"Grid[{axis}] exceeds 24-bit limit: max={MAX_BLOCKS}, got={n}. Use multiple kernel launches for larger workloads."
-            )
+            raise ValueError(f"Grid[{axis}] exceeds 24-bit limit: max={MAX_BLOCKS}, got={n}. Use multiple kernel launches for larger workloads.")
     x, y, z = (*grid, 1, 1, 1)[:3]
     return x, y, z
 
@@ -199,7 +205,7 @@ def interpret(grid: tuple[int, ...], kernel: Any, args: tuple) -> None:
     values, buffers = _bind(program, args)
     machine = Machine(extents, options.strict)
     if options.races or options.unwritten:
-        marks = list(options.unwritten or ())
+        marks = [mark for mark in options.unwritten or () if any(map(mark.overlaps, buffers))]
         machine.watch = Watch(buffers, extents, races=options.races, unwritten=marks, code=program.code, places=program.places)
     try:
         with np.errstate(all="ignore"):
@@ -251,7 +257,8 @@ def _run_together(program: Program, machine: Machine, values: list[Any], order: 
         if ended or machine.progress != progress:
             waited, progress = 0, machine.progress
         if waited > PATIENCE * (len(live) + 1):
-            raise Deadlock(f"deadlock: {len(live)} blocks wait, and none has changed memory for {waited} looks at it")
+            who = f"{len(live)} blocks wait, and none has" if len(live) > 1 else "the only block left loops, and has not"
+            raise Deadlock(f"deadlock: {who} changed memory for {waited} rounds")
 
 
 def _advance(block: Iterator[None], points: int) -> bool:

@@ -2,9 +2,9 @@
 
 from types import ModuleType
 
-from . import rms_norm, rope, silu_mul, softmax
+from . import attention, attention_decode, matmul, rms_norm, rope, silu_mul, softmax
 
-ALL = (rms_norm, rope, silu_mul, softmax)
+ALL = (rms_norm, rope, silu_mul, softmax, matmul, attention, attention_decode)
 
 
 def named(names: list[str] | None) -> list[ModuleType]:

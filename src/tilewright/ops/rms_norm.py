@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, torch_op
 from .rows import Config, row_configs
+from .tiles import each_row_tile, load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
@@ -77,8 +78,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.rows, c.tile_m)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    chunks = ct.cdiv(p.cols, c.tile_n)
-    constants = (p.residual, p.round_before_weight, c.persistent, chunks, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    constants = (p.residual, p.round_before_weight, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
     kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
     return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
 
@@ -100,44 +100,46 @@ def rms_norm_kernel(
     SUM,
     eps: float,
     weight_offset: float,
-    inv_cols: float,
     ADD: ct.Constant[bool],
     ROUND: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    CHUNKS: ct.Constant[int],
+    COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, CHUNKS tiles wide. X, RESIDUAL, OUT, SUM: [rows, cols]; WEIGHT: [cols]."""
-    shape = (TILE_M, TILE_N)
-    weights: tuple = ()
-    for j in ct.static_iter(range(CHUNKS)):
-        weights = (*weights, ct.load(WEIGHT, (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
 
-    def normalise(i):
+    X, RESIDUAL, OUT, SUM: [rows, COLS]; WEIGHT: [COLS]. ADD: with a residual.
+    """
+    shape = (TILE_M, TILE_N)
+    X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
+    weights: tuple = ()
+    for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+        weights = (*weights, ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
+
+    def load(array, i, j, whole):
+        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+
+    def normalise(i, whole):
         xs: tuple = ()
         squares = ct.zeros(shape, ct.float32)
-        for j in ct.static_iter(range(CHUNKS)):
-            x = ct.load(X, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            x = load(X, i, j, whole)
             if ADD:
-                residual = ct.load(RESIDUAL, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
-                x = (x.astype(ct.float32) + residual.astype(ct.float32)).astype(OUT.dtype)
-                ct.store(SUM, (i, j), x, allow_tma=STORE_TMA)
+                x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(OUT.dtype)
+                ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             xs = (*xs, x)
-        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * inv_cols + eps)
-        for j in ct.static_iter(range(CHUNKS)):
-            ct.store(OUT, (i, j), _scaled(xs[j], rstd, weights[j], weight_offset, OUT.dtype, ROUND), allow_tma=STORE_TMA)
+        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            y = _scaled(xs[j], rstd, weights[j], weight_offset, OUT.dtype, ROUND)
+            ct.store(OUT, (i, j), y, check_bounds=not whole, allow_tma=STORE_TMA)
 
-    if PERSISTENT:
-        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
-            normalise(i)
-    else:
-        normalise(ct.bid(0))
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
 @ct.kernel
@@ -149,41 +151,40 @@ def rms_norm_reread_kernel(
     SUM,
     eps: float,
     weight_offset: float,
-    inv_cols: float,
     ADD: ct.Constant[bool],
     ROUND: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    CHUNKS: ct.Constant[int],
+    COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for the sum of squares, a second for the result. Arrays as in rms_norm_kernel."""
+    """Rows of any width: one pass for the sum of squares, a second for the result. Arrays and constants as in rms_norm_kernel."""
     shape = (TILE_M, TILE_N)
+    X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
 
-    def normalise(i):
+    def load(array, i, j, whole):
+        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+
+    def normalise(i, whole):
         squares = ct.zeros(shape, ct.float32)
-        for j in range(CHUNKS):
-            x = ct.load(X, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            x = load(X, i, j, whole).astype(ct.float32)
             if ADD:
-                residual = ct.load(RESIDUAL, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
-                total = (x + residual.astype(ct.float32)).astype(OUT.dtype)
-                ct.store(SUM, (i, j), total, allow_tma=STORE_TMA)
+                total = (x + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(OUT.dtype)
+                ct.store(SUM, (i, j), total, check_bounds=not whole, allow_tma=STORE_TMA)
                 x = total.astype(ct.float32)
             squares = squares + x * x
-        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * inv_cols + eps)
-        for j in range(CHUNKS):
-            x = ct.load(SUM if ADD else X, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
-            weight = ct.load(WEIGHT, (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
-            ct.store(OUT, (i, j), _scaled(x, rstd, weight, weight_offset, OUT.dtype, ROUND), allow_tma=STORE_TMA)
+        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            x = load(SUM if ADD else X, i, j, whole)
+            weight = ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
+            y = _scaled(x, rstd, weight, weight_offset, OUT.dtype, ROUND)
+            ct.store(OUT, (i, j), y, check_bounds=not whole, allow_tma=STORE_TMA)
 
-    if PERSISTENT:
-        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
-            normalise(i)
-    else:
-        normalise(ct.bid(0))
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
 @torch_op(mutates=("out", "new_residual"))
@@ -210,7 +211,6 @@ def rms_norm_out(
         out if new_residual is None else new_residual,
         eps,
         weight_offset,
-        1.0 / cols,
     )
 
 

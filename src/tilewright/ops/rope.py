@@ -21,6 +21,7 @@ from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
+MAX_GRID_Y = 1 << 16
 
 
 def reference(
@@ -35,9 +36,11 @@ def reference(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The definition, not in place."""
-    if positions is not None:
+    if positions is not None and inv_freq is not None:
         angle = positions[..., None].to(inv_freq.dtype) * inv_freq
         cos, sin = angle.cos() * scaling, angle.sin() * scaling
+    assert cos is not None
+    assert sin is not None
     c, s = cos[:, None], sin[:, None]
     half = c.shape[-1]
 
@@ -60,7 +63,7 @@ class Problem:
     seq_len: int
     head_dim: int
     dtype: torch.dtype
-    rotary_dim: int | None = None  # None: head_dim
+    rotary_dim: int = 0  # 0: head_dim
     heads_inside: bool = True
     interleaved: bool = False
     from_positions: bool = False
@@ -119,10 +122,11 @@ def space(p: Problem, device: Device) -> list[Config]:
     heads = next_pow2(max(p.q_heads, p.kv_heads))
     if device.is_cpu:
         tile_s = max(1, min(next_pow2(p.seq_len), (1 << 20) // (heads * 2 * half)))
-        return [Config(heads, tile_s), Config(1, max(1, tile_s // 4), tiles=gcd(p.q_heads, p.kv_heads))]
+        configs = [Config(heads, tile_s), Config(1, max(1, tile_s // 4), tiles=gcd(p.q_heads, p.kv_heads))]
+        return list(dict.fromkeys(configs))
     vector = 16 // p.dtype.itemsize  # elements of the widest load
     configs = []
-    # Tiles along the positions: a thread's pairs of all heads take the same cosines. Half of the loads that 4 warps can do, and more.
+    # Tiles along the positions: a thread's pairs of all heads take the same cosines.
     if p.seq_len > 1:
         few = p.batch * (p.q_heads + p.kv_heads) * p.seq_len * half < device.sms * 2048 * vector  # then blocks matter more than shared cosines
         aim = 1 if few else 8 if p.from_positions else 4
@@ -132,9 +136,9 @@ def space(p: Problem, device: Device) -> list[Config]:
             if loads * tiles <= 8:
                 configs.append(Config(1, tile_s, tiles, num_worker_warps=warps))
     # Tiles along the heads, one position each.
-    if p.seq_len == 1 or p.heads_inside:
-        for loads, warps in ((0.5, 4), (1, 4), (0.25, 4), (2, 4), (1, 8)):
-            tile_h = max(1, min(heads, int(loads * 32 * warps * vector) // half))
+    if p.seq_len == 1 or (p.heads_inside and p.seq_len < MAX_GRID_Y):
+        for quarters, warps in ((2, 4), (4, 4), (1, 4), (8, 4), (4, 8)):
+            tile_h = max(1, min(heads, quarters * 8 * warps * vector // half))
             configs.append(Config(tile_h, 1, num_worker_warps=warps))
     if p.interleaved and p.heads_inside:  # neighbours stay in one thread only in tiles of a single position
         configs.sort(key=lambda c: c.tile_s)
@@ -145,19 +149,11 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     half = p.rotated // 2
     q_groups, k_groups = (ct.cdiv(heads, c.tile_h * c.tiles) for heads in (p.q_heads, p.kv_heads))
-    blocks = p.batch * ct.cdiv(p.seq_len, c.tile_s) * (q_groups + k_groups)
+    # Groups run fastest: they share cos and sin, and often a memory page. Their number is a constant: no division delays the first load.
+    grid = (p.batch * (q_groups + k_groups), ct.cdiv(p.seq_len, c.tile_s))
     constants = (p.interleaved, q_groups, k_groups, half, next_pow2(half), c.tiles, c.tile_h, c.tile_s, c.latency, c.load_tma, c.store_tma)
     kernel = rope_positions_kernel if p.from_positions else rope_kernel
-    return Plan(kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
-
-
-def _place(X, Q_GROUPS, K_GROUPS, TILE_S):
-    """Of this block: sequence, tile of positions, group of heads. Groups run fastest: they share cos and sin, and often a memory page."""
-    index = ct.bid(0)
-    group = index % (Q_GROUPS + K_GROUPS)
-    index = index // (Q_GROUPS + K_GROUPS)
-    tiles = ct.cdiv(X.shape[2], TILE_S)
-    return index // tiles, index % tiles, group
+    return Plan(kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
 
 def _rotate(X, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
@@ -210,7 +206,7 @@ def rope_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """Q, K: [batch, heads, seq_len, head_dim]; COS, SIN: [1 or batch, seq_len, HALF]."""
-    b, s, group = _place(Q, Q_GROUPS, K_GROUPS, TILE_S)
+    group, b, s = ct.bid(0) % (Q_GROUPS + K_GROUPS), ct.bid(0) // (Q_GROUPS + K_GROUPS), ct.bid(1)
     row = min(b, COS.shape[0] - 1)
     shape = (1, TILE_S, TILE_HALF)
     # The slices bring a bound known when compiling, hence wide loads where HALF allows them.
@@ -242,7 +238,7 @@ def rope_positions_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """Q, K: [batch, heads, seq_len, head_dim]; POSITIONS: [1 or batch, seq_len]; INV_FREQ: [HALF]."""
-    b, s, group = _place(Q, Q_GROUPS, K_GROUPS, TILE_S)
+    group, b, s = ct.bid(0) % (Q_GROUPS + K_GROUPS), ct.bid(0) // (Q_GROUPS + K_GROUPS), ct.bid(1)
     row = min(b, POSITIONS.shape[0] - 1)
     position = ct.load(POSITIONS, (row, s), (1, TILE_S), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
     inv_freq = ct.load(INV_FREQ.slice(0, 0, HALF), (0,), (TILE_HALF,), padding_mode=ZERO, allow_tma=False)
@@ -267,9 +263,11 @@ def rope_out(
 ) -> None:
     """`rope`, into q and k themselves. No checks, no sync: safe under graph capture."""
     batch, q_heads, seq_len, head_dim = q.shape
-    half = (inv_freq if cos is None else cos).shape[-1]
-    heads_inside = q.stride(1) < q.stride(2)
-    problem = Problem(batch, q_heads, k.shape[1], seq_len, head_dim, q.dtype, 2 * half, heads_inside, interleaved, cos is None)
+    table = cos if inv_freq is None else inv_freq
+    assert table is not None
+    rotary_dim = 2 * table.shape[-1]
+    heads_inside = seq_len == 1 or q.stride(1) < q.stride(2)
+    problem = Problem(batch, q_heads, k.shape[1], seq_len, head_dim, q.dtype, rotary_dim, heads_inside, interleaved, cos is None)
     best = best_plan(space, plan, problem, Device.of(q))
     if cos is None:
         launch(best, q, k, positions, inv_freq, scaling)
@@ -308,16 +306,15 @@ def rope(
         raise must("k.shape", f"({batch}, kv_heads, {seq_len}, {head_dim})", tuple(k.shape))
     _check_writable(q, "q")
     _check_writable(k, "k")
-    if positions is None:
+    if cos is not None and sin is not None and positions is None and inv_freq is None:
         _check_angles(q, cos, sin)
-        if inv_freq is not None:
-            raise must("inv_freq", "None without positions", "a tensor")
         if scaling != 1.0:
-            raise must("scaling", "1.0 with cos and sin", scaling)
-    elif cos is not None or sin is not None:
-        raise must("cos and sin", "None with positions", "a tensor")
-    else:
+            raise must("scaling", "1.0 with cos and sin, which contain it", scaling)
+    elif positions is not None and inv_freq is not None and cos is None and sin is None:
         _check_positions(q, positions, inv_freq)
+    else:
+        given = [name for name, x in (("cos", cos), ("sin", sin), ("positions", positions), ("inv_freq", inv_freq)) if x is not None]
+        raise must("the angles", "cos and sin, or positions and inv_freq", ", ".join(given) or "neither")
     if q.numel() or k.numel():
         rope_out(q, k, cos, sin, positions, inv_freq, scaling, interleaved)
     return q, k
@@ -329,7 +326,7 @@ def _check_writable(x: Tensor, name: str) -> None:
             raise must(name, "free of broadcast axes, being written in place", f"strides {x.stride()} for shape {tuple(x.shape)}")
 
 
-def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch, _, seq_len, head_dim = q.shape
     check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32))
     if cos.device != q.device:
@@ -339,7 +336,7 @@ def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
     check_tensor(sin, "sin", shape=cos.shape, like=cos)
 
 
-def _check_positions(q: Tensor, positions: Tensor, inv_freq: Tensor | None) -> None:
+def _check_positions(q: Tensor, positions: Tensor, inv_freq: Tensor) -> None:
     batch, _, seq_len, head_dim = q.shape
     check_tensor(positions, "positions", ndim=2, dtypes=(torch.int32, torch.int64))
     if positions.shape[0] not in (1, batch) or positions.shape[1] != seq_len:

@@ -76,7 +76,7 @@ def _one_tile_a_block(rows: int, cols: int, itemsize: int, device: Device, many:
     # Bytes in flight per SM and blocks per SM pull in opposite directions; 64 bytes a thread balances them.
     # With fewer rows than SMs only the latency of one block counts: more threads, each with less.
     target = 64 if many else 32
-    scored = []
+    scored: list[tuple[float, int, Config]] = []
     for tile_n in _column_tiles(cols):
         padded_row = cdiv(cols, tile_n) * tile_n * itemsize
         for num_ctas in (1, 2, 4) if device.arch in CLUSTER_ARCHS else (1,):
@@ -87,7 +87,7 @@ def _one_tile_a_block(rows: int, cols: int, itemsize: int, device: Device, many:
                     per_thread, per_load = tile_m * padded_row / threads, tile_m * tile_n * itemsize / threads
                     if per_thread <= MAX_BYTES_PER_THREAD and (tile_m * num_ctas == 1 or per_load >= 8):
                         score = abs(log2(tile_m * cols * itemsize / threads / target)) + log2(padded_row / (cols * itemsize)) / 2
-                        score += log2(num_ctas) / 2 + (0 if per_load >= 16 else 0.5)
+                        score += log2(num_ctas) / 2 + (0 if per_load >= 16 else 0.5) + (0.5 if rows % tile_m else 0)
                         scored.append((score, len(scored), Config(tile_m, tile_n, num_ctas=num_ctas, num_worker_warps=warps)))
                     tile_m *= 2
     return [config for *_, config in sorted(scored)]
@@ -99,11 +99,12 @@ def _persistent(rows: int, cols: int, itemsize: int, device: Device) -> list[Con
     tma = device.arch != "sm_80"
     for tile_n in _column_tiles(cols):
         padded_row = cdiv(cols, tile_n) * tile_n * itemsize
-        for warps, aim, most, hints in ((4, 64, 96, ((2, 6), (3, 6), (2, 8))), (8, 32, 64, ((2, 6), (3, 4), (1, 10)))):
+        for warps, aim, most, hints in ((4, 64, 96, ((2, 6), (3, 6), (2, 8))), (8, 32, 64, ((2, 6), (1, 10), (3, 4)))):
             threads = 32 * warps
             tile_m = 1
             while 2 * tile_m * padded_row <= aim * threads and 2 * tile_m <= rows:
                 tile_m *= 2
             if tile_m * padded_row <= most * threads and tile_m * tile_n * itemsize >= 16 * threads:
-                configs += [Config(tile_m, tile_n, True, True, latency, tma, False, 1, occupancy, warps) for occupancy, latency in hints]
+                for occupancy, latency in hints[: 3 if tile_m * padded_row <= aim * threads else 2]:
+                    configs.append(Config(tile_m, tile_n, True, True, latency, tma, False, 1, occupancy, warps))
     return configs

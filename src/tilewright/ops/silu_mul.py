@@ -19,6 +19,7 @@ from cuda.tile import cdiv
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .tiles import load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = math.log2(math.e)
@@ -107,14 +108,14 @@ def _column_tiles(cols: int, most: int) -> list[int]:
     wide = min(next_pow2(cols), most)
     while cdiv(cols, wide) * wide > cols * 9 / 8 and wide > 256:
         wide //= 2
-    return [divisor, wide] if divisor >= 256 and divisor != wide else [wide]
+    return [divisor, wide] if divisor >= 128 and divisor != wide else [wide]
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = (p.gelu_tanh, c.persistent, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    constants = (p.gelu_tanh, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
     return Plan(silu_mul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
 
@@ -125,24 +126,35 @@ def silu_mul_kernel(
     OUT,
     GELU: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Tiles in row-major order. GATE, UP, OUT: [rows, cols]."""
+    """Tiles in row-major order. GATE, UP, OUT: [rows, COLS]."""
     shape = (TILE_M, TILE_N)
-    tiles_n = ct.num_tiles(OUT, 1, shape)
+    tiles_n = ct.cdiv(COLS, TILE_N)
+    GATE, UP, OUT = of_width(GATE, COLS), of_width(UP, COLS), of_width(OUT, COLS)
+
+    def compute(i, j, whole):
+        gate = load_tile(GATE, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        up = load_tile(UP, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
+        # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
+        divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)
+        active = ct.truediv(gate, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+        ct.store(OUT, (i, j), (active * up).astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
     def one_tile(index):
         i, j = index // tiles_n, index % tiles_n
-        gate = ct.load(GATE, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
-        up = ct.load(UP, (i, j), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
-        z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
-        # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
-        active = ct.truediv(gate, 1.0 + ct.exp2(z * -LOG2_E), rounding_mode=ct.RoundingMode.APPROX)
-        ct.store(OUT, (i, j), (active * up).astype(OUT.dtype), allow_tma=STORE_TMA)
+        if TILE_M == 1 and COLS % TILE_N == 0:
+            compute(i, j, True)
+        elif i * TILE_M + TILE_M <= OUT.shape[0] and j * TILE_N + TILE_N <= COLS:
+            compute(i, j, True)
+        else:
+            compute(i, j, False)
 
     if PERSISTENT:
         for index in range(ct.bid(0), ct.num_tiles(OUT, 0, shape) * tiles_n, ct.num_blocks(0)):
@@ -173,7 +185,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False)
     check_tensor(gate, "gate", dtypes=DTYPES)
     if gate.dim() == 0:
         raise must("gate.dim()", "at least 1", 0)
-    shape = gate.shape
+    shape = tuple(gate.shape)
     if up is not None:
         check_tensor(up, "up", shape=shape, like=gate)
     elif shape[-1] % 2:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, torch_op
 from .rows import Config, row_configs
+from .tiles import each_row_tile, load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = math.log2(math.e)
@@ -51,8 +52,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.rows, c.tile_m)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    exact = p.cols % c.tile_n == 0
-    constants = (exact, c.persistent, ct.cdiv(p.cols, c.tile_n), c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    constants = (c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
     kernel = softmax_kernel if c.keep_row else softmax_reread_kernel
     return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
 
@@ -61,81 +61,84 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
 def softmax_kernel(
     X,
     OUT,
-    EXACT: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    CHUNKS: ct.Constant[int],
+    COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, CHUNKS tiles wide. X, OUT: [rows, cols]; EXACT: no column is padded."""
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, OUT: [rows, COLS]."""
     shape = (TILE_M, TILE_N)
+    X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
-    def normalise(i):
+    def load(i, j, whole):
+        return load_tile(X, i, j, shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+
+    def store(i, j, whole, y):
+        ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+
+    def normalise(i, whole):
         xs: tuple = ()
         top = ct.full(shape, -math.inf, ct.float32)
-        for j in ct.static_iter(range(CHUNKS)):
-            x = ct.load(X, (i, j), shape, padding_mode=ZERO if EXACT else NEG_INF, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            x = load(i, j, whole)
             top = ct.maximum(top, x)
             xs = (*xs, x)
         top = ct.max(top, axis=1, keepdims=True)
         powers: tuple = ()
         total = ct.zeros(shape, ct.float32)
-        for j in ct.static_iter(range(CHUNKS)):
-            power = ct.exp2((xs[j] - top) * LOG2_E)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            power = ct.exp2((xs[j] - top) * LOG2_E, flush_to_zero=True)
             total = total + power
             powers = (*powers, power)
         scale = 1.0 / ct.sum(total, axis=1, keepdims=True)
-        for j in ct.static_iter(range(CHUNKS)):
-            ct.store(OUT, (i, j), (powers[j] * scale).astype(OUT.dtype), allow_tma=STORE_TMA)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            store(i, j, whole, powers[j] * scale)
 
-    if PERSISTENT:
-        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
-            normalise(i)
-    else:
-        normalise(ct.bid(0))
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
 @ct.kernel
 def softmax_reread_kernel(
     X,
     OUT,
-    EXACT: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    CHUNKS: ct.Constant[int],
+    COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for maximum and sum, a second for the result. Arrays as in softmax_kernel."""
+    """Rows of any width: one pass for maximum and sum, a second for the result. Arrays and constants as in softmax_kernel."""
     shape = (TILE_M, TILE_N)
+    X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
-    def normalise(i):
+    def load(i, j, whole):
+        return load_tile(X, i, j, shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+
+    def store(i, j, whole, y):
+        ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+
+    def normalise(i, whole):
         # Maximum and sum per column of the tile: one reduction at the end instead of two for each tile.
         top = ct.full(shape, -math.inf, ct.float32)
         total = ct.zeros(shape, ct.float32)
-        for j in range(CHUNKS):
-            x = ct.load(X, (i, j), shape, padding_mode=ZERO if EXACT else NEG_INF, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            x = load(i, j, whole)
             new_top = ct.maximum(top, x)
             origin = ct.where(new_top == -math.inf, 0.0, new_top)  # nothing but -inf so far: powers are 0, not NaN
-            total = total * ct.exp2((top - origin) * LOG2_E) + ct.exp2((x - origin) * LOG2_E)
+            total = total * ct.exp2((top - origin) * LOG2_E, flush_to_zero=True) + ct.exp2((x - origin) * LOG2_E, flush_to_zero=True)
             top = new_top
         row_top = ct.max(top, axis=1, keepdims=True)
         origin = ct.where(row_top == -math.inf, 0.0, row_top)
-        scale = 1.0 / ct.sum(total * ct.exp2((top - origin) * LOG2_E), axis=1, keepdims=True)
-        for j in range(CHUNKS):
-            x = ct.load(X, (i, j), shape, padding_mode=ZERO if EXACT else NEG_INF, latency=LATENCY, allow_tma=LOAD_TMA).astype(ct.float32)
-            ct.store(OUT, (i, j), (ct.exp2((x - row_top) * LOG2_E) * scale).astype(OUT.dtype), allow_tma=STORE_TMA)
+        scale = 1.0 / ct.sum(total * ct.exp2((top - origin) * LOG2_E, flush_to_zero=True), axis=1, keepdims=True)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            store(i, j, whole, ct.exp2((load(i, j, whole) - row_top) * LOG2_E, flush_to_zero=True) * scale)
 
-    if PERSISTENT:
-        for i in range(ct.bid(0), ct.num_tiles(X, 0, shape), ct.num_blocks(0)):
-            normalise(i)
-    else:
-        normalise(ct.bid(0))
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
 @torch_op(mutates=("out",))

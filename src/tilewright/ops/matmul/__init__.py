@@ -21,9 +21,7 @@ __all__ = ["Config", "Problem", "matmul", "matmul_kernel", "matmul_out", "matmul
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def reference(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False
-) -> Tensor:
+def reference(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False) -> Tensor:
     """The definition; with tf32 a GPU may use TF32, as ours does."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -46,9 +44,7 @@ def matmul_out(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, trans_a: 
         launch(p.then, partial, out, k, p.grid[0])
 
 
-def matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False
-) -> Tensor:
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False) -> Tensor:
     """Matrix product with an optional bias; `matmul(x, weight, bias, trans_b=True)` is torch.nn.functional.linear.
 
     Args:

@@ -4,7 +4,7 @@ The tables below hold the tiles that compile without spilling registers on their
 where the time goes orders them. What the model cannot see is left to the tuner.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -36,6 +36,7 @@ def space(p: Problem, device: Device) -> list[Config]:
 # --- the model
 
 L2_BYTES_PER_US = 75_000.0  # what one SM can draw from L2
+MEMORY_BYTES_PER_US = 50_000.0  # what one SM can draw from memory
 START_US = 2.0  # launch, and filling the pipeline
 CLUSTER_US = 0.5  # blocks of a cluster start and end together
 TILE_US = 0.7  # writing a tile out while the tensor cores wait
@@ -45,13 +46,16 @@ REDUCE_US = 2.5  # the second launch of stream-K
 def estimate_us(p: Problem, c: Config, device: Device) -> float:
     """Time of a config: the busiest SM's steps at the rate of its tensor cores or of L2, or the memory traffic of the whole, plus overheads.
 
-    An SM's share of memory bandwidth is no limit of its own: where few SMs read, each reads faster, up to what it can draw from L2.
+    An SM's share of memory bandwidth is no limit of its own: where few SMs read, each reads faster, up to what it can draw.
     """
     sms_per_block = (c.num_ctas or 1) / c.occupancy
     rate = device.tflops * 1e6 / device.sms * sms_per_block * _math_rate(p, c)
     height, width = (c.tile_n, max(c.tile_m, 32)) if c.weights_first else (c.tile_m, max(c.tile_n, 32))
     step_bytes = (min(c.tile_m, p.m) + c.tile_n) * c.tile_k * p.dtype.itemsize
-    step_us = max(2 * height * width * c.tile_k / rate, step_bytes / (L2_BYTES_PER_US * sms_per_block))
+    fresh_bytes = c.tile_n * c.tile_k * p.dtype.itemsize if p.m <= c.tile_m else 0
+    math_us = 2 * height * width * c.tile_k / rate
+    load_us = max(step_bytes / L2_BYTES_PER_US, fresh_bytes / MEMORY_BYTES_PER_US) / sms_per_block
+    step_us = max(math_us, load_us) + 0.1 * min(math_us, load_us)
 
     tiles, steps, blocks, shared = c.tiles(p), c.steps(p), c.blocks(p, device), c.shared_tiles(p, device)
     rounds = -(-(tiles - shared) // blocks)
@@ -137,12 +141,11 @@ _DOT: dict[int, tuple[Tile, ...]] = {
 }
 _AMPERE: tuple[Tile, ...] = (
     (128, 128, 32, 1, 2, None),
-    (128, 128, 64, 1, 1, None),
     (128, 64, 64, 1, 2, None),
     (64, 128, 64, 1, 2, None),
-    (64, 64, 64, 1, 3, None),
+    (64, 64, 64, 1, 2, None),
 )
-_AMPERE_SKINNY: tuple[Tile, ...] = ((16, 64, 128, 1, 2, None), (16, 32, 256, 1, 2, None), (64, 64, 64, 1, 2, None))
+_AMPERE_SKINNY: tuple[Tile, ...] = ((16, 32, 256, 1, 2, None), (16, 64, 128, 1, 2, None), (64, 64, 64, 1, 2, None))
 _BLACKWELL: tuple[Tile, ...] = (
     (256, 256, 64, 2, 1, None),
     (128, 256, 64, 1, 1, None),
@@ -152,63 +155,87 @@ _BLACKWELL: tuple[Tile, ...] = (
     (128, 64, 128, 1, 1, None),
 )
 _BLACKWELL_SKINNY: tuple[Tile, ...] = ((64, 32, 256, 1, 1, None), (64, 64, 128, 1, 1, None), (16, 32, 256, 1, 2, None))
-_CONSUMER_BLACKWELL: tuple[Tile, ...] = (
+_CONSUMER: tuple[Tile, ...] = (
     (128, 64, 64, 1, 2, None),
     (64, 128, 64, 1, 2, None),
     (128, 128, 64, 1, 1, None),
     (64, 64, 64, 1, 2, None),
 )
-_CONSUMER_SKINNY: tuple[Tile, ...] = ((16, 64, 128, 1, 2, None), (16, 32, 256, 1, 2, None), (64, 64, 64, 1, 2, None))
+_CONSUMER_SKINNY: tuple[Tile, ...] = ((16, 32, 256, 1, 2, None), (16, 64, 128, 1, 2, None), (64, 64, 64, 1, 2, None))
+_NARROW_LOADS: tuple[Tile, ...] = ((64, 64, 32, 1, 1, None), (32, 32, 64, 1, 1, None))
+
+_WIDE = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _CONSUMER, "sm_121": _CONSUMER}
+_SKINNY = {
+    "sm_80": _AMPERE_SKINNY,
+    "sm_100": _BLACKWELL_SKINNY,
+    "sm_103": _BLACKWELL_SKINNY,
+    "sm_120": _CONSUMER_SKINNY,
+    "sm_121": _CONSUMER_SKINNY,
+}
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
     if p.dtype is torch.float32:
-        yield from _float32_configs(p, device)
-        return
-    skinny = p.m <= SKINNY
-    hopper = device.arch == "sm_90"
-    if hopper:
-        wide, narrow, both = _HOPPER, (*_HOPPER_NARROW, *(_HOPPER_NARROW_16 if p.m <= 16 else ())), _HOPPER_WEIGHTS_FIRST
-    elif device.arch in ("sm_100", "sm_103"):
-        wide, narrow, both = _BLACKWELL, _BLACKWELL_SKINNY, ()
-    elif device.arch in ("sm_120", "sm_121"):
-        wide, narrow, both = _CONSUMER_BLACKWELL, _CONSUMER_SKINNY, ()
+        tiles = _tf32_tiles(p, device) if p.tf32 else _float32_tiles(p, device)
+        yield from _whole_and_streamed(tiles, latency=3 if _wide_loads(p) and device.arch == "sm_90" else 1)
+    elif not _wide_loads(p):
+        yield from _whole_and_streamed(_NARROW_LOADS, latency=1)
     else:
-        wide, narrow, both = _AMPERE, _AMPERE_SKINNY, ()
+        if p.m <= SKINNY:
+            yield from _skinny_configs(p, device)
+        tallest = max(64, next_pow2(p.m))
+        yield from _whole_and_streamed(tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest)
+        if device.arch == "sm_90" and p.m > SKINNY:
+            yield from map(_config, _HOPPER_WHOLE)
 
-    tallest = max(64, next_pow2(p.m))
-    for tile in wide:
-        if tile[0] <= tallest:
-            yield _config(tile)
-            yield _config(tile, stream_k=True)
-    if hopper and not skinny:
-        for tile in _HOPPER_WHOLE:
-            yield _config(tile)
-    if not skinny:
+
+def _wide_loads(p: Problem) -> bool:
+    """Whether rows of both operands start at multiples of 16 bytes: else every element is loaded, and kept in registers, by itself."""
+    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
+    return all(n * p.dtype.itemsize % 16 == 0 for n in lengths)
+
+
+def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
+    if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
+        for tile in _DOT[next_pow2(p.m)]:
+            yield _config(tile, dot=True, latency=8)
+    if device.arch != "sm_90":
+        for tile in _SKINNY.get(device.arch, _AMPERE_SKINNY):
+            yield _config(tile, latency=8)
         return
-    for tile in narrow:
-        yield _config(tile, latency=8)
     rows = max(8, next_pow2(p.m))
-    for _, *rest in both:
+    for _, *rest in _HOPPER_WEIGHTS_FIRST:
         config = _config((rows, *rest), weights_first=True, latency=8)
         if not (rows == 64 and config.tile_n == 256 and config.num_ctas == 1):  # its transposing epilogue spills
             yield config
         yield replace(config, stream_k=True)
-    if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
-        for tile in _DOT[next_pow2(p.m)]:
-            yield _config(tile, dot=True, latency=8)
+    for tile in (*(_HOPPER_NARROW_16 if p.m <= 16 else ()), *_HOPPER_NARROW):
+        yield _config(tile, latency=8)
+
+
+def _float32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
+    warps = 8 if device.arch == "sm_90" else None
+    if warps and _wide_loads(p):
+        return ((64, 128, 8, 1, 1, warps), (64, 64, 16, 1, 1, warps), (32, 64, 16, 1, 1, warps))
+    return ((64, 64, 8, 1, 1, warps), (32, 32, 16, 1, 1, None), (32, 32, 8, 1, 1, None))
+
+
+def _tf32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
+    warps = 8 if device.arch == "sm_90" else None
+    if warps and _wide_loads(p):
+        return ((128, 128, 32, 1, 1, warps), (128, 64, 32, 1, 1, warps), (64, 64, 32, 1, 1, warps))
+    return ((64, 64, 16, 1, 1, warps),)
+
+
+def _whole_and_streamed(tiles: Iterable[Tile], **choices) -> Iterator[Config]:
+    for tile in tiles:
+        yield _config(tile, **choices)
+        yield _config(tile, stream_k=True, **choices)
 
 
 def _config(tile: Tile, **choices) -> Config:
     tile_m, tile_n, tile_k, num_ctas, occupancy, warps = tile
     return Config(tile_m, tile_n, tile_k, num_ctas=num_ctas, occupancy=occupancy, num_worker_warps=warps, **choices)
-
-
-def _float32_configs(p: Problem, device: Device) -> Iterator[Config]:
-    tiles = ((128, 128, 32), (64, 128, 32), (64, 64, 64), (64, 64, 32)) if p.tf32 else ((64, 64, 16), (32, 64, 16), (32, 32, 32))
-    for tile_m, tile_n, tile_k in tiles:
-        for stream_k in (False, True):
-            yield Config(tile_m, tile_n, tile_k, stream_k=stream_k, num_worker_warps=8 if device.arch == "sm_90" else None)
 
 
 def _cpu_configs(p: Problem) -> Iterator[Config]:

@@ -16,8 +16,8 @@ small = [
     Problem(5, 129, BF16, residual=True, weight_offset=1.0),
     Problem(17, 896, FP32, residual=True, round_before_weight=True),
     Problem(2, 4097, FP16, residual=True),
-    Problem(131, 257, BF16, round_before_weight=True, weight_offset=1.0),
-    Problem(2, 28_672, BF16),
+    Problem(101, 257, BF16, round_before_weight=True, weight_offset=1.0),
+    Problem(1, 28_672, BF16),
     Problem(1, 65_536, FP32),
 ]
 

@@ -18,7 +18,7 @@ small = [
     Problem(3, 14, 2, 1, 64, FP16, from_positions=True),
     Problem(2, 4, 1, 5, 64, FP32, heads_inside=False, interleaved=True),
     Problem(2, 5, 1, 6, 96, BF16, rotary_dim=48, interleaved=True, from_positions=True),
-    Problem(1, 7, 5, 130, 128, BF16),
+    Problem(1, 3, 2, 70, 128, BF16),
 ]
 
 # (q_heads, kv_heads, head_dim)

@@ -13,11 +13,11 @@ small = [
     Problem(3, 7, FP32, fused=True),
     Problem(1, 1536, BF16),
     Problem(33, 65, FP16, gelu_tanh=True),
-    Problem(64, 576, FP32),
-    Problem(64, 576, FP32, gelu_tanh=True),
+    Problem(48, 576, FP32),
+    Problem(48, 576, FP32, gelu_tanh=True),
     Problem(5, 4099, BF16, fused=True),
-    Problem(131, 257, FP16, fused=True, gelu_tanh=True),
-    Problem(2, 28_672, BF16),
+    Problem(101, 257, FP16, fused=True, gelu_tanh=True),
+    Problem(1, 28_672, BF16),
 ]
 
 # (rows, cols): SmolLM2, Qwen2.5-0.5B, Qwen2.5-1.5B, Mistral-7B, Qwen2-7B, Llama-3.1-70B; Gemma-2-2B

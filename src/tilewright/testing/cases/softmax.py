@@ -12,11 +12,11 @@ small = [
     Problem(1, 1, FP32),
     Problem(3, 7, FP32),
     Problem(64, 64, FP16),
-    Problem(37, 1000, BF16),
+    Problem(29, 1000, BF16),
     Problem(127, 131, FP32),
     Problem(2, 4097, FP16),
     Problem(1, 32_003, FP32),
-    Problem(2, 65_536, BF16),
+    Problem(1, 65_536, BF16),
 ]
 
 # rows of attention scores, the routers of Mixtral, Qwen3-MoE and DeepSeek-V3, the vocabularies of Llama-2, Llama-3 and Qwen2

@@ -1,0 +1,46 @@
+"""A kernel specialised for the types of its arguments: what `codegen` makes and `run` runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter that exists at run time.
+
+    path: where it stands among the arguments: its index, then indices into tuples.
+    kind: "array", "list" or "scalar".
+    dtype: of a scalar, or of an array's extents.
+    """
+
+    name: str
+    path: tuple[int, ...]
+    kind: str
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A kernel specialised for the types of its arguments.
+
+    function: called once per block with the machine and the parameters; a generator function if `cooperative`: it yields wherever a block may
+        have to wait for another one.
+    code: the globals of `function`.
+    written: indices into `parameters` of arrays that it may write.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    function: Callable[..., Any]
+    cooperative: bool
+    source: str
+    code: dict[str, Any]
+    line_places: tuple[tuple[Place, ...], ...]
+    written: frozenset[int]
+
+    def places(self, line: int) -> tuple[Place, ...]:
+        """Where line `line` (from 1) of the running code came from: the innermost place first."""
+        return self.line_places[line - 1] if 0 < line <= len(self.line_places) else ()

@@ -1,0 +1,129 @@
+"""What a launch of `attention_decode` may depend on, and what it comes to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ...launch import Cost, Device, Plan, next_pow2
+from .kernels import attention_decode_kernel, attention_decode_merge_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on. max_len: keys a sequence may come to, a power of two or more than it holds; never its length of the moment.
+
+    page_size: 0 for a contiguous cache. has_start, has_len: kv_start, kv_len are given.
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    max_len: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int = 0
+    window: int | None = None
+    has_start: bool = False
+    has_len: bool = True
+    return_lse: bool = False
+
+    def _lengths(self) -> list[int]:
+        """Lengths of the sequences: the whole cache, down to a third of it in the last; with several, one has none."""
+        if not self.has_len:
+            return [self.max_len] * self.batch
+        lengths = [self.max_len - (self.max_len * i * 2) // (3 * self.batch) for i in range(self.batch)]
+        return [*lengths[:-1], 0] if 2 < self.batch < 8 else lengths
+
+    def _starts(self) -> list[int]:
+        return [(self.max_len * i) // (4 * self.batch) if self.has_start else 0 for i in range(self.batch)]
+
+    def cost(self) -> Cost:
+        keys = sum(max(0, min(n - start, self.window or n)) for n, start in zip(self._lengths(), self._starts(), strict=True))
+        elements = 2 * keys * self.kv_heads + 2 * self.batch * self.q_heads
+        return Cost(elements * self.head_dim * self.dtype.itemsize, 4 * keys * self.q_heads * self.head_dim)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=device)
+
+        def int32(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        lengths, starts = self._lengths(), self._starts()
+        options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse}
+        options["kv_len"] = int32(lengths) if self.has_len else None
+        options["kv_start"] = int32(starts) if self.has_start else None
+        q = randn(self.batch, self.q_heads, 1, self.head_dim)
+        key = torch.arange(self.max_len, device=device)
+        unused = torch.stack([(key < start) | (key >= n) for n, start in zip(lengths, starts, strict=True)])  # [batch, max_len]
+        if not self.page_size:
+            k, v = (randn(self.batch, self.kv_heads, self.max_len, self.head_dim) for _ in range(2))
+            unused = unused[:, None, :, None]
+        else:
+            max_pages = -(-self.max_len // self.page_size)
+            pages = self.batch * max_pages
+            table = torch.randperm(pages, dtype=torch.int32, device=device).view(self.batch, max_pages)
+            k, v = (randn(pages, self.kv_heads, self.page_size, self.head_dim) for _ in range(2))
+            unused = torch.nn.functional.pad(unused, (0, max_pages * self.page_size - self.max_len), value=True)
+            shuffled = torch.empty(pages, self.page_size, dtype=torch.bool, device=device)
+            shuffled[table.flatten().long()] = unused.view(pages, self.page_size)
+            held = torch.arange(max_pages, device=device) * self.page_size < torch.tensor(lengths, device=device)[:, None]
+            options["block_table"] = torch.where(held, table, 2147480000)  # entries past the length may be anything
+            unused = shuffled[:, None, :, None]
+        k, v = (torch.where(unused, torch.nan, x) for x in (k, v))  # memory that holds no key may hold anything
+        return {"q": q, "k": k, "v": v, **options}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the keys are cut and walked.
+
+    tile_n: keys of a step; a power of two; in a paged cache a divisor of the page size.
+    splits: ranges that the keys of a sequence are cut into; 1 needs no merge and no workspace.
+    keys_first: the keys are the rows of the products and the heads their columns (at least 8); otherwise the heads are rows (at least 16).
+    latency: prefetch hint of the k and v loads, 1 to 10.
+    tf32x3: fp32 products on tensor cores, as three TF32 products each.
+    occupancy, num_worker_warps: compiler hints.
+    """
+
+    tile_n: int
+    splits: int
+    keys_first: bool = False
+    latency: int = 4
+    tf32x3: bool = False
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    longest = max(16, next_pow2(p.max_len))
+    if p.page_size:
+        longest = min(longest, p.page_size)
+    if device.is_cpu:
+        return [Config(min(1024, longest), 1), Config(min(128, longest), 3), Config(min(256, longest), 2, keys_first=True)]
+    heads = p.batch * p.kv_heads
+    configs = []
+    for tile_n in (128, 64):
+        splits = max(1, min(ct.cdiv(p.max_len, tile_n), 2 * device.sms // heads))
+        configs.append(Config(min(tile_n, longest), splits, latency=4, occupancy=2, num_worker_warps=4))
+    return configs
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of the launch over ranges, and of the merge."""
+    group, tile_d = p.q_heads // p.kv_heads, next_pow2(p.head_dim)
+    rows = max(8 if c.keys_first else 16, next_pow2(group))
+    flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits, c.keys_first)
+    hints = {"occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
+    grid = (c.splits, p.kv_heads, p.batch)
+    constants = (*flags, rows, tile_d, c.tile_n, c.latency, c.tf32x3)
+    if c.splits == 1:
+        return Plan(attention_decode_kernel, grid, constants, **hints)
+    partial = (p.batch, p.kv_heads, c.splits, group)
+    workspace = (((*partial, p.head_dim), torch.float32), (partial, torch.float32))
+    merge = Plan(attention_decode_merge_kernel, (group, p.kv_heads, p.batch), (p.return_lse, next_pow2(c.splits), tile_d))
+    return Plan(attention_decode_kernel, grid, constants, **hints, workspace=workspace, then=merge)

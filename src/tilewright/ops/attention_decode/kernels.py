@@ -1,0 +1,150 @@
+"""Tile code of `attention_decode`: one kernel over ranges of keys, one that merges them."""
+
+import math
+
+import cuda.tile as ct
+
+from ..attention_common import FLOOR, LOG2E, product, softmax_finish, softmax_step
+
+ZERO = ct.PaddingMode.ZERO
+
+
+@ct.kernel
+def attention_decode_kernel(
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    KV_LEN,
+    BLOCK_TABLE,
+    KV_START,
+    window: int,
+    scale: float,
+    PAGE_SIZE: ct.Constant[int],
+    HAS_WINDOW: ct.Constant[bool],
+    HAS_START: ct.Constant[bool],
+    HAS_LEN: ct.Constant[bool],
+    RETURN_LSE: ct.Constant[bool],
+    SPLITS: ct.Constant[int],
+    KEYS_FIRST: ct.Constant[bool],
+    ROWS: ct.Constant[int],
+    TILE_D: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    TF32X3: ct.Constant[bool],
+):
+    """One block: all query heads of one key head over one range of keys. Grid (splits, kv_heads, batch).
+
+    Q [batch, kv_heads, group, head_dim]; K, V [batch, kv_heads, max_len, head_dim] or [pages, kv_heads, page_size, head_dim].
+    SPLITS = 1: OUT like Q, LSE [batch, kv_heads, group]; otherwise fp32 partials [batch, kv_heads, splits, group(, head_dim)], their lse in base 2.
+    int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
+    scale: of the scores, times log2(e).
+    """
+    split, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
+    end = K.shape[2]
+    if PAGE_SIZE:
+        end = BLOCK_TABLE.shape[1] * PAGE_SIZE
+    if HAS_LEN:
+        end = max(0, min(ct.load(KV_LEN, (batch,), ()), end))
+    begin = 0
+    if HAS_START:
+        begin = max(0, ct.load(KV_START, (batch,), ()))
+    if HAS_WINDOW:
+        begin = max(begin, end - window)
+    begin = min(begin, end)
+
+    # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that are not to be seen.
+    first, last = begin // TILE_N, ct.cdiv(end, TILE_N)
+    per_split = ct.cdiv(last - first, SPLITS)
+    first = first + split * per_split
+    last = min(last, first + per_split)
+    head_end = max(first, min(last, ct.cdiv(begin, TILE_N)))
+    tail = max(head_end, min(last, end // TILE_N))
+
+    axis = 0 if KEYS_FIRST else 1  # along which the keys of a tile of scores lie
+    state_shape = (1, ROWS) if KEYS_FIRST else (ROWS, 1)
+    q = ct.load(Q, (batch, head, 0, 0), (1, 1, ROWS, TILE_D), padding_mode=ZERO).reshape((ROWS, TILE_D))
+    if KEYS_FIRST:
+        q = ct.transpose(q)
+
+    def load(ARRAY, j):
+        shape = (1, 1, TILE_N, TILE_D)
+        if PAGE_SIZE == 0:
+            tile = ct.load(ARRAY, (batch, head, j, 0), shape, padding_mode=ZERO, latency=LATENCY)
+        elif PAGE_SIZE >= TILE_N:
+            page = ct.load(BLOCK_TABLE, (batch, j // (PAGE_SIZE // TILE_N)), ())
+            tile = ct.load(ARRAY, (page, head, j % (PAGE_SIZE // TILE_N), 0), shape, padding_mode=ZERO, latency=LATENCY)
+        else:
+            pages = ct.load(BLOCK_TABLE, (batch, j), (1, TILE_N // PAGE_SIZE), padding_mode=ZERO).reshape((TILE_N // PAGE_SIZE,))
+            within = (ct.Slice(head, 1), ct.Slice(0, PAGE_SIZE), ct.Slice(0, TILE_D))
+            tile = ct.load_advanced_indexing(ARRAY, (pages, *within), padding_mode=ZERO, latency=LATENCY)
+        return tile.reshape((TILE_N, TILE_D))
+
+    def step(j, state, MASKED):
+        accumulator, maximum, denominator = state
+        key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+        seen = (key >= begin) & (key < end)
+        k, v = load(K, j), load(V, j)
+        if KEYS_FIRST:
+            scores = product(k, q, ct.zeros((TILE_N, ROWS), dtype=ct.float32), TF32X3)
+        else:
+            scores = product(q, ct.transpose(k), ct.zeros((ROWS, TILE_N), dtype=ct.float32), TF32X3)
+        if MASKED:
+            scores = ct.where(ct.expand_dims(seen, 1 - axis), scores, -math.inf)
+            v = ct.where(ct.expand_dims(seen, 1), v, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+        weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1)
+        if KEYS_FIRST:
+            accumulator = product(ct.transpose(v), weights, accumulator * factor, TF32X3)
+        else:
+            accumulator = product(weights, v, accumulator * factor, TF32X3)
+        return accumulator, maximum, denominator
+
+    state = (
+        ct.zeros((TILE_D, ROWS) if KEYS_FIRST else (ROWS, TILE_D), dtype=ct.float32),
+        ct.full(state_shape, FLOOR, dtype=ct.float32),
+        ct.zeros(state_shape, dtype=ct.float32),
+    )
+    if HAS_WINDOW or HAS_START:
+        for j in range(first, head_end):
+            state = step(j, state, True)
+    for j in range(head_end, tail):
+        state = step(j, state, False)
+    for j in range(tail, last):
+        state = step(j, state, True)
+    out, lse = softmax_finish(*state)
+    if KEYS_FIRST:
+        out = ct.transpose(out)
+    if SPLITS == 1:
+        ct.store(OUT, (batch, head, 0, 0), out.astype(OUT.dtype).reshape((1, 1, ROWS, TILE_D)))
+        if RETURN_LSE:
+            ct.store(LSE, (batch, head, 0), lse.reshape((1, 1, ROWS)))
+    else:
+        ct.store(OUT, (batch, head, split, 0, 0), out.reshape((1, 1, 1, ROWS, TILE_D)))
+        ct.store(LSE, (batch, head, split, 0), (lse * LOG2E).reshape((1, 1, 1, ROWS)))
+
+
+@ct.kernel
+def attention_decode_merge_kernel(
+    PARTIAL,
+    PARTIAL_LSE,
+    OUT,
+    LSE,
+    RETURN_LSE: ct.Constant[bool],
+    TILE_S: ct.Constant[int],
+    TILE_D: ct.Constant[int],
+):
+    """One query head: out = sum(w * partial) / sum(w), w = exp2(lse - max lse). Grid (group, kv_heads, batch).
+
+    PARTIAL [batch, kv_heads, splits, group, head_dim], PARTIAL_LSE without head_dim, in base 2; OUT [batch, kv_heads, group, head_dim].
+    """
+    row, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
+    lse = ct.load(PARTIAL_LSE, (batch, head, 0, row), (1, 1, TILE_S, 1), padding_mode=ct.PaddingMode.NEG_INF).reshape((TILE_S, 1))
+    partial = ct.load(PARTIAL, (batch, head, 0, row, 0), (1, 1, TILE_S, 1, TILE_D), padding_mode=ZERO).reshape((TILE_S, TILE_D))
+    largest = ct.maximum(ct.max(lse, axis=0, keepdims=True), FLOOR)
+    weights = ct.exp2(lse - largest)
+    total = ct.sum(weights, axis=0, keepdims=True)
+    out, lse = softmax_finish(ct.sum(weights * partial, axis=0, keepdims=True), largest, total)
+    ct.store(OUT, (batch, head, row, 0), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_D)))
+    if RETURN_LSE:
+        ct.store(LSE, (batch, head, row), lse.reshape((1, 1, 1)))
