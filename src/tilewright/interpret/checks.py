@@ -8,7 +8,7 @@ unless the first happened before the second. Remembered per element: the last wr
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from .errors import KernelError, Place
 from .memory import Buffer, Sync
 
 Clock = dict[int, int]  # block -> how far its history is known
-NOBODY = -1
 
 
 class Region:
@@ -95,19 +94,21 @@ class Allocations(TorchFunctionMode):
         return result
 
 
+class Access(NamedTuple):
+    """block, time: of its clock; line: of the generated code; atomic: not torn by other atomic accesses."""
+
+    block: int
+    time: int
+    line: int
+    atomic: bool
+
+
 class History:
-    """Who last wrote and read each unit of a region: the block, its clock then, the line, whether the access was atomic."""
+    """Which access (its number, 0 for none) last wrote each unit of a region, and two that read it since, unordered among themselves."""
 
     def __init__(self, region: Region):
         self.region = region
-        self.write = self._blank(region.size)
-        self.reads = (self._blank(region.size), self._blank(region.size))
-
-    @staticmethod
-    def _blank(n: int) -> np.ndarray:
-        record = np.zeros(n, [("block", np.int32), ("time", np.int32), ("line", np.int32), ("atomic", bool)])
-        record["block"] = NOBODY
-        return record
+        self.write, *self.reads = (np.zeros(region.size, np.int32) for _ in range(3))
 
 
 class Watch:
@@ -127,6 +128,8 @@ class Watch:
         self.block = 0
         self.clocks: dict[int, Clock] = {}
         self.released: dict[int, Clock] = {}  # byte address -> what a release there made known
+        self.accesses = [Access(0, 0, 0, False)]  # by number; the first stands for none
+        self.numbers: dict[Access, int] = {}
         self.histories = [History(region) for region in _regions(buffers)] if races else []
 
     def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
@@ -161,44 +164,43 @@ class Watch:
         clock[self.block] += 1
 
     def _compare(self, history: History, units: np.ndarray, kind: str, atomic: bool, clock: Clock, buffer: Buffer, offset: np.ndarray) -> None:
-        line = self._line()
-        mine = np.array((self.block, clock[self.block], line, atomic), history.write.dtype)
-        self._require_order(history.write[units], "write", kind, atomic, clock, buffer, offset)
-        if kind == "read":
-            first = history.reads[0]
-            known = ~self._unordered(first[units], clock)
-            first[units[known]] = mine
-            history.reads[1][units[~known]] = mine
+        mine = self._number(Access(self.block, clock[self.block], self._line(), atomic))
+        for was, before in (("write", history.write), *(("read", reads) for reads in history.reads if kind != "read")):
+            unordered = [n for n in self._unordered(before[units], clock) if not (atomic and self.accesses[n].atomic)]
+            if unordered:
+                at = int(np.flatnonzero(np.isin(before[units], unordered))[0])
+                element = buffer.index(int(offset.reshape(-1)[at // (units.size // offset.size)]))
+                self._report(kind, element, buffer, was, self.accesses[int(before[units[at]])])
+        if kind != "read":
+            history.write[units] = mine
             return
-        for reads in history.reads:
-            self._require_order(reads[units], "read", kind, atomic, clock, buffer, offset)
-        history.write[units] = mine
+        first, second = history.reads
+        unordered = self._unordered(first[units], clock)
+        if not unordered:
+            first[units] = mine
+            return
+        concurrent = np.isin(first[units], unordered)
+        first[units[~concurrent]] = mine
+        second[units[concurrent]] = mine
 
-    def _require_order(self, before: np.ndarray, was: str, kind: str, atomic: bool, clock: Clock, buffer: Buffer, offset: np.ndarray) -> None:
-        bad = self._unordered(before, clock)
-        if atomic:
-            bad &= ~before["atomic"]
-        if not bad.any():
-            return
-        at = int(np.flatnonzero(bad)[0])
-        other = before[at]
-        element = buffer.index(int(offset.reshape(-1)[at // (before.size // offset.size)]))
-        file, where, _ = (self.places(int(other["line"])) or (("?", 0, ""),))[0]
-        earlier = f"an atomic {was}" if other["atomic"] else f"a {was}"
+    def _number(self, access: Access) -> int:
+        number = self.numbers.setdefault(access, len(self.accesses))
+        if number == len(self.accesses):
+            self.accesses.append(access)
+        return number
+
+    def _unordered(self, numbers: np.ndarray, clock: Clock) -> list[int]:
+        """The accesses among `numbers` that are another block's and have not happened before now."""
+        first = int(numbers[0])
+        present = [first] if (numbers == first).all() else np.unique(numbers).tolist()
+        return [n for n in present if n and (a := self.accesses[n]).block != self.block and a.time > clock.get(a.block, 0)]
+
+    def _report(self, kind: str, element: tuple[int, ...], buffer: Buffer, was: str, other: Access) -> None:
+        file, line, _ = (self.places(other.line) or (("?", 0, ""),))[0]
         raise KernelError(
-            f"race between blocks: {kind} of element {element} of {buffer}, with nothing that orders it after {earlier} "
-            f"by block {self._index(int(other['block']))} at {file}:{where}"
+            f"race between blocks: {kind} of element {element} of {buffer}, with nothing that orders it after "
+            f"{'an atomic' if other.atomic else 'a'} {was} by block {self._index(other.block)} at {file}:{line}"
         )
-
-    def _unordered(self, before: np.ndarray, clock: Clock) -> np.ndarray:
-        """Where `before` is another block's access that has not happened before now."""
-        who = before["block"]
-        r = (who != NOBODY) & (who != self.block)
-        if r.any():
-            blocks, which = np.unique(who[r], return_inverse=True)
-            known = np.array([clock.get(int(b), 0) for b in blocks])
-            r[r] = before["time"][r] > known[which]
-        return r
 
     def _index(self, block: int) -> tuple[int, ...]:
         x, y, _ = self.grid

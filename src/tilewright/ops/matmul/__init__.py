@@ -1,7 +1,8 @@
 """Matrix product: out = a @ b + bias
 
-Source    Persistent tiles in L2-sized bands; few-tile shapes by stream-K: Osama et al. 2023, arXiv:2301.03598 (here its "two-tile" hybrid,
-          with a second launch for the fix-up, so that the order of summation, and so every bit, is the same on each run).
+Source    Tiles in L2-sized bands. What is left of the last round of tiles is split along k, so that every SM has its share: stream-K
+          (Osama et al. 2023, arXiv:2301.03598) with equal parts, and with a second launch for the sum, so that its order, and so every
+          bit, is the same on each run.
 Numerics  Products and sums in fp32, partial tiles in fp32, bias added in fp32, rounded once. float32 operands are multiplied exactly as
           float32 (CUDA cores); only `tf32=True` rounds them to TF32 (10-bit mantissa) for the tensor cores.
 Bound     Compute from a few hundred rows on; below that memory: the weights are read once.
@@ -41,7 +42,7 @@ def matmul_out(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, trans_a: 
     partial = p.scratch(a.device)[0] if p.workspace else out
     launch(p, a, b, out if bias is None else bias, partial, out)
     if p.then is not None:
-        launch(p.then, partial, out, k, p.grid[0])
+        launch(p.then, partial, out)
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False) -> Tensor:

@@ -1,7 +1,7 @@
 """Which configs of `matmul` are worth timing on which device, the most promising first.
 
-The tables below hold the tiles that compile without spilling registers on their architecture (the compile report checks it); a small model of
-where the time goes orders them. What the model cannot see is left to the tuner.
+The tables below hold tiles that compile without spilling registers on their architecture; the compile report checks it. For few rows the order
+is the one measured on an H200 (2026-11-21, notes/facts.md); for more it follows `estimate_us`. What neither sees is left to the tuner.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,178 +15,32 @@ from .decision import Config, Problem
 MOST_CONFIGS = 40
 SKINNY = 64  # rows of a up to which the product is bound by reading b
 MOST_DOT_ROWS = 4
+MOST_PARTS = 16
 
 # tile_m, tile_n, tile_k, num_ctas, occupancy, num_worker_warps
 Tile = tuple[int, int, int, int, int, int | None]
 
 
 def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing on `device`, in the order of `estimate_us`; all are legal."""
+    """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
     if device.is_cpu:
         return list(_cpu_configs(p))
-    legal = (c for c in _configs(p, device) if not c.stream_k or c.shared_tiles(p, device))
-    found = sorted(dict.fromkeys(legal), key=lambda c: estimate_us(p, c, device))
-    # Depth of the load pipeline and width of a band of tiles, for the best of them.
-    best = [c for c in found if not c.dot][: 6 if p.m > SKINNY else 4]
-    changes = ({"latency": 4}, {"group": 4}, {"group": 16}) if p.m > SKINNY else ({"latency": 10},)
-    variants = [replace(c, **change) for c in best for change in changes]
-    return (found[: MOST_CONFIGS - len(variants)] + variants)[:MOST_CONFIGS]
-
-
-# --- the model
-
-L2_BYTES_PER_US = 75_000.0  # what one SM can draw from L2
-MEMORY_BYTES_PER_US = 50_000.0  # what one SM can draw from memory
-START_US = 2.0  # launch, and filling the pipeline
-CLUSTER_US = 0.5  # blocks of a cluster start and end together
-TILE_US = 0.7  # writing a tile out while the tensor cores wait
-REDUCE_US = 2.5  # the second launch of stream-K
-
-
-def estimate_us(p: Problem, c: Config, device: Device) -> float:
-    """Time of a config: the busiest SM's steps at the rate of its tensor cores or of L2, or the memory traffic of the whole, plus overheads.
-
-    An SM's share of memory bandwidth is no limit of its own: where few SMs read, each reads faster, up to what it can draw.
-    """
-    sms_per_block = (c.num_ctas or 1) / c.occupancy
-    rate = device.tflops * 1e6 / device.sms * sms_per_block * _math_rate(p, c)
-    height, width = (c.tile_n, max(c.tile_m, 32)) if c.weights_first else (c.tile_m, max(c.tile_n, 32))
-    step_bytes = (min(c.tile_m, p.m) + c.tile_n) * c.tile_k * p.dtype.itemsize
-    fresh_bytes = c.tile_n * c.tile_k * p.dtype.itemsize if p.m <= c.tile_m else 0
-    math_us = 2 * height * width * c.tile_k / rate
-    load_us = max(step_bytes / L2_BYTES_PER_US, fresh_bytes / MEMORY_BYTES_PER_US) / sms_per_block
-    step_us = max(math_us, load_us) + 0.1 * min(math_us, load_us)
-
-    tiles, steps, blocks, shared = c.tiles(p), c.steps(p), c.blocks(p, device), c.shared_tiles(p, device)
-    rounds = -(-(tiles - shared) // blocks)
-    run_us = rounds * (steps * step_us + TILE_US)
-    extra_us = START_US + CLUSTER_US * ((c.num_ctas or 1) - 1)
-    if shared:
-        share = -(-shared * steps // blocks)
-        run_us += share * step_us + TILE_US * -(-share // steps)
-        partial_bytes = min(shared + blocks, 2 * blocks) * c.tile_m * c.tile_n * 4
-        extra_us += REDUCE_US + 2 * partial_bytes / (L2_BYTES_PER_US * device.sms / 2)
-        run_us *= 1.04  # two epilogues in one kernel; also, nearly even is better left whole
-    memory_us = p.cost().size_bytes / (device.memory_gbs * 1e3)
-    return extra_us + max(run_us, memory_us) + 0.15 * min(run_us, memory_us)
-
-
-def _math_rate(p: Problem, c: Config) -> float:
-    """Multiply-add rate of a config's inner loop, over the bf16 tensor cores'."""
-    if c.dot:
-        return c.tile_m / (c.tile_m + 1) / 24  # one conversion for tile_m multiply-adds
-    if p.dtype is torch.float32:
-        return 1 / 2 if p.tf32 else 1 / 32
-    return 1 / 4 if not c.weights_first and c.tile_m < 64 else 1.0
-
-
-# --- the tables
-
-_HOPPER: tuple[Tile, ...] = (
-    (256, 256, 64, 2, 1, 8),
-    (128, 256, 64, 1, 1, 8),
-    (256, 128, 64, 2, 1, 8),
-    (128, 256, 64, 2, 1, 8),
-    (128, 256, 128, 2, 1, 8),
-    (128, 128, 64, 1, 1, 8),
-    (128, 128, 128, 1, 1, 8),
-    (128, 128, 128, 2, 1, 8),
-    (256, 64, 64, 1, 1, 8),
-    (64, 256, 64, 1, 1, 8),
-    (64, 256, 128, 1, 1, 8),
-    (64, 128, 128, 1, 1, 8),
-    (64, 128, 64, 1, 1, 4),
-    (128, 64, 64, 1, 2, 4),
-    (64, 64, 128, 1, 2, 4),
-)
-_HOPPER_WHOLE: tuple[Tile, ...] = ((256, 128, 64, 1, 1, 8),)  # spills where stream-K adds a second epilogue
-_HOPPER_NARROW: tuple[Tile, ...] = (
-    (64, 16, 512, 1, 1, 4),
-    (64, 16, 256, 1, 2, 4),
-    (64, 32, 256, 1, 1, 4),
-    (64, 32, 256, 1, 2, 4),
-    (64, 32, 512, 1, 1, 4),
-    (64, 32, 128, 1, 2, 4),
-    (64, 64, 256, 1, 1, 4),
-    (64, 64, 128, 1, 2, 4),
-    (64, 64, 256, 2, 1, 4),
-    (64, 64, 128, 2, 1, 4),
-    (64, 128, 128, 4, 1, 4),
-)
-_HOPPER_NARROW_16: tuple[Tile, ...] = (
-    (16, 32, 256, 1, 1, 4),
-    (16, 32, 256, 1, 2, 4),
-    (16, 32, 512, 1, 1, 4),
-    (16, 64, 256, 1, 1, 4),
-    (16, 64, 256, 1, 2, 4),
-    (16, 64, 128, 1, 2, 4),
-)
-_HOPPER_WEIGHTS_FIRST: tuple[Tile, ...] = (  # tile_m: the rows of a, rounded up
-    (0, 64, 256, 1, 1, 4),
-    (0, 64, 256, 1, 2, 4),
-    (0, 64, 128, 1, 2, 4),
-    (0, 64, 512, 1, 1, 4),
-    (0, 128, 128, 1, 1, 8),
-    (0, 128, 256, 1, 1, 8),
-    (0, 128, 128, 1, 2, 4),
-    (0, 128, 64, 1, 2, 4),
-    (0, 256, 64, 1, 1, 8),
-    (0, 256, 128, 1, 1, 8),
-    (0, 256, 128, 2, 1, 8),
-)
-_DOT: dict[int, tuple[Tile, ...]] = {
-    1: ((1, 8, 1024, 1, 1, 8), (1, 8, 512, 1, 1, 4), (1, 4, 1024, 1, 2, 4), (1, 8, 512, 1, 2, 4)),
-    2: ((2, 8, 1024, 1, 1, 8), (2, 4, 1024, 1, 1, 8), (2, 8, 512, 1, 2, 8), (2, 4, 512, 1, 2, 4)),
-    4: ((4, 8, 512, 1, 1, 8), (4, 4, 1024, 1, 1, 8), (4, 4, 512, 1, 2, 8), (4, 4, 512, 1, 1, 4)),
-}
-_AMPERE: tuple[Tile, ...] = (
-    (128, 128, 32, 1, 2, None),
-    (128, 64, 64, 1, 2, None),
-    (64, 128, 64, 1, 2, None),
-    (64, 64, 64, 1, 2, None),
-)
-_AMPERE_SKINNY: tuple[Tile, ...] = ((16, 32, 256, 1, 2, None), (16, 64, 128, 1, 2, None), (64, 64, 64, 1, 2, None))
-_BLACKWELL: tuple[Tile, ...] = (
-    (256, 256, 64, 2, 1, None),
-    (128, 256, 64, 1, 1, None),
-    (256, 128, 64, 2, 1, None),
-    (128, 128, 64, 1, 1, None),
-    (128, 128, 128, 1, 1, None),
-    (128, 64, 128, 1, 1, None),
-)
-_BLACKWELL_SKINNY: tuple[Tile, ...] = ((64, 32, 256, 1, 1, None), (64, 64, 128, 1, 1, None), (16, 32, 256, 1, 2, None))
-_CONSUMER: tuple[Tile, ...] = (
-    (128, 64, 64, 1, 2, None),
-    (64, 128, 64, 1, 2, None),
-    (128, 128, 64, 1, 1, None),
-    (64, 64, 64, 1, 2, None),
-)
-_CONSUMER_SKINNY: tuple[Tile, ...] = ((16, 32, 256, 1, 2, None), (16, 64, 128, 1, 2, None), (64, 64, 64, 1, 2, None))
-_NARROW_LOADS: tuple[Tile, ...] = ((64, 64, 32, 1, 1, None), (32, 32, 64, 1, 1, None))
-
-_WIDE = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _CONSUMER, "sm_121": _CONSUMER}
-_SKINNY = {
-    "sm_80": _AMPERE_SKINNY,
-    "sm_100": _BLACKWELL_SKINNY,
-    "sm_103": _BLACKWELL_SKINNY,
-    "sm_120": _CONSUMER_SKINNY,
-    "sm_121": _CONSUMER_SKINNY,
-}
+    found = list(dict.fromkeys(_configs(p, device)))
+    return found[:MOST_CONFIGS]
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
     if p.dtype is torch.float32:
         tiles = _tf32_tiles(p, device) if p.tf32 else _float32_tiles(p, device)
-        yield from _whole_and_streamed(tiles, latency=3 if _wide_loads(p) and device.arch == "sm_90" else 1)
+        yield from _ordered(p, device, tiles, latency=3 if _wide_loads(p) and device.arch == "sm_90" else 1)
     elif not _wide_loads(p):
-        yield from _whole_and_streamed(_NARROW_LOADS, latency=1)
+        yield from _ordered(p, device, _NARROW_LOADS, latency=1)
     else:
         if p.m <= SKINNY:
             yield from _skinny_configs(p, device)
         tallest = max(64, next_pow2(p.m))
-        yield from _whole_and_streamed(tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest)
-        if device.arch == "sm_90" and p.m > SKINNY:
-            yield from map(_config, _HOPPER_WHOLE)
+        tiles = [tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest]
+        yield from _ordered(p, device, tiles)
 
 
 def _wide_loads(p: Problem) -> bool:
@@ -195,22 +49,102 @@ def _wide_loads(p: Problem) -> bool:
     return all(n * p.dtype.itemsize % 16 == 0 for n in lengths)
 
 
-def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
-    if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
-        for tile in _DOT[next_pow2(p.m)]:
-            yield _config(tile, dot=True, latency=8)
-    if device.arch != "sm_90":
-        for tile in _SKINNY.get(device.arch, _AMPERE_SKINNY):
-            yield _config(tile, latency=8)
-        return
-    rows = max(8, next_pow2(p.m))
-    for _, *rest in _HOPPER_WEIGHTS_FIRST:
-        config = _config((rows, *rest), weights_first=True, latency=8)
-        if not (rows == 64 and config.tile_n == 256 and config.num_ctas == 1):  # its transposing epilogue spills
-            yield config
-        yield replace(config, stream_k=True)
-    for tile in (*(_HOPPER_NARROW_16 if p.m <= 16 else ()), *_HOPPER_NARROW):
-        yield _config(tile, latency=8)
+def _config(tile: Tile, **choices) -> Config:
+    tile_m, tile_n, tile_k, num_ctas, occupancy, warps = tile
+    return Config(tile_m, tile_n, tile_k, num_ctas=num_ctas, occupancy=occupancy, num_worker_warps=warps, **choices)
+
+
+# --- many rows: bound by the tensor cores
+
+START_US = 2.5  # launch, filling the pipeline
+TILE_US = 1.5  # starting a tile, and writing it out, while the tensor cores wait
+PERSISTENT_TILE_US = 1.0
+REDUCE_US = 2.0  # a second launch
+REDUCE_BYTES_PER_US = 4e6
+
+
+def _ordered(p: Problem, device: Device, tiles: Iterable[Tile], **choices) -> Iterator[Config]:
+    """Each tile persistent, one to a block, and with the last round split; by `estimate_us`. Variations of the best follow."""
+    configs: list[Config] = []
+    for tile in tiles:
+        plain = _config(tile, **choices)
+        configs.append(plain)
+        if plain.tiles(p) > plain.resident(device) and tile not in _SERIALISED:
+            configs.append(replace(plain, persistent=True))
+        split = (replace(plain, split=parts) for parts in range(2, MOST_PARTS + 1))
+        split = sorted((c for c in split if c.split_tiles(p, device)), key=lambda c: estimate_us(p, c, device))
+        configs += split[:2]
+    configs.sort(key=lambda c: estimate_us(p, c, device))
+    yield from configs[:28]
+    for c in configs[:4]:
+        yield replace(c, group=4)
+        yield replace(c, group=16)
+        yield replace(c, latency=max(1, c.latency - 1))
+
+
+def estimate_us(p: Problem, c: Config, device: Device) -> float:
+    """Time of a config for many rows: rounds of tiles at the rate of its MMA, or the memory traffic, plus overheads."""
+    sms_per_block = (c.num_ctas or 1) / c.occupancy
+    rate = device.tflops * 1e6 / device.sms * sms_per_block * _mma_rate(p, c)
+    tile_us = c.steps(p) * 2 * c.tile_m * c.tile_n * c.tile_k / rate
+    overhead_us = PERSISTENT_TILE_US if c.persistent else TILE_US
+    tiles, resident, split_tiles, parts = c.tiles(p), c.resident(device), c.split_tiles(p, device), c.parts(p)
+    run_us = -(-(tiles - split_tiles) // resident) * (tile_us + overhead_us)
+    extra_us = START_US
+    if split_tiles:
+        run_us += -(-split_tiles * parts // resident) * (tile_us / parts + overhead_us)
+        extra_us += REDUCE_US + 2 * split_tiles * parts * c.tile_m * c.tile_n * 4 / REDUCE_BYTES_PER_US
+    return extra_us + max(run_us, p.cost().size_bytes / (device.memory_gbs * 1e3))
+
+
+def _mma_rate(p: Problem, c: Config) -> float:
+    """Rate of a tile's inner loop over the device's bf16 rate: a larger tile loads less for each multiply-add."""
+    area = c.tile_m * c.tile_n
+    rate = 1.0 if area >= 1 << 15 else 0.9 if c.tile_m == c.tile_n == 128 else 0.8 if area >= 1 << 13 else 0.6
+    if p.dtype is torch.float32:
+        rate /= 2 if p.tf32 else 32
+    return rate
+
+
+_HOPPER: tuple[Tile, ...] = (
+    (256, 256, 64, 2, 1, 8),
+    (128, 256, 64, 1, 1, 8),
+    (256, 128, 64, 1, 1, 8),
+    (256, 128, 64, 2, 1, 8),
+    (128, 128, 64, 1, 1, 8),
+    (128, 128, 128, 1, 1, 8),
+    (128, 128, 64, 1, 1, 4),
+    (64, 256, 64, 1, 1, 8),
+    (256, 64, 64, 1, 1, 8),
+    (64, 128, 128, 1, 1, 8),
+    (128, 64, 128, 1, 1, 8),
+    (128, 64, 64, 1, 2, 4),
+    (64, 64, 128, 1, 2, 4),
+)
+# As persistent kernels these are compiled to wait for each MMA before the next is issued.
+_SERIALISED: tuple[Tile, ...] = ((128, 128, 64, 1, 1, 8), (128, 128, 128, 1, 1, 8))
+_AMPERE: tuple[Tile, ...] = (
+    (128, 128, 32, 1, 2, None),
+    (128, 64, 64, 1, 2, None),
+    (64, 128, 64, 1, 2, None),
+    (64, 64, 64, 1, 2, None),
+)
+_BLACKWELL: tuple[Tile, ...] = (
+    (256, 256, 64, 2, 1, None),
+    (128, 256, 64, 1, 1, None),
+    (256, 128, 64, 2, 1, None),
+    (128, 128, 64, 1, 1, None),
+    (128, 128, 128, 1, 1, None),
+    (128, 64, 128, 1, 1, None),
+)
+_CONSUMER: tuple[Tile, ...] = (
+    (128, 64, 64, 1, 2, None),
+    (64, 128, 64, 1, 2, None),
+    (128, 128, 64, 1, 1, None),
+    (64, 64, 64, 1, 2, None),
+)
+_WIDE = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _CONSUMER, "sm_121": _CONSUMER}
+_NARROW_LOADS: tuple[Tile, ...] = ((64, 64, 32, 1, 1, None), (32, 32, 64, 1, 1, None))
 
 
 def _float32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
@@ -227,19 +161,72 @@ def _tf32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
     return ((64, 64, 16, 1, 1, warps),)
 
 
-def _whole_and_streamed(tiles: Iterable[Tile], **choices) -> Iterator[Config]:
-    for tile in tiles:
-        yield _config(tile, **choices)
-        yield _config(tile, stream_k=True, **choices)
+# --- few rows: bound by reading b
+
+_DOT: dict[int, tuple[Tile, ...]] = {
+    1: ((1, 8, 512, 1, 1, 4), (1, 4, 1024, 1, 2, 4), (1, 8, 1024, 1, 1, 8), (1, 8, 512, 1, 2, 4)),
+    2: ((2, 8, 512, 1, 1, 8), (4, 8, 512, 1, 1, 8), (2, 4, 1024, 1, 1, 8)),
+    4: ((4, 8, 512, 1, 1, 8), (4, 4, 512, 1, 2, 8)),
+}
+_SKINNY = {
+    "sm_80": ((16, 32, 256, 1, 2, None), (16, 64, 128, 1, 2, None), (64, 64, 64, 1, 2, None)),
+    "sm_100": ((64, 32, 256, 1, 1, None), (64, 64, 128, 1, 1, None), (16, 32, 256, 1, 2, None)),
+    "sm_120": ((16, 32, 256, 1, 2, None), (16, 64, 128, 1, 2, None), (64, 64, 64, 1, 2, None)),
+}
+_SKINNY |= {"sm_103": _SKINNY["sm_100"], "sm_121": _SKINNY["sm_120"]}
 
 
-def _config(tile: Tile, **choices) -> Config:
-    tile_m, tile_n, tile_k, num_ctas, occupancy, warps = tile
-    return Config(tile_m, tile_n, tile_k, num_ctas=num_ctas, occupancy=occupancy, num_worker_warps=warps, **choices)
+def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
+    dot = []
+    if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
+        dot = [_walking(p, device, _config(tile, dot=True, latency=8)) for tile in _DOT[next_pow2(p.m)]]
+    if p.n <= 8 * device.sms:  # too few rows of b for the MMA's 64 to a block; a block of 8 reads on every SM
+        yield from dot
+    if device.arch != "sm_90":
+        yield from (_walking(p, device, _config(tile, latency=8)) for tile in _SKINNY.get(device.arch, _SKINNY["sm_80"]))
+    else:
+        yield from (_walking(p, device, c) for c in (_hopper_decode(p, device) if p.m <= 32 else _hopper_batch(p, device)))
+    yield from dot
+
+
+def _walking(p: Problem, device: Device, c: Config) -> Config:
+    """Persistent where there is more than one round of tiles: the next tile's loads start under this one's end."""
+    return replace(c, persistent=c.tiles(p) > c.resident(device))
+
+
+def _hopper_decode(p: Problem, device: Device) -> Iterator[Config]:
+    """Up to 32 rows: b's rows fill the MMA. 64 of them to a block, the most loads in flight; but not a little more than two rounds."""
+    rows = max(8, next_pow2(p.m))
+    blocks = -(-p.n // 64)
+    tiles = [(64, 512, 1, 4), (64, 256, 1, 4), (128, 256, 1, 8), (128, 128, 2, 4), (256, 128, 1, 8), (64, 256, 2, 4), (64, 128, 2, 4)]
+    if 2 * device.sms < blocks <= 8 * device.sms:
+        tiles.insert(0, (256, 128, 1, 8))
+    tiles += [(128, 128, 1, 8), (128, 64, 2, 4), (256, 64, 1, 8)]
+    for tile_n, tile_k, occupancy, warps in tiles:
+        yield _config((rows, tile_n, tile_k, 1, occupancy, warps), weights_first=True, latency=8)
+    for tile in ((16, 32, 256, 1, 1, 4), (16, 32, 256, 1, 2, 4), (64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4)):
+        if tile[0] >= p.m:
+            yield _config(tile, latency=8)
+
+
+def _hopper_batch(p: Problem, device: Device) -> Iterator[Config]:
+    """33 to 64 rows: the narrowest tile with which b is covered in one round, so that most SMs read."""
+    tiles = ((64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4), (64, 128, 128, 1, 1, 8), (64, 256, 64, 1, 1, 8))
+    one_round = [tile for tile in tiles if -(-p.n // tile[1]) <= device.sms]
+    for tile in dict.fromkeys((*one_round[:1], *reversed(tiles))):
+        yield _config(tile, latency=8)
+    for tile_n, tile_k, occupancy, warps in ((64, 256, 1, 4), (64, 128, 2, 4), (128, 128, 1, 8), (64, 512, 1, 4), (128, 256, 1, 8)):
+        yield _config((64, tile_n, tile_k, 1, occupancy, warps), weights_first=True, latency=8)
+        yield _config((64, tile_n, tile_k, 1, occupancy, warps), latency=8)
+    for tile in ((64, 32, 512, 1, 1, 4), (64, 32, 128, 1, 2, 4), (64, 64, 256, 2, 1, 4), (64, 128, 128, 4, 1, 4)):
+        yield _config(tile, latency=8)
+
+
+# --- the interpreter
 
 
 def _cpu_configs(p: Problem) -> Iterator[Config]:
     """Few, large tiles: each step of the interpreter is a numpy call, and padding is copied and multiplied like data."""
     even = p.n & -p.n  # the largest power of two that divides n
     tile_n = 4096 if p.n >= 1 << 14 else min(max(even, 128), 512)
-    yield Config(next_pow2(min(p.m, 512)), min(tile_n, next_pow2(p.n)), next_pow2(min(p.k, 2048)))
+    yield Config(next_pow2(min(p.m, 512)), min(tile_n, next_pow2(p.n)), next_pow2(min(p.k, 2048)), persistent=True)

@@ -54,7 +54,8 @@ class Config:
     group: tile rows in a band of the tile order (L2 reuse).
     weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a.
     dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a.
-    stream_k: the tiles of the last rounds are cut along k into equal shares, their fp32 partial sums added by a second launch.
+    persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
+    split: blocks that share each tile of the last, incomplete round; a second launch adds their fp32 partial tiles. 1: no split.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
     """
 
@@ -64,7 +65,8 @@ class Config:
     group: int = 8
     weights_first: bool = False
     dot: bool = False
-    stream_k: bool = False
+    persistent: bool = False
+    split: int = 1
     latency: int = 5
     num_ctas: int | None = None
     occupancy: int = 1
@@ -76,39 +78,35 @@ class Config:
     def steps(self, p: Problem) -> int:
         return -(-p.k // self.tile_k)
 
-    def blocks(self, p: Problem, device: Device) -> int:
-        """Persistent blocks: what fits on the device at once, or fewer if there is not that much work."""
-        resident = max(1, device.sms * self.occupancy // (self.num_ctas or 1))
-        return min(resident, self.tiles(p) * (self.steps(p) if self.stream_k else 1))
+    def resident(self, device: Device) -> int:
+        """Blocks that the device holds at once."""
+        return max(1, device.sms * self.occupancy // (self.num_ctas or 1))
 
-    def shared_tiles(self, p: Problem, device: Device) -> int:
-        """Tiles that stream-K shares between blocks; 0 if whole tiles go round evenly."""
-        tiles, blocks = self.tiles(p), self.blocks(p, device)
-        return tiles - max(tiles // blocks - 1, 0) * blocks if self.stream_k and tiles % blocks else 0
+    def split_tiles(self, p: Problem, device: Device) -> int:
+        """Tiles of the last, incomplete round if they are split, else 0."""
+        return 0 if self.persistent or self.parts(p) == 1 else self.tiles(p) % self.resident(device)
+
+    def parts(self, p: Problem) -> int:
+        """Blocks for a split tile, none of them without a step."""
+        return -(-self.steps(p) // -(-self.steps(p) // self.split))
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and constants of the product, and of the sum of partial tiles where there are any. Pure: runs without a GPU."""
-    blocks, shared = c.blocks(p, device), c.shared_tiles(p, device)
-    tile = (c.tile_m, c.tile_n, c.tile_k)
+    tiles, split_tiles, parts = c.tiles(p), c.split_tiles(p, device), c.parts(p)
+    blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
     reduce, workspace = None, ()
-    if shared:
-        steps = c.steps(p)
-        share = -(-shared * steps // blocks)
+    if split_tiles:
         height, width = (c.tile_n, c.tile_m) if c.weights_first else (c.tile_m, c.tile_n)
-        workspace = (((shared + blocks, height, width), torch.float32),)
+        workspace = (((parts, split_tiles, height, width), torch.float32),)
         rows = min(height, max(1, REDUCE_TILE // width))
-        parts = min(MOST_PARTS, next_pow2(steps // share + 2))
-        reduce = Plan(
-            matmul_reduce_kernel,
-            (shared, height // rows),
-            (*tile, c.group, c.weights_first, rows, parts),
-            occupancy=4,
-        )
+        constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(MOST_PARTS, next_pow2(parts)))
+        reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4)
+    how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, p.bias, p.tf32, c.latency)
     return Plan(
         matmul_kernel,
         (blocks,),
-        (*tile, c.group, p.trans_a, p.trans_b, c.weights_first, c.dot, bool(shared), p.bias, p.tf32, c.latency),
+        (c.tile_m, c.tile_n, c.tile_k, c.group, *how),
         num_ctas=c.num_ctas,
         occupancy=c.occupancy,
         num_worker_warps=c.num_worker_warps,
