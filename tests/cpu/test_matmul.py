@@ -50,6 +50,14 @@ def test_a_split_of_any_remainder(split, k, weights_first):
         check_op(op, Problem(m, n, k, FP32, bias=True), CPU, Config(8, 16, 16, weights_first=weights_first, split=split))
 
 
+@pytest.mark.parametrize("config", [Config(64, 64, 32, split=3), Config(64, 64, 32, weights_first=True, split=3)])
+def test_a_split_tile_may_stick_out_of_the_product_by_whole_strips(config):
+    for m, n in ((3, 5), (70, 69), (1, 130)):
+        plan = op.plan(Problem(m, n, 100), config, Device.named("CPU"))
+        assert plan.then.grid[1] > 1
+        check_op(op, Problem(m, n, 100, BF16, bias=True), CPU, config)
+
+
 def test_a_split_gives_the_same_bits_in_any_block_order_and_has_no_race():
     problem, config = Problem(24, 80, 200, BF16, bias=True), Config(8, 16, 16, split=4)
     assert config.split_tiles(problem, Device.named("CPU"))

@@ -38,6 +38,8 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
     else:
         if p.m <= SKINNY:
             yield from _skinny_configs(p, device)
+        elif device.arch == "sm_90":
+            yield _hopper_default(p, device)
         tallest = max(64, next_pow2(p.m))
         tiles = [tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest]
         yield from _ordered(p, device, tiles)
@@ -55,6 +57,36 @@ def _config(tile: Tile, **choices) -> Config:
 
 
 # --- many rows: bound by the tensor cores
+
+# Narrowest first, with the latency hint of each.
+_HOPPER_ONE_ROUND: tuple[tuple[Tile, int], ...] = (
+    ((64, 16, 256, 1, 1, 4), 8),
+    ((64, 32, 256, 1, 1, 4), 8),
+    ((64, 64, 128, 1, 1, 4), 8),
+    ((64, 128, 64, 1, 1, 4), 5),
+    ((128, 128, 64, 1, 1, 4), 5),
+)
+
+
+def _hopper_default(p: Problem, device: Device) -> Config:
+    """The narrowest tile that covers the output in one round of blocks; else, walking over it, the one of two whose rounds cost less.
+
+    Measured on an H200 (2026-11-21, benchmarks/results, notes/LOG.md): a step of k takes an SM the same time in a tile of 128x128 on 4 warps
+    and, per element, in one of 256x256 on two blocks; the larger has fewer, longer rounds.
+    """
+    for tile, latency in _HOPPER_ONE_ROUND:
+        config = _config(tile, latency=latency)
+        if config.tiles(p) <= device.sms:
+            return config
+    small, large = _config((128, 128, 64, 1, 1, 4), persistent=True), _config((256, 256, 64, 2, 1, 8), persistent=True)
+    if p.m <= 128:  # bound by reading b as much as by the tensor cores: blocks that come and go overlap better than ones that walk
+        return _config((64, 128, 64, 1, 1, 4))
+
+    def run_us(c: Config, us_per_k: float, us_per_tile: float) -> float:
+        return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k + us_per_tile)
+
+    return small if run_us(small, 5.39e-3, 1.2) < run_us(large, 10.6e-3, 3.0) else large
+
 
 START_US = 2.5  # launch, filling the pipeline
 TILE_US = 1.5  # starting a tile, and writing it out, while the tensor cores wait
@@ -93,14 +125,17 @@ def estimate_us(p: Problem, c: Config, device: Device) -> float:
     extra_us = START_US
     if split_tiles:
         run_us += -(-split_tiles * parts // resident) * (tile_us / parts + overhead_us)
+        run_us *= 1.03  # a split must be worth it
         extra_us += REDUCE_US + 2 * split_tiles * parts * c.tile_m * c.tile_n * 4 / REDUCE_BYTES_PER_US
     return extra_us + max(run_us, p.cost().size_bytes / (device.memory_gbs * 1e3))
 
 
 def _mma_rate(p: Problem, c: Config) -> float:
     """Rate of a tile's inner loop over the device's bf16 rate: a larger tile loads less for each multiply-add."""
-    area = c.tile_m * c.tile_n
-    rate = 1.0 if area >= 1 << 15 else 0.9 if c.tile_m == c.tile_n == 128 else 0.8 if area >= 1 << 13 else 0.6
+    area = c.tile_m * c.tile_n // (c.num_ctas or 1)
+    rate = 1.0 if area >= 1 << 15 else 0.9 if area >= 1 << 14 else 0.75 if area >= 1 << 13 else 0.6
+    if max(c.tile_m, c.tile_n) > 2 * min(c.tile_m, c.tile_n):
+        rate *= 0.85
     if p.dtype is torch.float32:
         rate /= 2 if p.tf32 else 32
     return rate
@@ -122,7 +157,7 @@ _HOPPER: tuple[Tile, ...] = (
     (64, 64, 128, 1, 2, 4),
 )
 # As persistent kernels these are compiled to wait for each MMA before the next is issued.
-_SERIALISED: tuple[Tile, ...] = ((128, 128, 64, 1, 1, 8), (128, 128, 128, 1, 1, 8))
+_SERIALISED: tuple[Tile, ...] = ((256, 128, 64, 2, 1, 8), (128, 128, 64, 1, 1, 8), (128, 128, 128, 1, 1, 8))
 _AMPERE: tuple[Tile, ...] = (
     (128, 128, 32, 1, 2, None),
     (128, 64, 64, 1, 2, None),

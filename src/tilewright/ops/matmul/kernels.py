@@ -124,14 +124,18 @@ def matmul_reduce_kernel(
     """Sums the parts of the tiles that `matmul_kernel` split: block (s, i) takes ROWS rows of the s-th of them."""
     shared, strip = ct.bid(0), ct.bid(1)
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
-    columns = TILE_M if WEIGHTS_FIRST else TILE_N
-    acc = ct.zeros((ROWS, columns), dtype=ct.float32)
-    for i in range(ct.cdiv(partial.shape[0], PARTS)):
-        part = ct.load(partial, index=(i, shared, strip, 0), shape=(PARTS, 1, ROWS, columns), padding_mode=ZERO, allow_tma=False)
-        acc += ct.sum(part.reshape((PARTS, ROWS, columns)), axis=0)
     tile_m, tile_n = grouped_tile(tiles_m * tiles_n - partial.shape[1] + shared, tiles_m, tiles_n, GROUP)
     if WEIGHTS_FIRST:
+        columns = TILE_M
         tile_n = tile_n * (TILE_N // ROWS) + strip
+        inside = tile_n * ROWS < out.shape[1]
     else:
+        columns = TILE_N
         tile_m = tile_m * (TILE_M // ROWS) + strip
-    _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
+        inside = tile_m * ROWS < out.shape[0]
+    if inside:
+        acc = ct.zeros((ROWS, columns), dtype=ct.float32)
+        for i in range(ct.cdiv(partial.shape[0], PARTS)):
+            part = ct.load(partial, index=(i, shared, strip, 0), shape=(PARTS, 1, ROWS, columns), padding_mode=ZERO, allow_tma=False)
+            acc += ct.sum(part.reshape((PARTS, ROWS, columns)), axis=0)
+        _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
