@@ -21,6 +21,7 @@ FORMULATIONS = {
     "whole": Config(16, 32, 32, group=2),
     "persistent": Config(16, 32, 32, group=2, persistent=True),
     "split": Config(16, 16, 16, group=2, split=3),
+    "uneven": Config(16, 32, 32, group=2, extra_n=16),
     "weights first": Config(8, 32, 32, weights_first=True),
     "weights first, split": Config(8, 32, 16, weights_first=True, split=16),
     "dot": Config(4, 8, 64, dot=True, persistent=True),
@@ -52,10 +53,17 @@ def test_a_split_of_any_remainder(split, k, weights_first):
 
 @pytest.mark.parametrize("config", [Config(64, 64, 32, split=3), Config(64, 64, 32, weights_first=True, split=3)])
 def test_a_split_tile_may_stick_out_of_the_product_by_whole_strips(config):
-    for m, n in ((3, 5), (70, 69), (1, 130)):
+    for m, n in ((3, 5), (70, 150), (1, 130)):
         plan = op.plan(Problem(m, n, 100), config, Device.named("CPU"))
         assert plan.then.grid[1] > 1
         check_op(op, Problem(m, n, 100, BF16, bias=True), CPU, config)
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_an_uneven_tile_may_be_cut_anywhere(trans_b):
+    """In its left part, between the parts, in its right part; the first tile too."""
+    for n in (33, 48, 49, 48 + 20, 48 + 32, 48 + 33, 96):
+        check_op(op, Problem(19, n, 70, BF16, trans_b=trans_b, bias=True), CPU, Config(16, 32, 32, extra_n=16))
 
 
 def test_a_split_gives_the_same_bits_in_any_block_order_and_has_no_race():

@@ -71,16 +71,19 @@ def check_heads(q: Tensor, k: Tensor) -> None:
         raise must("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
 
 
-def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises TypeError or ValueError unless `tensor` is int32 of that shape on the device of `like`; any strides."""
+def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Raises TypeError or ValueError unless `tensor` is int32 of that shape (None: any length) on the device of `like`; any strides."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int32:
         raise must(f"{name}.dtype", "int32", str(tensor.dtype).removeprefix("torch."))
     if tensor.device != like.device:
         raise must(f"{name}.device", like.device, tensor.device)
-    if tensor.shape != shape:
-        raise must(f"{name}.shape", shape, tuple(tensor.shape))
+    if tensor.dim() != len(shape):
+        raise must(f"{name}.dim()", len(shape), tensor.dim())
+    if any(n is not None and n != was for n, was in zip(shape, tensor.shape, strict=True)):
+        wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
+        raise must(f"{name}.shape", wanted, tuple(tensor.shape))
 
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:

@@ -129,9 +129,10 @@ def space(p: Problem, device: Device) -> list[Config]:
     # Tiles along the positions: a thread's pairs of all heads take the same cosines.
     if p.seq_len > 1:
         few = p.batch * (p.q_heads + p.kv_heads) * p.seq_len * half < device.sms * 2048 * vector  # then blocks matter more than shared cosines
-        aim = 1 if few else 8 if p.from_positions else 4
+        aim = 1 if few else 4
         shared = sorted((n for n in range(1, 9) if p.q_heads % n == p.kv_heads % n == 0), key=lambda n: abs(n - aim))[:3]
-        for (loads, warps), tiles in product(((1, 4), (2, 4), (1, 8)), shared):
+        sizes = ((1, 4), (2, 4), (1, 8)) if few else ((2, 4), (1, 4), (1, 8))
+        for (loads, warps), tiles in product(sizes, shared):
             tile_s = max(1, min(next_pow2(p.seq_len), loads * 32 * warps * vector // half))
             if loads * tiles <= 8:
                 configs.append(Config(1, tile_s, tiles, num_worker_warps=warps))
@@ -140,6 +141,8 @@ def space(p: Problem, device: Device) -> list[Config]:
         for quarters, warps in ((2, 4), (4, 4), (1, 4), (8, 4), (4, 8)):
             tile_h = max(1, min(heads, quarters * 8 * warps * vector // half))
             configs.append(Config(tile_h, 1, num_worker_warps=warps))
+    if device.arch == "sm_90" and p.heads_inside and half >= 64 and not p.interleaved and p.batch * p.seq_len <= 2048:
+        configs.sort(key=lambda c: (c.tile_s, -c.tile_h, c.num_worker_warps))  # H200, 2026-11-21: all heads of a position in one block
     if p.interleaved and p.heads_inside:  # neighbours stay in one thread only in tiles of a single position
         configs.sort(key=lambda c: c.tile_s)
     return list(dict.fromkeys(configs))

@@ -39,8 +39,8 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def row_configs(rows: int, cols: int, itemsize: int, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+def row_configs(rows: int, cols: int, itemsize: int, device: Device, *, rereads: bool) -> list[Config]:
+    """Every config worth timing, the untuned default first. rereads: reading a row again from L2 is cheaper than keeping a wide one."""
     if device.is_cpu:
         return _cpu_configs(rows, cols)
     many = rows > 2 * device.sms
@@ -49,7 +49,23 @@ def row_configs(rows: int, cols: int, itemsize: int, device: Device) -> list[Con
         configs += _persistent(rows, cols, itemsize, device)
     if not configs or cols * itemsize > 16_384:
         configs += [Config(1, tile_n, keep_row=False, num_worker_warps=8) for tile_n in (4096, 2048, 8192)]
-    return configs
+    if device.arch == "sm_90" and itemsize == 2:
+        configs.insert(0, _measured_best(rows, cols, many, rereads))
+    return list(dict.fromkeys(configs))
+
+
+def _measured_best(rows: int, cols: int, many: bool, rereads: bool) -> Config:
+    """16-bit rows on an H200 (2026-11-21, notes/LOG.md): tiles that pad little, about 4 KB for few warps; one block a row up to 16 KB."""
+    whole, thrifty = next_pow2(cols), _column_tiles(cols)[-1]
+    if cols > 8192:
+        if rereads:
+            return Config(1, 2048, keep_row=False, num_worker_warps=8)
+        return Config(1, 2048, num_worker_warps=8) if cols <= 16_384 else Config(1, 4096, num_ctas=2, num_worker_warps=8)
+    if thrifty < whole:
+        tile_m = min(next_pow2(rows), next_pow2(3072 // cols)) if many else 1
+        return Config(tile_m, thrifty, num_worker_warps=8 if thrifty >= 1024 else 4)
+    tile_m = min(next_pow2(rows), max(1, 2048 // whole), 16) if many else 1
+    return Config(tile_m, whole, num_worker_warps=8 if whole == 4096 or (whole == 8192 and many) else 4)
 
 
 def _cpu_configs(rows: int, cols: int) -> list[Config]:

@@ -45,7 +45,7 @@ class Problem:
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
-    return row_configs(p.rows, p.cols, p.dtype.itemsize, device)
+    return row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=False)
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:

@@ -46,7 +46,9 @@ def reference(
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         rows = list(map(slice, cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:]))
         keys = list(map(slice, cu_seqlens_kv.tolist(), cu_seqlens_kv.tolist()[1:]))
-        parts = [_one(q[r].transpose(0, 1), k[s].transpose(0, 1), v[s].transpose(0, 1), causal, scale, window) for r, s in zip(rows, keys, strict=True)]
+        parts = [
+            _one(q[r].transpose(0, 1), k[s].transpose(0, 1), v[s].transpose(0, 1), causal, scale, window) for r, s in zip(rows, keys, strict=True)
+        ]
         out = torch.cat([o for o, _ in parts], dim=1).transpose(0, 1)
         lse = torch.cat([x for _, x in parts], dim=1)
     else:
@@ -155,6 +157,8 @@ def attention(
         check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
         _check_packing(q, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
         max_q_len = q.shape[0] if max_q_len is None else max_q_len
+        if max_q_len < 1 <= q.shape[0]:
+            raise must("max_q_len", "at least 1", max_q_len)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse_shape = (q.shape[1], q.shape[0])
     else:
@@ -185,7 +189,7 @@ def _check_packing(q: Tensor, kv_start: Any, kv_len: Any, cu_seqlens_q: Tensor, 
             raise must(name, "None with cu_seqlens_q", type(given).__name__)
     if cu_seqlens_kv is None:
         raise must("cu_seqlens_kv", "given with cu_seqlens_q", None)
-    if isinstance(cu_seqlens_q, Tensor) and (cu_seqlens_q.dim() != 1 or not len(cu_seqlens_q)):
-        raise must("cu_seqlens_q.shape", "(sequences + 1,)", tuple(cu_seqlens_q.shape))
-    check_int32(cu_seqlens_q, "cu_seqlens_q", q, tuple(cu_seqlens_q.shape))
+    check_int32(cu_seqlens_q, "cu_seqlens_q", q, (None,))
+    if not len(cu_seqlens_q):
+        raise must("cu_seqlens_q.shape", "(sequences + 1,)", (0,))
     check_int32(cu_seqlens_kv, "cu_seqlens_kv", q, tuple(cu_seqlens_q.shape))

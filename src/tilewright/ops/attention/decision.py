@@ -117,56 +117,94 @@ class Config:
     num_worker_warps: int | None = None
 
 
-# (tile_m, tile_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps) by padded head_dim, the default first.
-SM90_HALF = {
-    64: (
-        (128, 128, 1, 2, False, 1, 1, 8),
-        (128, 128, 1, 5, False, 1, 1, 8),
-        (128, 128, 2, 2, False, 1, 1, 8),
-        (256, 128, 1, 2, False, 2, 1, 8),
-        (128, 64, 1, 2, False, 1, 1, 8),
-        (128, 64, 1, 2, False, 1, 2, 8),
-        (64, 128, 1, 2, False, 1, 2, 4),
-        (64, 128, 1, 4, False, 1, 2, 4),
-        (64, 64, 1, 2, False, 1, 2, 4),
-        (64, 64, 2, 2, False, 1, 3, 4),
-        (64, 256, 2, 2, False, 1, 1, 4),
-        (256, 64, 2, 2, False, 1, 1, 8),
-        (128, 64, 2, 2, False, 1, 2, 4),
-        (128, 128, 1, 2, True, 1, 1, 8),
-        (128, 64, 1, 2, True, 1, 1, 8),
-        (64, 128, 1, 2, True, 1, 2, 4),
-    ),
-    128: (
-        (128, 128, 2, 2, False, 1, 1, 8),
-        (128, 128, 2, 4, False, 1, 1, 8),
-        (256, 128, 2, 2, False, 2, 1, 8),
-        (128, 64, 1, 2, False, 1, 1, 8),
-        (128, 64, 1, 5, False, 1, 1, 8),
-        (256, 64, 1, 3, False, 2, 1, 8),
-        (128, 128, 1, 2, False, 1, 1, 8),
-        (64, 128, 1, 2, False, 1, 2, 4),
-        (64, 64, 1, 2, False, 1, 2, 4),
-        (64, 64, 2, 2, False, 1, 2, 4),
-        (64, 128, 1, 2, False, 1, 1, 4),
-        (128, 128, 1, 2, False, 2, 2, 4),
-        (128, 64, 1, 2, True, 1, 1, 8),
-        (64, 128, 1, 2, True, 1, 2, 4),
-        (64, 64, 1, 2, True, 1, 2, 4),
-    ),
-    256: (
-        (128, 64, 1, 2, False, 1, 1, 8),
-        (128, 32, 1, 2, False, 1, 1, 8),
-        (64, 64, 1, 2, False, 1, 1, 4),
-        (64, 64, 1, 2, False, 1, 1, 8),
-        (64, 128, 1, 2, False, 1, 1, 4),
-    ),
+# tile_m, tile_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps
+Row = tuple[int, int, int, int, bool, int | None, int | None, int | None]
+
+# By architecture and padded head_dim, the default first; chosen on compiled code (no spills), and on sm_90 by _measured_best.
+_HALF: dict[str, dict[int, tuple[Row, ...]]] = {
+    "sm_80": {
+        64: ((64, 64, 1, 2, False, None, 1, 8), (64, 32, 1, 2, False, None, 1, None)),
+        128: ((64, 64, 1, 2, False, None, 2, None),),
+        256: ((32, 64, 1, 2, False, None, 1, 8), (64, 16, 1, 2, False, None, 1, 8)),
+    },
+    "sm_90": {
+        64: (
+            (128, 128, 1, 2, False, 1, 1, 8),
+            (128, 128, 1, 5, False, 1, 1, 8),
+            (128, 128, 2, 2, False, 1, 1, 8),
+            (256, 128, 1, 2, False, 2, 1, 8),
+            (128, 64, 1, 2, False, 1, 1, 8),
+            (128, 64, 1, 2, False, 1, 2, 8),
+            (64, 128, 1, 2, False, 1, 2, 4),
+            (64, 128, 1, 4, False, 1, 2, 4),
+            (64, 64, 1, 2, False, 1, 2, 4),
+            (64, 64, 2, 2, False, 1, 3, 4),
+            (64, 256, 2, 2, False, 1, 1, 4),
+            (256, 64, 2, 2, False, 1, 1, 8),
+            (128, 64, 2, 2, False, 1, 2, 4),
+            (128, 128, 1, 2, True, 1, 1, 8),
+            (128, 64, 1, 2, True, 1, 1, 8),
+            (64, 128, 1, 2, True, 1, 2, 4),
+        ),
+        128: (
+            (128, 128, 2, 2, False, 1, 1, 8),
+            (128, 128, 2, 4, False, 1, 1, 8),
+            (256, 128, 2, 2, False, 2, 1, 8),
+            (128, 64, 1, 2, False, 1, 1, 8),
+            (128, 64, 1, 5, False, 1, 1, 8),
+            (256, 64, 1, 3, False, 2, 1, 8),
+            (128, 128, 1, 2, False, 1, 1, 8),
+            (64, 128, 1, 2, False, 1, 2, 4),
+            (64, 64, 1, 2, False, 1, 2, 4),
+            (64, 64, 2, 2, False, 1, 2, 4),
+            (64, 128, 1, 2, False, 1, 1, 4),
+            (128, 128, 1, 2, False, 2, 2, 4),
+            (128, 64, 1, 2, True, 1, 1, 8),
+            (64, 128, 1, 2, True, 1, 2, 4),
+            (64, 64, 1, 2, True, 1, 2, 4),
+        ),
+        256: (
+            (128, 64, 1, 2, False, 1, 1, 8),
+            (128, 32, 1, 2, False, 1, 1, 8),
+            (64, 64, 1, 2, False, 1, 1, 4),
+            (64, 64, 1, 2, False, 1, 1, 8),
+            (64, 128, 1, 2, False, 1, 1, 4),
+        ),
+    },
+    "sm_100": {
+        64: ((128, 128, 1, 2, False, None, 2, None), (256, 128, 1, 2, False, None, 1, None), (64, 64, 1, 2, False, None, 2, None)),
+        128: ((128, 128, 1, 2, False, None, 1, None), (128, 128, 1, 2, False, None, 2, None), (64, 64, 1, 2, False, None, 2, None)),
+        256: ((128, 128, 1, 2, False, None, 1, None),),
+    },
+    "sm_120": {
+        64: ((64, 64, 1, 2, False, None, 2, None), (128, 64, 1, 2, False, None, 1, None), (64, 32, 1, 2, False, None, 1, None)),
+        128: ((64, 64, 1, 2, False, None, 1, None), (64, 32, 1, 2, False, None, 1, None)),
+        256: ((32, 64, 1, 2, False, None, 1, 8), (16, 32, 1, 2, False, None, 1, None)),
+    },
 }
-SM90_SINGLE = {
-    64: ((64, 64, 1, 2, False, 1, 1, 8), (64, 32, 1, 2, False, 1, 1, 8)),
-    128: ((64, 16, 1, 2, False, 1, 1, 8),),
-    256: ((64, 16, 1, 2, False, 1, 1, 8),),
+_SINGLE: dict[str, dict[int, tuple[Row, ...]]] = {
+    "sm_80": {
+        64: ((64, 32, 1, 2, False, None, 1, 8), (32, 32, 1, 2, False, None, 1, None)),
+        128: ((32, 32, 1, 2, False, None, 1, 8),),
+        256: ((16, 16, 1, 2, False, None, 1, 8),),
+    },
+    "sm_90": {
+        64: ((64, 64, 1, 2, False, 1, 1, 8), (64, 32, 1, 2, False, 1, 1, 8)),
+        128: ((64, 16, 1, 2, False, 1, 1, 8),),
+        256: ((64, 16, 1, 2, False, 1, 1, 8),),
+    },
+    "sm_100": {
+        64: ((64, 64, 1, 2, False, None, 1, 8), (64, 32, 1, 2, False, None, 1, 8)),
+        128: ((64, 16, 1, 2, False, None, 1, 8),),
+        256: ((64, 16, 1, 2, False, None, 1, 8),),
+    },
+    "sm_120": {
+        64: ((32, 32, 1, 2, False, None, 1, 8), (32, 32, 1, 2, False, None, 1, None)),
+        128: ((16, 32, 1, 2, False, None, 1, None),),
+        256: ((16, 16, 1, 2, False, None, 1, 8),),
+    },
 }
+_ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -175,14 +213,30 @@ def space(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         return [Config(min(256, longest_m), min(512, longest_n)), Config(min(64, longest_m), min(128, longest_n), parts=2)]
     single = p.dtype == torch.float32
-    rows = (SM90_SINGLE if single else SM90_HALF)[max(64, next_pow2(p.head_dim))]
+    rows = (_SINGLE if single else _HALF)[_ALIKE.get(device.arch, device.arch)][max(64, next_pow2(p.head_dim))]
     configs = [
         Config(tile_m, tile_n, parts, latency, persistent, single, num_ctas, occupancy, num_worker_warps)
         for tile_m, tile_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps in rows
         if not (persistent and (p.varlen or p.has_start or p.has_len or p.window is not None))
     ]
     # A tile of queries much longer than the sequence computes rows that nobody reads.
-    return [c for c in configs if c.tile_m <= max(64, longest_m)] or configs[-1:]
+    configs = [c for c in configs if c.tile_m <= max(64, longest_m)] or configs[-1:]
+    if device.arch != "sm_90" or single:
+        return configs
+    best = _measured_best(p)
+    return sorted(configs, key=lambda c: (c.tile_m, c.tile_n, c.parts, c.latency, c.occupancy, c.num_worker_warps, c.num_ctas, c.persistent) != best)
+
+
+def _measured_best(p: Problem) -> tuple[int, int, int, int, int, int, int, bool]:
+    """(tile_m, tile_n, parts, latency, occupancy, num_worker_warps, num_ctas, persistent) on an H200 (2026-11-21, notes/LOG.md)."""
+    short = (64, 64, 2, 2, 3 if p.head_dim <= 64 else 2, 4, 1, False)
+    if p.head_dim <= 64:
+        return short if p.causal and p.q_len < 4096 else (128, 64, 1, 2, 2, 8, 1, False)
+    if p.q_len < 1024 and p.causal:
+        return short
+    if p.q_len < (2048 if p.causal else 8192):
+        return 64, 128, 1, 2, 2, 4, 1, False
+    return 128, 128, 2, 4, 1, 8, 1, False
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:

@@ -82,10 +82,12 @@ def attention_kernel(
         maximum = ct.full((TILE_M, 1), FLOOR, dtype=ct.float32)
         denominator = ct.zeros((TILE_M, 1), dtype=ct.float32)
         accumulator = ct.zeros((TILE_M, TILE_D), dtype=ct.float32)
-        for j in range(begin, end):
+
+        def step(j, state, HIDDEN):
+            accumulator, maximum, denominator = state
             k = ct.load(K, (batch, head // GROUP, 0, j), (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=ZERO, latency=LATENCY)
             scores = product(q, k.reshape((TILE_D, TILE_N)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32), TF32X3)
-            if MASKED and (j >= whole_to or (HAS_WINDOW and j < whole_from)):
+            if HIDDEN:
                 key = j * TILE_N + column
                 seen = key < n
                 if CAUSAL:
@@ -95,7 +97,21 @@ def attention_kernel(
                 scores = ct.where(seen, scores, -math.inf)
             weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, 1, PARTS)
             v = ct.load(V, (batch, head // GROUP, j, 0), (1, 1, TILE_N, TILE_D), padding_mode=ZERO, latency=LATENCY)
-            accumulator = product(weights, v.reshape((TILE_N, TILE_D)), accumulator * factor, TF32X3)
+            return product(weights, v.reshape((TILE_N, TILE_D)), accumulator * factor, TF32X3), maximum, denominator
+
+        # A loop for the whole tiles apart from those for the partly hidden ones: a branch in one loop keeps the compiler from overlapping
+        # the softmax of a step with the products of the next (H200, causal, 1k to 4k queries: 10 to 25 % slower).
+        state = (accumulator, maximum, denominator)
+        whole_from, whole_to = max(begin, min(whole_from, end)), min(whole_to, end)
+        if HAS_WINDOW:
+            for j in range(begin, whole_from):
+                state = step(j, state, True)
+        for j in range(whole_from, whole_to):
+            state = step(j, state, False)
+        if MASKED:
+            for j in range(max(whole_from, whole_to), end):
+                state = step(j, state, True)
+        accumulator, maximum, denominator = state
         out, lse = softmax_finish(accumulator, maximum, denominator)
         ct.store(OUT, (batch, head, tile, 0), out.astype(OUT.dtype).reshape((1, 1, TILE_M, TILE_D)))
         if RETURN_LSE:

@@ -139,7 +139,7 @@ def attention_decode(
     check_tensor(k, "k", shape=(k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), like=q)
     check_tensor(v, "v", shape=tuple(k.shape), like=q)
     if block_table is not None:
-        check_int32(block_table, "block_table", q, (batch, *block_table.shape[1:2]))
+        check_int32(block_table, "block_table", q, (batch, None))
         if k.shape[2] < 16 or k.shape[2] & (k.shape[2] - 1):
             raise must("k.shape[2]", "a power of two, at least 16 (the page size)", k.shape[2])
     for name, given in (("kv_len", kv_len), ("kv_start", kv_start)):

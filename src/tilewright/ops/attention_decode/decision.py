@@ -101,23 +101,56 @@ class Config:
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
     longest = max(16, next_pow2(p.max_len))
-    if p.page_size:
-        longest = min(longest, p.page_size)
     if device.is_cpu:
-        return [Config(min(1024, longest), 1), Config(min(128, longest), 3), Config(min(256, longest), 2, keys_first=True)]
-    heads = p.batch * p.kv_heads
+        paged = min(longest, p.page_size) if p.page_size else longest
+        return [Config(min(1024, paged), 1), Config(min(128, paged), 3), Config(min(256, paged), 2, keys_first=True)]
     configs = []
-    for tile_n in (128, 64):
-        splits = max(1, min(ct.cdiv(p.max_len, tile_n), 2 * device.sms // heads))
-        configs.append(Config(min(tile_n, longest), splits, latency=4, occupancy=2, num_worker_warps=4))
-    return configs
+    for tile_n, keys_first, latency, occupancy, warps in _shapes(p, device):
+        tile_n = min(tile_n, longest)
+        splits = _splits(p.batch * p.kv_heads, ct.cdiv(p.max_len, tile_n), device.sms * occupancy)
+        for n in (splits, 2 * splits):
+            configs.append(Config(tile_n, min(n, ct.cdiv(p.max_len, tile_n)), keys_first, latency, p.dtype == torch.float32, occupancy, warps))
+    return list(dict.fromkeys(configs))
+
+
+def _shapes(p: Problem, device: Device) -> list[tuple[int, bool, int, int, int | None]]:
+    """(tile_n, keys_first, latency, occupancy, num_worker_warps), the default first, as measured on an H200 (2026-11-21, notes/LOG.md)."""
+    wide = p.head_dim > 64
+    if p.dtype == torch.float32:
+        return [(64, True, 2, 1, 4 if device.arch == "sm_90" else None)]
+    if device.arch != "sm_90":
+        if wide and p.head_dim > 128:
+            return [(64, True, 2, 1, None)] if device.arch in ("sm_100", "sm_103") else [(32, False, 2, 1, None)]
+        return [(64, True, 2, 1, None), (32, False, 2, 1, None)]
+    if p.head_dim > 128:
+        return [(128, True, 4, 1, 8), (64, True, 4, 1, 4), (128, True, 2, 1, 8), (64, False, 2, 1, 8)]
+    shapes = [(128, True, 8, 1, 8), (128, True, 8, 2, 4)] if wide else [(128, True, 8, 2, 4), (128, True, 8, 1, 8)]
+    shapes += [(128, True, 3, 2, 4), (64, True, 8, 2, 4), (64, True, 3, 4, 4), (128, False, 8, 1, 8), (128, False, 8, 2, 4)]
+    if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
+        shapes.insert(0, (128, True, 8, 2, 4))  # many short caches: blocks that end and start overlap
+    if p.page_size == 64:
+        shapes.insert(0, (64, True, 4, 2, 4))
+    elif p.page_size >= 128:
+        shapes.insert(0, (128, True, 3, 2, 4))
+    return list(dict.fromkeys(shapes))
+
+
+def _splits(heads: int, tiles: int, resident: int) -> int:
+    """The fewest ranges for which the rounds of blocks waste little: `heads` * splits blocks, of which `resident` run at once."""
+
+    def waste(splits: int) -> float:
+        return -(-heads * splits // resident) * resident / (heads * splits)
+
+    most = max(1, min(tiles, max(1, resident // heads) if heads <= resident // 2 else 8))
+    best = min(map(waste, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if waste(n) <= 1.05 * best)
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of the launch over ranges, and of the merge."""
     group, tile_d = p.q_heads // p.kv_heads, next_pow2(p.head_dim)
     rows = max(8 if c.keys_first else 16, next_pow2(group))
-    flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits, c.keys_first)
+    flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits > 1, c.keys_first)
     hints = {"occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
     grid = (c.splits, p.kv_heads, p.batch)
     constants = (*flags, rows, tile_d, c.tile_n, c.latency, c.tf32x3)

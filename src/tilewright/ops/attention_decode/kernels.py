@@ -26,7 +26,7 @@ def attention_decode_kernel(
     HAS_START: ct.Constant[bool],
     HAS_LEN: ct.Constant[bool],
     RETURN_LSE: ct.Constant[bool],
-    SPLITS: ct.Constant[int],
+    SPLIT: ct.Constant[bool],
     KEYS_FIRST: ct.Constant[bool],
     ROWS: ct.Constant[int],
     TILE_D: ct.Constant[int],
@@ -37,7 +37,7 @@ def attention_decode_kernel(
     """One block: all query heads of one key head over one range of keys. Grid (splits, kv_heads, batch).
 
     Q [batch, kv_heads, group, head_dim]; K, V [batch, kv_heads, max_len, head_dim] or [pages, kv_heads, page_size, head_dim].
-    SPLITS = 1: OUT like Q, LSE [batch, kv_heads, group]; otherwise fp32 partials [batch, kv_heads, splits, group(, head_dim)], their lse in base 2.
+    Without SPLIT: OUT like Q, LSE [batch, kv_heads, group]; with it fp32 partials [batch, kv_heads, splits, group(, head_dim)], their lse in base 2.
     int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
     scale: of the scores, times log2(e).
     """
@@ -56,7 +56,7 @@ def attention_decode_kernel(
 
     # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that are not to be seen.
     first, last = begin // TILE_N, ct.cdiv(end, TILE_N)
-    per_split = ct.cdiv(last - first, SPLITS)
+    per_split = ct.cdiv(last - first, ct.num_blocks(0))
     first = first + split * per_split
     last = min(last, first + per_split)
     head_end = max(first, min(last, ct.cdiv(begin, TILE_N)))
@@ -115,7 +115,7 @@ def attention_decode_kernel(
     out, lse = softmax_finish(*state)
     if KEYS_FIRST:
         out = ct.transpose(out)
-    if SPLITS == 1:
+    if not SPLIT:
         ct.store(OUT, (batch, head, 0, 0), out.astype(OUT.dtype).reshape((1, 1, ROWS, TILE_D)))
         if RETURN_LSE:
             ct.store(LSE, (batch, head, 0), lse.reshape((1, 1, ROWS)))

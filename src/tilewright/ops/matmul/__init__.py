@@ -15,9 +15,9 @@ from torch import Tensor
 from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
 from .candidates import space
 from .decision import Config, Problem, plan
-from .kernels import matmul_kernel, matmul_reduce_kernel
+from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
-__all__ = ["Config", "Problem", "matmul", "matmul_kernel", "matmul_out", "matmul_reduce_kernel", "plan", "reference", "space"]
+__all__ = ["Config", "Problem", "matmul", "matmul_kernel", "matmul_out", "matmul_reduce_kernel", "matmul_uneven_kernel", "plan", "reference", "space"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -40,7 +40,11 @@ def matmul_out(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, trans_a: 
     p = best_plan(space, plan, Problem(m, n, k, a.dtype, trans_a, trans_b, bias is not None, tf32), Device.of(a))
     # The kernels do not touch a bias or a workspace that the plan does not name; `out` stands in for them.
     partial = p.scratch(a.device)[0] if p.workspace else out
-    launch(p, a, b, out if bias is None else bias, partial, out)
+    bias = out if bias is None else bias
+    if p.kernel is matmul_uneven_kernel:
+        launch(p, a, b, bias, out)
+    else:
+        launch(p, a, b, bias, partial, out)
     if p.then is not None:
         launch(p.then, partial, out)
 

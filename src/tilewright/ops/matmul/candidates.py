@@ -25,30 +25,31 @@ def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
     if device.is_cpu:
         return list(_cpu_configs(p))
-    found = list(dict.fromkeys(_configs(p, device)))
-    return found[:MOST_CONFIGS]
+    return list(dict.fromkeys(_configs(p, device)))[:MOST_CONFIGS]
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
     if p.dtype is torch.float32:
         tiles = _tf32_tiles(p, device) if p.tf32 else _float32_tiles(p, device)
-        yield from _ordered(p, device, tiles, latency=3 if _wide_loads(p) and device.arch == "sm_90" else 1)
-    elif not _wide_loads(p):
+        yield from _ordered(p, device, tiles, latency=3 if _wide_loads(p, device) and device.arch == "sm_90" else 1)
+    elif not _wide_loads(p, device):
         yield from _ordered(p, device, _NARROW_LOADS, latency=1)
     else:
         if p.m <= SKINNY:
             yield from _skinny_configs(p, device)
         elif device.arch == "sm_90":
             yield _hopper_default(p, device)
+            yield from _uneven(p, device)
         tallest = max(64, next_pow2(p.m))
-        tiles = [tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest]
-        yield from _ordered(p, device, tiles)
+        fitting = (tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest)
+        yield from _ordered(p, device, fitting, latency=5 if device.arch in ("sm_90", "sm_100", "sm_103") else 3)
 
 
-def _wide_loads(p: Problem) -> bool:
-    """Whether rows of both operands start at multiples of 16 bytes: else every element is loaded, and kept in registers, by itself."""
+def _wide_loads(p: Problem, device: Device) -> bool:
+    """Whether rows of both operands can be read by TMA (or 16 bytes at a time): else every element passes through registers by itself."""
     lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
-    return all(n * p.dtype.itemsize % 16 == 0 for n in lengths)
+    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
+    return all(n % unit == 0 for n in lengths)
 
 
 def _config(tile: Tile, **choices) -> Config:
@@ -88,6 +89,15 @@ def _hopper_default(p: Problem, device: Device) -> Config:
     return small if run_us(small, 5.39e-3, 1.2) < run_us(large, 10.6e-3, 3.0) else large
 
 
+_HOPPER_UNEVEN: tuple[tuple[int, int, int], ...] = ((128, 64, 4), (128, 64, 8), (128, 32, 4), (128, 16, 4), (64, 32, 4))  # tile_n, extra_n, warps
+
+
+def _uneven(p: Problem, device: Device) -> list[Config]:
+    """The two widths between the powers of two whose rounds of tiles cost least."""
+    fitting = [_config((128, tile_n, 64, 1, 1, warps), extra_n=extra_n) for tile_n, extra_n, warps in _HOPPER_UNEVEN if p.n > tile_n and p.m > SKINNY]
+    return sorted(fitting, key=lambda c: -(-c.tiles(p) // c.resident(device)) * (c.tile_n + c.extra_n))[:2]
+
+
 START_US = 2.5  # launch, filling the pipeline
 TILE_US = 1.5  # starting a tile, and writing it out, while the tensor cores wait
 PERSISTENT_TILE_US = 1.0
@@ -103,9 +113,8 @@ def _ordered(p: Problem, device: Device, tiles: Iterable[Tile], **choices) -> It
         configs.append(plain)
         if plain.tiles(p) > plain.resident(device) and tile not in _SERIALISED:
             configs.append(replace(plain, persistent=True))
-        split = (replace(plain, split=parts) for parts in range(2, MOST_PARTS + 1))
-        split = sorted((c for c in split if c.split_tiles(p, device)), key=lambda c: estimate_us(p, c, device))
-        configs += split[:2]
+        splits = (replace(plain, split=parts) for parts in range(2, MOST_PARTS + 1))
+        configs += sorted((c for c in splits if c.split_tiles(p, device)), key=lambda c: estimate_us(p, c, device))[:2]
     configs.sort(key=lambda c: estimate_us(p, c, device))
     yield from configs[:28]
     for c in configs[:4]:
@@ -160,7 +169,6 @@ _HOPPER: tuple[Tile, ...] = (
 _SERIALISED: tuple[Tile, ...] = ((256, 128, 64, 2, 1, 8), (128, 128, 64, 1, 1, 8), (128, 128, 128, 1, 1, 8))
 _AMPERE: tuple[Tile, ...] = (
     (128, 128, 32, 1, 2, None),
-    (128, 64, 64, 1, 2, None),
     (64, 128, 64, 1, 2, None),
     (64, 64, 64, 1, 2, None),
 )
@@ -175,7 +183,7 @@ _BLACKWELL: tuple[Tile, ...] = (
 _CONSUMER: tuple[Tile, ...] = (
     (128, 64, 64, 1, 2, None),
     (64, 128, 64, 1, 2, None),
-    (128, 128, 64, 1, 1, None),
+    (128, 128, 32, 1, 1, None),
     (64, 64, 64, 1, 2, None),
 )
 _WIDE = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _CONSUMER, "sm_121": _CONSUMER}
@@ -184,14 +192,14 @@ _NARROW_LOADS: tuple[Tile, ...] = ((64, 64, 32, 1, 1, None), (32, 32, 64, 1, 1, 
 
 def _float32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
     warps = 8 if device.arch == "sm_90" else None
-    if warps and _wide_loads(p):
+    if warps and _wide_loads(p, device):
         return ((64, 128, 8, 1, 1, warps), (64, 64, 16, 1, 1, warps), (32, 64, 16, 1, 1, warps))
     return ((64, 64, 8, 1, 1, warps), (32, 32, 16, 1, 1, None), (32, 32, 8, 1, 1, None))
 
 
 def _tf32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
     warps = 8 if device.arch == "sm_90" else None
-    if warps and _wide_loads(p):
+    if warps and _wide_loads(p, device):
         return ((128, 128, 32, 1, 1, warps), (128, 64, 32, 1, 1, warps), (64, 64, 32, 1, 1, warps))
     return ((64, 64, 16, 1, 1, warps),)
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ...launch import Cost, Device, Plan, next_pow2
-from .kernels import matmul_kernel, matmul_reduce_kernel
+from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
 REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
-MOST_PARTS = 8  # partial tiles that it loads at a time
+REDUCE_PARTS = 8  # partial tiles that it loads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Config:
     """One way to compute it.
 
     tile_m, tile_n, tile_k: of one step, powers of two; tile_m counts rows of a, tile_n columns of the output.
+    extra_n: columns of a second accumulator beside the first, so that a tile need not be a power of two wide; 0 for none.
     group: tile rows in a band of the tile order (L2 reuse).
     weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a.
     dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a.
@@ -63,6 +64,7 @@ class Config:
     tile_n: int
     tile_k: int
     group: int = 8
+    extra_n: int = 0
     weights_first: bool = False
     dot: bool = False
     persistent: bool = False
@@ -73,7 +75,7 @@ class Config:
     num_worker_warps: int | None = None
 
     def tiles(self, p: Problem) -> int:
-        return -(-p.m // self.tile_m) * -(-p.n // self.tile_n)
+        return -(-p.m // self.tile_m) * -(-p.n // (self.tile_n + self.extra_n))
 
     def steps(self, p: Problem) -> int:
         return -(-p.k // self.tile_k)
@@ -95,21 +97,24 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and constants of the product, and of the sum of partial tiles where there are any. Pure: runs without a GPU."""
     tiles, split_tiles, parts = c.tiles(p), c.split_tiles(p, device), c.parts(p)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
-    reduce, workspace = None, ()
+    hints: dict[str, Any] = {"num_ctas": c.num_ctas, "occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
+    if c.extra_n:
+        tile = (c.tile_m, c.tile_n, c.extra_n, c.tile_k, c.group)
+        return Plan(matmul_uneven_kernel, (blocks,), (*tile, p.trans_a, p.trans_b, p.bias, c.latency), **hints)
+    reduce: Plan | None = None
+    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     if split_tiles:
         height, width = (c.tile_n, c.tile_m) if c.weights_first else (c.tile_m, c.tile_n)
         workspace = (((parts, split_tiles, height, width), torch.float32),)
         rows = min(height, max(1, REDUCE_TILE // width))
-        constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(MOST_PARTS, next_pow2(parts)))
+        constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(REDUCE_PARTS, next_pow2(parts)))
         reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4)
     how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, p.bias, p.tf32, c.latency)
     return Plan(
         matmul_kernel,
         (blocks,),
         (c.tile_m, c.tile_n, c.tile_k, c.group, *how),
-        num_ctas=c.num_ctas,
-        occupancy=c.occupancy,
-        num_worker_warps=c.num_worker_warps,
         workspace=workspace,
         then=reduce,
+        **hints,
     )

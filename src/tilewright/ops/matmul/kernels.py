@@ -111,6 +111,66 @@ def _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST):
 
 
 @ct.kernel
+def matmul_uneven_kernel(
+    a,
+    b,
+    bias,
+    out,
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    EXTRA_N: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    TRANS_A: ct.Constant[bool],
+    TRANS_B: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """`matmul_kernel`, one tile to a block, for tiles TILE_N + EXTRA_N wide: no power of two, so that the last round of tiles is fuller.
+
+    Two accumulators side by side share each tile of a. out is wider than TILE_N.
+    """
+    width = TILE_N + EXTRA_N
+    tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], width)
+    steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
+    left = (b, bias, out)
+    right = (b.slice(0 if TRANS_B else 1, TILE_N, out.shape[1]), bias, out.slice(1, TILE_N, out.shape[1]))
+    if BIAS:
+        right = (right[0], bias.slice(0, TILE_N, out.shape[1]), right[2])
+    b_left, bias_left, out_left = _columns(*left, TILE_M, TILE_N, TILE_K, width, TRANS_B, BIAS)
+    b_right, bias_right, out_right = _columns(*right, TILE_M, EXTRA_N, TILE_K, width, TRANS_B, BIAS)
+    right_tiles = ct.cdiv(out.shape[1] - TILE_N, width)
+    tile_m, tile_n = grouped_tile(ct.bid(0), tiles_m, tiles_n, GROUP)
+    right_n = min(tile_n, right_tiles - 1)  # the last tile may be cut before its right part begins
+    acc_left, acc_right = ct.zeros((TILE_M, TILE_N), dtype=ct.float32), ct.zeros((TILE_M, EXTRA_N), dtype=ct.float32)
+    for step in range(steps):
+        if TRANS_A:
+            x = ct.load(a, index=(step, tile_m), shape=(TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY).transpose()
+        else:
+            x = ct.load(a, index=(tile_m, step), shape=(TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
+        if TRANS_B:
+            acc_left = ct.mma(x, b_left.load((tile_n, step), latency=LATENCY).transpose(), acc_left)
+            acc_right = ct.mma(x, b_right.load((right_n, step), latency=LATENCY).transpose(), acc_right)
+        else:
+            acc_left = ct.mma(x, b_left.load((step, tile_n), latency=LATENCY), acc_left)
+            acc_right = ct.mma(x, b_right.load((step, right_n), latency=LATENCY), acc_right)
+    if BIAS:
+        acc_left += bias_left.load((tile_n,), allow_tma=False).astype(ct.float32)
+        acc_right += bias_right.load((right_n,), allow_tma=False).astype(ct.float32)
+    out_left.store((tile_m, tile_n), acc_left.astype(out.dtype))
+    if tile_n < right_tiles:
+        out_right.store((tile_m, tile_n), acc_right.astype(out.dtype))
+
+
+def _columns(b, bias, out, TILE_M, TILE_N, TILE_K, STEP, TRANS_B, BIAS):
+    """Views of b, bias and out in which neighbouring tiles of TILE_N columns are STEP columns apart."""
+    shape, steps = ((TILE_N, TILE_K), (STEP, TILE_K)) if TRANS_B else ((TILE_K, TILE_N), (TILE_K, STEP))
+    b_view = b.tiled_view(shape, padding_mode=ZERO, traversal_steps=steps)
+    bias_view = bias.tiled_view((TILE_N,), padding_mode=ZERO, traversal_steps=(STEP,)) if BIAS else 0
+    return b_view, bias_view, out.tiled_view((TILE_M, TILE_N), traversal_steps=(TILE_M, STEP))
+
+
+@ct.kernel
 def matmul_reduce_kernel(
     partial,
     out,

@@ -1,0 +1,188 @@
+"""What the generic loops over cases do not say about `attention_decode`: splits, pages, lengths on the device, and the traps."""
+
+import math
+
+import pytest
+import torch
+
+from tilewright.launch import Device, counted, forced_config, traced
+from tilewright.ops.attention import attention
+from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference
+
+HEAD_DIM = 32
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(11)
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def forced(config, *args, **options):
+    with forced_config(plan, config):
+        return attention_decode(*args, **options)
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("options", [{}, {"window": 30}, {"kv_start": (0, 5, 90)}, {"window": 1, "kv_start": (70, 0, 3)}])
+def test_any_number_of_ranges_gives_the_same_answer(splits, keys_first, options):
+    """Also more ranges than tiles, and ranges that the length leaves empty."""
+    q, k, v = randn(3, 6, 1, HEAD_DIM), randn(3, 2, 200, HEAD_DIM), randn(3, 2, 200, HEAD_DIM)
+    kv_len = int32(200, 33, 91)
+    options = {name: int32(*value) if isinstance(value, tuple) else value for name, value in options.items()}
+    found = forced(Config(16, splits, keys_first), q, k, v, kv_len, return_lse=True, **options)
+    expected = reference(q, k, v, kv_len, return_lse=True, **options)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_the_last_row_of_prefill():
+    q, k, v = randn(2, 4, 9, HEAD_DIM), randn(2, 2, 77, HEAD_DIM), randn(2, 2, 77, HEAD_DIM)
+    options = {"window": 40, "kv_start": int32(50, 0), "kv_len": int32(77, 60), "return_lse": True}
+    rows, rows_lse = attention(q, k, v, **options)
+    row, row_lse = attention_decode(q[:, :, -1:], k, v, **options)
+    torch.testing.assert_close(row, rows[:, :, -1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(row_lse, rows_lse[:, :, -1:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_lse_is_the_natural_log_of_the_denominator(splits):
+    q, k, v = randn(1, 4, 1, HEAD_DIM), randn(1, 4, 100, HEAD_DIM), randn(1, 4, 100, HEAD_DIM)
+    _, lse = forced(Config(16, splits), q, k, v, return_lse=True)
+    scores = q.double() @ k.double().mT / math.sqrt(HEAD_DIM)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True)])
+def test_memory_outside_the_keys_may_hold_anything(config):
+    q, k, v = randn(4, 4, 1, HEAD_DIM), randn(4, 2, 100, HEAD_DIM), randn(4, 2, 100, HEAD_DIM)
+    start, end = int32(0, 31, 40, 0), int32(1, 67, 40, 0)
+    clean = forced(config, q, k, v, end, kv_start=start, return_lse=True)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        dirty_k, dirty_v = k.clone(), v.clone()
+        for b in range(4):
+            for x in (dirty_k, dirty_v):
+                x[b, :, : start[b]] = poison
+                x[b, :, end[b] :] = poison
+        found = forced(config, q, dirty_k, dirty_v, end, kv_start=start, return_lse=True)
+        for a, b in zip(found, clean, strict=True):
+            assert torch.equal(a, b)
+    out, lse = clean
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))  # no key to see
+    assert (lse[2:] == -torch.inf).all()
+    torch.testing.assert_close(out[0], v[0, :, :1].repeat_interleave(2, 0))  # one key: its value
+
+
+@pytest.mark.parametrize("tile_n", [16, 64])
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+def test_pages_are_the_contiguous_cache(page_size, tile_n):
+    """Tiles that are part of a page, and tiles of several; unused pages poisoned, unused entries out of range."""
+    batch, max_len = 3, 256
+    q, k, v = randn(batch, 4, 1, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM)
+    end = int32(256, 1, 100)
+    per_sequence = max_len // page_size
+    order = torch.randperm(batch * per_sequence)
+    table = order.view(batch, per_sequence).to(torch.int32)
+    pages_k, pages_v = (torch.full((batch * per_sequence + 3, 2, page_size, HEAD_DIM), torch.nan) for _ in range(2))
+    for pages, cache in ((pages_k, k), (pages_v, v)):
+        for b in range(batch):
+            for i in range(per_sequence):
+                held = max(0, min(page_size, int(end[b]) - i * page_size))
+                pages[table[b, i], :, :held] = cache[b, :, i * page_size : i * page_size + held]
+    expected = forced(Config(tile_n, 2), q, k, v, end, return_lse=True)
+    for unused in (2147480000, -1, int(order[0])):  # the last: a page that another sequence holds
+        entries = torch.where(torch.arange(per_sequence) * page_size < end[:, None], table, unused)
+        found = forced(Config(tile_n, 2), q, pages_k, pages_v, end, block_table=entries, return_lse=True)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_batch_may_be_permuted_bit_for_bit():
+    q, k, v = (randn(4, heads, n, HEAD_DIM, dtype=torch.bfloat16) for heads, n in ((4, 1), (2, 90), (2, 90)))
+    end = int32(90, 3, 17, 64)
+    order = torch.tensor([2, 0, 3, 1])
+    straight = attention_decode(q, k, v, end)
+    assert torch.equal(attention_decode(q[order], k[order], v[order], end[order]), straight[order])
+
+
+def test_a_length_past_the_cache_reads_no_further_than_the_cache():
+    q, k, v = randn(1, 2, 1, HEAD_DIM), randn(1, 2, 40, HEAD_DIM), randn(1, 2, 40, HEAD_DIM)
+    assert torch.equal(attention_decode(q, k, v, int32(1000)), attention_decode(q, k, v))
+
+
+def test_lengths_and_caches_may_be_strided():
+    q = randn(2, 1, 4, HEAD_DIM).transpose(1, 2)
+    k, v = randn(2, 50, 2, 2, HEAD_DIM).permute(2, 0, 3, 1, 4)
+    span = torch.tensor([[3, 50], [0, 20]], dtype=torch.int32)
+    found = attention_decode(q, k, v, span[:, 1], kv_start=span[:, 0])
+    plain = (x.contiguous() for x in (q, k, v, span[:, 1]))
+    assert torch.equal(found, attention_decode(*plain, kv_start=span[:, 0].contiguous()))
+
+
+def test_a_growing_cache_keeps_its_plan():
+    """256 decode steps against a cache that grows by a key each: nothing but the cache's own shape changes."""
+    device = Device.named("H200")
+    plans = set()
+    for n in range(600, 856):
+        q, cache = torch.empty(4, 32, 1, 128, device="meta"), torch.empty(4, 8, n, 128, device="meta")
+        with traced(device) as launches:
+            attention_decode(q, cache, cache)
+        plans.add(tuple(launch.plan for launch in launches))
+    assert len(plans) == 1
+
+
+def test_only_a_split_plan_has_a_merge_and_workspace():
+    p = Problem(2, 8, 2, 1024, 64, torch.bfloat16)
+    one, many = (plan(p, Config(64, splits), Device.named("H200")) for splits in (1, 5))
+    assert one.then is None
+    assert one.workspace == ()
+    assert many.then.name == "attention_decode_merge_kernel"
+    assert [dtype for _, dtype in many.workspace] == [torch.float32, torch.float32]  # partials keep fp32
+
+
+def test_an_empty_batch_or_cache_launches_nothing():
+    with counted() as counts:
+        empty = attention_decode(randn(0, 2, 1, HEAD_DIM), randn(0, 2, 5, HEAD_DIM), randn(0, 2, 5, HEAD_DIM))
+        out, lse = attention_decode(randn(1, 2, 1, HEAD_DIM), randn(1, 2, 0, HEAD_DIM), randn(1, 2, 0, HEAD_DIM), return_lse=True)
+    assert empty.shape == (0, 2, 1, HEAD_DIM)
+    assert torch.equal(out, torch.zeros(1, 2, 1, HEAD_DIM))
+    assert (lse == -torch.inf).all()
+    assert not counts
+
+
+Q, K, PAGES = torch.zeros(2, 4, 1, 32), torch.zeros(2, 2, 64, 32), torch.zeros(9, 2, 16, 32)
+TABLE = torch.zeros(2, 3, dtype=torch.int32)
+BAD = [
+    ({"q": torch.zeros(2, 4, 2, 32)}, ValueError, r"q.shape\[2\] must be 1, got 2"),
+    ({"q": torch.zeros(2, 4, 32)}, ValueError, r"q.dim\(\) must be 4, got 3"),
+    ({"k": K[:1]}, ValueError, r"k.shape must be \(2, 2, 64, 32\), got \(1, 2, 64, 32\)"),
+    ({"v": K.half()}, ValueError, r"v.dtype must be float32, got float16"),
+    ({"q": torch.zeros(2, 3, 1, 32)}, ValueError, r"q.shape\[1\] must be a multiple of k.shape\[1\] = 2, got 3"),
+    ({"kv_len": int32(1, 2).long()}, ValueError, r"kv_len.dtype must be int32, got int64"),
+    ({"kv_len": [1, 2]}, TypeError, r"kv_len must be a torch.Tensor, got list"),
+    ({"kv_start": int32(1)}, ValueError, r"kv_start.shape must be \(2,\), got \(1,\)"),
+    ({"window": -1}, ValueError, r"window must be at least 1, got -1"),
+    ({"scale": -1.0}, ValueError, r"scale must be positive, got -1.0"),
+    ({"block_table": TABLE.long()}, ValueError, r"block_table.dtype must be int32, got int64"),
+    ({"block_table": TABLE[0]}, ValueError, r"block_table.dim\(\) must be 2, got 1"),
+    ({"block_table": TABLE[:1]}, ValueError, r"block_table.shape must be \(2, 3\), got \(1, 3\)"),
+    ({"block_table": 3}, TypeError, r"block_table must be a torch.Tensor, got int"),
+    ({"k": PAGES[:, :, :12], "v": PAGES[:, :, :12], "block_table": TABLE}, ValueError, r"k.shape\[2\] must be a power of two, at least 16"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
+    with counted() as counts, pytest.raises(error, match=message):
+        attention_decode(**{"q": Q, "k": K, "v": K, **change})
+    assert not counts
