@@ -1,6 +1,6 @@
 """How a call reaches a processor: device, plan, launch, registration, checks. Written once, not per op."""
 
-from .check import check_tensor, must
+from .check import as_rows, check_tensor, must
 from .device import Cost, Device
 from .plan import Plan, best_plan, forced_config
 from .run import Launch, counted, launch, traced
@@ -11,6 +11,7 @@ __all__ = [
     "Device",
     "Launch",
     "Plan",
+    "as_rows",
     "best_plan",
     "check_tensor",
     "counted",

@@ -50,5 +50,10 @@ def check_tensor(
         raise must(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as [rows, columns], its leading axes folded: itself if it is that already; a copy only if one stride cannot span them."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -40,7 +40,8 @@ def span_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     use_vmap: bool = False,
-    allow_is_causal_skip: bool | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
     **unused: Any,
 ) -> Tensor:
     """The span of keys that count, from what transformers knows when it builds masks. The names are transformers'.
@@ -50,13 +51,13 @@ def span_mask(
         q_offset: position of the first query; an int, or a 0-d device tensor of a static cache.
         kv_offset: position of the first key that the cache returns; above 0 once a sliding-window cache has dropped keys.
         attention_mask: [batch, seen + q_length] bool, False on padding; None without padding.
-        use_vmap, allow_is_causal_skip: how transformers marks masks other than plain causal ones.
+        use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip: how transformers marks masks other than plain causal ones.
     Returns: int32 [batch, 1, 1, 2] of (kv_start, kv_len), counted in the keys that the cache returns.
     Raises: ValueError for a mask that two numbers per sequence cannot express.
     """
     compiling = torch.compiler.is_compiling()
-    if allow_is_causal_skip is None:
-        raise must("attention", "causal", "a bidirectional mask")
+    if allow_is_bidirectional_skip is not None:
+        raise must("is_causal", "True", False)
     if use_vmap:
         raise must("the mask", "causal with left padding", "one combined with a mask function of the caller")
     # While tracing, transformers marks every forward that has neither mask nor cache as packed, because it may not look at position_ids.

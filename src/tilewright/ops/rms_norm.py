@@ -13,7 +13,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, torch_op
+from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
 from .rows import Config, row_configs
 from .tiles import each_row_tile, load_tile, of_width
 
@@ -252,11 +252,11 @@ def rms_norm(
     new_residual = None if residual is None else torch.empty_like(out)
     if out.numel():
         rms_norm_out(
-            x.reshape(-1, cols),
+            as_rows(x),
             weight,
-            None if residual is None else residual.reshape(-1, cols),
-            out.view(-1, cols),
-            None if new_residual is None else new_residual.view(-1, cols),
+            None if residual is None else as_rows(residual),
+            as_rows(out),
+            None if new_residual is None else as_rows(new_residual),
             eps,
             weight_offset,
             round_before_weight,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from cuda.tile import cdiv
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from .tiles import load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -194,7 +194,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False)
         shape = (*shape[:-1], shape[-1] // 2)
     out = torch.empty(shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        gate = gate.reshape(-1, gate.shape[-1])
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up.reshape(-1, shape[-1]))
-        silu_mul_out(gate, up, out.view(-1, shape[-1]), gelu_tanh)
+        gate = as_rows(gate)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, as_rows(up))
+        silu_mul_out(gate, up, as_rows(out), gelu_tanh)
     return out

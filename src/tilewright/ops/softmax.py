@@ -14,7 +14,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, torch_op
+from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
 from .rows import Config, row_configs
 from .tiles import each_row_tile, load_tile, of_width
 
@@ -162,5 +162,5 @@ def softmax(x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         cols = x.shape[-1]
-        softmax_out(x.reshape(-1, cols), out.view(-1, cols))
+        softmax_out(as_rows(x), as_rows(out))
     return out

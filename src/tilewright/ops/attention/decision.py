@@ -211,7 +211,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
     longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.q_len, p.kv_len))
     if device.is_cpu:
-        return [Config(min(256, longest_m), min(512, longest_n)), Config(min(64, longest_m), min(128, longest_n), parts=2)]
+        return [Config(min(256, longest_m), 512), Config(min(64, longest_m), min(128, longest_n), parts=2)]
     single = p.dtype == torch.float32
     rows = (_SINGLE if single else _HALF)[_ALIKE.get(device.arch, device.arch)][max(64, next_pow2(p.head_dim))]
     configs = [

@@ -77,6 +77,9 @@ class Problem:
         return {"q": q, "k": k, "v": v, **options}
 
 
+MOST_SPLITS = 64  # the merge holds one row of each in registers
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """How the keys are cut and walked.
@@ -99,18 +102,24 @@ class Config:
 
 
 def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    longest = max(16, next_pow2(p.max_len))
+    """Every config worth timing, the untuned default first.
+
+    Nothing that is compiled in depends on max_len, so that a cache that grows while it decodes needs no new kernel: a range or a tile may be
+    longer than the cache, and is then partly or wholly empty.
+    """
     if device.is_cpu:
-        paged = min(longest, p.page_size) if p.page_size else longest
-        return [Config(min(1024, paged), 1), Config(min(128, paged), 3), Config(min(256, paged), 2, keys_first=True)]
+        return [Config(_tile(512, p), 1), Config(_tile(128, p), 3), Config(_tile(256, p), 2, keys_first=True)]
     configs = []
     for tile_n, keys_first, latency, occupancy, warps in _shapes(p, device):
-        tile_n = min(tile_n, longest)
-        splits = _splits(p.batch * p.kv_heads, ct.cdiv(p.max_len, tile_n), device.sms * occupancy)
-        for n in (splits, 2 * splits):
-            configs.append(Config(tile_n, min(n, ct.cdiv(p.max_len, tile_n)), keys_first, latency, p.dtype == torch.float32, occupancy, warps))
+        splits = _splits(p.batch * p.kv_heads, device.sms * occupancy)
+        for n in (splits, min(MOST_SPLITS, 2 * splits)):
+            configs.append(Config(_tile(tile_n, p), n, keys_first, latency, p.dtype == torch.float32, occupancy, warps))
     return list(dict.fromkeys(configs))
+
+
+def _tile(tile_n: int, p: Problem) -> int:
+    """On a CPU, and where a page is a tile or more, a tile is at most a page."""
+    return min(tile_n, p.page_size) if p.page_size >= 128 else tile_n
 
 
 def _shapes(p: Problem, device: Device) -> list[tuple[int, bool, int, int, int | None]]:
@@ -135,13 +144,13 @@ def _shapes(p: Problem, device: Device) -> list[tuple[int, bool, int, int, int |
     return list(dict.fromkeys(shapes))
 
 
-def _splits(heads: int, tiles: int, resident: int) -> int:
+def _splits(heads: int, resident: int) -> int:
     """The fewest ranges for which the rounds of blocks waste little: `heads` * splits blocks, of which `resident` run at once."""
 
     def waste(splits: int) -> float:
         return -(-heads * splits // resident) * resident / (heads * splits)
 
-    most = max(1, min(tiles, max(1, resident // heads) if heads <= resident // 2 else 8))
+    most = min(MOST_SPLITS, resident // heads) if heads <= resident // 2 else 8
     best = min(map(waste, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if waste(n) <= 1.05 * best)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
+from ...launch import Device, as_rows, best_plan, check_tensor, launch, must, torch_op
 from .candidates import space
 from .decision import Config, Problem, plan
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
@@ -77,6 +77,5 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = 
         return out
     if k == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    rows = a if a.dim() == 2 else a.reshape(-1, k)  # a copy only where leading axes cannot be folded into one stride
-    matmul_out(rows, b, bias, out.view(-1, n), trans_a, trans_b, tf32)
+    matmul_out(as_rows(a), b, bias, as_rows(out), trans_a, trans_b, tf32)
     return out
