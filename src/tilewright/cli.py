@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from .models import Comparison, Loaded
@@ -34,8 +34,6 @@ _state = {"traceback": False}
 @app.callback()
 def options(traceback: Annotated[bool, typer.Option("--traceback", help="On an error show the whole Python traceback.")] = False) -> None:
     _state["traceback"] = traceback
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the loading bars of transformers, which reads this when it is imported
 
 
 def verb(function: Callable[..., int]) -> Callable[..., None]:
@@ -176,11 +174,17 @@ def _answer(
     raw: bool = False,
 ) -> int:
     """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal."""
+    from transformers.utils import logging
+
     from .models import compare, encode, load
 
+    logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
+    logging.set_verbosity_error()
     console = Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True)
     start = time.perf_counter()
-    loaded = load(model, device=where, dtype=number_type)
+    with Progress(TextColumn("loading"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("load", total=None)
+        loaded = load(model, device=where, dtype=number_type, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
     console.print(_headline(loaded, time.perf_counter() - start))
     prompt_ids = encode(loaded, prompt, raw=raw)
     console.print(f"> {prompt}", style="bold")

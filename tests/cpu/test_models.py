@@ -312,15 +312,27 @@ def test_a_prompt_continued_from_a_cache_matches() -> None:
             torch.testing.assert_close(both_parts(model), stock, atol=1e-4, rtol=1e-4)
 
 
+class KernelCount:
+    """A streamer for `generate` that notes after each token how many kernels the interpreter has compiled."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.counts.append(interpret.compiled_count())
+
+    def end(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_256_decode_steps_compile_nothing_new(cache: str | None) -> None:
-    model = tiny(num_hidden_layers=1)
-    ids = torch.arange(3, 8)[None]
+    """After the first 32, in which a growing cache has had lengths that are and are not multiples of 16."""
+    model, seen = tiny(num_hidden_layers=1), KernelCount()
     with patched(model):
-        greedy(model, {"input_ids": ids}, 40, cache_implementation=cache)
-        before = interpret.compiled_count()
-        greedy(model, {"input_ids": ids}, 256, cache_implementation=cache)
-        assert interpret.compiled_count() == before
+        greedy(model, {"input_ids": torch.arange(3, 8)[None]}, 32 + 256, cache_implementation=cache, streamer=seen)
+    assert len(seen.counts) == 1 + 32 + 256
+    assert seen.counts[-1] == seen.counts[32]
 
 
 def test_torch_compile_makes_one_graph() -> None:

@@ -171,8 +171,12 @@ def clocks() -> str:
 
 
 def command() -> str:
-    """The command line of this run as a user would type it."""
-    return shlex.join(["tilewright", *sys.argv[1:]])
+    """The command line of this run as a user would type it, less where the results went."""
+    words = list(sys.argv[1:])
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return shlex.join(["tilewright", *words])
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..launch import must
 from .configs import CONFIGS
+from .gguf_file import OnProgress, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,7 +25,9 @@ class Loaded:
     source: str
 
 
-def load(source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Loaded:
+def load(
+    source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0, on_progress: OnProgress | None = None
+) -> Loaded:
     """Loads a causal language model, unpatched. Nothing is downloaded.
 
     Args:
@@ -32,13 +35,14 @@ def load(source: str | Path, *, device: torch.device | str = "cpu", dtype: torch
         device: where the model ends up.
         dtype: of all parameters; GGUF's quantised tensors are expanded to it.
         seed: of random weights.
+        on_progress: called with (tensors read, tensors in all) of a GGUF file.
     Raises: ValueError: `source` is none of the three.
     """
     path = Path(source).expanduser()
     if str(source) in CONFIGS:
         return Loaded(random_model(CONFIGS[str(source)], device=device, dtype=dtype, seed=seed), None, f"random weights, config {source}")
     if path.is_file() and path.suffix == ".gguf":
-        model, tokenizer = _load_gguf(path, dtype)
+        model, tokenizer = _load_gguf(path, dtype, on_progress)
     elif (path / "config.json").is_file():
         model, tokenizer = _load_folder(path, dtype)
     else:
@@ -89,19 +93,13 @@ def _load_folder(path: Path, dtype: torch.dtype) -> tuple[Any, Any | None]:
     return model, AutoTokenizer.from_pretrained(path, local_files_only=True) if has_tokenizer else None
 
 
-def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(path.parent, **here)
-    # The tensors directly and not by from_pretrained(gguf_file=), which asks for accelerate.
+    # Not from_pretrained(gguf_file=): it asks for accelerate.
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
-    missing, unknown = model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    if unknown or set(missing) - tied:
-        raise must("the GGUF file", f"a complete {config.model_type} model", f"missing {sorted(set(missing) - tied)}, unknown {list(unknown)}")
+    load_weights(model, path, dtype, on_progress)
     model.generation_config = GenerationConfig.from_model_config(config)
     return model, AutoTokenizer.from_pretrained(path.parent, **here)
