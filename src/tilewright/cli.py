@@ -25,7 +25,9 @@ app = typer.Typer(
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops; all of them if none is given.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)]
-DeviceName = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. Default: a GPU if there is one.", show_default=False)]
+DeviceName = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. Default: a GPU if there is one.", show_default=False)
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", show_default=False)]
 
 _state = {"traceback": False}
@@ -124,10 +126,12 @@ def verify(
 @verb
 def compile(
     ops: Ops = None,
-    arch: Annotated[str, typer.Option("--arch", metavar="ARCH,...", help="Compiler targets, e.g. sm_90,sm_121.")] = "sm_90",
+    arch: Annotated[
+        str, typer.Option("--arch", metavar="ARCH,...", help="Targets, e.g. sm_90,sm_121. Default: all supported.", show_default=False)
+    ] = "",
     json_file: JsonFile = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Default configs only, not every config of the space.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", help="Compilers to run at once; 0 for one a core.")] = 0,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
 ) -> int:
     """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions; exits with 1 if a default config spills."""
     from .compile.command import compile_command
@@ -182,7 +186,9 @@ def _answer(
     logging.set_verbosity_error()
     console = Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True)
     start = time.perf_counter()
-    with Progress(TextColumn("loading"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+    stderr = Console(stderr=True)
+    columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         bar = progress.add_task("load", total=None)
         loaded = load(model, device=where, dtype=number_type, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
     console.print(_headline(loaded, time.perf_counter() - start))

@@ -74,7 +74,9 @@ def _left_padding(attention_mask: Tensor) -> Tensor:
     """Number of padding tokens before each sequence; fails, on a GPU asynchronously, where there is padding inside one."""
     seen = attention_mask.to(torch.int8)
     begins = (seen.diff(dim=-1) > 0).sum(-1) + seen[:, 0]
-    torch._assert_async((begins <= 1).all(), "attention_mask must be False only before (or after) each sequence, got padding inside one: pad on the left")
+    torch._assert_async(
+        (begins <= 1).all(), "attention_mask must be False only before (or after) each sequence, got padding inside one: pad on the left"
+    )
     return seen.argmax(-1).to(torch.int32)
 
 
@@ -110,6 +112,7 @@ def attention_forward(
             raise must(name, "None: tilewright's attention does not compute it; patch(model, attention=False) keeps transformers'", _brief(given))
     q_len = query.shape[2]
     kv_start = kv_len = None
+    out: Any  # a tensor: the lse is not asked for
     if attention_mask is not None:
         if attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
             got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"

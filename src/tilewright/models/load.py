@@ -26,7 +26,12 @@ class Loaded:
 
 
 def load(
-    source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0, on_progress: OnProgress | None = None
+    source: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
 ) -> Loaded:
     """Loads a causal language model, unpatched. Nothing is downloaded.
 

@@ -6,7 +6,7 @@ A module class enters a row only after reading that its forward is the formula o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -60,7 +60,7 @@ def rotate_half_split(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_
 ROPE_FUNCTION = "apply_rotary_pos_emb"
 
 
-@lru_cache(maxsize=None)
+@cache
 def with_our_rope(module_class: type[nn.Module]) -> Callable[..., Any]:
     """The class's own forward, bytecode unchanged, in a copy of its globals where the RoPE function is ours.
 
@@ -97,7 +97,7 @@ ROWS = (
     Row("matmul", "Linear", lambda cls: linear_forward, _keep_linear),
     Row("rms_norm", "{}RMSNorm", lambda cls: rms_norm_forward),
     Row("silu_mul", "{}MLP", lambda cls: mlp_forward, _keep_mlp),
-    Row("rope", "{}Attention", with_our_rope, _keep_rope),
+    Row("rope", "{}Attention", lambda cls: with_our_rope(cls), _keep_rope),
     Row("attention", "{}Attention", None),
 )
 

@@ -22,14 +22,15 @@ FLOOR = -3.0e38  # below every score, and finite: a masked score minus it is -in
 def product(x, y, accumulator, TF32X3):
     """accumulator + x @ y. TF32X3: fp32 operands as a leading and a trailing TF32 part each, without the product of the trailing ones.
 
-    That keeps fp32's accuracy on tensor cores (Ootomo and Yokota 2022, arXiv:2203.03341): 2 * 11 bits of each operand count.
+    That keeps fp32's accuracy on tensor cores (Ootomo and Yokota 2022, arXiv:2203.03341): 2 * 11 bits of each operand count, and the sum is added
+    to the accumulator outside the tensor cores, which round towards zero.
     """
     if TF32X3:
         x_high, y_high = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
         x_low = (x - x_high.astype(ct.float32)).astype(ct.tfloat32)
         y_low = (y - y_high.astype(ct.float32)).astype(ct.tfloat32)
-        accumulator = ct.mma(x_high, y_low, ct.mma(x_low, y_high, accumulator))
-        return ct.mma(x_high, y_high, accumulator)
+        zeros = ct.zeros((x.shape[0], y.shape[1]), dtype=ct.float32)
+        return accumulator + ct.mma(x_high, y_high, ct.mma(x_high, y_low, ct.mma(x_low, y_high, zeros)))
     return ct.mma(x, y, accumulator)
 
 

@@ -134,7 +134,7 @@ def rms_norm_kernel(
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             xs = (*xs, x)
-        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)
+        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
             y = _scaled(xs[j], rstd, weights[j], weight_offset, OUT.dtype, ROUND)
             ct.store(OUT, (i, j), y, check_bounds=not whole, allow_tma=STORE_TMA)
@@ -177,7 +177,7 @@ def rms_norm_reread_kernel(
                 ct.store(SUM, (i, j), total, check_bounds=not whole, allow_tma=STORE_TMA)
                 x = total.astype(ct.float32)
             squares = squares + x * x
-        rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)
+        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
         for j in range(ct.cdiv(COLS, TILE_N)):
             x = load(SUM if ADD else X, i, j, whole)
             weight = ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)

