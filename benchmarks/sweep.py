@@ -7,6 +7,7 @@ few beside the default and the peers, interleaved. A config whose answer is wron
 """
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -48,10 +49,8 @@ def precompile(op_index: int, kind: str, case_index: int, config_index: int, dev
             cubin = io.BytesIO()
             signature = kernel_signature(launch.plan.kernel, launch.args + launch.plan.constants)
             export_kernel(launch.plan.hinted_kernel, [signature], cubin, gpu_code=device.arch, output_format="cubin")
-            try:
+            with contextlib.suppress(RuntimeError):  # an older disassembler than the compiler: let the clock decide
                 clean = clean and not disassemble(cubin.getvalue()).spills
-            except RuntimeError:  # an older disassembler than the compiler: let the clock decide
-                pass
         return case_index, config_index, clean, "" if clean else "spills"
     except Exception as error:  # a worker reports, the parent prints: one bad config must not end the sweep
         return case_index, config_index, False, f"{type(error).__name__}: {error}".splitlines()[0][:160]

@@ -24,7 +24,6 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    "initializer_range": 0.2,
 }
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MODELS = {
@@ -40,9 +39,7 @@ MODELS = {
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
     model = random_model({**TINY, **MODELS[name], **changes}, dtype=dtype)
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 2:  # larger than the default 0.02, so that attention and the residual stream are not near zero
-                parameter.mul_(10 if "embed" not in parameter_name else 30)
+        model.get_input_embeddings().weight.mul_(30)  # so that a token tells
     return model
 
 

@@ -35,7 +35,7 @@ def logits(model) -> torch.Tensor:
 
 
 def write_gguf(path: Path, model, architecture: str) -> None:
-    """What llama.cpp's converter writes for `model`, with a vocabulary of single bytes and one merge."""
+    """What llama.cpp's converter writes for `model`, with a vocabulary of single bytes and two merges."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -49,13 +49,13 @@ def write_gguf(path: Path, model, architecture: str) -> None:
     writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
     writer.add_vocab_size(TINY["vocab_size"])
     bytes_to_unicode = [chr(c) if 33 <= c <= 126 else chr(256 + c) for c in range(256)]
-    tokens = [f"<{i}>" for i in range(FIRST_BYTE)] + bytes_to_unicode + ["ab"]
+    tokens = [f"<{i}>" for i in range(FIRST_BYTE)] + bytes_to_unicode + ["ab", "abc"]
     tokens += [f"<{i}>" for i in range(len(tokens), TINY["vocab_size"])]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     stems = {parameter_name(f"{ours}.weight"): ours for ours in _tensor_names(TINY["num_hidden_layers"])}

@@ -86,8 +86,10 @@ def _fill(name: str, parameter: nn.Parameter, seed: int) -> None:
         parameter.normal_(1.0, 0.1, generator=generator)
     elif name.endswith("bias"):
         parameter.normal_(0.0, 0.1, generator=generator)
-    else:
+    elif "embed" in name:
         parameter.normal_(0.0, 0.02, generator=generator)
+    else:  # keeps activations near 1 at any width: the model does more than repeat its last token, and nothing overflows fp16
+        parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def _load_folder(path: Path, dtype: torch.dtype) -> tuple[Any, Any | None]:

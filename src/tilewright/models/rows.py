@@ -61,12 +61,11 @@ ROPE_FUNCTION = "apply_rotary_pos_emb"
 
 
 @cache
-def with_our_rope(module_class: type[nn.Module]) -> Callable[..., Any]:
-    """The class's own forward, bytecode unchanged, in a copy of its globals where the RoPE function is ours.
+def with_our_rope(stock: Any) -> Callable[..., Any]:
+    """The forward `stock` of a model's own class, bytecode unchanged, in a copy of its globals where the RoPE function is ours.
 
     Models look that function up when they run. Replacing it in their file would reach every model of the class in the process.
     """
-    stock: Any = module_class.forward
     scope = {**stock.__globals__, ROPE_FUNCTION: rotate_half_split}
     # torch.compile guards a global through the importable module of this name, where it would find the stock function and recompile for ever.
     del scope["__name__"]
@@ -97,7 +96,7 @@ ROWS = (
     Row("matmul", "Linear", lambda cls: linear_forward, _keep_linear),
     Row("rms_norm", "{}RMSNorm", lambda cls: rms_norm_forward),
     Row("silu_mul", "{}MLP", lambda cls: mlp_forward, _keep_mlp),
-    Row("rope", "{}Attention", lambda cls: with_our_rope(cls), _keep_rope),
+    Row("rope", "{}Attention", lambda cls: with_our_rope(cls.forward), _keep_rope),
     Row("attention", "{}Attention", None),
 )
 

@@ -161,6 +161,5 @@ def softmax(x: Tensor) -> Tensor:
         raise must("x.dim()", "at least 1", 0)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        cols = x.shape[-1]
         softmax_out(as_rows(x), as_rows(out))
     return out

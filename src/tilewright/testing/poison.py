@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.utils.deterministic as debug_switch
 from torch import Tensor
 
 MARGIN_BYTES = 4096  # keeps the alignment that a fresh allocation has
@@ -14,14 +15,14 @@ def poisoned_empty() -> Iterator[None]:
     """Within the context torch.empty and its kin return NaN (integers: the largest value), by PyTorch's own debug switch."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = debug_switch.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    debug_switch.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        debug_switch.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def embed(tensor: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def attention_out(
         q, k, v, out = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, out))
         lse = None if lse is None else lse.unsqueeze(0)
     (batch, q_heads, q_len, head_dim), kv_heads, kv_tokens = q.shape, k.shape[1], k.shape[2]
-    if varlen:
+    if cu_seqlens_q is not None and max_q_len is not None:
         batch, q_len = cu_seqlens_q.shape[0] - 1, max_q_len
     masks = (causal, window, kv_start is not None, kv_len is not None, varlen)
     problem = Problem(batch, q_heads, kv_heads, q_len, kv_tokens, head_dim, q.dtype, *masks, lse is not None)
@@ -153,7 +153,8 @@ def attention(
     check_tensor(k, "k", ndim=q.dim(), like=q)
     check_heads(q, k)
     scale = check_scale_and_window(scale, window, q.shape[-1])
-    if varlen:
+    lse_shape: tuple[int, ...]
+    if cu_seqlens_q is not None:
         check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
         _check_packing(q, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
         max_q_len = q.shape[0] if max_q_len is None else max_q_len

@@ -248,5 +248,4 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     grid: tuple[int, ...] = (ct.cdiv(p.q_len, c.tile_m), p.q_heads, p.batch)
     if c.persistent:
         grid = (min(math.prod(grid), device.sms * (c.occupancy or 1) // (c.num_ctas or 1)),)
-    hints = {"num_ctas": c.num_ctas, "occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
-    return Plan(attention_kernel, grid, flags + tiles, **hints)
+    return Plan(attention_kernel, grid, flags + tiles, c.num_ctas, c.occupancy, c.num_worker_warps)

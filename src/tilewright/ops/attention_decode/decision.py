@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.tile as ct
 import torch
 from torch import Tensor
 
@@ -160,12 +159,11 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     group, tile_d = p.q_heads // p.kv_heads, next_pow2(p.head_dim)
     rows = max(8 if c.keys_first else 16, next_pow2(group))
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits > 1, c.keys_first)
-    hints = {"occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
     grid = (c.splits, p.kv_heads, p.batch)
     constants = (*flags, rows, tile_d, c.tile_n, c.latency, c.tf32x3)
     if c.splits == 1:
-        return Plan(attention_decode_kernel, grid, constants, **hints)
+        return Plan(attention_decode_kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
     partial = (p.batch, p.kv_heads, c.splits, group)
     workspace = (((*partial, p.head_dim), torch.float32), (partial, torch.float32))
     merge = Plan(attention_decode_merge_kernel, (group, p.kv_heads, p.batch), (p.return_lse, next_pow2(c.splits), tile_d))
-    return Plan(attention_decode_kernel, grid, constants, **hints, workspace=workspace, then=merge)
+    return Plan(attention_decode_kernel, grid, constants, None, c.occupancy, c.num_worker_warps, workspace, merge)
