@@ -148,7 +148,7 @@ def test_the_key_follows_whatever_decides_the_binary(tmp_path, monkeypatch):
 def test_an_error_of_the_caller_is_a_row_too(cache):
     launch = launch_of(64, FITS)
     (made,) = compile_launches([(Launch(launch.plan, launch.args[:-1]), "sm_90")], cache=cache)
-    assert made == Compiled(error="TypeError: toy_outer_kernel takes 5 arguments, got 4")
+    assert made == Compiled(error="TypeError: Kernel expects 5 arguments but 4 were given")
     assert one_line(ValueError("a\n   b" * 200)).count("\n") == 0
     assert len(one_line(ValueError("x" * 999))) == 300
 

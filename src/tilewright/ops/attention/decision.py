@@ -173,7 +173,7 @@ _HALF: dict[str, dict[int, tuple[Row, ...]]] = {
     },
     "sm_100": {
         64: ((128, 128, 1, 2, False, None, 2, None), (256, 128, 1, 2, False, None, 1, None), (64, 64, 1, 2, False, None, 2, None)),
-        128: ((128, 128, 1, 2, False, None, 2, None), (128, 128, 2, 2, False, None, 1, None), (64, 64, 1, 2, False, None, 2, None)),
+        128: ((128, 128, 2, 2, False, None, 1, None), (128, 128, 1, 2, False, None, 2, None), (64, 64, 1, 2, False, None, 2, None)),
         256: ((128, 128, 1, 2, False, None, 1, None),),
     },
     "sm_120": {
@@ -200,7 +200,7 @@ _SINGLE: dict[str, dict[int, tuple[Row, ...]]] = {
     },
     "sm_120": {
         64: ((32, 32, 1, 2, False, None, 1, 8), (32, 32, 1, 2, False, None, 1, None)),
-        128: ((16, 32, 1, 2, False, None, 1, None),),
+        128: ((16, 64, 1, 1, False, None, 1, 8),),
         256: ((16, 16, 1, 2, False, None, 1, 8),),
     },
 }

@@ -87,7 +87,6 @@ class Config:
     splits: ranges that the keys of a sequence are cut into; 1 needs no merge and no workspace.
     keys_first: the keys are the rows of the products and the heads their columns (at least 8); otherwise the heads are rows (at least 16).
     latency: prefetch hint of the k and v loads, 1 to 10.
-    tf32x3: fp32 products on tensor cores, as three TF32 products each.
     occupancy, num_worker_warps: compiler hints.
     """
 
@@ -95,7 +94,6 @@ class Config:
     splits: int
     keys_first: bool = False
     latency: int = 4
-    tf32x3: bool = False
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
@@ -112,7 +110,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     for tile_n, keys_first, latency, occupancy, warps in _shapes(p, device):
         splits = _splits(p.batch * p.kv_heads, device.sms * occupancy)
         for n in (splits, min(MOST_SPLITS, 2 * splits)):
-            configs.append(Config(_tile(tile_n, p), n, keys_first, latency, p.dtype == torch.float32, occupancy, warps))
+            configs.append(Config(_tile(tile_n, p), n, keys_first, latency, occupancy, warps))
     return list(dict.fromkeys(configs))
 
 
@@ -125,7 +123,8 @@ def _shapes(p: Problem, device: Device) -> list[tuple[int, bool, int, int, int |
     """(tile_n, keys_first, latency, occupancy, num_worker_warps), the default first, as measured on an H200 (2026-11-21, notes/LOG.md)."""
     wide = p.head_dim > 64
     if p.dtype == torch.float32:
-        return [(64, True, 2, 1, 4 if device.arch == "sm_90" else None)]
+        # CUDA cores: sums on tensor cores round towards zero, and miss fp32's accuracy by a third (H200, 190 keys).
+        return [(32 if not wide else 16, True, 1, 1, 8 if device.arch == "sm_90" else None)]
     if device.arch != "sm_90":
         if wide and p.head_dim > 128:
             return [(64, True, 2, 1, None)] if device.arch in ("sm_100", "sm_103") else [(32, False, 2, 1, None)]
@@ -160,7 +159,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     rows = max(8 if c.keys_first else 16, next_pow2(group))
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits > 1, c.keys_first)
     grid = (c.splits, p.kv_heads, p.batch)
-    constants = (*flags, rows, tile_d, c.tile_n, c.latency, c.tf32x3)
+    constants = (*flags, rows, tile_d, c.tile_n, c.latency)
     if c.splits == 1:
         return Plan(attention_decode_kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
     partial = (p.batch, p.kv_heads, c.splits, group)

@@ -4,7 +4,7 @@ import math
 
 import cuda.tile as ct
 
-from ..attention_common import FLOOR, LOG2E, product, softmax_finish, softmax_step
+from ..attention_common import FLOOR, LOG2E, softmax_finish, softmax_step
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -32,7 +32,6 @@ def attention_decode_kernel(
     TILE_D: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
-    TF32X3: ct.Constant[bool],
 ):
     """One block: all query heads of one key head over one range of keys. Grid (splits, kv_heads, batch).
 
@@ -87,17 +86,17 @@ def attention_decode_kernel(
         seen = (key >= begin) & (key < end)
         k, v = load(K, j), load(V, j)
         if KEYS_FIRST:
-            scores = product(k, q, ct.zeros((TILE_N, ROWS), dtype=ct.float32), TF32X3)
+            scores = ct.mma(k, q, ct.zeros((TILE_N, ROWS), dtype=ct.float32))
         else:
-            scores = product(q, ct.transpose(k), ct.zeros((ROWS, TILE_N), dtype=ct.float32), TF32X3)
+            scores = ct.mma(q, ct.transpose(k), ct.zeros((ROWS, TILE_N), dtype=ct.float32))
         if MASKED:
             scores = ct.where(ct.expand_dims(seen, 1 - axis), scores, -math.inf)
             v = ct.where(ct.expand_dims(seen, 1), v, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
         weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1)
         if KEYS_FIRST:
-            accumulator = product(ct.transpose(v), weights, accumulator * factor, TF32X3)
+            accumulator = ct.mma(ct.transpose(v), weights, accumulator * factor)
         else:
-            accumulator = product(weights, v, accumulator * factor, TF32X3)
+            accumulator = ct.mma(weights, v, accumulator * factor)
         return accumulator, maximum, denominator
 
     state = (
