@@ -173,7 +173,7 @@ _HALF: dict[str, dict[int, tuple[Row, ...]]] = {
     },
     "sm_100": {
         64: ((128, 128, 1, 2, False, None, 2, None), (256, 128, 1, 2, False, None, 1, None), (64, 64, 1, 2, False, None, 2, None)),
-        128: ((128, 128, 2, 2, False, None, 1, None), (128, 128, 1, 2, False, None, 2, None), (64, 64, 1, 2, False, None, 2, None)),
+        128: ((128, 128, 1, 2, False, None, 2, None), (128, 64, 1, 2, False, None, 2, None), (64, 64, 1, 2, False, None, 2, None)),
         256: ((128, 128, 1, 2, False, None, 1, None),),
     },
     "sm_120": {
@@ -221,6 +221,8 @@ def space(p: Problem, device: Device) -> list[Config]:
     ]
     # A tile of queries much longer than the sequence computes rows that nobody reads.
     configs = [c for c in configs if c.tile_m <= max(64, longest_m)] or configs[-1:]
+    if device.arch in ("sm_100", "sm_103") and p.varlen:  # with the slices of a packed batch the largest tile spills
+        configs = configs[1:] or configs
     if device.arch != "sm_90" or single:
         return configs
     best = _measured_best(p)
