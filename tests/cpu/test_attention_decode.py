@@ -147,7 +147,7 @@ def test_only_a_split_plan_has_a_merge_and_workspace():
     assert one.then is None
     assert one.workspace == ()
     assert many.then.name == "attention_decode_merge_kernel"
-    assert [dtype for _, dtype in many.workspace] == [torch.float32, torch.float32]  # partials keep fp32
+    assert [dtype for _, dtype in many.workspace] == [torch.float32]  # partials keep fp32
 
 
 def test_an_empty_batch_or_cache_launches_nothing():

@@ -58,19 +58,19 @@ def plan(problem, config, device):
 
 def test_best_plan_is_the_first_of_the_space_unless_forced():
     h200 = Device.named("H200")
-    assert best_plan(space, plan, 3, h200).grid == (3,)
+    assert best_plan(space, plan, h200, int, 3).grid == (3,)
     with forced_config(plan, 9):
-        assert best_plan(space, plan, 3, h200).grid == (9,)
+        assert best_plan(space, plan, h200, int, 3).grid == (9,)
         with forced_config(plan, 10):
-            assert best_plan(space, plan, 3, h200).grid == (10,)
-        assert best_plan(space, plan, 3, h200).grid == (9,)
-    assert best_plan(space, plan, 3, h200).grid == (3,)
+            assert best_plan(space, plan, h200, int, 3).grid == (10,)
+        assert best_plan(space, plan, h200, int, 3).grid == (9,)
+    assert best_plan(space, plan, h200, int, 3).grid == (3,)
 
 
 def test_forced_config_is_undone_by_an_exception():
     with pytest.raises(RuntimeError, match="inside"), forced_config(plan, 9):
         raise RuntimeError("inside")
-    assert best_plan(space, plan, 3, Device.named("H200")).grid == (3,)
+    assert best_plan(space, plan, Device.named("H200"), int, 3).grid == (3,)
 
 
 def test_meta_tensors_are_traced_and_run_nothing():

@@ -95,7 +95,7 @@ BAD = [
     ({"weight": W.half()}, ValueError, r"weight.dtype must be float32, got float16"),
     ({"weight": torch.zeros(64, device="meta")}, ValueError, r"weight.device must be cpu, got meta"),
     ({"weight": None}, TypeError, r"weight must be a torch.Tensor, got NoneType"),
-    ({"residual": torch.zeros(5, 64)}, ValueError, r"residual.shape must be .*\[4, 64\].*, got \(5, 64\)"),
+    ({"residual": torch.zeros(5, 64)}, ValueError, r"residual.shape must be .*\(4, 64\).*, got \(5, 64\)"),
     ({"residual": X.half()}, ValueError, r"residual.dtype must be float32, got float16"),
     ({"residual": torch.zeros(4, 64, device="meta")}, ValueError, r"residual.device must be cpu, got meta"),
     ({"residual": torch.zeros(64, 4).T}, ValueError, r"residual.stride\(-1\) must be 1, got 4"),

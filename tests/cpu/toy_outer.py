@@ -63,5 +63,5 @@ def scaled(tile, alpha):
 
 def toy_outer(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[0])
-    launch(best_plan(space, plan, Problem(*x.shape, x.dtype), Device.of(x)), x, out, 0.5)
+    launch(best_plan(space, plan, Device.of(x), Problem, *x.shape, x.dtype), x, out, 0.5)
     return out

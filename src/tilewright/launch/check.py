@@ -40,7 +40,7 @@ def check_tensor(
     if ndim is not None and tensor.dim() != ndim:
         raise must(f"{name}.dim()", ndim, tensor.dim())
     if shape is not None and tensor.shape != shape:
-        raise must(f"{name}.shape", shape, tuple(tensor.shape))
+        raise must(f"{name}.shape", tuple(shape), tuple(tensor.shape))
     if contiguous:
         if not tensor.is_contiguous():
             raise must(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")

@@ -15,7 +15,7 @@ class Cost:
     flops: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object per device: hashed by identity, in no time
 class Device:
     """One processor, by what decides a plan.
 

@@ -82,9 +82,10 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
         raise must(f"{name}.device", like.device, tensor.device)
     if tensor.dim() != len(shape):
         raise must(f"{name}.dim()", len(shape), tensor.dim())
-    if any(n is not None and n != was for n, was in zip(shape, tensor.shape, strict=True)):
-        wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
-        raise must(f"{name}.shape", wanted, tuple(tensor.shape))
+    for n, was in zip(shape, tensor.shape, strict=True):
+        if n is not None and n != was:
+            wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
+            raise must(f"{name}.shape", wanted, tuple(tensor.shape))
 
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:

@@ -200,10 +200,9 @@ def rms_norm_out(
 ) -> None:
     """`rms_norm` into `out` and, with a residual, `new_residual`; all [rows, cols]. No checks, no sync: safe under graph capture."""
     rows, cols = x.shape
-    problem = Problem(rows, cols, x.dtype, residual is not None, round_before_weight, weight_offset)
     # Without a residual the kernel touches neither of its two arrays; x and out stand in for them.
     launch(
-        best_plan(space, plan, problem, Device.of(x)),
+        best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, residual is not None, round_before_weight, weight_offset),
         x,
         x if residual is None else residual,
         weight,

@@ -154,12 +154,21 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     q_groups, k_groups = (ct.cdiv(heads, c.tile_h * c.tiles) for heads in (p.q_heads, p.kv_heads))
     # Groups run fastest: they share cos and sin, and often a memory page. Their number is a constant: no division delays the first load.
     grid = (p.batch * (q_groups + k_groups), ct.cdiv(p.seq_len, c.tile_s))
-    constants = (p.interleaved, q_groups, k_groups, half, next_pow2(half), c.tiles, c.tile_h, c.tile_s, c.latency, c.load_tma, c.store_tma)
+    even_q, even_k = (half == next_pow2(half) and heads % (c.tile_h * c.tiles) == 0 for heads in (p.q_heads, p.kv_heads))
+    shape = (half, next_pow2(half), c.tiles, c.tile_h, c.tile_s)
+    constants = (p.interleaved, even_q, even_k, q_groups, k_groups, *shape, c.latency, c.load_tma, c.store_tma)
     kernel = rope_positions_kernel if p.from_positions else rope_kernel
     return Plan(kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
 
-def _rotate(X, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
+def _load(array, index, shape, whole, latency, tma):
+    """whole: the tile lies inside. Checked, each wide load stands in a branch of its own and waits for the one before."""
+    if whole:
+        return ct.load(array, index, shape, check_bounds=False, latency=latency, allow_tma=tma)
+    return ct.load(array, index, shape, padding_mode=ZERO, latency=latency, allow_tma=tma)
+
+
+def _rotate(X, b, group, s, cos, sin, whole, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
     """A block's share of X [batch, heads, seq_len, head_dim]: TILES tiles of heads. cos, sin: [TILE_S, TILE_HALF] in fp32."""
     pair = (1, TILE_H, TILE_S, TILE_HALF)
     cos, sin = cos.reshape((1, 1, TILE_S, TILE_HALF)), sin.reshape((1, 1, TILE_S, TILE_HALF))
@@ -170,24 +179,24 @@ def _rotate(X, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_
         part = X.slice(3, 0, 2 * HALF)
         shape = (1, TILE_H, TILE_S, 2 * TILE_HALF)
         for t in ct.static_iter(range(TILES)):
-            x = ct.load(part, (b, group * TILES + t, s, 0), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
-            xs = (*xs, x)
+            xs = (*xs, _load(part, (b, group * TILES + t, s, 0), shape, whole, LATENCY, LOAD_TMA))
         for t in ct.static_iter(range(TILES)):
             x = xs[t].astype(ct.float32).reshape((*pair, 2))
             first = ct.extract(x, (0, 0, 0, 0, 0), (*pair, 1)).reshape(pair)
             second = ct.extract(x, (0, 0, 0, 0, 1), (*pair, 1)).reshape(pair)
             x = ct.cat(((first * cos - second * sin).reshape((*pair, 1)), (second * cos + first * sin).reshape((*pair, 1))), 4)
-            ct.store(part, (b, group * TILES + t, s, 0), x.reshape(shape).astype(X.dtype), allow_tma=STORE_TMA)
+            x = x.reshape(shape).astype(X.dtype)
+            ct.store(part, (b, group * TILES + t, s, 0), x, check_bounds=not whole, allow_tma=STORE_TMA)
     else:
         low, high = X.slice(3, 0, HALF), X.slice(3, HALF, 2 * HALF)
         for t in ct.static_iter(range(TILES)):
-            first = ct.load(low, (b, group * TILES + t, s, 0), pair, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
-            second = ct.load(high, (b, group * TILES + t, s, 0), pair, padding_mode=ZERO, latency=LATENCY, allow_tma=LOAD_TMA)
-            xs = (*xs, (first, second))
+            first = _load(low, (b, group * TILES + t, s, 0), pair, whole, LATENCY, LOAD_TMA)
+            xs = (*xs, (first, _load(high, (b, group * TILES + t, s, 0), pair, whole, LATENCY, LOAD_TMA)))
         for t in ct.static_iter(range(TILES)):
             first, second = xs[t][0].astype(ct.float32), xs[t][1].astype(ct.float32)
-            ct.store(low, (b, group * TILES + t, s, 0), (first * cos - second * sin).astype(X.dtype), allow_tma=STORE_TMA)
-            ct.store(high, (b, group * TILES + t, s, 0), (second * cos + first * sin).astype(X.dtype), allow_tma=STORE_TMA)
+            left, right = (first * cos - second * sin).astype(X.dtype), (second * cos + first * sin).astype(X.dtype)
+            ct.store(low, (b, group * TILES + t, s, 0), left, check_bounds=not whole, allow_tma=STORE_TMA)
+            ct.store(high, (b, group * TILES + t, s, 0), right, check_bounds=not whole, allow_tma=STORE_TMA)
 
 
 @ct.kernel
@@ -197,6 +206,8 @@ def rope_kernel(
     COS,
     SIN,
     INTERLEAVED: ct.Constant[bool],
+    EVEN_Q: ct.Constant[bool],
+    EVEN_K: ct.Constant[bool],
     Q_GROUPS: ct.Constant[int],
     K_GROUPS: ct.Constant[int],
     HALF: ct.Constant[int],
@@ -208,17 +219,27 @@ def rope_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Q, K: [batch, heads, seq_len, head_dim]; COS, SIN: [1 or batch, seq_len, HALF]."""
+    """Q, K: [batch, heads, seq_len, head_dim]; COS, SIN: [1 or batch, seq_len, HALF]. EVEN_Q, EVEN_K: tiles end with the heads and with HALF."""
     group, b, s = ct.bid(0) % (Q_GROUPS + K_GROUPS), ct.bid(0) // (Q_GROUPS + K_GROUPS), ct.bid(1)
     row = min(b, COS.shape[0] - 1)
     shape = (1, TILE_S, TILE_HALF)
-    # The slices bring a bound known when compiling, hence wide loads where HALF allows them.
-    cos = ct.load(COS.slice(2, 0, HALF), (row, s, 0), shape, padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-    sin = ct.load(SIN.slice(2, 0, HALF), (row, s, 0), shape, padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-    if group < Q_GROUPS:
-        _rotate(Q, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+    how = (INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+
+    def turn(whole):
+        # The slices bring a bound known when compiling, hence wide loads where HALF allows them.
+        cos = _load(COS.slice(2, 0, HALF), (row, s, 0), shape, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
+        sin = _load(SIN.slice(2, 0, HALF), (row, s, 0), shape, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
+        if group < Q_GROUPS:
+            _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, *how)
+        else:
+            _rotate(K, b, group - Q_GROUPS, s, cos, sin, whole and EVEN_K, *how)
+
+    if TILE_S == 1:
+        turn(True)
+    elif s * TILE_S + TILE_S <= Q.shape[2]:
+        turn(True)
     else:
-        _rotate(K, b, group - Q_GROUPS, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+        turn(False)
 
 
 @ct.kernel
@@ -229,6 +250,8 @@ def rope_positions_kernel(
     INV_FREQ,
     scaling: float,
     INTERLEAVED: ct.Constant[bool],
+    EVEN_Q: ct.Constant[bool],
+    EVEN_K: ct.Constant[bool],
     Q_GROUPS: ct.Constant[int],
     K_GROUPS: ct.Constant[int],
     HALF: ct.Constant[int],
@@ -240,17 +263,27 @@ def rope_positions_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Q, K: [batch, heads, seq_len, head_dim]; POSITIONS: [1 or batch, seq_len]; INV_FREQ: [HALF]."""
+    """Q, K: [batch, heads, seq_len, head_dim]; POSITIONS: [1 or batch, seq_len]; INV_FREQ: [HALF]. EVEN_Q, EVEN_K: as in rope_kernel."""
     group, b, s = ct.bid(0) % (Q_GROUPS + K_GROUPS), ct.bid(0) // (Q_GROUPS + K_GROUPS), ct.bid(1)
     row = min(b, POSITIONS.shape[0] - 1)
-    position = ct.load(POSITIONS, (row, s), (1, TILE_S), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    how = (INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
     inv_freq = ct.load(INV_FREQ.slice(0, 0, HALF), (0,), (TILE_HALF,), padding_mode=ZERO, allow_tma=False)
-    angle = position.reshape((TILE_S, 1)) * inv_freq.reshape((1, TILE_HALF))
-    cos, sin = ct.cos(angle) * scaling, ct.sin(angle) * scaling
-    if group < Q_GROUPS:
-        _rotate(Q, b, group, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+
+    def turn(whole):
+        position = _load(POSITIONS, (row, s), (1, TILE_S), whole, LATENCY, False).astype(ct.float32)
+        angle = position.reshape((TILE_S, 1)) * inv_freq.reshape((1, TILE_HALF))
+        cos, sin = ct.cos(angle) * scaling, ct.sin(angle) * scaling
+        if group < Q_GROUPS:
+            _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, *how)
+        else:
+            _rotate(K, b, group - Q_GROUPS, s, cos, sin, whole and EVEN_K, *how)
+
+    if TILE_S == 1:
+        turn(True)
+    elif s * TILE_S + TILE_S <= Q.shape[2]:
+        turn(True)
     else:
-        _rotate(K, b, group - Q_GROUPS, s, cos, sin, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+        turn(False)
 
 
 @torch_op(mutates=("q", "k"))
@@ -270,8 +303,8 @@ def rope_out(
     assert table is not None
     rotary_dim = 2 * table.shape[-1]
     heads_inside = seq_len == 1 or q.stride(1) < q.stride(2)
-    problem = Problem(batch, q_heads, k.shape[1], seq_len, head_dim, q.dtype, rotary_dim, heads_inside, interleaved, cos is None)
-    best = best_plan(space, plan, problem, Device.of(q))
+    shape = (batch, q_heads, k.shape[1], seq_len, head_dim)
+    best = best_plan(space, plan, Device.of(q), Problem, *shape, q.dtype, rotary_dim, heads_inside, interleaved, cos is None)
     if cos is None:
         launch(best, q, k, positions, inv_freq, scaling)
     else:

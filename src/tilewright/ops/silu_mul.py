@@ -168,7 +168,7 @@ def silu_mul_out(gate: Tensor, up: Tensor, out: Tensor, gelu_tanh: bool) -> None
     """`silu_mul` into `out`, all [rows, cols]. No checks, no sync: safe under graph capture."""
     rows, cols = out.shape
     fused = gate.stride(0) == 2 * cols
-    launch(best_plan(space, plan, Problem(rows, cols, out.dtype, fused, gelu_tanh), Device.of(out)), gate, up, out)
+    launch(best_plan(space, plan, Device.of(out), Problem, rows, cols, out.dtype, fused, gelu_tanh), gate, up, out)
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Tensor:

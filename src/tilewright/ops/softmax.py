@@ -145,7 +145,7 @@ def softmax_reread_kernel(
 def softmax_out(x: Tensor, out: Tensor) -> None:
     """`softmax` into `out`, both [rows, cols]. No checks, no sync: safe under graph capture."""
     rows, cols = x.shape
-    launch(best_plan(space, plan, Problem(rows, cols, x.dtype), Device.of(x)), x, out)
+    launch(best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype), x, out)
 
 
 def softmax(x: Tensor) -> Tensor:

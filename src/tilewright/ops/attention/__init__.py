@@ -107,11 +107,23 @@ def attention_out(
     if cu_seqlens_q is not None and max_q_len is not None:
         batch, q_len = cu_seqlens_q.shape[0] - 1, max_q_len
     masks = (causal, window, kv_start is not None, kv_len is not None, varlen)
-    problem = Problem(batch, q_heads, kv_heads, q_len, kv_tokens, head_dim, q.dtype, *masks, lse is not None)
-    chosen = best_plan(space, plan, problem, Device.of(q))
+    shape = (batch, q_heads, kv_heads, q_len, kv_tokens, head_dim)
+    chosen = best_plan(space, plan, Device.of(q), Problem, *shape, q.dtype, *masks, lse is not None)
     # q stands in for the arrays that the kernel's flags say are absent.
-    options = (q if x is None else x for x in (lse, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv))
-    launch(chosen, q, k, v, out, *options, 0 if window is None else window, scale * LOG2E)
+    launch(
+        chosen,
+        q,
+        k,
+        v,
+        out,
+        q if lse is None else lse,
+        q if kv_start is None else kv_start,
+        q if kv_len is None else kv_len,
+        q if cu_seqlens_q is None else cu_seqlens_q,
+        q if cu_seqlens_kv is None else cu_seqlens_kv,
+        0 if window is None else window,
+        scale * LOG2E,
+    )
 
 
 def attention(
@@ -164,16 +176,18 @@ def attention(
         lse_shape = (q.shape[1], q.shape[0])
     else:
         batch, q_heads, q_len, head_dim = q.shape
-        check_tensor(k, "k", shape=(batch, k.shape[1], k.shape[2], head_dim), like=q)
-        for name, given in (("cu_seqlens_kv", cu_seqlens_kv), ("max_q_len", max_q_len)):
-            if given is not None:
-                raise must(name, "given only with cu_seqlens_q", type(given).__name__)
+        if k.shape[0] != batch or k.shape[3] != head_dim:
+            raise must("k.shape", (batch, k.shape[1], k.shape[2], head_dim), tuple(k.shape))
+        if cu_seqlens_kv is not None:
+            raise must("cu_seqlens_kv", "given only with cu_seqlens_q", type(cu_seqlens_kv).__name__)
+        if max_q_len is not None:
+            raise must("max_q_len", "given only with cu_seqlens_q", type(max_q_len).__name__)
         for name, given in (("kv_start", kv_start), ("kv_len", kv_len)):
             if given is not None:
                 check_int32(given, name, q, (batch,))
         out = torch.empty((batch, q_len, q_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
         lse_shape = (batch, q_heads, q_len)
-    check_tensor(v, "v", shape=tuple(k.shape), like=q)
+    check_tensor(v, "v", shape=k.shape, like=q)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel():
         attention_out(q, k, v, out, lse, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, scale, causal, window, max_q_len)

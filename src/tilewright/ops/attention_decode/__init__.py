@@ -90,16 +90,25 @@ def attention_decode_out(
     page_size = 0 if block_table is None else k.shape[2]
     max_len = next_pow2(k.shape[2] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
     options = (page_size, window, kv_start is not None, kv_len is not None, lse is not None)
-    chosen = best_plan(space, plan, Problem(batch, q_heads, kv_heads, max_len, head_dim, q.dtype, *options), Device.of(q))
-    grouped = (batch, kv_heads, q_heads // kv_heads, head_dim)
-    q, out = q.view(grouped), out.view(grouped)
+    chosen = best_plan(space, plan, Device.of(q), Problem, batch, q_heads, kv_heads, max_len, head_dim, q.dtype, *options)
+    partial = None if chosen.then is None else chosen.scratch(q.device)[0]
     # q stands in for the arrays that the kernel's flags say are absent.
-    lse = q if lse is None else lse.view(grouped[:3])
-    into = (out, lse) if chosen.then is None else chosen.scratch(q.device)
-    absent_or = (q if x is None else x for x in (kv_len, block_table, kv_start))
-    launch(chosen, q, k, v, *into, *absent_or, 0 if window is None else window, scale * LOG2E)
+    lse = q if lse is None else lse
+    launch(
+        chosen,
+        q,
+        k,
+        v,
+        out if partial is None else partial,
+        lse,
+        q if kv_len is None else kv_len,
+        q if block_table is None else block_table,
+        q if kv_start is None else kv_start,
+        0 if window is None else window,
+        scale * LOG2E,
+    )
     if chosen.then is not None:
-        launch(chosen.then, *into, out, lse)
+        launch(chosen.then, partial, out, lse)
 
 
 def attention_decode(
@@ -137,8 +146,9 @@ def attention_decode(
     check_tensor(k, "k", ndim=4, like=q)
     check_heads(q, k)
     scale = check_scale_and_window(scale, window, head_dim)
-    check_tensor(k, "k", shape=(k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), like=q)
-    check_tensor(v, "v", shape=tuple(k.shape), like=q)
+    if k.shape[3] != head_dim or (block_table is None and k.shape[0] != batch):
+        raise must("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))
+    check_tensor(v, "v", shape=k.shape, like=q)
     if block_table is not None:
         check_int32(block_table, "block_table", q, (batch, None))
         if k.shape[2] < 16 or k.shape[2] & (k.shape[2] - 1):
@@ -146,7 +156,7 @@ def attention_decode(
     for name, given in (("kv_len", kv_len), ("kv_start", kv_start)):
         if given is not None:
             check_int32(given, name, q, (batch,))
-    out = torch.empty((batch, 1, q_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, q_heads, 1), dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel() and (block_table is None or block_table.numel()):
         attention_decode_out(q, k, v, out, lse, kv_len, block_table, kv_start, scale, window)

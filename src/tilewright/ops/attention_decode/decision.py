@@ -159,10 +159,10 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     rows = max(8 if c.keys_first else 16, next_pow2(group))
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits > 1, c.keys_first)
     grid = (c.splits, p.kv_heads, p.batch)
-    constants = (*flags, rows, tile_d, c.tile_n, c.latency)
+    constants = (*flags, group, rows, tile_d, c.tile_n, c.latency)
     if c.splits == 1:
         return Plan(attention_decode_kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
-    partial = (p.batch, p.kv_heads, c.splits, group)
-    workspace = (((*partial, p.head_dim), torch.float32), (partial, torch.float32))
+    # Rows of results and, behind each, its lse; padded to whole 16 bytes.
+    workspace = (((p.batch, p.kv_heads, c.splits, group, -(-(p.head_dim + 1) // 4) * 4), torch.float32),)
     merge = Plan(attention_decode_merge_kernel, (group, p.kv_heads, p.batch), (p.return_lse, next_pow2(c.splits), tile_d))
     return Plan(attention_decode_kernel, grid, constants, None, c.occupancy, c.num_worker_warps, workspace, merge)

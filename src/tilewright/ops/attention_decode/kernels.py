@@ -28,6 +28,7 @@ def attention_decode_kernel(
     RETURN_LSE: ct.Constant[bool],
     SPLIT: ct.Constant[bool],
     KEYS_FIRST: ct.Constant[bool],
+    GROUP: ct.Constant[int],
     ROWS: ct.Constant[int],
     TILE_D: ct.Constant[int],
     TILE_N: ct.Constant[int],
@@ -35,8 +36,9 @@ def attention_decode_kernel(
 ):
     """One block: all query heads of one key head over one range of keys. Grid (splits, kv_heads, batch).
 
-    Q [batch, kv_heads, group, head_dim]; K, V [batch, kv_heads, max_len, head_dim] or [pages, kv_heads, page_size, head_dim].
-    Without SPLIT: OUT like Q, LSE [batch, kv_heads, group]; with it fp32 partials [batch, kv_heads, splits, group(, head_dim)], their lse in base 2.
+    Q [batch, kv_heads * GROUP, 1, head_dim]; K, V [batch, kv_heads, max_len, head_dim] or [pages, kv_heads, page_size, head_dim].
+    Without SPLIT: OUT like Q, LSE [batch, kv_heads * GROUP, 1]. With it OUT holds fp32 partials [batch, kv_heads, splits, GROUP, head_dim + pad],
+    the element behind each row its lse in base 2.
     int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
     scale: of the scores, times log2(e).
     """
@@ -63,7 +65,8 @@ def attention_decode_kernel(
 
     axis = 0 if KEYS_FIRST else 1  # along which the keys of a tile of scores lie
     state_shape = (1, ROWS) if KEYS_FIRST else (ROWS, 1)
-    q = ct.load(Q, (batch, head, 0, 0), (1, 1, ROWS, TILE_D), padding_mode=ZERO).reshape((ROWS, TILE_D))
+    first_row, end_row = head * GROUP, head * GROUP + GROUP
+    q = ct.load(Q.slice(1, first_row, end_row), (batch, 0, 0, 0), (1, ROWS, 1, TILE_D), padding_mode=ZERO).reshape((ROWS, TILE_D))
     if KEYS_FIRST:
         q = ct.transpose(q)
 
@@ -115,18 +118,18 @@ def attention_decode_kernel(
     if KEYS_FIRST:
         out = ct.transpose(out)
     if not SPLIT:
-        ct.store(OUT, (batch, head, 0, 0), out.astype(OUT.dtype).reshape((1, 1, ROWS, TILE_D)))
+        ct.store(OUT.slice(1, first_row, end_row), (batch, 0, 0, 0), out.astype(OUT.dtype).reshape((1, ROWS, 1, TILE_D)))
         if RETURN_LSE:
-            ct.store(LSE, (batch, head, 0), lse.reshape((1, 1, ROWS)))
+            ct.store(LSE.slice(1, first_row, end_row), (batch, 0, 0), lse.reshape((1, ROWS, 1)))
     else:
-        ct.store(OUT, (batch, head, split, 0, 0), out.reshape((1, 1, 1, ROWS, TILE_D)))
-        ct.store(LSE, (batch, head, split, 0), (lse * LOG2E).reshape((1, 1, 1, ROWS)))
+        head_dim = Q.shape[3]
+        ct.store(OUT.slice(4, 0, head_dim), (batch, head, split, 0, 0), out.reshape((1, 1, 1, ROWS, TILE_D)))
+        ct.store(OUT.slice(4, head_dim, head_dim + 1), (batch, head, split, 0, 0), (lse * LOG2E).reshape((1, 1, 1, ROWS, 1)))
 
 
 @ct.kernel
 def attention_decode_merge_kernel(
     PARTIAL,
-    PARTIAL_LSE,
     OUT,
     LSE,
     RETURN_LSE: ct.Constant[bool],
@@ -135,15 +138,19 @@ def attention_decode_merge_kernel(
 ):
     """One query head: out = sum(w * partial) / sum(w), w = exp2(lse - max lse). Grid (group, kv_heads, batch).
 
-    PARTIAL [batch, kv_heads, splits, group, head_dim], PARTIAL_LSE without head_dim, in base 2; OUT [batch, kv_heads, group, head_dim].
+    PARTIAL [batch, kv_heads, splits, group, head_dim + pad], behind each row its lse in base 2; OUT [batch, kv_heads * group, 1, head_dim];
+    LSE [batch, kv_heads * group, 1].
     """
     row, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
-    lse = ct.load(PARTIAL_LSE, (batch, head, 0, row), (1, 1, TILE_S, 1), padding_mode=ct.PaddingMode.NEG_INF).reshape((TILE_S, 1))
-    partial = ct.load(PARTIAL, (batch, head, 0, row, 0), (1, 1, TILE_S, 1, TILE_D), padding_mode=ZERO).reshape((TILE_S, TILE_D))
+    head_dim = OUT.shape[3]
+    part, part_lse = PARTIAL.slice(4, 0, head_dim), PARTIAL.slice(4, head_dim, head_dim + 1)
+    lse = ct.load(part_lse, (batch, head, 0, row, 0), (1, 1, TILE_S, 1, 1), padding_mode=ct.PaddingMode.NEG_INF).reshape((TILE_S, 1))
+    partial = ct.load(part, (batch, head, 0, row, 0), (1, 1, TILE_S, 1, TILE_D), padding_mode=ZERO).reshape((TILE_S, TILE_D))
     largest = ct.maximum(ct.max(lse, axis=0, keepdims=True), FLOOR)
     weights = ct.exp2(lse - largest)
     total = ct.sum(weights, axis=0, keepdims=True)
     out, lse = softmax_finish(ct.sum(weights * partial, axis=0, keepdims=True), largest, total)
-    ct.store(OUT, (batch, head, row, 0), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_D)))
+    row = head * ct.num_blocks(0) + row
+    ct.store(OUT, (batch, row, 0, 0), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_D)))
     if RETURN_LSE:
-        ct.store(LSE, (batch, head, row), lse.reshape((1, 1, 1)))
+        ct.store(LSE, (batch, row, 0), lse.reshape((1, 1, 1)))

@@ -37,7 +37,7 @@ def matmul_out(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, trans_a: 
     """`matmul` into `out`, all operands 2-D. No checks, no sync: safe under graph capture."""
     m, n = out.shape
     k = a.shape[0] if trans_a else a.shape[1]
-    p = best_plan(space, plan, Problem(m, n, k, a.dtype, trans_a, trans_b, bias is not None, tf32), Device.of(a))
+    p = best_plan(space, plan, Device.of(a), Problem, m, n, k, a.dtype, trans_a, trans_b, bias is not None, tf32)
     # The kernels do not touch a bias or a workspace that the plan does not name; `out` stands in for them.
     partial = p.scratch(a.device)[0] if p.workspace else out
     bias = out if bias is None else bias
