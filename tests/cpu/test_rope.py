@@ -144,7 +144,7 @@ BAD = [
     ({"cos": torch.ones(3, 5, 32)}, ValueError, r"cos.shape must be \(1 or 2, 5, 1 to 32\), got \(3, 5, 32\)"),
     ({"cos": TABLE.half()}, ValueError, r"cos.dtype must be one of float32, .*got float16"),
     ({"cos": torch.ones(1, 5, 32, device="meta")}, ValueError, r"cos.device must be cpu, got meta"),
-    ({"sin": TABLE[..., :16]}, ValueError, r"sin.shape must be .*\[1, 5, 32\].*, got \(1, 5, 16\)"),
+    ({"sin": TABLE[..., :16]}, ValueError, r"sin.shape must be .*\(1, 5, 32\).*, got \(1, 5, 16\)"),
     ({"sin": TABLE.half()}, ValueError, r"sin.dtype must be float32, got float16"),
     ({"scaling": 2.0}, ValueError, r"scaling must be 1.0 with cos and sin, which contain it, got 2.0"),
     (BY_POSITION | {"positions": POSITIONS.float()}, ValueError, r"positions.dtype must be one of int32, int64, got float32"),

@@ -21,7 +21,6 @@ from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
-MAX_GRID_Y = 1 << 16
 
 
 def reference(
@@ -124,38 +123,32 @@ def space(p: Problem, device: Device) -> list[Config]:
         tile_s = max(1, min(next_pow2(p.seq_len), (1 << 20) // (heads * 2 * half)))
         configs = [Config(heads, tile_s), Config(1, max(1, tile_s // 4), tiles=gcd(p.q_heads, p.kv_heads))]
         return list(dict.fromkeys(configs))
-    vector = 16 // p.dtype.itemsize  # elements of the widest load
+    unit = 2 / p.dtype.itemsize  # pairs that take the bytes of one 16-bit pair
     configs = []
-    # Tiles along the positions: a thread's pairs of all heads take the same cosines.
+    # One position: 256 pairs a block, so that every SM has one (H200, 2026-11-21).
+    for pairs, warps in ((256, 4), (512, 4), (1024, 4), (2048, 4), (2048, 8)) if p.seq_len == 1 else ():
+        configs.append(Config(max(1, min(heads, int(pairs * unit) // half)), 1, num_worker_warps=warps))
+    # Several heads at the same positions: they take the same cosines, and 2048 pairs a block keep memory busy (H200, 2026-11-21).
     if p.seq_len > 1:
-        few = p.batch * (p.q_heads + p.kv_heads) * p.seq_len * half < device.sms * 2048 * vector  # then blocks matter more than shared cosines
-        aim = 1 if few else 4
-        shared = sorted((n for n in range(1, 9) if p.q_heads % n == p.kv_heads % n == 0), key=lambda n: abs(n - aim))[:3]
-        sizes = ((1, 4), (2, 4), (1, 8)) if few else ((2, 4), (1, 4), (1, 8))
-        for (loads, warps), tiles in product(sizes, shared):
-            tile_s = max(1, min(next_pow2(p.seq_len), loads * 32 * warps * vector // half))
-            if loads * tiles <= 8:
-                configs.append(Config(1, tile_s, tiles, num_worker_warps=warps))
-    # Tiles along the heads, one position each.
-    if p.seq_len == 1 or (p.heads_inside and p.seq_len < MAX_GRID_Y):
-        for quarters, warps in ((2, 4), (4, 4), (1, 4), (8, 4), (4, 8)):
-            tile_h = max(1, min(heads, quarters * 8 * warps * vector // half))
-            configs.append(Config(tile_h, 1, num_worker_warps=warps))
-    if device.arch == "sm_90" and p.heads_inside and half >= 64 and not p.interleaved and p.batch * p.seq_len <= 2048:
-        configs.sort(key=lambda c: (c.tile_s, -c.tile_h, c.num_worker_warps))  # H200, 2026-11-21: all heads of a position in one block
-    if p.interleaved and p.heads_inside:  # neighbours stay in one thread only in tiles of a single position
-        configs.sort(key=lambda c: c.tile_s)
+        few = p.batch * (p.q_heads + p.kv_heads) * p.seq_len * half < device.sms * 16_384
+        shared = [n for n in range(8, 0, -1) if p.q_heads % n == 0 and (p.kv_heads % n == 0 or p.kv_heads == 1)]
+        shared = [1, *shared[:1]] if few else [*shared[:2], 1]
+        for (pairs, warps), tiles in product(((1024, 4), (2048, 4)) if few else ((2048, 4), (4096, 8), (1024, 4)), shared):
+            tile_s = max(1, min(next_pow2(p.seq_len), next_pow2(int(pairs * unit) // (half * tiles) // 2 + 1)))
+            configs.append(Config(1, tile_s, tiles, num_worker_warps=warps))
+        configs += [Config(2, c.tile_s, c.tiles // 2, num_worker_warps=c.num_worker_warps) for c in configs if c.tiles % 2 == 0 and heads > 1]
     return list(dict.fromkeys(configs))
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     half = p.rotated // 2
-    q_groups, k_groups = (ct.cdiv(heads, c.tile_h * c.tiles) for heads in (p.q_heads, p.kv_heads))
+    k_tiles = min(c.tiles, ct.cdiv(p.kv_heads, c.tile_h))  # a tile must not lie wholly outside its array
+    q_groups, k_groups = ct.cdiv(p.q_heads, c.tile_h * c.tiles), ct.cdiv(p.kv_heads, c.tile_h * k_tiles)
     # Groups run fastest: they share cos and sin, and often a memory page. Their number is a constant: no division delays the first load.
     grid = (p.batch * (q_groups + k_groups), ct.cdiv(p.seq_len, c.tile_s))
-    even_q, even_k = (half == next_pow2(half) and heads % (c.tile_h * c.tiles) == 0 for heads in (p.q_heads, p.kv_heads))
-    shape = (half, next_pow2(half), c.tiles, c.tile_h, c.tile_s)
+    even_q, even_k = (half == next_pow2(half) and heads % n == 0 for heads, n in ((p.q_heads, c.tile_h * c.tiles), (p.kv_heads, c.tile_h * k_tiles)))
+    shape = (half, next_pow2(half), c.tiles, k_tiles, c.tile_h, c.tile_s)
     constants = (p.interleaved, even_q, even_k, q_groups, k_groups, *shape, c.latency, c.load_tma, c.store_tma)
     kernel = rope_positions_kernel if p.from_positions else rope_kernel
     return Plan(kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
@@ -168,7 +161,7 @@ def _load(array, index, shape, whole, latency, tma):
     return ct.load(array, index, shape, padding_mode=ZERO, latency=latency, allow_tma=tma)
 
 
-def _rotate(X, b, group, s, cos, sin, whole, INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
+def _rotate(X, b, group, s, cos, sin, whole, TILES, INTERLEAVED, HALF, TILE_HALF, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
     """A block's share of X [batch, heads, seq_len, head_dim]: TILES tiles of heads. cos, sin: [TILE_S, TILE_HALF] in fp32."""
     pair = (1, TILE_H, TILE_S, TILE_HALF)
     cos, sin = cos.reshape((1, 1, TILE_S, TILE_HALF)), sin.reshape((1, 1, TILE_S, TILE_HALF))
@@ -212,7 +205,8 @@ def rope_kernel(
     K_GROUPS: ct.Constant[int],
     HALF: ct.Constant[int],
     TILE_HALF: ct.Constant[int],
-    TILES: ct.Constant[int],
+    Q_TILES: ct.Constant[int],
+    K_TILES: ct.Constant[int],
     TILE_H: ct.Constant[int],
     TILE_S: ct.Constant[int],
     LATENCY: ct.Constant[int],
@@ -223,16 +217,16 @@ def rope_kernel(
     group, b, s = ct.bid(0) % (Q_GROUPS + K_GROUPS), ct.bid(0) // (Q_GROUPS + K_GROUPS), ct.bid(1)
     row = min(b, COS.shape[0] - 1)
     shape = (1, TILE_S, TILE_HALF)
-    how = (INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+    how = (INTERLEAVED, HALF, TILE_HALF, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
 
     def turn(whole):
         # The slices bring a bound known when compiling, hence wide loads where HALF allows them.
         cos = _load(COS.slice(2, 0, HALF), (row, s, 0), shape, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
         sin = _load(SIN.slice(2, 0, HALF), (row, s, 0), shape, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
         if group < Q_GROUPS:
-            _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, *how)
+            _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, Q_TILES, *how)
         else:
-            _rotate(K, b, group - Q_GROUPS, s, cos, sin, whole and EVEN_K, *how)
+            _rotate(K, b, group - Q_GROUPS, s, cos, sin, whole and EVEN_K, K_TILES, *how)
 
     if TILE_S == 1:
         turn(True)
@@ -256,7 +250,8 @@ def rope_positions_kernel(
     K_GROUPS: ct.Constant[int],
     HALF: ct.Constant[int],
     TILE_HALF: ct.Constant[int],
-    TILES: ct.Constant[int],
+    Q_TILES: ct.Constant[int],
+    K_TILES: ct.Constant[int],
     TILE_H: ct.Constant[int],
     TILE_S: ct.Constant[int],
     LATENCY: ct.Constant[int],
@@ -266,7 +261,7 @@ def rope_positions_kernel(
     """Q, K: [batch, heads, seq_len, head_dim]; POSITIONS: [1 or batch, seq_len]; INV_FREQ: [HALF]. EVEN_Q, EVEN_K: as in rope_kernel."""
     group, b, s = ct.bid(0) % (Q_GROUPS + K_GROUPS), ct.bid(0) // (Q_GROUPS + K_GROUPS), ct.bid(1)
     row = min(b, POSITIONS.shape[0] - 1)
-    how = (INTERLEAVED, HALF, TILE_HALF, TILES, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
+    how = (INTERLEAVED, HALF, TILE_HALF, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA)
     inv_freq = ct.load(INV_FREQ.slice(0, 0, HALF), (0,), (TILE_HALF,), padding_mode=ZERO, allow_tma=False)
 
     def turn(whole):
@@ -274,9 +269,9 @@ def rope_positions_kernel(
         angle = position.reshape((TILE_S, 1)) * inv_freq.reshape((1, TILE_HALF))
         cos, sin = ct.cos(angle) * scaling, ct.sin(angle) * scaling
         if group < Q_GROUPS:
-            _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, *how)
+            _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, Q_TILES, *how)
         else:
-            _rotate(K, b, group - Q_GROUPS, s, cos, sin, whole and EVEN_K, *how)
+            _rotate(K, b, group - Q_GROUPS, s, cos, sin, whole and EVEN_K, K_TILES, *how)
 
     if TILE_S == 1:
         turn(True)

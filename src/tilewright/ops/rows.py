@@ -9,6 +9,7 @@ from ..launch import Device, next_pow2
 
 CLUSTER_ARCHS = ("sm_90", "sm_100", "sm_103")  # several blocks can share a row and reduce through each other's shared memory
 MAX_CHUNKS = 16
+WIDE = 32_768  # elements of a row that 8 warps can hold in fp32
 MAX_BYTES_PER_THREAD = 128  # of one operand kept in registers; twice that spills once it is held in fp32 (sm_90)
 CPU_TILE = 1 << 20  # elements; the interpreter is fastest with few large tiles
 
@@ -49,23 +50,37 @@ def row_configs(rows: int, cols: int, itemsize: int, device: Device, *, rereads:
         configs += _persistent(rows, cols, itemsize, device)
     if not configs or cols * itemsize > 16_384:
         configs += [Config(1, tile_n, keep_row=False, num_worker_warps=8) for tile_n in (4096, 2048, 8192)]
-    if device.arch == "sm_90" and itemsize == 2:
+    if device.arch in CLUSTER_ARCHS and cols > WIDE and not rereads:
+        configs[:0] = _shared_rows(cols)
+    elif device.arch == "sm_90" and itemsize == 2:
         configs.insert(0, _measured_best(rows, cols, many, rereads))
     return list(dict.fromkeys(configs))
 
 
+def _shared_rows(cols: int) -> list[Config]:
+    """Rows wider than one block's registers: as few blocks of a cluster as can hold one, up to 8; beyond that it is read twice."""
+    clusters = [n for n in (2, 8, 4) if WIDE < cols <= n * WIDE]
+    return [Config(1, 1024 * n, num_ctas=n, num_worker_warps=8) for n in clusters] or [Config(1, 4096 * 8, False, num_ctas=8, num_worker_warps=8)]
+
+
 def _measured_best(rows: int, cols: int, many: bool, rereads: bool) -> Config:
-    """16-bit rows on an H200 (2026-11-21, notes/LOG.md): tiles that pad little, about 4 KB for few warps; one block a row up to 16 KB."""
+    """16-bit rows on an H200 (2026-11-21, notes/LOG.md): several tiles a row that pad it little, one block a row."""
     whole, thrifty = next_pow2(cols), _column_tiles(cols)[-1]
     if cols > 8192:
         if rereads:
             return Config(1, 2048, keep_row=False, num_worker_warps=8)
-        return Config(1, 2048, num_worker_warps=8) if cols <= 16_384 else Config(1, 4096, num_ctas=2, num_worker_warps=8)
+        if cols <= 20_480 or not many:
+            return Config(1, 2048, num_worker_warps=8)
+        if rows >= 4096:  # one block fills an SM: only prefetching the next row keeps loads in flight
+            return Config(1, 2048, persistent=True, load_tma=True, occupancy=1, num_worker_warps=8)
+        return Config(1, 1024, persistent=True, occupancy=2, num_worker_warps=8)
+    if cols in (4096, 8192) and many:
+        return Config(1, cols // 4, num_worker_warps=8)
     if thrifty < whole:
         tile_m = min(next_pow2(rows), next_pow2(3072 // cols)) if many else 1
         return Config(tile_m, thrifty, num_worker_warps=8 if thrifty >= 1024 else 4)
     tile_m = min(next_pow2(rows), max(1, 2048 // whole), 16) if many else 1
-    return Config(tile_m, whole, num_worker_warps=8 if whole == 4096 or (whole == 8192 and many) else 4)
+    return Config(tile_m, whole, num_worker_warps=8 if whole == 4096 else 4)
 
 
 def _cpu_configs(rows: int, cols: int) -> list[Config]:

@@ -155,6 +155,7 @@ _HALF: dict[str, dict[int, tuple[Row, ...]]] = {
             (256, 64, 1, 3, False, 2, 1, 8),
             (128, 128, 1, 2, False, 1, 1, 8),
             (64, 128, 1, 2, False, 1, 2, 4),
+            (64, 128, 2, 2, False, 1, 2, 4),
             (64, 64, 1, 2, False, 1, 2, 4),
             (64, 64, 2, 2, False, 1, 2, 4),
             (64, 128, 1, 2, False, 1, 1, 4),
@@ -236,8 +237,8 @@ def _measured_best(p: Problem) -> tuple[int, int, int, int, int, int, int, bool]
         return short if p.causal and p.q_len < 4096 else (128, 64, 1, 2, 2, 8, 1, False)
     if p.q_len < 1024 and p.causal:
         return short
-    if p.q_len < (2048 if p.causal else 8192):
-        return 64, 128, 1, 2, 2, 4, 1, False
+    if p.q_len < (4096 if p.causal else 8192):
+        return 64, 128, 2 if p.causal else 1, 2, 2, 4, 1, False
     return 128, 128, 2, 4, 1, 8, 1, False
 
 

@@ -135,7 +135,9 @@ def _shapes(p: Problem, device: Device) -> list[tuple[int, bool, int, int, int |
     shapes += [(128, True, 3, 2, 4), (64, True, 8, 2, 4), (64, True, 3, 4, 4), (128, False, 8, 1, 8), (128, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, (128, True, 8, 2, 4))  # many short caches: blocks that end and start overlap
-    if p.page_size == 64:
+    if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
+        shapes.insert(0, (128, True, 8, 2, 8))
+    elif p.page_size == 64:
         shapes.insert(0, (64, True, 4, 2, 4))
     elif p.page_size >= 128:
         shapes.insert(0, (128, True, 3, 2, 4))

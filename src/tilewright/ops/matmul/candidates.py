@@ -63,38 +63,41 @@ def _config(tile: Tile, **choices) -> Config:
 _HOPPER_ONE_ROUND: tuple[tuple[Tile, int], ...] = (
     ((64, 16, 256, 1, 1, 4), 8),
     ((64, 32, 256, 1, 1, 4), 8),
-    ((64, 64, 128, 1, 1, 4), 8),
+    ((64, 64, 128, 1, 1, 8), 6),
     ((64, 128, 64, 1, 1, 4), 5),
     ((128, 128, 64, 1, 1, 4), 5),
 )
 
 
 def _hopper_default(p: Problem, device: Device) -> Config:
-    """The narrowest tile that covers the output in one round of blocks; else, walking over it, the one of two whose rounds cost less.
+    """The narrowest tile that covers the output in one round of blocks; else the one whose rounds cost least.
 
     Measured on an H200 (2026-11-21, benchmarks/results, notes/LOG.md): a step of k takes an SM the same time in a tile of 128x128 on 4 warps
-    and, per element, in one of 256x256 on two blocks; the larger has fewer, longer rounds.
+    and, per element, in one of 256x256 on two blocks; the larger has fewer, longer rounds. 128x192 takes 1.45 times as long as 128x128.
     """
     for tile, latency in _HOPPER_ONE_ROUND:
         config = _config(tile, latency=latency)
         if config.tiles(p) <= device.sms:
             return config
-    small, large = _config((128, 128, 64, 1, 1, 4), persistent=True), _config((256, 256, 64, 2, 1, 8), persistent=True)
+    uneven = _uneven(p, device)
     if p.m <= 128:  # bound by reading b as much as by the tensor cores: blocks that come and go overlap better than ones that walk
-        return _config((64, 128, 64, 1, 1, 4))
+        return uneven[0] if uneven[0].tiles(p) <= device.sms else _config((64, 128, 64, 1, 1, 4))
+    small, large = _config((128, 128, 64, 1, 1, 4), persistent=True), _config((256, 256, 64, 2, 1, 8), persistent=True)
 
     def run_us(c: Config, us_per_k: float, us_per_tile: float) -> float:
         return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k + us_per_tile)
 
-    return small if run_us(small, 5.39e-3, 1.2) < run_us(large, 10.6e-3, 3.0) else large
+    costs = [(run_us(small, 5.39e-3, 1.0), small), (run_us(large, 10.9e-3, 3.0), large)]
+    costs += [(run_us(c, 7.9e-3, 2.5), c) for c in uneven if c.extra_n == 64 and c.tiles(p) <= 4 * device.sms]  # does not walk: few rounds only
+    return min(costs, key=lambda cost: cost[0])[1]
 
 
-_HOPPER_UNEVEN: tuple[tuple[int, int, int], ...] = ((128, 64, 4), (128, 64, 8), (128, 32, 4), (128, 16, 4), (64, 32, 4))  # tile_n, extra_n, warps
+_HOPPER_UNEVEN: tuple[tuple[int, int, int], ...] = ((128, 16, 6), (128, 32, 6), (128, 64, 5))  # tile_n, extra_n, latency
 
 
 def _uneven(p: Problem, device: Device) -> list[Config]:
-    """The two widths between the powers of two whose rounds of tiles cost least."""
-    fitting = [_config((128, tile_n, 64, 1, 1, warps), extra_n=extra_n) for tile_n, extra_n, warps in _HOPPER_UNEVEN if p.n > tile_n and p.m > SKINNY]
+    """Widths between the powers of two, those whose rounds of tiles cost least first."""
+    fitting = [_config((128, tile_n, 64, 1, 1, 4), extra_n=extra_n, latency=latency) for tile_n, extra_n, latency in _HOPPER_UNEVEN if p.n > tile_n]
     return sorted(fitting, key=lambda c: -(-c.tiles(p) // c.resident(device)) * (c.tile_n + c.extra_n))[:2]
 
 
