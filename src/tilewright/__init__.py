@@ -2,19 +2,50 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .ops.argmax import argmax
 from .ops.attention import attention
 from .ops.attention_decode import attention_decode
+from .ops.bmm import bmm
+from .ops.dropout import dropout
+from .ops.embedding import embedding
+from .ops.grouped_gemm import grouped_gemm, grouped_gemm_list
+from .ops.layer_norm import layer_norm
 from .ops.matmul import matmul
+from .ops.quantize_fp8 import quantize_fp8
 from .ops.rms_norm import rms_norm
+from .ops.rms_norm_quant import rms_norm_quant
 from .ops.rope import rope
+from .ops.sample import sample
 from .ops.silu_mul import silu_mul
+from .ops.silu_mul_quant import silu_mul_quant
 from .ops.softmax import softmax
 
 if TYPE_CHECKING:
     from .models.patch import patch
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attention", "attention_decode", "matmul", "patch", "rms_norm", "rope", "silu_mul", "softmax"]
+__all__ = [
+    "__version__",
+    "argmax",
+    "attention",
+    "attention_decode",
+    "bmm",
+    "dropout",
+    "embedding",
+    "grouped_gemm",
+    "grouped_gemm_list",
+    "layer_norm",
+    "matmul",
+    "patch",
+    "quantize_fp8",
+    "rms_norm",
+    "rms_norm_quant",
+    "rope",
+    "sample",
+    "silu_mul",
+    "silu_mul_quant",
+    "softmax",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -99,6 +99,23 @@ def test_empty_and_k_0():
 
 
 A, B = torch.zeros(4, 8), torch.zeros(6, 8)
+A8, B8, ONE = A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn), torch.ones(())
+
+
+def test_scales_of_zero_nan_and_below_zero():
+    a, b = torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(4, 256).to(torch.float8_e4m3fn)
+    rows = matmul(a, b, trans_b=True, scale_a=torch.tensor([0.0, torch.nan, -0.5]), scale_b=torch.ones(4))
+    assert rows[0].tolist() == [0.0] * 4
+    assert rows[1].isnan().all()
+    assert rows[2].tolist() == [-128.0] * 4
+    blocks = torch.tensor([[0.0, 1.0], [torch.nan, 1.0], [-1.0, 0.5]])
+    assert matmul(a, b, trans_b=True, scale_a=blocks, scale_b=torch.ones(1, 2))[:, 0].nan_to_num(7.0).tolist() == [128.0, 7.0, -64.0]
+
+
+def test_what_follows_the_product_when_k_is_0():
+    bias, residual = torch.tensor([1.0, 2.0]), torch.tensor([[10.0]])
+    out = matmul(torch.empty(1, 0), torch.empty(2, 0), bias, trans_b=True, silu_mul=True, residual=residual, out_scale=torch.tensor(3.0))
+    torch.testing.assert_close(out, torch.nn.functional.silu(bias[:1])[None] * 2.0 * 3.0 + 10.0)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +126,22 @@ A, B = torch.zeros(4, 8), torch.zeros(6, 8)
         ((A, B), {"trans_a": True, "trans_b": True}, r"a.shape\[0\] must be 8"),
         ((A, B[0]), {"trans_b": True}, r"b.dim\(\) must be 2, got 1"),
         ((A, B.bfloat16()), {"trans_b": True}, r"b.dtype must be float32, got bfloat16"),
-        ((A.double(), B.double()), {"trans_b": True}, r"a.dtype must be one of bfloat16, float16, float32, got float64"),
+        ((A.double(), B.double()), {"trans_b": True}, r"a.dtype must be one of bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, got float64"),
         ((A, B, torch.zeros(5)), {"trans_b": True}, r"bias.shape must be \(6,\), got \(5,\)"),
         ((A, B.T), {}, r"b.stride\(-1\) must be 1, got 8"),
         ((A[None], B), {"trans_a": True}, r"a.dim\(\) must be 2 with trans_a, got 3"),
         ((torch.zeros(()), B), {}, r"a.dim\(\) must be at least 1, got 0"),
         ((A.half(), B.half()), {"trans_b": True, "tf32": True}, r"tf32 must be False for torch.float16, got True"),
+        ((A, B), {"trans_b": True, "scale_a": ONE, "scale_b": ONE}, r"scale_a must be None for float32 operands, got a tensor"),
+        ((A8, B8), {"trans_b": True, "scale_a": ONE}, r"scale_b must be given where the other operand's scale is, got None"),
+        ((A8, B8), {"trans_b": True, "scale_a": ONE.double(), "scale_b": ONE}, r"scale_a.dtype must be float32, got float64"),
+        ((A8, B8), {"trans_b": True, "scale_a": torch.ones(5), "scale_b": torch.ones(6)}, r"scale_a.shape must be \(4,\) \(ROW.*got \(5,\)"),
+        ((A8, B8), {"trans_b": True, "scale_a": torch.ones(4, 1), "scale_b": torch.ones(6)}, r"scale_b.shape must be \(1, 1\) \(BLOCK.*got \(6,\)"),
+        ((A8, B8), {"trans_b": True, "out_dtype": torch.float64}, r"out_dtype must be one of bfloat16, float16, float32, got torch.float64"),
+        ((A8, B8, torch.zeros(6)), {"trans_b": True}, r"bias.dtype must be bfloat16, got float32"),
+        ((A, B), {"trans_b": True, "residual": torch.zeros(4, 5)}, r"residual.shape must be \(4, 6\), got \(4, 5\)"),
+        ((A, B[:5]), {"trans_b": True, "silu_mul": True}, r"n of b must be even with silu_mul, got 5"),
+        ((A, B), {"trans_b": True, "out_scale": torch.ones(1)}, r"out_scale.shape must be \(\), got \(1,\)"),
     ],
 )
 def test_a_bad_argument_is_named_and_nothing_is_launched(args, kwargs, message):

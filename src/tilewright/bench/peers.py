@@ -5,6 +5,7 @@ A peer that a machine lacks, or that does not take the problem, is left out by i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,6 +78,48 @@ def _llama_rope(inputs: Inputs) -> bool:
     return cos is not None and not inputs.get("interleaved") and 2 * cos.shape[-1] == inputs["q"].shape[-1]
 
 
+# --- fp8 codes and scales: the composition, which torch.compile fuses as far as it can
+
+
+def _codes(values, block, dtype, power_of_two_scales, scale=None):
+    largest = torch.finfo(dtype).max
+    if scale is not None:
+        return (values.float() * (1 / scale)).clamp(-largest, largest).to(dtype), scale
+    values = values.float()
+    rows, cols = values.shape
+    high, wide = block[0] or rows, block[1] or cols
+    groups = F.pad(values, (0, -cols % wide, 0, -rows % high)) if cols % wide or rows % high else values
+    groups = groups.view(groups.shape[0] // high, high, groups.shape[1] // wide, wide)
+    scale = groups.abs().amax((1, 3), keepdim=True).clamp(min=largest * 2.0**-126) / largest
+    if power_of_two_scales:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    codes = (groups * (1 / scale)).to(dtype).view(groups.shape[0] * high, -1)[:rows, :cols]
+    return codes, scale.view(scale.shape[0], scale.shape[2])
+
+
+def _quantize_fp8(x, *, block, dtype, power_of_two_scales=False, scale=None):
+    return _codes(x, block, dtype, power_of_two_scales, scale)
+
+
+def _rms_norm_quant(
+    x, weight, eps=1e-6, *, block, weight_offset=0.0, round_before_weight=False, residual=None, dtype=None, power_of_two_scales=False
+):
+    if residual is not None:
+        x = residual = x + residual
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    if round_before_weight:
+        h = h.to(x.dtype).float()
+    found = _codes(h * (weight.float() + weight_offset), block, dtype, power_of_two_scales)
+    return found if residual is None else (*found, residual)
+
+
+def _silu_mul_quant(gate, up=None, *, gelu_tanh=False, block, dtype, power_of_two_scales=False):
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return _codes(_silu_mul(gate.float(), up.float(), gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
+
+
 # --- matmul
 
 
@@ -86,6 +129,57 @@ def _cublas(a, b, bias=None, *, trans_a=False, trans_b=False, tf32=False):
     if bias is None:
         return torch.matmul(a, b)
     return torch.addmm(bias, a, b)
+
+
+def _cublas_bmm(a, b, *, trans_a=False, trans_b=False, **unused):
+    return torch.matmul(a.mT if trans_a else a, b.mT if trans_b else b)
+
+
+def _plain_bmm(inputs: Inputs) -> bool:
+    return inputs["scale_a"] is None and inputs["out_dtype"] in (None, inputs["a"].dtype)
+
+
+_packed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def _plain_matmul(inputs: Inputs) -> bool:
+    return inputs["a"].dtype.itemsize > 1 and not any(inputs.get(name) is not None for name in ("residual", "silu_mul", "out_scale", "out_dtype"))
+
+
+@lru_cache(maxsize=128)
+def _inner_groups(scale: Tensor) -> Tensor:
+    """Block scales of b in the layout that cuBLAS takes, made once."""
+    return scale.contiguous()
+
+
+def _scaled_mm(a, b, bias=None, *, trans_b=False, scale_a, scale_b, **unused):
+    if scale_a.dim() == 1:
+        scale_a, scale_b = scale_a[:, None], scale_b[None]
+    elif scale_a.dim() == 2:
+        scale_b = _inner_groups(scale_b).mT
+    # With a sum of 14 bits where ours has one, which is its faster mode.
+    return torch._scaled_mm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=scale_a.dim() < 2 or scale_a.shape[1] == 1)
+
+
+def _scaled_matmul(inputs: Inputs) -> bool:
+    behind = ("residual", "silu_mul", "out_scale", "out_dtype")
+    return inputs["a"].dtype is torch.float8_e4m3fn and bool(inputs.get("trans_b")) and not any(inputs.get(name) is not None for name in behind)
+
+
+def _grouped_mm(a, b, offsets=None, counts=None, *, trans_b=False, **unused):
+    if counts is not None:  # it has no masked form: it gets the used rows packed, once and outside the time that is measured
+        known = _packed.get(a.data_ptr())
+        if known is None or known[0] is not a:
+            if len(_packed) >= 4:
+                _packed.clear()
+            rows = torch.cat([a[group, :count] for group, count in enumerate(counts.tolist())])
+            known = _packed[a.data_ptr()] = a, rows, counts.cumsum(0, dtype=torch.int32)
+        _, a, offsets = known
+    return torch._grouped_mm(a, b.mT if trans_b else b, offs=offsets)
+
+
+def _plain_grouped_gemm(inputs: Inputs) -> bool:
+    return inputs["a"].dtype is torch.bfloat16 and inputs["out_dtype"] in (None, torch.bfloat16)
 
 
 # --- attention
@@ -122,6 +216,40 @@ def _full_cache(inputs: Inputs) -> bool:
     return all(inputs.get(name) is None for name in ("block_table", "kv_start", "window")) and not inputs.get("return_lse")
 
 
+# --- dropout, embedding, sampling
+
+
+def _dropout(x, p, seed, offset=None):
+    return F.dropout(x, p, training=True)
+
+
+def _layer_norm(x, weight=None, bias=None, eps=1e-5):
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def _embedding(ids, weight, *, scale=1.0):
+    rows = F.embedding(ids, weight)
+    return rows if scale == 1.0 else rows * scale
+
+
+def _sample(logits, seed, offset=None, *, temperature=None, top_k=None, top_p=None):
+    """Sort, cut, and the race of exponentials: as inference engines compose it where parameters are tensors."""
+    x = logits.float()
+    if temperature is not None:
+        x = x / temperature.reshape(-1, 1)
+    if top_k is not None or top_p is not None:
+        rising, order = x.sort(-1)
+        if top_k is not None:
+            kth = rising.gather(-1, (x.shape[-1] - top_k.reshape(-1, 1).long()).expand(len(x), 1))
+            rising = rising.masked_fill(rising < kth, -torch.inf)
+        if top_p is not None:
+            below = rising.softmax(-1).cumsum(-1) <= 1 - top_p.reshape(-1, 1)
+            below[:, -1] = False
+            rising = rising.masked_fill(below, -torch.inf)
+        x = torch.empty_like(x).scatter_(-1, order, rising)
+    return (x.softmax(-1) / torch.empty_like(x).exponential_()).argmax(-1)
+
+
 PEERS: dict[str, tuple[Peer, ...]] = {
     "rms_norm": (
         Peer("torch.eager", _fused_rms_norm, _plain_rms_norm),
@@ -130,11 +258,21 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "rope": (Peer("torch.eager", _rope, _llama_rope), Peer("torch.compile", _compiled(_rope), _llama_rope)),
     "silu_mul": (Peer("torch.eager", _silu_mul), Peer("torch.compile", _compiled(_silu_mul))),
+    "quantize_fp8": (Peer("torch.compile", _compiled(_quantize_fp8)),),
+    "rms_norm_quant": (Peer("torch.compile", _compiled(_rms_norm_quant)),),
+    "silu_mul_quant": (Peer("torch.compile", _compiled(_silu_mul_quant)),),
     "softmax": (
         Peer("torch.eager", lambda x: torch.softmax(x, -1)),
         Peer("torch.compile", _compiled(lambda x: torch.softmax(x, -1))),
     ),
-    "matmul": (Peer("cublas", _cublas),),
+    "dropout": (Peer("torch.eager", _dropout), Peer("torch.compile", _compiled(_dropout))),
+    "layer_norm": (Peer("torch.eager", _layer_norm), Peer("torch.compile", _compiled(_layer_norm))),
+    "embedding": (Peer("torch.eager", _embedding), Peer("torch.compile", _compiled(_embedding))),
+    "argmax": (Peer("torch.eager", lambda x: x.argmax(-1)), Peer("torch.compile", _compiled(lambda x: x.argmax(-1)))),
+    "sample": (Peer("torch.eager", _sample), Peer("torch.compile", _compiled(_sample))),
+    "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
+    "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
+    "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
     "attention": (
         Peer("cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), _plain_attention),
         Peer("sdpa", _sdpa(SDPBackend.FLASH_ATTENTION), _plain_attention),

@@ -2,9 +2,45 @@
 
 from types import ModuleType
 
-from . import attention, attention_decode, matmul, rms_norm, rope, silu_mul, softmax
+from . import (
+    argmax,
+    attention,
+    attention_decode,
+    bmm,
+    dropout,
+    embedding,
+    grouped_gemm,
+    layer_norm,
+    matmul,
+    quantize_fp8,
+    rms_norm,
+    rms_norm_quant,
+    rope,
+    sample,
+    silu_mul,
+    silu_mul_quant,
+    softmax,
+)
 
-ALL = (rms_norm, rope, silu_mul, softmax, matmul, attention, attention_decode)
+ALL = (
+    rms_norm,
+    rope,
+    silu_mul,
+    softmax,
+    matmul,
+    bmm,
+    grouped_gemm,
+    attention,
+    attention_decode,
+    dropout,
+    layer_norm,
+    embedding,
+    argmax,
+    quantize_fp8,
+    rms_norm_quant,
+    silu_mul_quant,
+    sample,
+)
 
 
 def named(names: list[str] | None) -> list[ModuleType]:

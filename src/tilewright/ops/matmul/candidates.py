@@ -10,7 +10,9 @@ from dataclasses import replace
 import torch
 
 from ...launch import Device, next_pow2
+from ..scaling import FP8, GROUP, Scaling
 from .decision import Config, Problem
+from .fp8_candidates import fp8_configs
 
 MOST_CONFIGS = 40
 SKINNY = 64  # rows of a up to which the product is bound by reading b
@@ -23,13 +25,24 @@ Tile = tuple[int, int, int, int, int, int | None]
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
-    if device.is_cpu:
-        return list(_cpu_configs(p))
-    return list(dict.fromkeys(_configs(p, device)))[:MOST_CONFIGS]
+    configs = _cpu_configs(p) if device.is_cpu else _configs(p, device)
+    return [c for c in dict.fromkeys(configs) if _legal(p, c)][:MOST_CONFIGS]
+
+
+def _legal(p: Problem, c: Config) -> bool:
+    """What the kernels can do: see their docstrings."""
+    behind = p.residual or p.silu_mul or p.out_scale  # more than scales and a bias behind the product
+    if behind and (c.extra_n or c.split > 1):
+        return False
+    if p.scaling is Scaling.BLOCK and (c.extra_n or c.tile_k > GROUP):
+        return False
+    return not (p.fused and c.dot)
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
-    if p.dtype is torch.float32:
+    if p.dtype in FP8:
+        yield from fp8_configs(p, device)
+    elif p.dtype is torch.float32:
         tiles = _tf32_tiles(p, device) if p.tf32 else _float32_tiles(p, device)
         yield from _ordered(p, device, tiles, latency=3 if _wide_loads(p, device) and device.arch == "sm_90" else 1)
     elif not _wide_loads(p, device):
@@ -275,4 +288,5 @@ def _cpu_configs(p: Problem) -> Iterator[Config]:
     """Few, large tiles: each step of the interpreter is a numpy call, and padding is copied and multiplied like data."""
     even = p.n & -p.n  # the largest power of two that divides n
     tile_n = 4096 if p.n >= 1 << 14 else min(max(even, 128), 512)
-    yield Config(next_pow2(min(p.m, 512)), min(tile_n, next_pow2(p.n)), next_pow2(min(p.k, 2048)), persistent=True)
+    tile_k = GROUP if p.scaling is Scaling.BLOCK else next_pow2(min(p.k, 2048))
+    yield Config(next_pow2(min(p.m, 512)), min(tile_n, next_pow2(p.n)), tile_k, persistent=True)

@@ -1,11 +1,14 @@
 """What `matmul` decides from (Problem) and what it decides (Config), and the launches that follow."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...launch import Cost, Device, Plan, next_pow2
+from ..scaling import FP8, Scaling, random_codes, random_scales, scale_shapes
+from .fused_kernel import matmul_fused_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
 REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
@@ -14,7 +17,10 @@ REDUCE_PARTS = 8  # partial tiles that it loads at a time
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """out [m, n] = op(a) [m, k] @ op(b) [k, n], where trans_a, trans_b say that the operand is stored transposed."""
+    """out [m, n] = op(a) [m, k] @ op(b) [k, n], where trans_a, trans_b say that the operand is stored transposed.
+
+    out_dtype: None for the dtype of a, bf16 for 8-bit ones. silu_mul: out has n / 2 columns. Scaling: see ops/scaling.py.
+    """
 
     m: int
     n: int
@@ -24,25 +30,65 @@ class Problem:
     trans_b: bool = True
     bias: bool = False
     tf32: bool = False
+    scaling: Scaling = Scaling.NONE
+    out_dtype: torch.dtype | None = None
+    residual: bool = False
+    silu_mul: bool = False
+    out_scale: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the output."""
+        return self.out_dtype or (torch.bfloat16 if self.dtype in FP8 else self.dtype)
+
+    @property
+    def fused(self) -> bool:
+        """Whether it takes the kernel with scales and epilogues."""
+        return self.dtype in FP8 or self.stored is not self.dtype or self.residual or self.silu_mul or self.out_scale
+
+    @property
+    def fast_acc(self) -> bool:
+        """Whether sums may have what Hopper's tensor cores give 8-bit operands (14 bits): enough under the rounding of a bf16 output."""
+        return self.dtype in FP8 and self.stored is torch.bfloat16
 
     def cost(self) -> Cost:
-        elements = self.m * self.k + self.k * self.n + self.m * self.n + (self.n if self.bias else 0)
-        return Cost(elements * self.dtype.itemsize, 2 * self.m * self.n * self.k)
+        out = self.m * (self.n // 2 if self.silu_mul else self.n)
+        written = out * (2 if self.residual else 1) + (self.n if self.bias else 0)
+        size = (self.m * self.k + self.k * self.n) * self.dtype.itemsize + written * self.stored.itemsize
+        if self.scaling:
+            size += 4 * sum(math.prod(shape) for shape in scale_shapes(self.scaling, self.m, self.n, self.k))
+        return Cost(size, 2 * self.m * self.n * self.k)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         def randn(*shape: int) -> torch.Tensor:
-            x = torch.randn(shape, dtype=self.dtype, device=device)
+            x = random_codes(shape, self.dtype, device)
             if self.tf32 and device.type != "meta":  # exact in TF32, so that the way an input is rounded is not part of the test
                 x = x.view(torch.int32).bitwise_and_(-1 << 13).view(torch.float32)
             return x
 
+        def outer(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=self.stored, device=device)
+
+        options: dict[str, Any] = {}
+        if self.scaling:
+            shapes = scale_shapes(self.scaling, self.m, self.n, self.k)
+            options["scale_a"], options["scale_b"] = (random_scales(shape, device, scaling=self.scaling) for shape in shapes)
+        if self.residual:
+            options["residual"] = outer(self.m, self.n // 2 if self.silu_mul else self.n)
+        if self.silu_mul:
+            options["silu_mul"] = True
+        if self.out_scale:
+            options["out_scale"] = torch.full((), 0.37, device=device)
+        if self.out_dtype is not None:
+            options["out_dtype"] = self.out_dtype
         return {
             "a": randn(*((self.k, self.m) if self.trans_a else (self.m, self.k))),
             "b": randn(*((self.n, self.k) if self.trans_b else (self.k, self.n))),
-            "bias": randn(self.n) if self.bias else None,
+            "bias": outer(self.n) if self.bias else None,
             "trans_a": self.trans_a,
             "trans_b": self.trans_b,
             "tf32": self.tf32,
+            **options,
         }
 
 
@@ -53,7 +99,8 @@ class Config:
     tile_m, tile_n, tile_k: of one step, powers of two; tile_m counts rows of a, tile_n columns of the output.
     extra_n: columns of a second accumulator beside the first, so that a tile need not be a power of two wide; 0 for none.
     group: tile rows in a band of the tile order (L2 reuse).
-    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a.
+    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a. With extra_n the second
+        accumulator then widens tile_m.
     dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a.
     persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
     split: blocks that share each tile of the last, incomplete round; a second launch adds their fp32 partial tiles. 1: no split.
@@ -75,7 +122,8 @@ class Config:
     num_worker_warps: int | None = None
 
     def tiles(self, p: Problem) -> int:
-        return -(-p.m // self.tile_m) * -(-p.n // (self.tile_n + self.extra_n))
+        extra_m, extra_n = (self.extra_n, 0) if self.weights_first else (0, self.extra_n)
+        return -(-p.m // (self.tile_m + extra_m)) * -(-p.n // (self.tile_n + extra_n))
 
     def steps(self, p: Problem) -> int:
         return -(-p.k // self.tile_k)
@@ -99,8 +147,10 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
     hints: dict[str, Any] = {"num_ctas": c.num_ctas, "occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
     if c.extra_n:
-        tile = (c.tile_m, c.tile_n, c.extra_n, c.tile_k, c.group)
-        return Plan(matmul_uneven_kernel, (blocks,), (*tile, p.trans_a, p.trans_b, p.bias, c.latency), **hints)
+        first, second = (c.tile_n, c.tile_m) if c.weights_first else (c.tile_m, c.tile_n)
+        tile = (first, second, c.extra_n, c.tile_k, c.group)
+        operands = (c.weights_first, p.trans_a, p.trans_b, p.bias, int(p.scaling), p.fast_acc)
+        return Plan(matmul_uneven_kernel, (blocks,), (*tile, *operands, c.latency), **hints)
     reduce: Plan | None = None
     workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     if split_tiles:
@@ -109,6 +159,11 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         rows = min(height, max(1, REDUCE_TILE // width))
         constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(REDUCE_PARTS, next_pow2(parts)))
         reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4)
+    if p.fused:
+        even = (p.m % c.tile_m == 0, p.n % c.tile_n == 0) if p.scaling is Scaling.BLOCK else (False, False)
+        shape = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, c.persistent, split_tiles > 0)
+        epilogue = (int(p.scaling), p.fast_acc, *even, p.bias, p.residual, p.silu_mul, p.out_scale)
+        return Plan(matmul_fused_kernel, (blocks,), (*shape, *epilogue, c.latency), workspace=workspace, then=reduce, **hints)
     how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, p.bias, p.tf32, c.latency)
     return Plan(
         matmul_kernel,

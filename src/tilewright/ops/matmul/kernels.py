@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 
+from ..scaling import ROW, row_scales, scaled
 from ..tiles import grouped_tile
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
@@ -114,60 +115,104 @@ def _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST):
 def matmul_uneven_kernel(
     a,
     b,
+    scale_a,
+    scale_b,
     bias,
     out,
-    TILE_M: ct.Constant[int],
-    TILE_N: ct.Constant[int],
-    EXTRA_N: ct.Constant[int],
+    FIRST: ct.Constant[int],
+    SECOND: ct.Constant[int],
+    EXTRA: ct.Constant[int],
     TILE_K: ct.Constant[int],
     GROUP: ct.Constant[int],
+    WEIGHTS_FIRST: ct.Constant[bool],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
     BIAS: ct.Constant[bool],
+    SCALING: ct.Constant[int],
+    FAST_ACC: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
-    """`matmul_kernel`, one tile to a block, for tiles TILE_N + EXTRA_N wide: no power of two, so that the last round of tiles is fuller.
+    """`matmul_kernel`, one tile to a block, for tiles SECOND + EXTRA long on one side: no power of two, so that the last round is fuller.
 
-    Two accumulators side by side share each tile of a. out is wider than TILE_N.
+    The first operand of the MMA, of which a tile has FIRST rows, is a, or with WEIGHTS_FIRST b; the other, which is longer than SECOND, fills two
+    accumulators side by side that share each tile of the first. scale_a, scale_b: as ops/scaling.py makes them, for TENSOR and ROW.
     """
-    width = TILE_N + EXTRA_N
-    tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], width)
-    steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
-    left = (b, bias, out)
-    right = (b.slice(0 if TRANS_B else 1, TILE_N, out.shape[1]), bias, out.slice(1, TILE_N, out.shape[1]))
-    if BIAS:
-        right = (right[0], bias.slice(0, TILE_N, out.shape[1]), right[2])
-    b_left, bias_left, out_left = _columns(*left, TILE_M, TILE_N, TILE_K, width, TRANS_B, BIAS)
-    b_right, bias_right, out_right = _columns(*right, TILE_M, EXTRA_N, TILE_K, width, TRANS_B, BIAS)
-    right_tiles = ct.cdiv(out.shape[1] - TILE_N, width)
-    tile_m, tile_n = grouped_tile(ct.bid(0), tiles_m, tiles_n, GROUP)
-    right_n = min(tile_n, right_tiles - 1)  # the last tile may be cut before its right part begins
-    acc_left, acc_right = ct.zeros((TILE_M, TILE_N), dtype=ct.float32), ct.zeros((TILE_M, EXTRA_N), dtype=ct.float32)
+    length = SECOND + EXTRA
+    first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if WEIGHTS_FIRST else (a, b, TRANS_A, TRANS_B)
+    scale_1, scale_2 = (scale_b, scale_a) if WEIGHTS_FIRST else (scale_a, scale_b)
+    # `first` is [rows, k] unless TRANS_FIRST, `second` [k, rows] unless TRANS_SECOND.
+    tiles_1 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST)
+    rows_2 = second.shape[0 if TRANS_SECOND else 1]
+    tiles_2 = ct.cdiv(rows_2, length)
+    steps = ct.cdiv(first.shape[0 if TRANS_FIRST else 1], TILE_K)
+    left = _run(second, out, 0, SECOND, FIRST, TILE_K, length, TRANS_SECOND, WEIGHTS_FIRST)
+    right = _run(second, out, SECOND, EXTRA, FIRST, TILE_K, length, TRANS_SECOND, WEIGHTS_FIRST)
+    if WEIGHTS_FIRST:
+        tile_2, tile_1 = grouped_tile(ct.bid(0), tiles_2, tiles_1, GROUP)
+    else:
+        tile_1, tile_2 = grouped_tile(ct.bid(0), tiles_1, tiles_2, GROUP)
+    tiles_right = ct.cdiv(rows_2 - SECOND, length)
+    right_2 = min(tile_2, tiles_right - 1)  # the last tile may be cut before its right part begins
+    acc_left, acc_right = ct.zeros((FIRST, SECOND), dtype=ct.float32), ct.zeros((FIRST, EXTRA), dtype=ct.float32)
     for step in range(steps):
-        if TRANS_A:
-            x = ct.load(a, index=(step, tile_m), shape=(TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY).transpose()
+        if TRANS_FIRST:
+            x = ct.load(first, index=(step, tile_1), shape=(TILE_K, FIRST), padding_mode=ZERO, latency=LATENCY).transpose()
         else:
-            x = ct.load(a, index=(tile_m, step), shape=(TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
-        if TRANS_B:
-            acc_left = ct.mma(x, b_left.load((tile_n, step), latency=LATENCY).transpose(), acc_left)
-            acc_right = ct.mma(x, b_right.load((right_n, step), latency=LATENCY).transpose(), acc_right)
+            x = ct.load(first, index=(tile_1, step), shape=(FIRST, TILE_K), padding_mode=ZERO, latency=LATENCY)
+        if TRANS_SECOND:
+            y_left = left[0].load((tile_2, step), latency=LATENCY).transpose()
+            y_right = right[0].load((right_2, step), latency=LATENCY).transpose()
         else:
-            acc_left = ct.mma(x, b_left.load((step, tile_n), latency=LATENCY), acc_left)
-            acc_right = ct.mma(x, b_right.load((step, right_n), latency=LATENCY), acc_right)
+            y_left, y_right = left[0].load((step, tile_2), latency=LATENCY), right[0].load((step, right_2), latency=LATENCY)
+        if FAST_ACC:
+            acc_left, acc_right = ct.mma(x, y_left, acc_left, use_fast_acc=True), ct.mma(x, y_right, acc_right, use_fast_acc=True)
+        else:
+            acc_left, acc_right = ct.mma(x, y_left, acc_left), ct.mma(x, y_right, acc_right)
+    if SCALING:
+        rows = row_scales(scale_1, 0, tile_1, FIRST, SCALING)
+        acc_left = scaled(acc_left, rows, _scales(scale_2, 0, SECOND, tile_2, length, SCALING))
+        acc_right = scaled(acc_right, rows, _scales(scale_2, SECOND, EXTRA, right_2, length, SCALING))
     if BIAS:
-        acc_left += bias_left.load((tile_n,), allow_tma=False).astype(ct.float32)
-        acc_right += bias_right.load((right_n,), allow_tma=False).astype(ct.float32)
-    out_left.store((tile_m, tile_n), acc_left.astype(out.dtype))
-    if tile_n < right_tiles:
-        out_right.store((tile_m, tile_n), acc_right.astype(out.dtype))
+        if WEIGHTS_FIRST:
+            column = ct.load(bias, (tile_1,), (FIRST,), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((FIRST, 1))
+            acc_left, acc_right = acc_left + column, acc_right + column
+        else:
+            acc_left = acc_left + _strip(bias, 0, SECOND, length).load((tile_2,), allow_tma=False).astype(ct.float32)
+            acc_right = acc_right + _strip(bias, SECOND, EXTRA, length).load((right_2,), allow_tma=False).astype(ct.float32)
+    if WEIGHTS_FIRST:
+        left[1].store((tile_2, tile_1), acc_left.transpose().astype(out.dtype))
+        if tile_2 < tiles_right:
+            right[1].store((tile_2, tile_1), acc_right.transpose().astype(out.dtype))
+    else:
+        left[1].store((tile_1, tile_2), acc_left.astype(out.dtype))
+        if tile_2 < tiles_right:
+            right[1].store((tile_1, tile_2), acc_right.astype(out.dtype))
 
 
-def _columns(b, bias, out, TILE_M, TILE_N, TILE_K, STEP, TRANS_B, BIAS):
-    """Views of b, bias and out in which neighbouring tiles of TILE_N columns are STEP columns apart."""
-    shape, steps = ((TILE_N, TILE_K), (STEP, TILE_K)) if TRANS_B else ((TILE_K, TILE_N), (TILE_K, STEP))
-    b_view = b.tiled_view(shape, padding_mode=ZERO, traversal_steps=steps)
-    bias_view = bias.tiled_view((TILE_N,), padding_mode=ZERO, traversal_steps=(STEP,)) if BIAS else 0
-    return b_view, bias_view, out.tiled_view((TILE_M, TILE_N), traversal_steps=(TILE_M, STEP))
+def _run(second, out, START, ROWS, FIRST, TILE_K, STEP, TRANS_SECOND, WEIGHTS_FIRST):
+    """Views of the second operand and of out from row START on, in which neighbouring tiles of ROWS rows are STEP rows apart."""
+    axis = 0 if TRANS_SECOND else 1
+    part = second.slice(axis, START, second.shape[axis])
+    if TRANS_SECOND:
+        view = part.tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(STEP, TILE_K))
+    else:
+        view = part.tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, STEP))
+    if WEIGHTS_FIRST:
+        return view, out.slice(0, START, out.shape[0]).tiled_view((ROWS, FIRST), traversal_steps=(STEP, FIRST))
+    return view, out.slice(1, START, out.shape[1]).tiled_view((FIRST, ROWS), traversal_steps=(FIRST, STEP))
+
+
+def _strip(vector, START, ROWS, STEP):
+    """A view of a vector from START on, in which neighbouring tiles of ROWS elements are STEP apart."""
+    return vector.slice(0, START, vector.shape[0]).tiled_view((ROWS,), padding_mode=ZERO, traversal_steps=(STEP,))
+
+
+def _scales(scales, START, ROWS, tile, STEP, SCALING):
+    """As `row_scales`, for the strips of `_strip`."""
+    if SCALING == ROW:
+        view = scales.slice(2, START, scales.shape[2]).tiled_view((1, 1, ROWS), padding_mode=ZERO, traversal_steps=(1, 1, STEP))
+        return view.load((0, 0, tile), allow_tma=False).reshape((ROWS,))
+    return row_scales(scales, 0, 0, 1, SCALING)
 
 
 @ct.kernel

@@ -5,13 +5,18 @@ from itertools import product
 import torch
 
 from ...ops.matmul import Problem
+from ...ops.scaling import Scaling
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROW, BLOCK = Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK
 
 # (n, k) of the linear layers: q and o, k and v, gate and up, down
 QWEN2_7B = ((3584, 3584), (512, 3584), (18_944, 3584), (3584, 18_944))
 LLAMA_31_8B = ((4096, 4096), (1024, 4096), (14_336, 4096), (4096, 14_336))
 HEADS = ((152_064, 3584), (128_256, 4096))
+# DeepSeek-V3's dense layers, as DeepGEMM lists them
+DEEPSEEK = ((2112, 7168), (576, 7168), (24_576, 1536), (32_768, 512), (7168, 16_384), (4096, 7168), (7168, 2048))
 
 small = [
     Problem(1, 1, 1, FP32),
@@ -28,6 +33,14 @@ small = [
     Problem(17, 48, 64, FP32, trans_a=True, trans_b=False, tf32=True, bias=True),
     Problem(2, 64, 96, FP32, bias=True),
     Problem(300, 270, 40, BF16, bias=True),
+    Problem(5, 48, 96, E4M3, scaling=TENSOR),
+    Problem(70, 130, 272, E4M3, scaling=ROW, bias=True),
+    Problem(33, 200, 300, E4M3, scaling=BLOCK),
+    Problem(140, 144, 384, E5M2, scaling=BLOCK, out_dtype=FP32),
+    Problem(130, 64, 64, E4M3, trans_b=False, scaling=ROW, out_dtype=FP16),
+    Problem(9, 160, 128, E4M3, scaling=TENSOR, silu_mul=True),
+    Problem(37, 96, 64, BF16, silu_mul=True, residual=True, out_scale=True, bias=True),
+    Problem(129, 130, 80, FP16, residual=True, out_dtype=FP32),
 ]
 
 real = [
@@ -49,10 +62,21 @@ real = [
     Problem(512, 1536, 576, FP32),  # SmolLM2-135M up_proj
     Problem(512, 1536, 576, FP32, tf32=True),
     Problem(1, 49_152, 576, FP32),
+    *(Problem(m, n, k, E4M3, scaling=s) for (m, n, k), s in product(((64, 2112, 7168), (128, 4096, 7168), (500, 7168, 2048)), (TENSOR, ROW, BLOCK))),
+    Problem(4096, 576, 7168, E4M3, scaling=ROW),
+    Problem(320, 32_576, 7168, E4M3, scaling=TENSOR),  # 2.5 x 128 rows, 254.5 x 128 columns
+    Problem(320, 32_576, 7168, E4M3, scaling=BLOCK),
+    Problem(300, 4096, 2048, E4M3, scaling=ROW, out_dtype=FP32),
+    Problem(300, 4096, 2048, E4M3, scaling=BLOCK, silu_mul=True),
+    Problem(1, 28_672, 4096, BF16, silu_mul=True),  # Llama-3.1-8B gate and up
+    Problem(700, 28_672, 4096, BF16, silu_mul=True),
+    Problem(700, 4096, 4096, BF16, residual=True),
 ]
 
 bench = [
     *(Problem(n, n, n, BF16, trans_b=False) for n in (1024, 2048, 4096, 8192, 16_384)),
     *(Problem(m, n, k, BF16) for (n, k), m in product((*QWEN2_7B, *LLAMA_31_8B), (64, 128, 512, 2048, 8192))),
     *(Problem(m, n, k, BF16) for (n, k), m in product((*QWEN2_7B, *LLAMA_31_8B, *HEADS), (1, 4, 8, 16))),
+    *(Problem(m, n, k, E4M3, scaling=s) for s, (n, k), m in product((TENSOR, ROW, BLOCK), DEEPSEEK, (64, 128, 4096))),
+    *(Problem(320, 32_576, 7168, E4M3, scaling=s) for s in (TENSOR, ROW, BLOCK)),
 ]

@@ -1,0 +1,303 @@
+"""Batched matrix product: out[i] = a[i] @ b[i], where a or b may be one matrix for all i
+
+Source    The definition; scaled 8-bit operands after DeepSeek-V3 2024, arXiv:2412.19437, section 3.3 (ops/scaling.py says what scales mean).
+Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum; scales of a group the sum over its 128 values,
+          which starts from zero.
+Bound     Compute from a few hundred rows and columns on; below that memory: every operand read once, out written once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .mma_tiles import Tile, cpu_tiles, run_us, tiles_for
+from .scaling import (
+    BLOCK,
+    FP8,
+    GROUP,
+    ROW,
+    TENSOR,
+    ZERO,
+    Scaling,
+    add_scaled,
+    block_scales,
+    dequantize,
+    group_scales,
+    known_scaling,
+    random_codes,
+    random_scales,
+    row_scales,
+    scale_shapes,
+    scale_view,
+    scaled,
+    scaling_of,
+)
+from .tiles import grouped_tile
+
+WIDE = (torch.bfloat16, torch.float16)
+OUT = (*WIDE, torch.float32)
+MOST_CONFIGS = 32
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The definition, on the dequantised operands; float64 operands stay float64."""
+    a, b = a.mT if trans_a else a, b if trans_b else b.mT
+    if a.dtype is torch.float64:
+        return torch.matmul(dequantize(a, scale_a), dequantize(b, scale_b).mT)
+    if a.dtype in FP8:
+        return torch.matmul(dequantize(a, scale_a), dequantize(b, scale_b).mT).to(out_dtype or torch.bfloat16)
+    if out_dtype in (None, a.dtype):
+        return torch.matmul(a, b.mT)
+    return torch.matmul(a.float(), b.mT.float()).to(out_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """out [batch, m, n]. one_a, one_b: that operand is one matrix for the whole batch."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    trans_a: bool = False
+    trans_b: bool = False
+    one_a: bool = False
+    one_b: bool = False
+    scaling: Scaling = Scaling.NONE
+    out_dtype: torch.dtype = torch.bfloat16
+
+    def cost(self) -> Cost:
+        read = (1 if self.one_a else self.batch) * self.m * self.k + (1 if self.one_b else self.batch) * self.k * self.n
+        written = self.batch * self.m * self.n * self.out_dtype.itemsize
+        return Cost(read * self.dtype.itemsize + written, 2 * self.batch * self.m * self.n * self.k)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        batch_a, batch_b = 1 if self.one_a else self.batch, 1 if self.one_b else self.batch
+        scales: dict[str, Any] = {"scale_a": None, "scale_b": None}
+        if self.scaling:
+            shapes = scale_shapes(self.scaling, self.m, self.n, self.k, batch_a=batch_a, batch_b=batch_b)
+            scales = {name: random_scales(shape, device, scaling=self.scaling) for name, shape in zip(scales, shapes, strict=True)}
+        return {
+            "a": random_codes((batch_a, *((self.k, self.m) if self.trans_a else (self.m, self.k))), self.dtype, device),
+            "b": random_codes((batch_b, *((self.n, self.k) if self.trans_b else (self.k, self.n))), self.dtype, device),
+            **scales,
+            "trans_a": self.trans_a,
+            "trans_b": self.trans_b,
+            "out_dtype": self.out_dtype,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to compute it.
+
+    tile_m, tile_n, tile_k: of one step, powers of two.
+    group: tile rows in a band of the tile order, inside one matrix of the batch (L2 reuse).
+    persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
+    latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    group: int = 8
+    persistent: bool = False
+    latency: int = 5
+    num_ctas: int | None = None
+    occupancy: int = 1
+    num_worker_warps: int | None = None
+
+    def tiles(self, p: Problem) -> int:
+        return p.batch * -(-p.m // self.tile_m) * -(-p.n // self.tile_n)
+
+    def resident(self, device: Device) -> int:
+        """Blocks that the device holds at once."""
+        return max(1, device.sms * self.occupancy // (self.num_ctas or 1))
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
+    if device.is_cpu:
+        first, second = cpu_tiles(p.m, p.n, p.k, p.scaling)
+        return list(dict.fromkeys((_config(first, persistent=True), _config(second, group=2))))
+    configs = sorted(_configs(p, device), key=lambda c: estimate_us(p, c, device))
+    best = configs[0]
+    others = [replace(best, group=4), replace(best, group=16)]
+    if p.scaling is not Scaling.BLOCK:  # whose latency is not free (mma_tiles.py)
+        others.append(replace(best, latency=max(1, best.latency - 1)))
+    return list(dict.fromkeys((best, *others, *configs)))[:MOST_CONFIGS]
+
+
+def _config(tile: Tile, **choices: Any) -> Config:
+    hints = {"latency": tile.latency, "num_ctas": tile.num_ctas, "occupancy": tile.occupancy, "num_worker_warps": tile.num_worker_warps}
+    return Config(tile.tile_m, tile.tile_n, tile.tile_k, **{**hints, **choices})
+
+
+def _configs(p: Problem, device: Device) -> Iterator[Config]:
+    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
+    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
+    wide = all(length % unit == 0 for length in lengths)
+    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b and not p.trans_a, wide_loads=wide)
+    lowest = min(tile.tile_m for tile in tiles)
+    for tile in tiles:
+        if tile.tile_m > max(lowest, next_pow2(p.m)):
+            continue
+        plain = _config(tile)
+        yield plain
+        if tile.walks and plain.tiles(p) > plain.resident(device):
+            yield replace(plain, persistent=True)
+
+
+def estimate_us(p: Problem, c: Config, device: Device) -> float:
+    """Time of a config: rounds of tiles, or the memory traffic."""
+    tile = Tile(c.tile_m, c.tile_n, c.tile_k, c.num_ctas, c.occupancy, c.num_worker_warps)
+    us = run_us(tile, c.tiles(p), p.k, p.dtype, p.scaling, device)
+    if not c.persistent:
+        us += 0.5 * -(-c.tiles(p) // c.resident(device))  # a block that comes and goes overlaps less than one that walks
+    return max(us, p.cost().size_bytes / (device.memory_gbs * 1e3)) + 1e-3 * us
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    tiles = c.tiles(p)
+    blocks = min(tiles, c.resident(device)) if c.persistent else tiles
+    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, int(p.scaling), c.persistent, c.latency)
+    return Plan(bmm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+
+
+@ct.kernel
+def bmm_kernel(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    out,
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    GROUP_M: ct.Constant[int],
+    TRANS_A: ct.Constant[bool],
+    TRANS_B: ct.Constant[bool],
+    SCALING: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """out [batch, m, n], a tile at a time; all tiles of a matrix before those of the next, so that its panels stay in L2.
+
+    a: [batch or 1, m, k], or [.., k, m] with TRANS_A. b: [batch or 1, k, n], or [.., n, k] with TRANS_B.
+    scale_a, scale_b: [batch or 1, groups, rows] as ops/scaling.py makes them, read only if SCALING asks for them.
+    """
+    tiles_m, tiles_n = ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N)
+
+    def one_tile(index):
+        i = index // (tiles_m * tiles_n)
+        tile_m, tile_n = grouped_tile(index - i * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+        i_a, i_b = min(i, a.shape[0] - 1), min(i, b.shape[0] - 1)
+        acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
+        for step in range(ct.cdiv(a.shape[1 if TRANS_A else 2], TILE_K)):
+            if TRANS_A:
+                x = ct.load(a, (i_a, step, tile_m), (1, TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY)
+                x = x.reshape((TILE_K, TILE_M)).transpose()
+            else:
+                x = ct.load(a, (i_a, tile_m, step), (1, TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY).reshape((TILE_M, TILE_K))
+            if TRANS_B:
+                w = ct.load(b, (i_b, tile_n, step), (1, TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
+                w = w.reshape((TILE_N, TILE_K)).transpose()
+            else:
+                w = ct.load(b, (i_b, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
+            if SCALING == BLOCK:
+                group = step * TILE_K // GROUP
+                rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY)
+                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY))
+            else:
+                acc = ct.mma(x, w, acc)
+        if SCALING == ROW or SCALING == TENSOR:
+            rows = row_scales(scale_a, i_a, tile_m, TILE_M, SCALING)
+            acc = scaled(acc, rows, row_scales(scale_b, i_b, tile_n, TILE_N, SCALING))
+        ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
+
+    if PERSISTENT:
+        for index in range(ct.bid(0), out.shape[0] * tiles_m * tiles_n, ct.num_blocks(0)):
+            one_tile(index)
+    else:
+        one_tile(ct.bid(0))
+
+
+@torch_op(mutates=("out",))
+def bmm_out(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Optional[Tensor],
+    scale_b: Optional[Tensor],
+    out: Tensor,
+    trans_a: bool,
+    trans_b: bool,
+) -> None:
+    """`bmm` into `out` [batch, m, n]. No checks, no sync: safe under graph capture."""
+    batch, m, n = out.shape
+    k = a.shape[1 if trans_a else 2]
+    scaling = known_scaling(scale_a, True)
+    one_a, one_b = a.shape[0] < batch, b.shape[0] < batch
+    fields = (batch, m, n, k, a.dtype, trans_a, trans_b, one_a, one_b, scaling, out.dtype)
+    # Without scales the kernel does not touch them; the operands stand in.
+    scales = (a, b) if scale_a is None or scale_b is None else (scale_view(scale_a, scaling, True), scale_view(scale_b, scaling, True))
+    launch(best_plan(space, plan, Device.of(a), Problem, *fields), a, b, *scales, out)
+
+
+def bmm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Matrix products of a batch; an operand with one matrix serves the whole batch.
+
+    Args:
+        a: [batch or 1, m, k], or [.., k, m] if trans_a; bf16, fp16, float8_e4m3fn or float8_e5m2; stride 1 in the last axis.
+        b: [batch or 1, k, n], or [.., n, k] if trans_b; dtype and device of a, stride 1 in the last axis.
+        scale_a: fp32, 8-bit operands only: [] or [batch of a], [batch of a, m], or [batch of a, m, ceil(k / 128)].
+        scale_b: fp32, of the same kind: [] or [batch of b], [batch of b, n], or [batch of b, ceil(n / 128), ceil(k / 128)].
+        trans_a, trans_b: the operand is stored transposed; 8-bit operands are fastest with k last (trans_b alone).
+        out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
+    Returns: [batch, m, n], contiguous. Nothing in an axis: empty, nothing launched. k = 0: zeros.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(a, "a", ndim=3, dtypes=(*WIDE, *FP8))
+    check_tensor(b, "b", ndim=3, like=a)
+    allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
+    if out_dtype is not None and out_dtype not in allowed:
+        raise must("out_dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in allowed), out_dtype)
+    m, k = (a.shape[2], a.shape[1]) if trans_a else (a.shape[1], a.shape[2])
+    n = b.shape[1 if trans_b else 2]
+    if b.shape[2 if trans_b else 1] != k:
+        raise must(f"b.shape[{2 if trans_b else 1}]", f"{k}, the k of a {tuple(a.shape)}", b.shape[2 if trans_b else 1])
+    if a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
+        raise must("b.shape[0]", f"1 or {a.shape[0]}, the batch of a (or a's 1)", b.shape[0])
+    scaling_of(a, scale_a, scale_b, m, n, k, batch_a=a.shape[0], batch_b=b.shape[0])
+    batch = a.shape[0] if b.shape[0] == 1 else b.shape[0]
+    out = torch.empty((batch, m, n), dtype=out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype), device=a.device)
+    if out.numel() == 0:
+        return out
+    if k == 0:
+        return out.zero_()
+    bmm_out(a, b, scale_a, scale_b, out, trans_a, trans_b)
+    return out

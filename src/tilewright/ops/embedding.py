@@ -1,0 +1,154 @@
+"""Embedding: out[i] = scale * weight[ids[i]]
+
+Source    Vaswani et al. 2017, arXiv:1706.03762, section 3.4 (with scale = sqrt(dim), as Gemma has it).
+Numerics  Product in fp32, rounded once; with scale 1 the row's own bits.
+Bound     Memory: a row of the weight read and one of out written for each id. An id outside the vocabulary gives a row of NaN.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .tiles import of_width
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ZERO = ct.PaddingMode.ZERO
+
+
+def reference(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    """The definition."""
+    known = (ids >= 0) & (ids < weight.shape[0])
+    rows = weight[torch.where(known, ids, 0).long()] * scale
+    return torch.where(known[..., None], rows, torch.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on. vocab and scale are runtime values, and here for inputs() and cost()."""
+
+    tokens: int
+    dim: int
+    dtype: torch.dtype
+    wide_ids: bool = True  # int64
+    vocab: int = 32_000
+    scale: float = 1.0
+
+    def cost(self) -> Cost:
+        rows = 2 * self.tokens * self.dim * self.dtype.itemsize
+        return Cost(size_bytes=rows + self.tokens * (8 if self.wide_ids else 4), flops=self.tokens * self.dim)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        ids = torch.randint(self.vocab, (self.tokens,), dtype=torch.int64 if self.wide_ids else torch.int32, device=device)
+        return {"ids": ids, "weight": torch.randn(self.vocab, self.dim, dtype=self.dtype, device=device), "scale": self.scale}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the rows are copied.
+
+    tokens: rows that a block copies, all loaded before the first is stored.
+    tile_n: columns of a tile, one a block; a power of two.
+    latency: prefetch hint of the loads, 1 to 10.
+    num_worker_warps: warps that compute, 4 or 8.
+    """
+
+    tokens: int
+    tile_n: int
+    latency: int = 4
+    num_worker_warps: int | None = None
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    if device.is_cpu:
+        tile_n = next_pow2(p.dim)
+        return list(dict.fromkeys((Config(min(next_pow2(p.tokens), 16), tile_n), Config(1, max(1, tile_n // 4)))))
+    vector = 16 // p.dtype.itemsize  # elements of the widest load
+    width = 4 * 32 * vector  # of a row that four warps load at once
+    whole = next_pow2(p.dim)
+    configs = []
+    many = p.tokens * p.dim > device.sms * 8 * width  # several blocks for each place that there is
+    for loads in (4, 2, 1, 8) if many else (1, 2):
+        # Idle lanes cost a copy little, narrow loads much: no tile is narrower than what four warps load at once.
+        widths = dict.fromkeys(min(whole, n * width) for n in (8, 4, 2, 1) if n <= loads)
+        for tile_n in sorted(widths, key=lambda n: (ct.cdiv(p.dim, n) * n > p.dim * 9 / 8, -n)):
+            tokens = max(1, loads * width // tile_n)
+            configs.append(Config(min(tokens, next_pow2(p.tokens), 16), tile_n, num_worker_warps=4))
+    return list(dict.fromkeys(configs))
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    blocks = ct.cdiv(p.tokens, c.tokens) * ct.cdiv(p.dim, c.tile_n)
+    return Plan(embedding_kernel, (blocks,), (p.dim, c.tokens, c.tile_n, c.latency), num_worker_warps=c.num_worker_warps)
+
+
+@ct.kernel
+def embedding_kernel(
+    IDS,
+    WEIGHT,
+    OUT,
+    scale: float,
+    DIM: ct.Constant[int],
+    TOKENS: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """TOKENS rows, TILE_N columns of each. IDS: [tokens]; WEIGHT: [vocab, DIM]; OUT: [tokens, DIM]."""
+    tiles_n = ct.cdiv(DIM, TILE_N)
+    first, j = ct.bid(0) // tiles_n * TOKENS, ct.bid(0) % tiles_n
+    tokens, vocab = IDS.shape[0], WEIGHT.shape[0]
+    WEIGHT, OUT = of_width(WEIGHT, DIM), of_width(OUT, DIM)
+    rows: tuple = ()
+    known: tuple = ()
+    for t in ct.static_iter(range(TOKENS)):
+        # Past the last token the last one is copied again and not stored: a load without a branch around it does not wait for the one before.
+        token = ct.load(IDS, (min(first + t, tokens - 1),), ())
+        inside = (token >= 0) & (token < vocab)
+        row = ct.where(inside, token, 0).astype(ct.int32)
+        if DIM % TILE_N == 0:
+            x = ct.load(WEIGHT, (row, j), (1, TILE_N), check_bounds=False, latency=LATENCY, allow_tma=False)
+        else:
+            x = ct.load(WEIGHT, (row, j), (1, TILE_N), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
+        rows = (*rows, x)
+        known = (*known, inside)
+    for t in ct.static_iter(range(TOKENS)):
+        y = ct.where(known[t], rows[t].astype(ct.float32) * scale, math.nan).astype(OUT.dtype)
+        if first + t < tokens:
+            ct.store(OUT, (first + t, j), y, check_bounds=DIM % TILE_N != 0, allow_tma=False)
+
+
+@torch_op(mutates=("out",))
+def embedding_out(ids: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+    """`embedding` into `out` [tokens, dim], of ids [tokens]. No checks, no sync: safe under graph capture."""
+    tokens, dim = out.shape
+    chosen = best_plan(space, plan, Device.of(weight), Problem, tokens, dim, weight.dtype, ids.dtype == torch.int64)
+    launch(chosen, ids, weight, out, scale)
+
+
+def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    """The rows of a table that the ids name, times `scale`.
+
+    Args:
+        ids: [...]; int32 or int64; stride 1 in the last axis. Copied if its axes do not fold into one.
+        weight: [vocab, dim]; bf16, fp16 or fp32; on the device of ids; stride 1 in the last axis.
+        scale: sqrt(dim) for Gemma.
+    Returns: [..., dim], contiguous, dtype of weight. The row of an id below 0 or from vocab on is NaN; nothing outside the table is
+        read for it. Empty for empty ids, with nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(ids, "ids", dtypes=(torch.int32, torch.int64))
+    check_tensor(weight, "weight", ndim=2, dtypes=DTYPES)
+    if weight.device != ids.device:
+        raise must("weight.device", ids.device, weight.device)
+    if weight.shape[0] == 0:
+        raise must("weight.shape[0]", "at least 1", 0)
+    out = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=ids.device)
+    if out.numel():
+        embedding_out(ids.reshape(-1), weight, out.view(-1, weight.shape[1]), scale)
+    return out

@@ -1,0 +1,234 @@
+"""Matrix products of groups of rows, each with a matrix of its own: out[rows of g] = a[rows of g] @ b[g]
+
+Source    The expert layers of a mixture of experts. Both forms, contiguous and masked, and the sizes that count, after DeepGEMM (2025);
+          scaled 8-bit operands after DeepSeek-V3 2024, arXiv:2412.19437, section 3.3 (ops/scaling.py says what scales mean).
+Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum; scales of a group the sum over its 128 values,
+          which starts from zero.
+Bound     Compute from a few hundred rows a group on; below that memory: every matrix that has rows is read once.
+
+A first launch turns the sizes of the groups, which only the device knows, into a list of panels of rows; the second computes the tiles of each.
+"""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
+from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
+from .decision import Config, Problem, plan, space
+from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
+from .lists import launch_list
+
+__all__ = [
+    "Config",
+    "Problem",
+    "comparable",
+    "grouped_gemm",
+    "grouped_gemm_kernel",
+    "grouped_gemm_list",
+    "grouped_gemm_map_kernel",
+    "grouped_gemm_out",
+    "plan",
+    "reference",
+    "space",
+]
+
+WIDE = (torch.bfloat16, torch.float16)
+OUT = (*WIDE, torch.float32)
+MOST_GROUPS = 1024
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor | None = None,
+    counts: Tensor | None = None,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+    expected_rows: int | None = None,
+) -> Tensor:
+    """The definition, a product for each group, on the dequantised operands. Rows of no group are zero."""
+    b = b if trans_b else b.mT
+    out_dtype = a.dtype if a.dtype is torch.float64 else out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+    plain = a.dtype is out_dtype and scale_a is None
+    if not plain:
+        a, b = dequantize(a, scale_a), dequantize(b, scale_b)
+    out = a.new_zeros((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+    start = 0
+    for group, end in enumerate(_one_of(offsets, counts).tolist()):
+        if counts is None:
+            out[start:end] = (a[start:end] @ b[group].mT).to(out_dtype)
+            start = end
+        else:
+            out[group, :end] = (a[group, :end] @ b[group].mT).to(out_dtype)
+    return out
+
+
+def _one_of(offsets: Tensor | None, counts: Tensor | None) -> Tensor:
+    if (offsets is None) == (counts is None):
+        raise must("offsets, counts", "one of them given", "neither" if offsets is None else "both")
+    return offsets if offsets is not None else counts  # type: ignore[return-value]
+
+
+def comparable(result: Tensor, *, offsets: Tensor | None = None, counts: Tensor | None = None, **inputs) -> Tensor:
+    """The result with the rows of no group, which nobody writes, zero."""
+    row = torch.arange(result.shape[-2], device=result.device)
+    sizes = _one_of(offsets, counts)
+    ends = sizes[-1] if counts is None else sizes[:, None]
+    return torch.where((row < ends)[..., None], result, 0)
+
+
+@torch_op(mutates=("out",))
+def grouped_gemm_out(
+    a: Tensor,
+    b: Tensor,
+    offsets: Optional[Tensor],
+    counts: Optional[Tensor],
+    scale_a: Optional[Tensor],
+    scale_b: Optional[Tensor],
+    out: Tensor,
+    trans_b: bool,
+    expected_rows: int,
+) -> None:
+    """`grouped_gemm` into `out` [.., n]. No checks, no sync: safe under graph capture, and a replay follows new offsets or counts."""
+    masked = counts is not None
+    groups, rows, n, k = b.shape[0], a.shape[-2], out.shape[-1], a.shape[-1]
+    scaling = known_scaling(scale_a, masked)
+    fields = (groups, rows, n, k, a.dtype, masked, trans_b, scaling, out.dtype, expected_rows)
+    p = best_plan(space, plan, Device.of(a), Problem, *fields)
+    (panels,) = p.scratch(a.device)
+    launch(p, _one_of(offsets, counts), panels, rows)
+    products = p.then
+    assert products is not None
+    # Without scales the kernel does not touch them; the panels stand in.
+    scales = (panels, panels) if scale_a is None or scale_b is None else (scale_view(scale_a, scaling, masked), scale_view(scale_b, scaling, True))
+    launch(products, panels, a if masked else a[None], b, *scales, out if masked else out[None])
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor | None = None,
+    counts: Tensor | None = None,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+    expected_rows: int | None = None,
+) -> Tensor:
+    """Multiplies each group of rows by a matrix of its own; the sizes of the groups stay on the device.
+
+    With `offsets` the groups lie one after the other, as in torch._grouped_mm. With `counts` each has room of its own, and what lies in the
+    room beyond its count is neither used nor written. One of the two is given.
+
+    Args:
+        a: [rows, k] with offsets, [groups, max_rows, k] with counts; bf16, fp16, float8_e4m3fn or float8_e5m2; stride 1 in the last axis.
+        b: [groups, k, n], or [groups, n, k] if trans_b; dtype and device of a, stride 1 in the last axis. At most 1024 groups.
+        offsets: int32 [groups], the end of each group, never decreasing. Rows from the last one on belong to no group. Any sizes, also 0.
+        counts: int32 [groups], rows of each group that are used.
+        scale_a: fp32, 8-bit operands only: [], [rows] or [rows, ceil(k / 128)]; with counts [groups] in front, and [groups] or [] for the first.
+        scale_b: fp32, of the same kind: [groups] or [], [groups, n], or [groups, ceil(n / 128), ceil(k / 128)].
+        trans_b: b is stored transposed, as weights are; 8-bit operands are fastest so.
+        out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
+        expected_rows: rows of a group on average, where the host knows about how many; decides the tile, nothing else.
+    Returns: [rows, n] or [groups, max_rows, n], contiguous. Rows of no group hold whatever the memory held. Offsets that decrease or leave the
+        rows are clipped, so that nothing outside is touched; no message can tell, since only the device sees them.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    out_dtype = _out_dtype(a, out_dtype)
+    check_tensor(b, "b", ndim=3, like=a)
+    sizes = _one_of(offsets, counts)
+    masked = counts is not None
+    check_tensor(a, "a", ndim=3 if masked else 2)
+    groups = b.shape[0]
+    n, k = b.shape[1:] if trans_b else (b.shape[2], b.shape[1])
+    if a.shape[-1] != k:
+        raise must("a.shape[-1]", f"{k}, the k of b {tuple(b.shape)}", a.shape[-1])
+    if not 1 <= groups <= MOST_GROUPS:
+        raise must("b.shape[0]", f"1 to {MOST_GROUPS}, the number of groups", groups)
+    if masked and a.shape[0] != groups:
+        raise must("a.shape[0]", f"{groups}, the groups of b", a.shape[0])
+    name = "counts" if masked else "offsets"
+    check_tensor(sizes, name, shape=(groups,), dtypes=(torch.int32,))
+    if sizes.device != a.device:
+        raise must(f"{name}.device", a.device, sizes.device)
+    if expected_rows is not None and expected_rows < 1:
+        raise must("expected_rows", "None or at least 1", expected_rows)
+    scaling_of(a, scale_a, scale_b, a.shape[-2], n, k, batch_a=groups if masked else None, batch_b=groups)
+    out = torch.empty((*a.shape[:-1], n), dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    if k == 0:
+        return out.zero_()
+    grouped_gemm_out(a, b, offsets, counts, scale_a, scale_b, out, trans_b, expected_rows or 0)
+    return out
+
+
+def grouped_gemm_list(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    *,
+    scale_a: Sequence[Tensor] | None = None,
+    scale_b: Sequence[Tensor] | None = None,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Multiplies pairs of matrices of any shapes in one launch, with nothing concatenated.
+
+    The host lists the tiles of all products and copies the list to the device: not for a captured path, which `grouped_gemm` is for.
+
+    Args:
+        a: [m, k] each; bf16, fp16, float8_e4m3fn or float8_e5m2, all the same; stride 1 in the last axis.
+        b: as many: [k, n] each, or [n, k] if trans_b; dtype and device of a, stride 1 in the last axis.
+        scale_a, scale_b: fp32, 8-bit operands only, one for each matrix and all of one kind: [], [m] and [n], or [m, ceil(k / 128)] and
+            [ceil(n / 128), ceil(k / 128)].
+        trans_b: the matrices of b are stored transposed.
+        out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
+    Returns: a list of [m, n], contiguous. A product without rows or columns is empty, one with k = 0 zero.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was; also under graph capture.
+    """
+    if not a:
+        raise must("len(a)", "at least 1", 0)
+    for name, others in (("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
+        if others is not None and len(others) != len(a):
+            raise must(f"len({name})", len(a), len(others))
+    scales_a, scales_b = ([None] * len(a) if s is None else s for s in (scale_a, scale_b))
+    out_dtype = _out_dtype(a[0], out_dtype)
+    kinds = set()
+    out = []
+    for i, (x, w, sa, sb) in enumerate(zip(a, b, scales_a, scales_b, strict=True)):
+        check_tensor(x, f"a[{i}]", ndim=2, like=a[0])
+        check_tensor(w, f"b[{i}]", ndim=2, like=a[0])
+        n, k = w.shape if trans_b else (w.shape[1], w.shape[0])
+        if x.shape[1] != k:
+            raise must(f"a[{i}].shape[1]", f"{k}, the k of b[{i}] {tuple(w.shape)}", x.shape[1])
+        kinds.add(scaling_of(x, sa, sb, x.shape[0], n, k))
+        out.append(torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device))
+    if len(kinds) > 1:
+        raise must("scale_a", "of one kind for all products", ", ".join(sorted(map(str, kinds))))
+    work = [i for i, o in enumerate(out) if o.numel() and a[i].shape[1]]
+    for i in set(range(len(a))) - set(work):
+        out[i].zero_()
+    if work:
+
+        def chosen(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensors[i] for i in work]
+
+        scales = None if scale_a is None or scale_b is None else (chosen(scale_a), chosen(scale_b))
+        launch_list(chosen(a), chosen(b), scales, chosen(out), trans_b, kinds.pop())
+    return out
+
+
+def _out_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Checks the dtypes of a and of the result, and returns the latter."""
+    check_tensor(a, "a", dtypes=(*WIDE, *FP8))
+    allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
+    if out_dtype is not None and out_dtype not in allowed:
+        raise must("out_dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in allowed), out_dtype)
+    return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)

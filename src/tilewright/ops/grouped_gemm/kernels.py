@@ -1,0 +1,111 @@
+"""Tile code of `grouped_gemm`: where the tiles are, and the products."""
+
+import cuda.tile as ct
+
+from ..scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, add_scaled, block_scales, group_scales, row_scales, scaled
+from ..tiles import grouped_tile
+
+
+@ct.kernel
+def grouped_gemm_map_kernel(
+    sizes,
+    panels,
+    rows: int,
+    TILE_M: ct.Constant[int],
+    GROUPS: ct.Constant[int],
+    MASKED: ct.Constant[bool],
+    WIDTH: ct.Constant[int],
+):
+    """Block g writes the entries of group g's panels, the strips of at most TILE_M rows that the products are made of.
+
+    panels: int32 [3, 1 + most panels]: of each panel its group, first row, and the end of its group's rows. Entry 0 holds their number.
+    sizes [groups]: end offsets of the groups in `rows` rows; with MASKED the counts of rows that each uses of its own `rows`. Offsets that
+    decrease or leave the rows are clipped: nothing is read or written outside. GROUPS: a power of two, at least groups.
+
+    A kernel of its own, because tile arithmetic in the main one (a search, a loop bound that comes from a reduction) makes the compiler wait
+    for each MMA in turn, or halves the registers of each thread (tileiras 13.4, sm_90).
+    """
+    own = ct.bid(0)
+    index = ct.arange(GROUPS, dtype=ct.int32)
+    ends = min(max(ct.load(sizes, (0,), (GROUPS,), padding_mode=ZERO, allow_tma=False), 0), rows)
+    starts = ct.zeros((GROUPS,), dtype=ct.int32)
+    if not MASKED:
+        before = ct.gather(sizes, max(index - 1, 0), padding_value=0)
+        starts = ct.where(index > 0, min(max(before, 0), rows), 0)
+    counts = ct.where(index < sizes.shape[0], (max(ends - starts, 0) + (TILE_M - 1)) // TILE_M, 0)
+    first = ct.sum(ct.where(index < own, counts, 0))
+    mine = ct.sum(ct.where(index == own, counts, 0))
+    start, end = ct.sum(ct.where(index == own, starts, 0)), ct.sum(ct.where(index == own, ends, 0))
+    lanes = ct.arange(WIDTH, dtype=ct.int32)
+    for i in range(ct.cdiv(mine, WIDTH)):
+        panel = i * WIDTH + lanes
+        entry = 1 + first + panel
+        ct.scatter(panels, (0, entry), own, mask=panel < mine)
+        ct.scatter(panels, (1, entry), start + panel * TILE_M, mask=panel < mine)
+        ct.scatter(panels, (2, entry), end, mask=panel < mine)
+    if own == 0:
+        ct.scatter(panels, (0, 0), ct.sum(counts))
+
+
+@ct.kernel
+def grouped_gemm_kernel(
+    panels,
+    a,
+    b,
+    scale_a,
+    scale_b,
+    out,
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    GROUP_M: ct.Constant[int],
+    MASKED: ct.Constant[bool],
+    TRANS_B: ct.Constant[bool],
+    SCALING: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """out[rows of g] = a[rows of g] @ b[g] for each group g, a tile at a time, in bands of GROUP_M panels.
+
+    a: [1, rows, k], or [groups, rows, k] with MASKED; out likewise, with n columns. b: [groups, k, n], or [groups, n, k] with TRANS_B.
+    panels: as `grouped_gemm_map_kernel` makes it. scale_a, scale_b: [.., k groups, rows] as ops/scaling.py makes them.
+    A tile of a may reach into the rows of the next group; only those of its own are stored.
+    """
+    tiles_n = ct.cdiv(out.shape[2], TILE_N)
+    total = ct.gather(panels, (0, 0))
+    # Tiles that start at any row: the descriptor of the whole array serves all groups. A slice of each group would need one of its own.
+    any_row = a.tiled_view((1, TILE_M, TILE_K), padding_mode=ZERO, traversal_steps=(1, 1, TILE_K))
+
+    def one_tile(index):
+        panel, tile_n = grouped_tile(index, total, tiles_n, GROUP_M)
+        group, row, end = ct.gather(panels, (0, 1 + panel)), ct.gather(panels, (1, 1 + panel)), ct.gather(panels, (2, 1 + panel))
+        matrix = group if MASKED else 0
+        acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
+        if SCALING == BLOCK or SCALING == ROW:
+            own_scales = scale_a.slice(2, row, end)
+        for step in range(ct.cdiv(a.shape[2], TILE_K)):
+            x = any_row.load((matrix, row, step), latency=LATENCY).reshape((TILE_M, TILE_K))
+            if TRANS_B:
+                w = ct.load(b, (group, tile_n, step), (1, TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
+                w = w.reshape((TILE_N, TILE_K)).transpose()
+            else:
+                w = ct.load(b, (group, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
+            if SCALING == BLOCK:
+                k_group = step * TILE_K // GROUP
+                rows = group_scales(own_scales, matrix, k_group, 0, TILE_M, LATENCY)
+                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, group, k_group, tile_n, TILE_N, LATENCY))
+            else:
+                acc = ct.mma(x, w, acc)
+        if SCALING == ROW:
+            acc = scaled(acc, row_scales(own_scales, matrix, 0, TILE_M, ROW), row_scales(scale_b, group, tile_n, TILE_N, ROW))
+        elif SCALING == TENSOR:
+            acc = scaled(acc, row_scales(scale_a, matrix, 0, TILE_M, TENSOR), row_scales(scale_b, group, tile_n, TILE_N, TENSOR))
+        tile = acc.astype(out.dtype).reshape((1, TILE_M, TILE_N))
+        ct.store(out.slice(1, row, end), (matrix, 0, tile_n), tile, allow_tma=STORE_TMA)
+
+    if PERSISTENT:
+        for index in range(ct.bid(0), total * tiles_n, ct.num_blocks(0)):
+            one_tile(index)
+    elif ct.bid(0) < total * tiles_n:
+        one_tile(ct.bid(0))

@@ -1,0 +1,229 @@
+"""LayerNorm: out = (x - mean) / sqrt(mean((x - mean)**2, -1) + eps) * weight + bias,  mean = mean(x, -1)
+
+Source    Ba, Kiros and Hinton 2016, arXiv:1607.06450, eq. 3 and 4. Rows too wide for registers: Welford 1962, "Note on a method for calculating
+          corrected sums of squares and products", one running mean for each lane, merged as in Chan, Golub and LeVeque 1979, eq. 2.1.
+Numerics  fp32 from load to store, rounded once. The mean comes before the squares, so a large common part costs no digits.
+Bound     Memory: x read once, out written once; weight and bias stay in L2.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import cuda.tile as ct
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
+from .rows import Config, row_configs
+from .tiles import each_row_tile, load_tile, of_width
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum
+
+
+def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """The definition."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    weight: bool = True
+    bias: bool = True
+
+    def cost(self) -> Cost:
+        n = self.rows * self.cols
+        return Cost(size_bytes=(2 * n + (self.weight + self.bias) * self.cols) * self.dtype.itemsize, flops=7 * n)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=device)
+
+        return {
+            "x": randn(self.rows, self.cols) + 2.0,
+            "weight": randn(self.cols) if self.weight else None,
+            "bias": randn(self.cols) if self.bias else None,
+            "eps": 1e-5,
+        }
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    configs = row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
+    return [c for c in configs if not _spills(p, c)]
+
+
+def _spills(p: Problem, c: Config) -> bool:
+    """Persistent loops keep weight and bias in registers: sixteen warps on an SM leave each thread 80 of them (sm_90, sm_121)."""
+    warps = c.num_worker_warps or 4
+    kept = (c.tile_m + p.weight + p.bias) * ct.cdiv(p.cols, c.tile_n) * c.tile_n * p.dtype.itemsize
+    return c.persistent and warps * (c.occupancy or 1) >= 16 and kept > 160 * 32 * warps
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    tiles = ct.cdiv(p.rows, c.tile_m)
+    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
+    constants = (p.weight, p.bias, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    kernel = layer_norm_kernel if c.keep_row else layer_norm_reread_kernel
+    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+
+
+def _inside(j, COLS, TILE_N):
+    """[1, TILE_N]: which columns of chunk j the row has."""
+    return (j * TILE_N + ct.arange(TILE_N, dtype=ct.int32) < COLS).reshape((1, TILE_N))
+
+
+def _vector(ARRAY, j, COLS, TILE_N):
+    """Chunk j of a weight or bias."""
+    return ct.load(ARRAY.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
+
+
+@ct.kernel
+def layer_norm_kernel(
+    X,
+    WEIGHT,
+    BIAS,
+    OUT,
+    eps: float,
+    HAS_WEIGHT: ct.Constant[bool],
+    HAS_BIAS: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, OUT: [rows, COLS]; WEIGHT, BIAS: [COLS]."""
+    shape = (TILE_M, TILE_N)
+    X, OUT = of_width(X, COLS), of_width(OUT, COLS)
+    weights: tuple = ()
+    biases: tuple = ()
+    for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+        if HAS_WEIGHT:
+            weights = (*weights, _vector(WEIGHT, j, COLS, TILE_N))
+        if HAS_BIAS:
+            biases = (*biases, _vector(BIAS, j, COLS, TILE_N))
+
+    def normalise(i, whole):
+        xs: tuple = ()
+        total = ct.zeros(shape, ct.float32)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            x = load_tile(X, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+            total = total + x.astype(ct.float32)
+            xs = (*xs, x)
+        mean = ct.sum(total, axis=1, keepdims=True) / COLS
+        squares = ct.zeros(shape, ct.float32)
+        left = ct.zeros(shape, ct.float32)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            centred = xs[j].astype(ct.float32) - mean
+            if j * TILE_N + TILE_N > COLS:
+                centred = ct.where(_inside(j, COLS, TILE_N), centred, 0.0)
+            squares = squares + centred * centred
+            left = left + centred
+        # fp32 has no digits to spare: what rounding left in the mean comes out too.
+        rest = ct.sum(left, axis=1, keepdims=True) / COLS if X.dtype == ct.float32 else 0.0
+        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            y = (xs[j].astype(ct.float32) - mean - rest) * rstd
+            if HAS_WEIGHT:
+                y = y * weights[j].astype(ct.float32)
+            if HAS_BIAS:
+                y = y + biases[j].astype(ct.float32)
+            ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+
+
+@ct.kernel
+def layer_norm_reread_kernel(
+    X,
+    WEIGHT,
+    BIAS,
+    OUT,
+    eps: float,
+    HAS_WEIGHT: ct.Constant[bool],
+    HAS_BIAS: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Rows of any width: one pass for mean and variance, a second for the result. Arrays and constants as in layer_norm_kernel."""
+    shape = (TILE_M, TILE_N)
+    X, OUT = of_width(X, COLS), of_width(OUT, COLS)
+
+    def load(i, j, whole):
+        return load_tile(X, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+
+    def normalise(i, whole):
+        # fp32 has no digits to spare: there all is taken from the mean of the first chunk, so that what is left to round is small.
+        origin = ct.sum(load(i, 0, whole), axis=1, keepdims=True) / min(COLS, TILE_N) if X.dtype == ct.float32 else 0.0
+        # Each lane keeps the mean of its own elements and their squared distance from it; every lane has one element in a whole chunk.
+        lane_mean = ct.zeros(shape, ct.float32)
+        squares = ct.zeros(shape, ct.float32)
+        for j in range(COLS // TILE_N):
+            x = load(i, j, whole) - origin
+            from_old = x - lane_mean
+            lane_mean = lane_mean + from_old * (1.0 / ct.astype(j + 1, ct.float32))
+            squares = squares + from_old * (x - lane_mean)
+        count = ct.full((1, TILE_N), COLS // TILE_N, ct.float32)
+        if COLS % TILE_N != 0:
+            inside = _inside(COLS // TILE_N, COLS, TILE_N)
+            x = load(i, COLS // TILE_N, whole) - origin
+            from_old = ct.where(inside, x - lane_mean, 0.0)
+            lane_mean = lane_mean + from_old * (1.0 / (COLS // TILE_N + 1))
+            squares = squares + from_old * (x - lane_mean)
+            count = ct.where(inside, count + 1.0, count)
+        mean = ct.sum(lane_mean * count, axis=1, keepdims=True) / COLS
+        apart = lane_mean - mean
+        rstd = 1.0 / ct.sqrt(ct.sum(squares + count * apart * apart, axis=1, keepdims=True) * (1.0 / COLS) + eps)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            y = (load(i, j, whole) - origin - mean) * rstd
+            if HAS_WEIGHT:
+                y = y * _vector(WEIGHT, j, COLS, TILE_N).astype(ct.float32)
+            if HAS_BIAS:
+                y = y + _vector(BIAS, j, COLS, TILE_N).astype(ct.float32)
+            ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+
+
+@torch_op(mutates=("out",))
+def layer_norm_out(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], out: Tensor, eps: float) -> None:
+    """`layer_norm` into `out`; x and out [rows, cols]. No checks, no sync: safe under graph capture."""
+    rows, cols = x.shape
+    chosen = best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, weight is not None, bias is not None)
+    launch(chosen, x, x if weight is None else weight, x if bias is None else bias, out, eps)  # x stands in for what the kernel does not touch
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Shifts and scales each row of x to zero mean and unit variance, then applies weight and bias.
+
+    Args:
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        weight: [cols], dtype and device of x; default 1.
+        bias: [cols], dtype and device of x; default 0.
+        eps: added to the variance, so in units of x squared.
+    Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(x, "x", dtypes=DTYPES)
+    if x.dim() == 0:
+        raise must("x.dim()", "at least 1", 0)
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None:
+            check_tensor(given, name, shape=(x.shape[-1],), like=x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        layer_norm_out(as_rows(x), weight, bias, as_rows(out), eps)
+    return out

@@ -1,0 +1,125 @@
+"""Tile code of `matmul` with 8-bit operands and their scales, or with more behind the product than a bias."""
+
+import cuda.tile as ct
+
+from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_scaled, block_scales, group_scales, row_scales, scaled
+from ..tiles import grouped_tile
+
+ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
+
+
+@ct.kernel
+def matmul_fused_kernel(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    bias,
+    residual,
+    out_scale,
+    partial,
+    out,
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    GROUP_M: ct.Constant[int],
+    TRANS_A: ct.Constant[bool],
+    TRANS_B: ct.Constant[bool],
+    WEIGHTS_FIRST: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    SPLIT: ct.Constant[bool],
+    SCALING: ct.Constant[int],
+    FAST_ACC: ct.Constant[bool],
+    EVEN_M: ct.Constant[bool],
+    EVEN_N: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    RESIDUAL: ct.Constant[bool],
+    SILU_MUL: ct.Constant[bool],
+    OUT_SCALE: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """out = residual + out_scale * f(scales * (a @ b) + bias), a tile at a time; f: nothing, or with SILU_MUL silu(even column) * odd column.
+
+    a, b, bias, partial, out and the ways to walk: as matmul_kernel. scale_a, scale_b: [1, k groups, rows] as ops/scaling.py makes them.
+    residual: like out. out_scale: [1]. What a flag says is absent is not touched. SPLIT: nothing behind the scales but a bias.
+    EVEN_M, EVEN_N: the tiles end with the rows of a, of b (BLOCK: then scales are loaded unchecked, a tenth faster).
+    """
+    columns = out.shape[1] * 2 if SILU_MUL else out.shape[1]
+    tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(columns, TILE_N)
+    steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
+    block = ct.bid(0)
+
+    def product(tile_m, tile_n, first, last):
+        """[TILE_M, TILE_N], or transposed with WEIGHTS_FIRST, over the k steps first..last; of BLOCK with its scales."""
+        acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
+        for step in range(first, last):
+            if TRANS_A:
+                x = ct.load(a, index=(step, tile_m), shape=(TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY).transpose()
+            else:
+                x = ct.load(a, index=(tile_m, step), shape=(TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
+            if TRANS_B:
+                w = ct.load(b, index=(tile_n, step), shape=(TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
+            else:
+                w = ct.load(b, index=(step, tile_n), shape=(TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).transpose()
+            if SCALING == BLOCK:
+                k_group = step * TILE_K // GROUP
+                rows = group_scales(scale_a, 0, k_group, tile_m, TILE_M, LATENCY, EVEN_M)
+                cols = block_scales(scale_b, 0, k_group, tile_n, TILE_N, LATENCY, EVEN_N)
+                if WEIGHTS_FIRST:
+                    acc = add_scaled(acc, w, x.transpose(), cols, rows)
+                else:
+                    acc = add_scaled(acc, x, w.transpose(), rows, cols)
+            else:
+                if WEIGHTS_FIRST:
+                    x, w = w, x
+                if FAST_ACC:
+                    acc = ct.mma(x, w.transpose(), acc, use_fast_acc=True)
+                else:
+                    acc = ct.mma(x, w.transpose(), acc)
+        if SCALING == TENSOR or SCALING == ROW:
+            rows, cols = row_scales(scale_a, 0, tile_m, TILE_M, SCALING), row_scales(scale_b, 0, tile_n, TILE_N, SCALING)
+            acc = scaled(acc, cols, rows) if WEIGHTS_FIRST else scaled(acc, rows, cols)
+        if BIAS and first == 0:
+            row = ct.load(bias, index=(tile_n,), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+            acc += row.reshape((TILE_N, 1)) if WEIGHTS_FIRST else row
+        return acc
+
+    def store(acc, tile_m, tile_n):
+        y = acc.transpose() if WEIGHTS_FIRST else acc
+        width = TILE_N
+        if SILU_MUL:
+            width = TILE_N // 2
+            pairs = y.reshape((TILE_M, width, 2))
+            gate = ct.extract(pairs, (0, 0, 0), (TILE_M, width, 1)).reshape((TILE_M, width))
+            up = ct.extract(pairs, (0, 0, 1), (TILE_M, width, 1)).reshape((TILE_M, width))
+            y = gate / (1.0 + ct.exp(-gate)) * up
+        if OUT_SCALE:
+            y = y * ct.load(out_scale, (0,), (1,), allow_tma=False)
+        if RESIDUAL:
+            y = y + ct.load(residual, (tile_m, tile_n), (TILE_M, width), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        ct.store(out, index=(tile_m, tile_n), tile=y.astype(out.dtype))
+
+    if PERSISTENT:
+        for tile in range(block, tiles_m * tiles_n, ct.num_blocks(0)):
+            tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+            store(product(tile_m, tile_n, 0, steps), tile_m, tile_n)
+    elif SPLIT:
+        parts, shared_tiles = partial.shape[0], partial.shape[1]
+        whole = tiles_m * tiles_n - shared_tiles
+        part = max(block - whole, 0) // shared_tiles
+        shared = max(block - whole, 0) - part * shared_tiles
+        run = ct.cdiv(steps, parts)
+        # Selected, not branched on: the main loop must be there once.
+        is_part = block >= whole
+        tile = ct.where(is_part, whole + shared, block)
+        first = ct.where(is_part, part * run, 0)
+        last = ct.where(is_part, min(part * run + run, steps), steps)
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        acc = product(tile_m, tile_n, first, last)
+        if is_part:
+            ct.store(partial, index=(part, shared, 0, 0), tile=acc.reshape((1, 1, *acc.shape)))
+        else:
+            store(acc, tile_m, tile_n)
+    else:
+        tile_m, tile_n = grouped_tile(block, tiles_m, tiles_n, GROUP_M)
+        store(product(tile_m, tile_n, 0, steps), tile_m, tile_n)

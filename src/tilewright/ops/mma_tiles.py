@@ -1,0 +1,124 @@
+"""Tiles of a matrix product that compile without spilling, and about how long they take; shared by bmm and grouped_gemm."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..launch import Device, next_pow2
+from .scaling import FP8, Scaling
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """tile_m, tile_n, tile_k of one step; compiler hints; whether blocks may walk over such tiles (else the compiler serialises their MMAs)."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_ctas: int | None = None
+    occupancy: int = 1
+    num_worker_warps: int | None = None
+    latency: int = 5
+    walks: bool = True
+
+
+def tiles_for(device: Device, dtype: torch.dtype, scaling: Scaling, *, k_major: bool, wide_loads: bool) -> tuple[Tile, ...]:
+    """Every tile worth timing. k_major: k is the last axis of both operands. wide_loads: all their rows are multiples of 16 bytes."""
+    fp8 = dtype in FP8
+    if not wide_loads:
+        return _NARROW_FP8 if fp8 else _NARROW
+    if fp8 and not k_major:  # 8-bit operands reach the tensor cores with k last: others are transposed on the way
+        return _TURNED_FP8
+    if device.arch == "sm_90":
+        return _HOPPER_BLOCK if scaling is Scaling.BLOCK else _HOPPER_FP8 if fp8 else _HOPPER
+    if device.arch in ("sm_100", "sm_103"):
+        return _BLACKWELL_FP8 if fp8 else _BLACKWELL
+    if device.arch == "sm_80":
+        return _SMALL_FP8 if fp8 else _AMPERE
+    return _SMALL_FP8 if fp8 else _SMALL
+
+
+def cpu_tiles(m: int, n: int, k: int, scaling: Scaling) -> tuple[Tile, ...]:
+    """Few, large tiles: each step of the interpreter is a numpy call."""
+    deep = 128 if scaling is Scaling.BLOCK else next_pow2(min(k, 2048))
+    whole = Tile(next_pow2(min(m, 512)), next_pow2(min(n, 512)), deep)
+    return whole, Tile(min(whole.tile_m, 32), min(whole.tile_n, 64), min(deep, 64))
+
+
+def run_us(tile: Tile, tiles: int, k: int, dtype: torch.dtype, scaling: Scaling, device: Device) -> float:
+    """Time of so many tiles: rounds of them at the rate of their MMAs, and what a tile costs beside its steps.
+
+    The rate of a 128x128 tile of bf16 is the device's; the others relative to it, as measured for matmul on an H200 (2026-11-21, notes/LOG.md).
+    """
+    ctas = tile.num_ctas or 1
+    area = tile.tile_m * tile.tile_n // ctas
+    rate = 1.02 if area * ctas == 1 << 16 else 0.98 if area > 1 << 14 else 1.0
+    if area < 1 << 14:
+        rate = 0.8 if area == 1 << 13 else 0.6 if area == 1 << 12 else 0.35
+    if dtype in FP8:
+        rate *= 1.5 if scaling is Scaling.BLOCK else 1.75
+    flops_per_us = device.tflops * 1e6 / device.sms * rate * ctas / tile.occupancy
+    rounds = -(-tiles // max(1, device.sms * tile.occupancy // ctas))
+    overhead_us = 1.2 + 0.9 * (ctas > 1) + 0.9 * (area > 1 << 14)
+    return rounds * (2 * tile.tile_m * tile.tile_n * k / flops_per_us + overhead_us)
+
+
+_HOPPER = (
+    Tile(128, 128, 64, 1, 1, 4),
+    Tile(256, 256, 64, 2, 1, 8),
+    Tile(128, 256, 64, 1, 1, 8),
+    Tile(256, 128, 64, 1, 1, 8),
+    Tile(128, 128, 64, 1, 1, 8, walks=False),
+    Tile(64, 256, 64, 1, 1, 8),
+    Tile(64, 128, 64, 1, 1, 4),
+    Tile(64, 128, 128, 1, 1, 8, 8),
+    Tile(64, 64, 128, 1, 1, 4, 8),
+    Tile(64, 32, 256, 1, 1, 4, 8),
+)
+_HOPPER_FP8 = (
+    Tile(128, 128, 128, 1, 1, 8, 6),
+    Tile(256, 128, 128, 2, 1, 8, 6),
+    Tile(128, 128, 128, 1, 1, 8, 8),
+    Tile(64, 256, 128, 1, 1, 8, 6),
+    Tile(64, 128, 128, 1, 1, 4, 6),
+    Tile(64, 128, 128, 1, 2, 4, 6),
+    Tile(128, 64, 128, 1, 1, 8, 6),
+    Tile(64, 64, 256, 1, 1, 4, 8),
+)
+# Latency 8 keeps six steps in flight; any other leaves two, spills, or waits for each MMA (ops/scaling.py).
+_HOPPER_BLOCK = (
+    Tile(128, 128, 128, 1, 1, 8, 8),
+    Tile(256, 128, 128, 2, 1, 8, 8),
+    Tile(64, 128, 128, 1, 1, 4, 8),
+    Tile(128, 64, 128, 1, 1, 8, 8),
+)
+_BLACKWELL = (
+    Tile(256, 256, 64, 2),
+    Tile(128, 256, 64),
+    Tile(256, 128, 64, 2),
+    Tile(128, 128, 64),
+    Tile(128, 128, 128),
+    Tile(128, 64, 128),
+)
+_BLACKWELL_FP8 = (Tile(128, 128, 128), Tile(256, 128, 128, 2), Tile(128, 64, 128), Tile(64, 128, 128))
+# Walking over these, the loop around the loop spills on one architecture or another.
+_AMPERE = (
+    Tile(128, 128, 32, latency=3),
+    Tile(64, 128, 64, occupancy=2, latency=3),
+    Tile(128, 64, 64, occupancy=2, latency=3),
+    Tile(64, 64, 64, occupancy=2, latency=3, walks=False),
+)
+_SMALL = (
+    Tile(128, 128, 32, latency=3, walks=False),
+    Tile(64, 128, 64, occupancy=2, latency=3, walks=False),
+    Tile(128, 64, 64, occupancy=2, latency=3),
+    Tile(64, 64, 64, occupancy=2, latency=3),
+)
+_SMALL_FP8 = (
+    Tile(64, 128, 128, latency=3, walks=False),
+    Tile(64, 64, 128, occupancy=2, latency=3, walks=False),
+    Tile(128, 64, 128, latency=3, walks=False),
+)
+_TURNED_FP8 = (Tile(64, 64, 64, latency=3), Tile(64, 32, 64, latency=3))
+_NARROW = (Tile(64, 64, 32, latency=1), Tile(32, 32, 64, latency=1))
+_NARROW_FP8 = (Tile(64, 64, 32, latency=1), Tile(32, 32, 64, latency=1))

@@ -1,0 +1,191 @@
+"""Tile code of `quantize_fp8`: groups within a tile, whole rows, and one scale for all."""
+
+import cuda.tile as ct
+
+from ..fp8 import codes_of, group_codes, scale_of
+from ..tiles import each_row_tile, load_tile, of_width
+
+ZERO = ct.PaddingMode.ZERO  # padding never is the largest of a group
+
+
+def _each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, BACKWARDS):
+    """Calls compute(i, j, whole) for every tile of this block, row by row; whole, a constant: the tile lies inside the matrix."""
+    tiles_n = ct.cdiv(COLS, TILE_N)
+    tiles = ct.num_tiles(X, 0, (TILE_M, TILE_N)) * tiles_n
+
+    def one_tile(index):
+        if BACKWARDS:
+            index = tiles - 1 - index
+        i, j = index // tiles_n, index % tiles_n
+        if TILE_M == 1 and COLS % TILE_N == 0:
+            compute(i, j, True)
+        elif i * TILE_M + TILE_M <= X.shape[0] and j * TILE_N + TILE_N <= COLS:
+            compute(i, j, True)
+        else:
+            compute(i, j, False)
+
+    if PERSISTENT:
+        for index in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            one_tile(index)
+    else:
+        one_tile(ct.bid(0))
+
+
+@ct.kernel
+def quantize_fp8_kernel(
+    X,
+    CODES,
+    SCALE,
+    LARGEST: ct.Constant[int],
+    POWER_OF_TWO: ct.Constant[bool],
+    GROUP_M: ct.Constant[int],
+    GROUP_N: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Groups that lie within a tile. X, CODES: [rows, COLS]; SCALE: [column groups, row groups]; GROUP_M is 1 or TILE_M."""
+    X, CODES = of_width(X, COLS), of_width(CODES, COLS)
+
+    def compute(i, j, whole):
+        x = load_tile(X, i, j, (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+        codes, scale = group_codes(x, CODES.dtype, GROUP_M, GROUP_N, LARGEST, POWER_OF_TWO)
+        ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+        ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
+
+    _each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, False)
+
+
+@ct.kernel
+def quantize_fp8_rows_kernel(
+    X,
+    CODES,
+    SCALE,
+    LARGEST: ct.Constant[int],
+    POWER_OF_TWO: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, CODES: [rows, COLS]; SCALE: [1, rows]."""
+    X, CODES = of_width(X, COLS), of_width(CODES, COLS)
+
+    def quantise(i, whole):
+        xs: tuple = ()
+        amax = ct.zeros((TILE_M, TILE_N), X.dtype)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            x = load_tile(X, i, j, (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+            amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
+            xs = (*xs, x)
+        amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True).astype(ct.float32)
+        scale = scale_of(amax, LARGEST, POWER_OF_TWO)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            codes = codes_of(xs[j].astype(ct.float32), scale, CODES.dtype)
+            ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+        ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
+
+    each_row_tile(quantise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+
+
+@ct.kernel
+def quantize_fp8_reread_kernel(
+    X,
+    CODES,
+    SCALE,
+    LARGEST: ct.Constant[int],
+    POWER_OF_TWO: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in quantize_fp8_rows_kernel."""
+    X, CODES = of_width(X, COLS), of_width(CODES, COLS)
+
+    def quantise(i, whole):
+        amax = ct.zeros((TILE_M, TILE_N), X.dtype)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            x = load_tile(X, i, j, (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+            amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
+        amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True).astype(ct.float32)
+        scale = scale_of(amax, LARGEST, POWER_OF_TWO)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            x = load_tile(X, i, j, (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+            ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+        ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
+
+    each_row_tile(quantise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+
+
+@ct.kernel
+def quantize_fp8_amax_kernel(
+    X,
+    PARTIAL,
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+):
+    """The largest magnitude among the tiles of each block. X: [rows, COLS]; PARTIAL: [blocks]."""
+    X = of_width(X, COLS)
+    tiles_n = ct.cdiv(COLS, TILE_N)
+    amax = ct.zeros((TILE_M, TILE_N), X.dtype)
+    for index in range(ct.bid(0), ct.num_tiles(X, 0, (TILE_M, TILE_N)) * tiles_n, ct.num_blocks(0)):
+        x = load_tile(X, index // tiles_n, index % tiles_n, (TILE_M, TILE_N), ZERO, TILE_M == 1 and COLS % TILE_N == 0, LATENCY, LOAD_TMA)
+        amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
+    ct.store(PARTIAL, (ct.bid(0),), ct.max(amax.reshape((TILE_M * TILE_N,)), propagate_nan=True).astype(ct.float32).reshape((1,)))
+
+
+@ct.kernel
+def quantize_fp8_scaled_kernel(
+    X,
+    CODES,
+    SCALE,
+    PARTIAL,
+    LARGEST: ct.Constant[int],
+    POWER_OF_TWO: ct.Constant[bool],
+    GIVEN: ct.Constant[bool],
+    PARTS: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """One scale for all: SCALE [1, 1] if GIVEN, else made of PARTIAL [at most PARTS] and written. X, CODES: [rows, COLS].
+
+    From the end to the start: the end of X is what quantize_fp8_amax_kernel left in the L2.
+    """
+    X, CODES = of_width(X, COLS), of_width(CODES, COLS)
+
+    def scale_now():
+        if GIVEN:
+            return ct.load(SCALE, (0, 0), (1, 1), allow_tma=False)
+        partial = ct.load(PARTIAL, (0,), (PARTS,), padding_mode=ZERO, allow_tma=False)
+        scale = scale_of(ct.max(partial, axis=0, keepdims=True, propagate_nan=True).reshape((1, 1)), LARGEST, POWER_OF_TWO)
+        if ct.bid(0) == 0:
+            ct.store(SCALE, (0, 0), scale)
+        return scale
+
+    first = scale_now() if PERSISTENT else 0.0
+
+    def compute(i, j, whole):
+        x = load_tile(X, i, j, (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        scale = first if PERSISTENT else scale_now()  # a block with one tile has its loads under way meanwhile
+        ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+
+    _each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, not GIVEN)

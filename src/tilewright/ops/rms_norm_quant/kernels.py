@@ -1,0 +1,170 @@
+"""Tile code of `rms_norm_quant`: rows kept in registers, and rows read again."""
+
+import cuda.tile as ct
+
+from ..fp8 import codes_of, group_codes, scale_of
+from ..tiles import each_row_tile, load_tile, of_width
+
+ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares and are never the largest
+
+
+def _reciprocal_root(squares, eps, COLS):
+    """1 / sqrt(mean + eps) of each row of a tile of sums of squares: the unit's, 2 ulp off, and a Newton step, which needs no branch."""
+    mean = ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps
+    root = ct.rsqrt(mean)
+    better = (0.5 - 0.5 * mean * root * root) * root + root
+    return ct.where(ct.isnan(better), root, better)  # 0 and infinity
+
+
+def _weighted(x, rstd, weight, weight_offset, ROUND):
+    """One tile of the result in fp32; all but the factor rstd of it, unless ROUND puts that before the weight."""
+    y = x.astype(ct.float32)
+    if ROUND:
+        y = (y * rstd).astype(x.dtype).astype(ct.float32)
+    return y * (weight.astype(ct.float32) + weight_offset)
+
+
+@ct.kernel
+def rms_norm_quant_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    CODES,
+    SCALE,
+    SUM,
+    eps: float,
+    weight_offset: float,
+    ADD: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
+    LARGEST: ct.Constant[int],
+    POWER_OF_TWO: ct.Constant[bool],
+    GROUP_N: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
+
+    X, RESIDUAL, CODES, SUM: [rows, COLS]; WEIGHT: [COLS]; SCALE: [column groups, rows]. ADD: with a residual. GROUP_N: columns of a group, 0 for
+    the whole row.
+    """
+    shape = (TILE_M, TILE_N)
+    X, RESIDUAL, CODES, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(SUM, COLS)
+    weights: tuple = ()
+    for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+        weights = (*weights, ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
+
+    def load(array, i, j, whole):
+        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+
+    def normalise(i, whole):
+        xs: tuple = ()
+        squares = ct.zeros(shape, ct.float32)
+        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+            x = load(X, i, j, whole)
+            if ADD:
+                x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(X.dtype)
+                ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
+            wide = x.astype(ct.float32)
+            squares = squares + wide * wide
+            xs = (*xs, x)
+        rstd = _reciprocal_root(squares, eps, COLS)
+        if GROUP_N > 0:
+            factor = 1.0 if ROUND else rstd.reshape((TILE_M, 1, 1))
+            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+                y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
+                codes, scale = group_codes(y, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO, factor)
+                ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+                ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
+        else:
+            factor = 1.0 if ROUND else rstd
+            amax = ct.zeros(shape, ct.float32)
+            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+                y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
+                amax = ct.maximum(amax, ct.abs(y), propagate_nan=True)
+            amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True) * factor
+            scale = scale_of(amax, LARGEST, POWER_OF_TWO)
+            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+                y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
+                ct.store(CODES, (i, j), codes_of(y * factor, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+            ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
+
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+
+
+@ct.kernel
+def rms_norm_quant_reread_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    CODES,
+    SCALE,
+    SUM,
+    eps: float,
+    weight_offset: float,
+    ADD: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
+    LARGEST: ct.Constant[int],
+    POWER_OF_TWO: ct.Constant[bool],
+    GROUP_N: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LOAD_TMA: ct.Constant[bool],
+    STORE_TMA: ct.Constant[bool],
+):
+    """Rows of any width: a pass for the sum of squares and the maximum (two, if ROUND comes between), and one for the codes.
+
+    Arrays and constants as in rms_norm_quant_kernel.
+    """
+    shape = (TILE_M, TILE_N)
+    X, RESIDUAL, CODES, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(SUM, COLS)
+
+    def load(array, i, j, whole):
+        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+
+    def weighted(x, j, rstd):
+        weight = ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
+        return _weighted(x, rstd, weight, weight_offset, ROUND)
+
+    def again(i, j, rstd, whole):
+        return weighted(load(SUM if ADD else X, i, j, whole), j, rstd)
+
+    def normalise(i, whole):
+        squares = ct.zeros(shape, ct.float32)
+        amax = ct.zeros(shape, ct.float32)
+        for j in range(ct.cdiv(COLS, TILE_N)):
+            x = load(X, i, j, whole)
+            if ADD:
+                x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(X.dtype)
+                ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
+            wide = x.astype(ct.float32)
+            squares = squares + wide * wide
+            if GROUP_N == 0 and not ROUND:
+                amax = ct.maximum(amax, ct.abs(weighted(x, j, 1.0)), propagate_nan=True)
+        rstd = _reciprocal_root(squares, eps, COLS)
+        if GROUP_N > 0:
+            factor = 1.0 if ROUND else rstd.reshape((TILE_M, 1, 1))
+            for j in range(ct.cdiv(COLS, TILE_N)):
+                codes, scale = group_codes(again(i, j, rstd, whole), CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO, factor)
+                ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+                ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
+        else:
+            factor = 1.0 if ROUND else rstd
+            if ROUND:
+                for j in range(ct.cdiv(COLS, TILE_N)):
+                    amax = ct.maximum(amax, ct.abs(again(i, j, rstd, whole)), propagate_nan=True)
+            amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True) * factor
+            scale = scale_of(amax, LARGEST, POWER_OF_TWO)
+            for j in range(ct.cdiv(COLS, TILE_N)):
+                codes = codes_of(again(i, j, rstd, whole) * factor, scale, CODES.dtype)
+                ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+            ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
+
+    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)

@@ -1,0 +1,58 @@
+"""Problems of `grouped_gemm`."""
+
+from itertools import product
+
+import torch
+
+from ...ops.grouped_gemm import Problem
+from ...ops.scaling import Scaling
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROW, BLOCK = Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK
+
+# (n, k) of expert layers: gate and up together, down; as DeepGEMM lists them
+EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+
+small = [
+    Problem(4, 110, 70, 72, BF16, sizes=(33, 0, 70, 7)),
+    Problem(1, 5, 3, 1, BF16, trans_b=False),
+    Problem(3, 200, 136, 96, FP16, trans_b=False, out_dtype=FP16, sizes=(0, 150, 0)),  # one group has all; rows of no group after it
+    Problem(5, 64, 72, 40, BF16, masked=True, expected_rows=20, sizes=(64, 0, 1, 33, 40)),
+    Problem(2, 70, 33, 65, FP16, masked=True, out_dtype=FP32),
+    Problem(7, 90, 130, 200, E4M3, scaling=TENSOR, sizes=(1, 2, 3, 70, 0, 0, 5)),
+    Problem(3, 100, 144, 144, E4M3, scaling=ROW, out_dtype=FP16, trans_b=False),
+    Problem(4, 150, 200, 272, E4M3, scaling=BLOCK, sizes=(66, 0, 65, 19)),
+    Problem(3, 80, 136, 304, E4M3, masked=True, scaling=BLOCK, expected_rows=30),
+    Problem(3, 48, 64, 128, E5M2, masked=True, scaling=ROW),
+    Problem(130, 300, 24, 32, BF16),
+]
+
+real = [
+    Problem(4, 1024, 2048, 1024, BF16),
+    Problem(60, 500, 2816, 2048, BF16, sizes=(*(9 for _ in range(50)), *(5 for _ in range(10)))),  # Qwen1.5-MoE-A2.7B
+    Problem(8, 3000, 1024, 1536, FP16, out_dtype=FP16, sizes=(1000, 0, 1, 999, 127, 129, 0, 700)),
+    Problem(128, 2048, 1536, 2048, BF16),  # Qwen3-30B-A3B
+    Problem(8, 2048, 1024, 2048, BF16, trans_b=False),
+    Problem(6, 512, 2048, 1536, BF16, masked=True, expected_rows=20),
+    Problem(6, 512, 2048, 1536, BF16, masked=True, expected_rows=300),
+    Problem(8, 2000, 1024, 2048, E4M3, scaling=TENSOR),
+    Problem(8, 2000, 1024, 2048, E4M3, scaling=ROW),
+    Problem(8, 2000, 1024, 2064, E4M3, scaling=BLOCK),
+    Problem(6, 512, 2048, 1536, E4M3, masked=True, scaling=BLOCK, expected_rows=20),
+    Problem(6, 512, 2048, 1536, E4M3, masked=True, scaling=BLOCK, expected_rows=300),
+]
+
+bench = [
+    *(Problem(groups, groups * rows, n, k, BF16) for (groups, rows), (n, k) in product(((4, 8192), (8, 4096)), EXPERTS)),
+    *(
+        Problem(groups, 4096, n, k, BF16, masked=True, expected_rows=rows)
+        for (groups, rows), (n, k) in product(((32, 192), (6, 1024), (32, 20), (6, 20)), EXPERTS)
+    ),
+    *(Problem(groups, groups * rows, n, k, E4M3, scaling=BLOCK) for (groups, rows), (n, k) in product(((4, 8192), (8, 4096)), EXPERTS)),
+    *(
+        Problem(groups, 4096, n, k, E4M3, masked=True, scaling=BLOCK, expected_rows=rows)
+        for (groups, rows), (n, k) in product(((32, 192), (6, 1024), (32, 20), (6, 20)), EXPERTS[:2])
+    ),
+    *(Problem(8, 32_768, 4096, 4096, E4M3, scaling=scaling) for scaling in (TENSOR, ROW)),
+]

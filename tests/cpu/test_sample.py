@@ -1,0 +1,138 @@
+"""What the loops of test_ops.py do not see of `sample`: which tokens are kept, how often each comes, independence of tiles, edges, messages."""
+
+import pytest
+import torch
+
+from tilewright import argmax, sample
+from tilewright.launch import Device, counted, forced_config, traced
+from tilewright.ops import sample as op
+
+SEED = torch.tensor(7)
+
+
+def f32(value):
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def i32(value):
+    return torch.tensor(value, dtype=torch.int32)
+
+
+def draws(logits, count, **options):
+    """`count` draws from one row: every row has noise of its own."""
+    return sample(logits.expand(count, -1).contiguous(), SEED, **options)
+
+
+def shares(logits, count, **options):
+    return torch.bincount(draws(logits, count, **options), minlength=logits.shape[-1]).double() / count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [None, 0.5, 2.0])
+def test_each_comes_as_often_as_the_softmax_says(dtype, temperature):
+    logits = torch.tensor([0.3, -1.0, 2.0, 1.0, -torch.inf, 0.0, 1.5]).to(dtype)
+    found = shares(logits, 4000, temperature=None if temperature is None else f32(temperature))
+    wanted = (logits.double() / (temperature or 1.0)).softmax(-1)
+    assert found[4] == 0
+    assert ((found - wanted).abs() < 5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-12).all(), (found, wanted)
+
+
+def test_top_k_keeps_equal_logits_and_top_p_the_fewest_that_reach_it():
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, -1.0, 0.0])
+    kept = [set(draws(logits, 400, top_k=i32(k)).tolist()) for k in (1, 2, 3, 4, 0, 100)]
+    assert kept == [{1}, {1, 2, 3}, {1, 2, 3}, {0, 1, 2, 3}, *[set(range(6))] * 2]
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    kept = [set(draws(logits, 400, top_p=f32(p)).tolist()) for p in (0.0, 0.49, 0.51, 0.79, 0.81, 0.96, 1.0)]
+    assert kept == [{0}, {0}, {0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}]
+    # after top_k the rest is a distribution of its own: 0.5 / 0.8 is more than 0.6
+    assert set(draws(logits, 400, top_k=i32(2), top_p=f32(0.6)).tolist()) == {0}
+    # temperature comes first: at 4 the four are nearly equal
+    assert set(draws(logits, 400, temperature=f32(4.0), top_p=f32(0.51)).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cols", [5, 700])
+def test_kept_sets_are_exact_and_no_tile_changes_a_draw(dtype, cols):
+    rows = 16
+    logits = (4 * torch.randn(rows, cols)).to(dtype)
+    logits[3] = logits[3].round()  # many equal ones
+    logits[4, 1:] = -torch.inf
+    logits[5] = -torch.inf
+    logits[6, : cols // 2] = torch.nan
+    logits[7, cols // 2 :] = torch.inf
+    logits[8] = torch.finfo(dtype).max * torch.sign(logits[8])
+    logits[9] = torch.where(logits[9] > 0, 0.0, -0.0)
+    logits[10] *= 1e-4  # around zero the places of floats are dense
+    options = {
+        "temperature": torch.linspace(0.0, 2.0, rows).clamp(max=1.5),
+        "top_k": torch.linspace(0, cols + 3, rows).to(torch.int32).flip(0),
+        "top_p": torch.linspace(0.05, 1.1, rows),
+    }
+    for given in (set(), {"top_p"}, set(options)):
+        chosen = {name: value for name, value in options.items() if name in given}
+        expected = op.reference(logits, SEED, **chosen)
+        problem = op.Problem(rows, cols, dtype, *(name in given for name in options), False)
+        for config in (op.space(problem, Device.named("CPU"))[0], op.space(problem, Device.named("H200"))[1], op.Config(64, 5)):
+            with forced_config(op.plan, config):
+                assert torch.equal(sample(logits, SEED, **chosen), expected), (given, config)
+
+
+def test_greedy_where_the_temperature_is_zero():
+    logits = torch.randint(-4, 4, (6, 300)).float()  # equal largest ones
+    options = {"top_k": i32(3), "top_p": f32(0.4)}
+    assert torch.equal(sample(logits, SEED, temperature=f32(0.0), **options), argmax(logits))
+    mixed = sample(logits, SEED, temperature=torch.tensor([0.0, 1.0, -1.0, torch.nan, 0.0, 1e-3]))
+    assert torch.equal(mixed[[0, 2, 3, 4]], argmax(logits)[[0, 2, 3, 4]])
+    assert (logits[5, mixed[5]] == logits[5].max()).all()  # cold: the largest, any of them
+    assert torch.equal(sample(torch.full((2, 9), -torch.inf), SEED), torch.zeros(2, dtype=torch.int64))
+
+
+def test_offset_seed_and_row_make_other_draws():
+    logits = torch.zeros(8, 5000)
+    first = sample(logits, SEED, torch.tensor(0))
+    assert torch.equal(first, sample(logits, SEED))
+    assert len(set(first.tolist())) > 6
+    for seed, offset in ((7, 1), (8, 0), (7, 2**32), (7 + 2**32, 0)):
+        assert (sample(logits, torch.tensor(seed), torch.tensor(offset)) != first).sum() > 6
+    assert torch.equal(sample(logits[:3], SEED), first[:3])  # a row's draw does not depend on the others
+
+
+def test_values_that_change_while_serving_compile_nothing_new():
+    kernels = set()
+    for step in range(5):
+        with traced(Device.named("H200")) as launches:
+            meta = torch.empty(4, 128_256, device="meta")
+            scalar = torch.empty((), dtype=torch.int64, device="meta")
+            sample(meta, scalar, scalar + step, temperature=torch.empty(4, device="meta"), top_k=torch.empty((), dtype=torch.int32, device="meta"))
+        kernels.add(tuple((launch.plan.kernel, launch.plan.constants) for launch in launches))
+    assert len(kernels) == 1
+
+
+def test_no_rows_launch_nothing():
+    with counted() as counts:
+        assert sample(torch.empty(0, 64), SEED).shape == (0,)
+    assert not counts
+
+
+X = torch.zeros(4, 64)
+BAD = [
+    ({"logits": [1.0]}, TypeError, r"logits must be a torch.Tensor, got list"),
+    ({"logits": X[0]}, ValueError, r"logits.dim\(\) must be 2, got 1"),
+    ({"logits": X[:, :0]}, ValueError, r"logits.shape\[1\] must be at least 1, got 0"),
+    ({"logits": X.int()}, ValueError, r"logits.dtype must be one of bfloat16, float16, float32, got int32"),
+    ({"seed": 3}, TypeError, r"seed must be a torch.Tensor, got int"),
+    ({"seed": torch.zeros(4, dtype=torch.int64)}, ValueError, r"seed.shape must be \(\), got \(4,\)"),
+    ({"offset": torch.tensor(1.0)}, ValueError, r"offset.dtype must be one of int64, got float32"),
+    ({"temperature": 0.5}, TypeError, r"temperature must be a torch.Tensor, got float"),
+    ({"temperature": torch.zeros(3)}, ValueError, r"temperature.shape must be \(\) or \(4,\), got \(3,\)"),
+    ({"top_k": torch.tensor(5)}, ValueError, r"top_k.dtype must be one of int32, got int64"),
+    ({"top_p": torch.zeros(4, 1)}, ValueError, r"top_p.shape must be \(\) or \(4,\), got \(4, 1\)"),
+    ({"top_p": torch.zeros((), device="meta")}, ValueError, r"top_p.device must be cpu, got meta"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
+    with counted() as counts, pytest.raises(error, match=message):
+        sample(**{"logits": X, "seed": SEED, **change})
+    assert not counts
