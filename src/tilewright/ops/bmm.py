@@ -36,6 +36,7 @@ from .scaling import (
     scale_view,
     scaled,
     scaling_of,
+    torch_product,
 )
 from .tiles import grouped_tile
 
@@ -59,7 +60,7 @@ def reference(
     if a.dtype is torch.float64:
         return torch.matmul(dequantize(a, scale_a), dequantize(b, scale_b).mT)
     if a.dtype in FP8:
-        return torch.matmul(dequantize(a, scale_a), dequantize(b, scale_b).mT).to(out_dtype or torch.bfloat16)
+        return torch_product(a, b, scale_a, scale_b).to(out_dtype or torch.bfloat16)
     if out_dtype in (None, a.dtype):
         return torch.matmul(a, b.mT)
     return torch.matmul(a.float(), b.mT.float()).to(out_dtype)

@@ -163,6 +163,42 @@ def dequantize(x: Tensor, scale: Tensor | None) -> Tensor:
     return wide * each
 
 
+def torch_product(x: Tensor, w: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+    """x @ w.mT of 8-bit matrices as PyTorch has it, for references: its own 8-bit product where there is one (e4m3 on CUDA), whose sums have
+    the few bits that the tensor cores keep; elsewhere the fp32 product of the dequantised matrices, float64 for float64.
+
+    Args: x [.., m, k], w [.., n, k] and their scales as in the module. Returns: [.., m, n], fp32 or float64.
+    """
+    if x.device.type != "cuda" or x.dtype is not torch.float8_e4m3fn:
+        return torch.matmul(dequantize(x, scale_a), dequantize(w, scale_b).mT)
+    if x.dim() == 3 or w.dim() == 3:
+        batch = max(len(t) for t in (x, w) if t.dim() == 3)
+
+        def of(tensor: Tensor | None, i: int) -> Tensor | None:
+            return tensor if tensor is None or tensor.dim() == 0 else tensor[min(i, len(tensor) - 1)]
+
+        return torch.stack([torch_product(x[min(i, len(x) - 1)], w[min(i, len(w) - 1)], of(scale_a, i), of(scale_b, i)) for i in range(batch)])
+    blocks = scale_a is not None and scale_a.dim() == 2
+    one = torch.ones((), device=x.device)
+    total = torch.zeros(len(x), len(w), device=x.device)
+    step = GROUP if blocks else x.shape[1]
+    for group, k in enumerate(range(0, x.shape[1], step)):
+        part = torch._scaled_mm(_padded(x[:, k : k + step]), _padded(w[:, k : k + step]).mT, one, one, out_dtype=torch.float32)
+        part = part[: len(x), : len(w)]
+        if blocks and scale_a is not None and scale_b is not None:
+            part = part * scale_a[:, group, None] * scale_b[:, group].repeat_interleave(GROUP)[: len(w)]
+        total += part
+    if blocks or scale_a is None or scale_b is None:
+        return total
+    return total * (scale_a[:, None] if scale_a.dim() else scale_a) * scale_b
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros up to multiples of 16, which torch._scaled_mm wants; row-major."""
+    pad = [-n % 16 for n in x.shape]
+    return torch.nn.functional.pad(x.view(torch.uint8), (0, pad[1], 0, pad[0])).view(x.dtype).contiguous()
+
+
 def scale_view(scale: Tensor, scaling: Scaling, batched: bool) -> Tensor:
     """The scales as the kernels take them, without a copy: [batch, groups, rows], axes that the kind lacks of length 1."""
     if scaling is Scaling.BLOCK:

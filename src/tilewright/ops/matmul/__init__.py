@@ -7,8 +7,8 @@ Source    Tiles in L2-sized bands. What is left of the last round of tiles is sp
           bit, is the same on each run. Block scales: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
 Numerics  Products and sums in fp32, partial tiles in fp32, everything behind the product in fp32, rounded once. float32 operands are multiplied
           exactly as float32 (CUDA cores); only `tf32=True` rounds them to TF32 (10-bit mantissa) for the tensor cores.
-          8-bit operands: with a bf16 output Hopper's tensor cores sum them with 14 bits, as torch._scaled_mm does with use_fast_accum; with fp16
-          and fp32 outputs partial sums move to fp32. Block scales: a fresh sum for each 128 of k, scaled and added in fp32.
+          8-bit operands: with a bf16 output Hopper's tensor cores sum them with about 14 bits, as torch._scaled_mm does with use_fast_accum; with
+          fp16 and fp32 outputs, and with block scales, a fresh sum for each 128 of k is added in fp32: an rms error of 1.2e-4 (H200).
 Bound     Compute from a few hundred rows on; below that memory: the weights are read once.
 """
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import Device, as_rows, best_plan, check_tensor, launch, must, torch_op
-from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
+from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of, torch_product
 from .candidates import space
 from .decision import Config, Problem, plan
 from .fused_kernel import matmul_fused_kernel
@@ -58,19 +58,20 @@ def reference(
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The definition; with tf32 a GPU may use TF32, as ours does. 8-bit operands are multiplied dequantised, in fp32."""
+    """The definition; with tf32 a GPU may use TF32, as ours does. 8-bit operands: see `torch_product`."""
     x, w = a.mT if trans_a else a, b if trans_b else b.mT
-    if a.dtype in FP8 or scale_a is not None:
-        x, w = dequantize(x, scale_a), dequantize(w, scale_b)
-        stored = torch.bfloat16 if out_dtype is None else out_dtype
+    stored = out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+    if a.dtype in FP8:
+        y = torch_product(as_rows(x), w, scale_a, scale_b).reshape(*x.shape[:-1], len(w))
+        y = y if bias is None else y + bias
     else:
-        stored = a.dtype if out_dtype is None else out_dtype
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
-        y = F.linear(x, w, None if bias is None else bias.to(x.dtype))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        x, w = dequantize(x, scale_a) if scale_a is not None else x, dequantize(w, scale_b) if scale_b is not None else w
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            y = F.linear(x, w, None if bias is None else bias.to(x.dtype))
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
     if silu_mul:
         y = F.silu(y[..., 0::2]) * y[..., 1::2]
     if out_scale is not None:
