@@ -11,6 +11,8 @@ from .ops.embedding import embedding
 from .ops.grouped_gemm import grouped_gemm, grouped_gemm_list
 from .ops.layer_norm import layer_norm
 from .ops.matmul import matmul
+from .ops.moe import moe
+from .ops.moe_route import moe_route
 from .ops.quantize_fp8 import quantize_fp8
 from .ops.rms_norm import rms_norm
 from .ops.rms_norm_quant import rms_norm_quant
@@ -36,6 +38,8 @@ __all__ = [
     "grouped_gemm_list",
     "layer_norm",
     "matmul",
+    "moe",
+    "moe_route",
     "patch",
     "quantize_fp8",
     "rms_norm",

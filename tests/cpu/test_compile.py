@@ -259,7 +259,7 @@ def test_an_unknown_architecture_is_refused(arch):
 def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(op, arch):
     """The largest case of the op; `tilewright compile --defaults` does them all."""
     rows = compile_ops([op], [arch], defaults_only=True, problems=lambda op, device: representative(op, device)[:1])
-    assert rows
+    assert rows or not Device.for_arch(arch).has_fp8
     for row in rows:
         assert row.verdict == "ok", f"{row.kernel} {row.config} for {row.problem}: {row.compiled.error or row.compiled.resources}"
 

@@ -59,7 +59,7 @@ def test_gpu_configs_are_as_accurate_as_torch_interpreted(op, problem):
     seen = set()
     for name in ("H200", "B200", "RTX5090", "A100"):
         configs = op.space(problem, Device.named(name))
-        for config in (configs[0], configs[len(configs) // 2], configs[-1]):
+        for config in (configs[0], configs[len(configs) // 2], configs[-1]) if configs else ():
             plan = op.plan(problem, config, Device.named("CPU"))
             key = (plan.name, plan.constants)
             if key not in seen:
@@ -94,7 +94,7 @@ def test_plans_are_legal_hashable_and_printable(op, device):
     device = Device.named(device)
     for problem in (*cases(op, "small"), *cases(op, "real"), *cases(op, "bench")):
         configs = op.space(problem, device)
-        assert configs, f"{op_name(op)} {problem} has no config on {device.name}"
+        assert configs or (not device.has_fp8 and "float8" in str(problem)), f"{op_name(op)} {problem} has no config on {device.name}"
         assert len(set(configs)) == len(configs), f"{op_name(op)} {problem} has a config twice on {device.name}"
         for config in configs:
             plan = op.plan(problem, config, device)

@@ -35,6 +35,11 @@ class Device:
     tflops: float
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether the compiler takes 8-bit floating point for it."""
+        return self.arch != "sm_80"
+
+    @property
     def is_cpu(self) -> bool:
         return self.arch == "cpu"
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .check import must
 from .device import Device
 
 
@@ -80,7 +81,10 @@ def best_plan(space: type_space, plan: type_plan, device: Device, problem: Calla
 @lru_cache(maxsize=1 << 16)
 def _default_plan(space: type_space, plan: type_plan, device: Device, problem: Callable[..., Any], *fields: Any) -> Plan:
     wanted = problem(*fields)
-    return plan(wanted, space(wanted, device)[0], device)
+    configs = space(wanted, device)
+    if not configs:
+        raise must("device", f"one that can run {wanted}", f"{device.name} ({device.arch})")
+    return plan(wanted, configs[0], device)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from . import (
     grouped_gemm,
     layer_norm,
     matmul,
+    moe,
+    moe_route,
     quantize_fp8,
     rms_norm,
     rms_norm_quant,
@@ -40,6 +42,8 @@ ALL = (
     rms_norm_quant,
     silu_mul_quant,
     sample,
+    moe_route,
+    moe,
 )
 
 

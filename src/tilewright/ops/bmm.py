@@ -133,6 +133,8 @@ class Config:
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
+    if p.dtype in FP8 and not device.has_fp8:
+        return []
     if device.is_cpu:
         first, second = cpu_tiles(p.m, p.n, p.k, p.scaling)
         return list(dict.fromkeys((_config(first, persistent=True), _config(second, group=2))))

@@ -82,7 +82,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     vector = 16 // p.dtype.itemsize  # elements of the widest load
     few = p.size < device.sms * 1024 * vector
     configs = []
-    for loads, warps in ((1, 4), (1, 8), (2, 4)) if few else ((2, 4), (4, 4), (2, 8), (1, 8), (1, 4), (4, 8)):
+    for loads, warps in ((1, 4), (1, 8), (2, 4)) if few else ((4, 4), (2, 4), (2, 8), (1, 8), (1, 4), (4, 8)):  # H200, 2026-11-21
         configs.append(Config(loads * warps * 32 * vector, num_worker_warps=warps))
     for loads, warps, latency, occupancy in ((2, 4, 4, 6), (2, 8, 4, 3), (1, 8, 4, 4), (2, 4, 2, 8)):
         tile = loads * warps * 32 * vector

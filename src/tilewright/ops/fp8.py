@@ -142,12 +142,8 @@ def codes_of(values, scale, dtype):
     return (values * ct.truediv(1.0, scale, rounding_mode=APPROX, flush_to_zero=True)).astype(dtype)
 
 
-def group_codes(values, dtype, GROUP_M, GROUP_N, LARGEST, POWER_OF_TWO, factor=1.0):
-    """Codes of a tile of values * factor, and the scales [N / GROUP_N, M / GROUP_M] of its groups.
-
-    values: [M, N]. factor: 1, or positive fp32 [M, 1, 1]; rounding keeps order, so the largest value may be found before it is known, and the two
-        reductions of a norm overlap. GROUP_M: 1 or M.
-    """
+def group_codes(values, dtype, GROUP_M, GROUP_N, LARGEST, POWER_OF_TWO):
+    """Codes of a tile of values [M, N], and the scales [N / GROUP_N, M / GROUP_M] of its groups; GROUP_M is 1 or M."""
     M, N = values.shape
     groups = values.reshape((M, N // GROUP_N, GROUP_N))
     # In the format of the values: two 16-bit ones are compared at once.
@@ -157,6 +153,6 @@ def group_codes(values, dtype, GROUP_M, GROUP_N, LARGEST, POWER_OF_TWO, factor=1
         amax = ct.max(ct.abs(groups), axis=2, keepdims=True, propagate_nan=True)
         if GROUP_M > 1:
             amax = ct.max(amax, axis=0, keepdims=True, propagate_nan=True)
-    scale = scale_of(amax.astype(ct.float32) * factor, LARGEST, POWER_OF_TWO)
-    codes = codes_of(groups.astype(ct.float32) * factor, scale, dtype).reshape((M, N))  # one by one: factor / scale may overflow
+    scale = scale_of(amax.astype(ct.float32), LARGEST, POWER_OF_TWO)
+    codes = codes_of(groups.astype(ct.float32), scale, dtype).reshape((M, N))
     return codes, ct.transpose(scale.reshape((M // GROUP_M, N // GROUP_N)))

@@ -52,9 +52,11 @@ def run_us(tile: Tile, tiles: int, k: int, dtype: torch.dtype, scaling: Scaling,
     """
     ctas = tile.num_ctas or 1
     area = tile.tile_m * tile.tile_n // ctas
-    rate = 1.02 if area * ctas == 1 << 16 else 0.98 if area > 1 << 14 else 1.0
+    rate = 0.98 if area * ctas == 1 << 16 else 0.96 if area > 1 << 14 else 1.0
     if area < 1 << 14:
         rate = 0.8 if area == 1 << 13 else 0.6 if area == 1 << 12 else 0.35
+    if tile.tile_m == 64 and tile.num_worker_warps == 8:
+        rate = 0.42
     if dtype in FP8:
         rate *= 1.5 if scaling is Scaling.BLOCK else 1.75
     flops_per_us = device.tflops * 1e6 / device.sms * rate * ctas / tile.occupancy

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
 from ..mma_tiles import Tile, cpu_tiles, run_us, tiles_for
-from ..scaling import Scaling, random_codes, random_scales, scale_shapes
+from ..scaling import FP8, Scaling, random_codes, random_scales, scale_shapes
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
 MAP_WIDTH = 128  # panels that a block of the map kernel writes at once
@@ -129,6 +129,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
+    if p.dtype in FP8 and not device.has_fp8:
+        return []
     if device.is_cpu:
         first, second = cpu_tiles(p.group_rows(), p.n, p.k, p.scaling)
         return list(dict.fromkeys((_config(first, persistent=True), _config(second))))

@@ -25,6 +25,8 @@ Tile = tuple[int, int, int, int, int, int | None]
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
+    if p.dtype in FP8 and not device.has_fp8:
+        return []
     configs = _cpu_configs(p) if device.is_cpu else _configs(p, device)
     return [c for c in dict.fromkeys(configs) if _legal(p, c)][:MOST_CONFIGS]
 

@@ -16,8 +16,8 @@ _ONE_ROUND = (
     (64, 16, 512, 0, 4, 8),
     (64, 32, 512, 0, 4, 4),
     (64, 64, 512, 0, 4, 4),
-    (128, 64, 256, 0, 8, 5),
     (64, 128, 256, 0, 8, 6),
+    (128, 64, 256, 0, 8, 5),
     (64, 128, 128, 64, 4, 4),
     (128, 128, 128, 0, 4, 6),
     (128, 128, 128, 16, 4, 6),
@@ -57,6 +57,8 @@ def _hopper(p: Problem, device: Device) -> Iterator[Config]:
     walking = [_config(128, 128, 128, 0, 8, 6, persistent=True), _config(64, 256, 128, 0, 8, 6, persistent=True)]
     if p.fast_acc:
         walking = sorted(_many_rounds(p), key=lambda c: _run_us(p, c, device))
+    if p.m <= 64:
+        yield _config(64, 128, 128, 0, 4, 8, occupancy=2)
     yield from walking
     yield from (_config(64, 128, 128, 0, 4, 8, occupancy=2), _config(64, 64, 256, 0, 4, 6), _config(128, 128, 128, 0, 8, 6))
     yield from fitting[3:]
@@ -74,8 +76,8 @@ def _takes_extra(p: Problem, c: Config) -> bool:
 def _many_rounds(p: Problem) -> list[Config]:
     configs = [
         _config(128, 128, 128, 0, 4, 6, persistent=True),
-        _config(128, 256, 128, 0, 8, 4, persistent=True),
-        _config(128, 256, 128, 0, 8, 6, persistent=True),
+        _config(128, 256, 128, 0, 8, 4 if p.k <= 2048 else 6, persistent=True),
+        _config(128, 256, 128, 0, 8, 6 if p.k <= 2048 else 4, persistent=True),
         _config(256, 256, 128, 0, 8, 4, num_ctas=2, persistent=True),
         _config(128, 128, 128, 64, 4, 6),
         _config(128, 256, 128, 32, 8, 6, weights_first=True),
@@ -90,21 +92,28 @@ _RELATIVE = {(128, 128, 0): 1.0, (128, 256, 0): 2.0, (256, 256, 0): 4.2, (128, 1
 
 def _run_us(p: Problem, c: Config, device: Device) -> float:
     cost = _RELATIVE[c.tile_m, c.tile_n, c.extra_n]
-    per_tile = _PER_TILE * cost**0.5 * (1 if c.persistent else 1.5) + (0.1 if (c.tile_n, c.latency) == (256, 6) else 0.0)
+    per_tile = _PER_TILE * cost**0.5 * (1 if c.persistent else 1.5)
+    if p.m <= 128 and c.tile_n == 256:  # few rows: more blocks read b at once
+        per_tile += 1.0
     return -(-c.tiles(p) // c.resident(device)) * (cost * _PER_K * p.k + per_tile)
 
 
 def _hopper_block(p: Problem, device: Device) -> Iterator[Config]:
     """Scales inside the loop: two accumulators, and latency 8 (ops/scaling.py). Several blocks an SM hide each other's sums."""
     large = _config(128, 128, 128, 0, 8, 8)
-    narrow = [_config(64, tile_n, 128, 0, 4, 8, occupancy=occupancy) for tile_n, occupancy in ((32, 2), (64, 2), (64, 4), (128, 2))]
+    narrow = [_config(64, tile_n, 128, 0, 4, 8, occupancy=occupancy) for tile_n, occupancy in ((64, 2), (64, 4), (128, 2), (32, 2))]
     if p.m <= 128:
-        fitting = [c for c in narrow if c.tiles(p) <= c.resident(device)]
-        for c in (*fitting, *narrow):
-            splits = [replace(c, split=parts) for parts in (4, 2, 8)]
-            yield from (s for s in splits[:1] if 2 * c.tiles(p) <= c.resident(device) and p.k >= 4096)
+        tiles = narrow[0].tiles(p)
+        if p.k <= 512 and p.m > 64:
+            yield replace(large, persistent=large.tiles(p) > large.resident(device))
+        if p.k >= 4096:
+            first = 0 if tiles <= 66 else 1 if tiles <= 132 else 2
+        else:
+            first = 0 if p.k > 512 and tiles <= 264 else 2
+        for c in (narrow[first], *narrow):  # the steps of one tile follow each other slowly: parts of k side by side, of at least 7 steps
+            parts = [n for n in (8, 4, 2) if n * c.tiles(p) <= c.resident(device) and c.steps(p) >= 7 * n and p.k >= 4096]
+            yield from (replace(c, split=n) for n in parts[:2])
             yield c
-            yield from (s for s in splits if s.split_tiles(p, device))
     elif -(-p.m // 128) * 128 > 1.15 * p.m:  # a last tile of mostly no rows
         yield narrow[-1]
     yield replace(large, persistent=large.tiles(p) > large.resident(device) and p.k <= 2048)

@@ -53,6 +53,8 @@ class Problem:
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
+    if not device.has_fp8:
+        return []
     if p.by_rows:
         return row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
     if p.block == SQUARES:

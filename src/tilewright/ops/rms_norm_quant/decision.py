@@ -53,6 +53,8 @@ class Problem:
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first. A tile is no narrower than a group."""
+    if not device.has_fp8:
+        return []
     least = min(GROUP, next_pow2(p.cols)) if p.block == GROUPS else 1
     configs = row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
     if not device.is_cpu and p.rows > 2 * device.sms and p.dtype.itemsize == 2 and 2048 <= p.cols <= 8192 and p.cols % 1024 == 0:

@@ -73,15 +73,14 @@ def rms_norm_quant_kernel(
             squares = squares + wide * wide
             xs = (*xs, x)
         rstd = _reciprocal_root(squares, eps, COLS)
+        factor = 1.0 if ROUND else rstd
         if GROUP_N > 0:
-            factor = 1.0 if ROUND else rstd.reshape((TILE_M, 1, 1))
             for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
                 y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
-                codes, scale = group_codes(y, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO, factor)
+                codes, scale = group_codes(y * factor, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
                 ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
                 ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
         else:
-            factor = 1.0 if ROUND else rstd
             amax = ct.zeros(shape, ct.float32)
             for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
                 y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
@@ -149,14 +148,13 @@ def rms_norm_quant_reread_kernel(
             if GROUP_N == 0 and not ROUND:
                 amax = ct.maximum(amax, ct.abs(weighted(x, j, 1.0)), propagate_nan=True)
         rstd = _reciprocal_root(squares, eps, COLS)
+        factor = 1.0 if ROUND else rstd
         if GROUP_N > 0:
-            factor = 1.0 if ROUND else rstd.reshape((TILE_M, 1, 1))
             for j in range(ct.cdiv(COLS, TILE_N)):
-                codes, scale = group_codes(again(i, j, rstd, whole), CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO, factor)
+                codes, scale = group_codes(again(i, j, rstd, whole) * factor, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
                 ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
                 ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
         else:
-            factor = 1.0 if ROUND else rstd
             if ROUND:
                 for j in range(ct.cdiv(COLS, TILE_N)):
                     amax = ct.maximum(amax, ct.abs(again(i, j, rstd, whole)), propagate_nan=True)

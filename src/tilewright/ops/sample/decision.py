@@ -75,7 +75,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     configs = []
     for num_ctas in ctas:
         # The compiler unrolls loops by the latency: more cuts or a higher hint spill (sm_90).
-        for loads, ways, latency in ((1, 4, 2), (1, 8, 1), (1, 4, 1)) if searches else ((1, 1, 4), (2, 1, 4)):
+        for loads, ways, latency in ((1, 8, 1), (1, 4, 1), (1, 4, 2)) if searches else ((1, 1, 4), (2, 1, 4)):
             tile_n = min(whole, 256 * num_ctas * loads * 16 // p.dtype.itemsize)
             configs.append(Config(tile_n, ways, latency, num_ctas, 8))
     return list(dict.fromkeys(configs))

@@ -45,6 +45,8 @@ class Problem:
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
+    if not device.has_fp8:
+        return []
     return _row_configs(p, device) if p.block == ROW else _group_configs(p, device)
 
 

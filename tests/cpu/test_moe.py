@@ -1,0 +1,203 @@
+"""What the loops of test_ops.py do not see of `moe`: ids of any kind, which weights are read, launches, layouts, messages."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilewright import interpret, moe, moe_route
+from tilewright.launch import Device, counted
+from tilewright.ops import moe as op
+from tilewright.ops.moe import Problem
+from tilewright.ops.scaling import Scaling
+from tilewright.testing import assert_accurate, check_op, run_op, seeded_inputs
+
+CPU, H200 = torch.device("cpu"), Device.named("H200")
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+FEW = {"moe_few_kernel": 2, "moe_sum_kernel": 1}
+MANY = {"moe_count_kernel": 1, "moe_permute_kernel": 1, "moe_kernel": 2, "moe_sum_kernel": 1}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def widened(inputs):
+    return {name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def configs_of(problem):
+    """The interpreter's configs, and the default and the last of a GPU."""
+    gpu = op.space(problem, H200)
+    return list(dict.fromkeys((*op.space(problem, Device.named("CPU")), gpu[0], gpu[-1])))
+
+
+def test_it_is_the_loop_over_experts_of_transformers():
+    x, gate_up, down = torch.randn(11, 32), torch.randn(4, 48, 32) / 6, torch.randn(4, 32, 24) / 5
+    weights, ids = moe_route(torch.randn(11, 4), 2)
+    wanted = torch.zeros_like(x)
+    for expert in range(4):
+        slot, token = (ids.long().T == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
+        wanted.index_add_(0, token, F.linear(F.silu(gate) * up, down[expert]) * weights[token, slot, None])
+    truth = op.reference(*(t.double() for t in (x, gate_up, down)), weights=weights.double(), ids=ids)
+    torch.testing.assert_close(truth.float(), wanted)
+
+
+IDS = {
+    "all to one": [[3, 3], [3, 3], [3, 3], [3, 3], [3, 3]],
+    "twice the same": [[1, 1], [1, 1], [0, 2], [2, 2], [4, 4]],
+    "none": [[-1, 5], [5, -1], [-1, -1], [2**31 - 1, -(2**31)], [6, 7]],
+    "one": [[-1, 5], [5, -1], [-1, 4], [-7, 100], [6, 7]],
+    "every second foreign": [[0, -1], [9, 1], [2, 9], [-1, 3], [4, 9]],
+    "few experts": [[0, 4], [4, 0], [0, 4], [0, 4], [4, 0]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_ids_of_any_kind(ids, dtype):
+    for tokens in (5, 1):
+        problem = Problem(tokens, 2, 5, 40, 48)
+        inputs = {**seeded_inputs(op, problem, CPU), "ids": torch.tensor(ids, dtype=dtype)[:tokens]}
+        for config in configs_of(problem):
+            with interpret.checking(races=True):
+                found = run_op(op, inputs, config)
+            assert_accurate(found, op.reference(**inputs), op.reference(**widened(inputs)), f"{config}")
+
+
+def test_ids_beyond_32_bits_are_not_wrapped():
+    inputs = {**seeded_inputs(op, Problem(3, 2, 4, 16, 16), CPU), "ids": torch.full((3, 2), 2**32 + 1)}
+    for config in configs_of(Problem(3, 2, 4, 16, 16)):
+        assert run_op(op, inputs, config).eq(0).all()
+
+
+@pytest.mark.parametrize("scaling", [Scaling.NONE, Scaling.ROW, Scaling.BLOCK])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_weights_of_experts_that_nobody_chose_are_not_used(tokens, scaling):
+    """They are NaN, as is memory before it is written."""
+    problem = Problem(tokens, 2, 6, 40, 128, scaling=scaling, only=(1, 4), foreign=1)
+    inputs = seeded_inputs(op, problem, CPU)
+    for name in ("gate_up", "down"):
+        inputs[name][[0, 2, 3, 5]] = torch.full((), torch.nan).to(inputs[name].dtype)
+    for config in configs_of(problem):
+        assert run_op(op, inputs, config).isfinite().all(), config
+
+
+def test_the_same_launch_follows_new_ids():
+    """As a replayed graph does: nothing of the plan depends on the ids."""
+    problem = Problem(30, 2, 5, 24, 32)
+    inputs = seeded_inputs(op, problem, CPU)
+    for only in ((0,), (3, 4), (0, 1, 2, 3, 4)):
+        inputs["ids"].copy_(seeded_inputs(op, Problem(30, 2, 5, 24, 32, only=only), CPU)["ids"])
+        assert_accurate(moe(**inputs), op.reference(**inputs), op.reference(**widened(inputs)))
+
+
+def test_few_tokens_need_few_launches():
+    for problem, wanted in (
+        (Problem(1, 2, 4, 32, 16), {"moe_few_kernel": 1, "moe_one_kernel": 1}),
+        (Problem(16, 2, 4, 32, 16), FEW),
+        (Problem(17, 2, 4, 32, 16), MANY),
+        (Problem(17, 2, 4, 128, 128, scaling=Scaling.BLOCK), MANY),
+    ):
+        with counted() as counts:
+            moe(**seeded_inputs(op, problem, CPU))
+        assert counts == wanted
+        names, plan = [], op.plan(problem, op.space(problem, H200)[0], H200)
+        while plan is not None:
+            names.append(plan.name)
+            plan = plan.then
+        assert len(names) <= (2 if problem.tokens == 1 else 3 if problem.tokens <= 16 else 5)
+
+
+def test_a_decode_pads_nothing_to_128_rows():
+    """h and the results of each expert have as many rows as there are tokens, up to a power of two of at least 8."""
+    for tokens in (1, 2, 4, 16):
+        problem = Problem(tokens, 8, 128, 2048, 768)
+        config = op.space(problem, H200)[0]
+        assert config.few
+        assert config.tile_m == max(8, tokens)
+
+
+def test_quantised_activations_are_as_good_as_those_of_the_reference():
+    problem = Problem(40, 2, 4, 272, 256, scaling=Scaling.BLOCK)
+    config = next(c for c in op.space(problem, Device.named("CPU")) if c.quantized)
+    check_op(op, problem, CPU, config)
+    with counted() as counts:
+        run_op(op, seeded_inputs(op, problem, CPU), config)
+    assert counts == {**MANY, "moe_quantize_kernel": 1}
+
+
+def test_sizes_are_no_constants():
+    """Every number of tokens from 17 on runs the same few kernels; decode of up to 16 tokens a few more."""
+    compiled = set()
+    for tokens in (*range(1, 17), *range(17, 20_000, 331)):
+        problem = Problem(tokens, 8, 128, 2048, 768)
+        plan = op.plan(problem, op.space(problem, H200)[0], H200)
+        while plan is not None:
+            compiled.add((plan.name, plan.constants, plan.num_ctas, plan.occupancy, plan.num_worker_warps))
+            plan = plan.then
+    assert len(compiled) <= 48
+
+
+def test_slices_are_read_in_place_and_ids_may_lie_in_a_wider_tensor():
+    inputs = seeded_inputs(op, Problem(6, 2, 3, 32, 16), CPU)
+    wanted = moe(**inputs)
+    x = torch.randn(6, 96).bfloat16()
+    x[:, 16:48] = inputs["x"]
+    gate_up = torch.randn(3, 40, 64).bfloat16()
+    gate_up[:, 4:36, 8:40] = inputs["gate_up"]
+    changed = {
+        "x": x[:, 16:48],
+        "gate_up": gate_up[:, 4:36, 8:40],
+        "ids": torch.cat((inputs["ids"], inputs["ids"]), 1)[:, 2:],
+        "weights": torch.cat((inputs["weights"], inputs["weights"]), 1)[:, :2],
+    }
+    assert torch.equal(moe(**{**inputs, **changed}), wanted)
+
+
+def test_nothing_to_do():
+    inputs = seeded_inputs(op, Problem(4, 2, 3, 32, 16), CPU)
+    with counted() as counts:
+        none = {name: inputs[name][:0] for name in ("x", "weights", "ids")}
+        assert moe(**{**inputs, **none}).shape == (0, 32)
+        assert moe(**{**inputs, "gate_up": inputs["gate_up"][:, :0], "down": inputs["down"][..., :0]}).eq(0).all()
+    assert not counts
+
+
+INPUTS = {
+    "x": torch.zeros(4, 16, dtype=BF16),
+    "gate_up": torch.zeros(3, 24, 16, dtype=BF16),
+    "down": torch.zeros(3, 16, 12, dtype=BF16),
+    "weights": torch.zeros(4, 2),
+    "ids": torch.zeros(4, 2, dtype=torch.int32),
+}
+FP8 = {"gate_up": INPUTS["gate_up"].to(E4M3), "down": INPUTS["down"].to(E4M3), "scale_gate_up": torch.zeros(3, 24), "scale_down": torch.zeros(3, 16)}
+BAD = [
+    ({"x": [1.0]}, TypeError, r"x must be a torch.Tensor, got list"),
+    ({"x": torch.zeros(4, 16)}, ValueError, r"x.dtype must be one of bfloat16, float16, got float32"),
+    ({"x": INPUTS["x"][0]}, ValueError, r"x.dim\(\) must be 2, got 1"),
+    ({"gate_up": INPUTS["gate_up"].half()}, ValueError, r"gate_up.dtype must be one of bfloat16, got float16"),
+    ({"gate_up": INPUTS["gate_up"][:, :23]}, ValueError, r"gate_up.shape must be \(3, 24, 16\), got \(3, 23, 16\)"),
+    ({"down": INPUTS["down"][:, :8]}, ValueError, r"down.shape\[1\] must be 16, the hidden size of x, got 8"),
+    ({"down": INPUTS["down"][:0]}, ValueError, r"down.shape\[0\] must be 1 to 1024, the number of experts, got 0"),
+    ({"weights": torch.zeros(3, 2)}, ValueError, r"weights.shape must be \(4, top_k\) with top_k from 1 to 64, got \(3, 2\)"),
+    ({"weights": torch.zeros(4, 2, dtype=BF16)}, ValueError, r"weights.dtype must be one of float32, got bfloat16"),
+    ({"ids": torch.zeros(4, 2)}, ValueError, r"ids.dtype must be one of int32, int64, got float32"),
+    ({"ids": torch.zeros(4, 3, dtype=torch.int32)}, ValueError, r"ids.shape must be \(4, 2\), got \(4, 3\)"),
+    ({"ids": torch.zeros(4, 2, dtype=torch.int32, device="meta")}, ValueError, r"ids.device must be cpu, got meta"),
+    ({"scale_down": torch.zeros(3, 16)}, ValueError, r"gate_up.dtype must be one of float8_e4m3fn, got bfloat16"),
+    ({**FP8, "scale_down": None}, ValueError, r"scale_down must be given where the other scale is, got None"),
+    ({**FP8, "scale_gate_up": torch.zeros(3, 23)}, ValueError, r"scale_gate_up.shape must be \(3, 24\) for rows or \(3, 1, 1\) for blocks"),
+    ({**FP8, "scale_down": torch.zeros(3, 1, 1)}, ValueError, r"scale_down.shape must be \(3, 16\) for rows or \(3, 1, 1\) for blocks, both"),
+    ({**FP8, "scale_gate_up": torch.zeros(3, 1, 1), "scale_down": torch.zeros(3, 1, 1)}, ValueError, r"down.shape\[2\] must be a multiple of 128"),
+    ({**FP8, "scale_down": torch.zeros(3, 16).half()}, ValueError, r"scale_down.dtype must be float32, got float16"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
+    with counted() as counts, pytest.raises(error, match=message):
+        moe(**{**INPUTS, **change})
+    assert not counts
