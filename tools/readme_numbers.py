@@ -11,12 +11,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- numbers: made by tools/readme_numbers.py -->", "<!-- /numbers -->"
-OPS = ("rms_norm", "rope", "silu_mul", "softmax", "matmul", "attention", "attention_decode")
-PEER_ORDER = {
-    "rms_norm": "torch.compile", "rope": "torch.compile", "silu_mul": "torch.compile", "softmax": "torch.compile",
-    "matmul": "cublas", "attention": "cudnn", "attention_decode": "sdpa",
+# label, op, what of its rows, peer
+LINES = (
+    ("rms_norm", "rms_norm", lambda r: True, "torch.compile"),
+    ("layer_norm", "layer_norm", lambda r: True, "torch.compile"),
+    ("rope", "rope", lambda r: True, "torch.compile"),
+    ("silu_mul", "silu_mul", lambda r: True, "torch.compile"),
+    ("softmax", "softmax", lambda r: True, "torch.compile"),
+    ("dropout", "dropout", lambda r: True, "torch.eager"),
+    ("quantize_fp8", "quantize_fp8", lambda r: True, "torch.compile"),
+    ("rms_norm_quant", "rms_norm_quant", lambda r: True, "torch.compile"),
+    ("silu_mul_quant", "silu_mul_quant", lambda r: True, "torch.compile"),
+    ("embedding", "embedding", lambda r: True, "torch.eager"),
+    ("argmax", "argmax", lambda r: True, "torch.eager"),
+    ("sample", "sample", lambda r: True, "torch.eager"),
+    ("matmul", "matmul", lambda r: "cublas" in r["peers"], "cublas"),
+    ("matmul, fp8, scale per tensor or row", "matmul", lambda r: r["problem"].get("scaling") in (1, 2), "scaled_mm"),
+    ("matmul, fp8, scale per block", "matmul", lambda r: r["problem"].get("scaling") == 3, "scaled_mm"),
+    ("bmm", "bmm", lambda r: "cublas" in r["peers"], "cublas"),
+    ("grouped_gemm", "grouped_gemm", lambda r: "grouped_mm" in r["peers"], "grouped_mm"),
+    ("moe", "moe", lambda r: True, "grouped_mm"),
+    ("attention", "attention", lambda r: True, "cudnn"),
+    ("attention_decode", "attention_decode", lambda r: True, "sdpa"),
+)
+PEER_WORDS = {
+    "cublas": "cuBLAS", "cudnn": "cuDNN SDPA", "sdpa": "flash SDPA", "scaled_mm": "torch._scaled_mm", "grouped_mm": "torch._grouped_mm",
 }  # fmt: skip
-PEER_WORDS = {"cublas": "cuBLAS", "cudnn": "cuDNN SDPA", "sdpa": "flash SDPA"}
 
 
 def results() -> list[dict]:
@@ -38,9 +58,8 @@ def table(rows: list[dict]) -> str:
         "| op | cases | best rate | share of the roof, median | against | geomean | worst | best |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for op in OPS:
-        mine = [r for r in rows if r["op"] == op]
-        peer = PEER_ORDER[op]
+    for label, op, belongs, peer in LINES:
+        mine = [r for r in rows if r["op"] == op and belongs(r)]
         ratios = [r["peers"][peer] for r in mine if peer in r["peers"]]
         if not ratios:
             continue
@@ -49,7 +68,7 @@ def table(rows: list[dict]) -> str:
         rate = " / ".join(([f"{max(compute):.0f} TFLOP/s"] if compute else []) + ([f"{max(memory) / 1000:.2f} TB/s"] if memory else []))
         roof = sorted(r["roof_pct"] for r in mine)[len(mine) // 2]
         lines.append(
-            f"| `{op}` | {len(mine)} | {rate} | {roof:.0f} % | {PEER_WORDS.get(peer, peer)} | "
+            f"| {label} | {len(mine)} | {rate} | {roof:.0f} % | {PEER_WORDS.get(peer, peer)} | "
             f"**{geomean(ratios):.2f}x** | {min(ratios):.2f}x | {max(ratios):.2f}x |"
         )
     gpus = sorted({r["gpu"] for r in rows})

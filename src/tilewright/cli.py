@@ -160,7 +160,7 @@ def _device_and_dtype(device: str, dtype: str) -> tuple[Any, Any]:
     dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    where = torch.device(kind, int(index)) if index else torch.device(kind)
+    where = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(where)
     return where, DTYPES[dtype]

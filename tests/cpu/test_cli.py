@@ -13,6 +13,7 @@ import tilewright.bench.command
 import tilewright.compile.command
 import tilewright.doctor
 import tilewright.testing.command
+from tilewright import cli
 from tilewright.cli import app
 from tilewright.models import random_model
 
@@ -157,3 +158,14 @@ def test_options_reach_the_function_of_the_room(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, f"{verb}_command", command)
     assert run(verb, *arguments).exit_code == 3
     assert calls == [passed]
+
+
+def test_a_gpu_without_a_number_is_the_first(monkeypatch):
+    """torch.cuda.set_device takes no device without an index."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("", "cuda", "cuda:0"):
+        assert cli._device_and_dtype(name, "") == (torch.device("cuda", 0), torch.bfloat16)
+    assert [device.index for device in chosen] == [0, 0, 0]

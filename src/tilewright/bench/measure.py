@@ -30,8 +30,13 @@ def measure_case(
     here = Device.of(next(iter(inputs.values())))
     sets = input_sets(lambda: problem.inputs(device), problem.cost().size_bytes, here.l2_bytes)
     contenders = {"ours": lambda **kw: run_op(op, kw, config)}
-    if with_peers:
-        contenders |= {peer.name: peer.call for peer in peers_of(op_name(op), inputs)}
+    absent: dict[str, str] = {}
+    for peer in peers_of(op_name(op), inputs) if with_peers else ():
+        try:
+            peer.call(**inputs)
+            contenders[peer.name] = peer.call
+        except Exception as error:  # whatever another library raises; the case is then reported without it
+            absent[peer.name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
     del inputs
     times = time_interleaved(contenders, sets)
     ours = times.pop("ours")
@@ -47,4 +52,5 @@ def measure_case(
         source="search" if config is not None else "default",
         found=found,
         ceilings=ceilings,
+        absent=absent,
     )

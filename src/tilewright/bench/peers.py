@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..ops.matmul.decision import FAST_SUM
+
 Inputs = dict[str, Any]
 
 
@@ -157,8 +159,9 @@ def _scaled_mm(a, b, bias=None, *, trans_b=False, scale_a, scale_b, **unused):
         scale_a, scale_b = scale_a[:, None], scale_b[None]
     elif scale_a.dim() == 2:
         scale_b = _inner_groups(scale_b).mT
-    # With a sum of 14 bits where ours has one, which is its faster mode.
-    return torch._scaled_mm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=scale_a.dim() < 2 or scale_a.shape[1] == 1)
+    # With sums of 14 bits, its faster mode, where ours has them.
+    fast = (scale_a.dim() < 2 or scale_a.shape[1] == 1) and a.shape[1] <= FAST_SUM
+    return torch._scaled_mm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def _scaled_matmul(inputs: Inputs) -> bool:
@@ -170,7 +173,7 @@ def _grouped_mm(a, b, offsets=None, counts=None, *, trans_b=False, **unused):
     if counts is not None:  # it has no masked form: it gets the used rows packed, once and outside the time that is measured
         known = _packed.get(a.data_ptr())
         if known is None or known[0] is not a:
-            if len(_packed) >= 4:
+            if len(_packed) >= 64:
                 _packed.clear()
             rows = torch.cat([a[group, :count] for group, count in enumerate(counts.tolist())])
             known = _packed[a.data_ptr()] = a, rows, counts.cumsum(0, dtype=torch.int32)
@@ -250,6 +253,49 @@ def _sample(logits, seed, offset=None, *, temperature=None, top_k=None, top_p=No
     return (x.softmax(-1) / torch.empty_like(x).exponential_()).argmax(-1)
 
 
+# --- mixtures of experts
+
+
+def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale=1.0, groups=0, top_groups=0):
+    """As transformers' models compose it."""
+    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    chosen_by = scores if bias is None else scores + bias
+    if groups:
+        each = chosen_by.unflatten(-1, (groups, -1))
+        best = each.amax(-1) if bias is None else each.topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter_(-1, best.topk(top_groups, -1, sorted=False).indices, 1.0)
+        chosen_by = each.masked_fill(kept[..., None] == 0, 0.0).flatten(-2)
+    ids = chosen_by.topk(top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, ids.int()
+
+
+def _grouped_moe(x, gate_up, down, *, weights, ids, **unused):
+    """As transformers' experts with grouped products: sorted by expert, two products, back in the order of the tokens, summed."""
+    top_k = ids.shape[1]
+    flat = ids.reshape(-1)
+    order = flat.argsort()
+    offsets = torch.histc(flat[order].float(), bins=len(down), min=0, max=len(down) - 1).cumsum(0, dtype=torch.int32)
+    gate, up = torch._grouped_mm(x[order // top_k], gate_up.mT, offs=offsets).chunk(2, -1)
+    y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=offsets) * weights.reshape(-1)[order, None]
+    return y[order.argsort()].view(*ids.shape, -1).sum(1).to(x.dtype)
+
+
+def _batched_moe(x, gate_up, down, *, weights, ids, **unused):
+    """As transformers' experts with batched products: the chosen weights, copied for each token."""
+    flat = ids.reshape(-1)
+    rows = x.repeat_interleave(ids.shape[1], 0)
+    gate, up = torch.bmm(gate_up[flat], rows[..., None])[..., 0].chunk(2, -1)
+    y = torch.bmm(down[flat], (F.silu(gate) * up)[..., None])[..., 0] * weights.reshape(-1, 1)
+    return y.view(*ids.shape, -1).sum(1).to(x.dtype)
+
+
+def _plain_moe(inputs: Inputs) -> bool:
+    return inputs["scale_down"] is None and inputs["x"].dtype is torch.bfloat16 and all(n % 8 == 0 for n in inputs["down"].shape[1:])
+
+
 PEERS: dict[str, tuple[Peer, ...]] = {
     "rms_norm": (
         Peer("torch.eager", _fused_rms_norm, _plain_rms_norm),
@@ -273,6 +319,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
     "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
     "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
+    "moe_route": (Peer("torch.eager", _moe_route), Peer("torch.compile", _compiled(_moe_route))),
+    "moe": (
+        Peer("grouped_mm", _grouped_moe, _plain_moe),
+        # It copies the weights of each choice: 16 tokens of Mixtral would need 11 GB for that.
+        Peer("transformers", _batched_moe, lambda inputs: _plain_moe(inputs) and len(inputs["x"]) <= 16),
+    ),
     "attention": (
         Peer("cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), _plain_attention),
         Peer("sdpa", _sdpa(SDPBackend.FLASH_ATTENTION), _plain_attention),

@@ -27,6 +27,7 @@ class Row:
     roof_pct: the least possible time (bytes or flops over the measured ceiling, whichever is larger) as a percentage of ours.
     bound: "memory" or "compute", whichever gives that least time.
     peers: name -> their time / ours, so above 1 ours is faster.
+    absent: name -> error of a peer that could not run the case.
     source: where the config came from: "default" (space()[0]), "table" or "search".
     """
 
@@ -45,6 +46,7 @@ class Row:
     launch_us: float
     peers: dict[str, float]
     peer_us: dict[str, float]
+    absent: dict[str, str]
     config: str
     source: str
     accuracy: dict[str, float]
@@ -57,7 +59,7 @@ class Row:
     def line(self) -> str:
         rate = f"{self.gbs:7.0f} GB/s" if self.bound == "memory" else f"{self.tflops:5.0f} TFLOP/s"
         floor = f" | launch floor {self.launch_us:.1f} us" if self.time_us < 20 else ""
-        peers = " ".join(f"{name} {ratio:.2f}x" for name, ratio in self.peers.items())
+        peers = " ".join([*(f"{name} {ratio:.2f}x" for name, ratio in self.peers.items()), *(f"{name} failed" for name in self.absent)])
         head = f"{self.op} {self.case}"
         return (
             f"{head:<58} | {self.time_us:9.1f} us +-{self.spread_us:.1f} | {rate} | {self.roof_pct:3.0f}% of roof"
@@ -77,6 +79,7 @@ def make_row(
     spread_us: float,
     written_bytes: int,
     peer_us: dict[str, float],
+    absent: dict[str, str],
     config: Any,
     source: str,
     found: Iterable[Accuracy],
@@ -85,7 +88,8 @@ def make_row(
     cost = problem.cost()
     # Ops that write a fair share of their traffic are held to the copy rate, the others to the read rate.
     memory_gbs = ceilings.copy_gbs if 4 * written_bytes >= cost.size_bytes else ceilings.read_gbs
-    memory_us, compute_us = cost.size_bytes / memory_gbs / 1e3, cost.flops / ceilings.tflops / 1e6
+    tflops = ceilings.tflops * (2 if problem.dtype.itemsize == 1 else 1)  # tensor cores multiply 8-bit operands twice as fast
+    memory_us, compute_us = cost.size_bytes / memory_gbs / 1e3, cost.flops / tflops / 1e6
     found = list(found)
     return Row(
         op=op,
@@ -103,6 +107,7 @@ def make_row(
         launch_us=round(ceilings.launch_us, 2),
         peers={name: round(t / time_us, 4) for name, t in peer_us.items()},
         peer_us={name: round(t, 3) for name, t in peer_us.items()},
+        absent=absent,
         config=str(config),
         source=source,
         accuracy={

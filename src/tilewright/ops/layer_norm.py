@@ -63,7 +63,9 @@ def _measured_best(p: Problem) -> Config:
     """Many 16-bit rows on an H200 (2026-11-21, notes/LOG.md): weight and bias stay in registers while a block walks over rows."""
     whole = next_pow2(p.cols)
     if p.cols <= 1024:
-        return Config(8, 256, num_worker_warps=4) if p.cols % 256 == 0 and p.cols < whole else Config(max(1, 4096 // whole), whole, num_worker_warps=4)
+        return (
+            Config(8, 256, num_worker_warps=4) if p.cols % 256 == 0 and p.cols < whole else Config(max(1, 4096 // whole), whole, num_worker_warps=4)
+        )
     if p.cols <= 2048:
         return Config(1, whole if p.cols == whole else 256, num_worker_warps=4)
     if p.cols <= 4096:

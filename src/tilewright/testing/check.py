@@ -46,9 +46,12 @@ def check_op(op: ModuleType, problem: Any, device: torch.device, config: Any = N
     inputs = seeded_inputs(op, problem, device)
     # An op whose results can't be compared as they are (codes with scales, indices) says what of them can: `comparable(result, **inputs)`.
     comparable = getattr(op, "comparable", lambda result, **inputs: result)
-    wide, same = _map(inputs, _double), _map(inputs, torch.clone)
-    truth = outputs(comparable(op.reference(**wide), **wide))
-    theirs = outputs(comparable(op.reference(**same), **same))
+
+    def referred(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        changed = _map(inputs, change)
+        return outputs(comparable(op.reference(**changed), **changed))
+
+    truth, theirs = referred(_double), referred(torch.clone)
     with poisoned_empty():
         ours = outputs(comparable(run_op(op, _map(inputs, embed), config), **inputs))
     what = f"{op_name(op)} {problem} {config if config is not None else 'default config'}"

@@ -7,8 +7,8 @@ Source    Tiles in L2-sized bands. What is left of the last round of tiles is sp
           bit, is the same on each run. Block scales: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
 Numerics  Products and sums in fp32, partial tiles in fp32, everything behind the product in fp32, rounded once. float32 operands are multiplied
           exactly as float32 (CUDA cores); only `tf32=True` rounds them to TF32 (10-bit mantissa) for the tensor cores.
-          8-bit operands: with a bf16 output Hopper's tensor cores sum them with about 14 bits, as torch._scaled_mm does with use_fast_accum; with
-          fp16 and fp32 outputs, and with block scales, a fresh sum for each 128 of k is added in fp32: an rms error of 1.2e-4 (H200).
+          8-bit operands: with a bf16 output and k up to 8192 Hopper's tensor cores sum them with about 14 bits, as torch._scaled_mm does with
+          use_fast_accum; else, and with block scales, a fresh sum for each 128 of k is added in fp32: an rms error of 1.2e-4 (H200).
 Bound     Compute from a few hundred rows on; below that memory: the weights are read once.
 """
 

@@ -75,7 +75,8 @@ def _takes_extra(p: Problem, c: Config) -> bool:
 
 def _many_rounds(p: Problem) -> list[Config]:
     configs = [
-        _config(128, 128, 128, 0, 4, 6, persistent=True),
+        # On 4 warps the scales of a tile's rows spill.
+        _config(128, 128, 128, 0, 8 if p.scaling is Scaling.ROW else 4, 6, persistent=True),
         _config(128, 256, 128, 0, 8, 4 if p.k <= 2048 else 6, persistent=True),
         _config(128, 256, 128, 0, 8, 6 if p.k <= 2048 else 4, persistent=True),
         _config(256, 256, 128, 0, 8, 4, num_ctas=2, persistent=True),
@@ -102,6 +103,7 @@ def _hopper_block(p: Problem, device: Device) -> Iterator[Config]:
     """Scales inside the loop: two accumulators, and latency 8 (ops/scaling.py). Several blocks an SM hide each other's sums."""
     large = _config(128, 128, 128, 0, 8, 8)
     narrow = [_config(64, tile_n, 128, 0, 4, 8, occupancy=occupancy) for tile_n, occupancy in ((64, 2), (64, 4), (128, 2), (32, 2))]
+    several = narrow[2]
     if p.m <= 128:
         tiles = narrow[0].tiles(p)
         if p.k <= 512 and p.m > 64:
@@ -115,10 +117,10 @@ def _hopper_block(p: Problem, device: Device) -> Iterator[Config]:
             yield from (replace(c, split=n) for n in parts[:2])
             yield c
     elif -(-p.m // 128) * 128 > 1.15 * p.m:  # a last tile of mostly no rows
-        yield narrow[-1]
+        yield several
     yield replace(large, persistent=large.tiles(p) > large.resident(device) and p.k <= 2048)
     yield replace(large, persistent=large.tiles(p) > large.resident(device) and p.k > 2048)
-    yield from (narrow[-1], replace(narrow[-1], persistent=True), narrow[1])
+    yield from (several, replace(several, persistent=True), narrow[1])
     yield _config(256, 128, 128, 0, 8, 8, num_ctas=2)
     yield _config(256, 128, 128, 0, 8, 8, num_ctas=2, persistent=True)
     yield _config(128, 64, 128, 0, 8, 8)

@@ -55,7 +55,9 @@ def _row_configs(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         return row_configs(p.rows, p.cols, 4, device, rereads=True)
     configs = []
-    for tile_n in (2048, 1024, 4096):
+    if device.arch == "sm_90" and 8192 < p.cols <= 20_480:  # H200, 2026-11-21
+        configs.append(Config(1, 2048, num_ctas=2, num_worker_warps=8) if p.cols <= 16_384 else Config(1, 2048, keep_row=False, num_worker_warps=8))
+    for tile_n in (1024, 2048, 4096):
         padded = cdiv(p.cols, tile_n) * tile_n
         if padded <= MAX_KEPT * 256 and padded < 2 * p.cols:
             configs.append(Config(1, tile_n, num_worker_warps=8))
