@@ -38,7 +38,7 @@ def test_it_is_the_loop_over_experts_of_transformers():
     weights, ids = moe_route(torch.randn(11, 4), 2)
     wanted = torch.zeros_like(x)
     for expert in range(4):
-        slot, token = (ids.long().T == expert).nonzero(as_tuple=True)
+        slot, token = (expert == ids.T).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
         wanted.index_add_(0, token, F.linear(F.silu(gate) * up, down[expert]) * weights[token, slot, None])
     truth = op.reference(*(t.double() for t in (x, gate_up, down)), weights=weights.double(), ids=ids)

@@ -1,0 +1,213 @@
+"""The experts of a mixture of experts: out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])), with e = ids[t, k]
+
+Source    Shazeer et al. 2017, arXiv:1701.06538, eq. 1, with the experts of SwiGLU (arXiv:2002.05202); 8-bit weights and activations after
+          DeepSeek-V3 2024, arXiv:2412.19437, section 3.3. `moe_route` chooses the experts.
+Numerics  Products and sums in fp32. Rounded to the dtype of x: silu(gate) * up, and each expert's result (for one token only the sum). The sum over
+          k is in fp32 and in the order of k, so equal calls give equal bits. 8-bit weights: where MMAs are what takes time, activations become
+          codes with a scale for each 128 of a row; else the weights are widened, which is exact.
+Bound     Few tokens: reading each chosen expert's weights once. Many: the products.
+
+        few tokens                                    many
+        moe_few_kernel   silu(gate) * up              moe_count_kernel     tokens of each expert
+        moe_few_kernel   down                         moe_permute_kernel   rows in the order of the experts
+        moe_sum_kernel   over k                       moe_kernel           silu(gate) * up      (8 bit: then moe_quantize_kernel)
+        (one token: moe_one_kernel is both)           moe_kernel           down
+                                                      moe_sum_kernel       over k
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...launch import Device, Plan, best_plan, check_tensor, launch, must, torch_op
+from ..fp8 import GROUPS, dequantized, quantized
+from ..scaling import GROUP, Scaling, dequantize, scale_shapes
+from .decision import E4M3, Config, Problem, Product, plan, space
+from .kernels import moe_few_kernel, moe_kernel, moe_one_kernel
+
+__all__ = ["Config", "Problem", "Product", "moe", "moe_few_kernel", "moe_kernel", "moe_one_kernel", "moe_out", "plan", "reference", "space"]
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_EXPERTS = 1024
+MOST_TOP_K = 64
+
+
+def reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    weights: Tensor,
+    ids: Tensor,
+    scale_gate_up: Tensor | None = None,
+    scale_down: Tensor | None = None,
+) -> Tensor:
+    """The definition, expert by expert. With scales the activations are quantised too, but in float64."""
+
+    def product(a: Tensor, matrix: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is None:
+            return a @ matrix.mT
+        if a.dtype is not torch.float64:
+            a = dequantized(*quantized(a.float(), GROUPS, E4M3, False), GROUPS).to(a.dtype)
+        return (a.to(scale.dtype) @ dequantize(matrix, scale).mT).to(a.dtype)
+
+    def own(scale: Tensor | None, expert: int) -> Tensor | None:
+        return None if scale is None else scale[expert]
+
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for expert in ids.unique().tolist():
+        if 0 <= expert < len(down):
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            gate, up = product(x[token], gate_up[expert], own(scale_gate_up, expert)).chunk(2, -1)
+            y = product(F.silu(gate) * up, down[expert], own(scale_down, expert))
+            out.index_add_(0, token, weights[token, slot, None] * y.to(out.dtype))
+    return out.to(x.dtype)
+
+
+def _scaling(scale: Tensor | None) -> Scaling:
+    return Scaling.NONE if scale is None else Scaling.BLOCK if scale.dim() == 3 else Scaling.ROW
+
+
+@torch_op(mutates=("out",))
+def moe_out(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    scale_gate_up: Optional[Tensor],
+    scale_down: Optional[Tensor],
+    out: Tensor,
+) -> None:
+    """`moe` into `out`, with ids [tokens * top_k]. No checks, no sync: safe under graph capture, and a replay follows new ids."""
+    tokens, hidden = x.shape
+    experts, _, inter = down.shape
+    fields = (tokens, weights.shape[1], experts, hidden, inter, x.dtype, _scaling(scale_down))
+    p = best_plan(space, plan, Device.of(x), Problem, *fields)
+    up = gate_up.unflatten(1, (2, inter)), down[:, None]
+    # Without scales the kernels do not touch them; the weights stand in.
+    scales = up if scale_gate_up is None or scale_down is None else (_parts(scale_gate_up, 2), _parts(scale_down, 1))
+    (_few if len(p.grid) == 2 else _many)(p, x, up, scales, weights, ids, out)
+
+
+def _parts(scale: Tensor, parts: int) -> Tensor:
+    """Scales as the kernels take them, [experts, parts, n groups or n, k groups or 1], without a copy."""
+    return (scale if scale.dim() == 3 else scale[..., None]).unflatten(1, (parts, -1))
+
+
+def _few(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
+    rows, h, *y = p.scratch(x.device)
+    launch(p, ids, x[None], matrices[0], scales[0], rows, h)
+    second = p.then
+    assert second is not None
+    if second.then is None:
+        launch(second, ids, weights, h, matrices[1], scales[1], out)
+    else:
+        launch(second, ids, h, matrices[1], scales[1], rows, y[0])
+        launch(second.then, y[0].flatten(0, 1), rows, weights, out)
+
+
+def _many(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
+    counts, ranks, rows, panels, y, h, *codes = p.scratch(x.device)
+    # The rows of the second product go where those of the first came from. Where nothing is quantised, no scale is touched.
+    x_codes, x_scales, h_codes, h_scales = codes or (y, y, h, h)
+    permute = p.then
+    assert permute is not None
+    first = permute.then
+    assert first is not None
+    second = first.then
+    assert second is not None
+    launch(p, ids, counts, ranks)
+    launch(permute, ids, counts, ranks, x, panels, rows, x_codes, x_scales)
+    launch(first, panels, x_codes, x_scales, matrices[0], scales[0], h)
+    if codes:
+        launch(second, panels, h, h_codes, h_scales)
+        second = second.then
+        assert second is not None
+    launch(second, panels, h_codes, h_scales, matrices[1], scales[1], y)
+    last = second.then
+    assert last is not None
+    launch(last, y, rows, weights, out)
+
+
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    weights: Tensor,
+    ids: Tensor,
+    scale_gate_up: Tensor | None = None,
+    scale_down: Tensor | None = None,
+) -> Tensor:
+    """Sends each token through its experts and adds up what they make of it, weighted. Nothing waits for the device.
+
+    Args:
+        x: [tokens, hidden]; bf16 or fp16; stride 1 in the last axis.
+        gate_up: [experts, 2 * inter, hidden], the gate's rows first, as Hugging Face stores it; dtype of x, or with scales float8_e4m3fn; stride
+            1 in the last axis. At most 1024 experts.
+        down: [experts, hidden, inter], likewise.
+        weights: fp32 [tokens, top_k], top_k at most 64.
+        ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's expert: it adds nothing. Copied unless contiguous.
+        scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 * inter / 128, ceil(hidden / 128)] for blocks of
+            128 x 128, where inter must be a multiple of 128.
+        scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter / 128].
+    Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty without tokens, with nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(x, "x", ndim=2, dtypes=DTYPES)
+    tokens, hidden = x.shape
+    scaled = scale_gate_up is not None or scale_down is not None
+    for name, matrix in (("gate_up", gate_up), ("down", down)):
+        check_tensor(matrix, name, ndim=3, dtypes=(E4M3,) if scaled else (x.dtype,))
+        if matrix.device != x.device:
+            raise must(f"{name}.device", x.device, matrix.device)
+    experts, _, inter = down.shape
+    if not 1 <= experts <= MOST_EXPERTS:
+        raise must("down.shape[0]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
+    if down.shape[1] != hidden:
+        raise must("down.shape[1]", f"{hidden}, the hidden size of x", down.shape[1])
+    check_tensor(gate_up, "gate_up", shape=(experts, 2 * inter, hidden))
+    for name, tensor, dtypes in (("weights", weights, (torch.float32,)), ("ids", ids, (torch.int32, torch.int64))):
+        check_tensor(tensor, name, ndim=2, dtypes=dtypes)
+        if tensor.device != x.device:
+            raise must(f"{name}.device", x.device, tensor.device)
+    if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
+        raise must("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
+    check_tensor(ids, "ids", shape=tuple(weights.shape))
+    if scaled:
+        _check_scales(x, scale_gate_up, scale_down, experts, inter)
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if inter == 0:
+        return out.zero_()
+    moe_out(x, gate_up, down, weights, ids.reshape(-1), scale_gate_up, scale_down, out)
+    return out
+
+
+def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | None, experts: int, inter: int) -> None:
+    hidden = x.shape[1]
+    for name, scale in (("scale_gate_up", scale_gate_up), ("scale_down", scale_down)):
+        if scale is None:
+            raise must(name, "given where the other scale is", None)
+        if not isinstance(scale, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
+        if scale.dtype is not torch.float32:
+            raise must(f"{name}.dtype", "float32", str(scale.dtype).removeprefix("torch."))
+        if scale.device != x.device:
+            raise must(f"{name}.device", x.device, scale.device)
+        if scale.requires_grad and torch.is_grad_enabled():
+            raise must(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
+    assert scale_gate_up is not None
+    assert scale_down is not None
+    scaling = Scaling.BLOCK if scale_gate_up.dim() == 3 else Scaling.ROW
+    for name, scale, n, k in (("scale_gate_up", scale_gate_up, 2 * inter, hidden), ("scale_down", scale_down, hidden, inter)):
+        shapes = {kind: scale_shapes(kind, 1, n, k, batch_a=1, batch_b=experts)[1] for kind in (Scaling.ROW, Scaling.BLOCK)}
+        if tuple(scale.shape) != shapes[scaling]:
+            known = f"{shapes[Scaling.ROW]} for rows or {shapes[Scaling.BLOCK]} for blocks, both scales alike"
+            raise must(f"{name}.shape", known, tuple(scale.shape))
+    if scaling is Scaling.BLOCK and inter % GROUP:
+        raise must("down.shape[2]", f"a multiple of {GROUP} with scales of blocks", inter)

@@ -1,0 +1,333 @@
+"""What `moe` decides from (Problem) and what it decides (Config), and the launches that follow."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...launch import Cost, Device, Plan, next_pow2
+from ..scaling import GROUP, Scaling, random_codes, scale_shapes
+from .kernels import moe_few_kernel, moe_kernel, moe_one_kernel
+from .lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
+
+E4M3 = torch.float8_e4m3fn
+MOST_FEW = 64  # tokens that the kernels for few of them take at once
+MAP_WIDTH = 128  # panels that a block writes at once
+MOST_CONFIGS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """scaling: of the weights; NONE for weights in x's dtype, else e4m3.
+
+    only, foreign: of `inputs` alone: the experts that tokens go to (all of them if empty), and how many of each token's choices are another
+    rank's, with ids outside of 0 to experts - 1.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inter: int
+    dtype: torch.dtype = torch.bfloat16
+    scaling: Scaling = Scaling.NONE
+    only: tuple[int, ...] = ()
+    foreign: int = 0
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return E4M3 if self.scaling else self.dtype
+
+    @property
+    def pairs(self) -> int:
+        return self.tokens * self.top_k
+
+    def cost(self) -> Cost:
+        each = 3 * self.hidden * self.inter
+        distinct, pairs = _used(self)
+        read = distinct * each * self.weight_dtype.itemsize
+        return Cost(read + 2 * self.tokens * self.hidden * self.dtype.itemsize, 2 * pairs * each)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        weights = torch.rand(self.tokens, self.top_k, device=device) + 0.1
+        scales: dict[str, Tensor | None] = {"scale_gate_up": None, "scale_down": None}
+        shapes = {"gate_up": (self.experts, 2 * self.inter, self.hidden), "down": (self.experts, self.hidden, self.inter)}
+        for name, (_, n, k) in shapes.items():
+            if self.scaling:
+                shape = scale_shapes(self.scaling, 1, n, k, batch_a=1, batch_b=self.experts)[1]
+                scales[f"scale_{name}"] = torch.exp2(torch.rand(shape, device=device) - 1) * k**-0.5
+        return {
+            "x": torch.randn(self.tokens, self.hidden, dtype=self.dtype, device=device),
+            **{name: self._matrices(shape, device) for name, shape in shapes.items()},
+            "weights": weights / weights.sum(-1, keepdim=True),
+            "ids": _routed(self).to(device),
+            **scales,
+        }
+
+    def _matrices(self, shape: tuple[int, int, int], device: torch.device) -> Tensor:
+        if self.scaling:
+            return torch.cat([random_codes((1, *shape[1:]), E4M3, device) for _ in range(shape[0])])
+        return torch.randn(shape, dtype=self.dtype, device=device).mul_(shape[-1] ** -0.5)
+
+
+def _routed(p: Problem) -> Tensor:
+    """int32 [tokens, top_k] on the CPU: distinct experts for each token, the same on every run; twice the same only if `only` has too few."""
+    generator = torch.Generator().manual_seed(p.tokens * 1000 + p.experts)
+    among = torch.tensor(p.only or range(p.experts), dtype=torch.int32)
+    order = torch.rand(p.tokens, len(among), generator=generator).argsort(-1)
+    ids = among[order[:, torch.arange(p.top_k) % len(among)]]
+    if p.foreign:
+        ids[:, : p.foreign] = torch.where(ids[:, : p.foreign] % 2 == 0, -1 - ids[:, : p.foreign], p.experts + ids[:, : p.foreign])
+    return ids
+
+
+@lru_cache(maxsize=1024)
+def _used(p: Problem) -> tuple[int, int]:
+    """How many experts tokens go to, and how many rows they have together."""
+    ids = _routed(p)
+    known = ids[(ids >= 0) & (ids < p.experts)]
+    return int(known.unique().numel()), int(known.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How one of the two products is computed.
+
+    tile_n, tile_k: of one step, powers of two; the first product has a tile of gate and one of up, tile_n columns each.
+    group: panels in a band of the tile order (L2 reuse).
+    persistent: blocks that fit on the device at once walk over the tiles; else there is a block for each that there could be.
+    store_tma: let the TMA unit write the result.
+    latency, num_ctas, occupancy, num_worker_warps: compiler hints.
+    """
+
+    tile_n: int
+    tile_k: int
+    group: int = 8
+    persistent: bool = False
+    store_tma: bool = True
+    latency: int = 5
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to compute it.
+
+    tile_m: rows of a panel, a power of two; with few at least the tokens.
+    up, down: the two products.
+    few: no lists; every chosen expert's weights meet all tokens.
+    fused_sum: the second product adds up the experts on the CUDA cores; for a single token, with few.
+    weights_first: the weights' rows are on the long side of the MMA; always so with few.
+    loads: tiles that the second product loads before it uses the first; with fused_sum.
+    quantized: with 8-bit weights, activations become 8-bit codes too; else the weights are widened on the way to the MMA.
+    """
+
+    tile_m: int
+    up: Product
+    down: Product
+    few: bool = False
+    fused_sum: bool = False
+    loads: int = 1
+    weights_first: bool = False
+    quantized: bool = False
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grids and constants of all launches, in order."""
+    return _few_plan(p, c, device) if c.few else _many_plan(p, c, device)
+
+
+def _sum_plan(p: Problem, device: Device) -> Plan:
+    tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
+    return Plan(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), (p.top_k, p.hidden, tile_n, 8), num_worker_warps=4)
+
+
+def _few_plan(p: Problem, c: Config, device: Device) -> Plan:
+    tile_p = 1 if p.tokens == 1 else next_pow2(p.pairs)
+
+    def product(n: int, parts: int, how: Product, then: Plan, workspace: tuple = ()) -> Plan:
+        constants = (p.top_k, c.tile_m, how.tile_n, how.tile_k, parts, tile_p, int(p.scaling), how.latency)
+        grid = (-(-n // how.tile_n), p.pairs)
+        return Plan(moe_few_kernel, grid, constants, how.num_ctas, how.occupancy, how.num_worker_warps, workspace, then)
+
+    rows, h = ((p.pairs,), torch.int32), ((p.pairs, c.tile_m, p.inter), p.dtype)
+    if c.fused_sum:
+        constants = (p.top_k, p.inter, c.down.tile_n, c.down.tile_k, c.loads, next_pow2(p.top_k), int(p.scaling), c.down.latency)
+        last = Plan(moe_one_kernel, (-(-p.hidden // c.down.tile_n),), constants, None, c.down.occupancy, c.down.num_worker_warps)
+        return product(p.inter, 2, c.up, last, (rows, h))
+    y = (p.pairs, c.tile_m, p.hidden), p.dtype
+    return product(p.inter, 2, c.up, product(p.hidden, 1, c.down, _sum_plan(p, device)), (rows, h, y))
+
+
+def _many_plan(p: Problem, c: Config, device: Device) -> Plan:
+    panels = p.pairs // c.tile_m + min(p.experts, p.pairs)  # that there could be, whoever chooses what
+    rows = panels * c.tile_m
+
+    def product(n: int, parts: int, how: Product, then: Plan) -> Plan:
+        tiles = panels * -(-n // how.tile_n)
+        blocks = min(tiles, max(1, device.sms * (how.occupancy or 1) // (how.num_ctas or 1))) if how.persistent else tiles
+        sizes = (c.tile_m, how.tile_n, how.tile_k, parts, how.group)
+        constants = (*sizes, c.weights_first, int(p.scaling), c.quantized, how.persistent, how.store_tma, how.latency)
+        return Plan(moe_kernel, (blocks,), constants, how.num_ctas, how.occupancy, how.num_worker_warps, then=then)
+
+    then = product(p.hidden, 1, c.down, _sum_plan(p, device))
+    if c.quantized:
+        tile_m, tile_n = (min(c.tile_m, 16), GROUP) if not device.is_cpu else (c.tile_m, GROUP)
+        strips = (panels * (c.tile_m // tile_m), -(-p.inter // tile_n))
+        then = Plan(moe_quantize_kernel, strips, (p.inter, c.tile_m, tile_m, tile_n), num_worker_warps=4, then=then)
+    then = product(p.inter, 2, c.up, then)
+    # A width that divides the rows of common models: the parts of a padded tile would be moved like data.
+    copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
+    tiles = (c.tile_m, next_pow2(p.experts), next_pow2(p.top_k), max(GROUP, copied), MAP_WIDTH)
+    grid = (max(p.tokens, p.experts),)
+    then = Plan(moe_permute_kernel, grid, (p.top_k, p.hidden, c.quantized, *tiles), num_worker_warps=4, then=then)
+    ints = tuple(((n,), torch.int32) for n in (p.experts, p.pairs, p.pairs, 1 + panels))
+    wide = (((rows, p.hidden), p.dtype), ((rows, p.inter), p.dtype))
+    codes: tuple = ()
+    if c.quantized:
+        codes = tuple(t for n in (p.hidden, p.inter) for t in (((rows, n), E4M3), ((-(-n // GROUP), rows), torch.float32)))
+    # Longer steps than 1024 ids are no faster, as a block has one row of threads for them.
+    counting = min(next_pow2(p.pairs), 1 << 16 if device.is_cpu else 4096)
+    warps = 8 if counting > 1024 else 4
+    return Plan(moe_count_kernel, (p.experts,), (counting,), num_worker_warps=warps, workspace=(*ints, *wide, *codes), then=then)
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
+    if device.is_cpu:
+        return list(dict.fromkeys(_cpu_configs(p)))
+    few = list(_few_configs(p, device))
+    many = list(_many_configs(p, device))
+    ordered = (*few, *many) if p.tokens <= 16 else (*many, *few)
+    return list(dict.fromkeys(ordered))[:MOST_CONFIGS]
+
+
+def _cpu_configs(p: Problem) -> Iterator[Config]:
+    """Few, large tiles: each step of the interpreter is a numpy call."""
+    deep = GROUP if p.scaling is Scaling.BLOCK else 1024
+    wide = GROUP if p.scaling is Scaling.BLOCK else 512
+
+    def product(n: int, k: int) -> Product:
+        return Product(min(wide, next_pow2(n)), min(deep, next_pow2(k)) if p.scaling is not Scaling.BLOCK else GROUP)
+
+    up, down = product(p.inter, p.hidden), product(p.hidden, p.inter)
+    if p.tokens == 1:
+        yield Config(1, up, replace(down, tile_k=max(GROUP, down.tile_k)), few=True, fused_sum=True, loads=4)
+    if p.tokens <= 16:
+        yield Config(next_pow2(p.tokens), up, down, few=True)
+    rows = next_pow2(-(-p.pairs // p.experts))
+    yield Config(min(128, max(2, rows)), up, down)
+    yield Config(8, replace(up, persistent=True, group=2), down, weights_first=True)
+    if p.scaling:
+        groups = Config(16, replace(up, tile_k=GROUP), replace(down, tile_k=GROUP, persistent=True), quantized=True)
+        yield groups
+
+
+def _few_configs(p: Problem, device: Device) -> Iterator[Config]:
+    """Bound by reading the weights: as many loads in flight as fit."""
+    if p.tokens > MOST_FEW:
+        return
+    tile_m = max(_least_rows(device), next_pow2(p.tokens))
+    ups, downs = _reading(p, device, 2), _reading(p, device, 1)
+    if p.tokens == 1:
+        sums = list(_fused_sums(p))
+        for down, loads in sums:
+            yield Config(tile_m, ups[0], down, few=True, fused_sum=True, loads=loads)
+        for up in ups[1:]:
+            yield Config(tile_m, up, sums[0][0], few=True, fused_sum=True, loads=sums[0][1])
+    for up in ups:
+        yield Config(tile_m, up, downs[0], few=True, weights_first=True)
+    for down in downs[1:]:
+        yield Config(tile_m, ups[0], down, few=True, weights_first=True)
+
+
+def _least_rows(device: Device) -> int:
+    """Columns of the smallest MMA; with 8 of them tileiras 13.4 multiplies some shapes on the CUDA cores of sm_80, and spills."""
+    return 16 if device.arch == "sm_80" else 8
+
+
+def _fused_sums(p: Problem) -> Iterator[tuple[Product, int]]:
+    """The second product of a single token, and its loads: as many as registers hold, so that they do not wait for one another."""
+    for rows, deep, warps, most, occupancy in ((8, 256, 4, 8, 2), (8, 512, 4, 4, 2), (4, 512, 4, 3, 4), (8, 512, 4, 2, 3), (4, 256, 4, 6, 4)):
+        tile_k = max(GROUP, min(next_pow2(p.inter), deep))
+        units = p.top_k * -(-p.inter // tile_k)
+        loads = max(n for n in range(1, most + 1) if units % n == 0 or n == 1)
+        yield Product(rows, tile_k, latency=1, store_tma=False, occupancy=occupancy, num_worker_warps=warps), loads
+
+
+def _wide_loads(p: Problem, device: Device) -> bool:
+    """Whether all rows of all matrices are multiples of 16 bytes, which TMA needs; elsewhere of 16 elements, or loads are narrow."""
+    unit = 16 // p.weight_dtype.itemsize if device.arch == "sm_90" else 16
+    return p.hidden % unit == 0 and p.inter % unit == 0
+
+
+def _reading(p: Problem, device: Device, parts: int) -> list[Product]:
+    """Products with the weights first: `parts` times tile_n rows of them."""
+    if not _wide_loads(p, device):
+        return [Product(32 // parts, GROUP if p.scaling is Scaling.BLOCK else 64, latency=1, store_tma=False)]
+    if p.scaling is Scaling.BLOCK:
+        shapes = [(64, 128, 2, 4), (64, 128, 4, 4), (128, 128, 2, 4), (128, 128, 1, 8)]
+    elif p.scaling:
+        shapes = [(64, 256, 2, 4), (64, 128, 2, 4), (128, 128, 2, 4)]
+        if device.arch in ("sm_90", "sm_100", "sm_103"):
+            shapes.insert(1, (64, 512, 1, 4))
+    elif device.arch in ("sm_90", "sm_100", "sm_103"):
+        shapes = [(64, 256, 2, 4), (64, 512, 1, 4), (64, 256, 1, 4), (64, 128, 2, 4), (128, 128, 2, 4), (128, 256, 1, 8)]
+    else:
+        shapes = [(64, 128, 2, 4), (64, 64, 2, 4), (32, 128, 2, 4)]
+    hopper = device.arch == "sm_90"
+    latency = 8 if device.arch in ("sm_90", "sm_100", "sm_103") else 3
+    return [
+        Product(n // parts, k, occupancy=occupancy, latency=latency, store_tma=False, num_worker_warps=warps if hopper else None)
+        for n, k, occupancy, warps in shapes
+    ]
+
+
+def _many_configs(p: Problem, device: Device) -> Iterator[Config]:
+    """Rows of an expert on average decide: below about 48 reading the weights counts, above it the MMAs."""
+    rows = p.pairs / p.experts
+    tall = [config for config in _tall_configs(p, device) if config.tile_m <= max(64, 2 * rows)]
+    short = list(_short_configs(p, device)) if rows <= 256 else []
+    yield from (*short, *tall) if rows <= 48 else (*tall, *short)
+
+
+def _short_configs(p: Problem, device: Device) -> Iterator[Config]:
+    ups, downs = _reading(p, device, 2), _reading(p, device, 1)
+    rows = next_pow2(-(-p.pairs * 3 // (2 * p.experts)))  # half of the experts have more than the average
+    for tile_m in dict.fromkeys(max(_least_rows(device), min(64, r)) for r in (rows, 2 * rows, rows // 2)):
+        for up, down in zip(ups, downs, strict=True):
+            yield Config(tile_m, up, down, weights_first=True)
+
+
+def _tall_configs(p: Problem, device: Device) -> Iterator[Config]:
+    if not _wide_loads(p, device):
+        deep = GROUP if p.scaling is Scaling.BLOCK else 32
+        narrow = Product(32, deep, latency=1, store_tma=False)
+        yield Config(64, narrow, replace(narrow, tile_n=64), quantized=bool(p.scaling) and deep == GROUP)
+        return
+    if p.scaling:
+        large = device.arch in ("sm_90", "sm_100", "sm_103")
+        for tile_m, n, own_warps in ((128, 128, 8), (64, 128, 4), (128, 64, 8)) if large else ((64, 128, 4), (64, 64, 4)):
+            # With latency 8 the compiler keeps six steps in flight on sm_90, with any other two.
+            how = Product(n, GROUP, latency=8 if device.arch == "sm_90" else 3, num_worker_warps=own_warps if device.arch == "sm_90" else None)
+            yield Config(tile_m, replace(how, tile_n=n // 2), how, quantized=True)
+        return
+    for tile_m, n, k, ctas, warps, latency in _MMA[device.arch]:
+        how = Product(n, k, latency=latency, num_ctas=ctas, num_worker_warps=warps)
+        yield Config(tile_m, replace(how, tile_n=n // 2), how)
+        if device.arch == "sm_90" and tile_m > 64:  # walking over lower ones it waits for each MMA in turn
+            walking = replace(how, persistent=True, occupancy=1)
+            yield Config(tile_m, replace(walking, tile_n=n // 2), walking)
+
+
+# tile_m, columns of the accumulator, tile_k, num_ctas, num_worker_warps, latency
+_Shapes = tuple[tuple[int, int, int, int | None, int | None, int], ...]
+_HOPPER: _Shapes = ((128, 256, 64, 1, 8, 5), (128, 128, 64, 1, 4, 5), (256, 128, 64, 1, 8, 5), (64, 256, 64, 1, 8, 5), (64, 128, 64, 1, 4, 5))
+_BLACKWELL: _Shapes = ((256, 256, 64, 2, None, 5), (128, 256, 64, None, None, 5), (128, 128, 64, None, None, 5), (64, 128, 64, None, None, 5))
+_SMALL: _Shapes = ((64, 128, 64, None, None, 3), (128, 64, 64, None, None, 3), (128, 128, 32, None, None, 3), (64, 64, 64, None, None, 3))
+_MMA = {"sm_80": _SMALL, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _SMALL, "sm_121": _SMALL}
