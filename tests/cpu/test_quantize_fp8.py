@@ -16,7 +16,7 @@ TINY = 2.0**-126
 def everywhere(rows, cols, dtype, block):
     """The configs of a CPU and the defaults of GPUs, one after the other forced."""
     problem = op.Problem(rows, cols, dtype, block)
-    configs = op.space(problem, Device.named("CPU")) + [op.space(problem, Device.named(name))[0] for name in ("H200", "A100")]
+    configs = op.space(problem, Device.named("CPU")) + [op.space(problem, Device.named(name))[0] for name in ("H200", "RTX5090")]
     for config in dict.fromkeys(configs):
         with forced_config(op.plan, config):
             yield config

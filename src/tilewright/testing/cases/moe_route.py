@@ -19,7 +19,7 @@ small = [
 ]
 
 # DeepSeek-V2-Lite, -V2, -V3, Qwen3-30B-A3B, Mixtral-8x7B
-_MODELS = (
+_MODELS: tuple[tuple[int, int, dict], ...] = (
     (64, 6, {"normalize": False}),
     (160, 6, {"normalize": False, "groups": 8, "top_groups": 3, "scale": 16.0}),
     (256, 8, {"sigmoid": True, "bias": True, "groups": 8, "top_groups": 4, "scale": 2.5}),
