@@ -120,7 +120,7 @@ def test_check_tensor_lets_parameters_pass_without_grad_mode():
 
 
 def test_importing_is_inert():
-    """No GPU context, nothing printed, no patched torch or cuda.tile, no environment read by us, under 0.3 s (of CPU, so that a busy machine does not matter) on top of torch."""
+    """No GPU context, nothing printed, no patched torch or cuda.tile, no environment read by us, under 0.3 s on top of torch."""
     code = (
         "import os, time, torch, cuda.tile as ct\n"
         "launch = ct.launch; reads = []\n"
