@@ -166,5 +166,6 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         return Plan(attention_decode_kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
     # Rows of results and, behind each, its lse; padded to whole 16 bytes.
     workspace = (((p.batch, p.kv_heads, c.splits, group, -(-(p.head_dim + 1) // 4) * 4), torch.float32),)
-    merge = Plan(attention_decode_merge_kernel, (group, p.kv_heads, p.batch), (p.return_lse, next_pow2(c.splits), tile_d))
+    warps = 8 if next_pow2(c.splits) * tile_d > 8192 else None  # on four they spill (sm_100)
+    merge = Plan(attention_decode_merge_kernel, (group, p.kv_heads, p.batch), (p.return_lse, next_pow2(c.splits), tile_d), num_worker_warps=warps)
     return Plan(attention_decode_kernel, grid, constants, None, c.occupancy, c.num_worker_warps, workspace, merge)

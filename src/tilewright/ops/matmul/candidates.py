@@ -28,7 +28,15 @@ def space(p: Problem, device: Device) -> list[Config]:
     if p.dtype in FP8 and not device.has_fp8:
         return []
     configs = _cpu_configs(p) if device.is_cpu else _configs(p, device)
-    return [c for c in dict.fromkeys(configs) if _legal(p, c)][:MOST_CONFIGS]
+    return [c for c in dict.fromkeys(configs) if _legal(p, c) and not _spills(p, c, device)][:MOST_CONFIGS]
+
+
+def _spills(p: Problem, c: Config, device: Device) -> bool:
+    """Configs that a residual or silu_mul behind the product makes spill (tileiras 13.4; the compile report finds them)."""
+    behind = p.residual or p.silu_mul
+    if device.arch == "sm_80":
+        return behind and (c.persistent or c.tile_m * c.tile_n > 64 * 128)
+    return device.arch in ("sm_120", "sm_121") and behind and c.persistent and c.tile_m * c.tile_n > 64 * 128
 
 
 def _legal(p: Problem, c: Config) -> bool:
@@ -49,6 +57,9 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
         yield from _ordered(p, device, tiles, latency=3 if _wide_loads(p, device) and device.arch == "sm_90" else 1)
     elif not _wide_loads(p, device):
         yield from _ordered(p, device, _NARROW_LOADS, latency=1)
+    elif p.silu_mul and device.arch in ("sm_100", "sm_103"):
+        # tileiras 13.4 can't take pairs of columns out of tensor memory ("make_tmem_copy"): tiles that stay in registers.
+        yield from (_config(tile, latency=4) for tile in ((32, 128, 128, 1, 1, 8), (32, 128, 64, 1, 1, None), (16, 64, 128, 1, 1, None)))
     else:
         if p.m <= SKINNY:
             yield from _skinny_configs(p, device)

@@ -96,7 +96,7 @@ def matmul_fused_kernel(
         if OUT_SCALE:
             y = y * ct.load(out_scale, (0,), (1,), allow_tma=False)
         if RESIDUAL:
-            y = y + ct.load(residual, (tile_m, tile_n), (TILE_M, width), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+            y = y + ct.load(residual, (tile_m, tile_n), (TILE_M, width), padding_mode=ZERO).astype(ct.float32)
         ct.store(out, index=(tile_m, tile_n), tile=y.astype(out.dtype))
 
     if PERSISTENT:
