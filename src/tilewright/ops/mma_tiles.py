@@ -102,7 +102,7 @@ _BLACKWELL = (
     Tile(128, 128, 128),
     Tile(128, 64, 128),
 )
-_BLACKWELL_FP8 = (Tile(128, 128, 128), Tile(256, 128, 128, 2), Tile(128, 64, 128), Tile(64, 128, 128))
+_BLACKWELL_FP8 = (Tile(128, 128, 128), Tile(256, 128, 128, 2), Tile(128, 64, 128), Tile(64, 128, 128, walks=False))
 # Walking over these, the loop around the loop spills on one architecture or another.
 _AMPERE = (
     Tile(128, 128, 32, latency=3),

@@ -39,7 +39,7 @@ def fp8_configs(p: Problem, device: Device) -> Iterator[Config]:
         c = Config(t.tile_m, t.tile_n, t.tile_k, latency=t.latency, num_ctas=t.num_ctas, occupancy=t.occupancy, num_worker_warps=t.num_worker_warps)
         configs.append((run_us(t, c.tiles(p), p.k, p.dtype, p.scaling, device), t.walks, c))
     for _, walks, c in sorted(configs, key=lambda entry: entry[0]):
-        if walks and not (p.scaling is Scaling.BLOCK and c.tile_m == 64):  # which spills on sm_100
+        if walks:
             yield replace(c, persistent=c.tiles(p) > c.resident(device))
         yield c
 
