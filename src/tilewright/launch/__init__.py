@@ -1,6 +1,6 @@
 """How a call reaches a processor: device, plan, launch, registration, checks. Written once, not per op."""
 
-from .check import as_rows, check_tensor, must
+from .check import as_rows, check_tensor, dtype_name, must
 from .device import Cost, Device
 from .plan import Plan, best_plan, forced_config
 from .run import Launch, counted, launch, traced
@@ -15,6 +15,7 @@ __all__ = [
     "best_plan",
     "check_tensor",
     "counted",
+    "dtype_name",
     "forced_config",
     "launch",
     "must",

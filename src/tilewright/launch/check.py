@@ -27,10 +27,10 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if dtypes is not None and tensor.dtype not in dtypes:
-        raise must(f"{name}.dtype", "one of " + ", ".join(map(_short, dtypes)), _short(tensor.dtype))
+        raise must(f"{name}.dtype", "one of " + ", ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype))
     if like is not None:
         if tensor.dtype != like.dtype:
-            raise must(f"{name}.dtype", _short(like.dtype), _short(tensor.dtype))
+            raise must(f"{name}.dtype", dtype_name(like.dtype), dtype_name(tensor.dtype))
         if tensor.device != like.device:
             raise must(f"{name}.device", like.device, tensor.device)
     elif tensor.device.type not in ("cuda", "cpu", "meta"):
@@ -55,5 +55,6 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` of torch.bfloat16, as messages have it."""
     return str(dtype).removeprefix("torch.")

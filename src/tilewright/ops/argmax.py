@@ -129,7 +129,7 @@ def argmax_kernel(
             xs: tuple = ()
             for n in ct.static_iter(range(LOADS)):
                 # Past the last tile the last one once more: it changes nothing.
-                xs = (*xs, load_tile(X, i, min(group * LOADS + n, steps - 1), shape, NEG_INF, whole, LATENCY, False))
+                xs = (*xs, load_tile(X, (i, min(group * LOADS + n, steps - 1)), shape, NEG_INF, whole, LATENCY, False))
             for n in ct.static_iter(range(LOADS)):
                 best, when = take_better(best, when, xs[n].astype(ct.float32), min(group * LOADS + n, steps - 1))
             return best, when

@@ -9,7 +9,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ..launch import dtype_name, must
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
@@ -77,7 +77,7 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int32:
-        raise must(f"{name}.dtype", "int32", str(tensor.dtype).removeprefix("torch."))
+        raise must(f"{name}.dtype", "int32", dtype_name(tensor.dtype))
     if tensor.device != like.device:
         raise must(f"{name}.device", like.device, tensor.device)
     if tensor.dim() != len(shape):

@@ -14,7 +14,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
 from .mma_tiles import Tile, cpu_tiles, run_us, tiles_for
 from .scaling import (
     BLOCK,
@@ -288,7 +288,7 @@ def bmm(
     check_tensor(b, "b", ndim=3, like=a)
     allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
     if out_dtype is not None and out_dtype not in allowed:
-        raise must("out_dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in allowed), out_dtype)
+        raise must("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
     m, k = (a.shape[2], a.shape[1]) if trans_a else (a.shape[1], a.shape[2])
     n = b.shape[1 if trans_b else 2]
     if b.shape[2 if trans_b else 1] != k:

@@ -134,7 +134,7 @@ def layer_norm_kernel(
         xs: tuple = ()
         total = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = load_tile(X, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+            x = load_tile(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
             total = total + x.astype(ct.float32)
             xs = (*xs, x)
         mean = ct.sum(total, axis=1, keepdims=True) / COLS
@@ -182,7 +182,7 @@ def layer_norm_reread_kernel(
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
     def load(i, j, whole):
-        return load_tile(X, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        return load_tile(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def normalise(i, whole):
         # fp32 has no digits to spare: there all is taken from the mean of the first chunk, so that what is left to round is small.

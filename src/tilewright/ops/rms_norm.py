@@ -121,7 +121,7 @@ def rms_norm_kernel(
         weights = (*weights, ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
 
     def load(array, i, j, whole):
-        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def normalise(i, whole):
         xs: tuple = ()
@@ -166,7 +166,7 @@ def rms_norm_reread_kernel(
     X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
 
     def load(array, i, j, whole):
-        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def normalise(i, whole):
         squares = ct.zeros(shape, ct.float32)

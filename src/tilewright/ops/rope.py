@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .tiles import load_tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -154,13 +155,6 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     return Plan(kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
 
-def _load(array, index, shape, whole, latency, tma):
-    """whole: the tile lies inside. Checked, each wide load stands in a branch of its own and waits for the one before."""
-    if whole:
-        return ct.load(array, index, shape, check_bounds=False, latency=latency, allow_tma=tma)
-    return ct.load(array, index, shape, padding_mode=ZERO, latency=latency, allow_tma=tma)
-
-
 def _rotate(X, b, group, s, cos, sin, whole, TILES, INTERLEAVED, HALF, TILE_HALF, TILE_H, TILE_S, LATENCY, LOAD_TMA, STORE_TMA):
     """A block's share of X [batch, heads, seq_len, head_dim]: TILES tiles of heads. cos, sin: [TILE_S, TILE_HALF] in fp32."""
     pair = (1, TILE_H, TILE_S, TILE_HALF)
@@ -172,7 +166,7 @@ def _rotate(X, b, group, s, cos, sin, whole, TILES, INTERLEAVED, HALF, TILE_HALF
         part = X.slice(3, 0, 2 * HALF)
         shape = (1, TILE_H, TILE_S, 2 * TILE_HALF)
         for t in ct.static_iter(range(TILES)):
-            xs = (*xs, _load(part, (b, group * TILES + t, s, 0), shape, whole, LATENCY, LOAD_TMA))
+            xs = (*xs, load_tile(part, (b, group * TILES + t, s, 0), shape, ZERO, whole, LATENCY, LOAD_TMA))
         for t in ct.static_iter(range(TILES)):
             x = xs[t].astype(ct.float32).reshape((*pair, 2))
             first = ct.extract(x, (0, 0, 0, 0, 0), (*pair, 1)).reshape(pair)
@@ -183,8 +177,8 @@ def _rotate(X, b, group, s, cos, sin, whole, TILES, INTERLEAVED, HALF, TILE_HALF
     else:
         low, high = X.slice(3, 0, HALF), X.slice(3, HALF, 2 * HALF)
         for t in ct.static_iter(range(TILES)):
-            first = _load(low, (b, group * TILES + t, s, 0), pair, whole, LATENCY, LOAD_TMA)
-            xs = (*xs, (first, _load(high, (b, group * TILES + t, s, 0), pair, whole, LATENCY, LOAD_TMA)))
+            first = load_tile(low, (b, group * TILES + t, s, 0), pair, ZERO, whole, LATENCY, LOAD_TMA)
+            xs = (*xs, (first, load_tile(high, (b, group * TILES + t, s, 0), pair, ZERO, whole, LATENCY, LOAD_TMA)))
         for t in ct.static_iter(range(TILES)):
             first, second = xs[t][0].astype(ct.float32), xs[t][1].astype(ct.float32)
             left, right = (first * cos - second * sin).astype(X.dtype), (second * cos + first * sin).astype(X.dtype)
@@ -221,8 +215,8 @@ def rope_kernel(
 
     def turn(whole):
         # The slices bring a bound known when compiling, hence wide loads where HALF allows them.
-        cos = _load(COS.slice(2, 0, HALF), (row, s, 0), shape, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
-        sin = _load(SIN.slice(2, 0, HALF), (row, s, 0), shape, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
+        cos = load_tile(COS.slice(2, 0, HALF), (row, s, 0), shape, ZERO, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
+        sin = load_tile(SIN.slice(2, 0, HALF), (row, s, 0), shape, ZERO, whole and HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
         if group < Q_GROUPS:
             _rotate(Q, b, group, s, cos, sin, whole and EVEN_Q, Q_TILES, *how)
         else:
@@ -265,7 +259,7 @@ def rope_positions_kernel(
     inv_freq = ct.load(INV_FREQ.slice(0, 0, HALF), (0,), (TILE_HALF,), padding_mode=ZERO, allow_tma=False)
 
     def turn(whole):
-        position = _load(POSITIONS, (row, s), (1, TILE_S), whole, LATENCY, False).astype(ct.float32)
+        position = load_tile(POSITIONS, (row, s), (1, TILE_S), ZERO, whole, LATENCY, False).astype(ct.float32)
         angle = position.reshape((TILE_S, 1)) * inv_freq.reshape((1, TILE_HALF))
         cos, sin = ct.cos(angle) * scaling, ct.sin(angle) * scaling
         if group < Q_GROUPS:

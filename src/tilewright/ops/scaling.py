@@ -21,7 +21,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ..launch import dtype_name, must
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROUP = 128  # values that share a scale along k
@@ -69,7 +69,7 @@ def scaling_of(
     if scale_a is None and scale_b is None:
         return Scaling.NONE
     if a.dtype not in FP8:
-        raise must("scale_a" if scale_a is not None else "scale_b", f"None for {_short(a.dtype)} operands", "a tensor")
+        raise must("scale_a" if scale_a is not None else "scale_b", f"None for {dtype_name(a.dtype)} operands", "a tensor")
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         _check_scale(a, name, scale)
     assert scale_a is not None
@@ -102,7 +102,7 @@ def _check_scale(a: Tensor, name: str, scale: Tensor | None) -> None:
     if not isinstance(scale, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
     if scale.dtype is not torch.float32:
-        raise must(f"{name}.dtype", "float32", _short(scale.dtype))
+        raise must(f"{name}.dtype", "float32", dtype_name(scale.dtype))
     if scale.device != a.device:
         raise must(f"{name}.device", a.device, scale.device)
     if scale.requires_grad and torch.is_grad_enabled():
@@ -112,10 +112,6 @@ def _check_scale(a: Tensor, name: str, scale: Tensor | None) -> None:
 def _allowed(which: int, m: int, n: int, k: int, batch_a: int | None, batch_b: int | None) -> str:
     kinds = (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK)
     return ", ".join(f"{kind.name} {scale_shapes(kind, m, n, k, batch_a=batch_a, batch_b=batch_b)[which]}" for kind in kinds)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def empty_scales(shape: tuple[int, ...], device: torch.device | str, *, scaling: Scaling) -> Tensor:

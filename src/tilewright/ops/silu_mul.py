@@ -139,8 +139,8 @@ def silu_mul_kernel(
     GATE, UP, OUT = of_width(GATE, COLS), of_width(UP, COLS), of_width(OUT, COLS)
 
     def compute(i, j, whole):
-        gate = load_tile(GATE, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
-        up = load_tile(UP, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
         z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
         # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
         divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)

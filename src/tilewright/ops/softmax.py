@@ -74,7 +74,7 @@ def softmax_kernel(
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
     def load(i, j, whole):
-        return load_tile(X, i, j, shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        return load_tile(X, (i, j), shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def store(i, j, whole, y):
         ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
@@ -117,7 +117,7 @@ def softmax_reread_kernel(
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
     def load(i, j, whole):
-        return load_tile(X, i, j, shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        return load_tile(X, (i, j), shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def store(i, j, whole, y):
         ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)

@@ -22,11 +22,14 @@ def of_width(matrix, cols):
     return matrix.slice(1, 0, cols)
 
 
-def load_tile(matrix, i, j, shape, padding, whole, latency, tma):
-    """A tile of a matrix. whole: it lies inside, so nothing is checked or padded (tileiras 13.4 fails if given a padding it does not need)."""
+def load_tile(array, index, shape, padding, whole, latency, tma):
+    """A tile of an array. whole: it lies inside, so nothing is checked or padded (tileiras 13.4 fails if given a padding it does not need).
+
+    Checked, each wide load stands in a branch of its own and waits for the one before.
+    """
     if whole:
-        return ct.load(matrix, (i, j), shape, check_bounds=False, latency=latency, allow_tma=tma)
-    return ct.load(matrix, (i, j), shape, padding_mode=padding, latency=latency, allow_tma=tma)
+        return ct.load(array, index, shape, check_bounds=False, latency=latency, allow_tma=tma)
+    return ct.load(array, index, shape, padding_mode=padding, latency=latency, allow_tma=tma)
 
 
 def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):

@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
+from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
 from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
 from .decision import Config, Problem, plan, space
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
@@ -230,5 +230,5 @@ def _out_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     check_tensor(a, "a", dtypes=(*WIDE, *FP8))
     allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
     if out_dtype is not None and out_dtype not in allowed:
-        raise must("out_dtype", "one of " + ", ".join(str(d).removeprefix("torch.") for d in allowed), out_dtype)
+        raise must("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
     return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)

@@ -41,8 +41,7 @@ def _spills(p: Problem, c: Config, device: Device) -> bool:
 
 def _legal(p: Problem, c: Config) -> bool:
     """What the kernels can do: see their docstrings."""
-    behind = p.residual or p.silu_mul or p.out_scale  # more than scales and a bias behind the product
-    if behind and (c.extra_n or c.split > 1):
+    if p.behind and (c.extra_n or c.split > 1):
         return False
     if p.scaling is Scaling.BLOCK and (c.extra_n or c.tile_k > GROUP):
         return False

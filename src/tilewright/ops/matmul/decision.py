@@ -45,7 +45,12 @@ class Problem:
     @property
     def fused(self) -> bool:
         """Whether it takes the kernel with scales and epilogues."""
-        return self.dtype in FP8 or self.stored is not self.dtype or self.residual or self.silu_mul or self.out_scale
+        return self.dtype in FP8 or self.stored is not self.dtype or self.behind
+
+    @property
+    def behind(self) -> bool:
+        """Whether more than scales and a bias stands behind the product."""
+        return self.residual or self.silu_mul or self.out_scale
 
     @property
     def fast_acc(self) -> bool:

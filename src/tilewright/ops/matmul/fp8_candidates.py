@@ -68,9 +68,7 @@ def _hopper(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def _takes_extra(p: Problem, c: Config) -> bool:
-    if p.residual or p.silu_mul or p.out_scale:
-        return False
-    return (p.m if c.weights_first else p.n) > (c.tile_m if c.weights_first else c.tile_n)
+    return not p.behind and (p.m if c.weights_first else p.n) > (c.tile_m if c.weights_first else c.tile_n)
 
 
 def _many_rounds(p: Problem) -> list[Config]:

@@ -4,6 +4,7 @@ import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_scaled, block_scales, group_scales, row_scales, scaled
 from ..tiles import grouped_tile
+from .kernels import operand, split_work
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
 
@@ -53,14 +54,8 @@ def matmul_fused_kernel(
         """[TILE_M, TILE_N], or transposed with WEIGHTS_FIRST, over the k steps first..last; of BLOCK with its scales."""
         acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
         for step in range(first, last):
-            if TRANS_A:
-                x = ct.load(a, index=(step, tile_m), shape=(TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY).transpose()
-            else:
-                x = ct.load(a, index=(tile_m, step), shape=(TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
-            if TRANS_B:
-                w = ct.load(b, index=(tile_n, step), shape=(TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
-            else:
-                w = ct.load(b, index=(step, tile_n), shape=(TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).transpose()
+            x = operand(a, tile_m, step, TILE_M, TILE_K, TRANS_A, LATENCY, True)
+            w = operand(b, tile_n, step, TILE_N, TILE_K, not TRANS_B, LATENCY, True)
             if SCALING == BLOCK:
                 k_group = step * TILE_K // GROUP
                 rows = group_scales(scale_a, 0, k_group, tile_m, TILE_M, LATENCY, EVEN_M)
@@ -104,16 +99,7 @@ def matmul_fused_kernel(
             tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
             store(product(tile_m, tile_n, 0, steps), tile_m, tile_n)
     elif SPLIT:
-        parts, shared_tiles = partial.shape[0], partial.shape[1]
-        whole = tiles_m * tiles_n - shared_tiles
-        part = max(block - whole, 0) // shared_tiles
-        shared = max(block - whole, 0) - part * shared_tiles
-        run = ct.cdiv(steps, parts)
-        # Selected, not branched on: the main loop must be there once.
-        is_part = block >= whole
-        tile = ct.where(is_part, whole + shared, block)
-        first = ct.where(is_part, part * run, 0)
-        last = ct.where(is_part, min(part * run + run, steps), steps)
+        tile, first, last, is_part, part, shared = split_work(block, tiles_m * tiles_n, steps, partial)
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         acc = product(tile_m, tile_n, first, last)
         if is_part:

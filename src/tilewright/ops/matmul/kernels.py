@@ -49,16 +49,7 @@ def matmul_kernel(
             acc = _accumulated(a, b, bias, tile_m, tile_n, 0, steps, how)
             _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
     elif SPLIT:
-        parts, shared_tiles = partial.shape[0], partial.shape[1]
-        whole = tiles_m * tiles_n - shared_tiles
-        part = max(block - whole, 0) // shared_tiles
-        shared = max(block - whole, 0) - part * shared_tiles
-        run = ct.cdiv(steps, parts)
-        # Selected, not branched on: the main loop must be there once.
-        is_part = block >= whole
-        tile = ct.where(is_part, whole + shared, block)
-        first = ct.where(is_part, part * run, 0)
-        last = ct.where(is_part, min(part * run + run, steps), steps)
+        tile, first, last, is_part, part, shared = split_work(block, tiles_m * tiles_n, steps, partial)
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         acc = _accumulated(a, b, bias, tile_m, tile_n, first, last, how)
         if is_part:
@@ -71,6 +62,31 @@ def matmul_kernel(
         _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
 
 
+def operand(matrix, rows, step, ROWS, TILE_K, TRANSPOSED, LATENCY, TMA):
+    """[ROWS, TILE_K]: a tile of an operand stored [rows, k], or TRANSPOSED."""
+    if TRANSPOSED:
+        return ct.load(matrix, index=(step, rows), shape=(TILE_K, ROWS), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA).transpose()
+    return ct.load(matrix, index=(rows, step), shape=(ROWS, TILE_K), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
+
+
+def split_work(block, tiles, steps, partial):
+    """What a block does where the last partial.shape[1] tiles are each the work of partial.shape[0] blocks.
+
+    Returns its tile, its k steps first..last, whether they are a part, which part, and of which shared tile. Selected, not branched on: the
+    main loop must be there once.
+    """
+    parts, shared_tiles = partial.shape[0], partial.shape[1]
+    whole = tiles - shared_tiles
+    part = max(block - whole, 0) // shared_tiles
+    shared = max(block - whole, 0) - part * shared_tiles
+    run = ct.cdiv(steps, parts)
+    is_part = block >= whole
+    tile = ct.where(is_part, whole + shared, block)
+    first = ct.where(is_part, part * run, 0)
+    last = ct.where(is_part, min(part * run + run, steps), steps)
+    return tile, first, last, is_part, part, shared
+
+
 def _accumulated(a, b, bias, tile_m, tile_n, first, last, how):
     """fp32 tile of a @ b over the k steps first..last, and of the bias if the first step is among them."""
     TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, BIAS, TF32, LATENCY = how
@@ -81,14 +97,8 @@ def _accumulated(a, b, bias, tile_m, tile_n, first, last, how):
     else:
         acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
     for step in range(first, last):
-        if TRANS_A:
-            x = ct.load(a, index=(step, tile_m), shape=(TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY).transpose()
-        else:
-            x = ct.load(a, index=(tile_m, step), shape=(TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY, allow_tma=not DOT)
-        if TRANS_B:
-            w = ct.load(b, index=(tile_n, step), shape=(TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
-        else:
-            w = ct.load(b, index=(step, tile_n), shape=(TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).transpose()
+        x = operand(a, tile_m, step, TILE_M, TILE_K, TRANS_A, LATENCY, not DOT or TRANS_A)
+        w = operand(b, tile_n, step, TILE_N, TILE_K, not TRANS_B, LATENCY, True)
         if TF32:
             x, w = x.astype(ct.tfloat32), w.astype(ct.tfloat32)
         if DOT:
@@ -155,10 +165,7 @@ def matmul_uneven_kernel(
     right_2 = min(tile_2, tiles_right - 1)  # the last tile may be cut before its right part begins
     acc_left, acc_right = ct.zeros((FIRST, SECOND), dtype=ct.float32), ct.zeros((FIRST, EXTRA), dtype=ct.float32)
     for step in range(steps):
-        if TRANS_FIRST:
-            x = ct.load(first, index=(step, tile_1), shape=(TILE_K, FIRST), padding_mode=ZERO, latency=LATENCY).transpose()
-        else:
-            x = ct.load(first, index=(tile_1, step), shape=(FIRST, TILE_K), padding_mode=ZERO, latency=LATENCY)
+        x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
         if TRANS_SECOND:
             y_left = left[0].load((tile_2, step), latency=LATENCY).transpose()
             y_right = right[0].load((right_2, step), latency=LATENCY).transpose()

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, Plan, best_plan, check_tensor, launch, must, torch_op
+from ...launch import Device, Plan, best_plan, check_tensor, dtype_name, launch, must, torch_op
 from ..fp8 import GROUPS, dequantized, quantized
 from ..scaling import GROUP, Scaling, dequantize, scale_shapes
 from .decision import E4M3, Config, Problem, Product, plan, space
@@ -196,7 +196,7 @@ def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | 
         if not isinstance(scale, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
         if scale.dtype is not torch.float32:
-            raise must(f"{name}.dtype", "float32", str(scale.dtype).removeprefix("torch."))
+            raise must(f"{name}.dtype", "float32", dtype_name(scale.dtype))
         if scale.device != x.device:
             raise must(f"{name}.device", x.device, scale.device)
         if scale.requires_grad and torch.is_grad_enabled():

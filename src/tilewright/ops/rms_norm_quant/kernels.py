@@ -59,7 +59,7 @@ def rms_norm_quant_kernel(
         weights = (*weights, ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
 
     def load(array, i, j, whole):
-        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def normalise(i, whole):
         xs: tuple = ()
@@ -126,7 +126,7 @@ def rms_norm_quant_reread_kernel(
     X, RESIDUAL, CODES, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(SUM, COLS)
 
     def load(array, i, j, whole):
-        return load_tile(array, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def weighted(x, j, rstd):
         weight = ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)

@@ -71,7 +71,7 @@ def sample_kernel(
         return ct.load(ARRAY, (min(row, ARRAY.shape[0] - 1),), ())
 
     def logits(j):
-        x = load_tile(LOGITS, row, j, shape, NEG_INF, COLS % TILE_N == 0, LATENCY, False).astype(ct.float32)
+        x = load_tile(LOGITS, (row, j), shape, NEG_INF, COLS % TILE_N == 0, LATENCY, False).astype(ct.float32)
         return ct.where(ct.isnan(x), -math.inf, x)
 
     temperature = 1.0

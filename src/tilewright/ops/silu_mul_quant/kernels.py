@@ -47,8 +47,8 @@ def silu_mul_quant_kernel(
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
 
     def compute(i, j, whole):
-        gate = load_tile(GATE, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
-        up = load_tile(UP, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
         codes, scale = group_codes(_active(gate, up, GELU), CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
         ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
@@ -94,8 +94,8 @@ def silu_mul_quant_rows_kernel(
         ys: tuple = ()
         amax = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            gate = load_tile(GATE, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
-            up = load_tile(UP, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+            gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+            up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
             y = _active(gate, up, GELU)
             amax = ct.maximum(amax, ct.abs(y), propagate_nan=True)
             ys = (*ys, y)
@@ -129,8 +129,8 @@ def silu_mul_quant_reread_kernel(
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
 
     def result(i, j, whole):
-        gate = load_tile(GATE, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
-        up = load_tile(UP, i, j, shape, ZERO, whole, LATENCY, LOAD_TMA)
+        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
         return _active(gate, up, GELU)
 
     def compute(i, whole):
