@@ -1,7 +1,8 @@
 """What the compiler makes of the kernels: a binary for any architecture with no GPU, its registers, spills and instruction mix."""
 
+from ..launch.identity import cache_folder
 from .build import compile_launches
-from .cache import ResultCache, cache_folder
+from .cache import ResultCache
 from .disassemble import Resources, find_tool
 from .job import Compiled
 from .report import ARCHS, Row, compile_ops, every_case, representative, static_ok

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
@@ -60,18 +62,35 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def worker_pool(workers: int) -> ProcessPoolExecutor:
+    """Processes that compile. They ignore Ctrl-C, which their parent handles, and end with it, even if it is killed."""
+    # Not by fork: this process may hold a CUDA context and threads. A fork server imports torch once for all workers.
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([Job.__module__])
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
+
+
+def _prepare_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def end_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
 def _run_all(todo: dict[tuple, Job], workers: int):
     workers = min(workers, len(todo))
     if workers <= 1 or len(todo) <= FEW:
         for identity, job in todo.items():
             yield identity, job.run()
         return
-    # Not by fork: this process may hold a CUDA context and threads. A fork server imports torch once for all workers.
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([Job.__module__])
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with worker_pool(workers) as pool:
         waiting = {pool.submit(Job.run, job): identity for identity, job in todo.items()}
         try:
             for future in as_completed(waiting):

@@ -26,6 +26,7 @@ from .version import CUDA_TILE_VERSION
 
 __all__ = [
     "CUDA_TILE_VERSION",
+    "compiler_banner",
     "constraints_of",
     "python_function",
     "typed_ir",
@@ -35,6 +36,14 @@ CALLING_CONVENTION = compilation.CallingConvention.cutile_python_v2()
 BYTECODE_VERSION = compiler._SUPPORTED_VERSIONS[-1]
 MAX_SPECIALISED_RANK = 5  # the JIT assumes nothing about the shape of arrays of higher rank
 Constraint = Any  # one of the public classes of cuda.tile.compilation
+
+
+def compiler_banner() -> str:
+    """What the compiler that cuda-tile would call says of its version; "" where there is none."""
+    try:
+        return compiler._get_compiler_version_string() or ""
+    except FileNotFoundError:
+        return ""
 
 
 def python_function(kernel: Any) -> FunctionType:

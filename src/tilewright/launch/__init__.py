@@ -2,12 +2,13 @@
 
 from .check import as_rows, check_tensor, dtype_name, must
 from .device import Cost, Device
-from .plan import Plan, best_plan, forced_config
+from .plan import Decision, Plan, best_plan, decide, decisions, forced_config, forget_plans
 from .run import Launch, counted, launch, traced
 from .torch_op import torch_op
 
 __all__ = [
     "Cost",
+    "Decision",
     "Device",
     "Launch",
     "Plan",
@@ -15,8 +16,11 @@ __all__ = [
     "best_plan",
     "check_tensor",
     "counted",
+    "decide",
+    "decisions",
     "dtype_name",
     "forced_config",
+    "forget_plans",
     "launch",
     "must",
     "next_pow2",

@@ -64,27 +64,74 @@ type_space = Callable[[Any, Device], list]
 type_plan = Callable[[Any, Any, Device], Plan]
 
 _forced: dict[type_plan, Any] = {}
+_listeners: list[Callable[["Decision"], None]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What `best_plan` decided: source is "forced", "default" (the first of the space), or the table that the config came from."""
+
+    space: type_space
+    plan: type_plan
+    problem: Any
+    device: Device
+    config: Any
+    source: str
 
 
 def best_plan(space: type_space, plan: type_plan, device: Device, problem: Callable[..., Any], *fields: Any) -> Plan:
-    """The plan for `problem(*fields)` on `device`: the forced config if one is set, else the first of `space`. Never tunes.
+    """The plan for `problem(*fields)` on `device`: of the forced config if one is set, else a tuned one, else the first of `space`. Never tunes.
 
     Takes the problem in parts because a known one is then neither built nor hashed by Python code: 3 us less for each call of an op.
     """
-    if _forced:
-        config = _forced.get(plan)
-        if config is not None:
-            return plan(problem(*fields), config, device)
-    return _default_plan(space, plan, device, problem, *fields)
+    if _forced or _listeners:
+        wanted = problem(*fields)
+        config, source = _forced.get(plan), "forced"
+        if config is None:
+            config, source = decide(space, plan, wanted, device)
+        for listen in _listeners:
+            listen(Decision(space, plan, wanted, device, config, source))
+        return plan(wanted, config, device)
+    return _chosen_plan(space, plan, device, problem, *fields)
 
 
 @lru_cache(maxsize=1 << 16)
-def _default_plan(space: type_space, plan: type_plan, device: Device, problem: Callable[..., Any], *fields: Any) -> Plan:
+def _chosen_plan(space: type_space, plan: type_plan, device: Device, problem: Callable[..., Any], *fields: Any) -> Plan:
+    from .table import op_of, show  # msgspec and the tables: loaded by the first call of an op, not by the import
+
     wanted = problem(*fields)
-    configs = space(wanted, device)
+    config, source = decide(space, plan, wanted, device)
+    show(op_of(plan), wanted, device, config, source)
+    return plan(wanted, config, device)
+
+
+def decide(space: type_space, plan: type_plan, problem: Any, device: Device) -> tuple[Any, str]:
+    """The config of an unforced call and where it comes from. Raises ValueError if the device can't run the problem."""
+    from .table import find
+
+    configs = space(problem, device)
     if not configs:
-        raise must("device", f"one that can run {wanted}", f"{device.name} ({device.arch})")
-    return plan(wanted, configs[0], device)
+        raise must("device", f"one that can run {problem}", f"{device.name} ({device.arch})")
+    return find(plan, problem, configs, device) or (configs[0], "default")
+
+
+def forget_plans() -> None:
+    """Decides anew from here on, with the tables read anew: after tuning in this process."""
+    from .table import forget
+
+    forget()
+    _chosen_plan.cache_clear()
+
+
+@contextmanager
+def decisions() -> Iterator[list[Decision]]:
+    """Collects what ops called inside the context decide, forced configs included."""
+    found: list[Decision] = []
+    _listeners.append(found.append)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found.append)
 
 
 @contextmanager

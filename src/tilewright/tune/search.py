@@ -1,0 +1,144 @@
+"""One problem -> the fastest config of its space, as a row for the store.
+
+    ready     every config compiled, in the background; one that spills or does not fit is dropped before it runs
+     `- rough    timed as it gets ready, in a few short replays; a loser at its first two calls
+         `- race     the best few beside the default, interleaved round by round on inputs that are not in the L2 cache
+             `- check    the winner under the accuracy rule; a wrong one is dropped and the next takes its place
+
+Where compiling and timing happen is a `Workbench`: workbench.py has the one of a GPU, tests hand in one with made-up times.
+"""
+
+import datetime
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from ..bench.timer import Timing
+from ..launch import Device, decisions, traced
+from ..launch.table import Row, digest_of, op_of, plain
+from ..testing import Accuracy, op_name, run_op
+
+LOSER = 2.0  # times the best so far: not timed further
+MARGIN = 1.10  # of the best rough time: within it a config enters the race, which tells 1 %; a rough time tells 5 %
+FINALISTS = 8
+TIE = 1.005  # a win by less is none: the config that stands first in the space, the default before all, keeps its place
+
+
+class Clock(Protocol):
+    """Times one problem. Configs are those of its space; a config that cannot run raises."""
+
+    def rough(self, config: Any, give_up_us: float) -> float: ...
+
+    def race(self, configs: Sequence[Any]) -> list[Timing]: ...
+
+
+class Workbench(Protocol):
+    """Where configs are compiled, timed and checked."""
+
+    device: Device
+    compiler: str
+
+    def prepare(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> object:
+        """Begins to compile configs that will be asked for."""
+        ...
+
+    def ready(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> Iterator[tuple[int, str]]:
+        """Position of each config once it is compiled, with the reason to drop it, "" for none."""
+        ...
+
+    def clock(self, op: ModuleType, problem: Any) -> AbstractContextManager[Clock]: ...
+
+    def check(self, op: ModuleType, problem: Any, config: Any) -> list[Accuracy]:
+        """Raises AssertionError for a wrong answer."""
+        ...
+
+
+def asked(op: ModuleType, problem: Any, device: Device) -> Any:
+    """The problem that the op itself puts together for these inputs: what a call will look up. It may leave out what only a benchmark knows."""
+    with traced(device), decisions() as found, torch.inference_mode():
+        run_op(op, problem.inputs(torch.device("meta")))
+    return next((d.problem for d in found if d.plan is op.plan), problem)
+
+
+def row_key(op: ModuleType, wanted: Any, config: Any, device: Device, compiler: str) -> dict[str, Any]:
+    """The fields of a row's key. config: any of the op's configs."""
+    return {
+        "op": op_of(op.plan),
+        "digest": digest_of(op.plan, config),
+        "problem": plain(wanted),
+        "arch": device.arch,
+        "gpu": device.name,
+        "compiler": compiler,
+    }
+
+
+def search(op: ModuleType, problem: Any, bench: Workbench, *, on_config: Callable[[int, int], None] = lambda done, total: None) -> Row:
+    """Finds the fastest right config. on_config: called with (compiled, all) as configs get ready.
+
+    Raises: RuntimeError if no config of the space compiles, runs and is right; it names the reasons.
+    """
+    wanted = asked(op, problem, bench.device)
+    configs = op.space(wanted, bench.device)
+    name = f"{op_name(op)} {wanted}"
+    if not configs:
+        raise RuntimeError(f"{name} must have a config on {bench.device.name}, got none")
+    dropped: dict[int, str] = {}
+    rough: dict[int, float] = {}
+    with bench.clock(op, problem) as clock:
+        for done, (i, reason) in enumerate(bench.ready(op, problem, configs), 1):
+            if reason:
+                dropped[i] = reason
+            else:
+                try:
+                    rough[i] = clock.rough(configs[i], LOSER * min(rough.values(), default=math.inf))
+                except RuntimeError as error:  # what a launch raises
+                    dropped[i] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            on_config(done, len(configs))
+        while rough:
+            finalists = _finalists(rough)
+            times = dict(zip(finalists, clock.race([configs[i] for i in finalists]), strict=True))
+            order = _ranking(times)
+            try:
+                found = bench.check(op, problem, configs[order[0]])
+            except AssertionError as error:
+                dropped[order[0]] = str(error)
+                del rough[order[0]]
+                continue
+            first, second = order[0], order[1] if len(order) > 1 else None
+            return Row(
+                **row_key(op, wanted, configs[0], bench.device, bench.compiler),
+                config=plain(configs[first]),
+                time_us=round(times[first].time_us, 3),
+                spread_us=round(times[first].spread_us, 3),
+                default_us=round(times[0].time_us, 3) if 0 in times else None,
+                runner_up=None if second is None else plain(configs[second]),
+                runner_up_us=None if second is None else round(times[second].time_us, 3),
+                tried=len(configs) - len(dropped),
+                dropped=len(dropped),
+                accuracy={
+                    "rms_ratio": round(max((a.rms_ratio for a in found), default=0.0), 3),
+                    "worst_ratio": round(max((a.worst_ratio for a in found), default=0.0), 3),
+                },
+                date=datetime.date.today().isoformat(),
+            )
+    reasons = "; ".join(f"{configs[i]}: {why}" for i, why in list(dropped.items())[:3])
+    raise RuntimeError(f"{name} must have one config that compiles, runs and is right, got none of {len(configs)}: {reasons}")
+
+
+def _finalists(rough: dict[int, float]) -> list[int]:
+    """Those near the best rough time, best first, and the default, so that every row says what it gains."""
+    best = min(rough.values())
+    near = sorted((i for i in rough if rough[i] <= MARGIN * best), key=lambda i: rough[i])[:FINALISTS]
+    return near if 0 in near or 0 not in rough else [*near, 0]
+
+
+def _ranking(times: dict[int, Timing]) -> list[int]:
+    """Fastest first; of those that tie with the fastest, the one that stands first in the space."""
+    order = sorted(times, key=lambda i: times[i].time_us)
+    tied = [i for i in order if times[i].time_us <= TIE * times[order[0]].time_us]
+    first = min(tied)
+    return [first, *(i for i in order if i != first)]

@@ -1,0 +1,74 @@
+"""The file of tuned problems: whole at every moment, whatever is killed and whoever else writes.
+
+A change is written to a file beside it, forced to disk and renamed over it, under a lock that the operating system releases with its process. So a
+reader sees the old rows or the new ones, and a row that `add` has returned for is there.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+from filelock import FileLock
+
+from ..launch.table import Row, read_rows, user_file
+
+
+class Store:
+    """Rows by key (launch.table.Row); a row replaces the one of the same key."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or user_file()
+
+    def rows(self) -> list[Row]:
+        """All rows. A file that holds anything else is first moved aside, with a warning."""
+        try:
+            return read_rows(self.path)
+        except ValueError:
+            with self._lock():
+                return self._read()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Adds rows; when this returns they are on disk."""
+        with self._lock():
+            merged = {row.key: row for row in (*self._read(), *rows)}
+            self._write(merged.values())
+
+    def keep(self, wanted: Callable[[Row], bool]) -> int:
+        """Removes every row that is not wanted; returns how many those were."""
+        with self._lock():
+            rows = self._read()
+            kept = [row for row in rows if wanted(row)]
+            if len(kept) < len(rows):
+                self._write(kept)
+            return len(rows) - len(kept)
+
+    def _lock(self) -> FileLock:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.path.with_suffix(".lock"))
+
+    def _read(self) -> list[Row]:
+        # Only under the lock: without it the broken file could be another's good one by the time it is moved.
+        try:
+            return read_rows(self.path)
+        except ValueError as error:
+            aside = self.path.with_suffix(f".{time.strftime('%Y%m%d-%H%M%S')}.{os.getpid()}.corrupt")
+            self.path.replace(aside)
+            warnings.warn(f"{error}; moved aside to {aside}", stacklevel=3)
+            return []
+
+    def _write(self, rows: Iterable[Row]) -> None:
+        part = self.path.with_suffix(".part")  # one name: what a killed process left behind is overwritten
+        with part.open("wb") as file:
+            file.write(encoded(rows))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+
+
+def encoded(rows: Iterable[Row]) -> bytes:
+    """A JSON list, one row a line, in the order of their keys: a table in the repository changes only where its rows do."""
+    lines = [msgspec.json.encode(row) for row in sorted(rows, key=lambda row: row.key)]
+    return b"[\n" + b",\n".join(lines) + b"\n]\n"

@@ -1,0 +1,145 @@
+"""The GPU at hand as a place to compile, time and check configs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from ..bench.timer import Timing, input_sets, time_interleaved, time_roughly
+from ..compile import Compiled, ResultCache
+from ..compile.build import cores, worker_pool
+from ..compile.disassemble import disassemble
+from ..compile.job import Job, one_line
+from ..launch import Device, traced
+from ..launch.identity import cache_folder, compiler
+from ..testing import Accuracy, check_op, run_op
+
+INPUT_BYTES = 8 << 30
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10}  # of one block; 227 KiB elsewhere
+
+
+def compile_one(job: Job) -> Compiled:
+    """Builds, also where the report is known: the binary then lies in cuTile's own cache, where the launch in the parent process finds it."""
+    try:
+        cubin = job.build()
+        cache = ResultCache()
+        known = cache.get(job)
+        if known is not None:
+            return known
+        try:
+            made = Compiled(disassemble(cubin), len(cubin))
+        except (OSError, RuntimeError):  # no disassembler, or one that is older than the compiler: the clock decides alone
+            return Compiled(cubin_bytes=len(cubin))
+        cache.put(job, made)
+        return made
+    except Exception as error:  # whatever is wrong with one config, the others are still to be timed
+        return Compiled(error=one_line(error))
+
+
+def unfit(made: Compiled, device: Device) -> str:
+    """Why a binary is not worth running, "" if it is."""
+    if made.error:
+        return made.error
+    if made.resources is None:
+        return ""
+    if made.resources.spills:
+        return f"spills ({made.resources.stack_bytes} bytes of stack)"
+    limit = SHARED_BYTES.get(device.arch, 227 << 10)
+    return f"{made.resources.shared_bytes} bytes of shared memory, must be at most {limit}" if made.resources.shared_bytes > limit else ""
+
+
+class Gpu:
+    """A Workbench on a CUDA device. Use as a context: it holds compiler processes.
+
+    submit: runs a function in the background, as `ProcessPoolExecutor.submit` does; by default in one process per core but one.
+    """
+
+    def __init__(self, where: torch.device, *, jobs: int | None = None, submit: Callable[..., Future] | None = None) -> None:
+        self.where = where
+        self.device = Device.of(torch.empty(0, device=where))
+        self.compiler = compiler()
+        self._jobs = jobs or max(1, cores() - 1)
+        self._given = submit
+        self._futures: dict[tuple, Future] = {}
+
+    def __enter__(self) -> "Gpu":
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        if self._given is None and "_pool" in self.__dict__:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def _pool(self) -> Any:
+        return worker_pool(self._jobs)
+
+    def prepare(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> list[list[Future] | str]:
+        """Asks for the binaries of every config; of each its futures, or why its launch cannot even be planned."""
+        asked: list[list[Future] | str] = []
+        for config in configs:
+            try:
+                with traced(self.device) as launches, torch.inference_mode():
+                    run_op(op, problem.inputs(torch.device("meta")), config)
+                asked.append([self._compiled(Job.of(launch, self.device.arch)) for launch in launches])
+            except Exception as error:  # as for a kernel that does not compile
+                asked.append(one_line(error))
+        return asked
+
+    def ready(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> Iterator[tuple[int, str]]:
+        reasons: dict[int, str] = {}
+        waiting: dict[int, list[Future]] = {}
+        for i, futures in enumerate(self.prepare(op, problem, configs)):
+            if isinstance(futures, str):
+                reasons[i] = futures
+            else:
+                waiting[i] = futures
+        yield from reasons.items()
+        while waiting:
+            done = [i for i, futures in waiting.items() if all(f.done() for f in futures)]
+            if not done:
+                wait([f for futures in waiting.values() for f in futures if not f.done()], return_when=FIRST_COMPLETED)
+            for i in done:
+                yield i, next(filter(None, (unfit(future.result(), self.device) for future in waiting.pop(i))), "")
+
+    @contextmanager
+    def clock(self, op: ModuleType, problem: Any) -> Iterator["GpuClock"]:
+        # Two tuners at once would time each other's kernels.
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"timing-{torch.cuda.get_device_properties(self.where).uuid}.lock"), torch.inference_mode():
+            yield GpuClock(op, problem, self.where, self.device)
+        torch.cuda.empty_cache()
+
+    def check(self, op: ModuleType, problem: Any, config: Any) -> list[Accuracy]:
+        torch.cuda.empty_cache()
+        with torch.inference_mode():
+            return check_op(op, problem, self.where, config)
+
+    def _compiled(self, job: Job) -> Future:
+        if job.identity not in self._futures:
+            submit = self._given or self._pool.submit
+            self._futures[job.identity] = submit(compile_one, job)
+        return self._futures[job.identity]
+
+
+class GpuClock:
+    """Times configs of one problem on inputs that rotate through more than the L2 cache."""
+
+    def __init__(self, op: ModuleType, problem: Any, where: torch.device, device: Device) -> None:
+        self._op = op
+        self._sets = input_sets(lambda: problem.inputs(where), problem.cost().size_bytes, device.l2_bytes, limit_bytes=INPUT_BYTES)
+
+    def rough(self, config: Any, give_up_us: float) -> float:
+        return time_roughly(self._call(config), self._sets, give_up_us)
+
+    def race(self, configs: Sequence[Any]) -> list[Timing]:
+        times = time_interleaved({str(i): self._call(config) for i, config in enumerate(configs)}, self._sets)
+        return [times[str(i)] for i in range(len(configs))]
+
+    def _call(self, config: Any) -> Callable[..., Any]:
+        return lambda **inputs: run_op(self._op, inputs, config)

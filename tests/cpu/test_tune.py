@@ -1,0 +1,480 @@
+"""The tuner on made-up times: what it picks, what it drops, what it keeps through kills and a second tuner."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from tilewright import ops
+from tilewright.bench.timer import Timing
+from tilewright.launch import Device, best_plan, decide, forced_config, forget_plans, table
+from tilewright.launch.table import Row, digest_of, plain, read_rows, shipped_file
+from tilewright.ops import rms_norm, silu_mul
+from tilewright.testing import Accuracy, op_name
+from tilewright.testing.cases import cases
+from tilewright.testing.problems import of_file, of_model, rebuilt
+from tilewright.tune.command import current_digests, export_command, import_command, prune_command, show_command, state, tune
+from tilewright.tune.search import asked, search
+from tilewright.tune.store import Store
+from tilewright.tune.workbench import Gpu, unfit
+
+H200 = Device.named("H200")
+PROBLEM = rms_norm.Problem(16, 4096, torch.bfloat16)
+SPACE = rms_norm.space(PROBLEM, H200)
+COMPILER = table.compiler()
+
+
+class MadeUp:
+    """A Workbench: `times` by position in the space, others are 10 us and more; it notes what it was asked."""
+
+    device = H200
+    compiler = COMPILER
+
+    def __init__(self, times=None, dropped=(), wrong=(), fails=(), delay_s=0.0):
+        self.times, self.dropped, self.wrong, self.fails, self.delay_s = times or {}, dropped, wrong, fails, delay_s
+        self.prepared, self.roughly, self.raced, self.checked = [], [], [], []
+
+    def prepare(self, op, problem, configs):
+        self.prepared.append(problem)
+
+    def ready(self, op, problem, configs):
+        self.space = list(configs)
+        for i in reversed(range(len(configs))):
+            yield i, "spills" if i in self.dropped else ""
+
+    @contextmanager
+    def clock(self, op, problem):
+        time.sleep(self.delay_s)
+        yield self
+
+    def us(self, config):
+        i = self.space.index(config)
+        return self.times.get(i, 10.0 + zlib.crc32(str(config).encode()) % 1000 / 100)
+
+    def rough(self, config, give_up_us):
+        self.roughly.append(self.space.index(config))
+        if self.space.index(config) in self.fails:
+            raise RuntimeError("cluster misconfiguration\nmore")
+        return self.us(config)
+
+    def race(self, configs):
+        self.raced.append([self.space.index(c) for c in configs])
+        return [Timing(self.us(c), 0.1) for c in configs]
+
+    def check(self, op, problem, config):
+        self.checked.append(self.space.index(config))
+        if self.space.index(config) in self.wrong:
+            raise AssertionError("worst element is off")
+        return [Accuracy(0.5, 0.25, (), 0.0, 0.0)]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def quiet() -> Console:
+    return Console(file=open(os.devnull, "w"), width=200)
+
+
+def row_for(problem, config, **changes) -> Row:
+    fields = {
+        "op": "rms_norm", "digest": digest_of(rms_norm.plan, config), "problem": plain(problem), "arch": "sm_90", "gpu": "H200",
+        "compiler": COMPILER, "config": plain(config), "time_us": 1.0, "spread_us": 0.1,
+    }  # fmt: skip
+    return Row(**(fields | changes))
+
+
+# ------------------------------------------------------------------------------------------------ search
+def test_the_fastest_right_config_wins_and_the_row_says_by_how_much():
+    bench = MadeUp({0: 8.0, 3: 4.0, 5: 4.2}, dropped=(1,))
+    row = search(rms_norm, PROBLEM, bench)
+    assert row.config == plain(SPACE[3])
+    assert (row.time_us, row.default_us, row.runner_up_us) == (4.0, 8.0, 4.2)
+    assert row.runner_up == plain(SPACE[5])
+    assert (row.tried, row.dropped) == (len(SPACE) - 1, 1)
+    assert (row.op, row.gpu, row.arch, row.compiler) == ("rms_norm", "H200", "sm_90", COMPILER)
+    assert row.accuracy == {"rms_ratio": 0.5, "worst_ratio": 0.25}
+    assert 1 not in bench.roughly, "a config that spills is never run"
+    assert bench.raced == [[3, 5, 0]], "the race is among those near the best, with the default beside them"
+
+
+def test_a_tie_goes_to_the_default():
+    assert search(rms_norm, PROBLEM, MadeUp({0: 4.01, 3: 4.0})).config == plain(SPACE[0])
+    assert search(rms_norm, PROBLEM, MadeUp({0: 4.05, 3: 4.0})).config == plain(SPACE[3])
+
+
+def test_a_wrong_winner_gives_way_to_the_next():
+    bench = MadeUp({3: 4.0, 5: 4.2, 0: 8.0}, wrong=(3,))
+    row = search(rms_norm, PROBLEM, bench)
+    assert row.config == plain(SPACE[5])
+    assert bench.checked == [3, 5]
+    assert row.dropped == 1
+
+
+def test_a_config_that_does_not_launch_is_dropped():
+    row = search(rms_norm, PROBLEM, MadeUp({3: 4.0, 5: 4.2}, fails=(3,)))
+    assert row.config == plain(SPACE[5])
+
+
+def test_nothing_that_works_is_an_error_with_reasons():
+    everything = range(len(SPACE))
+    with pytest.raises(RuntimeError, match=r"rms_norm Problem\(rows=16.* got none of \d+: Config.*spills"):
+        search(rms_norm, PROBLEM, MadeUp(dropped=everything))
+    with pytest.raises(RuntimeError, match="worst element is off"):
+        search(rms_norm, PROBLEM, MadeUp(wrong=everything))
+
+
+def test_the_choice_is_the_exhaustive_best_on_30_sampled_problems():
+    draw = random.Random(0)
+    for problem in draw.sample(cases(rms_norm, "bench") + cases(silu_mul, "bench"), 30):
+        op = rms_norm if isinstance(problem, rms_norm.Problem) else silu_mul
+        bench = MadeUp()
+        row = search(op, problem, bench)
+        best = min(bench.us(config) for config in bench.space)
+        assert row.time_us <= 1.02 * best
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
+def test_every_op_can_be_tuned_and_its_row_is_found_by_the_call(op):
+    """The key of a row is the problem that a call of the op itself puts together, whatever a benchmark's case says."""
+    for problem in cases(op, "bench")[:2]:
+        wanted = asked(op, problem, H200)
+        configs = op.space(wanted, H200)
+        row = search(op, problem, MadeUp({len(configs) - 1: 1.0}))
+        Store().add([row])
+        forget_plans()
+        assert decide(op.space, op.plan, wanted, H200) == (configs[-1], "user table")
+        assert rebuilt(type(wanted), json.loads(json.dumps(plain(wanted)))) == wanted
+
+
+# ------------------------------------------------------------------------------------------------ what a binary may need
+def test_unfit_binaries_name_the_reason():
+    from tilewright.compile import Compiled, Resources
+
+    fine = Resources(168, 0, 0, 1 << 17, {})
+    assert unfit(Compiled(fine), H200) == ""
+    assert unfit(Compiled(), H200) == "", "no disassembler: the clock decides"
+    assert unfit(Compiled(error="TileError: x"), H200) == "TileError: x"
+    assert unfit(Compiled(dataclasses.replace(fine, stack_bytes=480)), H200) == "spills (480 bytes of stack)"
+    assert "must be at most 101376" in unfit(Compiled(fine), Device.named("GB10"))
+
+
+class _Now:
+    """An executor's future whose function has run."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def result(self):
+        return self.value
+
+    def done(self):
+        return True
+
+
+def test_the_gpu_workbench_compiles_each_binary_once_and_reports_what_cannot_be_planned():
+    from tilewright.compile import Compiled, Resources
+
+    jobs = []
+
+    def submit(function, job):
+        jobs.append(job)
+        return _Now(Compiled(Resources(40, 16 if "8192" in job.symbol else 0, 0, 0, {})))
+
+    bench = Gpu.__new__(Gpu)
+    bench.device, bench._futures, bench._given, bench._jobs = H200, {}, submit, 1
+    found = dict(bench.ready(rms_norm, PROBLEM, [*SPACE, "no config"]))
+    assert set(found) == set(range(len(SPACE) + 1))
+    assert found[len(SPACE)].startswith("AttributeError")
+    assert len({job.identity for job in jobs}) == len(jobs)
+    before = len(jobs)
+    list(bench.ready(rms_norm, rms_norm.Problem(32, 4096, torch.bfloat16), rms_norm.space(PROBLEM, H200)))
+    assert len(jobs) == before, "rows are a runtime value"
+
+
+# ------------------------------------------------------------------------------------------------ look-up
+def test_order_of_the_look_up(tmp_path):
+    def decided(rows, cols=4096):
+        forget_plans()
+        return decide(rms_norm.space, rms_norm.plan, rms_norm.Problem(rows, cols, torch.bfloat16), H200)
+
+    assert decided(16) == (SPACE[0], "default")
+    near = rms_norm.Problem(24, 4096, torch.bfloat16)
+    both = [c for c in SPACE if c in rms_norm.space(near, H200)]
+    table.SHIPPED.mkdir()
+    Store(shipped_file("H200")).add([row_for(PROBLEM, both[2])])
+    assert decided(16) == (both[2], "shipped table")
+    Store().add([row_for(near, both[3])])
+    assert decided(16) == (both[2], "shipped table"), "the very problem before the nearest"
+    assert decided(24) == (both[3], "user table")
+    assert decided(23) == (both[3], "user table, near rows=24 cols=4096")
+    assert decided(16 * 4)[1] == "default", "too far"
+    Store().add([row_for(PROBLEM, both[4])])
+    assert decided(16) == (both[4], "user table")
+    # A near row whose config is not in the space at hand gives way to the next.
+    Store().add([msgspec.structs.replace(row_for(near, both[3]), config={"tile_m": 3})])
+    assert decided(23) == (both[4], "user table, near rows=16 cols=4096")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"digest": "0"}, {"compiler": "cuda-tile 1.7.0 tileiras 13.9.1"}, {"gpu": "H100"}, {"arch": "sm_100"}, {"config": {"tile_m": 3}}],
+    ids=lambda c: next(iter(c)),
+)
+def test_a_row_of_another_kernel_compiler_gpu_or_space_is_not_taken(changes):
+    Store().add([msgspec.structs.replace(row_for(PROBLEM, SPACE[2]), **changes)])
+    assert decide(rms_norm.space, rms_norm.plan, PROBLEM, H200) == (SPACE[0], "default")
+
+
+def test_options_must_be_equal_and_a_forced_config_comes_first():
+    Store().add([row_for(dataclasses.replace(PROBLEM, residual=True), SPACE[2]), row_for(PROBLEM, SPACE[3])])
+    assert decide(rms_norm.space, rms_norm.plan, dataclasses.replace(PROBLEM, weight_offset=1.0), H200)[1] == "default"
+    fields = (16, 4096, torch.bfloat16)
+    assert best_plan(rms_norm.space, rms_norm.plan, H200, rms_norm.Problem, *fields) == rms_norm.plan(PROBLEM, SPACE[3], H200)
+    with forced_config(rms_norm.plan, SPACE[1]):
+        assert best_plan(rms_norm.space, rms_norm.plan, H200, rms_norm.Problem, *fields) == rms_norm.plan(PROBLEM, SPACE[1], H200)
+
+
+def test_a_cpu_takes_no_table_and_a_known_problem_asks_nothing(monkeypatch):
+    cpu = Device.named("CPU")
+    Store().add([row_for(PROBLEM, c, gpu="CPU", arch="cpu") for c in rms_norm.space(PROBLEM, cpu)[:1]])
+    assert decide(rms_norm.space, rms_norm.plan, PROBLEM, cpu)[1] == "default"
+    first = best_plan(rms_norm.space, rms_norm.plan, H200, rms_norm.Problem, 16, 4096, torch.bfloat16)
+    monkeypatch.setattr("tilewright.launch.plan.decide", None)
+    assert best_plan(rms_norm.space, rms_norm.plan, H200, rms_norm.Problem, 16, 4096, torch.bfloat16) is first
+
+
+def test_digests_are_the_same_in_another_process_and_no_source_means_no_table(monkeypatch):
+    code = "from tilewright.tune.command import current_digests; import json; print(json.dumps(current_digests()))"
+    environ = os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert json.loads(done.stdout) == current_digests()
+    Store().add([row_for(PROBLEM, SPACE[2])])
+
+    def unreadable(*unused):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(table, "digest_of", unreadable)
+    assert decide(rms_norm.space, rms_norm.plan, PROBLEM, H200)[1] == "default"
+
+
+def test_show_plans_prints_each_decision_once(monkeypatch, capfd, tmp_path):
+    Store().add([row_for(PROBLEM, SPACE[3])])
+    fields = (rms_norm.space, rms_norm.plan, H200, rms_norm.Problem)
+    best_plan(*fields, 15, 4096, torch.bfloat16)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setenv("TILEWRIGHT_SHOW_PLANS", "1")  # read at the first decision, not at the import
+    for _ in range(3):
+        best_plan(*fields, 16, 4096, torch.bfloat16)
+    assert capfd.readouterr().err == f"tilewright: rms_norm {PROBLEM} on H200 -> {SPACE[3]} -> user table\n"
+    monkeypatch.setenv("TILEWRIGHT_SHOW_PLANS", "log")
+    best_plan(*fields, 17, 4096, torch.bfloat16)
+    assert capfd.readouterr().err == ""
+    assert of_file(table.log_file()) == [(rms_norm, rms_norm.Problem(17, 4096, torch.bfloat16))]
+
+
+# ------------------------------------------------------------------------------------------------ problems
+def test_problems_of_a_model_are_what_its_layers_ask():
+    tasks = of_model("Llama-3.2-1B", H200)
+    names = {op_name(op) for op, _ in tasks}
+    assert names == {"embedding", "rms_norm", "matmul", "rope", "silu_mul", "attention", "attention_decode", "argmax"}
+    sizes = {(p.m, p.n, p.k) for op, p in tasks if op is ops.matmul}
+    assert {(1, 128_256, 2048), (64, 512, 2048), (512, 8192, 2048), (8192, 2048, 8192)} <= sizes
+    assert all(asked(op, problem, H200) == problem for op, problem in tasks)
+    with pytest.raises(KeyError, match="model must be one of SmolLM2-135M"):
+        of_model("nobody", H200)
+
+
+def test_problems_of_a_file(tmp_path):
+    file = tmp_path / "shapes.jsonl"
+    scaled = ops.matmul.Problem(64, 2112, 7168, torch.float8_e4m3fn, scaling=ops.matmul.Problem(1, 1, 1).scaling.__class__.BLOCK)
+    file.write_text(
+        '{"op": "matmul", "problem": {"m": 3, "n": 5, "k": 7}}\n\n' + json.dumps({"op": "matmul", "problem": plain(scaled), "time_us": 3}) + "\n"
+    )
+    assert of_file(file) == [(ops.matmul, ops.matmul.Problem(3, 5, 7)), (ops.matmul, scaled)]
+    for text in ('{"op": "nothing", "problem": {}}', "[", '{"op": "matmul"}', '{"op": "matmul", "problem": {"q": 1}}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"shapes.jsonl:1 must be an object with op and problem"):
+            of_file(file)
+
+
+# ------------------------------------------------------------------------------------------------ the verbs
+def test_tuning_resumes_and_says_what_it_gained(capsys):
+    tasks = [(rms_norm, problem) for problem in cases(rms_norm, "bench")[:3]]
+    console = Console(width=250, highlight=False)
+    assert tune(tasks[:2], MadeUp({0: 8.0, 3: 4.0}), Store(), console) == 0
+    assert "tuned against default geomean 2.000x" in capsys.readouterr().out
+    bench = MadeUp()
+    assert tune(tasks, bench, Store(), console) == 0
+    assert "2 of 3 problems are tuned already" in capsys.readouterr().out
+    assert len(bench.raced) == 1
+    assert bench.prepared == [tasks[2][1]]
+    assert len(Store().rows()) == 3
+    assert tune(tasks, MadeUp(dropped=range(999)), Store(), console, again=True) == 1
+    assert "got none of" in capsys.readouterr().out
+
+
+def test_the_next_problems_compile_while_one_is_timed_but_behind_it():
+    class Noting(MadeUp):
+        def ready(self, op, problem, configs):
+            seen.append((problem, list(self.prepared)))
+            return super().ready(op, problem, configs)
+
+    seen = []
+    problems = cases(rms_norm, "bench")[:5]
+    tune([(rms_norm, problem) for problem in problems], Noting(), Store(), quiet())
+    assert seen == [(problem, problems[: i + 3]) for i, problem in enumerate(problems)]
+
+
+def test_ctrl_c_keeps_what_is_done(capsys):
+    class Stopped(MadeUp):
+        def race(self, configs):
+            if len(self.raced) == 2:
+                raise KeyboardInterrupt
+            return super().race(configs)
+
+    tasks = [(rms_norm, problem) for problem in cases(rms_norm, "bench")[:5]]
+    assert tune(tasks, Stopped(), Store(), Console(width=250)) == 130
+    assert "2 rows kept" in capsys.readouterr().out
+    assert len(Store().rows()) == 2
+
+
+def test_show_export_import_prune(tmp_path, capsys):
+    stale = row_for(dataclasses.replace(PROBLEM, rows=99), SPACE[1], digest="0")
+    Store().add([row_for(PROBLEM, SPACE[2], default_us=2.0), stale, row_for(PROBLEM, SPACE[2], op="gone")])
+    console = Console(width=250, highlight=False)
+    show_command(console=console)
+    shown = capsys.readouterr().out
+    assert "holds" in shown
+    assert "kernel changed" in shown
+    assert "2.00x" in shown
+    file = tmp_path / "out" / "H200.json"
+    export_command(file, ["rms_norm"], console=console)
+    assert [row.problem["rows"] for row in read_rows(file)] == [16]
+    assert isinstance(json.loads(file.read_text()), list)
+    prune_command(console=console)
+    assert "2 rows removed" in capsys.readouterr().out
+    assert [state(row, current_digests()) for row in Store().rows()] == ["holds"]
+    Store().keep(lambda row: False)
+    import_command(file, console=console)
+    assert len(Store().rows()) == 1
+    with pytest.raises(ValueError, match="must exist"):
+        import_command(tmp_path / "absent.json", console=console)
+
+
+# ------------------------------------------------------------------------------------------------ the file
+@pytest.mark.parametrize("content", [b"{", b"", b'[{"op": 1}]', b"\xff\xfe", b'{"rows": []}'])
+def test_a_corrupt_file_is_moved_aside_with_a_warning_and_a_call_only_ignores_it(content):
+    path = Store().path
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="must hold a JSON list"):
+        assert decide(rms_norm.space, rms_norm.plan, PROBLEM, H200)[1] == "default"
+    assert path.read_bytes() == content
+    with pytest.warns(UserWarning, match="moved aside"):
+        Store().add([row_for(PROBLEM, SPACE[2])])
+    assert len(Store().rows()) == 1
+    (aside,) = path.parent.glob("*.corrupt")
+    assert aside.read_bytes() == content
+
+
+TUNER = """
+import sys, pathlib
+sys.path.insert(0, {folder!r})
+from test_tune import MadeUp, Store, cases, quiet, rms_norm
+import tilewright.tune.command as command
+class Reporting(Store):
+    def add(self, rows):
+        super().add(rows)
+        for row in rows:
+            print(row.problem["rows"], flush=True)  # reported done
+import dataclasses
+problems = [dataclasses.replace(p, rows=n) for p in cases(rms_norm, "bench")[:1] for n in range({first}, {last})]
+print("ready", flush=True)
+command.tune([(rms_norm, p) for p in problems], MadeUp(), Reporting(pathlib.Path({path!r})), quiet())
+"""
+
+
+def tuner(path: Path, first: int, last: int) -> subprocess.Popen:
+    code = TUNER.format(folder=str(Path(__file__).parent), path=str(path), first=first, last=last)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def _adds_rows(path: Path, first: int, report) -> None:
+    """A tuner's writing, without its start-up: a child of this process, to be killed."""
+    store = Store(path)
+    for n in range(first, first + 100_000):
+        store.add([row_for(dataclasses.replace(PROBLEM, rows=n), SPACE[0])])
+        report.send(n)
+
+
+def test_killed_at_20_random_moments_the_store_opens_and_no_reported_row_is_lost(tmp_path):
+    path, draw, reported = tmp_path / "tuned.json", random.Random(1), set()
+    context = multiprocessing.get_context("fork")
+    for kill in range(20):
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=_adds_rows, args=(path, 1000 * kill + 1, send))
+        child.start()
+        send.close()
+        time.sleep(draw.uniform(0.005, 0.12))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        try:
+            while receive.poll():
+                reported.add(receive.recv())
+        except EOFError:
+            pass
+        rows = read_rows(path)  # raises if the file is not whole
+        assert reported <= {row.problem["rows"] for row in rows}
+    assert len(reported) >= 20
+    assert not list(tmp_path.glob("*.corrupt"))
+
+
+def test_a_whole_tuner_killed_keeps_its_rows_and_the_next_goes_on(tmp_path):
+    path = tmp_path / "tuned.json"
+    first = tuner(path, 1, 100_000)
+    lines = [first.stdout.readline() for _ in range(4)]
+    os.kill(first.pid, signal.SIGKILL)
+    reported = {int(line) for line in [*lines[1:], *first.stdout]}
+    first.wait()
+    assert reported <= {row.problem["rows"] for row in Store(path).rows()}
+    last = max(reported) + 3
+    second = tuner(path, 1, last + 1)
+    again = {int(line) for line in list(second.stdout)[1:]}
+    second.wait()
+    assert not again & reported
+    assert {row.problem["rows"] for row in Store(path).rows()} >= set(range(1, last + 1))
+
+
+def test_two_tuners_at_once_lose_no_row(tmp_path):
+    path = tmp_path / "tuned.json"
+    both = [tuner(path, 1, 31), tuner(path, 31, 61)]
+    for process in both:
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    assert {row.problem["rows"] for row in Store(path).rows()} == set(range(1, 61))
+
+
+def test_shipped_tables_are_whole_and_named_for_their_gpu():
+    for path in (Path(__file__).resolve().parents[2] / "src" / "tilewright" / "tune" / "tables").glob("*.json"):
+        rows = read_rows(path)
+        assert {row.gpu.replace(" ", "_") for row in rows} == {path.stem}
+        assert len({row.key for row in rows}) == len(rows)
