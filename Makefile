@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # PyTorch that is already importable (a CUDA build, say) can be used by making .venv with --system-site-packages beforehand.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench gpu-test clean
+.PHONY: demo test check bench docs gpu-test clean
 
 demo: $(VENV)/.demo ## answer a question with SmolLM2-135M, every kernel ours: interpreted without a GPU, compiled with one
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/tilewright demo
@@ -21,6 +21,9 @@ check: $(VENV)/.dev ## formatting, lint, types
 
 bench: $(VENV)/.demo ## benchmark every op on the GPU at hand against its peers
 	$(BIN)/tilewright bench
+
+docs: $(VENV)/.dev ## the tables of README and docs from benchmarks/results; `make test` fails where they are stale
+	$(BIN)/python tools/readme_numbers.py
 
 gpu-test: $(VENV)/.dev ## the same cases on a GPU
 	$(BIN)/python -m pytest tests/gpu -q

@@ -4,13 +4,13 @@ python tools/readme_numbers.py           rewrite
 python tools/readme_numbers.py --check   exit 1 if a file is not what the results say (a test runs this)
 """
 
-import json
-import math
 import sys
 from pathlib import Path
 
+from tilewright.bench.published import Figure, best_row, figures
+from tilewright.bench.results import against_peers, geomean, kernels, newest, read
+
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- numbers: made by tools/readme_numbers.py -->", "<!-- /numbers -->"
 # label, op, what of its rows, peer
 LINES = (
     ("rms_norm", "rms_norm", lambda r: True, "torch.compile"),
@@ -39,27 +39,13 @@ PEER_WORDS = {
 }  # fmt: skip
 
 
-def results() -> list[dict]:
-    """The newest row of each (op, case, gpu): files are read in name order, rows in file order."""
-    newest: dict[tuple, dict] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            newest[row["op"], row["case"], row["gpu"]] = row
-    return list(newest.values())
-
-
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def table(rows: list[dict]) -> str:
     lines = [
         "| op | cases | best rate | share of the roof, median | against | geomean | worst | best |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for label, op, belongs, peer in LINES:
-        mine = [r for r in rows if r["op"] == op and belongs(r)]
+        mine = [r for r in kernels(rows) if r["op"] == op and belongs(r)]
         ratios = [r["peers"][peer] for r in mine if peer in r["peers"]]
         if not ratios:
             continue
@@ -78,27 +64,65 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def rewritten(text: str, body: str) -> str:
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{body}\n{END}{tail}"
+def peers(rows: list[dict]) -> str:
+    """Every op against every peer, losses included."""
+    lines = ["| op | peer | cases | geomean | worst | best |", "|---|---|---|---|---|---|"]
+    found = sorted(against_peers(kernels(rows)), key=lambda a: (a.op, a.peer))
+    return "\n".join(lines + [f"| {a.op} | {a.peer} | {a.cases} | **{a.mean:.2f}x** | {a.worst:.2f}x | {a.best:.2f}x |" for a in found])
+
+
+def platforms(rows: list[dict]) -> str:
+    """Published attention over the sequence length, and ours of the same problem."""
+    shown = [f for f in figures() if f.op == "attention" and f.metric == "TFLOP/s" and f.problem.get("causal")]
+    lengths = sorted({f.problem["q_len"] for f in shown})
+
+    def cell(value: float, share: float | None) -> str:
+        return f"{value:.4g} ({share:.0f} %)" if share is not None else f"{value:.4g}"
+
+    def line(name: str, machine: str, kind: str, cells: dict[int, str]) -> str:
+        return f"| {name} | {machine} | {kind} | {' | '.join(cells.get(n, '') for n in lengths)} |"
+
+    lines = [f"| causal attention, TFLOP/s | machine | | {' | '.join(f'{n // 1024}k' for n in lengths)} |", "|---" * (3 + len(lengths)) + "|"]
+    groups: dict[tuple, list[Figure]] = {}
+    for figure in shown:
+        groups.setdefault((figure.kernel, figure.hardware, figure.document), []).append(figure)
+    for (kernel, hardware, document), group in groups.items():
+        cells = {f.problem["q_len"]: cell(f.value, f.roof_pct()) for f in group}
+        lines.append(line(kernel, hardware, f"published, {document.removesuffix('.md')}", cells))
+    for gpu in sorted({row["gpu"] for row in rows}):
+        here = [row for row in rows if row["gpu"] == gpu]
+        ours = {f.problem["q_len"]: row for f in shown if (row := best_row(f, here))}
+        types = ", ".join(sorted({row["dtype"] for row in ours.values()}))
+        lines.append(line(f"ours, {types}", gpu, "**measured**", {n: cell(row["tflops"], row["roof_pct"]) for n, row in ours.items()}))
+    note = "Batch 4, 32 heads, head_dim 128, fp16; where ours was not measured so, the nearest that was: bf16, 16384 tokens in all."
+    return "\n".join([*lines, "", note])
+
+
+BLOCKS = {"README.md": {"numbers": table}, "docs/bench.md": {"peers": peers, "platforms": platforms}}
+
+
+def rewritten(text: str, name: str, body: str) -> str:
+    begin, end = f"<!-- {name}: made by tools/readme_numbers.py -->", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"the page must hold {begin!r} and {end!r}, got none")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
 def main() -> int:
-    rows = results()
+    rows = newest(read(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))))
     stale = []
-    for path in [ROOT / "README.md"]:
-        text = path.read_text()
-        if BEGIN not in text:
-            print(f"{path.name} must hold {BEGIN!r}, got none", file=sys.stderr)
-            return 1
-        new = rewritten(text, table(rows))
-        if new != text:
-            stale.append(path.name)
+    for page, blocks in BLOCKS.items():
+        path = ROOT / page
+        old = new = path.read_text()
+        for name, make in blocks.items():
+            new = rewritten(new, name, make(rows))
+        if new != old:
+            stale.append(page)
             if "--check" not in sys.argv:
                 path.write_text(new)
     if stale and "--check" in sys.argv:
-        print(f"not what benchmarks/results say: {', '.join(stale)}. Run python tools/readme_numbers.py", file=sys.stderr)
+        print(f"not what benchmarks/results say: {', '.join(stale)}. Run make docs", file=sys.stderr)
         return 1
     return 0
 

@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..launch import dtype_name
+from ..launch.table import plain
 from ..testing import Accuracy
 from .ceilings import Ceilings
 
@@ -28,7 +29,10 @@ class Row:
     bound: "memory" or "compute", whichever gives that least time.
     peers: name -> their time / ours, so above 1 ours is faster.
     absent: name -> error of a peer that could not run the case.
-    source: where the config came from: "default" (space()[0]), "table" or "search".
+    source: where the config came from: "default" (space()[0]), "user table" or "shipped table", "search" for one that was given.
+    warm_us, peer_warm_us: on one set of inputs, again and again, where that fits in the L2 cache: what a call right behind another sees.
+    backends: peer -> library, backend and version.
+    clocks: SM and memory clock and board power, sampled while the case ran.
     """
 
     op: str
@@ -55,15 +59,19 @@ class Row:
     clocks: str
     date: str
     command: str
+    warm_us: float | None = None
+    peer_warm_us: dict[str, float] = dataclasses.field(default_factory=dict)
+    backends: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:
         rate = f"{self.gbs:7.0f} GB/s" if self.bound == "memory" else f"{self.tflops:5.0f} TFLOP/s"
         floor = f" | launch floor {self.launch_us:.1f} us" if self.time_us < 20 else ""
+        floor += f" | warm L2 {self.warm_us:.1f} us" if self.warm_us else ""
         peers = " ".join([*(f"{name} {ratio:.2f}x" for name, ratio in self.peers.items()), *(f"{name} failed" for name in self.absent)])
         head = f"{self.op} {self.case}"
         return (
             f"{head:<58} | {self.time_us:9.1f} us +-{self.spread_us:.1f} | {rate} | {self.roof_pct:3.0f}% of roof"
-            f"{floor} | {peers or 'no peer'} | {self.config} {self.source}"
+            f"{floor} | {peers or 'no peer'} | {self.clocks or 'clocks unknown'} | {self.config} {self.source}"
         )
 
     def json(self) -> str:
@@ -84,6 +92,10 @@ def make_row(
     source: str,
     found: Iterable[Accuracy],
     ceilings: Ceilings,
+    clocks: str,
+    warm_us: float | None,
+    peer_warm_us: dict[str, float],
+    backends: dict[str, str],
 ) -> Row:
     cost = problem.cost()
     # Ops that write a fair share of their traffic are held to the copy rate, the others to the read rate.
@@ -94,8 +106,8 @@ def make_row(
     return Row(
         op=op,
         case=case_name(problem),
-        problem={f.name: _plain(getattr(problem, f.name)) for f in dataclasses.fields(problem)},
-        dtype=_plain(problem.dtype),
+        problem=plain(problem),
+        dtype=dtype_name(problem.dtype),
         gpu=gpu,
         time_us=round(time_us, 3),
         spread_us=round(spread_us, 3),
@@ -116,9 +128,12 @@ def make_row(
         },
         ceilings={k: round(v, 1) for k, v in dataclasses.asdict(ceilings).items()},
         versions=versions(),
-        clocks=clocks(),
+        clocks=clocks,
         date=datetime.date.today().isoformat(),
         command=command(),
+        warm_us=None if warm_us is None else round(warm_us, 3),
+        peer_warm_us={name: round(t, 3) for name, t in peer_warm_us.items()},
+        backends=backends,
     )
 
 
@@ -128,7 +143,7 @@ def case_name(problem: Any) -> str:
     for field in dataclasses.fields(problem):
         value = getattr(problem, field.name)
         if isinstance(value, torch.dtype):
-            parts.append(_plain(value))
+            parts.append(dtype_name(value))
         elif field.default is dataclasses.MISSING or value != field.default:
             parts.append(field.name if value is True else f"{field.name}={value}")
     return " ".join(parts)
@@ -166,15 +181,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def clocks() -> str:
-    """The SM clock as nvidia-smi reads it now, "" without one. Unlocked: it moves with the load."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.strip().splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return ""
-
-
 def command() -> str:
     """The command line of this run as a user would type it, less where the results went."""
     words = list(sys.argv[1:])
@@ -182,7 +188,3 @@ def command() -> str:
         at = words.index("--json")
         del words[at : at + 2]
     return shlex.join(["tilewright", *words])
-
-
-def _plain(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -19,6 +19,8 @@ Contender = Callable[..., Any]  # called with the keyword arguments of one input
 ROUNDS = 15
 REPLAY_TARGET_US = 1500.0
 MAX_CALLS = 400
+ROUGH_TARGET_US = 400.0
+HOST_US = 100.0  # more than any op's host time: an eager call that takes longer is held up by the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,22 @@ def time_interleaved(contenders: dict[str, Contender], sets: Sequence[dict[str, 
         for name, (graph, calls) in graphs.items():
             samples[name].append(_elapsed_us(graph.replay) / calls)
     return {name: _summary(values) for name, values in samples.items()}
+
+
+def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: float) -> float:
+    """GPU time per call from a few short replays, to tell losers.
+
+    Far beyond `give_up_us` the time of the first two calls, host cost included, is enough.
+    """
+    for inputs in sets[:2]:
+        call(**inputs)
+    torch.cuda.synchronize()
+    once = _elapsed_us(lambda: [call(**inputs) for inputs in sets[:2]]) / 2
+    if once > 4 * give_up_us + HOST_US:
+        return once
+    calls = max(min(len(sets), 4), min(MAX_CALLS, math.ceil(ROUGH_TARGET_US / max(once, 1.0))))
+    graph = _capture(call, sets[: max(2, min(calls, len(sets)))], calls)
+    return statistics.median(_elapsed_us(graph.replay) / calls for _ in range(3))
 
 
 def launch_floor_us() -> float:

@@ -1,0 +1,248 @@
+"""What the benchmark says without a GPU to say it on: peers, suites, published figures, clocks, rows."""
+
+import json
+import threading
+import time
+import types
+
+import pytest
+import torch
+from rich.console import Console
+
+from tilewright.bench import command, libraries, measure, suites
+from tilewright.bench.ceilings import Ceilings
+from tilewright.bench.command import _Run, bench_command
+from tilewright.bench.libraries import backend_of, library_peers, strays
+from tilewright.bench.meter import Meter, Sample, parse_smi, summarised
+from tilewright.bench.published import beside, best_row, figures
+from tilewright.bench.suites import Table, formatted, llm, playbook, seeds
+from tilewright.bench.timer import Timing
+from tilewright.launch import Device
+from tilewright.ops import attention, matmul, rms_norm, softmax
+from tilewright.testing import op_name
+
+H200 = Device.named("H200")
+CEILINGS = Ceilings(copy_gbs=4200.0, read_gbs=4600.0, tflops=780.0, launch_us=1.0)
+
+
+# ------------------------------------------------------------------------------------------------ clocks and power
+def test_clocks_are_sampled_while_the_case_runs():
+    readings = iter([(1980.0, 3201.0, 300.0), (1755.0, 3201.0, 500.0)])
+    started, read = threading.Event(), threading.Event()
+
+    def reader():
+        started.wait(5)
+        value = next(readings, None)
+        if value is None:
+            read.set()
+            raise OSError("gone")
+        return value
+
+    with Meter(reader, period_s=0.001) as meter, meter.watching() as clocks:
+        started.set()
+        assert read.wait(5)
+    assert clocks == ["1755..1980 MHz, 3201 MHz, 400 W"]
+
+
+def test_nothing_to_read_is_an_empty_line_and_no_thread():
+    before = threading.active_count()
+    with Meter(None) as meter, meter.watching() as clocks:
+        assert threading.active_count() == before
+    assert clocks == [""]
+
+
+def test_what_a_driver_hides_is_left_out():
+    assert summarised([Sample(0, 1980.0, None, None)]) == "1980 MHz"
+    assert parse_smi(" 1980, 3201, [N/A]\n") == (1980.0, 3201.0, None)
+    for text in ("", "No devices were found", "1, 2"):
+        with pytest.raises(ValueError):
+            parse_smi(text)
+
+
+# ------------------------------------------------------------------------------------------------ peers
+def test_other_libraries_are_peers_where_they_are_installed_and_compute_the_same(monkeypatch):
+    monkeypatch.setattr(libraries, "_module", lambda name: types.ModuleType(name))
+
+    def names(op, problem):
+        return {peer.name for peer in library_peers(op_name(op), problem.inputs(torch.device("meta")))}
+
+    half, single = torch.bfloat16, torch.float32
+    assert names(rms_norm, rms_norm.Problem(4, 64, half)) == {"tilegym", "liger", "flashinfer", "quack"}
+    assert names(rms_norm, rms_norm.Problem(4, 64, half, residual=True)) == set()
+    assert names(rms_norm, rms_norm.Problem(4, 64, half, round_before_weight=True)) == {"liger"}
+    assert names(matmul, matmul.Problem(64, 64, 64, half)) == {"tilegym"}
+    assert names(matmul, matmul.Problem(64, 64, 64, single)) == set(), "TileGym's fp32 product is TF32"
+    assert names(matmul, matmul.Problem(64, 64, 64, half, bias=True)) == set()
+    block = matmul.Problem(64, 128, 256, torch.float8_e4m3fn, scaling=next(s for s in type(matmul.Problem(1, 1, 1).scaling) if s.name == "BLOCK"))
+    assert names(matmul, block) == {"deepgemm"}
+    assert names(attention, attention.Problem(2, 4, 2, 64, 64, 64, half)) == {"tilegym"}
+    assert names(attention, attention.Problem(1, 4, 2, 64, 64, 64, half)) == {"tilegym", "flashinfer"}
+    assert names(attention, attention.Problem(1, 4, 2, 64, 64, 64, half, window=16)) == set()
+
+
+def test_no_library_is_no_peer():
+    assert library_peers("rms_norm", {}) == []
+    assert backend_of("torch.eager") == f"torch {torch.__version__}"
+    assert backend_of("cudnn").startswith("cuDNN")
+
+
+def test_a_result_that_is_not_ours_is_told():
+    a = torch.randn(64, 64)
+    assert strays([a], [a + 0.01 * torch.randn(64, 64)]) == ""
+    assert "away from ours" in strays([a], [a.tril()])
+    assert "away from ours" in strays([a], [torch.full_like(a, torch.nan)])
+    assert "shape (64, 63)" in strays([a], [a[:, 1:]])
+    assert "float16" in strays([a], [a.half()])
+
+
+# ------------------------------------------------------------------------------------------------ one case
+@pytest.fixture
+def made_up(monkeypatch):
+    """Peers of softmax: torch, a library that computes something else, one that raises; times of 1, 2, 3.. us."""
+    peer = libraries.Peer
+
+    def broken(x):
+        raise NotImplementedError("not on this GPU\nat all")
+
+    found = [peer("torch.eager", lambda x: torch.softmax(x, -1))]
+    others = [peer("tilegym", lambda x: torch.softmax(2 * x, -1)), peer("quack", broken)]
+    monkeypatch.setattr(measure, "peers_of", lambda op, inputs: found)
+    monkeypatch.setattr(measure, "library_peers", lambda op, inputs: others)
+    calls = []
+
+    def timed(contenders, sets, rounds=15):
+        calls.append((list(contenders), len(sets)))
+        return {name: Timing(float(i), 0.01) for i, name in enumerate(contenders, 1)}
+
+    monkeypatch.setattr(measure, "time_interleaved", timed)
+    return calls
+
+
+def test_a_case_is_timed_cold_and_warm_beside_those_that_compute_the_same(made_up):
+    problem = softmax.Problem(33, 70, torch.float32)
+    with torch.inference_mode():
+        row = measure.measure_case(softmax, problem, torch.device("cpu"), CEILINGS)
+    assert [names for names, _ in made_up] == [["ours", "torch.eager"]] * 2
+    assert made_up[0][1] > made_up[1][1] == 1
+    assert row.peers == {"torch.eager": 2.0}
+    assert row.warm_us == 1.0
+    assert row.peer_warm_us == {"torch.eager": 2.0}
+    assert row.backends == {"torch.eager": f"torch {torch.__version__}"}
+    assert row.absent["quack"] == "NotImplementedError: not on this GPU"
+    assert "computes something else" in row.absent["tilegym"]
+    assert row.source == "default"
+    assert row.config == str(softmax.space(problem, Device.named("CPU"))[0])
+    assert json.loads(row.json())["problem"] == {"rows": 33, "cols": 70, "dtype": "float32"}
+    line = row.line()
+    for part in ("launch floor 1.0 us", "warm L2 1.0 us", "torch.eager 2.00x", "tilegym failed"):
+        assert part in line
+
+
+def test_a_wrong_kernel_prints_no_number(monkeypatch, capsys):
+    def wrong(*args, **kwargs):
+        raise AssertionError("worst element is off")
+
+    monkeypatch.setattr(command, "measure_case", wrong)
+    run = _Run(Console(width=200), torch.device("cpu"), CEILINGS, Meter(None), True, False, None, "")
+    assert run.one(softmax, softmax.Problem(3, 4, torch.float32)) is None
+    assert run.wrong == 1
+    out = capsys.readouterr().out
+    assert "WRONG, not timed" in out
+    assert "us" not in out.replace("not timed", "").split("|")[0]
+
+
+def test_a_wrong_kernel_is_never_timed(monkeypatch, made_up):
+    monkeypatch.setattr(softmax, "softmax", lambda x: torch.softmax(x.double() * 1.01, -1).to(x.dtype))
+    with pytest.raises(AssertionError):
+        measure.measure_case(softmax, softmax.Problem(33, 70, torch.float32), torch.device("cpu"), CEILINGS)
+    assert made_up == []
+
+
+# ------------------------------------------------------------------------------------------------ suites
+def test_an_unknown_suite_names_the_known():
+    with pytest.raises(ValueError, match="--suite must be one of playbook, llm, seeds, got 'all'"):
+        bench_command(suite="all")
+
+
+def test_every_suite_is_made_of_problems_that_an_h200_can_run():
+    for table in playbook():
+        if "float8" in table.title and table.op == "attention":
+            continue  # fp8 attention may not be built: the run then says so
+        for _, op, problem in table.problems():
+            assert op.space(problem, H200), problem
+    tasks = [*seeds(), *llm(H200)]
+    assert len(tasks) > 300
+    assert all(op.space(problem, H200) for op, problem in tasks)
+    assert {"attention", "matmul", "bmm", "grouped_gemm", "rms_norm", "rope", "silu_mul", "softmax", "dropout"} == {t.op for t in playbook()}
+
+
+def test_a_table_prints_as_the_playbook_does():
+    lines = tuple((n, {}) for n in (1024, 16_384))
+    table = Table("fused-attention-causal=True-float16-TFLOPS", "bench_fused_attention.py", "attention", "N_CTX", "TFLOPS", lines)
+    columns = {"Tilewright": {1024: 58.188262, 16_384: 89.491869}, "cudnn": {1024: 60.5}}
+    assert formatted(table, columns).splitlines() == [
+        "fused-attention-causal=True-float16-TFLOPS:",
+        "     N_CTX  Tilewright      cudnn",
+        "0   1024.0   58.188262  60.500000",
+        "1  16384.0   89.491869        nan",
+    ]
+
+
+def test_a_playbook_run_prints_tables_and_what_is_not_built(monkeypatch, capsys):
+    def timed(op, problem, *args, **kwargs):
+        return measure.make_row(
+            op=op_name(op), problem=problem, gpu="H200", time_us=10.0, spread_us=0.1, written_bytes=1, peer_us={"cudnn": 5.0}, absent={},
+            config=None, source="default", found=[], ceilings=CEILINGS, clocks="", warm_us=None, peer_warm_us={}, backends={},
+        )  # fmt: skip
+
+    monkeypatch.setattr(command, "measure_case", timed)
+    run = _Run(Console(width=300), torch.device("cpu"), CEILINGS, Meter(None), True, False, None, "")
+    first = playbook()[0]
+    run.table(first)
+    out = capsys.readouterr().out
+    assert first.title + ":" in out
+    assert "✓ PASSED: bench_fused_attention.py" in out
+    assert "58.1883 TFLOP/s published for DGX Spark (cutile-playbook.md)" in out
+    run.table(Table("mla-TFLOPS", "bench_mla.py", "no_such_op", "N_CTX", "TFLOPS", ((1, {}),)))
+    assert "mla-TFLOPS: not built (no op no_such_op)" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ published figures
+def test_published_figures_are_complete_and_name_their_machine():
+    found = figures()
+    assert {f.document for f in found} == {"attention-tuning-blog.md", "cutile-playbook.md", "gb10-megakernel-pr.md", "gemm-note.md"}
+    for figure in found:
+        assert figure.value > 0
+        assert figure.device or figure.metric == "ratio", figure
+        share = figure.roof_pct()
+        assert share is None or 0 < share < 105, figure
+    spark = next(f for f in found if f.hardware == "DGX Spark" and f.problem.get("q_len") == 16_384)
+    assert spark.value == 89.491869
+    assert spark.roof_pct() == pytest.approx(100 * 89.491869 / Device.named("GB10").tflops)
+    note = next(f for f in found if f.kernel.endswith("DeepGEMM"))
+    assert note.tflops() == pytest.approx(2 * 320 * 32_576 * 7168 / 77e-6 / 1e12)
+
+
+def test_rows_of_the_same_problem_stand_beside_published_figures():
+    plain = {"batch": 4, "q_heads": 32, "kv_heads": 32, "q_len": 2048, "kv_len": 2048, "head_dim": 128, "dtype": "bfloat16", "causal": True}
+    row = {"op": "attention", "case": "x", "dtype": "bfloat16", "problem": plain}
+    assert {f.hardware for f in beside(row)} == {"DGX Spark", "B300", "B200"}
+    assert beside(row | {"problem": plain | {"causal": False}}) == []
+    assert beside(row | {"problem": plain | {"window": 512}}) == [], "an option that the documents do not have"
+    fp8 = {"m": 320, "n": 32_576, "k": 7168, "dtype": "float8_e4m3fn", "trans_b": True}
+    for scaling, count in (("TENSOR", 4), (1, 4), ("BLOCK", 0), (3, 0)):  # older rows have the number
+        assert len(beside({"op": "matmul", "case": "x", "problem": fp8 | {"scaling": scaling}})) == count
+    exact = row | {"problem": plain | {"dtype": "float16"}, "dtype": "float16"}
+    figure = beside(row)[0]
+    assert best_row(figure, [exact, row]) is exact
+    other_batch = row | {"problem": plain | {"batch": 8}}
+    assert best_row(figure, [other_batch]) is other_batch
+    assert best_row(figure, [other_batch, row]) is row
+    decode = {"op": "decode", "case": "Llama-3.2-1B batch=1 prompt=32 new=128 mode=mega"}
+    assert [f.value for f in beside(decode)] == [95.9]
+
+
+def test_the_suites_are_cheap_to_list():
+    start = time.process_time()
+    suites.llm(H200)
+    assert time.process_time() - start < 10

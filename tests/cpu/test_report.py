@@ -1,0 +1,169 @@
+"""The page of `tilewright report`: complete, self-contained, right in its numbers, and drawn by a browser in light and dark."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tilewright.bench import results
+from tilewright.bench.page import report_command
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+CEILINGS = {"copy_gbs": 4200.0, "read_gbs": 4600.0, "tflops": 780.0, "launch_us": 1.0}
+
+
+def row(case="rows=1 cols=2 bfloat16", time_us=10.0, **changes):
+    plain = {
+        "op": "rms_norm", "case": case, "problem": {"rows": 1, "cols": 2, "dtype": "bfloat16"}, "dtype": "bfloat16", "gpu": "H200",
+        "time_us": time_us, "spread_us": 0.1, "gbs": 100.0, "tflops": 1.0, "roof_pct": 50.0, "bound": "memory",
+        "peers": {"torch.eager": 2.0}, "absent": {}, "ceilings": CEILINGS, "versions": {"torch": "2.11"}, "date": "2026-11-21",
+        "source": "default", "clocks": "1980 MHz",
+    }  # fmt: skip
+    return plain | changes
+
+
+def written(path: Path, *rows) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+class Balance(HTMLParser):
+    """Fails on a tag that is closed out of turn; keeps the names of all tags and attributes that load something."""
+
+    VOID = ("meta", "br", "hr", "img", "link", "input")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.loads = [], set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data") and not (value or "").startswith("#")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    start = time.process_time()
+    report_command(COMMITTED, out=folder)
+    return folder, time.process_time() - start
+
+
+def test_the_committed_results_make_a_page_in_less_than_20_seconds(committed):
+    folder, seconds = committed
+    assert seconds < 20
+    names = {path.name for path in folder.iterdir()}
+    assert {"index.html", "roofline.png", "peers.png", "attention.png", "decode.png", "sizes.png", "platforms.png"} <= names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
+
+
+def test_the_page_is_well_formed_self_contained_and_has_no_script(committed):
+    text = (committed[0] / "index.html").read_text()
+    parser = Balance()
+    parser.feed(text)
+    assert parser.open == []
+    assert "script" not in parser.tags
+    assert parser.loads == []
+    assert "url(http" not in text
+    assert "#0a0b0" not in text, "placeholders of the drawings' inks must be the page's colours"
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)), "two drawings share an id"
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(ids)
+    assert '<meta name="viewport"' in text
+    assert "prefers-color-scheme: dark" in text
+    for part in ("Roofline", "Platforms", "DGX Spark", "B300", ">published<", ">measured<", "torch.compile", "not measured yet"):
+        assert part in text
+
+
+def test_numbers_on_the_page_are_those_of_the_rows(tmp_path):
+    new = [row("a", peers={"torch.eager": 4.0}), row("b", 20.0, peers={"torch.eager": 1.0}, warm_us=7.7), row("<c&>", clocks="1755..1980 MHz, 612 W")]
+    file = written(tmp_path / "new.jsonl", *new)
+    report_command([file], out=tmp_path / "out", console=Console(quiet=True))
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert 'torch.eager <span class="good">2.00x</span>' in text  # geomean of 4, 1, 2
+    for part in ("7.7", "1755..1980 MHz, 612 W", "&lt;c&amp;&gt;"):
+        assert part in text
+    assert "<c&>" not in text
+
+
+def test_changes_fall_into_three_zones_by_time_and_spread():
+    new = [row("a", 10.0), row("b", 10.0), row("c", 10.0), row("d", 10.0, spread_us=1.0), row("e", 10.0)]
+    old = [row("a", 11.0), row("b", 10.2), row("c", 9.0), row("d", 11.0, spread_us=1.0), row("x", 1.0)]
+    keyed = [[r | {"key": (r["op"], r["case"], r["gpu"])} for r in rows] for rows in (new, old)]
+    zones = {change.row["case"]: change.zone for change in results.changes(*keyed)}
+    assert zones == {"a": "faster", "b": "same", "c": "slower", "d": "same"}
+    assert next(iter(zones)) == "c", "slowest first"
+
+
+def test_a_newer_file_is_compared_with_what_it_replaces_or_with_the_file_named(tmp_path):
+    old, new = written(tmp_path / "1.jsonl", row("a", 20.0), row("b", 10.0)), written(tmp_path / "2.jsonl", row("a", 10.0), row("b", 10.1))
+    for options in ({"paths": [old, new]}, {"paths": [new], "against": [old]}):
+        report_command(out=tmp_path / "out", console=Console(quiet=True), **options)
+        text = (tmp_path / "out" / "index.html").read_text()
+        assert "0 slower, 1 same, 1 faster" in text
+        assert (tmp_path / "out" / "regression.png").exists()
+        assert '<span class="good">2.00x</span>' in text
+
+
+def test_whole_models_have_their_own_table(tmp_path):
+    model = {
+        "op": "generate", "case": "Qwen2-7B batch=16 prompt=32 new=50 mode=graph", "problem": {}, "gpu": "H200", "date": "2026-11-21",
+        "tokens_per_s": 2500.0, "ttft_ms": 11.0, "tpot_ms": 6.4, "floor_pct": 49.0, "memory_gb": 17.5, "time_us": 6400.0,
+        "peers": {"transformers": 1.2},
+    }  # fmt: skip
+    report_command([written(tmp_path / "r.jsonl", row(), model)], out=tmp_path / "out", console=Console(quiet=True))
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "Whole models" in text
+    assert "2,500.0" in text
+    assert "257.3 tokens/s" in text, "the published figure stands beside it"
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "[\n", '{"op": "x", "case": "y"}\n'])
+def test_a_file_that_holds_no_rows_is_an_error(tmp_path, content):
+    file = tmp_path / "r.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"r\.jsonl:1 must be a result row|must hold at least one row"):
+        report_command([file], out=tmp_path / "out")
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 500)])
+def test_a_browser_draws_the_page(committed, tmp_path, scheme, width):
+    from matplotlib.image import imread
+
+    shot = tmp_path / "shot.png"
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    options += [f"--window-size={width},1600", f"--screenshot={shot}"] + (["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else [])
+    done = subprocess.run([BROWSER, *options, f"file://{committed[0] / 'index.html'}"], capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    pixels = imread(shot)[..., :3]
+    assert (pixels.mean() < 0.4) == (scheme == "dark")
+    assert pixels.std() > 0.05, "a blank page"
+    coloured = (pixels.max(-1) - pixels.min(-1) > 0.3).sum()
+    assert coloured > 2000, "no drawing"
