@@ -160,10 +160,128 @@ def test_an_empty_batch_or_cache_launches_nothing():
     assert not counts
 
 
+MANY = [Config(16, 1), Config(32, 3, True), Config(16, 2, heads=1), Config(64, 2, heads=2, rows=64), Config(16, 2, parts=2, columns=16)]
+
+
+def expected_rows(q, k, v, end, *, start=None, window=None, sinks=None):
+    """Row by row in float64: token t of q_len sees the keys up to end - q_len + t; out, and the lse without the sink."""
+    batch, q_heads, q_len, head_dim = q.shape
+    out, lse = torch.zeros(batch, q_heads, q_len, v.shape[-1]).double(), torch.full((batch, q_heads, q_len), -torch.inf).double()
+    for b in range(batch):
+        for h in range(q_heads):
+            for t in range(q_len):
+                last = int(end[b]) - q_len + t
+                first = max(0 if start is None else int(start[b]), 0 if window is None else last - window + 1)
+                if first > last:
+                    continue
+                shared = h // (q_heads // k.shape[1])
+                scores = k[b, shared, first : last + 1].double() @ q[b, h, t].double() / math.sqrt(head_dim)
+                lse[b, h, t] = scores.logsumexp(0)
+                total = lse[b, h, t] if sinks is None else torch.logaddexp(lse[b, h, t], sinks[h].double())
+                out[b, h, t] = (scores - total).exp() @ v[b, shared, first : last + 1].double()
+    return out, lse
+
+
+def close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", MANY)
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"kv_start": (0, 20, 3)}])
+def test_tokens_see_up_to_themselves_counted_from_the_end(config, options):
+    """Lower-right causal, every row's lse; the upper-left mask of SDPA's is_causal would hide all but the first keys."""
+    q, k, v = randn(3, 6, 3, HEAD_DIM), randn(3, 2, 80, HEAD_DIM), randn(3, 2, 80, HEAD_DIM)
+    end = int32(80, 21, 2)  # the last has fewer keys than tokens
+    start = options.get("kv_start")
+    given = {name: int32(*value) if isinstance(value, tuple) else value for name, value in options.items()}
+    found = forced(config, q, k, v, end, return_lse=True, **given)
+    close(found, expected_rows(q, k, v, end, start=start, window=options.get("window")))
+
+
+@pytest.mark.parametrize("q_heads", [1, 3, 9, 63, 126, 128])
+@pytest.mark.parametrize("config", [Config(32, 2, True, heads=8), Config(32, 1, heads=64, rows=64)])
+def test_any_number_of_heads_fills_tiles_of_rows(q_heads, config):
+    q, k = randn(2, q_heads, 1, HEAD_DIM), randn(2, 1, 70, HEAD_DIM)
+    end = int32(70, 33)
+    close(forced(config, q, k, None, end, return_lse=True), expected_rows(q, k, k, end))
+
+
+@pytest.mark.parametrize("config", MANY)
+def test_a_sink_counts_once_and_in_the_natural_scaled_domain(config):
+    """Not once a range of keys, not in base 2, and not in the lse."""
+    q, k, v = randn(2, 6, 2, HEAD_DIM), randn(2, 2, 90, HEAD_DIM), randn(2, 2, 90, HEAD_DIM)
+    end, sinks = int32(90, 40), torch.tensor([0.0, 5.0, -3.0, 9.0, 2.0, 30.0])
+    close(forced(config, q, k, v, end, sinks=sinks, return_lse=True), expected_rows(q, k, v, end, sinks=sinks))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_sink_may_be_any_number(splits):
+    """exp(sink - max) overflows where the sink is far above the scores."""
+    q, k, v = randn(2, 4, 1, HEAD_DIM), randn(2, 2, 50, HEAD_DIM), randn(2, 2, 50, HEAD_DIM)
+    end, sinks = int32(50, 0), torch.tensor([math.inf, -math.inf, 1e4, -1e4])
+    plain, lse = forced(Config(16, splits), q, k, v, end, return_lse=True)
+    found, found_lse = forced(Config(16, splits), q, k, v, end, sinks=sinks, return_lse=True)
+    assert torch.equal(found_lse, lse)
+    assert torch.equal(found[:, 0::2], torch.zeros_like(found[:, 0::2]))
+    torch.testing.assert_close(found[:, 1::2], plain[:, 1::2])
+
+
+@pytest.mark.parametrize("config", MANY)
+def test_states_of_two_scopes_merge_under_one_sink(config):
+    """As DeepSeek-V4 has it: exp(sink) joins the denominator of both; weighing one scope by it is another function."""
+    q, k, v = randn(2, 4, 1, HEAD_DIM), randn(2, 1, 60, HEAD_DIM), randn(2, 1, 60, HEAD_DIM)
+    sinks, lengths = randn(4), int32(60, 60)
+    parts = [forced(config, q, k[:, :, a:b], v[:, :, a:b], normalize=False) for a, b in ((0, 20), (20, 60))]
+    assert all(x.dtype == torch.float32 for part in parts for x in part)
+    top = torch.maximum(parts[0][1], parts[1][1])
+    weights = [(maximum - top).exp() for _, maximum, _ in parts]
+    total = sum(w[..., None] * x for w, (x, _, _) in zip(weights, parts, strict=True))
+    denominator = sum(w * x for w, (_, _, x) in zip(weights, parts, strict=True))
+    found = total / (denominator + (sinks[:, None] - top).exp())[..., None]
+    expected, _ = expected_rows(q, k, v, lengths, sinks=sinks)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+    wrong = (weights[0][..., None] * parts[0][0] + sinks.exp()[:, None, None] * weights[1][..., None] * parts[1][0]) / denominator[..., None]
+    assert (wrong.double() - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("config", MANY)
+def test_a_state_with_no_key_is_zero_and_minus_infinity(config):
+    q, k = randn(2, 4, 2, HEAD_DIM), randn(2, 2, 40, HEAD_DIM)
+    total, maximum, denominator = forced(config, q, k, None, int32(0, 1), normalize=False)
+    assert torch.equal(total[0], torch.zeros_like(total[0]))
+    assert (maximum[0] == -torch.inf).all()
+    assert (denominator[0] == 0).all()
+    assert (maximum[1, :, 0] == -torch.inf).all()  # one key, two tokens
+    torch.testing.assert_close(total[1, :, 1], k[1, :, 0].repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("config", MANY)
+@pytest.mark.parametrize("v_dim", [None, 16])
+def test_values_may_be_the_first_columns_of_the_keys(config, v_dim):
+    """Also where memory beyond the keys is NaN: one tile serves both products, and 0 * NaN is NaN."""
+    q, k = randn(3, 6, 2, HEAD_DIM + 16), randn(3, 2, 70, HEAD_DIM + 16)
+    end = int32(70, 33, 1)
+    for b in range(3):
+        k[b, :, end[b] :] = torch.nan
+    v_dim = HEAD_DIM if v_dim is None else v_dim
+    found = forced(config, q, k, None, end, v_dim=v_dim, return_lse=True)
+    close(found, expected_rows(q, k, k[..., :v_dim], end))
+    separate = forced(config, q, k, k[..., :v_dim].contiguous(), end, return_lse=True)
+    close(separate, [x.double() for x in found])
+
+
+def test_a_block_per_head_is_a_config():
+    """The other way to lay out many heads over one key head: each block reads all keys for one head."""
+    p = Problem(4, 64, 1, 640, 512, torch.bfloat16, shared=True)
+    packed, apart = (plan(p, Config(64, 1, heads=heads), Device.named("H200")) for heads in (0, 1))
+    assert (packed.grid, apart.grid) == ((1, 1, 4), (64, 1, 4))
+
+
 Q, K, PAGES = torch.zeros(2, 4, 1, 32), torch.zeros(2, 2, 64, 32), torch.zeros(9, 2, 16, 32)
 TABLE = torch.zeros(2, 3, dtype=torch.int32)
 BAD = [
-    ({"q": torch.zeros(2, 4, 2, 32)}, ValueError, r"q.shape\[2\] must be 1, got 2"),
+    ({"q": torch.zeros(2, 4, 5, 32)}, ValueError, r"q.shape\[2\] must be in 1..4, got 5"),
     ({"q": torch.zeros(2, 4, 32)}, ValueError, r"q.dim\(\) must be 4, got 3"),
     ({"k": K[:1]}, ValueError, r"k.shape must be \(2, 2, 64, 32\), got \(1, 2, 64, 32\)"),
     ({"v": K.half()}, ValueError, r"v.dtype must be float32, got float16"),
@@ -172,12 +290,20 @@ BAD = [
     ({"kv_len": [1, 2]}, TypeError, r"kv_len must be a torch.Tensor, got list"),
     ({"kv_start": int32(1)}, ValueError, r"kv_start.shape must be \(2,\), got \(1,\)"),
     ({"window": -1}, ValueError, r"window must be at least 1, got -1"),
+    ({"v_dim": 16}, ValueError, r"v_dim must be None where v is given, got 16"),
+    ({"v": None, "v_dim": 33}, ValueError, r"v_dim must be in 1..32, got 33"),
+    ({"v": K[:, :, :9]}, ValueError, r"v.shape must be \(2, 2, 64\) and 1..512 columns, got \(2, 2, 9, 32\)"),
+    ({"sinks": torch.zeros(3)}, ValueError, r"sinks.shape must be \(4,\), got \(3,\)"),
+    ({"sinks": torch.zeros(4).half()}, ValueError, r"sinks.dtype must be one of float32, got float16"),
+    ({"normalize": False, "return_lse": True}, ValueError, r"normalize must be True with return_lse or sinks: .*, got False"),
+    ({"q": torch.zeros(2, 4, 1, 520), "k": torch.zeros(2, 2, 9, 520)}, ValueError, r"q.shape\[-1\] must be in 1..512, or 576, got 520"),
+    ({"q": torch.zeros(2, 4, 1, 512), "k": torch.zeros(2, 2, 9, 512)}, ValueError, r"q.shape\[-1\] must be in 1..256 in float32, got 512"),
     ({"scale": -1.0}, ValueError, r"scale must be positive, got -1.0"),
     ({"block_table": TABLE.long()}, ValueError, r"block_table.dtype must be int32, got int64"),
     ({"block_table": TABLE[0]}, ValueError, r"block_table.dim\(\) must be 2, got 1"),
     ({"block_table": TABLE[:1]}, ValueError, r"block_table.shape must be \(2, 3\), got \(1, 3\)"),
     ({"block_table": 3}, TypeError, r"block_table must be a torch.Tensor, got int"),
-    ({"k": PAGES[:, :, :12], "v": PAGES[:, :, :12], "block_table": TABLE}, ValueError, r"k.shape\[2\] must be a power of two, at least 16"),
+    ({"k": PAGES[:, :, :12], "v": PAGES[:, :, :12], "block_table": TABLE}, ValueError, r"the page size must be a power of two, at least 16"),
 ]
 
 

@@ -51,3 +51,37 @@ def test_one_graph_serves_every_length(gpu, cache):
         graph.replay()
         expected = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], enable_gqa=True)
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_pages_beyond_two_to_the_31_elements(gpu):
+    """Offsets of pages are 64-bit: the last pages of a cache of 2**31 + elements."""
+    page, heads, head_dim = 64, 8, 128
+    pages = 2**31 // (page * heads * head_dim) + 64
+    if torch.cuda.mem_get_info(gpu)[0] < 4 * pages * page * heads * head_dim:
+        pytest.skip("needs 5 GB of free GPU memory")
+    cache = torch.zeros(pages, heads, page, head_dim, device=gpu, dtype=torch.bfloat16)
+    held = torch.arange(pages - 8, pages, device=gpu, dtype=torch.int32)
+    cache[held.long()] = torch.randn(8, heads, page, head_dim, device=gpu, dtype=torch.bfloat16)
+    q = torch.randn(1, 32, 1, head_dim, device=gpu, dtype=torch.bfloat16)
+    whole = cache[held.long()].transpose(0, 1).flatten(1, 2)[None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, whole, whole, enable_gqa=True)
+    found = tilewright.attention_decode(q, cache, cache, block_table=held[None])
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_one_graph_serves_every_length_of_a_latent_cache(gpu):
+    cache = torch.randn(2, 1024, 576, device=gpu, dtype=torch.bfloat16)
+    q_latent, q_rope = (torch.randn(2, 16, 2, n, device=gpu, dtype=torch.bfloat16) for n in (512, 64))
+    lengths = torch.full((2,), 1024, dtype=torch.int32, device=gpu)
+    tilewright.mla_decode(q_latent, q_rope, cache, lengths, scale=0.1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewright.mla_decode(q_latent, q_rope, cache, lengths, scale=0.1)
+    for length in (2, 7, 64, 500, 1023, 1024):
+        lengths.fill_(length)
+        graph.replay()
+        seen = torch.arange(length, device=gpu) <= length - 2 + torch.arange(2, device=gpu)[:, None]
+        scores = torch.cat((q_latent, q_rope), -1).float() @ cache[:, None, :length].float().mT * 0.1
+        expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ cache[:, None, :length, :512].float()
+        torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)

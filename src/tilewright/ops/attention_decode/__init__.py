@@ -1,23 +1,24 @@
-"""Attention of one query per sequence against a long cache: out = softmax(scale * q k^T + mask) v, per head.
+"""Attention of each sequence's newest tokens against a long cache: out = softmax(scale * q k^T + mask) v, per head.
 
-The query heads that share a key head are the rows (or columns) of one tile, so k and v are read once. The keys of a sequence are cut into
-`splits` ranges, one block each; a second kernel merges the ranges' results. The ranges come from the length that the device holds, so that
-a captured graph serves any step.
+The query heads that share a key head, and the tokens, are the rows (or columns) of one tile, so k and v are read once; where v is the first
+columns of k, one tile of keys serves both products. The keys of a sequence are cut into `splits` ranges, one block each; a second kernel merges
+the ranges' results. The ranges come from the length that the device holds, so that a captured graph serves any step.
 
-Source    Dao et al. 2023, "Flash-Decoding for long-context inference" (splits); Ainslie et al. 2023, arXiv:2305.13245 (GQA); Kwon et al. 2023,
-          arXiv:2309.06180 (pages).
-Numerics  As attention. Partial results and their lse are fp32; merged with weights exp2(lse - max lse).
-Bound     Memory: k and v of the visible keys, once.
+Source    Dao et al. 2023, "Flash-Decoding for long-context inference" (splits); Shazeer 2019, arXiv:1911.02150 (MQA); Ainslie et al. 2023,
+          arXiv:2305.13245 (GQA); Kwon et al. 2023, arXiv:2309.06180 (pages); Xiao et al. 2024, arXiv:2309.17453 (sinks).
+Numerics  As attention. Partial results are fp32 sums, maxima and denominators, merged with weights exp2(maximum - largest maximum). A sink enters
+          the denominator once, after the merge.
+Bound     Memory: k and v of the visible keys, once. From about 100 rows a key head (128 heads over 512 columns) the products.
 """
 
-import math
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from ..attention_common import DTYPES, LOG2E, check_heads, check_int32, check_scale_and_window
+from ...launch import Device, best_plan, check_tensor, must, next_pow2, torch_op
+from ..attention_common import DTYPES, check_heads, check_scale_and_window
+from .calls import MOST_TOKENS, check_decode, launch_decode, no_keys
 from .decision import Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -37,131 +38,160 @@ __all__ = [
 def reference(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None = None,
     kv_len: Tensor | None = None,
     *,
+    v_dim: int | None = None,
     block_table: Tensor | None = None,
     kv_start: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    normalize: bool = True,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The definition, sequence by sequence: products in the dtype, softmax at least in fp32."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    for i in range(len(q)):
+    batch, q_heads, q_len, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    if v is None:
+        v = k[..., :v_dim]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = (batch, q_heads, q_len)
+    maximum, denominator = (torch.full(rows, x, dtype=wide, device=q.device) for x in (-torch.inf, 0.0))
+    out = torch.zeros(*rows, v.shape[-1], dtype=q.dtype if normalize else wide, device=q.device)
+    for i in range(batch):
+        longest = k.shape[2] if block_table is None else block_table.shape[1] * k.shape[2]
+        end = longest if kv_len is None else max(0, min(int(kv_len[i]), longest))
+        begin = 0 if kv_start is None else max(0, int(kv_start[i]))
         if block_table is None:
             keys, values = k[i], v[i]
-            longest = k.shape[2]
         else:
-            longest = block_table.shape[1] * k.shape[2]
-        end = longest if kv_len is None else int(kv_len[i])
-        begin = 0 if kv_start is None else int(kv_start[i])
-        if window is not None:
-            begin = max(begin, end - window)
-        if begin >= end:
-            continue
-        if block_table is not None:
             pages = block_table[i, : -(-end // k.shape[2])].long()
             keys, values = (x[pages].transpose(0, 1).flatten(1, 2) for x in (k, v))
-        keys, values = (x[:, begin:end].repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (keys, values))
-        scores = (q[i] @ keys.mT * scale).to(lse.dtype)
-        lse[i] = scores.logsumexp(-1)
-        out[i] = scores.softmax(-1).to(v.dtype) @ values
+        for t in range(q_len):
+            last = end - (q_len - 1 - t)
+            first = begin if window is None else max(begin, last - window)
+            if first >= last:
+                continue
+            near, held = keys[:, first:last], values[:, first:last]  # [kv_heads, keys, columns]
+            scores = (q[i, :, t].unflatten(0, (len(near), -1)) @ near.mT * scale).to(wide)  # [kv_heads, group, keys]
+            top = scores.amax(-1, keepdim=True)
+            weights = (scores - top).exp()
+            maximum[i, :, t], denominator[i, :, t] = top.flatten(), weights.sum(-1).flatten()
+            out[i, :, t] = ((scores.softmax(-1) if normalize else weights).to(v.dtype) @ held).flatten(0, 1)
+    if not normalize:
+        return out, maximum, denominator
+    lse = maximum + denominator.log()
+    if sinks is not None:
+        shown = torch.sigmoid(lse - sinks.to(wide)[:, None])  # the share of the softmax that is not the sink's
+        out = (out * torch.where(denominator == 0, 0.0, shown)[..., None]).to(out.dtype)
     return (out, lse) if return_lse else out
 
 
-@torch_op(mutates=("out", "lse"))
+@torch_op(mutates=("out", "lse", "denominator"))
 def attention_decode_out(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Optional[Tensor],
+    denominator: Optional[Tensor],
     kv_len: Optional[Tensor],
     block_table: Optional[Tensor],
     kv_start: Optional[Tensor],
+    sinks: Optional[Tensor],
     scale: float,
     window: Optional[int],
+    shared: bool,
 ) -> None:
-    """`attention_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
-    batch, q_heads, _, head_dim = q.shape
+    """`attention_decode` into `out` and, if given, `lse`. shared: v is a view of k's first columns. With `denominator`, `lse` is the maximum.
+
+    No checks, no sync: safe under graph capture.
+    """
+    batch, q_heads, q_len, head_dim = q.shape
     kv_heads = k.shape[1]
     page_size = 0 if block_table is None else k.shape[2]
     max_len = next_pow2(k.shape[2] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
-    options = (page_size, window, kv_start is not None, kv_len is not None, lse is not None)
-    chosen = best_plan(space, plan, Device.of(q), Problem, batch, q_heads, kv_heads, max_len, head_dim, q.dtype, *options)
-    partial = None if chosen.then is None else chosen.scratch(q.device)[0]
-    # q stands in for the arrays that the kernel's flags say are absent.
-    lse = q if lse is None else lse
-    launch(
-        chosen,
-        q,
-        k,
-        v,
-        out if partial is None else partial,
-        lse,
-        q if kv_len is None else kv_len,
-        q if block_table is None else block_table,
-        q if kv_start is None else kv_start,
-        0 if window is None else window,
-        scale * LOG2E,
-    )
-    if chosen.then is not None:
-        launch(chosen.then, partial, out, lse)
+    given = (page_size, window, kv_start is not None, kv_len is not None, lse is not None and denominator is None)
+    more = (q_len, v.shape[3], shared, sinks is not None, denominator is None)
+    chosen = best_plan(space, plan, Device.of(q), Problem, batch, q_heads, kv_heads, max_len, head_dim, q.dtype, *given, *more)
+    launch_decode(chosen, q, q, k, v, out, lse, denominator, kv_len, block_table, kv_start, sinks, scale, window)
 
 
 def attention_decode(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None = None,
     kv_len: Tensor | None = None,
     *,
+    v_dim: int | None = None,
     block_table: Tensor | None = None,
     kv_start: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of each sequence's newest token over its cache; query head h reads key head h // (q_heads // kv_heads).
+    normalize: bool = True,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of each sequence's newest tokens over its cache; query head h reads key head h // (q_heads // kv_heads).
 
     Args:
-        q: [batch, q_heads, 1, head_dim]; bf16, fp16 or fp32; head_dim 1..256; stride 1 in the last axis.
-        k, v: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in the last axis; kv_heads divides q_heads.
+        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; q_len 1..4, head_dim 1..512 or 576, in fp32 1..256; stride 1 in the last
+            axis. The tokens are the sequence's last q_len: the i-th sees the keys up to kv_len - q_len + i.
+        k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in the last axis; kv_heads divides q_heads.
             With a block_table [pages, kv_heads, page_size, head_dim], page_size a power of two, at least 16.
+        v: like k, of 1..512 columns; None: the first v_dim columns of k, which are then read once for both.
         kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device: nothing depends on its values here.
+        v_dim: columns of k that are v, where v is None; at most 512; default all.
         block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards. Entries past kv_len may be anything.
         kv_start: [batch] int32; the first key of each sequence (left padding).
-        window: only the last `window` keys are seen.
+        window: a token sees only the last `window` keys, its own included.
+        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the softmax and has no value.
         scale: of q k^T; positive; default head_dim ** -0.5.
-        return_lse: also return the natural log of the softmax denominator.
-    Returns: out [batch, q_heads, 1, head_dim]; with return_lse the tuple (out, lse), lse fp32 [batch, q_heads, 1].
-        A sequence with no key to see gives 0, its lse -inf. Memory outside the keys may hold anything.
+        return_lse: also return the natural log of the softmax denominator, without the sink.
+        normalize: False returns the state of the softmax instead, to be merged with others.
+    Returns: out [batch, q_heads, q_len, columns of v]; with return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len].
+        Without normalize the tuple (total, maximum, denominator), all fp32: maximum of the scaled scores, denominator sum(exp(score - maximum)),
+        total sum(exp(score - maximum) * v). A token with no key to see gives 0 and lse (or maximum) -inf. Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
-    if q_len != 1:
-        raise must("q.shape[2]", 1, q_len)
+    if not 1 <= q_len <= MOST_TOKENS:
+        raise must("q.shape[2]", f"in 1..{MOST_TOKENS}", q_len)
+    if not (1 <= head_dim <= 512 or head_dim == 576):
+        raise must("q.shape[-1]", "in 1..512, or 576", head_dim)
+    if q.dtype == torch.float32 and head_dim > 256:
+        raise must("q.shape[-1]", "in 1..256 in float32", head_dim)
     check_tensor(k, "k", ndim=4, like=q)
-    check_heads(q, k)
+    check_heads(q, k, head_dim)
     scale = check_scale_and_window(scale, window, head_dim)
     if k.shape[3] != head_dim or (block_table is None and k.shape[0] != batch):
         raise must("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))
-    check_tensor(v, "v", shape=k.shape, like=q)
-    if block_table is not None:
-        check_int32(block_table, "block_table", q, (batch, None))
-        if k.shape[2] < 16 or k.shape[2] & (k.shape[2] - 1):
-            raise must("k.shape[2]", "a power of two, at least 16 (the page size)", k.shape[2])
-    for name, given in (("kv_len", kv_len), ("kv_start", kv_start)):
-        if given is not None:
-            check_int32(given, name, q, (batch,))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, q_heads, 1), dtype=torch.float32, device=q.device) if return_lse else None
-    if out.numel() and k.numel() and (block_table is None or block_table.numel()):
-        attention_decode_out(q, k, v, out, lse, kv_len, block_table, kv_start, scale, window)
+    shared = v is None
+    if v is None:
+        columns = head_dim if v_dim is None else v_dim
+        if not 1 <= columns <= min(head_dim, 512):
+            raise must("v_dim", f"in 1..{min(head_dim, 512)}", columns)
+        v = k if columns == head_dim else k[..., :columns]
     else:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-math.inf)
-    return out if lse is None else (out, lse)
+        if v_dim is not None:
+            raise must("v_dim", "None where v is given", v_dim)
+        check_tensor(v, "v", ndim=4, like=q)
+        columns = v.shape[3]
+        if v.shape[:3] != k.shape[:3] or not 1 <= columns <= 512:
+            raise must("v.shape", f"{(*k.shape[:3],)} and 1..512 columns", tuple(v.shape))
+    check_decode(q, k.shape[2], kv_len, block_table, kv_start, sinks)
+    if not normalize and (return_lse or sinks is not None):
+        raise must("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
+    rows = (batch, q_heads, q_len)
+    out = torch.empty((*rows, columns), dtype=q.dtype if normalize else torch.float32, device=q.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device) if return_lse or not normalize else None
+    denominator = None if normalize else torch.empty(rows, dtype=torch.float32, device=q.device)
+    if out.numel() and k.numel() and (block_table is None or block_table.numel()):
+        attention_decode_out(q, k, v, out, lse, denominator, kv_len, block_table, kv_start, sinks, scale, window, shared)
+    else:
+        no_keys(out, lse, denominator)
+    if lse is None:
+        return out
+    return (out, lse) if denominator is None else (out, lse, denominator)

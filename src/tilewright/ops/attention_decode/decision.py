@@ -1,6 +1,7 @@
 """What a launch of `attention_decode` may depend on, and what it comes to."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 class Problem:
     """What a plan may depend on. max_len: keys a sequence may come to, a power of two or more than it holds; never its length of the moment.
 
-    page_size: 0 for a contiguous cache. has_start, has_len: kv_start, kv_len are given.
+    page_size: 0 for a contiguous cache. has_start, has_len, sinks: kv_start, kv_len, sinks are given. q_len: newest tokens of a sequence.
+    v_dim: columns of v, 0 for head_dim. shared: v is the first columns of k.
     """
 
     batch: int
@@ -28,6 +30,16 @@ class Problem:
     has_start: bool = False
     has_len: bool = True
     return_lse: bool = False
+    q_len: int = 1
+    v_dim: int = 0
+    shared: bool = False
+    sinks: bool = False
+    normalize: bool = True
+
+    @property
+    def columns(self) -> int:
+        """Columns of v."""
+        return self.v_dim or self.head_dim
 
     def _lengths(self) -> list[int]:
         """Lengths of the sequences: the whole cache, down to a third of it in the last; with several, one has none."""
@@ -40,9 +52,12 @@ class Problem:
         return [(self.max_len * i) // (4 * self.batch) if self.has_start else 0 for i in range(self.batch)]
 
     def cost(self) -> Cost:
-        keys = sum(max(0, min(n - start, self.window or n)) for n, start in zip(self._lengths(), self._starts(), strict=True))
-        elements = 2 * keys * self.kv_heads + 2 * self.batch * self.q_heads
-        return Cost(elements * self.head_dim * self.dtype.itemsize, 4 * keys * self.q_heads * self.head_dim)
+        reach = None if self.window is None else self.window + self.q_len - 1
+        keys = sum(max(0, min(n - start, reach or n)) for n, start in zip(self._lengths(), self._starts(), strict=True))
+        both = self.head_dim + self.columns
+        rows = self.batch * self.q_heads * self.q_len
+        elements = keys * self.kv_heads * (self.head_dim if self.shared else both) + rows * both
+        return Cost(elements * self.dtype.itemsize, 2 * keys * self.q_heads * self.q_len * both)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         def randn(*shape: int) -> Tensor:
@@ -52,28 +67,33 @@ class Problem:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         lengths, starts = self._lengths(), self._starts()
-        options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse}
+        options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse, "normalize": self.normalize}
         options["kv_len"] = int32(lengths) if self.has_len else None
         options["kv_start"] = int32(starts) if self.has_start else None
-        q = randn(self.batch, self.q_heads, 1, self.head_dim)
+        q = randn(self.batch, self.q_heads, self.q_len, self.head_dim)
         key = torch.arange(self.max_len, device=device)
         unused = torch.stack([(key < start) | (key >= n) for n, start in zip(lengths, starts, strict=True)])  # [batch, max_len]
+        widths = (self.head_dim,) if self.shared else (self.head_dim, self.columns)
         if not self.page_size:
-            k, v = (randn(self.batch, self.kv_heads, self.max_len, self.head_dim) for _ in range(2))
+            caches = [randn(self.batch, self.kv_heads, self.max_len, width) for width in widths]
             unused = unused[:, None, :, None]
         else:
             max_pages = -(-self.max_len // self.page_size)
             pages = self.batch * max_pages
             table = torch.randperm(pages, dtype=torch.int32, device=device).view(self.batch, max_pages)
-            k, v = (randn(pages, self.kv_heads, self.page_size, self.head_dim) for _ in range(2))
+            caches = [randn(pages, self.kv_heads, self.page_size, width) for width in widths]
             unused = torch.nn.functional.pad(unused, (0, max_pages * self.page_size - self.max_len), value=True)
             shuffled = torch.empty(pages, self.page_size, dtype=torch.bool, device=device)
             shuffled[table.flatten().long()] = unused.view(pages, self.page_size)
             held = torch.arange(max_pages, device=device) * self.page_size < torch.tensor(lengths, device=device)[:, None]
             options["block_table"] = torch.where(held, table, 2147480000)  # entries past the length may be anything
             unused = shuffled[:, None, :, None]
-        k, v = (torch.where(unused, torch.nan, x) for x in (k, v))  # memory that holds no key may hold anything
-        return {"q": q, "k": k, "v": v, **options}
+        k, *v = (torch.where(unused, torch.nan, x) for x in caches)  # memory that holds no key may hold anything
+        if self.shared and self.v_dim:
+            options["v_dim"] = self.v_dim
+        if self.sinks:
+            options["sinks"] = torch.randn(self.q_heads, device=device)
+        return {"q": q, "k": k, "v": v[0] if v else None, **options}
 
 
 MOST_SPLITS = 64  # the merge holds one row of each in registers
@@ -81,13 +101,17 @@ MOST_SPLITS = 64  # the merge holds one row of each in registers
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the keys are cut and walked.
+    """How the keys and the query heads are cut and walked.
 
-    tile_n: keys of a step; a power of two; in a paged cache a divisor of the page size.
+    tile_n: keys of a step; a power of two; in a paged cache a divisor or a multiple of the page size.
     splits: ranges that the keys of a sequence are cut into; 1 needs no merge and no workspace.
-    keys_first: the keys are the rows of the products and the heads their columns (at least 8); otherwise the heads are rows (at least 16).
+    keys_first: the keys are the rows of the products and the queries their columns (at least 8); otherwise the queries are rows (at least 16).
     latency: prefetch hint of the k and v loads, 1 to 10.
-    occupancy, num_worker_warps: compiler hints.
+    occupancy, num_worker_warps, num_ctas: compiler hints.
+    heads: query heads of a block, a power of two; 0: all that share the key head. 1 is a block per head: each reads the keys for itself.
+    rows: rows (heads x tokens) that the tile of queries has at least, a power of two; those beyond the block's own are zeros.
+    parts: column parts that k, v and the sums are kept in; a power of two.
+    columns: columns of v of a block, a power of two, each block with all scores; 0: all of them.
     """
 
     tile_n: int
@@ -96,6 +120,11 @@ class Config:
     latency: int = 4
     occupancy: int | None = None
     num_worker_warps: int | None = None
+    heads: int = 0
+    rows: int = 8
+    parts: int = 1
+    columns: int = 0
+    num_ctas: int | None = None
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -105,12 +134,14 @@ def space(p: Problem, device: Device) -> list[Config]:
     longer than the cache, and is then partly or wholly empty.
     """
     if device.is_cpu:
-        return [Config(_tile(512, p), 1), Config(_tile(128, p), 3), Config(_tile(256, p), 2, keys_first=True)]
+        apart = Config(_tile(128, p), 2, heads=next_pow2(-(-p.q_heads // p.kv_heads // 2)), parts=2, columns=max(16, next_pow2(p.columns) // 2))
+        return [Config(_tile(512, p), 1), Config(_tile(128, p), 3), Config(_tile(256, p), 2, keys_first=True), apart]
     configs = []
-    for tile_n, keys_first, latency, occupancy, warps in _shapes(p, device):
-        splits = _splits(p.batch * p.kv_heads, device.sms * occupancy)
+    for shape in _shapes(p, device):
+        blocks = plan(p, shape, device).grid
+        splits = _splits(math.prod(blocks), device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1))
         for n in (splits, min(MOST_SPLITS, 2 * splits)):
-            configs.append(Config(_tile(tile_n, p), n, keys_first, latency, occupancy, warps))
+            configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
 
 
@@ -119,29 +150,84 @@ def _tile(tile_n: int, p: Problem) -> int:
     return min(tile_n, p.page_size) if p.page_size >= 128 else tile_n
 
 
-def _shapes(p: Problem, device: Device) -> list[tuple[int, bool, int, int, int | None]]:
-    """(tile_n, keys_first, latency, occupancy, num_worker_warps), the default first, as measured on an H200 (2026-11-21, notes/LOG.md)."""
-    wide = p.head_dim > 64
+def _shapes(p: Problem, device: Device) -> list[Config]:
+    """Configs of one range of keys, the default first; those of few rows as measured on an H200 (2026-11-21, notes/LOG.md)."""
+    tile_q = next_pow2(p.q_len)
+    rows = p.q_heads // p.kv_heads * tile_q
     if p.dtype == torch.float32:
         # CUDA cores: sums on tensor cores round towards zero, and miss fp32's accuracy by a third (H200, 190 keys).
-        return [(32 if not wide else 16, True, 1, 1, 8 if device.arch == "sm_90" else None)]
+        few = 0 if rows <= 16 and tile_q == 1 else 8 // tile_q
+        return [Config(32 if p.head_dim <= 64 else 16, 1, True, 1, 1, 8 if device.arch == "sm_90" else None, heads=few)]
+    if p.head_dim > 256:
+        return _many_columns(p, device, rows, tile_q)
+    if rows > 16:
+        return _many_rows(p, device, rows, tile_q)
     if device.arch != "sm_90":
-        if wide and p.head_dim > 128:
-            return [(64, True, 2, 1, None)] if device.arch in ("sm_100", "sm_103") else [(32, False, 2, 1, None)]
-        return [(64, True, 2, 1, None), (32, False, 2, 1, None)]
+        if p.head_dim > 128:
+            return [Config(64, 1, True, 2, 1)] if device.arch in ("sm_100", "sm_103") else [Config(32, 1, False, 2, 1)]
+        return [Config(64, 1, True, 2, 1), Config(32, 1, False, 2, 1)]
     if p.head_dim > 128:
-        return [(128, True, 4, 1, 8), (64, True, 4, 1, 4), (128, True, 2, 1, 8), (64, False, 2, 1, 8)]
-    shapes = [(128, True, 8, 1, 8), (128, True, 8, 2, 4)] if wide else [(128, True, 8, 2, 4), (128, True, 8, 1, 8)]
-    shapes += [(128, True, 3, 2, 4), (64, True, 8, 2, 4), (64, True, 3, 4, 4), (128, False, 8, 1, 8), (128, False, 8, 2, 4)]
+        return [Config(128, 1, True, 4, 1, 8), Config(64, 1, True, 4, 1, 4), Config(128, 1, True, 2, 1, 8), Config(64, 1, False, 2, 1, 8)]
+    one_block, two_blocks = Config(128, 1, True, 8, 1, 8), Config(128, 1, True, 8, 2, 4)
+    shapes = [one_block, two_blocks] if p.head_dim > 64 else [two_blocks]
+    if p.head_dim <= 64 and p.window is None and not p.has_start:  # with a third loop it spills
+        shapes.append(one_block)
+    shapes += [Config(128, 1, True, 3, 2, 4), Config(64, 1, True, 8, 2, 4)]
+    if rows <= 8:  # more spill with four blocks an SM
+        shapes.append(Config(64, 1, True, 3, 4, 4))
+    shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
-        shapes.insert(0, (128, True, 8, 2, 4))  # many short caches: blocks that end and start overlap
+        shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
     if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
-        shapes.insert(0, (128, True, 8, 2, 8))
+        shapes.insert(0, Config(128, 1, True, 8, 2, 8))
     elif p.page_size == 64:
-        shapes.insert(0, (64, True, 4, 2, 4))
+        shapes.insert(0, Config(64, 1, True, 4, 2, 4))
     elif p.page_size >= 128:
-        shapes.insert(0, (128, True, 3, 2, 4))
-    return list(dict.fromkeys(shapes))
+        shapes.insert(0, Config(128, 1, True, 3, 2, 4))
+    return shapes
+
+
+def _many_rows(p: Problem, device: Device, rows: int, tile_q: int) -> list[Config]:
+    """More than 16 rows of at most 256 columns."""
+
+    def heads(most: int) -> int:
+        return most // tile_q if rows > most else 0
+
+    wide = p.head_dim > 128
+    if device.arch == "sm_90":
+        if wide:
+            return [Config(64, 1, True, 2, 1, 8, heads(32))]
+        if rows <= 32:
+            return [Config(128, 1, True, 8, 1, 8), Config(64, 1, False, 4, 1, 4, rows=64)]
+        one, two = Config(64, 1, False, 2, 1, 4, heads(64), 64), Config(128, 1, False, 2, 1, 8, heads(128), 128)
+        return [two, one] if rows > 64 and not 0 < p.page_size < 128 else [one, two]  # pages shorter than a tile are gathered
+    if device.arch in ("sm_100", "sm_103"):
+        return [Config(64, 1, True, 2, 1, 8, heads(32))] if wide else [Config(64, 1, True, 2, 1, None, heads(32))]
+    if wide:
+        return [Config(32, 1, False, 2 if device.arch == "sm_80" else 1, 1, None, heads(16))]
+    return [Config(32, 1, False, 2, 1, 8 if device.arch == "sm_80" else None, heads(32))]
+
+
+def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Config]:
+    """More than 256 columns: the sums of 64 rows are half of a Hopper SM's registers, and an SM without wgmma holds those of 16 rows in parts."""
+
+    def heads(most: int) -> int:
+        return most // tile_q if rows > most else 0
+
+    if device.arch == "sm_90":
+        # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 223 KB).
+        narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
+        if not p.shared:
+            return [narrow]
+        shapes = [Config(64, 1, False, 4, 1, 8, heads(64), 64, 2), Config(64, 1, False, 2, 1, 8, heads(64), 64, 2), narrow]
+        if rows >= 128:
+            shapes.append(Config(32, 1, False, 2, 1, 8, 128 // tile_q, 128, num_ctas=2))
+        return shapes
+    if device.arch in ("sm_100", "sm_103"):
+        return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]
+    if device.arch == "sm_80":
+        return [Config(64, 1, False, 2, 1, 8, heads(16), parts=4, columns=128)]
+    return [Config(32, 1, False, 1, 1, None, heads(16), parts=4, columns=64)]
 
 
 def _splits(heads: int, resident: int) -> int:
@@ -157,15 +243,35 @@ def _splits(heads: int, resident: int) -> int:
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of the launch over ranges, and of the merge."""
-    group, tile_d = p.q_heads // p.kv_heads, next_pow2(p.head_dim)
-    rows = max(8 if c.keys_first else 16, next_pow2(group))
-    flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.return_lse, c.splits > 1, c.keys_first)
-    grid = (c.splits, p.kv_heads, p.batch)
-    constants = (*flags, group, rows, tile_d, c.tile_n, c.latency)
+    group, tile_q = p.q_heads // p.kv_heads, next_pow2(p.q_len)
+    heads = min(c.heads, group) or group
+    rows = max(c.rows, 8 if c.keys_first else 16, next_pow2(heads) * tile_q)
+    tile_d, tail = _column_tiles(p)
+    tile_d = tile_d // c.parts
+    shared = p.shared and not c.columns  # a block with some columns of v loads them apart: which ones is known at run time
+    tile_v = c.columns or (tile_d if shared else next_pow2(p.columns) // c.parts)
+    tiles_v = -(-p.columns // tile_v)
+    column_blocks = tiles_v if c.columns else 1
+    flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.sinks, shared, p.return_lse, p.normalize, c.splits > 1, c.keys_first)
+    columns = (-(-(p.head_dim - tail) // tile_d), tile_d, tail, column_blocks, tiles_v // column_blocks, tile_v)
+    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency)
+    grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
     if c.splits == 1:
-        return Plan(attention_decode_kernel, grid, constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
-    # Rows of results and, behind each, its lse; padded to whole 16 bytes.
-    workspace = (((p.batch, p.kv_heads, c.splits, group, -(-(p.head_dim + 1) // 4) * 4), torch.float32),)
-    warps = 8 if next_pow2(c.splits) * tile_d > 8192 else None  # on four they spill (sm_100)
-    merge = Plan(attention_decode_merge_kernel, (group, p.kv_heads, p.batch), (p.return_lse, next_pow2(c.splits), tile_d), num_worker_warps=warps)
-    return Plan(attention_decode_kernel, grid, constants, None, c.occupancy, c.num_worker_warps, workspace, merge)
+        return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+    # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
+    workspace = (((p.batch, c.splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32),)
+    tile_s, tile_v = next_pow2(c.splits), next_pow2(p.columns)
+    warps = 8 if tile_s * tile_v > 8192 else None  # on four they spill (sm_100)
+    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, tile_v)
+    merge = Plan(attention_decode_merge_kernel, (p.q_heads, p.q_len, p.batch), merge_constants, num_worker_warps=warps)
+    return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge)
+
+
+def _column_tiles(p: Problem) -> tuple[int, int]:
+    """The power of two that k's columns are padded to; or, where they are one and a smaller one (576) and v does not reach there, these two."""
+    padded = next_pow2(p.head_dim)
+    main = padded // 2
+    rest = p.head_dim - main
+    if (p.shared or p.head_dim > 128) and 16 <= rest < main and rest & (rest - 1) == 0 and not (p.shared and p.columns > main):
+        return main, rest
+    return padded, 0

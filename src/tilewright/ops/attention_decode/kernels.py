@@ -1,10 +1,10 @@
-"""Tile code of `attention_decode`: one kernel over ranges of keys, one that merges them."""
+"""Tile code of `attention_decode`: one kernel over ranges of keys, one that merges them. `mla_decode` launches the same two."""
 
 import math
 
 import cuda.tile as ct
 
-from ..attention_common import FLOOR, LOG2E, softmax_finish, softmax_step
+from ..attention_common import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -12,10 +12,13 @@ ZERO = ct.PaddingMode.ZERO
 @ct.kernel
 def attention_decode_kernel(
     Q,
+    Q_TAIL,
     K,
     V,
     OUT,
     LSE,
+    DENOMINATOR,
+    SINKS,
     KV_LEN,
     BLOCK_TABLE,
     KV_START,
@@ -25,88 +28,144 @@ def attention_decode_kernel(
     HAS_WINDOW: ct.Constant[bool],
     HAS_START: ct.Constant[bool],
     HAS_LEN: ct.Constant[bool],
+    HAS_SINKS: ct.Constant[bool],
+    SHARED: ct.Constant[bool],
     RETURN_LSE: ct.Constant[bool],
+    NORMALIZE: ct.Constant[bool],
     SPLIT: ct.Constant[bool],
     KEYS_FIRST: ct.Constant[bool],
     GROUP: ct.Constant[int],
+    HEADS: ct.Constant[int],
+    TILE_Q: ct.Constant[int],
     ROWS: ct.Constant[int],
+    PARTS: ct.Constant[int],
     TILE_D: ct.Constant[int],
+    TAIL: ct.Constant[int],
+    COLUMN_BLOCKS: ct.Constant[int],
+    PARTS_V: ct.Constant[int],
+    TILE_V: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """One block: all query heads of one key head over one range of keys. Grid (splits, kv_heads, batch).
+    """One block: HEADS query heads of one key head over one range of keys, for a part of v's columns.
 
-    Q [batch, kv_heads * GROUP, 1, head_dim]; K, V [batch, kv_heads, max_len, head_dim] or [pages, kv_heads, page_size, head_dim].
-    Without SPLIT: OUT like Q, LSE [batch, kv_heads * GROUP, 1]. With it OUT holds fp32 partials [batch, kv_heads, splits, GROUP, head_dim + pad],
-    the element behind each row its lse in base 2.
-    int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
+    Grid (splits * COLUMN_BLOCKS * row tiles of a key head, kv_heads, batch), the row tiles innermost: they read the same keys.
+
+    The ROWS rows of a block's products are its heads x TILE_Q query tokens, the token innermost.
+    Q [batch, kv_heads * GROUP, q_len, columns of k]; K, V [batch, kv_heads, max_len, columns] or [pages, kv_heads, page_size, columns].
+    The columns of k are PARTS tiles of TILE_D and, where TAIL is not 0, one of TAIL, of which the queries are the last TAIL columns of Q_TAIL;
+    those of v COLUMN_BLOCKS times PARTS_V tiles of TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
+    Without SPLIT: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len]; without NORMALIZE OUT is the fp32 sum, LSE its maximum and
+    DENOMINATOR, like LSE, its denominator. With SPLIT OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]: sum,
+    maximum in base 2 and denominator; SINKS are then left to the merge.
+    SINKS fp32 [q_heads]. int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
     scale: of the scores, times log2(e).
     """
-    split, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
+    row_tiles = ct.cdiv(GROUP, HEADS)
+    split, head, batch = ct.bid(0) // (row_tiles * COLUMN_BLOCKS), ct.bid(1), ct.bid(2)
+    column_block = 0 if COLUMN_BLOCKS == 1 else ct.bid(0) // row_tiles % COLUMN_BLOCKS
+    last_token = 0 if TILE_Q == 1 else Q.shape[2] - 1
     end = K.shape[2]
     if PAGE_SIZE:
         end = BLOCK_TABLE.shape[1] * PAGE_SIZE
     if HAS_LEN:
         end = max(0, min(ct.load(KV_LEN, (batch,), ()), end))
-    begin = 0
+    start = 0
     if HAS_START:
-        begin = max(0, ct.load(KV_START, (batch,), ()))
+        start = max(0, ct.load(KV_START, (batch,), ()))
+    # The first token sees the keys from `begin` on, the last those from `last_begin` on, and up to `end`; each token one more than the one before.
+    begin, last_begin = start, start
     if HAS_WINDOW:
-        begin = max(begin, end - window)
+        begin, last_begin = max(start, end - last_token - window), max(start, end - window)
     begin = min(begin, end)
 
-    # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that are not to be seen.
+    # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that some row is not to see.
     first, last = begin // TILE_N, ct.cdiv(end, TILE_N)
-    per_split = ct.cdiv(last - first, ct.num_blocks(0))
+    per_split = ct.cdiv(last - first, ct.num_blocks(0) // (row_tiles * COLUMN_BLOCKS))
     first = first + split * per_split
     last = min(last, first + per_split)
-    head_end = max(first, min(last, ct.cdiv(begin, TILE_N)))
-    tail = max(head_end, min(last, end // TILE_N))
+    head_end = max(first, min(last, ct.cdiv(last_begin, TILE_N)))
+    tail = max(head_end, min(last, max(0, end - last_token) // TILE_N))
 
     axis = 0 if KEYS_FIRST else 1  # along which the keys of a tile of scores lie
     state_shape = (1, ROWS) if KEYS_FIRST else (ROWS, 1)
-    first_row, end_row = head * GROUP, head * GROUP + GROUP
-    q = ct.load(Q.slice(1, first_row, end_row), (batch, 0, 0, 0), (1, ROWS, 1, TILE_D), padding_mode=ZERO).reshape((ROWS, TILE_D))
-    if KEYS_FIRST:
-        q = ct.transpose(q)
+    first_head = head * GROUP
+    end_head = first_head + GROUP
+    if HEADS < GROUP:
+        first_head = first_head + ct.bid(0) % row_tiles * HEADS
+        end_head = min(end_head, first_head + HEADS)
 
-    def load(ARRAY, j):
-        shape = (1, 1, TILE_N, TILE_D)
+    def queries(ARRAY, i, COLUMNS):
+        tile = ct.load(ARRAY.slice(1, first_head, end_head), (batch, 0, 0, i), (1, ROWS // TILE_Q, TILE_Q, COLUMNS), padding_mode=ZERO)
+        tile = tile.reshape((ROWS, COLUMNS))
+        return ct.transpose(tile) if KEYS_FIRST else tile
+
+    qs: tuple = ()
+    for i in ct.static_iter(range(PARTS)):
+        qs = (*qs, queries(Q, i, TILE_D))
+    if TAIL:
+        qs = (*qs, queries(Q_TAIL, Q_TAIL.shape[3] // TAIL - 1, TAIL))
+    token = ct.arange(ROWS, dtype=ct.int32) % TILE_Q
+
+    def load(ARRAY, j, i, COLUMNS):
+        shape = (1, 1, TILE_N, COLUMNS)
         if PAGE_SIZE == 0:
-            tile = ct.load(ARRAY, (batch, head, j, 0), shape, padding_mode=ZERO, latency=LATENCY)
+            tile = ct.load(ARRAY, (batch, head, j, i), shape, padding_mode=ZERO, latency=LATENCY)
         elif PAGE_SIZE >= TILE_N:
             page = ct.load(BLOCK_TABLE, (batch, j // (PAGE_SIZE // TILE_N)), ())
-            tile = ct.load(ARRAY, (page, head, j % (PAGE_SIZE // TILE_N), 0), shape, padding_mode=ZERO, latency=LATENCY)
+            tile = ct.load(ARRAY, (page, head, j % (PAGE_SIZE // TILE_N), i), shape, padding_mode=ZERO, latency=LATENCY)
         else:
             pages = ct.load(BLOCK_TABLE, (batch, j), (1, TILE_N // PAGE_SIZE), padding_mode=ZERO).reshape((TILE_N // PAGE_SIZE,))
-            within = (ct.Slice(head, 1), ct.Slice(0, PAGE_SIZE), ct.Slice(0, TILE_D))
+            within = (ct.Slice(head, 1), ct.Slice(0, PAGE_SIZE), ct.Slice(i * COLUMNS, COLUMNS))
             tile = ct.load_advanced_indexing(ARRAY, (pages, *within), padding_mode=ZERO, latency=LATENCY)
-        return tile.reshape((TILE_N, TILE_D))
+        return tile.reshape((TILE_N, COLUMNS))
+
+    def visible(key):
+        """Which rows see which keys, in the shape of the scores; for one token a row or column of it."""
+        if TILE_Q == 1:
+            seen = ct.expand_dims((key >= begin) & (key < end), 1 - axis)
+        else:
+            # Tokens beyond the last, which only fill the tile, see what the last does.
+            row_end = ct.minimum(ct.expand_dims(token, axis) + (end - last_token), end)
+            key = ct.expand_dims(key, 1 - axis)
+            seen = (key < row_end) & (key >= start)
+            if HAS_WINDOW:
+                seen = seen & (key >= row_end - window)
+        return seen
 
     def step(j, state, MASKED):
-        accumulator, maximum, denominator = state
+        accumulators, maximum, denominator = state
         key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-        seen = (key >= begin) & (key < end)
-        k, v = load(K, j), load(V, j)
-        if KEYS_FIRST:
-            scores = ct.mma(k, q, ct.zeros((TILE_N, ROWS), dtype=ct.float32))
-        else:
-            scores = ct.mma(q, ct.transpose(k), ct.zeros((ROWS, TILE_N), dtype=ct.float32))
+        ks: tuple = ()
+        vs: tuple = ()
+        for i in ct.static_iter(range(PARTS)):
+            ks = (*ks, load(K, j, i, TILE_D))
+        if TAIL:
+            ks = (*ks, load(K, j, PARTS * TILE_D // TAIL, TAIL))
+        for i in ct.static_iter(range(PARTS_V)):
+            vs = (*vs, ks[i] if SHARED else load(V, j, column_block * PARTS_V + i, TILE_V))
+        scores = ct.zeros((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N), dtype=ct.float32)
+        for i in ct.static_iter(range(len(qs))):
+            scores = ct.mma(ks[i], qs[i], scores) if KEYS_FIRST else ct.mma(qs[i], ct.transpose(ks[i]), scores)
         if MASKED:
-            scores = ct.where(ct.expand_dims(seen, 1 - axis), scores, -math.inf)
-            v = ct.where(ct.expand_dims(seen, 1), v, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+            scores = ct.where(visible(key), scores, -math.inf)
         weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1)
-        if KEYS_FIRST:
-            accumulator = ct.mma(ct.transpose(v), weights, accumulator * factor)
-        else:
-            accumulator = ct.mma(weights, v, accumulator * factor)
-        return accumulator, maximum, denominator
+        sums: tuple = ()
+        for i in ct.static_iter(range(PARTS_V)):
+            v = vs[i]
+            if MASKED:
+                v = ct.where(ct.expand_dims((key >= begin) & (key < end), 1), v, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+            if KEYS_FIRST:
+                total = ct.mma(ct.transpose(v), weights, accumulators[i] * factor)
+            else:
+                total = ct.mma(weights, v, accumulators[i] * factor)
+            sums = (*sums, total)
+        return sums, maximum, denominator
 
-    state = (
-        ct.zeros((TILE_D, ROWS) if KEYS_FIRST else (ROWS, TILE_D), dtype=ct.float32),
-        ct.full(state_shape, FLOOR, dtype=ct.float32),
-        ct.zeros(state_shape, dtype=ct.float32),
-    )
+    zeros: tuple = ()
+    for i in ct.static_iter(range(PARTS_V)):
+        zeros = (*zeros, ct.zeros((TILE_V, ROWS) if KEYS_FIRST else (ROWS, TILE_V), dtype=ct.float32))
+    state = (zeros, ct.full(state_shape, FLOOR, dtype=ct.float32), ct.zeros(state_shape, dtype=ct.float32))
     if HAS_WINDOW or HAS_START:
         for j in range(first, head_end):
             state = step(j, state, True)
@@ -114,17 +173,32 @@ def attention_decode_kernel(
         state = step(j, state, False)
     for j in range(tail, last):
         state = step(j, state, True)
-    out, lse = softmax_finish(*state)
+
+    sums, maximum, denominator = state
     if KEYS_FIRST:
-        out = ct.transpose(out)
-    if not SPLIT:
-        ct.store(OUT.slice(1, first_row, end_row), (batch, 0, 0, 0), out.astype(OUT.dtype).reshape((1, ROWS, 1, TILE_D)))
-        if RETURN_LSE:
-            ct.store(LSE.slice(1, first_row, end_row), (batch, 0, 0), lse.reshape((1, ROWS, 1)))
+        rows: tuple = ()
+        for i in ct.static_iter(range(PARTS_V)):
+            rows = (*rows, ct.transpose(sums[i]))
+        sums, maximum, denominator = rows, maximum.reshape((ROWS, 1)), denominator.reshape((ROWS, 1))
+    tile = (1, ROWS // TILE_Q, TILE_Q)  # batch, heads, tokens
+    if SPLIT:
+        columns = V.shape[3]
+        OUT = OUT.slice(2, first_head, end_head)
+        part, state = OUT.slice(4, 0, columns), OUT.slice(4, columns, columns + 2)
+        for i in ct.static_iter(range(PARTS_V)):
+            ct.store(part, (batch, split, 0, 0, column_block * PARTS_V + i), sums[i].reshape((1, *tile, TILE_V)))
+        if column_block == 0:
+            ct.store(state, (batch, split, 0, 0, 0), maximum.reshape((1, *tile, 1)))
+            ct.store(state, (batch, split, 0, 0, 1), denominator.reshape((1, *tile, 1)))
     else:
-        head_dim = Q.shape[3]
-        ct.store(OUT.slice(4, 0, head_dim), (batch, head, split, 0, 0), out.reshape((1, 1, 1, ROWS, TILE_D)))
-        ct.store(OUT.slice(4, head_dim, head_dim + 1), (batch, head, split, 0, 0), (lse * LOG2E).reshape((1, 1, 1, ROWS, 1)))
+        OUT = OUT.slice(1, first_head, end_head)
+        if RETURN_LSE or not NORMALIZE:
+            LSE = LSE.slice(1, first_head, end_head)
+        if not NORMALIZE:
+            DENOMINATOR = DENOMINATOR.slice(1, first_head, end_head)
+        if HAS_SINKS:
+            SINKS = SINKS.slice(0, first_head, end_head)
+        _write(OUT, LSE, DENOMINATOR, SINKS, (batch, 0, 0), tile, column_block, sums, maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE)
 
 
 @ct.kernel
@@ -132,25 +206,44 @@ def attention_decode_merge_kernel(
     PARTIAL,
     OUT,
     LSE,
+    DENOMINATOR,
+    SINKS,
+    HAS_SINKS: ct.Constant[bool],
     RETURN_LSE: ct.Constant[bool],
+    NORMALIZE: ct.Constant[bool],
     TILE_S: ct.Constant[int],
-    TILE_D: ct.Constant[int],
+    TILE_V: ct.Constant[int],
 ):
-    """One query head: out = sum(w * partial) / sum(w), w = exp2(lse - max lse). Grid (group, kv_heads, batch).
+    """One row of the result from its partials, all of which are in one tile of TILE_S rows. Grid (q_heads, q_len, batch).
 
-    PARTIAL [batch, kv_heads, splits, group, head_dim + pad], behind each row its lse in base 2; OUT [batch, kv_heads * group, 1, head_dim];
-    LSE [batch, kv_heads * group, 1].
+    PARTIAL [batch, splits, q_heads, q_len, columns of v + 2 + pad]; the others as in `attention_decode_kernel`.
     """
-    row, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
-    head_dim = OUT.shape[3]
-    part, part_lse = PARTIAL.slice(4, 0, head_dim), PARTIAL.slice(4, head_dim, head_dim + 1)
-    lse = ct.load(part_lse, (batch, head, 0, row, 0), (1, 1, TILE_S, 1, 1), padding_mode=ct.PaddingMode.NEG_INF).reshape((TILE_S, 1))
-    partial = ct.load(part, (batch, head, 0, row, 0), (1, 1, TILE_S, 1, TILE_D), padding_mode=ZERO).reshape((TILE_S, TILE_D))
-    largest = ct.maximum(ct.max(lse, axis=0, keepdims=True), FLOOR)
-    weights = ct.exp2(lse - largest)
-    total = ct.sum(weights, axis=0, keepdims=True)
-    out, lse = softmax_finish(ct.sum(weights * partial, axis=0, keepdims=True), largest, total)
-    row = head * ct.num_blocks(0) + row
-    ct.store(OUT, (batch, row, 0, 0), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_D)))
-    if RETURN_LSE:
-        ct.store(LSE, (batch, row, 0), lse.reshape((1, 1, 1)))
+    head, token, batch = ct.bid(0), ct.bid(1), ct.bid(2)
+    columns = OUT.shape[3]
+    part, state = PARTIAL.slice(4, 0, columns), PARTIAL.slice(4, columns, columns + 2)
+    shape = (1, TILE_S, 1, 1, 1)
+    maxima = ct.load(state, (batch, 0, head, token, 0), shape, padding_mode=ct.PaddingMode.NEG_INF).reshape((TILE_S, 1))
+    denominators = ct.load(state, (batch, 0, head, token, 1), shape, padding_mode=ZERO).reshape((TILE_S, 1))
+    parts = ct.load(part, (batch, 0, head, token, 0), (1, TILE_S, 1, 1, TILE_V), padding_mode=ZERO).reshape((TILE_S, TILE_V))
+    total, maximum, denominator = merged(parts, maxima, denominators, 1.0)
+    index, tile = (batch, head, token), (1, 1, 1)
+    _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, 0, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE)
+
+
+def _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, sums, maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE):
+    """The result of a tile of rows [batch, heads, tokens], from a block of columns of their sums (a tuple of parts) and their state [rows, 1]."""
+    rows = tile[1] * tile[2]
+    factor = 1.0 / ct.where(denominator == 0.0, 1.0, denominator)
+    if HAS_SINKS:
+        sink = ct.load(SINKS, (index[1],), (tile[1],), padding_mode=ZERO).reshape((tile[1], 1)) * LOG2E
+        factor = sink_factor(maximum, denominator, ct.broadcast_to(sink, (tile[1], tile[2])).reshape((rows, 1)))
+    for i in ct.static_iter(range(len(sums))):
+        out = sums[i] * factor if NORMALIZE else sums[i]
+        ct.store(OUT, (*index, column_block * len(sums) + i), out.astype(OUT.dtype).reshape((*tile, sums[i].shape[1])))
+    if not NORMALIZE:
+        if column_block == 0:
+            ct.store(LSE, index, ct.where(denominator == 0.0, -math.inf, maximum * LN2).reshape(tile))
+            ct.store(DENOMINATOR, index, denominator.reshape(tile))
+    elif RETURN_LSE:
+        if column_block == 0:
+            ct.store(LSE, index, ((maximum + ct.log2(denominator)) * LN2).reshape(tile))

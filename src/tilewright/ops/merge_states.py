@@ -1,0 +1,158 @@
+"""Merges attention over several sets of keys: out = sum(w out_i) / sum(w), w = exp(lse_i - max lse), lse = log(sum exp(lse_i)).
+
+Source    Milakov and Gimelshein 2018, arXiv:1805.02867 (the state of a softmax); Ye et al. 2024, "Cascade inference" (states as an algebra).
+Numerics  Weights, sums and lse in fp32; out rounded once at the end.
+Bound     Memory: every state read once, the result written once.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .attention_common import DTYPES, FLOOR, LN2, LOG2E, joined
+from .tiles import load_tile
+
+ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
+MOST_STATES = 64
+MOST_COLUMNS = 512
+
+
+def reference(out: Tensor, lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
+    """The definition, at least in fp32."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    lse = lse.to(wide).masked_fill(lse == torch.inf, -torch.inf)
+    shifted = lse - lse.amax(0).clamp(min=FLOOR)
+    weights = shifted.exp2() if base2 else shifted.exp()
+    total = weights.sum(0)
+    values = out.to(wide).masked_fill((lse == -torch.inf)[..., None], 0.0)
+    merged_out = (weights[..., None] * values).sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
+    return merged_out.to(out.dtype), lse.amax(0) + (total.log2() if base2 else total.log())
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    states: int
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    base2: bool = False
+
+    def cost(self) -> Cost:
+        rows = (self.states + 1) * self.rows
+        return Cost(rows * (self.cols * self.dtype.itemsize + 4), 2 * self.states * self.rows * self.cols)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        out = torch.randn(self.states, self.rows, self.cols, device=device).to(self.dtype)
+        lse = 3 * torch.randn(self.states, self.rows, device=device)
+        lse[0, ::3] = -torch.inf  # no key in the first set
+        return {"out": out, "lse": lse, "base2": self.base2}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """tile_m: rows of a block. latency: prefetch hint of its loads, 1 to 10. occupancy, num_worker_warps: compiler hints."""
+
+    tile_m: int
+    latency: int = 4
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    cols, rows = next_pow2(p.cols), next_pow2(p.rows)
+    if device.is_cpu:
+        return [Config(min(rows, max(1, (1 << 16) // cols)))]
+    tiles = [max(1, min(size // cols, rows)) for size in (2048, 4096, 1024, 8192)]
+    return list(dict.fromkeys(Config(tile_m, 4, None, 8 if tile_m * cols > 4096 else 4) for tile_m in tiles))
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    tile_d = next_pow2(p.cols)
+    constants = (p.base2, tile_d == p.cols, c.tile_m, tile_d, c.latency)
+    return Plan(merge_states_kernel, (ct.cdiv(p.rows, c.tile_m),), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+
+
+@ct.kernel
+def merge_states_kernel(
+    STATES,
+    STATES_LSE,
+    OUT,
+    LSE,
+    BASE2: ct.Constant[bool],
+    FULL: ct.Constant[bool],
+    TILE_M: ct.Constant[int],
+    TILE_D: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """TILE_M rows of the result. STATES [states, rows, cols], STATES_LSE [states, rows, 1], OUT [rows, cols], LSE [rows, 1].
+
+    FULL: there are TILE_D columns, so that a tile of whole rows lies inside.
+    """
+    i = ct.bid(0)
+    to_base2 = 1.0 if BASE2 else LOG2E
+
+    def merge(whole):
+        total = ct.zeros((TILE_M, TILE_D), dtype=ct.float32)
+        largest = ct.full((TILE_M, 1), FLOOR, dtype=ct.float32)
+        weight = ct.zeros((TILE_M, 1), dtype=ct.float32)
+        ones = ct.full((TILE_M, 1), 1.0, dtype=ct.float32)
+        for s in range(STATES.shape[0]):
+            lse = load_tile(STATES_LSE, (s, i, 0), (1, TILE_M, 1), NEG_INF, whole, LATENCY, False).reshape((TILE_M, 1))
+            values = load_tile(STATES, (s, i, 0), (1, TILE_M, TILE_D), ZERO, whole, LATENCY, False).reshape((TILE_M, TILE_D)).astype(ct.float32)
+            lse = ct.where(lse == math.inf, -math.inf, lse)
+            values = ct.where(lse == -math.inf, 0.0, values)
+            total, largest, weight = joined(total, largest, weight, values, lse, ones, to_base2)
+        out = total * (1.0 / ct.where(weight == 0.0, 1.0, weight))
+        ct.store(OUT, (i, 0), out.astype(OUT.dtype), check_bounds=not whole, allow_tma=False)
+        ct.store(LSE, (i, 0), largest + ct.log2(weight) * (1.0 if BASE2 else LN2), check_bounds=not whole, allow_tma=False)
+
+    if not FULL:
+        merge(False)
+    elif TILE_M == 1:
+        merge(True)
+    elif i * TILE_M + TILE_M <= OUT.shape[0]:
+        merge(True)
+    else:
+        merge(False)
+
+
+@torch_op(mutates=("merged_out", "merged_lse"))
+def merge_states_out(out: Tensor, lse: Tensor, merged_out: Tensor, merged_lse: Tensor, base2: bool) -> None:
+    """`merge_states` of out [states, rows, cols] and lse [states, rows] into two more. No checks, no sync: safe under graph capture."""
+    states, rows, cols = out.shape
+    chosen = best_plan(space, plan, Device.of(out), Problem, states, rows, cols, out.dtype, base2)
+    launch(chosen, out, lse[..., None], merged_out, merged_lse[..., None])
+
+
+def merge_states(out: Tensor, lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention over several disjoint sets of keys, made into attention over all of them.
+
+    Args:
+        out: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64 states, 1..512 columns; stride 1 in the last axis.
+        lse: [states, ...] fp32, stride 1 in the last axis; the log of each softmax denominator, -inf (or +inf, as some libraries have it) where a set
+            held no key: its row of out may then be anything.
+        base2: the logs are to base 2, in and out; otherwise natural, as `attention_decode` returns them.
+    Returns: the tuple (out [..., cols], lse [...]); 0 and -inf where no set held a key.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(out, "out", dtypes=DTYPES)
+    if out.dim() < 2:
+        raise must("out.dim()", "at least 2", out.dim())
+    if not 1 <= out.shape[0] <= MOST_STATES or not 1 <= out.shape[-1] <= MOST_COLUMNS:
+        raise must("out.shape", f"1..{MOST_STATES} states of 1..{MOST_COLUMNS} columns", tuple(out.shape))
+    check_tensor(lse, "lse", shape=out.shape[:-1], dtypes=(torch.float32,))
+    if lse.device != out.device:
+        raise must("lse.device", out.device, lse.device)
+    merged_out = torch.empty(out.shape[1:], dtype=out.dtype, device=out.device)
+    merged_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=out.device)
+    if merged_out.numel():
+        cols = out.shape[-1]
+        merge_states_out(out.flatten(1, -2), lse.flatten(1), merged_out.view(-1, cols), merged_lse.view(-1), base2)
+    return merged_out, merged_lse

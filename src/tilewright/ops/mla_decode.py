@@ -1,0 +1,154 @@
+"""Multi-head latent attention of a sequence's newest tokens, absorbed: out = softmax(scale * (q_latent c^T + q_rope r^T)) c, per head.
+
+All heads read one cache, whose rows are [c | r]: the normalised latent and the rotated key. The kernels are those of `attention_decode`, with
+c as keys and values at once; the up-projections of keys and values are the caller's, folded into q_latent and applied to out.
+
+Source    DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, sections 2.1.2 and 2.1.3, with the absorption that 2.1.2 describes.
+Numerics  As attention_decode. One softmax over the sum of both products, which is taken in fp32.
+Bound     Memory (the cache, once) to about 100 heads x tokens; beyond that the products.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, best_plan, check_tensor, must, next_pow2, torch_op
+from . import attention_decode as decode
+from .attention_common import check_scale_and_window
+from .attention_decode.calls import MOST_TOKENS, check_decode, launch_decode, no_keys
+from .attention_decode.decision import Config
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def reference(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_len: Tensor | None = None,
+    *,
+    scale: float,
+    block_table: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The definition, as attention in which every head has the cache as keys and its first columns as values."""
+    q = torch.cat((q_latent, q_rope), -1)
+    options: dict[str, Any] = {"v_dim": q_latent.shape[-1], "block_table": block_table, "scale": scale, "return_lse": return_lse}
+    found: Any = decode.reference(q, cache[:, None], None, kv_len, **options)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on; max_len, page_size and has_len as in attention_decode."""
+
+    batch: int
+    heads: int
+    max_len: int
+    dtype: torch.dtype
+    q_len: int = 1
+    latent: int = 512
+    rope: int = 64
+    page_size: int = 0
+    has_len: bool = True
+    return_lse: bool = False
+
+    @property
+    def decode(self) -> decode.Problem:
+        """The same as attention with one key head."""
+        shape = (self.batch, self.heads, 1, self.max_len, self.latent + self.rope, self.dtype, self.page_size, None, False, self.has_len)
+        return decode.Problem(*shape, self.return_lse, self.q_len, self.latent, shared=True)
+
+    def cost(self) -> Cost:
+        return self.decode.cost()
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        given = self.decode.inputs(device)
+        q = given["q"]
+        scale = (128 + self.rope) ** -0.5  # over the dimensions of the keys before they are absorbed
+        q_latent, q_rope = q[..., : self.latent].contiguous() / 2, q[..., self.latent :].contiguous()
+        inputs = {"q_latent": q_latent, "q_rope": q_rope, "cache": given["k"][:, 0], "kv_len": given["kv_len"], "scale": scale}
+        return inputs | {"block_table": given.get("block_table"), "return_lse": self.return_lse}
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    return decode.space(p.decode, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of the launch over ranges, and of the merge."""
+    return decode.plan(p.decode, c, device)
+
+
+@torch_op(mutates=("out", "lse"))
+def mla_decode_out(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    lse: Optional[Tensor],
+    kv_len: Optional[Tensor],
+    block_table: Optional[Tensor],
+    scale: float,
+) -> None:
+    """`mla_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
+    batch, heads, q_len, latent = q_latent.shape
+    page_size = 0 if block_table is None else cache.shape[1]
+    max_len = next_pow2(cache.shape[1] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
+    fields = (batch, heads, max_len, q_latent.dtype, q_len, latent, q_rope.shape[3], page_size, kv_len is not None, lse is not None)
+    chosen = best_plan(space, plan, Device.of(q_latent), Problem, *fields)
+    cache = cache[:, None]  # [batch or pages, one key head, keys, columns]
+    launch_decode(chosen, q_latent, q_rope, cache, cache[..., :latent], out, lse, None, kv_len, block_table, None, None, scale, None)
+
+
+def mla_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    kv_len: Tensor | None = None,
+    *,
+    scale: float,
+    block_table: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Absorbed latent attention of each sequence's newest tokens over its cache of latents and rotated keys.
+
+    Args:
+        q_latent: [batch, heads, q_len, latent]; bf16 or fp16; the queries' part without rotation, times the up-projection of the keys; q_len 1..4,
+            latent 64, 128, 256 or 512. The tokens are the sequence's last q_len: the i-th sees the keys up to kv_len - q_len + i.
+        q_rope: [batch, heads, q_len, rope]; the rotated part; rope a power of two, at least 16, less than latent.
+        cache: [batch, max_len, latent + rope], or with a block_table [pages, page_size, latent + rope], page_size a power of two, at least 16; each
+            row the normalised latent and behind it the rotated key; any strides with stride 1 in the last axis.
+        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device: nothing depends on its values here.
+        scale: of the sum of both products. It is the model's, over the dimensions before absorption: 192 ** -0.5 for DeepSeek-V3 without YaRN.
+        block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards. Entries past kv_len may be anything.
+        return_lse: also return the natural log of the softmax denominator.
+    Returns: out [batch, heads, q_len, latent], still to be multiplied by the up-projection of the values; with return_lse the tuple (out, lse),
+        lse fp32 [batch, heads, q_len]. A token with no key to see gives 0, its lse -inf. Memory outside the keys may hold anything.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(q_latent, "q_latent", ndim=4, dtypes=DTYPES)
+    batch, heads, q_len, latent = q_latent.shape
+    if not 1 <= q_len <= MOST_TOKENS:
+        raise must("q_latent.shape[2]", f"in 1..{MOST_TOKENS}", q_len)
+    if latent not in (64, 128, 256, 512):
+        raise must("q_latent.shape[3]", "64, 128, 256 or 512", latent)
+    check_tensor(q_rope, "q_rope", ndim=4, like=q_latent)
+    rope = q_rope.shape[3]
+    if q_rope.shape[:3] != q_latent.shape[:3] or rope & (rope - 1) or not 16 <= rope < latent:
+        raise must("q_rope.shape", f"{(batch, heads, q_len)} and a power of two, at least 16 and less than {latent}", tuple(q_rope.shape))
+    check_tensor(cache, "cache", ndim=3, like=q_latent)
+    if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):
+        raise must("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
+    scale = check_scale_and_window(scale, None, latent)
+    check_decode(q_latent, cache.shape[1], kv_len, block_table, None, None)
+    out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_latent.device) if return_lse else None
+    if out.numel() and cache.numel() and (block_table is None or block_table.numel()):
+        mla_decode_out(q_latent, q_rope, cache, out, lse, kv_len, block_table, scale)
+    else:
+        no_keys(out, lse, None)
+    return out if lse is None else (out, lse)

@@ -1,0 +1,32 @@
+"""Latent attention of DeepSeek's models while decoding, and the shapes that break kernels: odd heads, several tokens, shuffled pages."""
+
+import torch
+
+from ...ops.mla_decode import Problem
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+small = [
+    Problem(3, 16, 100, BRAIN, return_lse=True),  # one sequence has no key
+    Problem(2, 5, 70, HALF, q_len=3, latent=64, rope=16, return_lse=True),
+    Problem(1, 40, 90, BRAIN, q_len=2, latent=128, rope=32),
+    Problem(2, 128, 65, BRAIN, latent=128, rope=64, has_len=False),
+    Problem(3, 16, 140, BRAIN, latent=128, page_size=16, return_lse=True),
+    Problem(2, 3, 200, BRAIN, latent=256, page_size=64),
+]
+
+real = [
+    Problem(1, 16, 4096, BRAIN),  # DeepSeek-V2-Lite
+    Problem(32, 16, 4096, BRAIN, page_size=64, return_lse=True),
+    Problem(8, 128, 8192, BRAIN, page_size=64),  # DeepSeek-V3
+    Problem(4, 128, 4000, BRAIN, q_len=2),  # with a drafted token
+    Problem(16, 32, 2000, HALF),
+]
+
+bench = [
+    *(Problem(128, heads, 4096, BRAIN, has_len=False) for heads in (16, 32, 64, 128)),
+    *(Problem(1, 16, context, BRAIN, has_len=False) for context in (256, 1024, 4096, 16384)),
+    Problem(32, 16, 4096, BRAIN, has_len=False),
+    Problem(128, 128, 4096, BRAIN, page_size=64, has_len=False),
+    Problem(128, 128, 4096, BRAIN, q_len=2, has_len=False),
+]
