@@ -9,8 +9,12 @@ from .ops.bmm import bmm
 from .ops.dropout import dropout
 from .ops.embedding import embedding
 from .ops.grouped_gemm import grouped_gemm, grouped_gemm_list
+from .ops.kv_append import kv_append
 from .ops.layer_norm import layer_norm
 from .ops.matmul import matmul
+from .ops.merge_states import merge_states
+from .ops.mla import mla
+from .ops.mla_decode import mla_decode
 from .ops.moe import moe
 from .ops.moe_route import moe_route
 from .ops.quantize_fp8 import quantize_fp8
@@ -36,8 +40,12 @@ __all__ = [
     "embedding",
     "grouped_gemm",
     "grouped_gemm_list",
+    "kv_append",
     "layer_norm",
     "matmul",
+    "merge_states",
+    "mla",
+    "mla_decode",
     "moe",
     "moe_route",
     "patch",

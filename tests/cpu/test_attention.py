@@ -206,7 +206,7 @@ K = torch.zeros(2, 2, 9, 32)
 BAD = [
     ({"q": None}, TypeError, r"q must be a torch.Tensor, got NoneType"),
     ({"q": Q[0]}, ValueError, r"q.dim\(\) must be 4, got 3"),
-    ({"q": Q.int()}, ValueError, r"q.dtype must be one of bfloat16, float16, float32, got int32"),
+    ({"q": Q.int()}, ValueError, r"q.dtype must be one of bfloat16, float16, float32, float8_e4m3fn, got int32"),
     ({"q": Q.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, r"q.stride\(-1\) must be 1, got 6"),
     ({"q": torch.zeros(2, 3, 6, 32)}, ValueError, r"q.shape\[1\] must be a multiple of k.shape\[1\] = 2, got 3"),
     ({"q": torch.zeros(2, 4, 6, 300)}, ValueError, r"q.shape\[-1\] must be in 1..256, got 300"),
@@ -221,6 +221,11 @@ BAD = [
     ({"kv_start": 3}, TypeError, r"kv_start must be a torch.Tensor, got int"),
     ({"max_q_len": 4}, ValueError, r"max_q_len must be given only with cu_seqlens_q, got int"),
     ({"cu_seqlens_kv": int32(0, 1)}, ValueError, r"cu_seqlens_kv must be given only with cu_seqlens_q, got Tensor"),
+    ({"v": torch.zeros(2, 2, 9, 300)}, ValueError, r"v.shape\[-1\] must be in 1..256, got 300"),
+    ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0"),
+    ({"sinks": torch.zeros(2)}, ValueError, r"sinks.shape must be \(4,\), got \(2,\)"),
+    ({"sinks": torch.zeros(4).half()}, ValueError, r"sinks.dtype must be one of float32, got float16"),
+    ({"k_scale": torch.ones(2)}, ValueError, r"k_scale must be None for float32, got Tensor"),
 ]
 
 
@@ -249,6 +254,123 @@ def test_bad_packed_input_is_named(change, message):
     with counted() as counts, pytest.raises(ValueError, match=message):
         attention(**{**good, **change})
     assert not counts
+
+
+Q8, K8 = Q.to(torch.float8_e4m3fn), K.to(torch.float8_e4m3fn)
+SCALES = {"q_scale": torch.ones(4), "k_scale": torch.ones(2), "v_scale": torch.ones(2)}
+BAD_CODES = [
+    ({"q_scale": None}, TypeError, r"q_scale must be a torch.Tensor, got NoneType"),
+    ({"v_scale": torch.ones(4)}, ValueError, r"v_scale.shape must be \(2,\), got \(4,\)"),
+    ({"q": torch.zeros(2, 4, 6, 192).to(torch.float8_e4m3fn)}, ValueError, r"q.shape\[-1\] must be in 1..128, got 192"),
+    ({"v": K8.expand(2, 2, 9, 32).transpose(0, 1).contiguous().transpose(0, 1)[..., ::2]}, ValueError, r"v.stride\(-1\) must be 1, got 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_CODES)
+def test_bad_codes_are_named(change, error, message):
+    with counted() as counts, pytest.raises(error, match=message):
+        attention(**{"q": Q8, "k": K8, "v": K8, **SCALES, **change})
+    assert not counts
+
+
+def test_softcap_bends_scaled_scores_before_the_mask():
+    q, k, v = randn(1, 4, 40, HEAD_DIM) * 3, randn(1, 2, 70, HEAD_DIM), randn(1, 2, 70, 48)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT / math.sqrt(HEAD_DIM)
+    hidden = torch.ones(40, 70, dtype=torch.bool).tril(30).logical_not()
+
+    def output(scores):
+        return scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
+
+    found = attention(q, k, v, softcap=2.0).double()
+    torch.testing.assert_close(found, output((2 * torch.tanh(scores / 2)).masked_fill(hidden, -torch.inf)), rtol=1e-5, atol=1e-5)
+    # The naive order bends -inf to -2, and every hidden key is seen.
+    naive = output(2 * torch.tanh(scores.masked_fill(hidden, -torch.inf) / 2))
+    assert (found - naive).abs().max() > 0.05
+
+
+def test_a_sink_is_in_the_denominator_once_and_not_in_lse():
+    q, k, v = (randn(1, 2, 150, HEAD_DIM) for _ in range(3))
+    sinks = torch.tensor([0.7, 3.0])
+    plain, plain_lse = attention(q, k, v, return_lse=True)
+    for config in (None, Config(16, 32), Config(64, 64, tail_n=16)):
+        found, lse = forced(config, q, k, v, sinks=sinks, return_lse=True)
+        torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, plain * torch.sigmoid(plain_lse - sinks[:, None])[..., None], rtol=1e-5, atol=1e-6)
+    # Once for each step of keys, or in base 2, it would be another number.
+    assert (found - plain * torch.sigmoid(plain_lse - sinks[:, None] * math.log2(math.e))[..., None]).abs().max() > 0.01
+
+
+def test_any_sink_gives_numbers():
+    q, k, v = (randn(1, 4, 20, HEAD_DIM) for _ in range(3))
+    start = int32(8)  # the first eight queries see nothing
+    sinks = torch.tensor([torch.inf, -torch.inf, 1e30, 200.0])
+    out = attention(q, k, v, sinks=sinks, kv_start=start)
+    assert out.isfinite().all()
+    assert (out[:, 0] == 0).all()
+    assert (out[:, 2] == 0).all()
+    assert torch.equal(out[:, 1], attention(q, k, v, kv_start=start)[:, 1])
+    assert (out[:, :, :8] == 0).all()
+
+
+def test_a_chunk_of_a_prompt_is_those_rows_of_the_whole():
+    q, k, v = (randn(1, 2, 90, HEAD_DIM) for _ in range(3))
+    whole = attention(q, k, v, window=30)
+    cache_k, cache_v = (torch.full((1, 2, 128, HEAD_DIM), torch.nan) for _ in range(2))
+    cache_k[:, :, :90], cache_v[:, :, :90] = k, v
+    for begin, end in ((0, 37), (37, 64), (64, 90)):
+        part = attention(q[:, :, begin:end], cache_k, cache_v, kv_len=int32(end), window=30)
+        torch.testing.assert_close(part, whole[:, :, begin:end], rtol=1e-5, atol=1e-5)
+    upper_left = torch.nn.functional.scaled_dot_product_attention(q[:, :, 64:], k, v, is_causal=True)
+    assert (upper_left - attention(q[:, :, 64:], k, v)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("config", [Config(16, 16), Config(16, 64, tail_n=16)])
+def test_keys_before_every_window_are_not_even_read(config):
+    q, k, v = randn(1, 1, 16, HEAD_DIM), randn(1, 1, 320, HEAD_DIM), randn(1, 1, 320, HEAD_DIM)
+    expected = forced(config, q, k, v, window=20)
+    k[:, :, :272], v[:, :, :272] = torch.nan, torch.nan  # 0 * NaN is NaN: a mask alone would show it
+    assert torch.equal(forced(config, q, k, v, window=20), expected)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("tail", [16, 32, 128])
+def test_shorter_steps_at_the_masks_see_the_same_keys(tail, window):
+    q, k, v = randn(1, 2, 200, HEAD_DIM), randn(1, 1, 333, HEAD_DIM), randn(1, 1, 333, HEAD_DIM)
+    for causal in (True, False):
+        found = forced(Config(32, 128, tail_n=tail), q, k, v, causal=causal, window=window)
+        torch.testing.assert_close(found, reference(q, k, v, causal=causal, window=window), rtol=1e-5, atol=1e-5)
+
+
+def eight(*shape):
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def test_values_of_8_bits_may_lie_either_way():
+    q, k, v = eight(2, 4, 30, 64), eight(2, 2, 70, 64), eight(2, 2, 70, 80)
+    options = {"q_scale": torch.rand(4) + 0.5, "k_scale": torch.rand(2) + 0.5, "v_scale": torch.rand(2) + 0.5, "return_lse": True}
+    turned = v.transpose(2, 3).contiguous().transpose(2, 3)
+    for length in ({}, {"kv_len": int32(70, 23)}):
+        straight, across = attention(q, k, v, **options, **length), attention(q, k, turned, **options, **length)
+        assert straight[0].dtype is torch.bfloat16
+        assert all(torch.equal(a, b) for a, b in zip(straight, across, strict=True))
+        values = q.double() * options["q_scale"][:, None, None], k.double() * options["k_scale"][:, None, None]
+        _, lse = reference(*values, v.double(), return_lse=True, **length)
+        torch.testing.assert_close(straight[1].double(), lse, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_of_8_bits_reach_far_below_the_largest():
+    """One key a thousand times as heavy as each of a thousand others: e4m3 has no number as small as their weights."""
+    n = 1024
+    q, k = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, n, 32)
+    q[..., 0], k[:, :, 0, 0] = 1.0, 1.0
+    v = torch.ones(1, 1, n, 32)
+    v[:, :, 0] = 0.0
+    scale = math.log(n)
+    ones = {name: torch.ones(1) for name in SCALES}
+    found = attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), **ones, causal=False, scale=scale)
+    assert abs(found.float().mean() - 0.5) < 0.01
+    weights = torch.exp((q @ k.mT) * scale - scale)  # relative to the largest, as they are
+    assert (weights.to(torch.float8_e4m3fn).float() @ v / weights.sum()).max() < 0.01
 
 
 def test_gradients_are_refused_by_name():

@@ -9,7 +9,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import dtype_name, must
+from ..launch import check_tensor, dtype_name, must
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
@@ -34,13 +34,17 @@ def product(x, y, accumulator, TF32X3):
     return ct.mma(x, y, accumulator)
 
 
-def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS):
+def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=0):
     """Takes in one tile of scores, whose keys lie along AXIS; -inf where masked. `scale` brings a score to base 2.
 
     Returns the tile's weights relative to the new maximum, rounded to dtype; the factor that brings earlier sums to that maximum; the new
-    maximum and denominator. PARTS > 1 makes the weights in that many column parts (AXIS 1): fewer registers are live.
+    maximum and denominator. PARTS > 1 makes the weights in that many column parts (AXIS 1): fewer registers are live. SHIFT: the state's maximum
+    is kept that much below the true one, so that weights are at most 2**SHIFT; nothing else in the state's meaning changes.
     """
-    largest = ct.maximum(maximum, ct.max(scores, axis=AXIS, keepdims=True) * scale)
+    largest = ct.max(scores, axis=AXIS, keepdims=True) * scale
+    if SHIFT:
+        largest = largest - SHIFT
+    largest = ct.maximum(maximum, largest)
     factor = ct.exp2(maximum - largest, flush_to_zero=True)
     if PARTS == 1:
         weights = ct.exp2(scores * scale - largest, flush_to_zero=True)
@@ -64,10 +68,47 @@ def softmax_finish(accumulator, maximum, denominator):
     return accumulator * (1.0 / ct.where(denominator == 0.0, 1.0, denominator)), lse
 
 
-def check_heads(q: Tensor, k: Tensor) -> None:
-    """Raises ValueError unless q's heads (axis 1) are a multiple of k's and the head_dim is one that the kernels take."""
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise must("q.shape[-1]", f"in 1..{MAX_HEAD_DIM}", q.shape[-1])
+def merged(sums, maxima, denominators, to_base2):
+    """The states of rows over several sets of keys, stacked along axis 0, as one: sums [sets, ..., columns], the others [sets, ..., 1].
+
+    to_base2: what brings the maxima to base 2. Returns sum, maximum and denominator with an axis 0 of length 1.
+    """
+    largest = ct.maximum(ct.max(maxima, axis=0, keepdims=True), FLOOR)
+    weights = ct.exp2((maxima - largest) * to_base2)
+    return ct.sum(weights * sums, axis=0, keepdims=True), largest, ct.sum(weights * denominators, axis=0, keepdims=True)
+
+
+def joined(sums, maximum, denominator, more, more_maximum, more_denominator, to_base2):
+    """Two states of the same rows as one, as `merged` does: sums [rows, columns], the others [rows, 1]; the first maximum is not -inf."""
+    largest = ct.maximum(maximum, more_maximum)
+    shrink, weight = ct.exp2((maximum - largest) * to_base2), ct.exp2((more_maximum - largest) * to_base2)
+    return sums * shrink + more * weight, largest, denominator * shrink + more_denominator * weight
+
+
+def sink_factor(maximum, denominator, sink):
+    """What normalises rows whose softmax sees, beside the keys, a score `sink` (in base 2) that has no value. Any sink, infinities too."""
+    largest = ct.minimum(ct.maximum(maximum, sink), -FLOOR)
+    shrink = ct.exp2(maximum - largest)
+    total = denominator * shrink + ct.exp2(sink - largest)
+    return shrink / ct.where(total == 0.0, 1.0, total)
+
+
+def visible_scores(q_len: int, n: int, causal: bool, window: int | None) -> int:
+    """How many (query, key) pairs of one head the mask leaves."""
+    if not causal and window is None:
+        return q_len * n
+    total = 0
+    for last_key in range(n - q_len, n):
+        stop = min(n, last_key + 1) if causal else n
+        start = 0 if window is None else max(0, last_key - window + 1)
+        total += max(0, stop - start)
+    return total
+
+
+def check_heads(q: Tensor, k: Tensor, most: int = MAX_HEAD_DIM) -> None:
+    """Raises ValueError unless q's heads (axis 1) are a multiple of k's and the head_dim is in 1..most."""
+    if not 1 <= q.shape[-1] <= most:
+        raise must("q.shape[-1]", f"in 1..{most}", q.shape[-1])
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise must("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
 
@@ -97,3 +138,10 @@ def check_scale_and_window(scale: float | None, window: int | None, head_dim: in
     if not scale > 0:
         raise must("scale", "positive", scale)
     return scale
+
+
+def check_per_head(tensor: Tensor, name: str, like: Tensor, heads: int) -> None:
+    """Raises TypeError or ValueError unless `tensor` is fp32 [heads] on the device of `like`."""
+    check_tensor(tensor, name, shape=(heads,), dtypes=(torch.float32,))
+    if tensor.device != like.device:
+        raise must(f"{name}.device", like.device, tensor.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .tiles import load_tile
+from .tiles import load_pairs, load_tile, store_pairs, turned_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -159,31 +159,12 @@ def _rotate(X, b, group, s, cos, sin, whole, TILES, INTERLEAVED, HALF, TILE_HALF
     """A block's share of X [batch, heads, seq_len, head_dim]: TILES tiles of heads. cos, sin: [TILE_S, TILE_HALF] in fp32."""
     pair = (1, TILE_H, TILE_S, TILE_HALF)
     cos, sin = cos.reshape((1, 1, TILE_S, TILE_HALF)), sin.reshape((1, 1, TILE_S, TILE_HALF))
-    # Slices bound the tiles, so that a half that is no power of two neither reads nor writes past its end.
     # All loads come before the first store: the compiler has to keep a load behind an earlier store to the same array.
     xs: tuple = ()
-    if INTERLEAVED:
-        part = X.slice(3, 0, 2 * HALF)
-        shape = (1, TILE_H, TILE_S, 2 * TILE_HALF)
-        for t in ct.static_iter(range(TILES)):
-            xs = (*xs, load_tile(part, (b, group * TILES + t, s, 0), shape, ZERO, whole, LATENCY, LOAD_TMA))
-        for t in ct.static_iter(range(TILES)):
-            x = xs[t].astype(ct.float32).reshape((*pair, 2))
-            first = ct.extract(x, (0, 0, 0, 0, 0), (*pair, 1)).reshape(pair)
-            second = ct.extract(x, (0, 0, 0, 0, 1), (*pair, 1)).reshape(pair)
-            x = ct.cat(((first * cos - second * sin).reshape((*pair, 1)), (second * cos + first * sin).reshape((*pair, 1))), 4)
-            x = x.reshape(shape).astype(X.dtype)
-            ct.store(part, (b, group * TILES + t, s, 0), x, check_bounds=not whole, allow_tma=STORE_TMA)
-    else:
-        low, high = X.slice(3, 0, HALF), X.slice(3, HALF, 2 * HALF)
-        for t in ct.static_iter(range(TILES)):
-            first = load_tile(low, (b, group * TILES + t, s, 0), pair, ZERO, whole, LATENCY, LOAD_TMA)
-            xs = (*xs, (first, load_tile(high, (b, group * TILES + t, s, 0), pair, ZERO, whole, LATENCY, LOAD_TMA)))
-        for t in ct.static_iter(range(TILES)):
-            first, second = xs[t][0].astype(ct.float32), xs[t][1].astype(ct.float32)
-            left, right = (first * cos - second * sin).astype(X.dtype), (second * cos + first * sin).astype(X.dtype)
-            ct.store(low, (b, group * TILES + t, s, 0), left, check_bounds=not whole, allow_tma=STORE_TMA)
-            ct.store(high, (b, group * TILES + t, s, 0), right, check_bounds=not whole, allow_tma=STORE_TMA)
+    for t in ct.static_iter(range(TILES)):
+        xs = (*xs, load_pairs(X, (b, group * TILES + t, s, 0), pair, INTERLEAVED, HALF, ZERO, whole, LATENCY, LOAD_TMA))
+    for t in ct.static_iter(range(TILES)):
+        store_pairs(X, (b, group * TILES + t, s, 0), turned_pairs(xs[t], pair, cos, sin), INTERLEAVED, HALF, whole, STORE_TMA)
 
 
 @ct.kernel

@@ -45,3 +45,38 @@ def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
         compute(ct.bid(0), True)
     else:
         compute(ct.bid(0), False)
+
+
+def load_pairs(X, at, pair, INTERLEAVED, HALF, padding, whole, latency, tma):
+    """The first 2 * HALF elements of rows of X [.., .., .., columns], in the tile `at`, as they come: a tuple for `turned_pairs`.
+
+    pair: shape of the tile of each pair's first elements, its width a power of two from HALF on. INTERLEAVED: a pair is two neighbours instead
+    of one element of each half. Slices bound the tiles, so that a half that is no power of two is not read past its end.
+    """
+    if INTERLEAVED:
+        return (load_tile(X.slice(3, 0, 2 * HALF), at, (*pair[:3], 2 * pair[3]), padding, whole, latency, tma),)
+    first = load_tile(X.slice(3, 0, HALF), at, pair, padding, whole, latency, tma)
+    return first, load_tile(X.slice(3, HALF, 2 * HALF), at, pair, padding, whole, latency, tma)
+
+
+def turned_pairs(x, pair, cos, sin):
+    """The loaded pairs (a, b) as (a cos - b sin, b cos + a sin): two tiles of shape `pair` in fp32."""
+    if len(x) == 1:
+        x = x[0].astype(ct.float32).reshape((*pair, 2))
+        first = ct.extract(x, (0, 0, 0, 0, 0), (*pair, 1)).reshape(pair)
+        second = ct.extract(x, (0, 0, 0, 0, 1), (*pair, 1)).reshape(pair)
+    else:
+        first, second = x[0].astype(ct.float32), x[1].astype(ct.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def store_pairs(X, at, turned, INTERLEAVED, HALF, whole, tma):
+    """Puts what `turned_pairs` made into the first 2 * HALF elements of rows of X, rounded."""
+    left, right = turned
+    pair = left.shape
+    if INTERLEAVED:
+        x = ct.cat((left.reshape((*pair, 1)), right.reshape((*pair, 1))), 4).reshape((*pair[:3], 2 * pair[3])).astype(X.dtype)
+        ct.store(X.slice(3, 0, 2 * HALF), at, x, check_bounds=not whole, allow_tma=tma)
+    else:
+        ct.store(X.slice(3, 0, HALF), at, left.astype(X.dtype), check_bounds=not whole, allow_tma=tma)
+        ct.store(X.slice(3, HALF, 2 * HALF), at, right.astype(X.dtype), check_bounds=not whole, allow_tma=tma)

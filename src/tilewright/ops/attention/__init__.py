@@ -1,12 +1,14 @@
 """Attention of many queries (prefill): out = softmax(scale * q k^T + mask) v, per head, in one pass over the keys.
 
 With n keys and q_len queries in a sequence, query i sees key j where (causal) j <= i + n - q_len and (window W) j > i + n - q_len - W.
-A row that sees no key gives 0 and lse -inf.
+A row that sees no key gives 0 and lse -inf. With softcap c a score s becomes c tanh(s / c) before the mask; a sink adds exp(sink) to the
+denominator of each row of its head, and nothing to its lse. Codes of 8 bits stand for code * scale of their head.
 
 Source    Dao et al. 2022, arXiv:2205.14135 (tiles, running softmax); Milakov and Gimelshein 2018, arXiv:1805.02867, alg. 3 (the recurrence).
 Numerics  Scores, running maximum, denominator and accumulator in fp32; weights rounded to the dtype of v before their product with v; out
           rounded once. Exponentials in base 2, scale * log2(e) folded into one fma. Masked scores are -inf; the running maximum starts at a
-          finite floor, so that a tile with every key masked adds exp2(-inf) = 0 and never computes -inf - -inf.
+          finite floor, so that a tile with every key masked adds exp2(-inf) = 0 and never computes -inf - -inf. Weights of 8 bits are
+          relative to 2**-8 of the largest, which uses the format's range; on tensor cores their sums have 14 bits within 128 keys.
 Bound     Compute, 4 * head_dim flops per visible score; at head_dim 64 the exponentials are nearly as long as the products.
 """
 
@@ -16,13 +18,17 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
-from ..attention_common import DTYPES, LOG2E, check_heads, check_int32, check_scale_and_window
-from .decision import Config, Problem, plan, space
+from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
+from ..attention_common import DTYPES, LOG2E, MAX_HEAD_DIM, check_heads, check_int32, check_per_head, check_scale_and_window
+from ..scaling import FP8
+from .candidates import Config, space
+from .decision import plan
 from .kernel import attention_kernel
+from .problem import Problem
 
 __all__ = ["Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
 
+MAX_HEAD_DIM_EIGHT = 128  # in 8 bits each step's sums stand in registers beside the running ones
 REFERENCE_SCORES = 1 << 26  # that the reference holds at a time
 
 
@@ -40,31 +46,57 @@ def reference(
     cu_seqlens_kv: Tensor | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The definition, sequence by sequence: products in the dtype, softmax at least in fp32, as Hugging Face's eager attention does."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = (causal, scale, window, softcap, sinks, q_scale, k_scale, v_scale)
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         rows = list(map(slice, cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:]))
         keys = list(map(slice, cu_seqlens_kv.tolist(), cu_seqlens_kv.tolist()[1:]))
-        parts = [
-            _one(q[r].transpose(0, 1), k[s].transpose(0, 1), v[s].transpose(0, 1), causal, scale, window) for r, s in zip(rows, keys, strict=True)
-        ]
+        parts = [_one(q[r].transpose(0, 1), k[s].transpose(0, 1), v[s].transpose(0, 1), *options) for r, s in zip(rows, keys, strict=True)]
         out = torch.cat([o for o, _ in parts], dim=1).transpose(0, 1)
         lse = torch.cat([x for _, x in parts], dim=1)
     else:
         starts = [0] * len(q) if kv_start is None else kv_start.tolist()
         stops = [k.shape[2]] * len(q) if kv_len is None else kv_len.tolist()
-        parts = [_one(q[i], k[i, :, a:b], v[i, :, a:b], causal, scale, window) for i, (a, b) in enumerate(zip(starts, stops, strict=True))]
+        parts = [_one(q[i], k[i, :, a:b], v[i, :, a:b], *options) for i, (a, b) in enumerate(zip(starts, stops, strict=True))]
         out = torch.stack([o for o, _ in parts])
         lse = torch.stack([x for _, x in parts])
     return (out, lse) if return_lse else out
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    """One sequence: q [q_heads, q_len, head_dim], k and v [kv_heads, n, head_dim]; out like q, lse [q_heads, q_len]."""
-    (q_heads, q_len, _), n = q.shape, k.shape[1]
-    k, v = (x.repeat_interleave(q_heads // len(x), 0) for x in (k, v))
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+def _one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One sequence: q [q_heads, q_len, head_dim], k [kv_heads, n, head_dim], v [kv_heads, n, v_dim]; out like q with v_dim, lse [q_heads, q_len].
+
+    Codes of 8 bits are multiplied as fp32 (weights are rounded to their format all the same), their scales applied to the products.
+    """
+    (q_heads, q_len, _), n, group = q.shape, k.shape[1], q.shape[0] // k.shape[0]
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    weight_dtype, wide = v.dtype, torch.promote_types(q.dtype if q.dtype.itemsize > 1 else torch.float32, torch.float32)
+    out_scale: Tensor | float = 1.0
+    if q_scale is not None and k_scale is not None and v_scale is not None:
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        q = q * (q_scale * k_scale.repeat_interleave(group))[:, None, None]
+        out_scale = v_scale.repeat_interleave(group)[:, None, None]
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.bfloat16 if weight_dtype in FP8 else q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
     step = max(1, REFERENCE_SCORES // max(1, q_heads * n))
     for first in range(0, q_len if n else 0, step):
         rows = slice(first, min(first + step, q_len))
@@ -75,10 +107,15 @@ def _one(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: in
             seen &= key <= last_key
         if window is not None:
             seen &= key > last_key - window
-        scores = (q[:, rows] @ k.mT * scale).to(lse.dtype).masked_fill(~seen, -torch.inf)
+        scores = q[:, rows] @ k.mT * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.to(wide).masked_fill(~seen, -torch.inf)
         lse[:, rows] = scores.logsumexp(-1)
-        weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
-        out[:, rows] = weights.to(v.dtype) @ v
+        if sinks is not None:  # one more score, whose value is nothing
+            scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+        weights = scores.softmax(-1)[..., :n].masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        out[:, rows] = (weights.to(weight_dtype).to(v.dtype) @ v * out_scale).to(out.dtype)
     return out, lse
 
 
@@ -97,32 +134,44 @@ def attention_out(
     causal: bool,
     window: Optional[int],
     max_q_len: Optional[int],
+    softcap: Optional[float] = None,
+    sinks: Optional[Tensor] = None,
+    q_scale: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
 ) -> None:
     """`attention` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture. max_q_len: with cu_seqlens."""
     varlen = cu_seqlens_q is not None
+    keys_last = v.stride(-1) != 1 and v.shape[-1] > 1
     if varlen:
         q, k, v, out = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, out))
         lse = None if lse is None else lse.unsqueeze(0)
-    (batch, q_heads, q_len, head_dim), kv_heads, kv_tokens = q.shape, k.shape[1], k.shape[2]
+    (batch, q_heads, q_len, head_dim), kv_heads, kv_tokens, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     if cu_seqlens_q is not None and max_q_len is not None:
         batch, q_len = cu_seqlens_q.shape[0] - 1, max_q_len
     masks = (causal, window, kv_start is not None, kv_len is not None, varlen)
     shape = (batch, q_heads, kv_heads, q_len, kv_tokens, head_dim)
-    chosen = best_plan(space, plan, Device.of(q), Problem, *shape, q.dtype, *masks, lse is not None)
+    rest = (lse is not None, 0 if v_dim == head_dim else v_dim, softcap, sinks is not None, keys_last)
+    chosen = best_plan(space, plan, Device.of(q), Problem, *shape, q.dtype, *masks, *rest)
     # q stands in for the arrays that the kernel's flags say are absent.
     launch(
         chosen,
         q,
         k,
-        v,
+        v.mT if keys_last else v,
         out,
         q if lse is None else lse,
         q if kv_start is None else kv_start,
         q if kv_len is None else kv_len,
         q if cu_seqlens_q is None else cu_seqlens_q,
         q if cu_seqlens_kv is None else cu_seqlens_kv,
+        q if sinks is None else sinks,
+        q if q_scale is None else q_scale,
+        q if k_scale is None else k_scale,
+        q if v_scale is None else v_scale,
         0 if window is None else window,
-        scale * LOG2E,
+        scale * LOG2E if softcap is None else scale / softcap,
+        0.0 if softcap is None else softcap * LOG2E,
     )
 
 
@@ -140,31 +189,50 @@ def attention(
     cu_seqlens_kv: Tensor | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention; query head h reads key and value head h // (q_heads // kv_heads).
 
     Args:
-        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; head_dim 1..256; any strides with stride 1 in the last axis.
-        k, v: [batch, kv_heads, max_len, head_dim], dtype and device of q; kv_heads divides q_heads.
-        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query sees all of them.
+        q: [batch, q_heads, q_len, head_dim]; bf16, fp16, fp32 or float8_e4m3fn; head_dim 1..256, in float8_e4m3fn 1..128; any strides with
+            stride 1 in the last axis.
+        k: [batch, kv_heads, max_len, head_dim], dtype and device of q; kv_heads divides q_heads.
+        v: [batch, kv_heads, max_len, v_dim], likewise, v_dim in the range of head_dim. In float8_e4m3fn the keys may be the axis of
+            stride 1 instead, and are best so: tensor cores multiply 8-bit weights by values that lie key after key.
+        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query sees all of them. A chunk of a long prompt
+            is the queries of the chunk, the cache, and the kv_len that the cache has with the chunk in it.
         scale: of q k^T; positive; default head_dim ** -0.5.
         window: a query sees at most this many keys, its own included.
         kv_start: [batch] int32; the first key of each sequence (left padding). Queries before it see nothing.
         kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default max_len. Memory outside may hold anything.
         cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32, where each sequence begins and the last one ends. With them q is
-            [total_q, q_heads, head_dim], k and v are [total_kv, kv_heads, head_dim], and there is no kv_start and kv_len.
+            [total_q, q_heads, head_dim], k and v are [total_kv, kv_heads, ...], and there is no kv_start and kv_len.
         max_q_len: the longest sequence of cu_seqlens_q; default total_q, which launches blocks that find nothing to do.
         return_lse: also return the natural log of the softmax denominator.
-    Returns: out like q, contiguous as [batch, q_len, q_heads, head_dim] (with cu_seqlens as [total_q, q_heads, head_dim]);
-        with return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len] (with cu_seqlens [q_heads, total_q]).
-        A row that sees no key is 0, its lse -inf.
+        softcap: positive; scores become softcap * tanh(score / softcap), after `scale` and before the mask.
+        sinks: [q_heads] fp32; a score, of the scaled ones and in natural log, that every row of a head has in its denominator and nowhere else.
+        q_scale: [q_heads] fp32, positive; given with float8_e4m3fn and only then: a value of q is its code times its head's scale.
+        k_scale, v_scale: [kv_heads] fp32, likewise.
+    Returns: out [batch, q_heads, q_len, v_dim], contiguous as [batch, q_len, q_heads, v_dim] (with cu_seqlens as [total_q, q_heads, v_dim]),
+        in q's dtype, for float8_e4m3fn in bf16; with return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len] (with cu_seqlens
+        [q_heads, total_q]), without the sink. A row that sees no key is 0, its lse -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     varlen = cu_seqlens_q is not None
-    check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=DTYPES)
+    check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=(*DTYPES, torch.float8_e4m3fn))
     check_tensor(k, "k", ndim=q.dim(), like=q)
-    check_heads(q, k)
+    check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
     scale = check_scale_and_window(scale, window, q.shape[-1])
+    if softcap is not None and not softcap > 0:
+        raise must("softcap", "positive", softcap)
+    if sinks is not None:
+        check_per_head(sinks, "sinks", q, q.shape[1])
+    _check_scales(q, k, q_scale, k_scale, v_scale)
+    stored = torch.bfloat16 if q.dtype in FP8 else q.dtype
     lse_shape: tuple[int, ...]
     if cu_seqlens_q is not None:
         check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
@@ -172,7 +240,8 @@ def attention(
         max_q_len = q.shape[0] if max_q_len is None else max_q_len
         if max_q_len < 1 <= q.shape[0]:
             raise must("max_q_len", "at least 1", max_q_len)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        _check_values(k, v)
+        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=stored, device=q.device)
         lse_shape = (q.shape[1], q.shape[0])
     else:
         batch, q_heads, q_len, head_dim = q.shape
@@ -185,17 +254,37 @@ def attention(
         for name, given in (("kv_start", kv_start), ("kv_len", kv_len)):
             if given is not None:
                 check_int32(given, name, q, (batch,))
-        out = torch.empty((batch, q_len, q_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+        _check_values(k, v)
+        out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
         lse_shape = (batch, q_heads, q_len)
-    check_tensor(v, "v", shape=k.shape, like=q)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel():
-        attention_out(q, k, v, out, lse, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, scale, causal, window, max_q_len)
+        masks = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, scale, causal, window, max_q_len)
+        attention_out(q, k, v, out, lse, *masks, softcap, sinks, q_scale, k_scale, v_scale)
     else:
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf)
     return out if lse is None else (out, lse)
+
+
+def _check_values(k: Tensor, v: Any) -> None:
+    shape = (*k.shape[:-1], v.shape[-1]) if isinstance(v, Tensor) and v.dim() == k.dim() else k.shape
+    most = MAX_HEAD_DIM_EIGHT if k.dtype in FP8 else MAX_HEAD_DIM
+    if not 1 <= shape[-1] <= most:
+        raise must("v.shape[-1]", f"in 1..{most}", shape[-1])
+    if k.dtype in FP8 and k.dim() == 4 and isinstance(v, Tensor) and v.dim() == 4 and v.stride(2) == 1:
+        check_tensor(v.mT, "v.mT", shape=(*shape[:2], shape[3], shape[2]), like=k)
+    else:
+        check_tensor(v, "v", shape=shape, like=k)
+
+
+def _check_scales(q: Tensor, k: Tensor, q_scale: Any, k_scale: Any, v_scale: Any) -> None:
+    for name, given, heads in (("q_scale", q_scale, q.shape[1]), ("k_scale", k_scale, k.shape[1]), ("v_scale", v_scale, k.shape[1])):
+        if q.dtype in FP8:
+            check_per_head(given, name, q, heads)
+        elif given is not None:
+            raise must(name, f"None for {dtype_name(q.dtype)}", type(given).__name__)
 
 
 def _check_packing(q: Tensor, kv_start: Any, kv_len: Any, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ...ops.attention import Problem
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+HALF, BRAIN, SINGLE, EIGHT = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 small = [
     Problem(1, 2, 2, 37, 37, 64, BRAIN),
@@ -24,6 +24,14 @@ small = [
     Problem(1, 2, 2, 50, 21, 64, BRAIN, return_lse=True),  # more queries than keys: the first 29 see nothing
     Problem(1, 3, 1, 1, 130, 256, BRAIN),
     Problem(1, 2, 1, 65, 65, 64, SINGLE, return_lse=True),
+    Problem(1, 2, 2, 45, 45, 192, BRAIN, v_dim=128, return_lse=True),
+    Problem(2, 2, 1, 30, 50, 48, HALF, v_dim=96, has_len=True),
+    Problem(1, 4, 2, 40, 60, 64, BRAIN, softcap=2.0, return_lse=True),
+    Problem(1, 4, 2, 50, 70, 64, BRAIN, window=20, has_sinks=True, return_lse=True),
+    Problem(3, 2, 1, 33, 33, 64, SINGLE, varlen=True, softcap=3.0, has_sinks=True),
+    Problem(2, 4, 2, 40, 72, 64, EIGHT, keys_last=True),
+    Problem(2, 2, 1, 21, 50, 80, EIGHT, causal=False, has_len=True),
+    Problem(3, 2, 1, 33, 33, 128, EIGHT, varlen=True, has_sinks=True, softcap=5.0),
 ]
 
 real = [
@@ -39,6 +47,11 @@ real = [
     Problem(4, 32, 8, 100, 2048, 128, BRAIN, has_len=True),
     Problem(16, 16, 16, 197, 197, 64, HALF, causal=False),  # ViT-L
     Problem(1, 8, 8, 300, 300, 128, SINGLE),
+    Problem(1, 16, 16, 2048, 2048, 192, BRAIN, v_dim=128),  # DeepSeek-V2-Lite, keys and values expanded
+    Problem(1, 16, 8, 4096, 4096, 256, BRAIN, softcap=50.0),  # Gemma-2-9B
+    Problem(1, 64, 8, 4096, 4096, 64, BRAIN, window=128, has_sinks=True),  # gpt-oss
+    Problem(1, 32, 8, 2048, 2048, 128, EIGHT, keys_last=True),
+    Problem(1, 32, 8, 2048, 2048, 128, EIGHT),
 ]
 
 TOKENS = 16384
@@ -47,4 +60,18 @@ bench = [
     for (head_dim, q_heads, kv_heads), causal, seq_len in product(
         ((128, 32, 32), (128, 32, 8), (64, 32, 32), (64, 32, 8)), (True, False), (512, 1024, 2048, 4096, 8192, 16384)
     )
+]
+bench += [
+    Problem(TOKENS // seq_len, 16, 16, seq_len, seq_len, 256, BRAIN, causal=causal) for causal, seq_len in product((True, False), (1024, 4096, 16384))
+]
+bench += [
+    Problem(4, 32, 32, seq_len, seq_len, 128, EIGHT, causal=causal, keys_last=True) for causal, seq_len in product((True, False), (4096, 16384))
+]
+bench += [
+    Problem(4, 32, 8, 4096, 4096, 96, BRAIN),
+    Problem(4, 32, 32, 4096, 4096, 80, HALF),
+    Problem(4, 16, 16, 4096, 4096, 192, BRAIN, v_dim=128),
+    Problem(4, 16, 8, 4096, 4096, 256, BRAIN, softcap=50.0),
+    Problem(4, 64, 8, 4096, 4096, 64, BRAIN, window=128, has_sinks=True),
+    Problem(4, 32, 8, 8192, 8192, 128, BRAIN, window=1024),
 ]

@@ -1,0 +1,125 @@
+"""Tile code of `attention` and `mla`: one tile of queries walks over the tiles of keys that it sees.
+
+A head_dim that is no power of two is two tiles, the first of the largest power of two below it (192 = 128 + 64): nothing is padded up to 256.
+"""
+
+import math
+
+import cuda.tile as ct
+
+from ..launch import next_pow2
+from .attention_common import FLOOR, product, softmax_step
+
+ZERO = ct.PaddingMode.ZERO
+# Weights of 8 bits are made up to 2**8, of which e4m3 holds 448: its least number is then 2**-17 of the largest weight.
+SHIFT = 8
+
+
+def widths_of(dim: int, least: int, pad: bool = False) -> tuple[int, int]:
+    """Widths of the one or two tiles (the second 0), `least` or more, that hold `dim` columns; with `pad` one, a power of two."""
+    whole = max(least, next_pow2(dim))
+    first, second = whole // 2, max(least, next_pow2(dim - whole // 2))
+    return (whole, 0) if pad or second >= first else (first, second)
+
+
+def columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY, ROWS_LAST=False):
+    """Rows [row * TILE, + TILE) of ARRAY [batch, heads, rows, columns] as one or two tiles [TILE, width]; ROWS_LAST: rows are its last axis."""
+    order = (0, 1, 3, 2) if ROWS_LAST else (0, 1, 2, 3)
+    tiles: tuple = ()
+    for i in ct.static_iter(range(2)):
+        if WIDTHS[i]:
+            at = (batch, head, row, WIDTHS[0] // WIDTHS[i] * i)
+            tile = ct.load(ARRAY, at, (1, 1, TILE, WIDTHS[i]), order=order, padding_mode=ZERO, latency=LATENCY)
+            tiles = (*tiles, tile.reshape((TILE, WIDTHS[i])))
+    return tiles
+
+
+def turned_columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY):
+    """The same rows as one or two tiles [width, TILE]."""
+    tiles: tuple = ()
+    for i in ct.static_iter(range(2)):
+        if WIDTHS[i]:
+            at = (batch, head, WIDTHS[0] // WIDTHS[i] * i, row)
+            tile = ct.load(ARRAY, at, (1, 1, WIDTHS[i], TILE), order=(0, 1, 3, 2), padding_mode=ZERO, latency=LATENCY)
+            tiles = (*tiles, tile.reshape((WIDTHS[i], TILE)))
+    return tiles
+
+
+def summed_products(lefts, rights, TF32X3):
+    """The sum of left @ right over the tiles of two tuples."""
+    total = ct.zeros((lefts[0].shape[0], rights[0].shape[1]), dtype=ct.float32)
+    for i in ct.static_iter(range(len(lefts))):
+        if lefts[i].dtype == ct.float8_e4m3fn:
+            total = ct.mma(lefts[i], rights[i], total, use_fast_acc=True)
+        else:
+            total = product(lefts[i], rights[i], total, TF32X3)
+    return total
+
+
+def softmax_over_keys(
+    scores_of, values_of, first, n, window, scale, dtype, WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3
+):
+    """(sums of weights @ values, one tile for each of WIDTHS; maximum; denominator) of TILE_M queries over the keys 0..n that they see.
+
+    scores_of(j, TILE): the scores of the j-th TILE keys, [TILE_M, TILE] in fp32, which `scale` brings to base 2. values_of(j, TILE): a tuple of
+    their values, [TILE, width] each. first: the last key that the first query sees under a causal mask. dtype: of the weights.
+    Steps are TILE_N keys long where every query sees all of them, else TAIL_N, a divisor. MASKED: there are such steps.
+    """
+    # Steps of TILE_N: from `whole_from` to `whole_to`. Steps of TAIL_N: from `begin` on before them, to `end` behind them.
+    ratio = TILE_N // TAIL_N
+    begin, end, whole_from, whole_to = 0, ct.cdiv(n, TAIL_N), 0, n // TILE_N
+    if CAUSAL:
+        end = min(end, ct.cdiv(max(0, first + TILE_M), TAIL_N))
+        whole_to = min(whole_to, max(0, first + 1) // TILE_N)
+    if HAS_WINDOW:
+        begin = max(0, first - window + 1) // TAIL_N
+        whole_from = ct.cdiv(max(0, first + TILE_M - window), TILE_N)
+    row = first + ct.arange(TILE_M, dtype=ct.int32)[:, None]
+    sums: tuple = ()
+    for i in ct.static_iter(range(2)):
+        if WIDTHS[i]:
+            sums = (*sums, ct.zeros((TILE_M, WIDTHS[i]), dtype=ct.float32))
+    state = (sums, ct.full((TILE_M, 1), FLOOR, dtype=ct.float32), ct.zeros((TILE_M, 1), dtype=ct.float32))
+
+    def step(j, state, TILE, HIDDEN):
+        sums, maximum, denominator = state
+        scores = scores_of(j, TILE)
+        if HIDDEN:
+            key = j * TILE + ct.arange(TILE, dtype=ct.int32)[None, :]
+            seen = key < n
+            if CAUSAL:
+                seen = key <= row  # no query of the sequence sees beyond n; the rows that pad the last tile are not stored
+            if HAS_WINDOW:
+                seen = seen & (key > row - window)
+            scores = ct.where(seen, scores, -math.inf)
+        shift = SHIFT if dtype == ct.float8_e4m3fn else 0
+        weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 1, PARTS, shift)
+        values = values_of(j, TILE)
+        new: tuple = ()
+        for i in ct.static_iter(range(len(values))):
+            if dtype == ct.float8_e4m3fn:
+                # A product of one step in the tensor cores' short sums; over the steps in fp32, and the factor comes with the addition.
+                part = ct.mma(weights, values[i], ct.zeros((TILE_M, WIDTHS[i]), dtype=ct.float32), use_fast_acc=True)
+                new = (*new, sums[i] * factor + part)
+            else:
+                new = (*new, product(weights, values[i], sums[i] * factor, TF32X3))
+        return new, maximum, denominator
+
+    # A loop for the whole tiles apart from those for the partly hidden ones: a branch in one loop keeps the compiler from overlapping
+    # the softmax of a step with the products of the next (H200, causal, 1k to 4k queries: 10 to 25 % slower).
+    if HAS_WINDOW:
+        for j in range(begin, min(whole_from * ratio, end)):
+            state = step(j, state, TAIL_N, True)
+    for j in range(whole_from, whole_to):
+        state = step(j, state, TILE_N, False)
+    if MASKED:
+        for j in range(max(whole_from, whole_to) * ratio, end):
+            state = step(j, state, TAIL_N, True)
+    return state
+
+
+def store_rows(OUT, batch, head, tile, sums, normaliser, WIDTHS, TILE_M):
+    """sums * normaliser, rounded, into the tile-th TILE_M rows of OUT [batch, heads, rows, columns]."""
+    for i in ct.static_iter(range(len(sums))):
+        out = (sums[i] * normaliser).astype(OUT.dtype).reshape((1, 1, TILE_M, WIDTHS[i]))
+        ct.store(OUT, (batch, head, tile, WIDTHS[0] // WIDTHS[i] * i), out)

@@ -1,0 +1,210 @@
+"""Writes new keys and values into their cache, and rotates keys and queries on the way, in one launch:
+
+    k_cache[b, h, positions[b, t]] = rope(k[b, h, t])       v_cache[b, h, positions[b, t]] = v[b, h, t]       q = rope(q), in place
+
+A paged cache has row `position % page_size` of page `block_table[b, position // page_size]` instead. A cache of 8-bit codes gets values / scale.
+
+Source    vLLM's reshape_and_cache (Kwon et al. 2023, arXiv:2309.06180, section 4.3) and the rotation of `rope`, made one.
+Numerics  Values are copied; rotated ones fp32 from load to store, rounded once, also to codes, which saturate.
+Bound     Memory: k and v read and written once, q read and written once. For one token a sequence the latency of three loads that wait for
+          each other (position, row of the table, store), and of the launch that rope and two copies no longer need.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
+from ..attention_common import check_int32
+from ..scaling import FP8
+from .decision import Config, Problem, plan, space
+from .kernel import kv_append_kernel
+
+__all__ = ["Config", "Problem", "kv_append", "kv_append_kernel", "kv_append_out", "plan", "reference", "space"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def reference(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    positions: Tensor,
+    block_table: Tensor | None = None,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rope_positions: Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """The definition, not in place."""
+    batch, _, tokens, _ = k.shape
+    positions = positions.view(batch, tokens).long()
+    if cos is not None and sin is not None:
+        angle_rows = positions if rope_positions is None else rope_positions.view(batch, tokens).long()
+        angle_rows = angle_rows.clamp(0, len(cos) - 1)
+        c, s = cos[angle_rows][:, None], sin[angle_rows][:, None]
+
+        def turned(x: Tensor) -> Tensor:
+            part = x[..., : 2 * c.shape[-1]]
+            a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
+            pair = a * c - b * s, b * c + a * s
+            rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+            return torch.cat((rotated.to(x.dtype), x[..., 2 * c.shape[-1] :]), -1)
+
+        k = turned(k)
+        q = None if q is None else turned(q)
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    for b in range(batch):
+        for t in range(tokens):
+            at, outer = int(positions[b, t]), b
+            if block_table is not None and 0 <= at < block_table.shape[1] * k_cache.shape[2]:
+                outer, at = int(block_table[b, at // k_cache.shape[2]]), at % k_cache.shape[2]
+            if 0 <= at < k_cache.shape[2] and 0 <= outer < len(k_cache):
+                for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+                    row = x[b, :, t]
+                    if scale is not None:
+                        largest = 448.0 if cache.dtype is torch.float64 else torch.finfo(cache.dtype).max
+                        row = (row.to(torch.promote_types(row.dtype, torch.float32)) / scale).clamp(-largest, largest)
+                    cache[outer, :, at] = row.to(cache.dtype)
+    return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
+
+
+@torch_op(mutates=("k_cache", "v_cache", "q"))
+def kv_append_out(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    block_table: Optional[Tensor],
+    q: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    rope_positions: Optional[Tensor],
+    interleaved: bool,
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
+) -> None:
+    """`kv_append`; positions and rope_positions [batch, tokens]. No checks, no sync: safe under graph capture."""
+    (batch, kv_heads, tokens, head_dim), v_dim = k.shape, v.shape[3]
+    page_size = 0 if block_table is None else k_cache.shape[2]
+    max_len = k_cache.shape[2] if block_table is None else block_table.shape[1] * page_size
+    shape = (batch, 0 if q is None else q.shape[1], kv_heads, tokens, head_dim, max_len, k.dtype)
+    rest = (page_size, 0 if v_dim == head_dim else v_dim, 0 if cos is None else 2 * cos.shape[1], interleaved)
+    stored = None if k_cache.dtype is k.dtype else k_cache.dtype
+    # k stands in for the arrays that the kernel's constants say are absent.
+    launch(
+        best_plan(space, plan, Device.of(k), Problem, *shape, *rest, stored, rope_positions is not None),
+        k if q is None else q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        positions,
+        positions if rope_positions is None else rope_positions,
+        positions if block_table is None else block_table,
+        k if cos is None else cos,
+        k if sin is None else sin,
+        k if k_scale is None else k_scale.view(1),
+        k if v_scale is None else v_scale.view(1),
+    )
+
+
+def kv_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    positions: Tensor,
+    block_table: Tensor | None = None,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rope_positions: Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Puts new keys and values into their cache, keys rotated and queries rotated in place if there are angles, in one launch.
+
+    The compressed cache of MLA, [..., 576] = 512 latent + 64 rotated, is two views of one tensor: k and k_cache the rotated part, v and v_cache
+    the latent.
+
+    Args:
+        k: [batch, kv_heads, tokens, head_dim]; bf16, fp16 or fp32; any strides with stride 1 in the last axis.
+        v: [batch, kv_heads, tokens, v_dim], dtype and device of k.
+        k_cache: [batch, kv_heads, max_len, head_dim], in pages [pages, kv_heads, page_size, head_dim]; dtype of k, or float8_e4m3fn. Overwritten.
+        v_cache: the same of v_dim, in the dtype of k_cache. Overwritten.
+        positions: [batch, tokens] int32, for one token also [batch]; where in its sequence each token goes. No two alike in a sequence. One that
+            is negative or not below max_len (or the pages of the table) is not stored.
+        block_table: [batch, max_pages] int32, pages of each sequence; with it the caches are in pages.
+        q: [batch, q_heads, tokens, head_dim], dtype and device of k; only with cos and sin. Overwritten.
+        cos, sin: [max_pos, rotary_dim / 2], dtype of k or fp32. Elements of a head from rotary_dim on are not rotated.
+        rope_positions: like positions; the row of cos and sin of each token, where it is not its position. Clamped to the table.
+        interleaved: a pair is two neighbours instead of one element of each half.
+        k_scale, v_scale: [] fp32, positive; given with a cache of codes and only then: a value is its code times the scale.
+    Returns: (k_cache, v_cache), with q (k_cache, v_cache, q): the tensors it was given.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(k, "k", ndim=4, dtypes=DTYPES)
+    batch, kv_heads, tokens, head_dim = k.shape
+    check_tensor(v, "v", ndim=4, like=k)
+    check_tensor(v, "v", shape=(batch, kv_heads, tokens, v.shape[3]), like=k)
+    check_tensor(k_cache, "k_cache", ndim=4, dtypes=(k.dtype, torch.float8_e4m3fn))
+    outer = batch if block_table is None else k_cache.shape[0]
+    check_tensor(k_cache, "k_cache", shape=(outer, kv_heads, k_cache.shape[2], head_dim))
+    check_tensor(v_cache, "v_cache", shape=(*k_cache.shape[:3], v.shape[3]), like=k_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.device != k.device:
+            raise must(f"{name}.device", k.device, cache.device)
+        _check_writable(cache, name)
+    positions = _check_positions(positions, "positions", k)
+    if block_table is not None:
+        check_int32(block_table, "block_table", k, (batch, None))
+    if (cos is None) != (sin is None):
+        raise must("cos and sin", "given together", "cos" if sin is None else "sin")
+    for name, given in (("q", q), ("rope_positions", rope_positions)):
+        if given is not None and cos is None:
+            raise must(name, "given only with cos and sin", type(given).__name__)
+    if cos is not None:
+        check_tensor(cos, "cos", ndim=2, dtypes=(k.dtype, torch.float32))
+        if not len(cos) or not 0 < 2 * cos.shape[1] <= head_dim:
+            raise must("cos.shape", f"(at least 1, 1 to {head_dim // 2})", tuple(cos.shape))
+        check_tensor(sin, "sin", shape=cos.shape, like=cos)  # type: ignore[arg-type]
+        if cos.device != k.device:
+            raise must("cos.device", k.device, cos.device)
+    if rope_positions is not None:
+        rope_positions = _check_positions(rope_positions, "rope_positions", k)
+    if q is not None:
+        check_tensor(q, "q", ndim=4, like=k)
+        check_tensor(q, "q", shape=(batch, q.shape[1], tokens, head_dim), like=k)
+        _check_writable(q, "q")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k_cache.dtype in FP8:
+            check_tensor(scale, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
+        elif scale is not None:
+            raise must(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)
+    if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
+        kv_append_out(k, v, k_cache, v_cache, positions, block_table, q, cos, sin, rope_positions, interleaved, k_scale, v_scale)
+    return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
+
+
+def _check_positions(positions: Tensor, name: str, k: Tensor) -> Tensor:
+    """As [batch, tokens]."""
+    batch, tokens = k.shape[0], k.shape[2]
+    if isinstance(positions, Tensor) and positions.dim() == 1 and tokens == 1:
+        positions = positions[:, None]
+    check_int32(positions, name, k, (batch, tokens))
+    return positions
+
+
+def _check_writable(x: Tensor, name: str) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise must(name, "free of broadcast axes, being written in place", f"strides {x.stride()} for shape {tuple(x.shape)}")

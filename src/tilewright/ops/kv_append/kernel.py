@@ -1,0 +1,153 @@
+"""Tile code of `kv_append`."""
+
+import cuda.tile as ct
+
+from ...launch import next_pow2
+from ..fp8 import codes_of
+from ..tiles import load_pairs, load_tile, store_pairs, turned_pairs
+
+ZERO = ct.PaddingMode.ZERO
+
+
+def _slot(position, b, CACHE, BLOCK_TABLE, PAGE_SIZE):
+    """(first index into the cache, row, whether there is such a row) of a sequence's position; the indices are inside in any case."""
+    rows = CACHE.shape[2]
+    if PAGE_SIZE:
+        rows = BLOCK_TABLE.shape[1] * PAGE_SIZE
+    inside = max(0, min(position, rows - 1))
+    held = position == inside
+    if PAGE_SIZE:
+        page = ct.load(BLOCK_TABLE, (b, inside // PAGE_SIZE), ())
+        outer = max(0, min(page, CACHE.shape[0] - 1))
+        return outer, inside % PAGE_SIZE, held & (page == outer)
+    return b, inside, held
+
+
+def _rows(X, b, group, token, dim, from_column, TILE_H, EVEN, LATENCY):
+    """Columns from_column to dim of one token's TILE_H heads, [1, TILE_H, 1, width]."""
+    part = X.slice(3, from_column, dim)
+    width = ct.static_eval(next_pow2(dim - from_column))
+    return load_tile(part, (b, group, token, 0), (1, TILE_H, 1, width), ZERO, EVEN and width == dim - from_column, LATENCY, False)
+
+
+@ct.kernel
+def kv_append_kernel(
+    Q,
+    K,
+    V,
+    K_CACHE,
+    V_CACHE,
+    POSITIONS,
+    ROPE_POSITIONS,
+    BLOCK_TABLE,
+    COS,
+    SIN,
+    K_SCALE,
+    V_SCALE,
+    PAGE_SIZE: ct.Constant[int],
+    SCALED: ct.Constant[bool],
+    INTERLEAVED: ct.Constant[bool],
+    OWN_ROPE: ct.Constant[bool],
+    EVEN_Q: ct.Constant[bool],
+    EVEN_KV: ct.Constant[bool],
+    Q_GROUPS: ct.Constant[int],
+    KV_GROUPS: ct.Constant[int],
+    HEAD_DIM: ct.Constant[int],
+    V_DIM: ct.Constant[int],
+    ROTARY: ct.Constant[int],
+    Q_TILE: ct.Constant[int],
+    KV_TILE: ct.Constant[int],
+    TOKENS: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """TOKENS tokens of a group of heads of q, k or v. Grid (groups of q, k and v x blocks of tokens, batch), the groups fastest.
+
+    Q, K, V [batch, heads, tokens, dim]; K_CACHE, V_CACHE [batch, kv_heads, max_len, dim] or [pages, kv_heads, PAGE_SIZE, dim].
+    int32: POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE [batch, max_pages]. COS, SIN [max_pos, ROTARY / 2]. K_SCALE, V_SCALE fp32 [1].
+    What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
+    """
+    GROUPS, HALF = Q_GROUPS + 2 * KV_GROUPS, ROTARY // 2
+    TILE_HALF = ct.static_eval(next_pow2(HALF))
+    group, first, b = ct.bid(0) % GROUPS, ct.bid(0) // GROUPS * TOKENS, ct.bid(1)
+
+    def angles(token):
+        position = ct.load(ROPE_POSITIONS if OWN_ROPE else POSITIONS, (b, token), ())
+        row = max(0, min(position, COS.shape[0] - 1))
+        shape = (1, TILE_HALF)
+        cos = load_tile(COS.slice(1, 0, HALF), (row, 0), shape, ZERO, HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
+        sin = load_tile(SIN.slice(1, 0, HALF), (row, 0), shape, ZERO, HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
+        return cos.reshape((1, 1, 1, TILE_HALF)), sin.reshape((1, 1, 1, TILE_HALF))
+
+    def encoded(x, SCALE):
+        return codes_of(x.astype(ct.float32), ct.load(SCALE, (0,), ()), ct.float8_e4m3fn) if SCALED else x
+
+    def turn_q(group, first, COUNT):
+        pair, whole = (1, Q_TILE, 1, TILE_HALF), EVEN_Q and HALF == TILE_HALF
+        loaded: tuple = ()
+        for t in ct.static_iter(range(COUNT)):
+            loaded = (*loaded, load_pairs(Q, (b, group, first + t, 0), pair, INTERLEAVED, HALF, ZERO, whole, LATENCY, False))
+        for t in ct.static_iter(range(COUNT)):
+            turned = turned_pairs(loaded[t], pair, *angles(first + t))
+            store_pairs(Q, (b, group, first + t, 0), turned, INTERLEAVED, HALF, whole, False)
+
+    def append_k(group, first, COUNT):
+        pair, whole = (1, KV_TILE, 1, TILE_HALF), EVEN_KV and HALF == TILE_HALF
+        loaded: tuple = ()
+        for t in ct.static_iter(range(COUNT)):
+            pairs: tuple = ()
+            rest: tuple = ()
+            if ROTARY:
+                pairs = load_pairs(K, (b, group, first + t, 0), pair, INTERLEAVED, HALF, ZERO, whole, LATENCY, False)
+            if ROTARY < HEAD_DIM:
+                rest = (_rows(K, b, group, first + t, HEAD_DIM, ROTARY, KV_TILE, EVEN_KV, LATENCY),)
+            loaded = (*loaded, (pairs, rest))
+        for t in ct.static_iter(range(COUNT)):
+            pairs, rest = loaded[t]
+            turned: tuple = ()
+            if ROTARY:
+                left, right = turned_pairs(pairs, pair, *angles(first + t))
+                if not SCALED:  # rounded as q is, and the codes are those of the exact rotation
+                    turned = (left, right)
+                else:
+                    turned = (encoded(left, K_SCALE), encoded(right, K_SCALE))
+            outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, K_CACHE, BLOCK_TABLE, PAGE_SIZE)
+            if held:
+                if ROTARY:
+                    store_pairs(K_CACHE, (outer, group, row, 0), turned, INTERLEAVED, HALF, whole, False)
+                if ROTARY < HEAD_DIM:
+                    even = EVEN_KV and rest[0].shape[3] == HEAD_DIM - ROTARY
+                    part = K_CACHE.slice(3, ROTARY, HEAD_DIM)
+                    ct.store(part, (outer, group, row, 0), encoded(rest[0], K_SCALE), check_bounds=not even, allow_tma=False)
+
+    def append_v(group, first, COUNT):
+        loaded: tuple = ()
+        for t in ct.static_iter(range(COUNT)):
+            loaded = (*loaded, _rows(V, b, group, first + t, V_DIM, 0, KV_TILE, EVEN_KV, LATENCY))
+        for t in ct.static_iter(range(COUNT)):
+            outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, V_CACHE, BLOCK_TABLE, PAGE_SIZE)
+            if held:
+                even = EVEN_KV and loaded[t].shape[3] == V_DIM
+                part = V_CACHE.slice(3, 0, V_DIM)
+                ct.store(part, (outer, group, row, 0), encoded(loaded[t], V_SCALE), check_bounds=not even, allow_tma=False)
+
+    def append(group, first, COUNT):
+        if group < KV_GROUPS:
+            append_k(group, first, COUNT)
+        else:
+            append_v(group - KV_GROUPS, first, COUNT)
+
+    def run(first, COUNT):
+        if Q_GROUPS == 0:
+            append(group, first, COUNT)
+        elif group < Q_GROUPS:
+            turn_q(group, first, COUNT)
+        else:
+            append(group - Q_GROUPS, first, COUNT)
+
+    if TOKENS == 1:
+        run(first, 1)
+    elif first + TOKENS <= K.shape[2]:
+        run(first, TOKENS)
+    else:
+        for token in range(first, K.shape[2]):
+            run(token, 1)

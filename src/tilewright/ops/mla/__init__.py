@@ -1,0 +1,182 @@
+"""Prefill of multi-head latent attention: out = softmax(scale * (q_nope k_nope^T + q_rope k_rope^T) + mask) v, per head.
+
+Keys and values are expanded (each head has its k_nope and v); k_rope, which carries the positions, is one for all heads, and nothing is
+concatenated. With n keys in a sequence, query i sees key j where (causal) j <= i + n - q_len; a row that sees no key gives 0 and lse -inf.
+
+Source    DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19; the walk over the keys as in `attention`.
+Numerics  As in `attention`: scores of both products in one fp32 sum, weights rounded to the dtype of v, out rounded once.
+Bound     Compute, 2 * (nope_dim + rope_dim + v_dim) flops per visible score.
+"""
+
+import math
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
+from ..attention_common import LOG2E, check_int32, check_per_head, check_scale_and_window
+from ..scaling import FP8
+from .decision import Config, Problem, plan, space
+from .kernel import mla_kernel
+
+__all__ = ["Config", "Problem", "mla", "mla_kernel", "mla_out", "plan", "reference", "space"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+MAX_DIM = 128  # of each of the three parts
+REFERENCE_SCORES = 1 << 26  # that the reference holds at a time
+
+
+def reference(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    *,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_len: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The definition: the parts concatenated, products in the dtype (codes of 8 bits as fp32), softmax at least in fp32."""
+    q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    weight_dtype, wide = v.dtype, torch.promote_types(q.dtype if q.dtype.itemsize > 1 else torch.float32, torch.float32)
+    stored, out_scale = q.dtype, torch.ones((), device=q.device)
+    if q_scale is not None and k_scale is not None and v_scale is not None:
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        q, out_scale = q * (q_scale * k_scale)[:, None, None], v_scale[:, None, None]
+        stored = torch.bfloat16 if weight_dtype in FP8 else wide
+    (batch, heads, q_len, _), v_dim = q.shape, v.shape[-1]
+    out = torch.zeros(batch, heads, q_len, v_dim, dtype=stored, device=q.device)
+    lse = torch.full((batch, heads, q_len), -torch.inf, dtype=wide, device=q.device)
+    for b, n in enumerate([k.shape[2]] * batch if kv_len is None else kv_len.tolist()):
+        step = max(1, REFERENCE_SCORES // max(1, heads * n))
+        for first in range(0, q_len if n else 0, step):
+            rows = slice(first, min(first + step, q_len))
+            last_key = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + n - q_len
+            seen = torch.arange(n, device=q.device) <= last_key if causal else torch.ones(len(last_key), n, dtype=torch.bool, device=q.device)
+            scores = (q[b, :, rows] @ k[b, :, :n].mT * scale).to(wide).masked_fill(~seen, -torch.inf)
+            lse[b, :, rows] = scores.logsumexp(-1)
+            weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+            out[b, :, rows] = (weights.to(weight_dtype).to(v.dtype) @ v[b, :, :n] * out_scale).to(stored)
+    return (out, lse) if return_lse else out
+
+
+@torch_op(mutates=("out", "lse"))
+def mla_out(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Optional[Tensor],
+    kv_len: Optional[Tensor],
+    q_scale: Optional[Tensor],
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
+    scale: float,
+    causal: bool,
+) -> None:
+    """`mla` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
+    batch, heads, q_len, nope_dim = q_nope.shape
+    keys_last = v.stride(-1) != 1 and v.shape[-1] > 1
+    masks = (causal, kv_len is not None, lse is not None, keys_last)
+    dims = (nope_dim, q_rope.shape[-1], v.shape[-1])
+    # q stands in for the arrays that the kernel's flags say are absent.
+    launch(
+        best_plan(space, plan, Device.of(q_nope), Problem, batch, heads, q_len, k_nope.shape[2], q_nope.dtype, *masks, *dims),
+        q_nope,
+        q_rope,
+        k_nope,
+        k_rope,
+        v.mT if keys_last else v,
+        out,
+        q_nope if lse is None else lse,
+        q_nope if kv_len is None else kv_len,
+        q_nope if q_scale is None else q_scale,
+        q_nope if k_scale is None else k_scale.view(1),
+        q_nope if v_scale is None else v_scale,
+        scale * LOG2E,
+    )
+
+
+def mla(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    *,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_len: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention whose scores are the sum of a part without positions and a rotated part, the latter's keys shared by all heads.
+
+    Args:
+        q_nope: [batch, heads, q_len, nope_dim]; bf16, fp16 or float8_e4m3fn; any strides with stride 1 in the last axis.
+        q_rope: [batch, heads, q_len, rope_dim], dtype and device of q_nope, already rotated. All three dims are 1..128.
+        k_nope: [batch, heads, max_len, nope_dim], likewise.
+        k_rope: [batch, 1, max_len, rope_dim], likewise, already rotated.
+        v: [batch, heads, max_len, v_dim], likewise. In float8_e4m3fn the keys may be the axis of stride 1 instead, and are best so.
+        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query sees all of them.
+        scale: of the scores; positive; default (nope_dim + rope_dim) ** -0.5.
+        kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default max_len. Memory beyond may hold anything.
+        q_scale, v_scale: [heads] fp32, positive; given with float8_e4m3fn and only then: a value is its code times its head's scale.
+        k_scale: [] fp32, likewise, one for k_nope and k_rope.
+        return_lse: also return the natural log of the softmax denominator.
+    Returns: out [batch, heads, q_len, v_dim], contiguous as [batch, q_len, heads, v_dim], in q's dtype, for float8_e4m3fn in bf16; with
+        return_lse the tuple (out, lse), lse fp32 [batch, heads, q_len]. A row that sees no key is 0, its lse -inf.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(q_nope, "q_nope", ndim=4, dtypes=DTYPES)
+    batch, heads, q_len, nope_dim = q_nope.shape
+    check_tensor(q_rope, "q_rope", ndim=4, like=q_nope)
+    rope_dim = q_rope.shape[-1]
+    check_tensor(q_rope, "q_rope", shape=(batch, heads, q_len, rope_dim), like=q_nope)
+    check_tensor(k_nope, "k_nope", ndim=4, like=q_nope)
+    max_len = k_nope.shape[2]
+    check_tensor(k_nope, "k_nope", shape=(batch, heads, max_len, nope_dim), like=q_nope)
+    check_tensor(k_rope, "k_rope", shape=(batch, 1, max_len, rope_dim), like=q_nope)
+    check_tensor(v.mT if _keys_last(v) else v, "v.mT" if _keys_last(v) else "v", ndim=4, like=q_nope)
+    v_dim = v.shape[-1]
+    if v.shape[:3] != (batch, heads, max_len):
+        raise must("v.shape", (batch, heads, max_len, v_dim), tuple(v.shape))
+    for name, dim in (("q_nope.shape[-1]", nope_dim), ("q_rope.shape[-1]", rope_dim), ("v.shape[-1]", v_dim)):
+        if not 1 <= dim <= MAX_DIM:
+            raise must(name, f"in 1..{MAX_DIM}", dim)
+    scale = check_scale_and_window(scale, None, nope_dim + rope_dim)
+    if kv_len is not None:
+        check_int32(kv_len, "kv_len", q_nope, (batch,))
+    for name, given in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if q_nope.dtype not in FP8:
+            if given is not None:
+                raise must(name, f"None for {dtype_name(q_nope.dtype)}", type(given).__name__)
+        elif name == "k_scale":
+            check_tensor(given, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
+        else:
+            check_per_head(given, name, q_nope, heads)  # type: ignore[arg-type]
+    stored = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
+    out = torch.empty((batch, q_len, heads, v_dim), dtype=stored, device=q_nope.device).transpose(1, 2)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_nope.device) if return_lse else None
+    if out.numel() and k_nope.numel():
+        mla_out(q_nope, q_rope, k_nope, k_rope, v, out, lse, kv_len, q_scale, k_scale, v_scale, scale, causal)
+    else:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+    return out if lse is None else (out, lse)
+
+
+def _keys_last(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.dim() == 4 and v.dtype in FP8 and v.stride(2) == 1 and v.stride(3) != 1

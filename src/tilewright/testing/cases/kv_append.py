@@ -1,0 +1,38 @@
+"""New keys and values of real models, one token a sequence and many, and the shapes that break kernels."""
+
+from itertools import product
+
+import torch
+
+from ...ops.kv_append import Problem
+
+HALF, BRAIN, SINGLE, EIGHT = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+small = [
+    Problem(2, 6, 2, 1, 64, 20, BRAIN, rotary_dim=64),
+    Problem(4, 0, 3, 1, 80, 9, HALF),  # one sequence has nothing to add
+    Problem(3, 5, 1, 7, 64, 33, BRAIN, rotary_dim=48, interleaved=True),
+    Problem(3, 4, 4, 5, 48, 40, SINGLE, page_size=8, rotary_dim=24, own_rope_positions=True),
+    Problem(2, 2, 2, 1, 64, 50, BRAIN, page_size=16, rotary_dim=64, cache_dtype=EIGHT),
+    Problem(2, 0, 2, 6, 40, 30, BRAIN, v_dim=96, cache_dtype=EIGHT),
+    Problem(2, 4, 1, 1, 64, 24, BRAIN, v_dim=512, rotary_dim=64, interleaved=True),  # MLA
+]
+
+real = [
+    Problem(1, 32, 8, 1, 64, 8192, BRAIN, rotary_dim=64),  # Llama-3.2-1B, one token
+    Problem(16, 28, 4, 1, 128, 4096, BRAIN, rotary_dim=128),  # Qwen2-7B
+    Problem(32, 32, 8, 1, 128, 8192, BRAIN, page_size=64, rotary_dim=128),
+    Problem(32, 32, 8, 1, 128, 8192, BRAIN, page_size=64, rotary_dim=128, cache_dtype=EIGHT),
+    Problem(32, 16, 1, 1, 64, 8192, BRAIN, page_size=64, v_dim=512, rotary_dim=64, interleaved=True),  # DeepSeek-V2-Lite
+    Problem(1, 32, 8, 2048, 128, 8192, BRAIN, rotary_dim=128),  # a prompt
+    Problem(1, 32, 32, 500, 80, 2048, HALF, rotary_dim=32),  # phi-2
+]
+
+bench = [Problem(batch, 32, 8, 1, 128, 4096, BRAIN, rotary_dim=128, page_size=page) for batch, page in product((1, 16, 128), (0, 64))]
+bench += [
+    Problem(1, 16, 1, 1, 64, 4096, BRAIN, v_dim=512, rotary_dim=64, interleaved=True),
+    Problem(8, 32, 8, 4096, 128, 8192, BRAIN, rotary_dim=128),
+    Problem(8, 0, 8, 4096, 128, 8192, BRAIN),
+    Problem(8, 0, 32, 4096, 128, 8192, BRAIN, page_size=64),
+    Problem(8, 0, 32, 4096, 128, 8192, BRAIN, page_size=64, cache_dtype=EIGHT),
+]
