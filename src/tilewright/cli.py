@@ -1,10 +1,11 @@
 """`tilewright <verb>`. Thin: each verb reads its options and calls one function of a room, imported when the verb runs."""
 
+import contextlib
 import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,20 +81,44 @@ def generate(
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="A Hugging Face folder, a .gguf file, or a config's name (random weights).")],
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt itself.", show_default=False)] = "",
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file with the prompt; - reads stdin.", show_default=False)] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", metavar="N", help="Random prompts of N tokens instead, timed.", show_default=False)
+    ] = 0,
+    batch: Annotated[int, typer.Option("--batch", help="Prompts at once, with --prompt-tokens.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write at most.")] = 64,
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="ENGINE", help="graph, eager (our engine), or transformers (the model patched).")
+    ] = "transformers",
     device: DeviceName = "",
     dtype: Dtype = "",
-    compare: Annotated[bool, typer.Option("--compare", help="Run unpatched transformers too; exit with 1 if the tokens differ.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run unpatched transformers too; exit with 1 if a text's tokens differ.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="With --compare: transformers' compiled static-cache mode too.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the model's chat template.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Write text with a patched transformers model, greedily, as it comes."""
-    if bool(prompt) == bool(prompt_file):
-        raise ValueError("exactly one of --prompt and --prompt-file must be given")
+    """Write text greedily, as it comes; or, with --prompt-tokens, measure how fast: times, kernels, share of the bandwidth floor."""
+    if [bool(prompt), prompt_file is not None, prompt_tokens > 0].count(True) != 1:
+        raise ValueError("exactly one of --prompt, --prompt-file and --prompt-tokens must be given")
+    if engine not in ("graph", "eager", "transformers"):
+        raise ValueError(f"--engine must be graph, eager or transformers, got {engine!r}")
+    if compiled and not (compare and prompt_tokens):
+        raise ValueError("--compiled must come with --compare and --prompt-tokens")
+    if batch != 1 and not prompt_tokens:
+        raise ValueError(f"--batch must be 1 with a text, got {batch}")
     if prompt_file:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
     where, number_type = _device_and_dtype(device, dtype)
-    return _answer(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json)
+    if engine == "graph" and where.type == "cpu":
+        raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
+    with _full_gpu_explained():
+        if not prompt_tokens:
+            return _answer(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json, engine=engine)
+        from .engine.command import measure_command
+
+        loaded = _loaded(model, where, number_type, Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True))
+        baselines = ("eager", "compiled") if compiled else ("eager",) if compare else ()
+        sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+        return measure_command(loaded, **sizes, engine=engine, baselines=baselines, as_json=as_json)
 
 
 @verb
@@ -101,13 +126,67 @@ def bench(
     ops: Ops = None,
     json_file: JsonFile = None,
     case: Annotated[str, typer.Option("--case", help="Only cases whose name contains this text.", show_default=False)] = "",
+    suite: Annotated[
+        str, typer.Option("--suite", metavar="NAME", help="playbook, llm or seeds (what has a published figure) instead.", show_default=False)
+    ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
 ) -> int:
     """Time ops on a GPU: one line a case; --json appends JSON lines."""
     from .bench.command import bench_command
 
-    return bench_command(ops, json_file=json_file, case=case, peers=peers, device=device)
+    return bench_command(ops, json_file=json_file, case=case, suite=suite, peers=peers, defaults=defaults, device=device)
+
+
+@verb
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Files of JSON lines, as `bench --json` writes them.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where index.html and the drawings go.")] = Path("report"),
+    against: Annotated[
+        list[Path] | None, typer.Option("--against", metavar="FILE", help="Older results to compare with; may be repeated.", show_default=False)
+    ] = None,
+) -> int:
+    """Draw results: one HTML page with roofline, peers, scaling, platforms and what changed, and its drawings as PNG files."""
+    from .bench.page import report_command
+
+    return report_command(results, out=out, against=against or ())
+
+
+@verb
+def tune(
+    ops: Ops = None,
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME", help="Problems of this model's layers, e.g. Llama-3.1-8B.", show_default=False)
+    ] = "",
+    shapes: Annotated[
+        Path | None, typer.Option("--shapes", metavar="FILE", help="Problems of a file of JSON lines with op and problem.", show_default=False)
+    ] = None,
+    from_log: Annotated[bool, typer.Option("--from-log", help="Problems that programs met which ran with TILEWRIGHT_SHOW_PLANS=log.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is tuned already, too.")] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
+    show: Annotated[bool, typer.Option("--show", help="Print what is stored; tune nothing.")] = False,
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="FILE", help="Write the rows that still hold to FILE.", show_default=False)
+    ] = None,
+    import_file: Annotated[Path | None, typer.Option("--import", metavar="FILE", help="Add the rows of FILE.", show_default=False)] = None,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove rows whose kernel or compiler has changed.")] = False,
+) -> int:
+    """Find the fastest config of each problem on this GPU and store it, for every later call."""
+    from .tune import command
+
+    if sum(map(bool, (show, export, import_file, prune))) > 1:
+        raise ValueError("at most one of --show, --export, --import and --prune must be given")
+    if show:
+        return command.show_command(ops)
+    if export:
+        return command.export_command(export, ops)
+    if import_file:
+        return command.import_command(import_file)
+    if prune:
+        return command.prune_command()
+    return command.tune_command(ops, model=model, shapes=shapes, from_log=from_log, again=again, jobs=jobs, device=device)
 
 
 @verb
@@ -166,6 +245,34 @@ def _device_and_dtype(device: str, dtype: str) -> tuple[Any, Any]:
     return where, DTYPES[dtype]
 
 
+@contextlib.contextmanager
+def _full_gpu_explained() -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        lower = "lower --batch, --prompt-tokens or --max-new-tokens, or take a smaller model"
+        raise MemoryError(f"{str(error).splitlines()[0]} {lower}") from error
+
+
+def _loaded(model: str | Path, where: Any, number_type: Any, console: Console) -> "Loaded":
+    from transformers.utils import logging
+
+    from .models import load
+
+    logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
+    logging.set_verbosity_error()
+    start = time.perf_counter()
+    stderr = Console(stderr=True)
+    columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        bar = progress.add_task("load", total=None)
+        loaded = load(model, device=where, dtype=number_type, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
+    console.print(_headline(loaded, time.perf_counter() - start))
+    return loaded
+
+
 def _answer(
     model: str | Path,
     prompt: str,
@@ -176,22 +283,13 @@ def _answer(
     as_json: bool,
     stock: bool = True,
     raw: bool = False,
+    engine: str = "transformers",
 ) -> int:
     """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal."""
-    from transformers.utils import logging
+    from .models import compare, encode
 
-    from .models import compare, encode, load
-
-    logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
-    logging.set_verbosity_error()
     console = Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True)
-    start = time.perf_counter()
-    stderr = Console(stderr=True)
-    columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        bar = progress.add_task("load", total=None)
-        loaded = load(model, device=where, dtype=number_type, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
-    console.print(_headline(loaded, time.perf_counter() - start))
+    loaded = _loaded(model, where, number_type, console)
     prompt_ids = encode(loaded, prompt, raw=raw)
     console.print(f"> {prompt}", style="bold")
 
@@ -199,7 +297,7 @@ def _answer(
         console.print(text, end="")
         console.file.flush()
 
-    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=None if as_json else show)
+    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=None if as_json else show, engine=engine)
     console.print()
     if as_json:
         typer.echo(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(number_type).removeprefix("torch."), **result.as_dict()}))
@@ -222,7 +320,8 @@ def _summary(console: Console, result: "Comparison") -> None:
         f"\n{len(ours.tokens)} tokens in {ours.first_token_s + ours.decode_s:.1f} s: {ours.tokens_per_s:.2f} tokens/s "
         f"({ours.prompt_tokens} prompt tokens read in {ours.first_token_s:.1f} s, then {ours.decode_tokens_per_s:.2f} tokens/s)"
     )
-    console.print(f"kernel launches: {', '.join(f'{name} {count}' for name, count in sorted(ours.launches.items()))}")
+    if ours.launches:
+        console.print(f"kernel launches: {', '.join(f'{name} {count}' for name, count in sorted(ours.launches.items()))}")
     if stock is not None:
         console.print(f"stock transformers, same weights: {stock.tokens_per_s:.2f} tokens/s")
         if result.equal:

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_of_every_verb() -> None:
     assert run("--help").exit_code == 0
-    for name in ("demo", "generate", "bench", "verify", "compile", "doctor"):
+    for name in ("demo", "generate", "bench", "tune", "report", "verify", "compile", "doctor"):
         result = run(name, "--help")
         assert result.exit_code == 0, result.output
 
@@ -78,10 +78,46 @@ def test_generate_prints_one_json_object_and_reads_a_prompt_file(folder: Path, t
     assert {row["op"] for row in found["patched"]["replaced"]} == {"matmul", "rms_norm", "silu_mul", "rope", "attention"}
 
 
-def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewright.models import rows
+def test_generate_by_the_engine_writes_the_same_text(folder: Path) -> None:
+    result = run("generate", "--model", folder, "--prompt", "Hi", "--max-new-tokens", 5, "--device", "cpu", "--engine", "eager", "--compare")
+    assert result.exit_code == 0, result.output
+    assert "tokens equal to stock transformers: yes" in result.output
+    assert "matmul_fused_kernel 5" in result.output
 
-    monkeypatch.setattr(rows, "silu_mul", lambda gate, up, gelu_tanh: gate)
+
+@pytest.mark.parametrize("engine", ["eager", "transformers"])
+def test_generate_measures_beside_transformers(folder: Path, engine: str) -> None:
+    sizes = ("--batch", 2, "--prompt-tokens", 5, "--max-new-tokens", 3, "--device", "cpu", "--engine", engine, "--compare")
+    result = run("generate", "--model", folder, *sizes)
+    assert result.exit_code == 0, result.output
+    ours = {"eager": "tilewright eager", "transformers": "tilewright patched"}[engine]
+    lines = [line.split() for line in result.output.splitlines()]
+    (stock,) = (line for line in lines if line[:2] == ["transformers", "eager"] and len(line) > 5)
+    (mine,) = (line for line in lines if line[:2] == ours.split() and len(line) > 5)
+    assert float(stock[2]) > 0
+    assert mine[-2:] == ["100", "%"]
+    assert f"{ours}: kernels of one call" in result.output
+    assert any(line[:1] == ["matmul_kernel"] for line in lines)
+
+
+def test_generate_measurements_as_json_lines(folder: Path) -> None:
+    sizes = ("--batch", 2, "--prompt-tokens", 5, "--max-new-tokens", 3, "--device", "cpu", "--engine", "eager", "--compare", "--json")
+    result = run("generate", "--model", folder, *sizes)
+    (row,) = map(json.loads, result.stdout.splitlines())
+    assert row["op"] == "generate"
+    assert row["case"] == f"{folder.name} batch=2 prompt=5 new=3 mode=eager"
+    assert row["peers"].keys() == {"transformers"}
+    assert row["equal_tokens"] == {"transformers": 1.0}
+    assert abs(row["kl"]["tilewright eager"]["worst"]) < 1e-9
+    assert row["tokens_per_s"] > 0
+    assert row["floor_pct"] is None
+    assert {kernel["name"] for kernel in row["kernels"]} >= {"matmul_kernel", "attention_kernel", "argmax_kernel"}
+
+
+def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewright.models import forwards
+
+    monkeypatch.setattr(forwards, "silu_mul", lambda gate, up, gelu_tanh: gate)
     result = run("generate", "--model", folder, "--prompt", "Hi there", "--max-new-tokens", 8, "--device", "cpu", "--compare")
     assert result.exit_code == 1
     assert "tokens equal to stock transformers: NO, token" in result.output
@@ -91,7 +127,11 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
     ("arguments", "message"),
     [
         (("generate", "--model", "nowhere", "--prompt", "x"), "error: model must be a folder with config.json"),
-        (("generate", "--model", "nowhere"), "error: exactly one of --prompt and --prompt-file must be given"),
+        (("generate", "--model", "nowhere"), "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given"),
+        (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must be 1 with a text, got 2"),
+        (("generate", "--model", "x", "--prompt", "x", "--engine", "mega"), "error: --engine must be graph, eager or transformers, got 'mega'"),
+        (("generate", "--model", "x", "--prompt", "x", "--engine", "graph", "--device", "cpu"), "error: --engine must be eager or transformers on a"),
+        (("generate", "--model", "x", "--prompt-tokens", "4", "--compiled"), "error: --compiled must come with --compare"),
         (("generate", "--model", "nowhere", "--prompt-file", "absent.txt"), "error: [Errno 2] No such file or directory: 'absent.txt'"),
         (("demo", "--device", "tpu"), "error: --device must be cpu, cuda or cuda:N, got 'tpu'"),
         (("demo", "--dtype", "int3", "--device", "cpu"), "error: --dtype must be one of float32, bfloat16, float16, got 'int3'"),
@@ -117,6 +157,19 @@ def test_traceback_is_shown_on_request() -> None:
     assert isinstance(result.exception, ValueError)
 
 
+def test_a_full_gpu_is_one_line_that_says_what_to_lower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tilewright.engine.command
+
+    def full(*_: object, **__: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+
+    monkeypatch.setattr(tilewright.engine.command, "measure_command", full)
+    result = run("generate", "--model", folder, "--prompt-tokens", 5, "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: CUDA out of memory. Tried to allocate 20.00 GiB. lower --batch")
+    assert result.stderr.count("\n") == 1
+
+
 def test_unknown_options_and_verbs_exit_with_2() -> None:
     assert run("generate").exit_code == 2
     assert run("bench", "--no-such-option").exit_code == 2
@@ -131,7 +184,7 @@ def test_unknown_options_and_verbs_exit_with_2() -> None:
             "bench",
             tilewright.bench.command,
             ("rope", "--json", "out.jsonl", "--case", "4096", "--no-peers", "--device", "cuda:1"),
-            ((["rope"],), {"json_file": Path("out.jsonl"), "case": "4096", "peers": False, "device": "cuda:1"}),
+            ((["rope"],), {"json_file": Path("out.jsonl"), "case": "4096", "suite": "", "peers": False, "defaults": False, "device": "cuda:1"}),
         ),
         (
             "verify",

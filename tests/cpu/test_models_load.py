@@ -127,6 +127,8 @@ def test_random_weights_are_seeded_and_nothing_in_them_is_neutral() -> None:
         ("Mistral-7B-v0.1", 7241.7),
         ("Qwen2-7B", 7615.6),
         ("Qwen3-8B", 8190.7),
+        ("Qwen3-30B-A3B", 30532.1),
+        ("DeepSeek-V2-Lite", 15706.5),
     ],
 )
 def test_configs_have_the_published_number_of_parameters(name: str, millions: float) -> None:

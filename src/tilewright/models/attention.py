@@ -90,15 +90,19 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """The attention call of every transformers model. The names are transformers'.
 
     Args:
         query: [batch, q_heads, q_len, head_dim].
-        key, value: [batch, kv_heads, kv_len allocated, head_dim].
+        key: [batch, kv_heads, kv_len allocated, head_dim]. value: likewise, maybe of another head_dim.
         attention_mask: what `span_mask` returned; None where the model has none (every key counts).
         sliding_window: keys that a query sees, itself included; None for all before it.
+        softcap: scores are bent to stay within it (Gemma-2); None for as they are.
+        s_aux: [q_heads], a score that each row has in its denominator alone (gpt-oss's sinks).
         other: must be None or False, but for arguments that do not bear on the result.
     Returns: [batch, q_len, q_heads, head_dim], and no attention weights: they are never in memory.
     Raises: ValueError for anything asked that our kernels do not compute.
@@ -118,10 +122,12 @@ def attention_forward(
             got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
             raise must("attention_mask", "a 2-D padding mask, or int32 [batch, 1, 1, 2] of (kv_start, kv_len)", got)
         kv_start, kv_len = attention_mask[:, 0, 0].unbind(-1)
-    if q_len == 1:
-        out = attention_decode(query, key, value, kv_len, kv_start=kv_start, window=sliding_window, scale=scaling)
+    sinks = None if s_aux is None else s_aux.float()
+    if q_len == 1 and softcap is None:  # attention_decode has no soft cap
+        out = attention_decode(query, key, value, kv_len, kv_start=kv_start, window=sliding_window, scale=scaling, sinks=sinks)
     else:
-        out = attention(query, key, value, scale=scaling, window=sliding_window, kv_start=kv_start, kv_len=kv_len)
+        masks: dict[str, Any] = {"window": sliding_window, "kv_start": kv_start, "kv_len": kv_len}
+        out = attention(query, key, value, scale=scaling, softcap=softcap, sinks=sinks, **masks)
     return out.transpose(1, 2), None
 
 

@@ -55,11 +55,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Our kernels, and stock transformers on the same weights if it was asked for."""
+    """Our kernels, and stock transformers on the same weights if it was asked for. report: None of an engine, which patches nothing."""
 
     ours: Generation
     stock: Generation | None
-    report: Report
+    report: Report | None
 
     @property
     def equal(self) -> bool | None:
@@ -80,7 +80,7 @@ class Comparison:
             "ours": self.ours.as_dict(),
             "transformers": self.stock.as_dict() if self.stock else None,
             "equal": self.equal,
-            "patched": self.report.as_dict(),
+            "patched": self.report.as_dict() if self.report else None,
         }
 
 
@@ -157,9 +157,39 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text
     return Generation(prompt_ids.shape[1], stream.tokens, stream.text(), first - start, last - first, dict(launches))
 
 
-def compare(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, stock: bool = True, on_text: OnText | None = None) -> Comparison:
-    """Generates with our kernels, before that with unpatched transformers if `stock`; the model is left unpatched."""
+def generate_with_engine(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, mode: str, on_text: OnText | None = None) -> Generation:
+    """As `generate`, by an Engine that is made for the call, whose compiling is not in the times.
+
+    mode: "eager" or "graph"; replays of a graph count no launches.
+    """
+    from ..engine import Engine
+
+    eos = loaded.model.generation_config.eos_token_id
+    stop = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    stream = _Stream(loaded.tokenizer, on_text)
+    stream.put(prompt_ids)
+    prompt_tokens = prompt_ids.shape[1]
+    options: dict[str, Any] = {"max_len": prompt_tokens + max_new_tokens, "check_every": 1 if prompt_ids.device.type == "cpu" else 8}
+    with Engine(loaded.model, mode=mode, **options) as engine:  # type: ignore[arg-type]
+        engine.warm_up(1, prompt_tokens)
+        with counted() as launches:
+            found = engine.generate(prompt_ids, max_new_tokens, stop=stop, on_tokens=lambda new: stream.put(torch.tensor(new)))
+    stream.end()
+    return Generation(
+        prompt_tokens, found.tokens[0], stream.text(), found.first_token_s, sum(found.step_s), dict(launches) if mode == "eager" else {}
+    )
+
+
+def compare(
+    loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, stock: bool = True, on_text: OnText | None = None, engine: str = "transformers"
+) -> Comparison:
+    """Generates with our kernels, before that with unpatched transformers if `stock`; the model is left as it was.
+
+    engine: "transformers" for the patched model, "eager" or "graph" for an Engine in that mode.
+    """
     theirs = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if stock else None
+    if engine != "transformers":
+        return Comparison(generate_with_engine(loaded, prompt_ids, max_new_tokens=max_new_tokens, mode=engine, on_text=on_text), theirs, None)
     with patch(loaded.model) as report:
         ours = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens, on_text=on_text)
     return Comparison(ours, theirs, report)

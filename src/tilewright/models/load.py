@@ -76,12 +76,15 @@ def random_model(config: dict[str, Any], *, device: torch.device | str = "cpu", 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _fill(name, parameter, seed)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of DeepSeek-V3's router
+                buffer.normal_(0.0, 0.1, generator=_generator(name, buffer, seed))
     model.generation_config.eos_token_id = None
     return model
 
 
 def _fill(name: str, parameter: nn.Parameter, seed: int) -> None:
-    generator = torch.Generator(parameter.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+    generator = _generator(name, parameter, seed)
     if name.endswith("norm.weight"):
         parameter.normal_(1.0, 0.1, generator=generator)
     elif name.endswith("bias"):
@@ -90,6 +93,10 @@ def _fill(name: str, parameter: nn.Parameter, seed: int) -> None:
         parameter.normal_(0.0, 0.02, generator=generator)
     else:  # keeps activations near 1 at any width: the model does more than repeat its last token, and nothing overflows fp16
         parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def _generator(name: str, tensor: torch.Tensor, seed: int) -> torch.Generator:
+    return torch.Generator(tensor.device).manual_seed(seed ^ zlib.crc32(name.encode()))
 
 
 def _load_folder(path: Path, dtype: torch.dtype) -> tuple[Any, Any | None]:

@@ -90,7 +90,7 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
     Call the model under torch.no_grad() or torch.inference_mode(), as `generate` does: the kernels have no backward.
 
     Args:
-        model: a transformers model of type llama, mistral, qwen2 or qwen3, with or without its language-model head.
+        model: a transformers model of a type in `FAMILIES` (docs/models.md), with or without its language-model head.
         attention: False keeps transformers' attention, for options that ours refuses.
     Returns: what was replaced, what was not and why; `undo()` on it restores the model exactly.
     Raises:
@@ -113,7 +113,7 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
     new_forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
     for name, module in _named_modules(model):
         kind = type(module).__name__
-        matching = [row for row in rows if row.module.format(prefix) == kind]
+        matching = [row for row in rows if row.matches(kind, prefix)]
         for row in matching:
             reason = _reason_to_keep(row, module)
             if reason is not None:

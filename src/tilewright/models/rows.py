@@ -6,19 +6,30 @@ A module class enters a row only after reading that its forward is the formula o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..ops.matmul import matmul
-from ..ops.rms_norm import rms_norm
-from ..ops.rope import rope
-from ..ops.silu_mul import silu_mul
+from . import forwards as f
 
 # config.model_type -> prefix of its module classes. SmolLM2, and many others, are of type llama.
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "phi3": "Phi3",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+}
+_LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "DeepseekV2", "DeepseekV3")
+_ROTATING = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Gemma3", "DeepseekV3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,53 +40,21 @@ class Row:
     module: class name; `{}` stands for the family's prefix.
     forward: from the module's class to the forward its instances get; None for attention, which transformers dispatches by name.
     keep: from a module to the reason why this one stays in PyTorch, None if it need not.
+    of: prefixes of the families it holds for; None for all.
     """
 
     op: str
     module: str
     forward: Callable[[type[nn.Module]], Callable[..., Any]] | None
     keep: Callable[[nn.Module], str | None] = lambda module: None
+    of: tuple[str, ...] | None = None
 
-
-def rms_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon, round_before_weight=True)
-
-
-def mlp_forward(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), gelu_tanh=self.config.hidden_act != "silu"))
-
-
-def linear_forward(self: Any, input: Tensor) -> Tensor:
-    return matmul(input, self.weight, self.bias, trans_b=True)
-
-
-def rotate_half_split(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Stands in for the model file's own function: q and k [batch, heads, seq_len, head_dim] are views of fresh projections, rotated in place."""
-    if unsqueeze_dim != 1:
-        raise ValueError(f"unsqueeze_dim must be 1, got {unsqueeze_dim}")
-    half = cos.shape[-1] // 2  # transformers repeats the angles for both halves
-    return rope(q, k, cos[..., :half], sin[..., :half])
-
-
-ROPE_FUNCTION = "apply_rotary_pos_emb"
-
-
-@cache
-def with_our_rope(stock: Any) -> Callable[..., Any]:
-    """The forward `stock` of a model's own class, bytecode unchanged, in a copy of its globals where the RoPE function is ours.
-
-    Models look that function up when they run. Replacing it in their file would reach every model of the class in the process.
-    """
-    scope = {**stock.__globals__, ROPE_FUNCTION: rotate_half_split}
-    # torch.compile guards a global through the importable module of this name, where it would find the stock function and recompile for ever.
-    del scope["__name__"]
-    ours = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
-    ours.__kwdefaults__ = stock.__kwdefaults__
-    return ours
+    def matches(self, kind: str, prefix: str) -> bool:
+        return self.module.format(prefix) == kind and (self.of is None or prefix in self.of)
 
 
 def _keep_mlp(module: Any) -> str | None:
-    act = module.config.hidden_act
+    act = f.activation_of(module)
     return None if act in ("silu", "gelu_pytorch_tanh") else f"hidden_act must be silu or gelu_pytorch_tanh, got {act}"
 
 
@@ -85,27 +64,59 @@ def _keep_linear(module: Any) -> str | None:
     return None if type(module.weight) in (nn.Parameter, Tensor) else f"weight is a {type(module.weight).__name__}, not a plain tensor"
 
 
-def _keep_rope(module: nn.Module) -> str | None:
-    code = getattr(type(module).forward, "__code__", None)
-    if code is None or ROPE_FUNCTION not in code.co_names:
-        return f"its forward does not call {ROPE_FUNCTION} in this version of transformers"
+def _rope(name: str, ours: Callable[..., Any], *of: str) -> Row:
+    def keep(module: Any) -> str | None:
+        code = getattr(type(module).forward, "__code__", None)
+        if code is None or name not in code.co_names:
+            return f"its forward does not call {name} in this version of transformers"
+        if getattr(module.config, "rope_interleave", False):
+            return "its rotation also reorders pairs into halves"
+        return None
+
+    return Row("rope", "{}Attention", lambda cls: f.with_our_function(cls.forward, name, ours), keep, of)
+
+
+def _keep_experts(module: Any) -> str | None:
+    if getattr(module.config, "hidden_act", "silu") != "silu":
+        return f"hidden_act must be silu, got {module.config.hidden_act}"
+    if module.gate_up_proj.dtype not in (torch.bfloat16, torch.float16):
+        return f"weights must be bfloat16 or float16, got {str(module.gate_up_proj.dtype).removeprefix('torch.')}"
     return None
 
 
+def _keep_attention(module: Any) -> str | None:
+    if module.config.output_attentions:
+        return "config.output_attentions asks for its weights"
+    return None if getattr(module, "is_causal", True) else "it is bidirectional"
+
+
 ROWS = (
-    Row("matmul", "Linear", lambda cls: linear_forward, _keep_linear),
-    Row("rms_norm", "{}RMSNorm", lambda cls: rms_norm_forward),
-    Row("silu_mul", "{}MLP", lambda cls: mlp_forward, _keep_mlp),
-    Row("rope", "{}Attention", lambda cls: with_our_rope(cls.forward), _keep_rope),
-    Row("attention", "{}Attention", None),
+    Row("matmul", "Linear", lambda cls: f.linear_forward, _keep_linear),
+    Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_forward, of=_LLAMA_LIKE),
+    Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_rounded_once_forward, of=("GptOss",)),
+    Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_offset_forward, of=("Gemma2", "Gemma3")),
+    Row("silu_mul", "Phi3MLP", lambda cls: f.fused_mlp_forward, _keep_mlp, of=("Phi3",)),
+    Row("silu_mul", "{}MLP", lambda cls: f.mlp_forward, _keep_mlp, of=tuple(set(FAMILIES.values()) - {"Phi3", "GptOss", "Mixtral"})),
+    Row("moe_route", "{}TopKRouter", lambda cls: f.router_forward, of=("Mixtral", "Qwen3Moe", "GptOss")),
+    Row("moe_route", "{}TopkRouter", lambda cls: f.deepseek_v2_router_forward, of=("DeepseekV2",)),
+    Row("moe_route", "{}TopkRouter", lambda cls: f.deepseek_v3_router_forward, of=("DeepseekV3",)),
+    Row("moe", "{}Experts", lambda cls: f.experts_forward, _keep_experts, of=("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3")),
+    _rope("apply_rotary_pos_emb", f.rotate_half_split, *_ROTATING),
+    _rope("apply_rotary_pos_emb", f.rotate_by_halves, "GptOss"),
+    _rope("apply_rotary_emb", f.rotate_pairs, "DeepseekV2"),
+    Row("attention", "{}Attention", None, _keep_attention),
 )
 
 # Modules that compute something and are left alone on purpose. Containers, which only call others, are not listed.
 KEPT = {
     "Embedding": "gathers rows, computes nothing",
+    "{}TextScaledWordEmbedding": "gathers rows and scales them",
     "{}RotaryEmbedding": "cos and sin, once per forward for all layers",
     "{}DecoderLayer": "its two residual additions",
+    "{}Moe": "adds the shared experts to the others",
+    "{}MoE": "adds the shared experts to the others",
+    "GptOssExperts": "biases, transposed weights and a clamped activation",
 }
-# Leaf modules that no longer run once the module around them is replaced.
-ABSORBED = ("SiLUActivation", "SiLU", "GELUTanh")
-CONTAINERS = ("ModuleList", "{}Model", "{}ForCausalLM", "{}MLP", "{}Attention")
+# Leaf modules that no longer run once the module around them is replaced, or that do nothing in inference.
+ABSORBED = ("SiLUActivation", "SiLU", "GELUTanh", "Dropout")
+CONTAINERS = ("ModuleList", "{}Model", "{}TextModel", "{}ForCausalLM", "{}MLP", "{}Attention", "{}SparseMoeBlock")

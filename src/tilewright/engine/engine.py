@@ -1,0 +1,366 @@
+"""`Engine(model).generate(prompts, ...)`: prompts are read in chunks, then each decode step is one program, or one CUDA graph.
+
+Sequences of different lengths stand side by side from position 0 on. A shorter prompt is padded behind its end; what the padding leaves in the cache
+lies beyond the sequence's own length, where nobody looks, until the tokens that come next overwrite it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..launch import must
+from .cost import step_bytes
+from .graph import capture, compile_kernels, run
+from .layers import Decoder
+from .prefill import Prefill
+from .program import Call, Frame
+from .read import read
+from .state import SLOTS, Sampling, State, cache_bytes
+from .weights import Fusion
+
+Mode = Literal["eager", "graph"]
+OnProgress = Callable[[str, int, int], None]
+OnTokens = Callable[[list[list[int]]], None]
+_MARK = "tilewright_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """tokens: of each prompt, the token that stopped it included. first_token_s: from the call to the first tokens. step_s: of each decode step."""
+
+    tokens: list[list[int]]
+    first_token_s: float
+    step_s: list[float]
+
+
+@dataclass(slots=True)
+class _Step:
+    """One token for each sequence of a batch size: the frame, the calls up to the last layer, and those from there on."""
+
+    frame: Frame
+    body: list[Call]
+    tail: list[Call]
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class Engine:
+    """Text from one transformers model, fast: its own weights, fused in place, and every step of our kernels on buffers made beforehand."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int = 1,
+        max_len: int = 2048,
+        mode: Mode = "eager",
+        prefill_tokens: int = 8192,
+        check_every: int = 16,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Takes over a model's weights and makes the cache.
+
+        The model itself goes on working: the parameters that are fused become views of the fused matrices, so that weights are held once.
+        `close()`, or the end of a `with` block, gives it back as it was.
+
+        Args:
+            model: a transformers causal language model of one of `MODEL_TYPES`, in eval mode, on one device.
+            max_batch: sequences at once.
+            max_len: tokens of a sequence, prompt included.
+            mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step. Both choose the same tokens.
+            prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
+            check_every: decode steps between two looks at the tokens, which are the only waits for the device.
+            on_progress: called with (stage, done, all) while weights are fused, kernels compiled and graphs captured.
+        Raises:
+            TypeError, ValueError: naming the argument, what it must be, and what it was; the model is unchanged.
+            MemoryError: the cache does not fit; says how much was needed and what to lower.
+        """
+        from transformers import PreTrainedModel
+
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+        if _MARK in model.__dict__:
+            raise must("model", "without an engine", "one that another Engine holds: close() that one first")
+        if mode not in ("eager", "graph"):
+            raise must("mode", '"eager" or "graph"', repr(mode))
+        if mode == "graph" and model.device.type != "cuda":
+            raise must("mode", '"eager" on a CPU: a CUDA graph needs an NVIDIA GPU', '"graph"')
+        for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
+            if value < 1:
+                raise must(name, "at least 1", value)
+        self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
+        self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
+        self._model: Any = model
+        self._fusion = Fusion()
+        self._steps: dict[tuple, _Step] = {}
+        self._prefills: dict[tuple[int, int, int], Prefill] = {}
+        self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
+        slots = -(-max_len // SLOTS) * SLOTS
+        model.__dict__[_MARK] = self
+        try:
+            with _own():
+                self.decoder: Decoder = read(model, self._fusion, slots, self._report)
+            self._check_memory(slots)
+            with _own():
+                self._state = State(self.decoder, max_batch, slots, check_every)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees cache, buffers and graphs, and gives each module of the model its own weights again. A second call does nothing."""
+        if self._model is None:
+            return
+        self._steps.clear()
+        self._prefills.clear()
+        self.__dict__.pop("_state", None)
+        self.__dict__.pop("decoder", None)
+        with _own():
+            self._fusion.undo()
+        self._model.__dict__.pop(_MARK, None)
+        self._model = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the cache of keys and values."""
+        return sum(t.nbytes for cache in self._state.caches for t in cache)
+
+    def step_bytes(self, batch: int, kv_len: int) -> int:
+        """The least that a decode step of `batch` sequences with `kv_len` keys reads: weights once, and the keys and values."""
+        return step_bytes(self.decoder, batch, kv_len)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]] | Tensor,
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Generated:
+        """Continues each prompt.
+
+        Args:
+            prompts: token ids of each, of any lengths; or one tensor [batch, tokens].
+            max_new_tokens: for each prompt, the token that stops it included.
+            sampling: None takes the likeliest token.
+            stop: tokens that end a sequence.
+            on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
+        Returns: the tokens and their times.
+        Raises: ValueError for prompts that do not fit; MemoryError on a full GPU, with what to lower.
+        """
+        rows = self._checked(prompts, max_new_tokens)
+        if max_new_tokens < 1:
+            raise must("max_new_tokens", "at least 1", max_new_tokens)
+        ending = set(stop)
+        tokens: list[list[int]] = [[] for _ in rows]
+        try:
+            with self._here():
+                step, prefill = self._ready(rows, sampling)
+                clock = _Clock(self._state.tokens.device)
+                self._start(rows, step, prefill, sampling)
+                clock.mark()
+                left, waiting = max_new_tokens - 1, 1
+                while True:
+                    if waiting == self._check_every or not left:
+                        chosen = self._collect(waiting, len(rows))
+                        waiting = 0
+                        gained = [_extend(mine, new, ending) for mine, new in zip(tokens, chosen, strict=True)]
+                        if on_tokens is not None:
+                            on_tokens(gained)
+                        if not left or all(mine and mine[-1] in ending for mine in tokens):
+                            break
+                    self._take(step)
+                    clock.mark()
+                    left, waiting = left - 1, waiting + 1
+        finally:
+            if self.decoder.embedding.is_cuda:
+                torch.cuda.synchronize()  # after Ctrl-C too: nothing runs on behind the caller's back
+        first, *steps = clock.seconds()
+        return Generated(tokens, first, steps[: max(map(len, tokens)) - 1])
+
+    def logits(self, prompts: Sequence[Sequence[int]] | Tensor, continuations: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """What the model expects behind each prompt, and behind each further token of a given continuation.
+
+        Args:
+            prompts: token ids of each.
+            continuations: of each prompt, all equally long.
+        Returns: [batch, 1 + tokens of a continuation, vocab], in the model's dtype.
+        """
+        given = [list(c) for c in continuations] if continuations is not None else [[] for _ in prompts]
+        rows = self._checked(prompts, len(given[0]) + 1)
+        if len(given) != len(rows) or len({len(c) for c in given}) != 1:
+            raise must("continuations", f"{len(rows)} lists of equal length", [len(c) for c in given])
+        with self._here():
+            step, prefill = self._ready(rows, None)
+            out = step.frame.buffer("logits", step.frame.batch, self.decoder.vocab)
+            self._start(rows, step, prefill, None)
+            found = [out[: len(rows)].clone()]
+            for column in zip(*given, strict=True):
+                self._state.tokens[: len(rows)].copy_(torch.tensor(column))
+                self._state.clock[0] = 0
+                self._take(step)
+                found.append(out[: len(rows)].clone())
+            return torch.stack(found, 1)
+
+    def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
+        """Compiles every kernel, and in graph mode captures the graph, that prompts of this number and length will need."""
+        with self._here():
+            self._ready(self._checked([[0] * prompt_tokens] * batch, 0), sampling)
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """What calls run in: no gradients, and the model's GPU current, as capturing wants it."""
+        device = self.decoder.embedding.device
+        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(self._too_much(str(error).splitlines()[0])) from error
+
+    def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
+        if self._model is None:
+            raise must("the engine", "open", "one that was closed")
+        rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(p) for p in prompts]
+        if not 1 <= len(rows) <= self.max_batch:
+            raise must("the number of prompts", f"1 to max_batch = {self.max_batch}", len(rows))
+        for row in rows:
+            if not row or len(row) + more > self.max_len:
+                raise must("a prompt and what follows it", f"at least 1 token and at most max_len = {self.max_len}", f"{len(row)} + {more}")
+            if min(row) < 0 or max(row) >= len(self.decoder.embedding):
+                raise must("token ids", f"0 to {len(self.decoder.embedding) - 1}", f"{min(row)} to {max(row)}")
+        return rows
+
+    def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[_Step, Prefill]:
+        """The programs for these prompts, their kernels compiled."""
+        batch = min(self.max_batch, 1 << (len(rows) - 1).bit_length())
+        key = (batch, sampling is not None and (sampling.temperature > 0, sampling.top_k > 0, sampling.top_p < 1))
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._compiled_step(batch, sampling)
+        width = -(-max(map(len, rows)) // 16) * 16
+        chunks = -(-width * batch // self._prefill_tokens)
+        shape = (batch, -(-width // (16 * chunks)) * 16, width)
+        prefill = self._prefills.get(shape)
+        if prefill is None:
+            self._prefills.clear()  # its buffers are the largest there are
+            prefill = self._prefills[shape] = self._compiled_prefill(*shape)
+        return step, prefill
+
+    def _compiled_step(self, batch: int, sampling: Sampling | None) -> _Step:
+        frame = self._state.frame(batch)
+        body = list(self.decoder.body_calls(frame, self._state.tokens[:batch], self._state.caches))
+        tail = [*self.decoder.head_calls(frame), *self._state.choose_calls(frame, self.decoder.vocab, sampling)]
+        step = _Step(frame, body, tail)
+        self._state.begin([1] * batch, sampling or Sampling())
+        compile_kernels(body + tail, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
+        if self.mode == "graph":
+            self._report(f"capturing decode, batch {batch}", 0, 1)
+            self._state.begin([1] * batch, sampling or Sampling())
+            run(body + tail)  # equal calls may still differ in how their memory is aligned: nothing is left to compile after this
+            step.graph = capture(body + tail, self._pool)
+            self._report(f"capturing decode, batch {batch}", 1, 1)
+        return step
+
+    def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
+        prefill = Prefill.of(self.decoder, self._state, batch, q_len, width)
+        compile_kernels(prefill.body, lambda done, total: self._report(f"compiling prefill, {batch} x {q_len}", done, total))
+        return prefill
+
+    def _start(self, rows: list[list[int]], step: _Step, prefill: Prefill, sampling: Sampling | None) -> None:
+        """Reads the prompts and chooses the first token of each sequence."""
+        rows = rows + [[0]] * (step.frame.batch - len(rows))
+        prefill.read(rows, step.frame)
+        self._state.begin([len(row) for row in rows], sampling or Sampling())
+        run(step.tail)
+
+    def _take(self, step: _Step) -> None:
+        if step.graph is not None:
+            step.graph.replay()
+        else:
+            run(step.body)
+            run(step.tail)
+
+    def _collect(self, steps: int, sequences: int) -> list[list[int]]:
+        """The tokens of the last `steps` steps, by sequence. Waits for the device."""
+        found = self._state.recent[:steps, :sequences].t().tolist()
+        self._state.clock[0] = 0
+        return found
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(stage, done, total)
+
+    def _check_memory(self, slots: int) -> None:
+        device = self.decoder.embedding.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            needed = cache_bytes(self.decoder, self.max_batch, slots)
+            if needed > torch.cuda.mem_get_info(device)[0]:
+                raise MemoryError(self._too_much("the cache does not fit"))
+
+    def _too_much(self, what: str) -> str:
+        device = self.decoder.embedding.device
+        free, total = torch.cuda.mem_get_info(device)
+        weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model.parameters()}.values())
+        cache = cache_bytes(self.decoder, self.max_batch, -(-self.max_len // SLOTS) * SLOTS)
+        return (
+            f"{what}: weights {_gib(weights)}, cache {_gib(cache)} (max_batch {self.max_batch} x max_len {self.max_len}), "
+            f"prefill of {self._prefill_tokens} tokens; {_gib(free)} of {_gib(total)} are free. Lower max_batch, max_len or prefill_tokens"
+        )
+
+
+@contextmanager
+def _own() -> Iterator[None]:
+    """For tensors that outlive a call, whatever mode the caller is in: an inference tensor can be no parameter's data."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _extend(mine: list[int], new: list[int], ending: set[int]) -> list[int]:
+    """Appends tokens up to the first that ends the sequence, none if it has ended. Returns what was appended."""
+    start = len(mine)
+    for token in new:
+        if mine and mine[-1] in ending:
+            break
+        mine.append(token)
+    return mine[start:]
+
+
+class _Clock:
+    """Times between marks, on a GPU by events: no waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        if not self._cuda:
+            return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]

@@ -1,0 +1,329 @@
+"""The parts of a layer. Each holds its weights and turns a frame into calls: an attention or an MLP of another kind is another class here."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..ops.attention import attention_out
+from ..ops.attention_decode import attention_decode_out
+from ..ops.bmm import bmm_out
+from ..ops.embedding import embedding_out
+from ..ops.kv_append import kv_append_out
+from ..ops.matmul import matmul_out
+from ..ops.mla import mla_out
+from ..ops.mla_decode import mla_decode_out
+from ..ops.moe import moe_out
+from ..ops.moe_route import moe_route_out
+from ..ops.rms_norm import rms_norm_out
+from ..ops.silu_mul import silu_mul_out
+from .program import Call, Emit, Frame
+from .weights import Matrix
+
+
+def linear(name: str, x: Tensor, w: Matrix, out: Tensor, *, residual: Tensor | None = None, silu_mul: bool = False) -> Call:
+    """out = residual + x @ weight.T + bias; silu_mul: of a matrix whose rows alternate between gate and up."""
+    return Call(name, matmul_out, (x, w.weight, w.bias, out, False, True, False, None, None, residual, silu_mul, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm, as `tilewright.rms_norm` has it."""
+
+    weight: Tensor
+    eps: float
+    round_before_weight: bool = True
+    weight_offset: float = 0.0
+
+    def of(self, name: str, x: Tensor, out: Tensor) -> Call:
+        return Call(name, rms_norm_out, (x, self.weight, None, out, None, self.eps, self.weight_offset, self.round_before_weight))
+
+    def of_sum(self, name: str, x: Tensor, residual: Tensor, out: Tensor, total: Tensor) -> Call:
+        """out: the norm of x + residual; total: the sum itself."""
+        return Call(name, rms_norm_out, (x, self.weight, residual, out, total, self.eps, self.weight_offset, self.round_before_weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """cos, sin: fp32 [max_len, rotary_dim / 2], a row for each position. interleaved: neighbours form a pair."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @staticmethod
+    def table(inv_freq: Tensor, scaling: float, max_len: int, *, interleaved: bool = False) -> "Rope":
+        """inv_freq: fp32 [rotary_dim / 2], radians per position. scaling: factor of cosine and sine."""
+        angles = torch.arange(max_len, device=inv_freq.device).float()[:, None] * inv_freq.float()
+        return Rope(angles.cos() * scaling, angles.sin() * scaling, interleaved)
+
+    def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Call:
+        """Rotates q in place and k on its way into the cache, where v goes too. All [batch, heads, q_len or max_len, ...]."""
+        where = (k_cache[: frame.batch], v_cache[: frame.batch], frame.positions, None)
+        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None))
+
+
+class Attention(Protocol):
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
+        """What the layer keeps of each token, batch first."""
+        ...
+
+    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        """Appends the frame's tokens to the cache and attends: h [tokens, hidden] to y of the same shape."""
+        ...
+
+
+class Mlp(Protocol):
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor) -> Emit:
+        """h [tokens, hidden] to y of the same shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Attention with as many or fewer key heads than query heads.
+
+    qkv: rows of all query heads, then of the key heads, then of the value heads.
+    q_norm, k_norm: over each head (Qwen3). window: keys that a query sees, itself included.
+    """
+
+    qkv: Matrix
+    out: Matrix
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope
+    window: int | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.qkv.weight.nbytes + self.out.weight.nbytes
+
+    def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
+        return ((batch, self.kv_heads, max_len, self.head_dim),) * 2
+
+    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        heads = self.q_heads + 2 * self.kv_heads
+        qkv = frame.buffer("qkv", frame.tokens, heads * self.head_dim)
+        yield linear(f"{name}.qkv", h, self.qkv, qkv)
+        q, k, v = self._heads(frame, qkv).split((self.q_heads, self.kv_heads, self.kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            # One launch norms every head of the row, since they lie one behind the other; of each result only the heads it is meant for are read.
+            normed = [frame.buffer(f"qkv.{which}", *qkv.shape) for which in ("q_norm", "k_norm")]
+            for norm, out in zip((self.q_norm, self.k_norm), normed, strict=True):
+                yield norm.of(f"{name}.norm", qkv.view(-1, self.head_dim), out.view(-1, self.head_dim))
+            q = self._heads(frame, normed[0])[:, : self.q_heads]
+            k = self._heads(frame, normed[1])[:, self.q_heads : self.q_heads + self.kv_heads]
+        yield self.rope.append(f"{name}.append", frame, q, k, v, *cache)
+        keys, values = (x[: frame.batch] for x in cache)
+        mixed = frame.buffer("attention", frame.tokens, self.q_heads * self.head_dim)
+        result = self._heads(frame, mixed)
+        if frame.q_len == 1:
+            rest = (None, None, frame.kv_len, None, None, None, self.scale, self.window, False)
+            yield Call(name, attention_decode_out, (q, keys, values, result, *rest))
+        else:
+            masks = (None, None, frame.kv_len, None, None, self.scale, True, self.window, None)
+            yield Call(name, attention_out, (q, keys, values, result, *masks))
+        yield linear(f"{name}.out", mixed, self.out, y)
+
+    def _heads(self, frame: Frame, x: Tensor) -> Tensor:
+        """[tokens, heads * head_dim] as [batch, heads, q_len, head_dim]."""
+        return x.view(frame.batch, frame.q_len, -1, self.head_dim).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek). The cache holds a row [latent | rotated key] a token, the same for all heads.
+
+    A decode step works on the latents themselves: the up-projection of the keys is applied to the queries instead, that of the values to the result.
+    A prompt's keys and values are expanded.
+
+    down: rows of the queries, or of their latents, then of the key-value latent, then of the rotated key.
+    q_up: norm and up-projection of the queries' latents; None where `down` has the queries themselves.
+    kv_norm: over the latent. kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
+    """
+
+    down: Matrix
+    q_up: tuple[Norm, Matrix] | None
+    kv_norm: Norm
+    kv_up: Tensor
+    out: Matrix
+    nope_dim: int
+    rope_dim: int
+    scale: float
+    rope: Rope
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.down.weight.nbytes + self.kv_up.nbytes + self.out.weight.nbytes + (self.q_up[1].weight.nbytes if self.q_up else 0)
+
+    def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
+        return ((batch, max_len, self.kv_up.shape[2] + self.rope_dim),)
+
+    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        heads, _, latent_dim = self.kv_up.shape
+        below = frame.buffer("down", frame.tokens, len(self.down.weight))
+        yield linear(f"{name}.down", h, self.down, below)
+        queries, low, k_rope = below.split((below.shape[1] - latent_dim - self.rope_dim, latent_dim, self.rope_dim), 1)
+        if self.q_up is not None:
+            norm, up = self.q_up
+            normed = frame.buffer("q.normed", *queries.shape)
+            yield norm.of(f"{name}.q_norm", queries, normed)
+            queries = frame.buffer("q", frame.tokens, len(up.weight))
+            yield linear(f"{name}.q_up", normed, up, queries)
+        latent = frame.buffer("latent", frame.tokens, latent_dim)
+        yield self.kv_norm.of(f"{name}.kv_norm", low, latent)
+        q = queries.unflatten(1, (heads, -1)).unflatten(0, (frame.batch, frame.q_len)).transpose(1, 2)  # [batch, heads, q_len, nope + rope]
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), 3)
+        k_rope, latent = (x.unflatten(0, (frame.batch, 1, frame.q_len)) for x in (k_rope, latent))  # one head
+        latents, rotated = cache[0][:, None].split((latent_dim, self.rope_dim), 3)
+        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents)
+        mixed = frame.buffer("attention", frame.tokens, self.out.weight.shape[1])
+        attend = self._attend_latents if frame.q_len == 1 else self._attend_expanded
+        yield from attend(name, frame, q_nope, q_rope, cache[0][: frame.batch], mixed.unflatten(1, (heads, -1)))
+        yield linear(f"{name}.out", mixed, self.out, y)
+
+    def _attend_latents(self, name: str, frame: Frame, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:
+        """mixed: [batch, heads, v_dim]."""
+        heads, _, latent_dim = self.kv_up.shape
+        k_up, v_up = self.kv_up[:, : self.nope_dim], self.kv_up[:, self.nope_dim :]
+        q_latent, found = (frame.buffer(f"{which}.latent", heads, frame.batch, latent_dim) for which in ("q", "attention"))
+        yield Call(f"{name}.absorb", bmm_out, (q_nope[:, :, 0].transpose(0, 1), k_up, None, None, q_latent, False, False))
+        by_sequence = [x.transpose(0, 1)[:, :, None] for x in (q_latent, found)]
+        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, frame.kv_len, None, self.scale))
+        yield Call(f"{name}.v_up", bmm_out, (found, v_up, None, None, mixed.transpose(0, 1), False, True))
+
+    def _attend_expanded(self, name: str, frame: Frame, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:
+        """mixed: [tokens, heads, v_dim]."""
+        heads, width, latent_dim = self.kv_up.shape
+        rows = rows[:, : frame.max_keys]
+        expanded = frame.buffer("kv", frame.batch, frame.max_keys, heads * width)
+        up = self.kv_up.flatten(0, 1)[None]
+        yield Call(f"{name}.kv_up", bmm_out, (rows[..., :latent_dim], up, None, None, expanded, False, True))
+        k_nope, v = expanded.unflatten(2, (heads, width)).transpose(1, 2).split((self.nope_dim, width - self.nope_dim), 3)
+        result = mixed.unflatten(0, (frame.batch, frame.q_len)).transpose(1, 2)
+        masks = (None, frame.kv_len, None, None, None, self.scale, True)
+        yield Call(name, mla_out, (q_nope, q_rope, k_nope, rows[:, None, :, latent_dim:], v, result, *masks))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate(h)) * up(h)). alternating: rows of gate and up take turns in `gate_up`, which saves a launch; else gate's come first."""
+
+    gate_up: Matrix
+    down: Matrix
+    alternating: bool = True
+    gelu_tanh: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight.nbytes + self.down.weight.nbytes
+
+    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, residual: Tensor | None = None) -> Emit:
+        """residual: added to the result."""
+        inter = self.down.weight.shape[1]
+        active = frame.buffer(f"active.{inter}", frame.tokens, inter)
+        if self.alternating:
+            yield linear(f"{name}.gate_up", h, self.gate_up, active, silu_mul=True)
+        else:
+            both = frame.buffer(f"gate_up.{inter}", frame.tokens, 2 * inter)
+            yield linear(f"{name}.gate_up", h, self.gate_up, both)
+            yield Call(f"{name}.activation", silu_mul_out, (both[:, :inter], both[:, inter:], active, self.gelu_tanh))
+        yield linear(f"{name}.down", active, self.down, y, residual=residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts, and what all tokens pass (`shared`).
+
+    router: rows are experts. logits_dtype: what its product is rounded to before the softmax. bias, sigmoid, normalize, scale, groups,
+    top_groups: as in `tilewright.moe_route`. gate_up [experts, 2 * inter, hidden], down [experts, hidden, inter]: as in `tilewright.moe`.
+    """
+
+    router: Matrix
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    normalize: bool
+    logits_dtype: torch.dtype
+    scale: float = 1.0
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    groups: int = 0
+    top_groups: int = 0
+    shared: GatedMlp | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        shared = 0 if self.shared is None else self.shared.weight_bytes
+        return self.router.weight.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
+
+    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor) -> Emit:
+        logits = frame.buffer("router", frame.tokens, len(self.down), dtype=self.logits_dtype)
+        weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
+        ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
+        yield linear(f"{name}.router", h, self.router, logits)
+        choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups)
+        yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
+        routed = y if self.shared is None else frame.buffer("routed", *y.shape)
+        yield Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, routed))
+        if self.shared is not None:
+            yield from self.shared.calls(f"{name}.shared", frame, h, y, residual=routed)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A whole model: `body` from token ids to the last layer, `head` from there to logits."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Matrix
+
+    @property
+    def hidden(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        return len(self.head.weight)
+
+    def body_calls(self, frame: Frame, ids: Tensor, caches: list[tuple[Tensor, ...]]) -> Emit:
+        """ids: [tokens]. Leaves the residual stream in the frame's buffer `x`, and what is still to be added to it in `y`."""
+        # The residual stream moves between two buffers, with each sum to the other one: 2 * layers - 1 times, so it ends in `x`.
+        other, x, h, y = (frame.buffer(name, frame.tokens, self.hidden) for name in ("x", "x.other", "h", "y"))
+        yield Call("embedding", embedding_out, (ids, self.embedding, x, 1.0))
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if i == 0:
+                yield layer.attention_norm.of("layers.0.attention_norm", x, h)
+            else:
+                yield layer.attention_norm.of_sum(f"layers.{i}.attention_norm", y, x, h, other)
+                x, other = other, x
+            yield from layer.attention.calls(f"layers.{i}.attention", frame, h, y, cache)
+            yield layer.mlp_norm.of_sum(f"layers.{i}.mlp_norm", y, x, h, other)
+            x, other = other, x
+            yield from layer.mlp.calls(f"layers.{i}.mlp", frame, h, y)
+
+    def head_calls(self, frame: Frame) -> Emit:
+        """From the buffers `x` and `y` of a frame with one token a sequence to its buffer `logits`."""
+        x, total, h, y = (frame.buffer(name, frame.batch, self.hidden) for name in ("x", "x.other", "h", "y"))
+        yield self.norm.of_sum("norm", y, x, h, total)
+        yield linear("head", h, self.head, frame.buffer("logits", frame.batch, self.vocab))

@@ -1,0 +1,137 @@
+"""A whole generation, timed: transformers' own and ours."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bench.meter import meter_of
+from ..launch import counted
+from .engine import Engine
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """cuda_ms: None on a CPU."""
+
+    name: str
+    calls: int
+    cuda_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way to write the same number of tokens behind the same prompts.
+
+    tokens: [batch][new]. seconds: of the whole call, the median of a few. first_token_s: until the first tokens. step_s: of each later step.
+    memory_bytes: most that was allocated, weights included; 0 on a CPU. kernels, clocks: of one more call, which is not timed.
+    """
+
+    name: str
+    tokens: list[list[int]]
+    seconds: float
+    first_token_s: float
+    step_s: list[float]
+    memory_bytes: int
+    kernels: list[Kernel] = field(default_factory=list)
+    clocks: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+    @property
+    def cuda_ms(self) -> float | None:
+        times = [k.cuda_ms for k in self.kernels if k.cuda_ms is not None]
+        return sum(times) if times else None
+
+    def step_ms(self, percent: int) -> float:
+        """The time of a decode step that `percent` of all steps do not exceed."""
+        ordered = sorted(self.step_s)
+        return 1e3 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
+
+
+def run_engine(engine: Engine, name: str, prompts: Tensor, new: int) -> Run:
+    """The engine's kernels must be compiled (`warm_up`)."""
+    return _measured(name, prompts.device, lambda: _engine_times(engine, prompts, new))
+
+
+def _engine_times(engine: Engine, prompts: Tensor, new: int) -> tuple[list[list[int]], float, list[float]]:
+    found = engine.generate(prompts, new)
+    return found.tokens, found.first_token_s, found.step_s
+
+
+def run_transformers(model: Any, name: str, prompts: Tensor, new: int, **options: Any) -> Run:
+    """`model.generate`, greedily. options: as `cache_implementation="static"`, with which transformers compiles on a GPU."""
+
+    def generate(streamer: Any = None) -> list[list[int]]:
+        mask = torch.ones_like(prompts)
+        greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "eos_token_id": None}
+        with torch.inference_mode():
+            out = model.generate(prompts, attention_mask=mask, max_new_tokens=new, streamer=streamer, **greedy, **options)
+        return out[:, prompts.shape[1] :].tolist()
+
+    # The times of single tokens come from a call of their own: handing them over waits for each.
+    generate()
+    steps = _Steps()
+    start = time.perf_counter()
+    generate(steps)
+    times = [b - a for a, b in zip(steps.at[1:], steps.at[2:], strict=False)]
+    return _measured(name, prompts.device, lambda: (generate(), steps.at[1] - start, times))
+
+
+class _Steps:
+    """transformers' streamer protocol: `put` is called with the prompt, then with each step's tokens, on the host."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _measured(name: str, device: torch.device, call: Callable[[], tuple[list[list[int]], float, list[float]]]) -> Run:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds: list[float] = []
+    for _ in range(ROUNDS if cuda else 1):
+        start = time.perf_counter()
+        tokens, first, steps = call()
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    memory = torch.cuda.max_memory_allocated(device) if cuda else 0
+    timed = (name, tokens, statistics.median(seconds), first, steps, memory)
+    if not cuda:
+        return Run(*timed, _counted(call))
+    # Not while timing: reading the clocks takes the interpreter's lock.
+    with meter_of(f"GPU-{torch.cuda.get_device_properties(device).uuid}") as meter, meter.watching() as said:
+        call()
+    return Run(*timed, _profiled(call), said[0])
+
+
+def _profiled(call: Callable[[], Any]) -> list[Kernel]:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
+    return sorted((Kernel(e.key, e.count, e.self_device_time_total / 1e3) for e in events), key=lambda k: -(k.cuda_ms or 0))
+
+
+def _counted(call: Callable[[], Any]) -> list[Kernel]:
+    with counted() as launches:
+        call()
+    return [Kernel(name, calls, None) for name, calls in sorted(launches.items(), key=lambda item: -item[1])]

@@ -1,0 +1,51 @@
+"""Reading prompts: the same calls on chunks of equal length, one after the other."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .graph import run
+from .layers import Decoder
+from .program import Call, Frame
+from .state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The calls that read `q_len` tokens of each sequence of a batch. ids: [batch, q_len]."""
+
+    frame: Frame
+    ids: Tensor
+    body: list[Call]
+
+    @staticmethod
+    def of(decoder: Decoder, state: State, batch: int, q_len: int, width: int) -> "Prefill":
+        """width: tokens of the longest prompt, padding included."""
+        device = state.tokens.device
+        positions = torch.zeros(batch, q_len, dtype=torch.int32, device=device)
+        kv_len = torch.full((batch,), q_len, dtype=torch.int32, device=device)
+        ids = torch.zeros(batch, q_len, dtype=torch.int64, device=device)
+        frame = Frame(batch, q_len, positions, kv_len, width, decoder.embedding.dtype, device)
+        return Prefill(frame, ids, list(decoder.body_calls(frame, ids.view(-1), state.caches)))
+
+    def read(self, rows: list[list[int]], into: Frame) -> None:
+        """Fills the cache. rows: a prompt for each sequence of the batch. into: the frame whose buffers get what its last token became."""
+        q_len, width, device = self.frame.q_len, self.frame.max_keys, self.ids.device
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        positions = torch.arange(width, dtype=torch.int32, device=device)
+        done: set[int] = set()
+        for start in range(0, width, q_len):
+            start = min(start, width - q_len)  # the last chunk reads some tokens again rather than being of another length
+            self.ids.copy_(ids[:, start : start + q_len])
+            self.frame.positions.copy_(positions[start : start + q_len])
+            self.frame.kv_len.fill_(start + q_len)
+            run(self.body)
+            ending = [i for i, row in enumerate(rows) if i not in done and len(row) <= start + q_len]
+            done.update(ending)
+            if ending:
+                source = torch.tensor([i * q_len + len(rows[i]) - 1 - start for i in ending], device=device)
+                target = torch.tensor(ending, device=device)
+                for name in ("x", "y"):
+                    found, last = self.frame.made(name), into.made(name)
+                    last.index_copy_(0, target, found.index_select(0, source))

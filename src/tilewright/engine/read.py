@@ -1,0 +1,117 @@
+"""A transformers model as a `Decoder`: its own weights, in the shapes that the engine's calls take."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..launch import must
+from .layers import Attention, Decoder, Experts, GatedMlp, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
+from .weights import Fusion, Matrix
+
+# Rotations whose frequencies do not depend on the length of the sequence.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None]) -> Decoder:
+    """The model's weights; those that are fused are replaced in the model by views, through `fusion`.
+
+    Raises: ValueError for a model that the engine can't run, before anything is changed.
+    """
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        raise must("model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", config.model_type)
+    if not hasattr(model, "lm_head"):
+        raise must("model", "a causal language model, with an lm_head", type(model).__name__)
+    _check(model, config)
+    stem = model.model
+    deepseek = config.model_type in _DEEPSEEK
+    rotary = stem.rotary_emb
+    rope = Rope.table(rotary.inv_freq, rotary.attention_scaling, max_len, interleaved=deepseek and getattr(config, "rope_interleave", True))
+    attention_of = _latent_attention if deepseek else _attention
+    layers = []
+    for i, layer in enumerate(stem.layers):
+        on_progress("fusing weights", i, len(stem.layers))
+        attention, mlp = attention_of(layer.self_attn, config, rope, fusion), _mlp(layer.mlp, fusion)
+        layers.append(Layer(_norm(layer.input_layernorm), attention, _norm(layer.post_attention_layernorm), mlp))
+    on_progress("fusing weights", len(stem.layers), len(stem.layers))
+    return Decoder(stem.embed_tokens.weight.data, tuple(layers), _norm(stem.norm), Matrix.of(model.lm_head))
+
+
+_DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+_LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
+_SPARSE = ("mixtral", "qwen3_moe", *_DEEPSEEK)
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", *_SPARSE)
+
+
+def _check(model: Any, config: Any) -> None:
+    if config.hidden_act != "silu":
+        raise must("model.config.hidden_act", "silu", config.hidden_act)
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind not in _FIXED_ROPE:
+        raise must("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
+            raise must(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) > 1:
+        raise must("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
+    if config.model_type in _DEEPSEEK:
+        if config.kv_lora_rank not in _LATENTS:
+            raise must("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
+        if config.qk_rope_head_dim not in _ROPE_DIMS:
+            raise must("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
+    if config.model_type in _SPARSE and model.dtype is torch.float32:
+        raise must("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.data, module.variance_epsilon)
+
+
+def _attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
+    head_dim = module.head_dim
+    q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    qkv = Matrix.of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
+    window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
+    norms = (_norm(module.q_norm), _norm(module.k_norm)) if hasattr(module, "q_norm") else (None, None)
+    return GroupedAttention(qkv, Matrix.of(module.o_proj), q_heads, kv_heads, head_dim, module.scaling, rope, window, *norms)
+
+
+def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
+    latent, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+    if module.q_lora_rank is None:
+        down, q_up = fusion.stacked(module.q_proj, module.kv_a_proj_with_mqa), None
+    else:
+        down = fusion.stacked(module.q_a_proj, module.kv_a_proj_with_mqa)
+        q_up = (_norm(module.q_a_layernorm), Matrix.of(module.q_b_proj))
+    kv_up = module.kv_b_proj.weight.data.view(config.num_attention_heads, -1, latent)
+    parts = (down, q_up, _norm(module.kv_a_layernorm), kv_up, Matrix.of(module.o_proj))
+    return LatentAttention(*parts, module.qk_nope_head_dim, rope_dim, module.scaling, rope)
+
+
+def _mlp(module: Any, fusion: Fusion) -> Mlp:
+    if not hasattr(module, "experts"):
+        return _dense(module, fusion)
+    experts, router = module.experts, module.gate
+    common = (Matrix(router.weight.data), experts.gate_up_proj.data, experts.down_proj.data, router.top_k)
+    if not hasattr(router, "routed_scaling_factor"):
+        return Experts(*common, normalize=getattr(router, "norm_topk_prob", True), logits_dtype=router.weight.dtype)  # Mixtral always normalises
+    deepseek: dict[str, Any] = {"scale": router.routed_scaling_factor, "logits_dtype": torch.float32, "shared": _dense(module.shared_experts, fusion)}
+    if hasattr(router, "e_score_correction_bias"):
+        bias = router.e_score_correction_bias.float()
+        deepseek |= {"sigmoid": True, "bias": bias, "normalize": router.norm_topk_prob}
+        grouped = True
+    else:
+        deepseek["normalize"] = False
+        grouped = router.topk_method == "group_limited_greedy"
+    if grouped:
+        deepseek |= {"groups": router.num_group, "top_groups": router.topk_group}
+    return Experts(*common, **deepseek)
+
+
+def _dense(module: Any, fusion: Fusion) -> GatedMlp:
+    if hasattr(module, "gate_up_proj"):
+        return GatedMlp(Matrix.of(module.gate_up_proj), Matrix.of(module.down_proj), alternating=False)
+    return GatedMlp(fusion.alternating(module.gate_proj, module.up_proj), Matrix.of(module.down_proj))

@@ -1,0 +1,102 @@
+"""What changes from step to step, all of it on the device: the tokens, where they stand, the cache, and the last tokens chosen."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..launch import must
+from ..ops.argmax import argmax_out
+from ..ops.sample import sample_out
+from .layers import Decoder
+from .program import Call, Emit, Frame
+
+SLOTS = 64  # the cache's length is a multiple: the kernels' fast loads want 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn, as `tilewright.sample` has it.
+
+    temperature: 0 takes the likeliest. top_k: 0 for all. top_p: 1 for all. seed: equal seeds draw equal tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise must("temperature", "0 or more", self.temperature)
+        if self.top_k < 0:
+            raise must("top_k", "0 (all) or more", self.top_k)
+        if not 0 < self.top_p <= 1:
+            raise must("top_p", "above 0 and at most 1", self.top_p)
+
+
+class State:
+    """The device tensors that a decode program reads and writes.
+
+    tokens: int64 [batch], the last token of each sequence. counters: int32 [2, batch], its position, and the keys once it is appended.
+    recent: int64 [rows, batch], the tokens chosen since the host last read them. clock: int64 [2], the row of `recent` that comes next, and the
+    number of draws. caches: of each layer, what its attention keeps.
+    """
+
+    def __init__(self, model: Decoder, batch: int, max_len: int, rows: int) -> None:
+        device, dtype = model.embedding.device, model.embedding.dtype
+        padded = -(-batch // 16) * 16  # aligned rows
+        self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(2, padded, dtype=torch.int32, device=device)
+        self.recent = torch.zeros(rows, padded, dtype=torch.int64, device=device)
+        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.temperature = torch.ones(1, device=device)
+        self.top_k = torch.zeros(1, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(1, device=device)
+        # Zeros: a key that was never written is masked, but a NaN in its value would survive a weight of 0.
+        self.max_len = max_len
+        self.caches = [
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in layer.attention.cache_shapes(batch, max_len)) for layer in model.layers
+        ]
+
+    def frame(self, batch: int) -> Frame:
+        """One token for each of the first `batch` sequences."""
+        positions, kv_len = self.counters[0, :batch, None], self.counters[1, :batch]
+        return Frame(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device)
+
+    def begin(self, lengths: list[int], sampling: Sampling) -> None:
+        """The state before the first token behind prompts of these lengths is chosen."""
+        self.counters.zero_()
+        self.counters[:, : len(lengths)].copy_(torch.tensor([[n - 1 for n in lengths], lengths]))
+        self.clock.zero_()
+        self.seed.fill_(sampling.seed)
+        self.temperature.fill_(sampling.temperature)
+        self.top_k.fill_(sampling.top_k)
+        self.top_p.fill_(sampling.top_p)
+
+    def choose_calls(self, frame: Frame, vocab: int, sampling: Sampling | None) -> Emit:
+        """Chooses a token from the frame's logits, notes it, and moves on by one position."""
+        logits, tokens = frame.buffer("logits", frame.batch, vocab), self.tokens[: frame.batch]
+        if sampling is None or sampling.temperature == 0:
+            yield Call("argmax", argmax_out, (logits, tokens))
+        else:
+            top_k, top_p = self.top_k if sampling.top_k else None, self.top_p if sampling.top_p < 1 else None
+            yield Call("sample", sample_out, (logits, self.seed, self.clock[1:], self.temperature, top_k, top_p, tokens))
+        yield Call("note", _note, (self.recent[:, : frame.batch], self.clock[:1], tokens))
+        yield Call("advance", _advance, (self.counters, self.clock))
+
+
+def _note(recent: Tensor, row: Tensor, tokens: Tensor) -> None:
+    recent.index_copy_(0, row, tokens[None])
+
+
+def _advance(counters: Tensor, clock: Tensor) -> None:
+    counters.add_(1)
+    clock.add_(1)
+
+
+def cache_bytes(model: Decoder, batch: int, max_len: int) -> int:
+    size = model.embedding.dtype.itemsize
+    shapes = (shape for layer in model.layers for shape in layer.attention.cache_shapes(batch, max_len))
+    return sum(size * torch.Size(shape).numel() for shape in shapes)

@@ -1,0 +1,288 @@
+"""Engine: the tokens and logits of transformers, whatever the batch, the lengths and the chunks; weights held once; nothing compiled late."""
+
+import copy
+
+import pytest
+import torch
+
+from tilewright import interpret
+from tilewright.engine import Engine, Sampling
+from tilewright.models import random_model
+from tilewright.testing import assert_accurate
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+DENSE = {
+    "llama": {"model_type": "llama", "rope_theta": 10000.0, "rope_scaling": LLAMA3_ROPE},
+    "llama-tied-bias": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3"},
+    "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96},
+}
+SPARSE = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
+    "deepseek_v2": {"model_type": "deepseek_v2", **MLA, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v2-groups": {"model_type": "deepseek_v2", **MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+}
+FAMILIES = DENSE | SPARSE
+NEW = 9
+
+
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
+    model = random_model({**TINY, **FAMILIES[name], **changes}, dtype=dtype)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(30)  # so that a token tells
+    return model
+
+
+def prompts() -> list[list[int]]:
+    """Of unequal lengths, one longer than a chunk."""
+    torch.manual_seed(0)
+    return [torch.randint(3, TINY["vocab_size"], (n,)).tolist() for n in (5, 19, 1)]
+
+
+def stock_tokens(model, prompt: list[int], new: int = NEW) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def stock_logits(model, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tokens_are_those_of_transformers_in_a_batch_and_alone(name: str) -> None:
+    model = tiny(name)
+    expected = [stock_tokens(model, p) for p in prompts()]
+    with Engine(model, max_batch=3, max_len=64, prefill_tokens=48) as engine:  # chunks of 16 tokens
+        assert engine.generate(prompts(), NEW).tokens == expected
+        assert [engine.generate([p], NEW).tokens[0] for p in prompts()] == expected
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("qwen2", torch.float16), *((n, torch.bfloat16) for n in SPARSE)])
+def test_logits_of_every_step_obey_the_accuracy_rule(name: str, dtype: torch.dtype) -> None:
+    model = tiny(name, dtype)
+    given = [[7, 50, 3, 91]] * 3
+    wide = copy.deepcopy(model).to(torch.float64)
+    if name in SPARSE:
+        wide.set_experts_implementation("eager")  # the only one that takes float64
+    truth = torch.stack([stock_logits(wide, p, c) for p, c in zip(prompts(), given, strict=True)])
+    stock = torch.stack([stock_logits(model, p, c) for p, c in zip(prompts(), given, strict=True)])
+    with Engine(model, max_batch=4, max_len=64, prefill_tokens=64) as engine:
+        ours = engine.logits(prompts(), given)
+    assert ours.dtype == dtype
+    assert_accurate(ours, stock, truth)
+
+
+def test_the_order_and_number_of_prompts_change_nothing() -> None:
+    model = tiny()
+    with Engine(model, max_batch=8, max_len=64) as engine:
+        forward = engine.generate(prompts(), NEW).tokens
+        assert engine.generate(prompts()[::-1], NEW).tokens == forward[::-1]
+        assert engine.generate(prompts() * 2, NEW).tokens == forward * 2
+        assert engine.generate(torch.tensor([prompts()[1]] * 5), NEW).tokens == forward[1:2] * 5
+
+
+def test_a_stop_token_ends_a_sequence_and_tokens_arrive_in_blocks() -> None:
+    model = tiny()
+    with Engine(model, max_batch=3, max_len=64, check_every=4) as engine:
+        free = engine.generate(prompts(), NEW).tokens
+        stop = free[0][2]
+        assert stop not in free[0][:2]
+        blocks: list[list[list[int]]] = []
+        found = engine.generate(prompts(), NEW, stop=[stop], on_tokens=blocks.append)
+    for ours, whole in zip(found.tokens, free, strict=True):
+        assert ours == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+    assert len(blocks) == 3
+    assert [len(block[0]) for block in blocks] == [3, 0, 0]
+    assert [[token for block in blocks for token in block[i]] for i in range(3)] == found.tokens
+    assert len(found.step_s) == NEW - 1
+    assert found.first_token_s > 0
+
+
+def test_generation_ends_when_every_sequence_has() -> None:
+    model = tiny()
+    with Engine(model, max_batch=1, max_len=64, check_every=2) as engine:
+        free = engine.generate(prompts()[:1], NEW).tokens[0]
+        blocks: list[list[list[int]]] = []
+        engine.generate(prompts()[:1], NEW, stop=[free[0]], on_tokens=blocks.append)
+        assert len(blocks) == 1
+
+
+def storages(model) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+
+def size(model) -> int:
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+
+
+def test_weights_are_held_once_and_the_model_works_on() -> None:
+    model = tiny("llama-tied-bias")
+    before, stock = {k: v.clone() for k, v in model.state_dict().items()}, stock_logits(model, [5, 6, 7], [8])
+    bytes_before, count = size(model), len(storages(model))
+    with Engine(model, max_batch=1, max_len=64) as engine:
+        attention = model.model.layers[0].self_attn
+        assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+        assert size(model) == bytes_before
+        torch.testing.assert_close(stock_logits(model, [5, 6, 7], [8]), stock)
+    assert len(storages(model)) == count
+    assert all(torch.equal(v, before[k]) and v.is_contiguous() for k, v in model.state_dict().items())
+    engine.close()  # nothing left to do
+    with pytest.raises(ValueError, match="the engine must be open"):
+        engine.generate([[5]], 1)
+    with Engine(model, max_batch=1, max_len=64):
+        pass
+
+
+def test_the_floor_counts_weights_once_and_the_keys() -> None:
+    model = tiny("llama-tied-bias")
+    matrices = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear))
+    with Engine(model, max_batch=4, max_len=64) as engine:
+        assert engine.step_bytes(1, 0) == matrices
+        assert engine.step_bytes(4, 10) == matrices + 2 * 2 * 4 * 2 * 10 * 16 * 4  # layers, keys and values, batch, heads, tokens, head_dim, bytes
+    model = tiny("mixtral", torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts
+    matrices = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)) + 2 * model.model.layers[0].mlp.gate.weight.nbytes
+    with Engine(model, max_batch=1, max_len=64) as engine:
+        assert engine.step_bytes(1, 0) == matrices + 2 * (experts.gate_up_proj.nbytes + experts.down_proj.nbytes) // 2  # 2 of 4 experts
+
+
+def test_256_steps_compile_nothing_new() -> None:
+    model = tiny(num_hidden_layers=1)
+    with Engine(model, max_batch=2, max_len=300, check_every=8) as engine:
+        engine.warm_up(2, 5)
+        counts: list[int] = []
+        engine.generate([[3, 4, 5, 6, 7]] * 2, 1 + 256, on_tokens=lambda _: counts.append(interpret.compiled_count()))
+    assert len(set(counts)) == 1
+    assert len(counts) == -(-257 // 8)
+
+
+def test_warm_up_compiles_all_that_a_call_needs() -> None:
+    model = tiny("qwen3")
+    with Engine(model, max_batch=2, max_len=64) as engine:
+        engine.warm_up(2, 19)
+        before = interpret.compiled_count()
+        engine.generate([prompts()[1]] * 2, 4)
+        assert interpret.compiled_count() == before
+
+
+def test_sampling_is_seeded_and_temperature_0_is_greedy() -> None:
+    model = tiny()
+    with Engine(model, max_batch=3, max_len=64) as engine:
+        greedy = engine.generate(prompts(), NEW).tokens
+        assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=0)).tokens == greedy
+        drawn = [engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, seed=seed)).tokens for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1]
+        assert drawn[0] != drawn[2]
+        assert engine.generate(prompts(), NEW, sampling=Sampling(top_k=1, temperature=5.0)).tokens == greedy
+        assert engine.generate(prompts(), NEW, sampling=Sampling(top_p=1e-6, temperature=5.0)).tokens == greedy
+
+
+def test_an_interrupt_leaves_the_engine_usable() -> None:
+    model = tiny()
+    with Engine(model, max_batch=3, max_len=64, check_every=2) as engine:
+        expected = engine.generate(prompts(), NEW).tokens
+
+        def interrupt(_: object) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(), NEW, on_tokens=interrupt)
+        assert engine.generate(prompts(), NEW).tokens == expected
+
+
+def test_a_step_is_a_list_of_calls() -> None:
+    model = tiny("qwen2", num_hidden_layers=1)
+    stages: list[str] = []
+    with Engine(model, max_batch=1, max_len=64, on_progress=lambda stage, done, total: stages.append(stage)) as engine:
+        engine.warm_up(1, 3)
+        (step,) = engine._steps.values()
+        assert [call.name for call in step.body + step.tail] == [
+            "embedding",
+            "layers.0.attention_norm",
+            "layers.0.attention.qkv",
+            "layers.0.attention.append",
+            "layers.0.attention",
+            "layers.0.attention.out",
+            "layers.0.mlp_norm",
+            "layers.0.mlp.gate_up",
+            "layers.0.mlp.down",
+            "norm",
+            "head",
+            "argmax",
+            "note",
+            "advance",
+        ]
+    assert list(dict.fromkeys(stages)) == ["fusing weights", "compiling decode, batch 1", "compiling prefill, 1 x 16"]
+
+
+def test_what_it_cannot_do_raises_and_leaves_the_model_alone() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match="an NVIDIA GPU"):
+        Engine(model, mode="graph")
+    with pytest.raises(ValueError, match="mode must be"):
+        Engine(model, mode="fast")
+    with pytest.raises(ValueError, match="max_batch must be at least 1, got 0"):
+        Engine(model, max_batch=0)
+    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
+        Engine(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="with an lm_head, got LlamaModel"):
+        Engine(model.model)
+    with pytest.raises(ValueError, match="hidden_act must be silu, got relu"):
+        Engine(tiny(hidden_act="relu"))
+    with pytest.raises(ValueError, match=r"rope_type must be one of default, .* got dynamic"):
+        Engine(tiny(rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
+    with pytest.raises(ValueError, match="bfloat16 or float16, got float32"):
+        Engine(tiny("mixtral"))
+    assert len(storages(model)) == len(storages(tiny()))
+    with Engine(model, max_batch=2, max_len=64) as engine:
+        with pytest.raises(ValueError, match=r"close\(\) that one first"):
+            Engine(model)
+        with pytest.raises(ValueError, match="number of prompts must be 1 to max_batch = 2, got 3"):
+            engine.generate(prompts(), 1)
+        with pytest.raises(ValueError, match=r"at most max_len = 64, got 60 \+ 9"):
+            engine.generate([[3] * 60], NEW)
+        with pytest.raises(ValueError, match="at least 1 token"):
+            engine.generate([[]], NEW)
+        with pytest.raises(ValueError, match="token ids must be 0 to 95, got 3 to 96"):
+            engine.generate([[3, 96]], NEW)
+        with pytest.raises(ValueError, match="max_new_tokens must be at least 1"):
+            engine.generate([[3]], 0)
+        with pytest.raises(ValueError, match="continuations must be 2 lists of equal length"):
+            engine.logits([[3], [4]], [[5], [6, 7]])
+    with pytest.raises(ValueError, match="top_p must be above 0"):
+        Sampling(top_p=0.0)
