@@ -219,6 +219,18 @@ def compile(
 
 
 @verb
+def learn(
+    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What to learn about: gemm.")],
+    arch: Annotated[str, typer.Option("--arch", metavar="ARCH", help="Time nothing; show the resources on this target.", show_default=False)] = "",
+    json_file: JsonFile = None,
+) -> int:
+    """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted and compiled without one."""
+    from .learn.command import learn_command
+
+    return learn_command(subject, arch=arch, json_file=json_file)
+
+
+@verb
 def doctor(as_json: Json = False) -> int:
     """Say what on this machine works and how to mend what does not: GPU, driver, compiler, versions, caches."""
     from .doctor import doctor_command

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_of_every_verb() -> None:
     assert run("--help").exit_code == 0
-    for name in ("demo", "generate", "bench", "tune", "report", "verify", "compile", "doctor"):
+    for name in ("demo", "generate", "bench", "tune", "report", "verify", "compile", "learn", "doctor"):
         result = run(name, "--help")
         assert result.exit_code == 0, result.output
 

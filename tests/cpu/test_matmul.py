@@ -178,10 +178,13 @@ def test_partial_sums_are_kept_in_float32():
 @pytest.mark.parametrize(("n", "k"), [*QWEN2_7B, *LLAMA_31_8B, *HEADS])
 @pytest.mark.parametrize("m", [1, 4, 8, 16, 33, 64])
 def test_a_skinny_product_keeps_most_of_the_gpu_reading(n, k, m):
-    """56 SMs can draw what the memory gives (H200: 3584 x 3584 in 64-row blocks); fewer only where b is too small to matter."""
+    """56 SMs can draw what the memory gives (H200: 3584 x 3584 in 64-row blocks); fewer only where b is too small to matter.
+
+    A second launch, to add parts of k, only where a third of the SMs or fewer would have anything to read without.
+    """
     problem = Problem(m, n, k)
     plan = op.plan(problem, op.space(problem, H200)[0], H200)
-    assert plan.then is None
+    assert plan.then is None or (n <= 64 * 44 and plan.grid[0] > 2 * n / 64)
     assert plan.grid[0] / plan.occupancy >= min(56, n / 64), str(plan)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..ops.matmul.decision import FAST_SUM
+from ..ops.scaling import FAST_SUM
 
 Inputs = dict[str, Any]
 

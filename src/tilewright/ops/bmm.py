@@ -24,9 +24,11 @@ from .scaling import (
     TENSOR,
     ZERO,
     Scaling,
+    add_product,
     add_scaled,
     block_scales,
     dequantize,
+    fast_sum,
     group_scales,
     known_scaling,
     random_codes,
@@ -63,6 +65,9 @@ def reference(
         return torch_product(a, b, scale_a, scale_b).to(out_dtype or torch.bfloat16)
     if out_dtype in (None, a.dtype):
         return torch.matmul(a, b.mT)
+    if a.is_cuda:  # on the tensor cores, whose fp32 sums are less exact than those of fp32 operands
+        batch = max(len(a), len(b))
+        return torch.bmm(a.expand(batch, -1, -1), b.mT.expand(batch, -1, -1), out_dtype=out_dtype)
     return torch.matmul(a.float(), b.mT.float()).to(out_dtype)
 
 
@@ -155,7 +160,7 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
     lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
     unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
     wide = all(length % unit == 0 for length in lengths)
-    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b and not p.trans_a, wide_loads=wide)
+    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b and not p.trans_a, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
     lowest = min(tile.tile_m for tile in tiles)
     for tile in tiles:
         if tile.tile_m > max(lowest, next_pow2(p.m)):
@@ -179,7 +184,9 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = c.tiles(p)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
-    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, int(p.scaling), c.persistent, c.latency)
+    unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
+    sums = (int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k), unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
+    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, *sums, c.persistent, c.latency)
     return Plan(bmm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
 
 
@@ -197,6 +204,9 @@ def bmm_kernel(
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
     SCALING: ct.Constant[int],
+    FAST_ACC: ct.Constant[bool],
+    EVEN_M: ct.Constant[bool],
+    EVEN_N: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
@@ -204,6 +214,7 @@ def bmm_kernel(
 
     a: [batch or 1, m, k], or [.., k, m] with TRANS_A. b: [batch or 1, k, n], or [.., n, k] with TRANS_B.
     scale_a, scale_b: [batch or 1, groups, rows] as ops/scaling.py makes them, read only if SCALING asks for them.
+    EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded unchecked.
     """
     tiles_m, tiles_n = ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N)
 
@@ -225,10 +236,10 @@ def bmm_kernel(
                 w = ct.load(b, (i_b, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
             if SCALING == BLOCK:
                 group = step * TILE_K // GROUP
-                rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY)
-                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY))
+                rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY, EVEN_M)
+                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY, EVEN_N))
             else:
-                acc = ct.mma(x, w, acc)
+                acc = add_product(x, w, acc, FAST_ACC)
         if SCALING == ROW or SCALING == TENSOR:
             rows = row_scales(scale_a, i_a, tile_m, TILE_M, SCALING)
             acc = scaled(acc, rows, row_scales(scale_b, i_b, tile_n, TILE_N, SCALING))

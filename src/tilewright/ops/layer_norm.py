@@ -60,20 +60,24 @@ def space(p: Problem, device: Device) -> list[Config]:
 
 
 def _measured_best(p: Problem) -> Config:
-    """Many 16-bit rows on an H200 (2026-11-21, notes/LOG.md): weight and bias stay in registers while a block walks over rows."""
+    """Many 16-bit rows on an H200 (2026-11-21, notes/LOG.md): as many blocks an SM as keep its loads busy.
+
+    Between 2048 and 4096 columns weight and bias stay in registers while a block walks over rows.
+    """
     whole = next_pow2(p.cols)
     if p.cols <= 1024:
-        return (
-            Config(8, 256, num_worker_warps=4) if p.cols % 256 == 0 and p.cols < whole else Config(max(1, 4096 // whole), whole, num_worker_warps=4)
-        )
+        if p.cols % 256 == 0 and p.cols < whole:
+            return Config(4, 256, occupancy=6, num_worker_warps=4)
+        return Config(max(1, 4096 // whole), whole, occupancy=6 if whole == 1024 else None, num_worker_warps=4)
     if p.cols <= 2048:
         return Config(1, whole if p.cols == whole else 256, num_worker_warps=4)
-    if p.cols <= 4096:
-        warps, occupancy = (4, 3) if p.cols < 4096 else (8, 2)
-        return Config(1, 4096, True, True, 6, True, False, 1, occupancy, warps)
-    if p.cols <= 8192:
-        return Config(1, 8192, True, True, 10, True, False, 1, 1, 8)
-    return Config(1, whole, num_worker_warps=8) if whole == 16_384 else Config(1, 4096, keep_row=False, num_worker_warps=8)
+    if p.cols < 4096:
+        return Config(1, 4096, True, True, 6, True, False, 1, 3, 4)
+    if p.cols == 4096:
+        return Config(1, 2048, occupancy=4, num_worker_warps=4)
+    if p.cols <= 20_480:
+        return Config(1, 4096, occupancy=3 if p.cols <= 8192 else 2, num_worker_warps=8)
+    return Config(1, 4096, keep_row=False, num_worker_warps=8)
 
 
 def _spills(p: Problem, c: Config) -> bool:

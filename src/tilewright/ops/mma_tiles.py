@@ -22,15 +22,20 @@ class Tile:
     walks: bool = True
 
 
-def tiles_for(device: Device, dtype: torch.dtype, scaling: Scaling, *, k_major: bool, wide_loads: bool) -> tuple[Tile, ...]:
-    """Every tile worth timing. k_major: k is the last axis of both operands. wide_loads: all their rows are multiples of 16 bytes."""
+def tiles_for(device: Device, dtype: torch.dtype, scaling: Scaling, *, k_major: bool, wide_loads: bool, fast: bool = False) -> tuple[Tile, ...]:
+    """Every tile worth timing. k_major: k is the last axis of both operands. wide_loads: all their rows are multiples of 16 bytes.
+
+    fast: sums of 8-bit products stay in the tensor core (`scaling.fast_sum`), which leaves registers for larger tiles.
+    """
     fp8 = dtype in FP8
     if not wide_loads:
         return _NARROW_FP8 if fp8 else _NARROW
     if fp8 and not k_major:  # 8-bit operands reach the tensor cores with k last: others are transposed on the way
         return _TURNED_FP8
     if device.arch == "sm_90":
-        return _HOPPER_BLOCK if scaling is Scaling.BLOCK else _HOPPER_FP8 if fp8 else _HOPPER
+        if scaling is Scaling.BLOCK:
+            return _HOPPER_BLOCK
+        return (_HOPPER_FP8_ROW if scaling is Scaling.ROW else _HOPPER_FP8_FAST) if fp8 and fast else _HOPPER_FP8 if fp8 else _HOPPER
     if device.arch in ("sm_100", "sm_103"):
         return _BLACKWELL_FP8 if fp8 else _BLACKWELL
     if device.arch == "sm_80":
@@ -57,6 +62,10 @@ def run_us(tile: Tile, tiles: int, k: int, dtype: torch.dtype, scaling: Scaling,
         rate = 0.8 if area == 1 << 13 else 0.6 if area == 1 << 12 else 0.35
     if tile.tile_m == 64 and tile.num_worker_warps == 8:
         rate = 0.42
+    if scaling is Scaling.BLOCK and area < 1 << 14:
+        rate = 0.5
+    elif dtype in FP8 and scaling is not Scaling.BLOCK and (tile.tile_m, tile.tile_n, ctas) == (128, 256, 1):
+        rate = 1.05
     if dtype in FP8:
         rate *= 1.5 if scaling is Scaling.BLOCK else 1.75
     flops_per_us = device.tflops * 1e6 / device.sms * rate * ctas / tile.occupancy
@@ -68,7 +77,7 @@ def run_us(tile: Tile, tiles: int, k: int, dtype: torch.dtype, scaling: Scaling,
 _HOPPER = (
     Tile(128, 128, 64, 1, 1, 4),
     Tile(256, 256, 64, 2, 1, 8),
-    Tile(128, 256, 64, 1, 1, 8),
+    Tile(128, 256, 64, 1, 1, 8, 4),
     Tile(256, 128, 64, 1, 1, 8),
     Tile(128, 128, 64, 1, 1, 8, walks=False),
     Tile(64, 256, 64, 1, 1, 8),
@@ -87,6 +96,16 @@ _HOPPER_FP8 = (
     Tile(128, 64, 128, 1, 1, 8, 6),
     Tile(64, 64, 256, 1, 1, 4, 8),
 )
+_HOPPER_FP8_LOW = (  # walking over the first three, the loop around the loop spills
+    Tile(64, 256, 128, 1, 1, 8, 6, walks=False),
+    Tile(64, 128, 128, 1, 1, 4, 6, walks=False),
+    Tile(64, 128, 128, 1, 2, 4, 6, walks=False),
+    Tile(128, 64, 128, 1, 1, 8, 6),
+    Tile(64, 64, 256, 1, 1, 4, 8),
+)
+_HOPPER_FP8_FAST = (Tile(128, 256, 128, 1, 1, 8, 6), Tile(128, 128, 128, 1, 1, 4, 6), Tile(256, 128, 128, 1, 1, 8, 4), *_HOPPER_FP8_LOW)
+# On 4 warps the scales of a tile's rows spill.
+_HOPPER_FP8_ROW = (Tile(128, 256, 128, 1, 1, 8, 6), Tile(128, 128, 128, 1, 1, 8, 6), Tile(256, 128, 128, 1, 1, 8, 4), *_HOPPER_FP8_LOW)
 # Latency 8 keeps six steps in flight; any other leaves two, spills, or waits for each MMA (ops/scaling.py).
 _HOPPER_BLOCK = (
     Tile(128, 128, 128, 1, 1, 8, 8),

@@ -67,12 +67,12 @@ def _measured_best(rows: int, cols: int, many: bool, rereads: bool) -> Config:
     """16-bit rows on an H200 (2026-11-21, notes/LOG.md): several tiles a row that pad it little, one block a row."""
     whole, thrifty = next_pow2(cols), _column_tiles(cols)[-1]
     if cols > 8192:
+        if 20_480 < cols <= 32_768 and rows >= 4096:  # registers for two blocks an SM: the loads of one stand under the end of the other
+            return Config(1, 4096, occupancy=2, num_worker_warps=8)
         if rereads:
             return Config(1, 2048, keep_row=False, num_worker_warps=8)
         if cols <= 20_480 or not many:
             return Config(1, 2048, num_worker_warps=8)
-        if rows >= 4096:  # one block fills an SM: only prefetching the next row keeps loads in flight
-            return Config(1, 2048, persistent=True, load_tma=True, occupancy=1, num_worker_warps=8)
         return Config(1, 1024, persistent=True, occupancy=2, num_worker_warps=8)
     if cols in (4096, 8192) and many:
         return Config(1, cols // 4, num_worker_warps=8)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
 from ..mma_tiles import Tile, cpu_tiles, run_us, tiles_for
-from ..scaling import FP8, Scaling, random_codes, random_scales, scale_shapes
+from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
 MAP_WIDTH = 128  # panels that a block of the map kernel writes at once
@@ -114,7 +114,9 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     most = c.most_panels(p)
     tiles = most * -(-p.n // c.tile_n)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
-    how = (p.masked, p.trans_b, int(p.scaling), c.persistent, c.store_tma, c.latency)
+    unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
+    even = (unchecked and p.masked and p.rows % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
+    how = (p.masked, p.trans_b, int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k), *even, c.persistent, c.store_tma, c.latency)
     products = Plan(
         grouped_gemm_kernel,
         (blocks,),
@@ -151,7 +153,7 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
     lengths = p.k, p.k if p.trans_b else p.n
     unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
     wide = all(length % unit == 0 for length in lengths)
-    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b, wide_loads=wide)
+    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
     for tile in tiles:
         if tile.tile_m > tallest and tile.tile_m > min(t.tile_m for t in tiles):
             continue
@@ -162,7 +164,7 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
 
 
 # tile_m, tile_n, warps of the tiles that blocks may walk over, and whether TMA may then write the result: with the others tileiras 13.4
-# fails, spills, or waits for each MMA. In the order of 16-bit operands, 8-bit ones, 8-bit ones scaled by the block.
+# fails, spills, or waits for each MMA. In the order of 16-bit operands, 8-bit ones, 8-bit ones scaled by the block, 8-bit ones with fast sums.
 _Walks = tuple[dict[tuple[int, int, int | None], bool], ...]
 _BLACKWELL_WALKS: _Walks = (
     {(128, 128, None): False, (256, 256, None): False, (256, 128, None): False, (128, 64, None): True},
@@ -172,7 +174,8 @@ _BLACKWELL_WALKS: _Walks = (
 _HOPPER_WALKS: _Walks = (
     {(128, 128, 4): True, (256, 256, 8): True, (128, 256, 8): True, (256, 128, 8): True, (64, 256, 8): True, (64, 128, 8): True, (64, 64, 4): True},
     {(128, 128, 8): True, (256, 128, 8): False, (64, 256, 8): True, (64, 128, 4): False, (128, 64, 8): True},
-    {(64, 128, 4): False, (128, 64, 8): True},
+    {(128, 128, 8): True, (64, 128, 4): False, (128, 64, 8): True},
+    {(128, 256, 8): True, (128, 128, 4): True, (128, 128, 8): True, (256, 128, 8): True, (128, 64, 8): True},
 )
 # Those of them that do where rows of the result are no multiple of 16 bytes, which TMA can't write.
 _HOPPER_WALKS_NARROW = ((256, 256, 8), (256, 128, 8), (64, 128, 8), (64, 64, 4), (64, 128, 4))
@@ -186,7 +189,10 @@ def _walking_store(tile: Tile, p: Problem, device: Device) -> bool | None:
     key = (tile.tile_m, tile.tile_n, tile.num_worker_warps)
     if tile.occupancy > 1 or (device.arch == "sm_90" and p.n * p.out_dtype.itemsize % 16 and key not in _HOPPER_WALKS_NARROW):
         return None
-    walks = known[2 if p.scaling is Scaling.BLOCK else 1 if p.dtype.itemsize == 1 else 0]
+    fast = device.arch == "sm_90" and fast_sum(p.dtype, p.out_dtype, p.k)
+    if p.scaling is Scaling.BLOCK and key == (128, 128, 8) and not p.masked:
+        return None
+    walks = known[2 if p.scaling is Scaling.BLOCK else 3 if fast else 1 if p.dtype.itemsize == 1 else 0]
     return walks.get(key)
 
 
@@ -196,7 +202,9 @@ def estimate_us(p: Problem, c: Config, device: Device) -> float:
     tiles = p.groups * -(-rows // c.tile_m) * tiles_n
     tile = Tile(c.tile_m, c.tile_n, c.tile_k, c.num_ctas, c.occupancy, c.num_worker_warps)
     us = run_us(tile, tiles, p.k, p.dtype, p.scaling, device)
+    if c.persistent and p.scaling is Scaling.BLOCK:
+        us *= 1.05
     if not c.persistent:
-        us += 0.8 * -(-(c.most_panels(p) * tiles_n) // c.resident(device))
+        us += 0.33 * -(-(c.most_panels(p) * tiles_n) // c.resident(device))
     read = p.groups * p.n * p.k * p.dtype.itemsize
     return max(us, read / (device.memory_gbs * 1e3)) + 1e-3 * us

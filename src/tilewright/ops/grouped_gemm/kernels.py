@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from ..scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, add_scaled, block_scales, group_scales, row_scales, scaled
+from ..scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
 from ..tiles import grouped_tile
 
 
@@ -62,6 +62,9 @@ def grouped_gemm_kernel(
     MASKED: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
     SCALING: ct.Constant[int],
+    FAST_ACC: ct.Constant[bool],
+    EVEN_M: ct.Constant[bool],
+    EVEN_N: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
     LATENCY: ct.Constant[int],
@@ -71,6 +74,8 @@ def grouped_gemm_kernel(
     a: [1, rows, k], or [groups, rows, k] with MASKED; out likewise, with n columns. b: [groups, k, n], or [groups, n, k] with TRANS_B.
     panels: as `grouped_gemm_map_kernel` makes it. scale_a, scale_b: [.., k groups, rows] as ops/scaling.py makes them.
     A tile of a may reach into the rows of the next group; only those of its own are stored.
+    EVEN_M, EVEN_N: panels lie in a whole number of tiles of the room of their group, tiles end with the rows of b: BLOCK scales may be loaded
+    unchecked.
     """
     tiles_n = ct.cdiv(out.shape[2], TILE_N)
     total = ct.gather(panels, (0, 0))
@@ -93,10 +98,13 @@ def grouped_gemm_kernel(
                 w = ct.load(b, (group, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
             if SCALING == BLOCK:
                 k_group = step * TILE_K // GROUP
-                rows = group_scales(own_scales, matrix, k_group, 0, TILE_M, LATENCY)
-                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, group, k_group, tile_n, TILE_N, LATENCY))
+                if EVEN_M:
+                    rows = group_scales(scale_a, matrix, k_group, row // TILE_M, TILE_M, LATENCY, True)
+                else:
+                    rows = group_scales(own_scales, matrix, k_group, 0, TILE_M, LATENCY)
+                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, group, k_group, tile_n, TILE_N, LATENCY, EVEN_N))
             else:
-                acc = ct.mma(x, w, acc)
+                acc = add_product(x, w, acc, FAST_ACC)
         if SCALING == ROW:
             acc = scaled(acc, row_scales(own_scales, matrix, 0, TILE_M, ROW), row_scales(scale_b, group, tile_n, TILE_N, ROW))
         elif SCALING == TENSOR:

@@ -100,21 +100,55 @@ def _hopper_default(p: Problem, device: Device) -> Config:
     Measured on an H200 (2026-11-21, benchmarks/results, notes/LOG.md): a step of k takes an SM the same time in a tile of 128x128 on 4 warps
     and, per element, in one of 256x256 on two blocks; the larger has fewer, longer rounds. 128x192 takes 1.45 times as long as 128x128.
     """
+    offset = _offset_rows(p)
     for tile, latency in _HOPPER_ONE_ROUND:
         config = _config(tile, latency=latency)
-        if config.tiles(p) <= device.sms:
+        if config.tiles(p) <= device.sms and not (128 < p.m <= 192 and tile[1] == 128):
+            pair = _config((256, 128, 64, 2, 1, 4), latency=5)
+            if offset == 2 and tile[:2] == (128, 128) and pair.tiles(p) <= pair.resident(device):
+                return pair
+            wide = _config((128, 256, 64, 1, 1, 8), latency=4, split=4)
+            if offset == 2 and p.k >= 8192 and tile[0] * tile[1] >= 1 << 13 and 4 * wide.tiles(p) <= device.sms and _legal(p, wide):
+                return wide
             return config
     uneven = _uneven(p, device)
     if p.m <= 128:  # bound by reading b as much as by the tensor cores: blocks that come and go overlap better than ones that walk
         return uneven[0] if uneven[0].tiles(p) <= device.sms else _config((64, 128, 64, 1, 1, 4))
-    small, large = _config((128, 128, 64, 1, 1, 4), persistent=True), _config((256, 256, 64, 2, 1, 8), persistent=True)
 
-    def run_us(c: Config, us_per_k: float, us_per_tile: float) -> float:
-        return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k + us_per_tile)
+    def run_us(c: Config, us_per_k: tuple[float, float, float], us_per_tile: float) -> float:
+        return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k[offset] + us_per_tile)
 
-    costs = [(run_us(small, 5.39e-3, 1.0), small), (run_us(large, 10.9e-3, 3.0), large)]
-    costs += [(run_us(c, 7.9e-3, 2.5), c) for c in uneven if c.extra_n == 64 and c.tiles(p) <= 4 * device.sms]  # does not walk: few rounds only
-    return min(costs, key=lambda cost: cost[0])[1]
+    walking = {"persistent": True}
+    small, large = _config((128, 128, 64, 1, 1, 4), **walking), _config((256, 256, 64, 2, 1, 8), **walking)
+    wide = _config((128, 256, 64, 1, 1, 8), latency=4, **walking)
+    costs = [
+        # Three tiles that read the same rows of b at different times read them slowly.
+        (run_us(small, (7.0e-3 if 256 < p.m <= 384 else 5.39e-3, 6.2e-3, 11.0e-3), 1.0), small),
+        (run_us(large, (10.9e-3, 12.0e-3, 12.9e-3), 3.0), large),
+        (run_us(wide, (11.2e-3, 12.6e-3, 16.5e-3), 2.0), wide),
+    ]
+    # These do not walk: few rounds only.
+    costs += [(run_us(c, (7.9e-3, 8.2e-3, 13.1e-3), 2.5), c) for c in uneven if c.extra_n == 64 and c.tiles(p) <= 6 * device.sms]
+    if p.m <= 192 and (offset == 2 or p.n <= 8192):
+        return _config((64, 128, 64, 1, 2, 4), latency=5)
+    if p.m <= 192:  # all rows of a in one tile, beside 128 of b
+        for _, extra, latency in _HOPPER_UNEVEN:
+            width = (128 + extra) / 128
+            tall = _config((128, 128, 64, 1, 1, 4), extra_n=extra, weights_first=True, latency=latency)
+            if p.m <= 128 + extra:
+                costs.append((run_us(tall, (5.9e-3 * width, 6.1e-3 * width, 6.3e-3 * width), 2.5), tall))
+    return min((cost for cost in costs if _legal(p, cost[1])), key=lambda cost: cost[0])[1]
+
+
+def _offset_rows(p: Problem) -> int:
+    """0 if rows of both operands begin at multiples of 128 bytes, 1 if of 32, else 2.
+
+    TMA reads 128 bytes of a row: from elsewhere they lie in two lines of L2, or in a sector more, and tiles that read less for each multiply-add
+    win (8222 x 18032 x 15880 on an H200, 2026-11-21: 128x128 387 TFLOP/s, 256x256 on two blocks 630; with rows of whole lines 730 and 740).
+    """
+    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
+    pitches = [length * p.dtype.itemsize for length in lengths]
+    return max(0 if pitch % 128 == 0 else 1 if pitch % 32 == 0 else 2 for pitch in pitches)
 
 
 _HOPPER_UNEVEN: tuple[tuple[int, int, int], ...] = ((128, 16, 6), (128, 32, 6), (128, 64, 5))  # tile_n, extra_n, latency
@@ -269,6 +303,8 @@ def _hopper_decode(p: Problem, device: Device) -> Iterator[Config]:
     """Up to 32 rows: b's rows fill the MMA. 64 of them to a block, the most loads in flight; but not a little more than two rounds."""
     rows = max(8, next_pow2(p.m))
     blocks = -(-p.n // 64)
+    if blocks <= device.sms // 3 and p.k >= 4096:  # most SMs would have nothing to read: parts of k, of at least two steps
+        yield _config((rows, 64, 256, 1, 1, 4), weights_first=True, latency=8, split=min(8, device.sms // blocks, p.k // 512))
     tiles = [(64, 512, 1, 4), (64, 256, 1, 4), (128, 256, 1, 8), (128, 128, 2, 4), (256, 128, 1, 8), (64, 256, 2, 4), (64, 128, 2, 4)]
     if 2 * device.sms < blocks <= 8 * device.sms:
         tiles.insert(0, (256, 128, 1, 8))

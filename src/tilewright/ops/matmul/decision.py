@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from ...launch import Cost, Device, Plan, next_pow2
-from ..scaling import FP8, Scaling, random_codes, random_scales, scale_shapes
+from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
 REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
-FAST_SUM = 8192  # products that one sum of 14 bits may have
 REDUCE_PARTS = 8  # partial tiles that it loads at a time
 
 
@@ -54,9 +53,7 @@ class Problem:
 
     @property
     def fast_acc(self) -> bool:
-        """Whether sums may have what Hopper's tensor cores give 8-bit operands (14 bits): enough under the rounding of a bf16 output, up to
-        8192 of k (at 16384 the worst element of 29 million is 1.25 of what the accuracy rule allows)."""
-        return self.dtype in FP8 and self.stored is torch.bfloat16 and self.k <= FAST_SUM
+        return fast_sum(self.dtype, self.stored, self.k)
 
     def cost(self) -> Cost:
         out = self.m * (self.n // 2 if self.silu_mul else self.n)

@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_scaled, block_scales, group_scales, row_scales, scaled
+from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
 from ..tiles import grouped_tile
 from .kernels import operand, split_work
 
@@ -67,10 +67,7 @@ def matmul_fused_kernel(
             else:
                 if WEIGHTS_FIRST:
                     x, w = w, x
-                if FAST_ACC:
-                    acc = ct.mma(x, w.transpose(), acc, use_fast_acc=True)
-                else:
-                    acc = ct.mma(x, w.transpose(), acc)
+                acc = add_product(x, w.transpose(), acc, FAST_ACC)
         if SCALING == TENSOR or SCALING == ROW:
             rows, cols = row_scales(scale_a, 0, tile_m, TILE_M, SCALING), row_scales(scale_b, 0, tile_n, TILE_N, SCALING)
             acc = scaled(acc, cols, rows) if WEIGHTS_FIRST else scaled(acc, rows, cols)

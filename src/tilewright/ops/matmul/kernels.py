@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from ..scaling import ROW, row_scales, scaled
+from ..scaling import ROW, add_product, row_scales, scaled
 from ..tiles import grouped_tile
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
@@ -171,10 +171,7 @@ def matmul_uneven_kernel(
             y_right = right[0].load((right_2, step), latency=LATENCY).transpose()
         else:
             y_left, y_right = left[0].load((step, tile_2), latency=LATENCY), right[0].load((step, right_2), latency=LATENCY)
-        if FAST_ACC:
-            acc_left, acc_right = ct.mma(x, y_left, acc_left, use_fast_acc=True), ct.mma(x, y_right, acc_right, use_fast_acc=True)
-        else:
-            acc_left, acc_right = ct.mma(x, y_left, acc_left), ct.mma(x, y_right, acc_right)
+        acc_left, acc_right = add_product(x, y_left, acc_left, FAST_ACC), add_product(x, y_right, acc_right, FAST_ACC)
     if SCALING:
         rows = row_scales(scale_1, 0, tile_1, FIRST, SCALING)
         acc_left = scaled(acc_left, rows, _scales(scale_2, 0, SECOND, tile_2, length, SCALING))

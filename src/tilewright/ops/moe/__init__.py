@@ -2,17 +2,17 @@
 
 Source    Shazeer et al. 2017, arXiv:1701.06538, eq. 1, with the experts of SwiGLU (arXiv:2002.05202); 8-bit weights and activations after
           DeepSeek-V3 2024, arXiv:2412.19437, section 3.3. `moe_route` chooses the experts.
-Numerics  Products and sums in fp32. Rounded to the dtype of x: silu(gate) * up, and each expert's result (for one token only the sum). The sum over
-          k is in fp32 and in the order of k, so equal calls give equal bits. 8-bit weights: where MMAs are what takes time, activations become
-          codes with a scale for each 128 of a row; else the weights are widened, which is exact.
+Numerics  Products and sums in fp32. Rounded to the dtype of x: silu(gate) * up (for one token times its weight), and each expert's result (for
+          one token only the sum). The sum over k is in fp32 and in the order of k, so equal calls give equal bits. 8-bit weights: where MMAs
+          are what takes time, activations become codes with a scale for each 128 of a row; else the weights are widened, which is exact.
 Bound     Few tokens: reading each chosen expert's weights once. Many: the products.
 
-        few tokens                                    many
-        moe_few_kernel   silu(gate) * up              moe_count_kernel     tokens of each expert
-        moe_few_kernel   down                         moe_permute_kernel   rows in the order of the experts
-        moe_sum_kernel   over k                       moe_kernel           silu(gate) * up      (8 bit: then moe_quantize_kernel)
-        (one token: moe_one_kernel is both)           moe_kernel           down
-                                                      moe_sum_kernel       over k
+        one token             few tokens         many
+        moe_one_up_kernel     moe_few_kernel     moe_count_kernel     tokens of each expert
+                                                 moe_permute_kernel   rows in the order of the experts
+                                                 moe_kernel           silu(gate) * up      (8 bit: then moe_quantize_kernel)
+        moe_one_down_kernel   moe_few_kernel     moe_kernel           down
+                              moe_sum_kernel     moe_sum_kernel       over k
 """
 
 from typing import Optional
@@ -25,9 +25,24 @@ from ...launch import Device, Plan, best_plan, check_tensor, dtype_name, launch,
 from ..fp8 import GROUPS, dequantized, quantized
 from ..scaling import GROUP, Scaling, dequantize, scale_shapes
 from .decision import E4M3, Config, Problem, Product, plan, space
-from .kernels import moe_few_kernel, moe_kernel, moe_one_kernel
+from .kernels import moe_few_kernel, moe_kernel
+from .lists import moe_count_kernel
+from .one import moe_one_down_kernel, moe_one_up_kernel
 
-__all__ = ["Config", "Problem", "Product", "moe", "moe_few_kernel", "moe_kernel", "moe_one_kernel", "moe_out", "plan", "reference", "space"]
+__all__ = [
+    "Config",
+    "Problem",
+    "Product",
+    "moe",
+    "moe_few_kernel",
+    "moe_kernel",
+    "moe_one_down_kernel",
+    "moe_one_up_kernel",
+    "moe_out",
+    "plan",
+    "reference",
+    "space",
+]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_EXPERTS = 1024
@@ -89,7 +104,8 @@ def moe_out(
     up = gate_up.unflatten(1, (2, inter)), down[:, None]
     # Without scales the kernels do not touch them; the weights stand in.
     scales = up if scale_gate_up is None or scale_down is None else (_parts(scale_gate_up, 2), _parts(scale_down, 1))
-    (_few if len(p.grid) == 2 else _many)(p, x, up, scales, weights, ids, out)
+    steps = {moe_one_up_kernel: _one, moe_few_kernel: _few, moe_count_kernel: _many}[p.kernel]
+    steps(p, x, up, scales, weights, ids, out)
 
 
 def _parts(scale: Tensor, parts: int) -> Tensor:
@@ -97,16 +113,21 @@ def _parts(scale: Tensor, parts: int) -> Tensor:
     return (scale if scale.dim() == 3 else scale[..., None]).unflatten(1, (parts, -1))
 
 
+def _one(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
+    (h,) = p.scratch(x.device)
+    launch(p, ids, weights, x, matrices[0], scales[0], h)
+    assert p.then is not None
+    launch(p.then, ids, h, matrices[1], scales[1], out)
+
+
 def _few(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
-    rows, h, *y = p.scratch(x.device)
+    rows, h, y = p.scratch(x.device)
     launch(p, ids, x[None], matrices[0], scales[0], rows, h)
     second = p.then
     assert second is not None
-    if second.then is None:
-        launch(second, ids, weights, h, matrices[1], scales[1], out)
-    else:
-        launch(second, ids, h, matrices[1], scales[1], rows, y[0])
-        launch(second.then, y[0].flatten(0, 1), rows, weights, out)
+    launch(second, ids, h, matrices[1], scales[1], rows, y)
+    assert second.then is not None
+    launch(second.then, y.flatten(0, 1), rows, weights, out)
 
 
 def _many(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:

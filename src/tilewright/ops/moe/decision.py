@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
 from ..scaling import GROUP, Scaling, random_codes, scale_shapes
-from .kernels import moe_few_kernel, moe_kernel, moe_one_kernel
+from .kernels import moe_few_kernel, moe_kernel
 from .lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
+from .one import moe_one_down_kernel, moe_one_up_kernel
 
 E4M3 = torch.float8_e4m3fn
 MOST_FEW = 64  # tokens that the kernels for few of them take at once
@@ -120,10 +121,8 @@ class Config:
 
     tile_m: rows of a panel, a power of two; with few at least the tokens.
     up, down: the two products.
-    few: no lists; every chosen expert's weights meet all tokens.
-    fused_sum: the second product adds up the experts on the CUDA cores; for a single token, with few.
+    few: no lists; every chosen expert's weights meet all tokens. For a single token the second product adds up the experts as well.
     weights_first: the weights' rows are on the long side of the MMA; always so with few.
-    loads: tiles that the second product loads before it uses the first; with fused_sum.
     quantized: with 8-bit weights, activations become 8-bit codes too; else the weights are widened on the way to the MMA.
     """
 
@@ -131,15 +130,13 @@ class Config:
     up: Product
     down: Product
     few: bool = False
-    fused_sum: bool = False
-    loads: int = 1
     weights_first: bool = False
     quantized: bool = False
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grids and constants of all launches, in order."""
-    return _few_plan(p, c, device) if c.few else _many_plan(p, c, device)
+    return _many_plan(p, c, device) if not c.few else _one_plan(p, c) if p.tokens == 1 else _few_plan(p, c, device)
 
 
 def _sum_plan(p: Problem, device: Device) -> Plan:
@@ -147,20 +144,26 @@ def _sum_plan(p: Problem, device: Device) -> Plan:
     return Plan(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), (p.top_k, p.hidden, tile_n, 8), num_worker_warps=4)
 
 
-def _few_plan(p: Problem, c: Config, device: Device) -> Plan:
-    tile_p = 1 if p.tokens == 1 else next_pow2(p.pairs)
+def _one_plan(p: Problem, c: Config) -> Plan:
+    def sizes(how: Product) -> tuple[int, ...]:
+        return (how.tile_n, how.tile_k, int(p.scaling), how.latency)
 
+    def hints(how: Product) -> dict[str, Any]:
+        return {"num_ctas": how.num_ctas, "occupancy": how.occupancy, "num_worker_warps": how.num_worker_warps}
+
+    columns = (p.top_k, next_pow2(p.top_k), *sizes(c.down))
+    down = Plan(moe_one_down_kernel, (-(-p.hidden // c.down.tile_n),), columns, **hints(c.down))
+    h = (((p.top_k, p.inter), p.dtype),)
+    return Plan(moe_one_up_kernel, (-(-p.inter // c.up.tile_n), p.top_k), sizes(c.up), workspace=h, then=down, **hints(c.up))
+
+
+def _few_plan(p: Problem, c: Config, device: Device) -> Plan:
     def product(n: int, parts: int, how: Product, then: Plan, workspace: tuple = ()) -> Plan:
-        constants = (p.top_k, c.tile_m, how.tile_n, how.tile_k, parts, tile_p, int(p.scaling), how.latency)
+        constants = (p.top_k, c.tile_m, how.tile_n, how.tile_k, parts, next_pow2(p.pairs), int(p.scaling), how.latency)
         grid = (-(-n // how.tile_n), p.pairs)
         return Plan(moe_few_kernel, grid, constants, how.num_ctas, how.occupancy, how.num_worker_warps, workspace, then)
 
-    rows, h = ((p.pairs,), torch.int32), ((p.pairs, c.tile_m, p.inter), p.dtype)
-    if c.fused_sum:
-        constants = (p.top_k, p.inter, c.down.tile_n, c.down.tile_k, c.loads, next_pow2(p.top_k), int(p.scaling), c.down.latency)
-        last = Plan(moe_one_kernel, (-(-p.hidden // c.down.tile_n),), constants, None, c.down.occupancy, c.down.num_worker_warps)
-        return product(p.inter, 2, c.up, last, (rows, h))
-    y = (p.pairs, c.tile_m, p.hidden), p.dtype
+    rows, h, y = ((p.pairs,), torch.int32), ((p.pairs, c.tile_m, p.inter), p.dtype), ((p.pairs, c.tile_m, p.hidden), p.dtype)
     return product(p.inter, 2, c.up, product(p.hidden, 1, c.down, _sum_plan(p, device)), (rows, h, y))
 
 
@@ -217,8 +220,8 @@ def _cpu_configs(p: Problem) -> Iterator[Config]:
 
     up, down = product(p.inter, p.hidden), product(p.hidden, p.inter)
     if p.tokens == 1:
-        yield Config(1, up, replace(down, tile_k=max(GROUP, down.tile_k)), few=True, fused_sum=True, loads=4)
-    if p.tokens <= 16:
+        yield Config(1, up, down, few=True)
+    elif p.tokens <= 16:
         yield Config(next_pow2(p.tokens), up, down, few=True)
     rows = next_pow2(-(-p.pairs // p.experts))
     yield Config(min(128, max(2, rows)), up, down)
@@ -232,14 +235,12 @@ def _few_configs(p: Problem, device: Device) -> Iterator[Config]:
     """Bound by reading the weights: as many loads in flight as fit."""
     if p.tokens > MOST_FEW:
         return
+    if p.tokens == 1:
+        for up, down in _vector_shapes(p, device):
+            yield Config(1, up, down, few=True)
+        return
     tile_m = max(_least_rows(device), next_pow2(p.tokens))
     ups, downs = _reading(p, device, 2), _reading(p, device, 1)
-    if p.tokens == 1:
-        sums = list(_fused_sums(p))
-        for down, loads in sums:
-            yield Config(tile_m, ups[0], down, few=True, fused_sum=True, loads=loads)
-        for up in ups[1:]:
-            yield Config(tile_m, up, sums[0][0], few=True, fused_sum=True, loads=sums[0][1])
     for up in ups:
         yield Config(tile_m, up, downs[0], few=True, weights_first=True)
     for down in downs[1:]:
@@ -249,15 +250,6 @@ def _few_configs(p: Problem, device: Device) -> Iterator[Config]:
 def _least_rows(device: Device) -> int:
     """Columns of the smallest MMA; with 8 of them tileiras 13.4 multiplies some shapes on the CUDA cores of sm_80, and spills."""
     return 16 if device.arch == "sm_80" else 8
-
-
-def _fused_sums(p: Problem) -> Iterator[tuple[Product, int]]:
-    """The second product of a single token, and its loads: as many as registers hold, so that they do not wait for one another."""
-    for rows, deep, warps, most, occupancy in ((8, 256, 4, 8, 2), (8, 512, 4, 4, 2), (4, 512, 4, 3, 4), (8, 512, 4, 2, 3), (4, 256, 4, 6, 4)):
-        tile_k = max(GROUP, min(next_pow2(p.inter), deep))
-        units = p.top_k * -(-p.inter // tile_k)
-        loads = max(n for n in range(1, most + 1) if units % n == 0 or n == 1)
-        yield Product(rows, tile_k, latency=1, store_tma=False, occupancy=occupancy, num_worker_warps=warps), loads
 
 
 def _wide_loads(p: Problem, device: Device) -> bool:
@@ -270,16 +262,44 @@ def _reading(p: Problem, device: Device, parts: int) -> list[Product]:
     """Products with the weights first: `parts` times tile_n rows of them."""
     if not _wide_loads(p, device):
         return [Product(32 // parts, GROUP if p.scaling is Scaling.BLOCK else 64, latency=1, store_tma=False)]
+    large = device.arch in ("sm_90", "sm_100", "sm_103")
     if p.scaling is Scaling.BLOCK:
-        shapes = [(64, 128, 2, 4), (64, 128, 4, 4), (128, 128, 2, 4), (128, 128, 1, 8)]
+        shapes = [(64, 128, 4, 4), (64, 128, 2, 4), (128, 128, 2, 4), (128, 128, 1, 8)]
     elif p.scaling:
         shapes = [(64, 256, 2, 4), (64, 128, 2, 4), (128, 128, 2, 4)]
-        if device.arch in ("sm_90", "sm_100", "sm_103"):
+        if large:
             shapes.insert(1, (64, 512, 1, 4))
-    elif device.arch in ("sm_90", "sm_100", "sm_103"):
+    elif large:
         shapes = [(64, 256, 2, 4), (64, 512, 1, 4), (64, 256, 1, 4), (64, 128, 2, 4), (128, 128, 2, 4), (128, 256, 1, 8)]
     else:
         shapes = [(64, 128, 2, 4), (64, 64, 2, 4), (32, 128, 2, 4)]
+    return _products(shapes, parts, device)
+
+
+def _vector_shapes(p: Problem, device: Device) -> Iterator[tuple[Product, Product]]:
+    """The products of a single token, as (rows, tile_k, occupancy, warps) of each part: rows such that all SMs have as many blocks."""
+    if not _wide_loads(p, device):
+        narrow = Product(8, GROUP, latency=1, store_tma=False)
+        yield narrow, narrow
+        return
+    if device.arch != "sm_90":
+        ups, downs = [(16, 128, 2, 4), (8, 256, 2, 4)], [(16, 128, 2, 4), (8, 256, 2, 4)]
+    else:
+        ups, downs = [(32, 128, 2, 4), (16, 128, 3, 4), (16, 256, 2, 4), (8, 512, 2, 4)], [(8, 512, 2, 4), (16, 256, 2, 4), (16, 512, 1, 4)]
+
+        def idle(rows: int, occupancy: int) -> float:
+            blocks, slots = p.top_k * -(-p.inter // rows), device.sms * occupancy
+            return -(-blocks // slots) * slots / blocks
+
+        ups.sort(key=lambda shape: (round(idle(shape[0], shape[2]), 1), -shape[0]))
+        if p.hidden > 16 * device.sms:
+            downs = [downs[1], downs[0], downs[2]]
+    pairs = [(up, downs[0]) for up in ups] + [(ups[0], down) for down in downs[1:]]
+    yield from zip(_products([up for up, _ in pairs], 1, device), _products([down for _, down in pairs], 1, device), strict=True)
+
+
+def _products(shapes: list[tuple[int, int, int, int]], parts: int, device: Device) -> list[Product]:
+    """From (rows of weights, tile_k, occupancy, num_worker_warps)."""
     hopper = device.arch == "sm_90"
     latency = 8 if device.arch in ("sm_90", "sm_100", "sm_103") else 3
     return [
@@ -293,14 +313,16 @@ def _many_configs(p: Problem, device: Device) -> Iterator[Config]:
     rows = p.pairs / p.experts
     tall = [config for config in _tall_configs(p, device) if config.tile_m <= max(64, 2 * rows)]
     short = list(_short_configs(p, device)) if rows <= 256 else []
-    yield from (*short, *tall) if rows <= 48 else (*tall, *short)
+    yield from (*short, *tall) if rows <= (20 if p.scaling else 48) else (*tall, *short)
 
 
 def _short_configs(p: Problem, device: Device) -> Iterator[Config]:
     ups, downs = _reading(p, device, 2), _reading(p, device, 1)
     rows = next_pow2(-(-p.pairs * 3 // (2 * p.experts)))  # half of the experts have more than the average
     for tile_m in dict.fromkeys(max(_least_rows(device), min(64, r)) for r in (rows, 2 * rows, rows // 2)):
-        for up, down in zip(ups, downs, strict=True):
+        # With 64 rows of x the MMAs count too: 128 rows of weights beside them.
+        pairs = sorted(zip(ups, downs, strict=True), key=lambda pair: tile_m == 64 and pair[1].tile_n != 128)
+        for up, down in pairs:
             yield Config(tile_m, up, down, weights_first=True)
 
 
@@ -319,15 +341,15 @@ def _tall_configs(p: Problem, device: Device) -> Iterator[Config]:
         return
     for tile_m, n, k, ctas, warps, latency in _MMA[device.arch]:
         how = Product(n, k, latency=latency, num_ctas=ctas, num_worker_warps=warps)
-        yield Config(tile_m, replace(how, tile_n=n // 2), how)
         if device.arch == "sm_90" and tile_m > 64:  # walking over lower ones it waits for each MMA in turn
             walking = replace(how, persistent=True, occupancy=1)
             yield Config(tile_m, replace(walking, tile_n=n // 2), walking)
+        yield Config(tile_m, replace(how, tile_n=n // 2), how)
 
 
 # tile_m, columns of the accumulator, tile_k, num_ctas, num_worker_warps, latency
 _Shapes = tuple[tuple[int, int, int, int | None, int | None, int], ...]
-_HOPPER: _Shapes = ((128, 256, 64, 1, 8, 5), (128, 128, 64, 1, 4, 5), (256, 128, 64, 1, 8, 5), (64, 256, 64, 1, 8, 5), (64, 128, 64, 1, 4, 5))
+_HOPPER: _Shapes = ((128, 128, 64, 1, 4, 5), (128, 256, 64, 1, 8, 5), (256, 128, 64, 1, 8, 5), (64, 256, 64, 1, 8, 5), (64, 128, 64, 1, 4, 5))
 _BLACKWELL: _Shapes = ((256, 256, 64, 2, None, 5), (128, 256, 64, None, None, 5), (128, 128, 64, None, None, 5), (64, 128, 64, None, None, 5))
 _SMALL: _Shapes = ((64, 128, 64, None, None, 3), (128, 64, 64, None, None, 3), (128, 128, 32, None, None, 3), (64, 64, 64, None, None, 3))
 _MMA = {"sm_80": _SMALL, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _SMALL, "sm_121": _SMALL}

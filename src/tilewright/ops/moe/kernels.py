@@ -9,7 +9,7 @@ APPROX = ct.RoundingMode.APPROX
 LOG2_E = 1.4426950408889634
 
 
-def _silu_mul(gate, up):
+def silu_mul(gate, up):
     # The approximate division is good to 2 ulp of fp32.
     return ct.truediv(gate, 1.0 + ct.exp2(gate * -LOG2_E, flush_to_zero=True), rounding_mode=APPROX, flush_to_zero=True) * up
 
@@ -18,9 +18,9 @@ def _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST):
     """[TILE_M, TILE_N] of the result: the accumulator, or silu(its first part) * its second."""
     if PARTS == 2:
         if WEIGHTS_FIRST:
-            acc = _silu_mul(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)))
+            acc = silu_mul(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)))
         else:
-            acc = _silu_mul(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)))
+            acc = silu_mul(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)))
     return acc.transpose() if WEIGHTS_FIRST else acc
 
 
@@ -44,7 +44,7 @@ def _block_scales(scale_w, expert, tile_n, group, PARTS, TILE_N, LATENCY):
     return ct.where(ct.arange(PARTS * TILE_N, dtype=ct.int32) < TILE_N, first, _block_scale(scale_w, expert, 1, tile_n, group, TILE_N, LATENCY))
 
 
-def _row_scales(scale_w, expert, tile_n, PARTS, TILE_N):
+def row_scales(scale_w, expert, tile_n, PARTS, TILE_N):
     """[PARTS * TILE_N] scales of the rows of a weight tile."""
     rows = ct.load(scale_w, (expert, 0, tile_n, 0), (1, PARTS, TILE_N, 1), padding_mode=ZERO, allow_tma=False)
     return rows.reshape((PARTS * TILE_N,))
@@ -100,12 +100,12 @@ def moe_kernel(
                 sums = (*sums, add_scaled(accs[part], a, b.transpose(), lines, column))
             accs = sums
         if SCALING == ROW:
-            columns = _row_scales(scale_w, expert, tile_n, PARTS, TILE_N)
+            columns = row_scales(scale_w, expert, tile_n, PARTS, TILE_N)
             sums = ()
             for part in ct.static_iter(range(PARTS)):
                 sums = (*sums, accs[part] * ct.extract(columns, (part,), (TILE_N,)).reshape((1, TILE_N)))
             accs = sums
-        return _silu_mul(accs[0], accs[1]) if PARTS == 2 else accs[0]
+        return silu_mul(accs[0], accs[1]) if PARTS == 2 else accs[0]
 
     def plain_tile(panel, tile_n, expert):
         acc = ct.zeros((wide, TILE_M) if WEIGHTS_FIRST else (TILE_M, wide), dtype=ct.float32)
@@ -125,7 +125,7 @@ def moe_kernel(
             else:
                 acc = ct.mma(a, b.transpose(), acc)
         if SCALING == ROW:
-            cols = _row_scales(scale_w, expert, tile_n, PARTS, TILE_N)
+            cols = row_scales(scale_w, expert, tile_n, PARTS, TILE_N)
             acc = acc * (cols.reshape((wide, 1)) if WEIGHTS_FIRST else cols.reshape((1, wide)))
         return _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST)
 
@@ -166,21 +166,19 @@ def moe_few_kernel(
     second reads them there.
     ids, rows: [pairs]; rows[i]: first pair with the expert of pair i, times TILE_M, plus the token of pair i; -1 where there is no such expert.
     x: [1, tokens, k] or, of the second product, [pairs, TILE_M, k]. w: [experts, PARTS, n, k]. out: [pairs, TILE_M, n].
-    scale_w: as moe_kernel. TILE_P: a power of two, at least pairs; 1 for a single token, each of whose choices is a first one.
+    scale_w: as moe_kernel. TILE_P: a power of two, at least pairs.
     """
     tile_n, pair = ct.bid(0), ct.bid(1)
     wide = PARTS * TILE_N
     own = ct.gather(ids, pair)
     mine = (own >= 0) & (own < w.shape[0])
     if PARTS == 2:
-        leader = pair
-        if TILE_P > 1:
-            index = ct.arange(TILE_P, dtype=ct.int32)
-            leader = ct.min(ct.where((ct.gather(ids, index, padding_value=-1) == own) & (index < ids.shape[0]), index, pair))
+        index = ct.arange(TILE_P, dtype=ct.int32)
+        leader = ct.min(ct.where((ct.gather(ids, index, padding_value=-1) == own) & (index < ids.shape[0]), index, pair))
         if tile_n == 0:
             ct.scatter(rows, pair, ct.where(mine, leader * TILE_M + pair // TOP_K, -1))
         mine = mine & (leader == pair)
-    elif TILE_P > 1:
+    else:
         mine = ct.gather(rows, pair) // TILE_M == pair
     if mine:
         expert = own.astype(ct.int32)
@@ -197,63 +195,6 @@ def moe_few_kernel(
             else:
                 acc = ct.mma(b, a.transpose(), acc)
         if SCALING == ROW:
-            acc = acc * _row_scales(scale_w, expert, tile_n, PARTS, TILE_N).reshape((wide, 1))
+            acc = acc * row_scales(scale_w, expert, tile_n, PARTS, TILE_N).reshape((wide, 1))
         y = _finished(acc, PARTS, TILE_M, TILE_N, True).astype(out.dtype)
         ct.store(out, (pair, 0, tile_n), y.reshape((1, TILE_M, TILE_N)), allow_tma=False)
-
-
-@ct.kernel
-def moe_one_kernel(
-    ids,
-    weights,
-    h,
-    w,
-    scale_w,
-    out,
-    TOP_K: ct.Constant[int],
-    COLS: ct.Constant[int],
-    TILE_N: ct.Constant[int],
-    TILE_K: ct.Constant[int],
-    LOADS: ct.Constant[int],
-    TILE_P: ct.Constant[int],
-    SCALING: ct.Constant[int],
-    LATENCY: ct.Constant[int],
-):
-    """The second product of a single token, with the sum over its experts, on the CUDA cores: TILE_N elements of out a block.
-
-    ids: [TOP_K]. weights: [1, TOP_K]. h: [TOP_K, rows of which the first counts, COLS]. w: [experts, 1, n, COLS]. out: [1, n].
-    scale_w: as moe_kernel. LOADS: tiles loaded before the first is used. TILE_P: a power of two, at least TOP_K.
-    """
-    tile_n = ct.bid(0)
-    steps = ct.cdiv(COLS, TILE_K)
-    index = ct.arange(TILE_P, dtype=ct.int32)
-    chosen = ct.gather(ids, index, padding_value=-1)
-    # In place of another rank's expert one of this token's own is read again, from L2, times zero: a branch would keep the loads apart.
-    instead = ct.max(ct.where((index < TOP_K) & (chosen < w.shape[0]), chosen, -1))
-    acc = ct.zeros((TILE_N, TILE_K), dtype=ct.float32)
-    if instead >= 0:
-        w, h = w.slice(3, 0, COLS), h.slice(2, 0, COLS)
-        for first in range(0, TOP_K * steps, LOADS):
-            parts: tuple = ()
-            for i in ct.static_iter(range(LOADS)):
-                unit = min(first + i, TOP_K * steps - 1)
-                slot = unit // steps
-                step = unit - slot * steps
-                own, weight = ct.gather(ids, slot), ct.gather(weights, (0, slot))
-                mine = (own >= 0) & (own < w.shape[0]) & (first + i < TOP_K * steps)
-                expert = ct.where(mine, own, instead).astype(ct.int32)
-                b = ct.load(w, (expert, 0, tile_n, step), (1, 1, TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
-                a = ct.load(h, (slot, 0, step), (1, 1, TILE_K), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
-                scale = weight
-                if SCALING == BLOCK:
-                    groups = TILE_K // GROUP
-                    where = (expert, 0, tile_n // (GROUP // TILE_N), step)
-                    each = ct.load(scale_w, where, (1, 1, 1, groups), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
-                    scale = weight * ct.broadcast_to(each.reshape((groups, 1)), (groups, GROUP)).reshape((1, TILE_K))
-                elif SCALING == ROW:
-                    scale = weight * _row_scales(scale_w, expert, tile_n, 1, TILE_N).reshape((TILE_N, 1))
-                parts = (*parts, (mine, scale, a, b))
-            for mine, scale, a, b in ct.static_iter(parts):
-                a = ct.where(mine, scale * a.astype(ct.float32).reshape((1, TILE_K)), 0.0)  # in the place of no expert h is not written
-                acc = acc + b.astype(ct.float32).reshape((TILE_N, TILE_K)) * a
-    ct.store(out, (0, tile_n), ct.sum(acc, axis=1).reshape((1, TILE_N)).astype(out.dtype), allow_tma=False)

@@ -57,9 +57,14 @@ def space(p: Problem, device: Device) -> list[Config]:
         return []
     least = min(GROUP, next_pow2(p.cols)) if p.block == GROUPS else 1
     configs = row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
-    if not device.is_cpu and p.rows > 2 * device.sms and p.dtype.itemsize == 2 and 2048 <= p.cols <= 8192 and p.cols % 1024 == 0:
+    if not device.is_cpu and p.rows > 2 * device.sms and p.dtype.itemsize == 2 and p.cols % 1024 == 0:
         # The issue rate is nearer than for rms_norm, which writes twice the bytes: few threads with 16-byte loads share the two reductions' cost.
-        configs.insert(0, Config(1, 1024, num_worker_warps=4))
+        if 2048 <= p.cols <= 8192:
+            crowded = device.arch == "sm_90" and p.block == GROUPS and p.cols > 4096 and not p.residual
+            configs.insert(0, Config(1, 1024, occupancy=4 if crowded else None, num_worker_warps=4))
+        elif device.arch == "sm_90" and 8192 < p.cols <= 16_384:
+            row = Config(1, 1024, occupancy=3, num_worker_warps=8)
+            configs.insert(0, row if p.block == ROW else Config(1, 2048, keep_row=False, occupancy=3, num_worker_warps=8))
     return list(dict.fromkeys(replace(c, tile_n=max(c.tile_n, least)) for c in configs))
 
 

@@ -55,8 +55,13 @@ def _row_configs(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         return row_configs(p.rows, p.cols, 4, device, rereads=True)
     configs = []
-    if device.arch == "sm_90" and 8192 < p.cols <= 20_480:  # H200, 2026-11-21
-        configs.append(Config(1, 2048, num_ctas=2, num_worker_warps=8) if p.cols <= 16_384 else Config(1, 2048, keep_row=False, num_worker_warps=8))
+    if device.arch == "sm_90" and 2048 < p.cols <= 32_768:  # H200, 2026-11-21: registers for as many blocks an SM as keep its loads busy
+        if p.cols <= 8192:
+            configs.append(Config(1, 1024, keep_row=False, num_worker_warps=8))
+        elif p.cols <= 20_480:
+            configs.append(Config(1, 2048, occupancy=3 if p.cols <= 16_384 else 2, num_worker_warps=8))
+        else:
+            configs.append(Config(1, 2048, num_ctas=2, occupancy=2, num_worker_warps=8))
     for tile_n in (1024, 2048, 4096):
         padded = cdiv(p.cols, tile_n) * tile_n
         if padded <= MAX_KEPT * 256 and padded < 2 * p.cols:

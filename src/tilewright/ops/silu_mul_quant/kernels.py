@@ -5,11 +5,14 @@ import math
 import cuda.tile as ct
 
 from ..fp8 import codes_of, group_codes, scale_of
+from ..scaling import GROUP
 from ..tiles import each_row_tile, load_tile, of_width
 
 LOG2_E = math.log2(math.e)
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
+# The end of a row in halves, quarters, ... of a tile, so that rows of a multiple of 128 are read unchecked to their end.
+PARTS = (2, 4, 8, 16, 32)
 ZERO = ct.PaddingMode.ZERO  # zero times zero is zero: never the largest of a group
 
 
@@ -21,6 +24,15 @@ def _active(gate, up, GELU):
     divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)
     active = ct.truediv(gate, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     return active * up.astype(ct.float32)
+
+
+def _result(arrays, i, j, WIDTH, whole, how):
+    """[TILE_M, WIDTH] in fp32: tile (i, j) of that size."""
+    GATE, UP, _ = arrays
+    GELU, TILE_M, LATENCY, LOAD_TMA, _ = how
+    gate = load_tile(GATE, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
+    up = load_tile(UP, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
+    return _active(gate, up, GELU)
 
 
 @ct.kernel
@@ -87,24 +99,33 @@ def silu_mul_quant_rows_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """The results of a tile of rows are kept in registers, in chunks of TILE_N columns. GATE, UP, CODES: [rows, COLS]; SCALE: [1, rows]."""
-    shape = (TILE_M, TILE_N)
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
+    arrays = (GATE, UP, CODES)
+    how = (GELU, TILE_M, LATENCY, LOAD_TMA, STORE_TMA)
 
     def compute(i, whole):
         ys: tuple = ()
-        amax = ct.zeros(shape, ct.float32)
-        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-            up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-            y = _active(gate, up, GELU)
+        amax = ct.zeros((TILE_M, TILE_N), ct.float32)
+        chunks = COLS // TILE_N if whole else ct.cdiv(COLS, TILE_N)
+        for j in ct.static_iter(range(chunks)):
+            y = _result(arrays, i, j, TILE_N, whole, how)
             amax = ct.maximum(amax, ct.abs(y), propagate_nan=True)
             ys = (*ys, y)
-        scale = scale_of(ct.max(amax, axis=1, keepdims=True, propagate_nan=True), LARGEST, POWER_OF_TWO)
-        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+        largest = ct.max(amax, axis=1, keepdims=True, propagate_nan=True)
+        ends: tuple = ()
+        for part in ct.static_iter(PARTS):
+            if whole and COLS * part // TILE_N % 2 == 1:
+                y = _result(arrays, i, COLS * part // TILE_N - 1, TILE_N // part, whole, how)
+                largest = ct.maximum(largest, ct.max(ct.abs(y), axis=1, keepdims=True, propagate_nan=True), propagate_nan=True)
+                ends = (*ends, (COLS * part // TILE_N - 1, y))
+        scale = scale_of(largest, LARGEST, POWER_OF_TWO)
+        for j in ct.static_iter(range(chunks)):
             ct.store(CODES, (i, j), codes_of(ys[j], scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+        for j, y in ct.static_iter(ends):
+            ct.store(CODES, (i, j), codes_of(y, scale, CODES.dtype), check_bounds=False, allow_tma=STORE_TMA)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
-    each_row_tile(compute, CODES, COLS, PERSISTENT, TILE_M, TILE_N)
+    each_row_tile(compute, CODES, COLS, PERSISTENT, TILE_M, min(TILE_N, GROUP))
 
 
 @ct.kernel
@@ -125,21 +146,28 @@ def silu_mul_quant_reread_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in silu_mul_quant_rows_kernel."""
-    shape = (TILE_M, TILE_N)
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
-
-    def result(i, j, whole):
-        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-        return _active(gate, up, GELU)
+    arrays = (GATE, UP, CODES)
+    how = (GELU, TILE_M, LATENCY, LOAD_TMA, STORE_TMA)
 
     def compute(i, whole):
-        amax = ct.zeros(shape, ct.float32)
-        for j in range(ct.cdiv(COLS, TILE_N)):
-            amax = ct.maximum(amax, ct.abs(result(i, j, whole)), propagate_nan=True)
-        scale = scale_of(ct.max(amax, axis=1, keepdims=True, propagate_nan=True), LARGEST, POWER_OF_TWO)
-        for j in range(ct.cdiv(COLS, TILE_N)):
-            ct.store(CODES, (i, j), codes_of(result(i, j, whole), scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+        amax = ct.zeros((TILE_M, TILE_N), ct.float32)
+        chunks = COLS // TILE_N if whole else ct.cdiv(COLS, TILE_N)
+        for j in range(chunks):
+            amax = ct.maximum(amax, ct.abs(_result(arrays, i, j, TILE_N, whole, how)), propagate_nan=True)
+        largest = ct.max(amax, axis=1, keepdims=True, propagate_nan=True)
+        ends: tuple = ()
+        for part in ct.static_iter(PARTS):
+            if whole and COLS * part // TILE_N % 2 == 1:
+                y = _result(arrays, i, COLS * part // TILE_N - 1, TILE_N // part, whole, how)
+                largest = ct.maximum(largest, ct.max(ct.abs(y), axis=1, keepdims=True, propagate_nan=True), propagate_nan=True)
+                ends = (*ends, (COLS * part // TILE_N - 1, y))
+        scale = scale_of(largest, LARGEST, POWER_OF_TWO)
+        for j in range(chunks):
+            codes = codes_of(_result(arrays, i, j, TILE_N, whole, how), scale, CODES.dtype)
+            ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+        for j, y in ct.static_iter(ends):
+            ct.store(CODES, (i, j), codes_of(y, scale, CODES.dtype), check_bounds=False, allow_tma=STORE_TMA)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
-    each_row_tile(compute, CODES, COLS, PERSISTENT, TILE_M, TILE_N)
+    each_row_tile(compute, CODES, COLS, PERSISTENT, TILE_M, min(TILE_N, GROUP))

@@ -1,5 +1,6 @@
 """Problems of `matmul`."""
 
+import random
 from itertools import product
 
 import torch
@@ -17,6 +18,18 @@ LLAMA_31_8B = ((4096, 4096), (1024, 4096), (14_336, 4096), (4096, 14_336))
 HEADS = ((152_064, 3584), (128_256, 4096))
 # DeepSeek-V3's dense layers, as DeepGEMM lists them
 DEEPSEEK = ((2112, 7168), (576, 7168), (24_576, 1536), (32_768, 512), (7168, 16_384), (4096, 7168), (7168, 2048))
+
+
+def _drawn(count: int, seed: int) -> list[Problem]:
+    """Shapes nobody tuned for: m from 1 to 16384, n and k multiples of 8, all evenly in their logarithm."""
+    draw = random.Random(seed)
+
+    def one(dtype: torch.dtype) -> Problem:
+        m, n, k = round(2 ** draw.uniform(0, 14)), 8 * round(2 ** draw.uniform(6, 12)), 8 * round(2 ** draw.uniform(6, 11))
+        return Problem(m, n, k, dtype)
+
+    return [one((BF16, FP16)[i % 2]) for i in range(count)]
+
 
 small = [
     Problem(1, 1, 1, FP32),
@@ -78,6 +91,7 @@ bench = [
     *(Problem(n, n, n, BF16, trans_b=False) for n in (1024, 2048, 4096, 8192, 16_384)),
     *(Problem(m, n, k, BF16) for (n, k), m in product((*QWEN2_7B, *LLAMA_31_8B), (64, 128, 512, 2048, 8192))),
     *(Problem(m, n, k, BF16) for (n, k), m in product((*QWEN2_7B, *LLAMA_31_8B, *HEADS), (1, 4, 8, 16))),
+    *_drawn(40, seed=3),
     *(Problem(m, n, k, E4M3, scaling=s) for s, (n, k), m in product((TENSOR, ROW, BLOCK), DEEPSEEK, (64, 128, 4096))),
     *(Problem(320, 32_576, 7168, E4M3, scaling=s) for s in (TENSOR, ROW, BLOCK)),
 ]
