@@ -16,7 +16,7 @@ from tilewright.bench.libraries import backend_of, library_peers, strays
 from tilewright.bench.meter import Meter, Sample, parse_smi, summarised
 from tilewright.bench.published import beside, best_row, figures
 from tilewright.bench.suites import Table, formatted, llm, playbook, seeds
-from tilewright.bench.timer import Timing
+from tilewright.bench.timer import Timing, input_sets
 from tilewright.launch import Device
 from tilewright.ops import attention, matmul, rms_norm, softmax
 from tilewright.testing import op_name
@@ -246,3 +246,15 @@ def test_the_suites_are_cheap_to_list():
     start = time.process_time()
     suites.llm(H200)
     assert time.process_time() - start < 10
+
+
+def test_input_sets_fit_in_memory_however_little_of_them_a_call_touches():
+    made = []
+
+    def make():
+        made.append(torch.zeros(1 << 20, dtype=torch.uint8))
+        return {"cache": made[-1], "scale": 1.0}
+
+    assert len(input_sets(make, 1, 1 << 20, limit_bytes=5 << 20)) == 5
+    assert len(made) == 5
+    assert len(input_sets(make, 3 << 20, 1 << 20, limit_bytes=1 << 30)) == 2

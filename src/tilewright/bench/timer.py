@@ -32,10 +32,16 @@ class Timing:
 
 
 def input_sets(make: Callable[[], dict[str, Any]], set_bytes: int, l2_bytes: int, limit_bytes: int = 24 << 30) -> list[dict[str, Any]]:
-    """Enough input sets that a round trip through them touches more than three times the L2 cache; at least two, at most 64."""
+    """Enough input sets that a round trip through them touches more than three times the L2 cache; at least two, at most 64.
+
+    set_bytes: what a call touches of a set. limit_bytes: of memory, where a set may be far larger than that: a cache that one token is written to.
+    """
     wanted = 1 + math.ceil(3 * l2_bytes / max(1, set_bytes))
-    affordable = max(1, limit_bytes // max(1, set_bytes))
-    return [make() for _ in range(min(max(2, wanted), 64, affordable))]
+    sets = [make()]
+    held = sum(value.nbytes for value in sets[0].values() if isinstance(value, torch.Tensor))
+    affordable = max(1, limit_bytes // max(1, set_bytes, held))
+    sets += [make() for _ in range(min(max(2, wanted), 64, affordable) - 1)]
+    return sets
 
 
 def time_interleaved(contenders: dict[str, Contender], sets: Sequence[dict[str, Any]], rounds: int = ROUNDS) -> dict[str, Timing]:

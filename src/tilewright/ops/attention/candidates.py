@@ -130,9 +130,9 @@ _SINGLE: Table = {
 _EIGHT: Table = {
     "sm_90": {
         128: (
-            (128, 128, 0, 1, 2, False, 1, 1, 8),
-            (64, 128, 0, 1, 2, False, 1, 2, 4),
             (128, 256, 64, 2, 2, False, 1, 1, 8),
+            (64, 128, 0, 1, 2, False, 1, 2, 4),
+            (128, 128, 0, 1, 2, False, 1, 1, 8),
             (64, 256, 0, 2, 2, False, 1, 1, 4),
             (128, 128, 0, 1, 2, True, 1, 1, 8),
         ),
@@ -175,11 +175,16 @@ def space(p: Problem, device: Device) -> list[Config]:
 
 def _measured_best(p: Problem) -> tuple[int, int, int, int, int, int, int, bool]:
     """(tile_m, tile_n, tail_n, parts, latency, occupancy, num_worker_warps, persistent) on an H200 (2026-11-21, notes/LOG.md)."""
-    short = (64, 64, 0, 2, 2, 3 if p.head_dim <= 64 else 2, 4, False)
-    if p.head_dim <= 64:
+    narrow = p.head_dim <= 64
+    short = (64, 64, 0, 2, 2, 3 if narrow else 2, 4, False)
+    if p.window is not None and p.q_len >= 1024:
+        return short if narrow or p.window <= 512 else (64, 128, 64, 2, 2, 2, 4, False)
+    if narrow:
+        if not p.causal and p.q_len < 2048:
+            return 128, 128, 0, 2, 2, 1, 8, True
         return short if p.causal and p.q_len < 4096 else (128, 64, 0, 1, 2, 2, 8, False)
-    if p.q_len < 1024 and p.causal:
-        return short
-    if p.q_len < (4096 if p.causal else 8192):
-        return 64, 128, 0, 2 if p.causal else 1, 2, 2, 4, False
-    return 128, 128, 0, 2, 4, 1, 8, False
+    if p.head_dim > 192:
+        return (128, 64, 0, 1, 2, 1, 8, False) if p.softcap is not None else (128, 128, 0, 2, 2, 1, 8, False)
+    if p.q_len < (4096 if p.causal else 2048):
+        return 64, 128, 64 if p.causal else 0, 2, 2, 2, 4, False
+    return 128, 128, 64 if p.causal and p.head_dim < 128 else 0, 2, 4, 1, 8, False

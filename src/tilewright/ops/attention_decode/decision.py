@@ -140,6 +140,8 @@ def space(p: Problem, device: Device) -> list[Config]:
     for shape in _shapes(p, device):
         blocks = plan(p, shape, device).grid
         splits = _splits(math.prod(blocks), device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1))
+        if p.head_dim > 256:  # ranges of whole tiles, at least one each; partial rows are wide, so rather few
+            splits = 1 << min(splits, p.max_len // shape.tile_n or 1, MOST_SPLITS).bit_length() - 1
         for n in (splits, min(MOST_SPLITS, 2 * splits)):
             configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
@@ -219,7 +221,10 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
         narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
         if not p.shared:
             return [narrow]
-        shapes = [Config(64, 1, False, 4, 1, 8, heads(64), 64, 2), Config(64, 1, False, 2, 1, 8, heads(64), 64, 2), narrow]
+        latency = 6 if p.page_size else 4  # pages: 493 us, and 775 with 4 (128 heads, 128 x 4096 in pages of 64, H200, 2026-11-21)
+        shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 2), Config(64, 1, False, 2, 1, 8, heads(64), 64, 2), narrow]
+        if rows in (8, 16):  # bound by reading the keys: 164 us in place of 193 (16 heads, 128 x 4096, H200, 2026-11-21)
+            shapes.insert(0, Config(64, 1, True, 4, 1, 8, parts=4) if p.has_len or p.page_size else Config(64, 1, True, 3, 1, 4, parts=2))
         if rows >= 128:
             shapes.append(Config(32, 1, False, 2, 1, 8, 128 // tile_q, 128, num_ctas=2))
         return shapes

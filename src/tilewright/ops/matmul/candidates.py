@@ -306,7 +306,7 @@ def _hopper_decode(p: Problem, device: Device) -> Iterator[Config]:
     if blocks <= device.sms // 3 and p.k >= 4096:  # most SMs would have nothing to read: parts of k, of at least two steps
         yield _config((rows, 64, 256, 1, 1, 4), weights_first=True, latency=8, split=min(8, device.sms // blocks, p.k // 512))
     tiles = [(64, 512, 1, 4), (64, 256, 1, 4), (128, 256, 1, 8), (128, 128, 2, 4), (256, 128, 1, 8), (64, 256, 2, 4), (64, 128, 2, 4)]
-    if 2 * device.sms < blocks <= 8 * device.sms:
+    if 2 * device.sms < blocks <= 4 * device.sms:  # one round of wide tiles; a little more than one would take two
         tiles.insert(0, (256, 128, 1, 8))
     tiles += [(128, 128, 1, 8), (128, 64, 2, 4), (256, 64, 1, 8)]
     for tile_n, tile_k, occupancy, warps in tiles:
