@@ -267,7 +267,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     workspace = (((p.batch, c.splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32),)
     tile_s, tile_v = next_pow2(c.splits), next_pow2(p.columns)
     warps = 8 if tile_s * tile_v > 8192 else None  # on four they spill (sm_100)
-    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, tile_v)
+    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, tile_v, tile_s == c.splits and tile_v == p.columns)
     merge = Plan(attention_decode_merge_kernel, (p.q_heads, p.q_len, p.batch), merge_constants, num_worker_warps=warps)
     return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge)
 

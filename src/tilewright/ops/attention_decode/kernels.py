@@ -5,6 +5,7 @@ import math
 import cuda.tile as ct
 
 from ..attention_common import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
+from ..tiles import load_tile
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -213,24 +214,26 @@ def attention_decode_merge_kernel(
     NORMALIZE: ct.Constant[bool],
     TILE_S: ct.Constant[int],
     TILE_V: ct.Constant[int],
+    WHOLE: ct.Constant[bool],
 ):
     """One row of the result from its partials, all of which are in one tile of TILE_S rows. Grid (q_heads, q_len, batch).
 
     PARTIAL [batch, splits, q_heads, q_len, columns of v + 2 + pad]; the others as in `attention_decode_kernel`.
+    WHOLE: TILE_S splits and TILE_V columns; unchecked, the loads do not wait for one another.
     """
     head, token, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     columns = OUT.shape[3]
     part, state = PARTIAL.slice(4, 0, columns), PARTIAL.slice(4, columns, columns + 2)
-    shape = (1, TILE_S, 1, 1, 1)
-    maxima = ct.load(state, (batch, 0, head, token, 0), shape, padding_mode=ct.PaddingMode.NEG_INF).reshape((TILE_S, 1))
-    denominators = ct.load(state, (batch, 0, head, token, 1), shape, padding_mode=ZERO).reshape((TILE_S, 1))
-    parts = ct.load(part, (batch, 0, head, token, 0), (1, TILE_S, 1, 1, TILE_V), padding_mode=ZERO).reshape((TILE_S, TILE_V))
+    one, row = (1, TILE_S, 1, 1, 1), (1, TILE_S, 1, 1, TILE_V)
+    maxima = load_tile(state, (batch, 0, head, token, 0), one, ct.PaddingMode.NEG_INF, WHOLE, 1, False).reshape((TILE_S, 1))
+    denominators = load_tile(state, (batch, 0, head, token, 1), one, ZERO, WHOLE, 1, False).reshape((TILE_S, 1))
+    parts = load_tile(part, (batch, 0, head, token, 0), row, ZERO, WHOLE, 1, False).reshape((TILE_S, TILE_V))
     total, maximum, denominator = merged(parts, maxima, denominators, 1.0)
     index, tile = (batch, head, token), (1, 1, 1)
-    _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, 0, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE)
+    _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, 0, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, False)
 
 
-def _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, sums, maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE):
+def _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, sums, maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, TMA=True):
     """The result of a tile of rows [batch, heads, tokens], from a block of columns of their sums (a tuple of parts) and their state [rows, 1]."""
     rows = tile[1] * tile[2]
     factor = 1.0 / ct.where(denominator == 0.0, 1.0, denominator)
@@ -239,7 +242,7 @@ def _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, sums, maximu
         factor = sink_factor(maximum, denominator, ct.broadcast_to(sink, (tile[1], tile[2])).reshape((rows, 1)))
     for i in ct.static_iter(range(len(sums))):
         out = sums[i] * factor if NORMALIZE else sums[i]
-        ct.store(OUT, (*index, column_block * len(sums) + i), out.astype(OUT.dtype).reshape((*tile, sums[i].shape[1])))
+        ct.store(OUT, (*index, column_block * len(sums) + i), out.astype(OUT.dtype).reshape((*tile, sums[i].shape[1])), allow_tma=TMA)
     if not NORMALIZE:
         if column_block == 0:
             ct.store(LSE, index, ct.where(denominator == 0.0, -math.inf, maximum * LN2).reshape(tile))
