@@ -36,4 +36,4 @@ def _attention(seq_len: int) -> Ladder:
     if seq_len < 1:
         raise ValueError(f"seq must be lengths of at least 1, got {seq_len}")
     problem, small = attention.Problem(4, 32, 32, seq_len, 128), attention.Problem(1, 4, 2, 300, 64)
-    return Ladder(f"attention, {seq_len} tokens", attention, problem, small, attention.STEPS, finished)
+    return Ladder("attention", attention, problem, small, attention.STEPS, finished)

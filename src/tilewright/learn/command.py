@@ -69,10 +69,14 @@ def _target(arch: str) -> Device:
     return device
 
 
-def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -> tuple[list[Row], int]:
+def _gpu() -> tuple[torch.device, Device]:
     where = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(where)
-    device = Device.of(torch.empty(0, device=where))
+    return where, Device.of(torch.empty(0, device=where))
+
+
+def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -> tuple[list[Row], int]:
+    where, device = _gpu()
     ceilings = measure_ceilings(where)
     rows, wrong = [], 0
     for ladder in chosen:
@@ -98,7 +102,10 @@ def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -
                 append_jsonl(json_file, [last])
         _show(console, ladder, table, compiled)
         if last:
-            console.print("Their time over that of the last step: " + ", ".join(f"{name} {ratio:.2f}x" for name, ratio in last.peers.items()) + "\n")
+            ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in last.peers.items())
+            console.print(f"Their time over that of the last step: {ratios}")
+        console.print()
+    _explain(console, chosen)
     return rows, wrong
 
 
@@ -120,6 +127,8 @@ def _untimed(chosen: Sequence[Ladder], device: Device, console: Console) -> int:
                     answers[key] = "WRONG"
             _add(table, ladder, step, (answers[key],), compiled[step.name])
         _show(console, ladder, table, compiled)
+        console.print()
+    _explain(console, chosen)
     return sum(answer == "WRONG" for answer in answers.values())
 
 
@@ -138,12 +147,12 @@ def _compiled(ladder: Ladder, device: Device) -> dict[str, Compiled]:
 
 
 def _figures(ladder: Ladder) -> dict[str, list[tuple[Step, Figure]]]:
-    """What others published, by hardware."""
+    """What others published, by hardware, the slowest first."""
     found: dict[str, list[tuple[Step, Figure]]] = {}
     for step in ladder.steps:
         for figure in ladder.published(step):
             found.setdefault(figure.hardware, []).append((step, figure))
-    return found
+    return dict(sorted(found.items(), key=lambda item: Device.named(item[1][0][1].device).tflops))
 
 
 def _table(columns: tuple[str, ...], ladder: Ladder) -> Table:
@@ -165,23 +174,29 @@ def _rate(tflops: float | None) -> str:
 
 
 def _show(console: Console, ladder: Ladder, table: Table, compiled: dict[str, Compiled]) -> None:
-    """The table; below it what each step changes, and whose figures stand beside ours."""
+    """The table, and below it what in it is wrong with a binary."""
     console.print(table)
-    ideas = Table.grid(padding=(0, 2, 0, 0))
     for step in ladder.steps:
-        made = compiled[step.name]
-        text = step.idea
-        if made.resources is None:
-            text += f"\n[red]does not compile: {made.error}[/red]"
-        elif made.resources.spills:
-            text += (
-                f"\n[red]spills: {made.resources.stack_bytes} bytes of stack a thread, {made.resources.count('STL')} stores to it in the code[/red]"
-            )
-        ideas.add_row(step.name, text)
-    console.print()
-    console.print(ideas)
-    for hardware, figures in _figures(ladder).items():
-        kernels = ", ".join(dict.fromkeys(f'{step.name} "{figure.kernel}"' for step, figure in figures))
-        document = " and ".join(dict.fromkeys(figure.document for _, figure in figures))
-        console.print(f"* {hardware}: TFLOP/s published in {document}, not run here: {kernels}", style="dim")
-    console.print()
+        made = compiled[step.name].resources
+        if made is None:
+            console.print(f"{step.name} does not compile: {compiled[step.name].error}", style="red")
+        elif made.spills:
+            stores = f"{made.count('STL')} stores to it and {made.count('LDL')} loads from it in the code"
+            console.print(f"{step.name} spills: {made.stack_bytes} bytes of stack a thread, {stores}", style="red")
+
+
+def _explain(console: Console, chosen: Sequence[Ladder]) -> None:
+    """What each step changes and whose figures stand beside ours, once for ladders of the same steps."""
+    for ladder in {ladder.steps: ladder for ladder in chosen}.values():
+        console.print(f"{ladder.name}, what each step changes", style="bold")
+        ideas = Table.grid(padding=(0, 2, 0, 0))
+        for step in ladder.steps:
+            ideas.add_row(step.name, step.idea)
+        console.print(ideas)
+        alike = [figure for other in chosen if other.steps == ladder.steps for figures in _figures(other).values() for figure in figures]
+        for hardware in dict.fromkeys(figure.hardware for _, figure in alike):
+            found = [(step, figure) for step, figure in alike if figure.hardware == hardware]
+            kernels = ", ".join(dict.fromkeys(f'{step.name} "{figure.kernel}"' for step, figure in found))
+            document = " and ".join(dict.fromkeys(figure.document for _, figure in found))
+            console.print(f"* {hardware}: TFLOP/s published in {document}, not run here: {kernels}", style="dim")
+        console.print()

@@ -78,8 +78,8 @@ BLOCK_SCALES = Ladder(
     (
         Step("naive", f"{NAIVE}; two accumulators of it do not fit the registers of 4 warps", Config(128, 128, 128, group=1, latency=1)),
         Step("swizzle", "tiles in bands of 8 rows: with 320 rows, columns of 3 tiles", Config(128, 128, 128, latency=1)),
-        Step("8 warps", "both accumulators stay in registers", Config(128, 128, 128, latency=1, num_ctas=1, num_worker_warps=8)),
-        Step("latency", "as many steps of loads in flight as shared memory holds", Config(128, 128, 128, latency=8, num_ctas=1, num_worker_warps=8)),
+        Step("latency", "more steps of loads in flight", Config(128, 128, 128, latency=8)),
+        Step("8 warps", "both accumulators stay in registers", Config(128, 128, 128, latency=8, num_ctas=1, num_worker_warps=8)),
         Step(
             "two blocks",
             "64 rows on 4 warps, two blocks on a multiprocessor: one multiplies while the other scales, and five tiles cover 320 rows",

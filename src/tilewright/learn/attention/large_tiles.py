@@ -4,13 +4,14 @@ Each kernel is the one before it with a single change, marked `# <-`. Arrays as 
 """
 
 import math
+from typing import TypeAlias
 
 import cuda.tile as ct
 
 LOG2E = math.log2(math.e)
 ZERO = ct.PaddingMode.ZERO
 APPROX = ct.RoundingMode.APPROX
-Int = ct.Constant[int]
+Int: TypeAlias = ct.Constant[int]
 
 
 @ct.kernel

@@ -5,13 +5,14 @@ over the tiles of keys that it sees: Q, OUT [batch, q_heads, seq_len, HEAD_DIM],
 """
 
 import math
+from typing import TypeAlias
 
 import cuda.tile as ct
 
 LOG2E = math.log2(math.e)
 ZERO = ct.PaddingMode.ZERO
 APPROX = ct.RoundingMode.APPROX
-Int = ct.Constant[int]
+Int: TypeAlias = ct.Constant[int]
 
 
 @ct.kernel

@@ -73,7 +73,7 @@ STEPS = (
     ),
     Step(
         "the rescue",
-        "exponentials without denormals, and what holds the tile: on Hopper 8 worker warps in each of two blocks (without wgmma and tensor memory: 64x64)",
+        "exponentials without denormals; and what holds the tile: on Hopper 8 worker warps in each of two blocks, before it and on sm_12x 64x64",
         _rescued(fast_math_kernel),
         (f"{_BLOG} fast math (the rescue)",),
     ),
