@@ -18,7 +18,7 @@ from ..launch import Device, must, traced
 from ..testing import check_op, op_name, public_function, run_op
 from . import SEQ_LENS, Ladder, Step, ladders
 
-WIDTH = 100  # of what goes to a file or a pipe
+WIDTH = 100  # of the widest table; rich cuts cells that a narrower terminal or a pipe has no room for
 
 
 def learn_command(
@@ -42,8 +42,7 @@ def learn_command(
     Raises: KeyError for an unknown subject or architecture; ValueError for files that would hold times where there are none.
     """
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
+    console.width = max(console.width, WIDTH)
     timed = torch.cuda.is_available() and not arch
     if plot and subject != "attention":
         raise must("plot", "asked for attention, which has many lengths", subject)
