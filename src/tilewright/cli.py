@@ -220,14 +220,22 @@ def compile(
 
 @verb
 def learn(
-    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What to learn about: gemm.")],
+    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What to learn about: attention or gemm.")],
+    seq: Annotated[
+        str,
+        typer.Option("--seq", metavar="N,N,...", help="Sequence lengths of attention. Default: 2048, with --plot 1024 to 16384.", show_default=False),
+    ] = "",
     arch: Annotated[str, typer.Option("--arch", metavar="ARCH", help="Time nothing; show the resources on this target.", show_default=False)] = "",
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw rates over sequence lengths, as PNG.", show_default=False)] = None,
     json_file: JsonFile = None,
 ) -> int:
     """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted and compiled without one."""
     from .learn.command import learn_command
 
-    return learn_command(subject, arch=arch, json_file=json_file)
+    words = [word.strip() for word in seq.split(",")] if seq else []
+    if not all(word.isdigit() for word in words):
+        raise ValueError(f"--seq must be lengths like 1024,2048, got {seq!r}")
+    return learn_command(subject, seq_lens=[int(word) for word in words], arch=arch, json_file=json_file, plot=plot)
 
 
 @verb

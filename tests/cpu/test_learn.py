@@ -1,49 +1,134 @@
 """The ladders: every step right and different from the one before; the command says what it did."""
 
 import dataclasses
+import json
+from itertools import pairwise
 
 import pytest
 import torch
 
-from tilewright.launch import Device
-from tilewright.learn import ladders
+from tilewright import interpret
+from tilewright.bench.ceilings import Ceilings
+from tilewright.bench.published import figures
+from tilewright.bench.report import make_row
+from tilewright.compile import compile_launches
+from tilewright.launch import Device, traced
+from tilewright.learn import SEQ_LENS, command, ladders
+from tilewright.learn.attention import STEPS, Config, Problem, attention
 from tilewright.learn.command import learn_command
-from tilewright.testing import check_op
+from tilewright.ops import attention as finished
+from tilewright.testing import check_op, op_name, run_op
 
-GEMM = ladders("gemm")
-STEPS = [pytest.param(ladder, step, id=f"{ladder.name}-{step.name}") for ladder in GEMM for step in ladder.steps]
+CPU, H200 = torch.device("cpu"), Device.named("H200")
+GEMM, (ATTENTION,) = ladders("gemm"), ladders("attention")
+LADDERS = (*GEMM, ATTENTION)
+EACH = pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.name)
 
 
-@pytest.mark.parametrize(("ladder", "step"), STEPS)
+def by_name(name):
+    return next(step for step in STEPS if step.name == name)
+
+
+@pytest.mark.parametrize(
+    ("ladder", "step"), [pytest.param(ladder, step, id=f"{ladder.name}-{step.name}") for ladder in LADDERS for step in ladder.steps]
+)
 def test_every_step_is_right(ladder, step):
-    check_op(ladder.op, ladder.small, torch.device("cpu"), step.config)
+    check_op(ladder.op, ladder.small, CPU, step.config_for(ladder.problem, H200))
 
 
-@pytest.mark.parametrize("ladder", GEMM, ids=lambda ladder: ladder.name)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_every_attention_step_is_right_as_other_gpus_take_it_and_where_a_tile_is_not_full(step):
+    problem = Problem(2, 2, 1, 70, 32, torch.bfloat16)
+    for config in {step.config_for(Problem(4, 32, 32, 2048, 128), Device.named(name)) for name in ("A100", "B200", "GB10")}:
+        with interpret.checking(races=True, order=7):
+            check_op(ATTENTION.op, problem, CPU, config)
+        check_op(ATTENTION.op, dataclasses.replace(problem, seq_len=1), CPU, config)
+
+
+@EACH
 def test_steps_differ_and_the_small_problem_takes_the_same_kernel(ladder):
-    configs = [step.config for step in ladder.steps]
+    configs = [step.config_for(ladder.problem, H200) for step in ladder.steps]
     assert len(set(configs)) == len(configs)
-    device = Device.named("H200")
-    for step in ladder.steps:
-        kernels = [ladder.op.plan(p, step.config, device).kernel for p in (ladder.problem, ladder.small)]
+    assert len({step.idea for step in ladder.steps}) == len({step.name for step in ladder.steps}) == len(configs)
+    for config in configs:
+        kernels = [ladder.op.plan(p, config, H200).kernel for p in (ladder.problem, ladder.small)]
         assert kernels[0] is kernels[1]
 
 
-def test_the_command_shows_answers_and_resources_without_a_gpu(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "250")
-    assert learn_command("gemm", arch="sm_90") == 0
+def test_an_attention_step_changes_its_kernel_or_its_tiles_and_hints():
+    configs = [step.config_for(ATTENTION.problem, H200) for step in STEPS]
+    changes = []
+    for before, after in pairwise(configs):
+        rest = [dataclasses.replace(c, kernel=None) for c in (before, after)]
+        changes.append((before.kernel is not after.kernel, rest[0] != rest[1]))
+    one = [(True, False), (False, True)]
+    for step, change in zip(STEPS[1:], changes, strict=True):
+        # The rescue has fast math and the warps that its tile needs; the last step takes all that ops.attention has.
+        assert change in one or step.name in ("the rescue", "tuned"), step.name
+
+
+def compiled(device, names, seq_len=2048):
+    launches = []
+    problem = dataclasses.replace(ATTENTION.problem, seq_len=seq_len)
+    for name in names:
+        with traced(device) as found, torch.inference_mode():
+            run_op(ATTENTION.op, problem.inputs(torch.device("meta")), by_name(name).config_for(problem, device))
+        launches.append((found[0], device.arch))
+    return [made.resources for made in compile_launches(launches)]
+
+
+def test_on_hopper_the_trap_spills_and_nothing_else_does():
+    names = [step.name for step in STEPS]
+    assert [name for name, made in zip(names, compiled(H200, names), strict=True) if made.spills] == ["the trap"]
+
+
+@pytest.mark.parametrize("seq_len", [512, 2048, 4096])
+def test_the_last_step_takes_of_a_multiprocessor_what_the_op_takes(seq_len):
+    with traced(H200) as found, torch.inference_mode():
+        run_op(finished, Problem(4, 32, 32, seq_len, 128).for_library().inputs(torch.device("meta")))
+    (op,) = (made.resources for made in compile_launches([(found[0], H200.arch)]))
+    (ours,) = compiled(H200, ["tuned"], seq_len)
+    assert (ours.registers, ours.shared_bytes, ours.matrix, ours.spills) == (op.registers, op.shared_bytes, op.matrix, False)
+
+
+def test_every_published_step_stands_beside_ours():
+    shown = {
+        (f.hardware, f.kernel, f.problem["q_len"])
+        for n in SEQ_LENS
+        for ladder in ladders("attention", [n])
+        for s in STEPS
+        for f in ladder.published(s)
+    }
+    known = {
+        (f.hardware, f.kernel, f.problem["q_len"])
+        for f in figures()
+        if f.op == "attention" and f.problem["causal"] and f.metric == "TFLOP/s" and f.hardware in ("DGX Spark", "B200", "B300")
+    }
+    assert shown == known
+    assert [[round(f.tflops()) for f in GEMM[1].published(step)] for step in GEMM[1].steps] == [[1150], [], [1708], [1868], [1941]]
+    assert not any(GEMM[0].published(step) for step in GEMM[0].steps)
+
+
+@pytest.mark.parametrize(("subject", "count"), [("gemm", sum(len(ladder.steps) for ladder in GEMM)), ("attention", len(STEPS))])
+def test_the_command_shows_answers_and_resources_without_a_gpu(subject, count, capsys):
+    assert learn_command(subject, arch="sm_90") == 0
     printed = capsys.readouterr().out
     assert "No GPU is timed here" in printed
-    for ladder in GEMM:
+    for ladder in ladders(subject):
         for step in ladder.steps:
             assert step.name in printed
-    assert printed.count("right") == len(STEPS)
-    assert "B200" in printed  # what others published, marked as theirs
+    assert printed.count(" right ") == count
+    assert "* B200: TFLOP/s published in" in printed
+    assert "not run here" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    if subject == "attention":
+        assert "the trap spills" in printed
 
 
 def test_a_wrong_step_fails_the_command(capsys, monkeypatch):
-    broken = dataclasses.replace(GEMM[0], op=_Wrong(GEMM[0].op), steps=GEMM[0].steps[:1])
-    monkeypatch.setattr("tilewright.learn.command.ladders", lambda subject: (broken,))
+    broken = dataclasses.replace(GEMM[0], op=_Wrong(GEMM[0].op), steps=GEMM[0].steps[:1], library=GEMM[1].op)
+    monkeypatch.setattr(command, "ladders", lambda subject, seq_lens: (broken,))
+    monkeypatch.setattr(type(broken), "published", lambda self, step: [])
     assert learn_command("gemm", arch="sm_90") == 1
     assert "WRONG" in capsys.readouterr().out
 
@@ -56,6 +141,67 @@ class _Wrong:
         self.reference = lambda **inputs: op.reference(**inputs) + 1
 
 
-def test_an_unknown_subject_names_the_known_ones():
-    with pytest.raises(KeyError, match="gemm"):
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """Times that are made up: how the command reads and writes them is what is tested."""
+    ceilings = Ceilings(4270.0, 4490.0, 700.0, 1.0)
+
+    def measured(op, problem, where, ceilings, *, config, beside):
+        step = next(i for i, step in enumerate(STEPS) if step.config_for(problem, H200) == config)
+        if step == 2:
+            raise AssertionError("rms 9")
+        peers = {peer.name: 100.0 for peer in beside}
+        return make_row(
+            op=op_name(op), problem=problem, gpu="H200", time_us=problem.seq_len / (1 + step), spread_us=1.0, written_bytes=0, peer_us=peers,
+            absent={}, config=config, source="search", found=(), ceilings=ceilings, clocks="", warm_us=None, peer_warm_us={}, backends={},
+        )  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "_gpu", lambda: (CPU, H200))
+    monkeypatch.setattr(command, "measure_ceilings", lambda where: ceilings)
+    monkeypatch.setattr(command, "measure_case", measured)
+
+
+def test_on_a_gpu_it_prints_times_and_gains_and_writes_rows_and_a_drawing(pretended_gpu, capsys, tmp_path):
+    rows, drawing = tmp_path / "rows.jsonl", tmp_path / "curve.png"
+    assert learn_command("attention", json_file=rows, plot=drawing) == 1  # one step is wrong
+    printed = capsys.readouterr().out
+    assert "k transposed | WRONG, not timed: rms 9" in printed
+    assert "timed on H200" in printed
+    assert "2.00x" in printed  # of the second step over the first
+    assert "ops.attention" in printed
+    assert printed.count("what each step changes") == 1
+    assert max(map(len, printed.splitlines())) <= 100
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(written) == len(SEQ_LENS) * (len(STEPS) - 1)
+    assert {row["op"] for row in written} == {"learn attention"}
+    assert {row["source"] for row in written} == {"ladder"}
+    assert written[0]["case"].endswith("step=basic")
+    assert written[0]["config"] == "basic_kernel 64x64"
+    assert drawing.read_bytes().startswith(b"\x89PNG")
+
+
+def test_errors_say_what_must_be(tmp_path):
+    with pytest.raises(KeyError, match="attention, gemm"):
         ladders("sorting")
+    with pytest.raises(ValueError, match="only with attention"):
+        ladders("gemm", [1024])
+    with pytest.raises(ValueError, match="at least 1"):
+        ladders("attention", [0])
+    with pytest.raises(ValueError, match="arch must be a GPU's"):
+        learn_command("attention", arch="cpu")
+    with pytest.raises(ValueError, match="plot must be asked where steps are timed"):
+        learn_command("attention", arch="sm_90", plot=tmp_path / "x.png")
+    with pytest.raises(ValueError, match="json must be asked where steps are timed"):
+        learn_command("gemm", arch="sm_90", json_file=tmp_path / "x.jsonl")
+    q, k = torch.zeros(1, 4, 8, 64, dtype=torch.float16), torch.zeros(1, 3, 8, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"q.shape\[1\] must be a multiple of k.shape\[1\] = 3, got 4"):
+        attention(q, k, k)
+    with pytest.raises(ValueError, match="a power of two in 16"):
+        attention(*(torch.zeros(1, 2, 8, 48, dtype=torch.float16) for _ in range(3)))
+
+
+def test_a_config_reads_as_what_it_launches():
+    rescue = by_name("the rescue").config_for(ATTENTION.problem, H200)
+    assert isinstance(rescue, Config)
+    assert str(rescue) == "fast_math_kernel 256x128 num_ctas=2 num_worker_warps=8"

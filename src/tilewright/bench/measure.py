@@ -1,6 +1,6 @@
 """One case: checked, then timed beside its peers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +26,12 @@ def measure_case(
     with_peers: bool = True,
     check: bool = True,
     meter: Meter | None = None,
+    beside: Sequence[Peer] = (),
 ) -> Row:
     """Measures one problem. Raises AssertionError, and measures nothing, if the answer breaks the accuracy rule.
 
     config: the one to force; None takes what a user's call would take, from a table or the default.
+    beside: contenders of our own, timed like peers.
     """
     found = check_op(op, problem, device, config) if check else []
     inputs = seeded_inputs(op, problem, device)
@@ -42,13 +44,14 @@ def measure_case(
     contenders: dict[str, Callable[..., Any]] = {"ours": lambda **kw: run_op(op, kw, config)}
     absent: dict[str, str] = {}
     backends: dict[str, str] = {}
-    for peer in [*peers_of(op_name(op), inputs), *library_peers(op_name(op), inputs)] if with_peers else []:
+    for peer in [*peers_of(op_name(op), inputs), *library_peers(op_name(op), inputs), *beside] if with_peers else []:
         why = _unable(peer, inputs, ours)
         if why:
             absent[peer.name] = why
         else:
             contenders[peer.name] = peer.call
-            backends[peer.name] = backend_of(peer.name)
+            if peer not in beside:
+                backends[peer.name] = backend_of(peer.name)
     written = sum(t.nbytes for t in ours)
     del inputs, ours, decided
     with (meter or Meter(None)).watching() as clocks:

@@ -1,6 +1,7 @@
 """`tilewright learn`: every step of a ladder checked, timed on a GPU, and shown with what the compiler made of it."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,71 +10,129 @@ from rich.table import Table
 
 from ..bench.ceilings import measure_ceilings
 from ..bench.measure import measure_case
+from ..bench.peers import Peer
+from ..bench.published import Figure
 from ..bench.report import Row, append_jsonl, case_name
 from ..compile import Compiled, compile_launches
-from ..launch import Device, traced
-from ..testing import check_op, run_op
-from . import Ladder, Step, ladders
+from ..launch import Device, must, traced
+from ..testing import check_op, op_name, public_function, run_op
+from . import SEQ_LENS, Ladder, Step, ladders
+
+WIDTH = 100  # of the widest table; rich cuts cells that a narrower terminal or a pipe has no room for
 
 
-def learn_command(subject: str, *, arch: str = "", json_file: Path | None = None) -> int:
-    """Walks up the ladders of `subject`. Returns 1 if a step's answer is wrong.
+def learn_command(
+    subject: str,
+    *,
+    seq_lens: Sequence[int] = (),
+    arch: str = "",
+    json_file: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Walks up the ladders of `subject`.
 
     Without a GPU every step is interpreted for its answer, and compiled for `arch` (sm_90 by default) for its resources: there are no times then.
+
+    Args:
+        subject: see `ladders`.
+        seq_lens: see `ladders`; with `plot` all of SEQ_LENS by default.
+        arch: a target ("sm_121") whose resources to show instead of times, on a machine with a GPU too.
+        json_file: a row of each timed step is appended to it. plot: a PNG of rates over lengths is written there.
+    Returns: 1 if a step's answer is wrong, else 0.
+    Raises: KeyError for an unknown subject or architecture; ValueError for files that would hold times where there are none.
     """
-    console = Console(soft_wrap=True, highlight=False)
-    chosen = ladders(subject)
-    wrong = 0
-    for ladder in chosen:
-        wrong += _timed(ladder, console, json_file) if torch.cuda.is_available() and not arch else _untimed(ladder, console, arch or "sm_90")
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    timed = torch.cuda.is_available() and not arch
+    if plot and subject != "attention":
+        raise must("plot", "asked for attention, which has many lengths", subject)
+    for name, file in (("json", json_file), ("plot", plot)):
+        if file and not timed:
+            raise must(name, "asked where steps are timed: on a GPU and without --arch", file)
+    chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()))
+    if not timed:
+        return 1 if _untimed(chosen, _target(arch or "sm_90"), console) else 0
+    rows, wrong = _timed(chosen, console, json_file)
+    if plot and rows:
+        from .plot import draw
+
+        draw(rows, chosen[0].steps, plot)
+        console.print(f"{plot}: TFLOP/s of every step over sequence length")
     return 1 if wrong else 0
 
 
-def _timed(ladder: Ladder, console: Console, json_file: Path | None) -> int:
+def _target(arch: str) -> Device:
+    device = Device.for_arch(arch)
+    if device.is_cpu:
+        raise must("arch", "a GPU's", arch)
+    return device
+
+
+def _gpu() -> tuple[torch.device, Device]:
     where = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(where)
-    device = Device.of(torch.empty(0, device=where))
+    return where, Device.of(torch.empty(0, device=where))
+
+
+def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -> tuple[list[Row], int]:
+    where, device = _gpu()
     ceilings = measure_ceilings(where)
-    compiled = _compiled(ladder, device)
-    table = _table(f"{ladder.name}: {case_name(ladder.problem)} on {device.name}", ("us", "TFLOP/s", "gain", "peer"), ladder)
-    before, wrong = 0.0, 0
-    for step in ladder.steps:
-        try:
-            with torch.inference_mode():
-                row = measure_case(ladder.op, ladder.problem, where, ceilings, config=step.config)
-        except AssertionError as error:
-            console.print(f"{step.name} | WRONG, not timed: {error}", style="red")
-            wrong += 1
-            continue
-        peer = " ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items() if name != "torch.compile")
-        gain = f"{before / row.time_us:.2f}x" if before else ""
-        _add(table, ladder, step, (f"{row.time_us:.1f}", f"{row.tflops:.0f}", gain, peer), compiled[step.name])
-        before = row.time_us
-        if json_file:
-            append_jsonl(json_file, [_named(row, ladder, step)])
-    console.print(table)
-    return wrong
+    rows, wrong = [], 0
+    for ladder in chosen:
+        compiled = _compiled(ladder, device)
+        console.print(f"{ladder.name}: {case_name(ladder.problem)}, timed on {device.name}", style="bold")
+        table = _table(("us", "TFLOP/s", "gain"), ladder)
+        users = Peer(f"ops.{op_name(ladder.library)}", public_function(ladder.library))
+        last: Row | None = None
+        for step in ladder.steps:
+            config = step.config_for(ladder.problem, device)
+            try:
+                with torch.inference_mode():
+                    row = measure_case(ladder.op, ladder.problem, where, ceilings, config=config, beside=(users,))
+            except AssertionError as error:
+                console.print(f"{step.name} | WRONG, not timed: {error}", style="red")
+                wrong += 1
+                continue
+            gain = f"{last.time_us / row.time_us:.2f}x" if last else ""
+            _add(table, ladder, step, (f"{row.time_us:.1f}", _rate(row.tflops), gain), compiled[step.name])
+            last = _named(row, ladder, step)
+            rows.append(last)
+            if json_file:
+                append_jsonl(json_file, [last])
+        _show(console, ladder, table, compiled)
+        if last:
+            ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in last.peers.items())
+            console.print(f"Their time over that of the last step: {ratios}")
+        console.print()
+    _explain(console, chosen)
+    return rows, wrong
 
 
-def _untimed(ladder: Ladder, console: Console, arch: str) -> int:
-    device, wrong = Device.for_arch(arch), 0
-    console.print(f"No GPU is timed here: steps are interpreted on {case_name(ladder.small)} and compiled for {arch}.")
-    compiled = _compiled(ladder, device)
-    table = _table(f"{ladder.name}: {case_name(ladder.problem)}, compiled for {arch}", ("answer",), ladder)
-    for step in ladder.steps:
-        try:
-            check_op(ladder.op, ladder.small, torch.device("cpu"), step.config)
-            answer = "right"
-        except AssertionError as error:
-            console.print(f"{step.name} | WRONG: {error}", style="red")
-            answer, wrong = "WRONG", wrong + 1
-        _add(table, ladder, step, (answer,), compiled[step.name])
-    console.print(table)
-    return wrong
+def _untimed(chosen: Sequence[Ladder], device: Device, console: Console) -> int:
+    console.print(f"No GPU is timed here: every step is interpreted on a small problem, and compiled for {device.arch}.\n")
+    answers: dict[tuple, str] = {}  # lengths share steps
+    for ladder in chosen:
+        compiled = _compiled(ladder, device)
+        console.print(f"{ladder.name}: {case_name(ladder.problem)}, compiled for {device.arch}", style="bold")
+        table = _table(("answer",), ladder)
+        for step in ladder.steps:
+            key = ladder.op.__name__, ladder.small, step.config_for(ladder.problem, device)
+            if key not in answers:
+                try:
+                    check_op(ladder.op, ladder.small, torch.device("cpu"), key[-1])
+                    answers[key] = "right"
+                except AssertionError as error:
+                    console.print(f"{step.name} | WRONG: {error}", style="red")
+                    answers[key] = "WRONG"
+            _add(table, ladder, step, (answers[key],), compiled[step.name])
+        _show(console, ladder, table, compiled)
+        console.print()
+    _explain(console, chosen)
+    return sum(answer == "WRONG" for answer in answers.values())
 
 
 def _named(row: Row, ladder: Ladder, step: Step) -> Row:
-    return dataclasses.replace(row, op=f"learn {ladder.op.__name__.rpartition('.')[2]}", case=f"{row.case} step={step.name}", source="ladder")
+    return dataclasses.replace(row, op=f"learn {op_name(ladder.op)}", case=f"{row.case} step={step.name}", source="ladder")
 
 
 def _compiled(ladder: Ladder, device: Device) -> dict[str, Compiled]:
@@ -81,20 +140,62 @@ def _compiled(ladder: Ladder, device: Device) -> dict[str, Compiled]:
     launches = []
     for step in ladder.steps:
         with traced(device) as found, torch.inference_mode():
-            run_op(ladder.op, ladder.problem.inputs(torch.device("meta")), step.config)
+            run_op(ladder.op, ladder.problem.inputs(torch.device("meta")), step.config_for(ladder.problem, device))
         launches.append((found[0], device.arch))
     return dict(zip([step.name for step in ladder.steps], compile_launches(launches), strict=True))
 
 
-def _table(title: str, columns: tuple[str, ...], ladder: Ladder) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("step", *columns, "regs", "stack B", "smem B", *(("published",) if ladder.published else ()), "what it changes"):
-        table.add_column(name, justify="left" if name in ("step", "peer", "answer", "published", "what it changes") else "right")
+def _figures(ladder: Ladder) -> dict[str, list[tuple[Step, Figure]]]:
+    """What others published, by hardware, the slowest first."""
+    found: dict[str, list[tuple[Step, Figure]]] = {}
+    for step in ladder.steps:
+        for figure in ladder.published(step):
+            found.setdefault(figure.hardware, []).append((step, figure))
+    return dict(sorted(found.items(), key=lambda item: Device.named(item[1][0][1].device).tflops))
+
+
+def _table(columns: tuple[str, ...], ladder: Ladder) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("step", *columns, "regs", "stack B", "smem B", *(f"{hardware}*" for hardware in _figures(ladder))):
+        table.add_column(name, justify="left" if name in ("step", "answer") else "right", no_wrap=True)
     return table
 
 
 def _add(table: Table, ladder: Ladder, step: Step, cells: tuple[str, ...], compiled: Compiled) -> None:
     found = compiled.resources
     numbers = ("", "", "") if found is None else (str(found.registers), str(found.stack_bytes), str(found.shared_bytes))
-    published = (dict(ladder.published).get(step.name, ""),) if ladder.published else ()
-    table.add_row(step.name, *cells, *numbers, *published, step.idea if found is not None else f"{step.idea} ({compiled.error})")
+    published = [next((_rate(figure.tflops()) for at, figure in figures if at is step), "") for figures in _figures(ladder).values()]
+    table.add_row(step.name, *cells, *numbers, *published)
+
+
+def _rate(tflops: float | None) -> str:
+    return "" if tflops is None else f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.1f}"
+
+
+def _show(console: Console, ladder: Ladder, table: Table, compiled: dict[str, Compiled]) -> None:
+    """The table, and below it what in it is wrong with a binary."""
+    console.print(table)
+    for step in ladder.steps:
+        made = compiled[step.name].resources
+        if made is None:
+            console.print(f"{step.name} does not compile: {compiled[step.name].error}", style="red")
+        elif made.spills:
+            stores = f"{made.count('STL')} stores to it and {made.count('LDL')} loads from it in the code"
+            console.print(f"{step.name} spills: {made.stack_bytes} bytes of stack a thread, {stores}", style="red")
+
+
+def _explain(console: Console, chosen: Sequence[Ladder]) -> None:
+    """What each step changes and whose figures stand beside ours, once for ladders of the same steps."""
+    for ladder in {ladder.steps: ladder for ladder in chosen}.values():
+        console.print(f"{ladder.name}, what each step changes", style="bold")
+        ideas = Table.grid(padding=(0, 2, 0, 0))
+        for step in ladder.steps:
+            ideas.add_row(step.name, step.idea)
+        console.print(ideas)
+        alike = [figure for other in chosen if other.steps == ladder.steps for figures in _figures(other).values() for figure in figures]
+        for hardware in dict.fromkeys(figure.hardware for _, figure in alike):
+            found = [(step, figure) for step, figure in alike if figure.hardware == hardware]
+            kernels = ", ".join(dict.fromkeys(f'{step.name} "{figure.kernel}"' for step, figure in found))
+            document = " and ".join(dict.fromkeys(figure.document for _, figure in found))
+            console.print(f"* {hardware}: TFLOP/s published in {document}, not run here: {kernels}", style="dim")
+        console.print()
