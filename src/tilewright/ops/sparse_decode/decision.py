@@ -9,7 +9,7 @@ from torch import Tensor
 from ...launch import Cost, Device, Plan, next_pow2
 from .. import attention_decode as decode
 from .kernel import sparse_decode_gather_kernel
-from .packed import BYTES, CODE, GROUP, ROPE, pack_kv, parts
+from .packed import BYTES, CODE, GROUP, pack_kv, parts
 
 PAGE = 64  # rows of a page of `inputs`
 UNUSED = 2147480000  # an index that is in no cache
@@ -129,10 +129,9 @@ def space(p: Problem, device: Device) -> list[Config]:
         return []
     decodes = list(dict.fromkeys(_fewer_splits(p, c) for c in decode.space(p.decode, device)))
     if device.is_cpu:
-        return [Config(64, decodes[0]), Config(16, decodes[1], num_worker_warps=None)]
-    tokens = p.batch * p.q_len
-    # Few tokens: short pieces, so that there is a block for every SM.
-    sizes = (16, 8, 32) if tokens * p.keys < 32 * 2 * device.sms else (32, 16, 64)
+        return [Config(8, decodes[0]), Config(4, decodes[1])]  # each row is several calls of numpy either way, and code for each is generated
+    # Few rows: short pieces, so that there is a block for every SM.
+    sizes = (8, 4, 16) if p.batch * p.q_len * p.keys < 16 * 2 * device.sms else (16, 8, 32)
     return [*(Config(sizes[0], c) for c in decodes), *(Config(n, decodes[0]) for n in sizes[1:])]
 
 
@@ -147,11 +146,9 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Gathering, and behind it the launches of attention_decode."""
     tokens = p.batch * p.q_len
     packed = p.cache_dtype is not None
-    codes = p.head_dim - ROPE if packed else p.head_dim
     pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
-    most_counted = 1024 if not device.is_cpu else 2048
-    count = min(most_counted, max(16, next_pow2(max(p.topk, p.more_topk))))
-    constants = (p.has_length, p.more_topk > 0, p.has_length, codes, GROUP[BYTES[p.head_dim]] if packed else 0, c.rows, count, c.latency)
+    count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))
+    constants = (p.has_length, p.more_topk > 0, p.head_dim, GROUP[BYTES[p.head_dim]] if packed else 0, c.rows, count, c.latency)
     workspace = (((tokens, p.keys, p.head_dim), p.dtype), ((tokens,), torch.int32))
     attend = decode.plan(p.decode, c.decode, device)
     return Plan(sparse_decode_gather_kernel, (pieces, tokens), constants, None, None, c.num_worker_warps, workspace, attend)

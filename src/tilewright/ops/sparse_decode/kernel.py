@@ -2,13 +2,10 @@
 
 import cuda.tile as ct
 
+from ...launch import next_pow2
+from .packed import ROPE as ROTATED
+
 ZERO = ct.PaddingMode.ZERO
-COLUMNS = 64  # copied at once: of every layout's columns, and of its scales' groups, a divisor
-
-
-def _seen(row, at, length, rows):
-    """Which entries of a list name a row: those in front of its length, but for holes."""
-    return (at < length) & (row >= 0) & (row < rows)
 
 
 def _length(INDICES, LENGTH, token, HAS_LENGTH):
@@ -21,35 +18,52 @@ def _length(INDICES, LENGTH, token, HAS_LENGTH):
 
 
 def _count(INDICES, token, end, rows, LIST):
-    """How many entries of the list in front of `end` name a row."""
+    """How many entries of the list in front of `end` name one of the cache's rows."""
     total = ct.zeros((LIST,), ct.int32)
     for j in range(ct.cdiv(end, LIST)):
         row = ct.load(INDICES, (token, j), (1, LIST), padding_mode=ZERO, allow_tma=False).reshape((LIST,))
-        total = total + _seen(row, j * LIST + ct.arange(LIST, dtype=ct.int32), end, rows).astype(ct.int32)
+        named = (j * LIST + ct.arange(LIST, dtype=ct.int32) < end) & (row >= 0) & (row < rows)
+        total = total + named.astype(ct.int32)
     return ct.sum(total)
 
 
-def _rows(KEYS, SCALES, ROPE, row, DTYPE, CODE_COLUMNS, GROUP, LATENCY):
-    """Rows of the cache, as tiles [rows, COLUMNS] of DTYPE."""
-    page, row = row // KEYS.shape[1], row % KEYS.shape[1]
-    page, row = ct.expand_dims(page, 1), ct.expand_dims(row, 1)
-    column = ct.expand_dims(ct.arange(COLUMNS, dtype=ct.int32), 0)
+def _pieces(COLUMNS):
+    """Columns cut into powers of two, the largest first: of each its number, its width, and the multiple of that where it starts."""
+    widths = [1 << bit for bit in reversed(range(COLUMNS.bit_length())) if COLUMNS >> bit & 1]
+    return [(i, width, sum(widths[:i]) // width) for i, width in enumerate(widths)]
+
+
+def _load(KEYS, SCALES, ROPE, page, row, COLUMNS, GROUP, LATENCY):
+    """One row of the cache as it is stored: a tuple of tiles."""
     tiles: tuple = ()
-    scales: tuple = ()
     if GROUP:
-        for i in ct.static_iter(range(CODE_COLUMNS // GROUP)):
-            scale = ct.gather(SCALES, (page, row, i), check_bounds=False, latency=LATENCY)
-            if SCALES.dtype == ct.uint8:
-                scale = ct.bitcast(scale.astype(ct.int32) << 23, ct.float32)
-            scales = (*scales, scale)
-    for i in ct.static_iter(range(CODE_COLUMNS // COLUMNS)):
-        tile = ct.gather(KEYS, (page, row, i * COLUMNS + column), check_bounds=False, latency=LATENCY)
-        if GROUP:
-            tile = (tile.astype(ct.float32) * scales[i * COLUMNS // GROUP]).astype(DTYPE)
-        tiles = (*tiles, tile)
-    if GROUP:
-        tiles = (*tiles, ct.gather(ROPE, (page, row, column), check_bounds=False, latency=LATENCY))
+        # A power of two of columns: the last of them may be the rotated ones, and are not stored. So no load is checked.
+        WIDTH = ct.static_eval(next_pow2(COLUMNS - ROTATED))
+        codes = ct.load(KEYS, (page, row, 0), (1, 1, WIDTH), check_bounds=False, latency=LATENCY, allow_tma=False)
+        scales = ct.load(SCALES, (page, row, 0), (1, 1, WIDTH // GROUP), check_bounds=False, latency=LATENCY, allow_tma=False)
+        tiles = codes, scales, ct.load(ROPE, (page, row, 0), (1, 1, ROTATED), check_bounds=False, latency=LATENCY, allow_tma=False)
+    else:
+        for i, width, at in ct.static_iter(_pieces(COLUMNS)):
+            tile = ct.load(KEYS, (page, row, at), (1, 1, width), check_bounds=False, latency=LATENCY, allow_tma=False)
+            tiles = (*tiles, tile)
     return tiles
+
+
+def _store(OUT, token, place, tiles, COLUMNS, GROUP):
+    """What `_load` found as a row of OUT, 8-bit columns widened."""
+    if GROUP:
+        codes, scales, rope = tiles
+        WIDTH = codes.shape[2]
+        if scales.dtype == ct.uint8:  # the exponent of a power of two
+            scales = ct.bitcast(scales.astype(ct.int32) << 23, ct.float32)
+        columns = codes.astype(ct.float32).reshape((WIDTH // GROUP, GROUP)) * scales.reshape((WIDTH // GROUP, 1))
+        columns = columns.astype(OUT.dtype).reshape((1, 1, WIDTH))
+        first = OUT.slice(2, 0, COLUMNS - ROTATED)
+        ct.store(first, (token, place, 0), columns, check_bounds=WIDTH != COLUMNS - ROTATED, allow_tma=False)
+        ct.store(OUT, (token, place, COLUMNS // ROTATED - 1), rope, check_bounds=False, allow_tma=False)
+    else:
+        for i, width, at in ct.static_iter(_pieces(COLUMNS)):
+            ct.store(OUT, (token, place, at), tiles[i], check_bounds=False, allow_tma=False)
 
 
 @ct.kernel
@@ -68,8 +82,7 @@ def sparse_decode_gather_kernel(
     COUNT,
     HAS_LENGTH: ct.Constant[bool],
     MORE: ct.Constant[bool],
-    MORE_HAS_LENGTH: ct.Constant[bool],
-    CODE_COLUMNS: ct.Constant[int],
+    COLUMNS: ct.Constant[int],
     GROUP: ct.Constant[int],
     ROWS: ct.Constant[int],
     LIST: ct.Constant[int],
@@ -79,36 +92,40 @@ def sparse_decode_gather_kernel(
 
     A row goes behind those that earlier entries name, so that those of a token are without gaps; what is behind them is not written.
     INDICES, MORE_INDICES int32 [tokens, entries]: page * page_size + row. LENGTH, MORE_LENGTH int32, one for a token or for a sequence's tokens.
-    KEYS [pages, page_size, CODE_COLUMNS]; of codes, if GROUP is not 0: then SCALES [pages, page_size, groups of GROUP columns], fp32 or the
-    exponent's byte, and ROPE [pages, page_size, 64]. OUT [tokens, most rows, columns], COUNT int32 [tokens]: its rows.
+    KEYS [pages, page_size, COLUMNS]; of codes, if GROUP is not 0: then SCALES [pages, page_size, one of each GROUP columns], fp32 or the exponent's
+    byte, and ROPE [pages, page_size, 64], the last columns. OUT [tokens, most rows, COLUMNS], COUNT int32 [tokens]: its rows.
     LIST: entries that are counted at once. What a flag or a size of 0 says is absent is not touched.
     """
     piece, token = ct.bid(0), ct.bid(1)
     last = piece == ct.num_blocks(0) - 1
-    entry, column = ct.arange(ROWS, dtype=ct.int32), ct.expand_dims(ct.arange(COLUMNS, dtype=ct.int32), 0)
 
-    def copy(INDICES, length, KEYS, SCALES, ROPE, piece, earlier):
-        rows = KEYS.shape[0] * KEYS.shape[1]
-        row = ct.load(INDICES, (token, piece), (1, ROWS), padding_mode=ZERO, allow_tma=False).reshape((ROWS,))
-        seen = _seen(row, piece * ROWS + entry, length, rows)
-        # For an entry that names none, the first row is read and not stored: no branch keeps the loads apart.
-        tiles = _rows(KEYS, SCALES, ROPE, ct.where(seen, row, 0), OUT.dtype, CODE_COLUMNS, GROUP, LATENCY)
-        first = earlier + _count(INDICES, token, min(length, piece * ROWS), rows, LIST)
-        one = seen.astype(ct.int32)
-        place, stored = ct.expand_dims(first + ct.cumsum(one) - one, 1), ct.expand_dims(seen, 1)
-        for i in ct.static_iter(range(len(tiles))):
-            ct.scatter(OUT, (token, place, i * COLUMNS + column), tiles[i], mask=stored, check_bounds=False)
+    def copy(INDICES, length, KEYS, SCALES, ROPE, first_entry, earlier):
+        page_size, rows = KEYS.shape[1], KEYS.shape[0] * KEYS.shape[1]
+        loaded: tuple = ()
+        known: tuple = ()
+        for i in ct.static_iter(range(ROWS)):
+            row = ct.load(INDICES, (token, min(first_entry + i, INDICES.shape[1] - 1)), ())
+            named = (first_entry + i < length) & (row >= 0) & (row < rows)
+            # For an entry that names none, the first row is read and not stored: a load without a branch around it does not wait for the one before.
+            row = ct.where(named, row, 0)
+            loaded = (*loaded, _load(KEYS, SCALES, ROPE, row // page_size, row % page_size, COLUMNS, GROUP, LATENCY))
+            known = (*known, named)
+        place = earlier + _count(INDICES, token, min(length, first_entry), rows, LIST)
+        for i in ct.static_iter(range(ROWS)):
+            if known[i]:
+                _store(OUT, token, place, loaded[i], COLUMNS, GROUP)
+            place = place + known[i].astype(ct.int32)
         if last:
-            ct.scatter(COUNT, token, first + ct.sum(one))
+            ct.scatter(COUNT, token, place)
 
     length = _length(INDICES, LENGTH, token, HAS_LENGTH)
     if MORE:
         pieces = ct.cdiv(INDICES.shape[1], ROWS)
         if piece < pieces:
-            copy(INDICES, length, KEYS, SCALES, ROPE, piece, 0)
+            copy(INDICES, length, KEYS, SCALES, ROPE, piece * ROWS, 0)
         else:
             earlier = _count(INDICES, token, length, KEYS.shape[0] * KEYS.shape[1], LIST)
-            more_length = _length(MORE_INDICES, MORE_LENGTH, token, MORE_HAS_LENGTH)
-            copy(MORE_INDICES, more_length, MORE_KEYS, MORE_SCALES, MORE_ROPE, piece - pieces, earlier)
+            more_length = _length(MORE_INDICES, MORE_LENGTH, token, HAS_LENGTH)
+            copy(MORE_INDICES, more_length, MORE_KEYS, MORE_SCALES, MORE_ROPE, (piece - pieces) * ROWS, earlier)
     else:
-        copy(INDICES, length, KEYS, SCALES, ROPE, piece, 0)
+        copy(INDICES, length, KEYS, SCALES, ROPE, piece * ROWS, 0)

@@ -1,8 +1,8 @@
 """Caches of 8-bit keys: pages of uint8 [pages, page_size, bytes of a row], in one of two layouts that `bytes of a row` names.
 
-    656   of 576 columns (DeepSeek-V3.2): 512 e4m3 codes, 4 fp32 scales of 128 columns each, 64 bf16 rotated columns
-    584   of 512 columns (DeepSeek-V4): 448 e4m3 codes, 64 bf16 rotated columns; behind all rows of a page, for each row 7 scales of 64 columns
-          each (ue8m0: the exponent byte of a power of two) and a zero. Pages begin a multiple of 576 bytes apart
+656 of 576 columns (DeepSeek-V3.2): 512 e4m3 codes, 4 fp32 scales of 128 columns each, 64 bf16 rotated columns.
+584 of 512 columns (DeepSeek-V4): 448 e4m3 codes, 64 bf16 rotated columns; behind all rows of a page, for each row 7 scales of 64 columns each
+(ue8m0: the exponent byte of a power of two) and a zero. Pages begin a multiple of 576 bytes apart.
 
     column = code * scale
 """
@@ -23,13 +23,16 @@ DATA = 576  # bytes of a row in front of a page's scales, in the narrow layout
 
 
 def parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [pages, page_size, 448 or 512], scales (fp32 [.., .., 4], uint8 [.., .., 8]) and rotated columns [.., .., 64], as views of the cache."""
+    """Codes [pages, page_size, 512], scales (fp32 [.., .., 4], uint8 [.., .., 8]) and rotated columns [.., .., 64], as views of the cache.
+
+    The last 64 of the codes and the last of the scales are none in the 584-byte layout: kernels read powers of two.
+    """
     pages, page_size, width = cache.shape
     if width == WIDE:
         return cache[..., :512].view(CODE), cache[..., 512:528].view(torch.float32), cache[..., 528:].view(torch.bfloat16)
     data = cache.as_strided((pages, page_size, DATA), (cache.stride(0), DATA, 1))
     scales = cache.as_strided((pages, page_size, 8), (cache.stride(0), 8, 1), cache.storage_offset() + page_size * DATA)
-    return data[..., :448].view(CODE), scales, data[..., 448:].view(torch.bfloat16)
+    return data[..., :512].view(CODE), scales, data[..., 448:].view(torch.bfloat16)
 
 
 def pack_kv(rows: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def pack_kv(rows: Tensor) -> Tensor:
     else:
         scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # of a group of zeros
         scales.copy_(scale)
-    codes.copy_((groups / scale[..., None]).clamp(-LARGEST, LARGEST).flatten(-2))
+    codes[..., : columns - ROPE] = (groups / scale[..., None]).clamp(-LARGEST, LARGEST).flatten(-2).to(CODE)
     rope.copy_(rows[..., -ROPE:])
     return cache
 
@@ -80,6 +83,7 @@ def unpack_kv(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     if cache.shape[2] == NARROW:
         scales = (scales[..., :-1].int() << 23).view(torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
+    codes = codes[..., : COLUMNS[cache.shape[2]] - ROPE]
     columns = codes.float().to(wide).unflatten(-1, (-1, GROUP[cache.shape[2]])) * scales.to(wide)[..., None]
     return torch.cat((columns.flatten(-2).to(dtype), rope.to(dtype)), -1)
 

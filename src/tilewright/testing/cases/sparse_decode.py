@@ -1,5 +1,7 @@
 """Sparse attention of DeepSeek's models while decoding: a window and chosen keys, 16-bit and 8-bit caches; and the shapes that break kernels."""
 
+from typing import Any
+
 import torch
 
 from ...ops.sparse_decode import Problem
@@ -17,7 +19,7 @@ small = [
 ]
 
 
-def flash(batch: int, cache_dtype: torch.dtype | None = None, **options: int) -> Problem:
+def flash(batch: int, cache_dtype: torch.dtype | None = None, **options: Any) -> Problem:
     """DeepSeek-V4-Flash: a window of 128, and 512 keys that the indexer chose."""
     return Problem(batch, 64, 128, 512, 512, BRAIN, cache_dtype, sinks=True, **options)
 
