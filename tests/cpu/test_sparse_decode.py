@@ -10,7 +10,7 @@ from tilewright.ops import attention_decode as decode
 from tilewright.ops.sparse_decode import Config, Problem, pack_kv, plan, reference, space, sparse_decode, unpack_kv
 
 PAGES, PAGE, HEADS, DIM = 6, 16, 5, 64
-CONFIGS = [Config(4, decode.Config(16, 1)), Config(8, decode.Config(32, 3, True)), Config(2, decode.Config(16, 2, heads=1))]
+CONFIGS = [Config(0, decode.Config(32, 1, rows=16)), Config(0, decode.Config(16, 3, rows=4)), Config(4, decode.Config(16, 1)), Config(8, decode.Config(32, 3, True)), Config(2, decode.Config(16, 2, heads=1))]
 
 
 @pytest.fixture(autouse=True)

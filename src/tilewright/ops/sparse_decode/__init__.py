@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
 from .. import attention_decode as decode
-from ..attention_common import check_int32, check_per_head, check_scale_and_window
+from ..attention_common import LOG2E, check_int32, check_per_head, check_scale_and_window
 from ..attention_decode.calls import launch_decode
 from .decision import Config, Problem, plan, space
+from .fused_kernel import sparse_decode_kernel
 from .kernel import sparse_decode_gather_kernel
 from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv
 
@@ -31,6 +32,7 @@ __all__ = [
     "space",
     "sparse_decode",
     "sparse_decode_gather_kernel",
+    "sparse_decode_kernel",
     "sparse_decode_out",
     "unpack_kv",
 ]
@@ -100,11 +102,18 @@ def sparse_decode_out(
     cache_dtype = CODE if cache.dtype == torch.uint8 else None
     fields = (tokens // q_len, q_heads, indices.shape[1], more_topk, head_dim, q.dtype, cache_dtype, q_len, out.shape[3])
     chosen = best_plan(space, plan, Device.of(q), Problem, *fields, topk_length is not None, sinks is not None, lse is not None)
+    # Arrays that are given stand in for those that the kernels' flags say are absent.
+    first = _arrays(indices, topk_length, cache)
+    second = first if extra_cache is None or extra_indices is None else _arrays(extra_indices, extra_length, extra_cache)
+    if chosen.kernel is sparse_decode_kernel:
+        lse, sinks = q if lse is None else lse, q if sinks is None else sinks
+        found = out if chosen.then is None else chosen.scratch(q.device)[0]
+        launch(chosen, *first[:3], *second[:3], q, found, lse, sinks, scale * LOG2E)
+        if chosen.then is not None:
+            launch(chosen.then, found, out, lse, q, sinks)
+        return
     assert chosen.then is not None
     keys, count = chosen.scratch(q.device)
-    first = _arrays(indices, topk_length, cache)
-    # The first list stands in for the second where the kernel's flags say that there is none.
-    second = first if extra_cache is None or extra_indices is None else _arrays(extra_indices, extra_length, extra_cache)
     launch(chosen, *first, *second, keys, count)
     k = keys[:, None]  # [tokens, one key head, rows, columns]
     launch_decode(chosen.then, q, q, k, k[..., : out.shape[3]], out, lse, None, count, None, None, sinks, scale, None)

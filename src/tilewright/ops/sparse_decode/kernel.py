@@ -8,7 +8,7 @@ from .packed import ROPE as ROTATED
 ZERO = ct.PaddingMode.ZERO
 
 
-def _length(INDICES, LENGTH, token, HAS_LENGTH):
+def list_length(INDICES, LENGTH, token, HAS_LENGTH):
     """Entries of the token's list that count."""
     most = INDICES.shape[1]
     if HAS_LENGTH:
@@ -27,9 +27,11 @@ def _count(INDICES, token, end, rows, LIST):
     return ct.sum(total)
 
 
-def _pieces(COLUMNS):
-    """Columns cut into powers of two, the largest first: of each its number, its width, and the multiple of that where it starts."""
-    widths = [1 << bit for bit in reversed(range(COLUMNS.bit_length())) if COLUMNS >> bit & 1]
+def pieces(COLUMNS, MOST):
+    """Columns cut into powers of two up to MOST, the largest first: of each its number, its width, and the multiple of that where it starts."""
+    widths: list[int] = []
+    while COLUMNS > sum(widths):
+        widths.append(min(MOST, 1 << (COLUMNS - sum(widths)).bit_length() - 1))
     return [(i, width, sum(widths[:i]) // width) for i, width in enumerate(widths)]
 
 
@@ -43,7 +45,7 @@ def _load(KEYS, SCALES, ROPE, page, row, COLUMNS, GROUP, LATENCY):
         scales = ct.load(SCALES, (page, row, 0), (1, 1, WIDTH // GROUP), check_bounds=False, latency=LATENCY, allow_tma=False)
         tiles = codes, scales, ct.load(ROPE, (page, row, 0), (1, 1, ROTATED), check_bounds=False, latency=LATENCY, allow_tma=False)
     else:
-        for i, width, at in ct.static_iter(_pieces(COLUMNS)):
+        for i, width, at in ct.static_iter(pieces(COLUMNS, COLUMNS)):
             tile = ct.load(KEYS, (page, row, at), (1, 1, width), check_bounds=False, latency=LATENCY, allow_tma=False)
             tiles = (*tiles, tile)
     return tiles
@@ -62,7 +64,7 @@ def _store(OUT, token, place, tiles, COLUMNS, GROUP):
         ct.store(first, (token, place, 0), columns, check_bounds=WIDTH != COLUMNS - ROTATED, allow_tma=False)
         ct.store(OUT, (token, place, COLUMNS // ROTATED - 1), rope, check_bounds=False, allow_tma=False)
     else:
-        for i, width, at in ct.static_iter(_pieces(COLUMNS)):
+        for i, width, at in ct.static_iter(pieces(COLUMNS, COLUMNS)):
             ct.store(OUT, (token, place, at), tiles[i], check_bounds=False, allow_tma=False)
 
 
@@ -118,14 +120,14 @@ def sparse_decode_gather_kernel(
         if last:
             ct.scatter(COUNT, token, place)
 
-    length = _length(INDICES, LENGTH, token, HAS_LENGTH)
+    length = list_length(INDICES, LENGTH, token, HAS_LENGTH)
     if MORE:
         pieces = ct.cdiv(INDICES.shape[1], ROWS)
         if piece < pieces:
             copy(INDICES, length, KEYS, SCALES, ROPE, piece * ROWS, 0)
         else:
             earlier = _count(INDICES, token, length, KEYS.shape[0] * KEYS.shape[1], LIST)
-            more_length = _length(MORE_INDICES, MORE_LENGTH, token, HAS_LENGTH)
+            more_length = list_length(MORE_INDICES, MORE_LENGTH, token, HAS_LENGTH)
             copy(MORE_INDICES, more_length, MORE_KEYS, MORE_SCALES, MORE_ROPE, (piece - pieces) * ROWS, earlier)
     else:
         copy(INDICES, length, KEYS, SCALES, ROPE, piece * ROWS, 0)
