@@ -10,7 +10,13 @@ from tilewright.ops import attention_decode as decode
 from tilewright.ops.sparse_decode import Config, Problem, pack_kv, plan, reference, space, sparse_decode, unpack_kv
 
 PAGES, PAGE, HEADS, DIM = 6, 16, 5, 64
-CONFIGS = [Config(0, decode.Config(32, 1, rows=16)), Config(0, decode.Config(16, 3, rows=4)), Config(4, decode.Config(16, 1)), Config(8, decode.Config(32, 3, True)), Config(2, decode.Config(16, 2, heads=1))]
+CONFIGS = [
+    Config(0, decode.Config(32, 1, rows=16)),
+    Config(0, decode.Config(16, 3, rows=4)),
+    Config(4, decode.Config(16, 1)),
+    Config(8, decode.Config(32, 3, True)),
+    Config(2, decode.Config(16, 2, heads=1)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -195,15 +201,17 @@ def test_every_byte_of_the_wide_layout():
     assert int((row[:512] != 0).sum()) == 1
 
 
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-2]])
 @pytest.mark.parametrize("columns", [512, 576])
-def test_an_8_bit_cache_is_its_values(columns):
+def test_an_8_bit_cache_is_its_values(columns, config):
     """Trap: scales of a cache that are folded into 8-bit codes lose a quarter of the accuracy; here they meet in fp32."""
     q, rows = torch.randn(2, 3, 1, columns).bfloat16(), (torch.randn(4, 10, columns) * 3).bfloat16()
     cache, indices = pack_kv(rows), lists(2, 1, 30, 40)
-    found = sparse_decode(q, cache, indices, scale=0.05, return_lse=True)
-    wanted = sparse_decode(q, unpack_kv(cache), indices, scale=0.05, return_lse=True)
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a, b)
+    with forced_config(plan, config):
+        found = sparse_decode(q, cache, indices, scale=0.05, return_lse=True)
+        wanted = sparse_decode(q, unpack_kv(cache), indices, scale=0.05, return_lse=True)
+    torch.testing.assert_close(found[0], wanted[0], rtol=2**-7, atol=0)  # sums of other tiles of columns: a rounding at most
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-6, atol=1e-6)
 
 
 def test_a_page_of_another_length_or_stride_changes_nothing():
@@ -220,13 +228,23 @@ def test_a_page_of_another_length_or_stride_changes_nothing():
 
 def test_gathering_and_attention_are_one_plan():
     p = Problem(16, 64, 128, 512, 512, torch.bfloat16, torch.float8_e4m3fn, sinks=True)
-    with traced(Device.named("H200")) as launches:
+    gathers = next(c for c in space(p, Device.named("H200")) if c.rows)
+    with traced(Device.named("H200")) as launches, forced_config(plan, gathers):
         sparse_decode(**p.inputs(torch.device("meta")))
     names = [launch.plan.name for launch in launches]
     assert names[:2] == ["sparse_decode_gather_kernel", "attention_decode_kernel"]
     assert launches[1].plan == launches[0].plan.then
     (shape, dtype), (count, _) = launches[0].plan.workspace
     assert (shape, dtype, count) == ((16, 640, 512), torch.bfloat16, (16,))
+
+
+def test_without_gathering_there_is_one_kernel_and_a_merge_if_ranges_are_several():
+    for batch, names in ((1, ["sparse_decode_kernel", "attention_decode_merge_kernel"]), (128, ["sparse_decode_kernel"])):
+        p = Problem(batch, 64, 128, 512, 512, torch.bfloat16, sinks=True)
+        with traced(Device.named("H200")) as launches, forced_config(plan, next(c for c in space(p, Device.named("H200")) if not c.rows)):
+            sparse_decode(**p.inputs(torch.device("meta")))
+        assert [launch.plan.name for launch in launches] == names
+        assert not any(dtype == torch.bfloat16 for _, dtype in launches[0].plan.workspace)
 
 
 def test_lengths_change_no_plan():

@@ -108,7 +108,7 @@ def sparse_decode_out(
     if chosen.kernel is sparse_decode_kernel:
         lse, sinks = q if lse is None else lse, q if sinks is None else sinks
         found = out if chosen.then is None else chosen.scratch(q.device)[0]
-        launch(chosen, *first[:3], *second[:3], q, found, lse, sinks, scale * LOG2E)
+        launch(chosen, *first, *second, q, found, lse, sinks, scale * LOG2E)
         if chosen.then is not None:
             launch(chosen.then, found, out, lse, q, sinks)
         return

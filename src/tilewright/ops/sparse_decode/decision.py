@@ -131,7 +131,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     decodes = list(dict.fromkeys(_fewer_splits(p, c) for c in decode.space(p.decode, device)))
     if device.is_cpu:
         # Each row is several calls of numpy either way, and code for each is generated.
-        return [Config(8, decodes[0]), Config(4, decodes[1]), *(Config(0, decode.Config(64, n, rows=16)) for n in (1, 2) if p.cache_dtype is None)]
+        return [Config(8, decodes[0]), Config(4, decodes[1]), *(Config(0, decode.Config(64, n, rows=16)) for n in (1, 2))]
     # Few rows: short pieces, so that there is a block for every SM.
     sizes = (8, 4, 16) if p.batch * p.q_len * p.keys < 16 * 2 * device.sms else (16, 8, 32)
     gathered = [*(Config(sizes[0], c) for c in decodes), *(Config(n, decodes[0]) for n in sizes[1:])]
@@ -139,12 +139,14 @@ def space(p: Problem, device: Device) -> list[Config]:
 
 
 def _fused(p: Problem, device: Device) -> list[Config]:
-    """Configs that gather nothing: Hopper keeps its wgmma for rows that are 16 bits wide, and holds the sums of 64 heads."""
-    if device.arch != "sm_90" or p.cache_dtype is not None:
+    """Configs that gather nothing: Hopper keeps its wgmma, and holds the sums of 64 heads."""
+    if device.arch != "sm_90":
         return []
     tiles = p.batch * p.q_len * -(-p.q_heads // 64)
     splits = min(max(1, device.sms // tiles), -(-p.keys // 64))
-    shapes = [decode.Config(tile_n, splits, latency=8, occupancy=1, num_worker_warps=8, rows=64) for tile_n in (64, 32)]
+    # 64 rows of codes beside their widened values take more registers than there are.
+    sizes = (64, 32) if p.cache_dtype is None else (32,)
+    shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64) for n in sizes for latency in (8, 2)]
     return [Config(0, _fewer_splits(p, shape)) for shape in shapes]
 
 
@@ -159,14 +161,14 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Gathering, and behind it the launches of attention_decode; or one kernel for both, and behind it the merge of attention_decode."""
     tokens = p.batch * p.q_len
     attend = decode.plan(p.decode, c.decode, device)
+    group = 0 if p.cache_dtype is None else GROUP[BYTES[p.head_dim]]
     if not c.rows:
         grid = (c.decode.splits * -(-p.q_heads // c.decode.rows), tokens)
         flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, c.decode.splits > 1)
-        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, p.columns, c.decode.tile_n, c.decode.latency)
+        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, c.decode.latency)
         return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused)
     pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
     count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))
-    group = 0 if p.cache_dtype is None else GROUP[BYTES[p.head_dim]]
     constants = (p.has_length, p.more_topk > 0, p.head_dim, group, c.rows, count, c.latency)
     workspace = (((tokens, p.keys, p.head_dim), p.dtype), ((tokens,), torch.int32))
     return Plan(sparse_decode_gather_kernel, (pieces, tokens), constants, None, None, c.num_worker_warps, workspace, attend)

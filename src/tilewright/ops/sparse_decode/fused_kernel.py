@@ -1,4 +1,4 @@
-"""Tile code of `sparse_decode` for 16-bit caches: attention that reads the rows where they are."""
+"""Tile code of `sparse_decode` in one kernel: attention that reads the rows where they are."""
 
 import math
 
@@ -8,7 +8,6 @@ from ..attention_common import FLOOR, LN2, LOG2E, sink_factor, softmax_step
 from .kernel import list_length, pieces
 
 ZERO = ct.PaddingMode.ZERO
-MOST = 256  # columns of a tile
 
 
 @ct.kernel
@@ -16,9 +15,13 @@ def sparse_decode_kernel(
     INDICES,
     LENGTH,
     KEYS,
+    SCALES,
+    ROPE,
     MORE_INDICES,
     MORE_LENGTH,
     MORE_KEYS,
+    MORE_SCALES,
+    MORE_ROPE,
     Q,
     OUT,
     LSE,
@@ -32,16 +35,20 @@ def sparse_decode_kernel(
     HEADS: ct.Constant[int],
     ROWS: ct.Constant[int],
     COLUMNS: ct.Constant[int],
+    GROUP: ct.Constant[int],
     V_COLUMNS: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """One block: ROWS heads of one token over one range of the entries of both lists. Grid (splits x tiles of HEADS heads, tokens), the heads innermost.
+    """One block: ROWS heads of one token over one range of the entries of both lists.
 
+    Grid (splits x tiles of the HEADS heads, tokens), the heads innermost: they read the same rows.
     Lists, lengths and caches as in `sparse_decode_gather_kernel`. Q [tokens, HEADS, 1, COLUMNS]. Without SPLIT: OUT [tokens, HEADS, 1, V_COLUMNS],
     LSE [tokens, HEADS, 1]. With SPLIT OUT holds partials as those of attention_decode, whose merge follows.
     SINKS fp32 [HEADS]. scale: of the scores, times log2(e).
     """
+    # A tile of codes has one scale a row: with several, the compiler takes HMMA in place of HGMMA and spills (sm_90, 256 columns).
+    MOST = 64 if GROUP else 256
     row_tiles = ct.cdiv(HEADS, ROWS)
     heads, split, token = ct.bid(0) % row_tiles, ct.bid(0) // row_tiles, ct.bid(1)
     length = list_length(INDICES, LENGTH, token, HAS_LENGTH)
@@ -61,7 +68,7 @@ def sparse_decode_kernel(
             sums = (*sums, ct.zeros((ROWS, width), ct.float32))
     state = (sums, ct.full((ROWS, 1), FLOOR, ct.float32), ct.zeros((ROWS, 1), ct.float32))
 
-    def walk(INDICES, length, KEYS, first, last, state):
+    def walk(INDICES, length, KEYS, SCALES, ROPE, first, last, state):
         page_size, rows = KEYS.shape[1], KEYS.shape[0] * KEYS.shape[1]
 
         def named(j):
@@ -71,31 +78,43 @@ def sparse_decode_kernel(
             entry = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
             return ct.where((entry < length) & (row < rows), row, -1)
 
+        def load(page, row, seen, i, width, at):
+            """Columns of a tile of rows, zeros for holes."""
+            column = ct.expand_dims(ct.arange(width, dtype=ct.int32), 0)
+            if GROUP == 0:
+                return ct.gather(KEYS, (page, row, at * width + column), mask=seen, check_bounds=False, latency=LATENCY)
+            if (i + 1) * width == COLUMNS:
+                return ct.gather(ROPE, (page, row, column), mask=seen, check_bounds=False, latency=LATENCY)
+            codes = ct.gather(KEYS, (page, row, at * width + column), mask=seen, check_bounds=False, latency=LATENCY)
+            scale = ct.gather(SCALES, (page, row, at * width // GROUP), mask=seen, check_bounds=False, latency=LATENCY)
+            if SCALES.dtype == ct.uint8:  # the exponent of a power of two
+                scale = ct.bitcast(scale.astype(ct.int32) << 23, ct.float32)
+            return (codes.astype(ct.float32) * scale).astype(Q.dtype)
+
         row = named(first)
         for j in range(first, last):
             sums, maximum, denominator = state
             seen = row >= 0
             inside = ct.where(seen, row, 0)
-            page, within, loaded = ct.expand_dims(inside // page_size, 1), ct.expand_dims(inside % page_size, 1), ct.expand_dims(seen, 1)
+            at_row = ct.expand_dims(inside // page_size, 1), ct.expand_dims(inside % page_size, 1), ct.expand_dims(seen, 1)
             ks: tuple = ()
             for i, width, at in ct.static_iter(pieces(COLUMNS, MOST)):
-                column = at * width + ct.expand_dims(ct.arange(width, dtype=ct.int32), 0)
-                ks = (*ks, ct.gather(KEYS, (page, within, column), mask=loaded, check_bounds=False, latency=LATENCY))  # zeros for holes
+                ks = (*ks, load(*at_row, i, width, at))
             row = named(j + 1)  # before the products: the next step's loads wait for nothing else
             scores = ct.zeros((ROWS, TILE_N), ct.float32)
             for i in ct.static_iter(range(len(qs))):
                 scores = ct.mma(qs[i], ct.transpose(ks[i]), scores)
             scores = ct.where(ct.expand_dims(seen, 0), scores, -math.inf)
-            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, KEYS.dtype, 1, 1)
+            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, Q.dtype, 1, 1)
             totals: tuple = ()
             for i in ct.static_iter(range(len(sums))):
                 totals = (*totals, ct.mma(weights, ks[i], sums[i] * factor))
             state = (totals, maximum, denominator)
         return state
 
-    state = walk(INDICES, length, KEYS, first, min(last, tiles), state)
+    state = walk(INDICES, length, KEYS, SCALES, ROPE, first, min(last, tiles), state)
     if MORE:
-        state = walk(MORE_INDICES, more_length, MORE_KEYS, max(first, tiles) - tiles, last - tiles, state)
+        state = walk(MORE_INDICES, more_length, MORE_KEYS, MORE_SCALES, MORE_ROPE, max(first, tiles) - tiles, last - tiles, state)
     sums, maximum, denominator = state
 
     if SPLIT:
