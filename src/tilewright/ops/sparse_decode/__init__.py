@@ -1,12 +1,12 @@
 """Attention of a few new tokens over the cached rows that lists of indices name: out = softmax(scale * q k^T, sink) v, per head.
 
 All heads share one key head; v is the first columns of k. A token's list names rows of a paged cache; a second list may name rows of another
-cache, and one softmax covers both (DeepSeek-V4: a window, and compressed keys that an indexer chose). The first kernel brings the rows of each
-token together, without gaps, and widens 8-bit ones; the kernels of attention_decode, over as many rows as there are, do the rest.
+cache, and one softmax covers both (DeepSeek-V4: a window, and compressed keys that an indexer chose). Two algorithms: one kernel that reads the rows
+where they are; or one that brings the rows of each token together, without gaps and 16 bits wide, in front of the kernels of attention_decode.
 
 Source    DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1 (DeepSeek sparse attention); the layouts of 8-bit caches are those of FlashMLA.
 Numerics  As attention_decode. 8-bit columns are code * scale in fp32, rounded to bf16.
-Bound     Memory: the rows that are named. They are written and read once more, which stays in L2 while they are less than half of it.
+Bound     Memory: the rows that are named, once; gathered ones are written and read once more. From about 100 heads the products.
 """
 
 from typing import Any, Optional
