@@ -144,9 +144,10 @@ def _fused(p: Problem, device: Device) -> list[Config]:
         return []
     tiles = p.batch * p.q_len * -(-p.q_heads // 64)
     splits = min(max(1, device.sms // tiles), -(-p.keys // 64))
-    # 64 rows of codes beside their widened values take more registers than there are.
-    sizes = (64, 32) if p.cache_dtype is None else (32,)
-    shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64) for n in sizes for latency in (8, 2)]
+    # (tile_n, latency). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results, the four
+    # tiles of 32 rows that the compiler keeps in flight at latency 2.
+    walks = [(32, 8), (32, 2)] if p.cache_dtype is not None else [(64, 8), (32, 4), (32, 2)] if splits == 1 else [(64, 8), (32, 4)]
+    shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64) for n, latency in walks]
     return [Config(0, _fewer_splits(p, shape)) for shape in shapes]
 
 
@@ -165,7 +166,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     if not c.rows:
         grid = (c.decode.splits * -(-p.q_heads // c.decode.rows), tokens)
         flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, c.decode.splits > 1)
-        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, c.decode.latency)
+        ahead = c.decode.tile_n > 32 or p.cache_dtype is not None
+        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, ahead, c.decode.latency)
         return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused)
     pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
     count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))

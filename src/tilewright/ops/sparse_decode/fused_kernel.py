@@ -38,6 +38,7 @@ def sparse_decode_kernel(
     GROUP: ct.Constant[int],
     V_COLUMNS: ct.Constant[int],
     TILE_N: ct.Constant[int],
+    AHEAD: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
     """One block: ROWS heads of one token over one range of the entries of both lists.
@@ -45,7 +46,8 @@ def sparse_decode_kernel(
     Grid (splits x tiles of the HEADS heads, tokens), the heads innermost: they read the same rows.
     Lists, lengths and caches as in `sparse_decode_gather_kernel`. Q [tokens, HEADS, 1, COLUMNS]. Without SPLIT: OUT [tokens, HEADS, 1, V_COLUMNS],
     LSE [tokens, HEADS, 1]. With SPLIT OUT holds partials as those of attention_decode, whose merge follows.
-    SINKS fp32 [HEADS]. scale: of the scores, times log2(e).
+    SINKS fp32 [HEADS]. scale: of the scores, times log2(e). AHEAD: a tile of entries is loaded one step before its rows; where the compiler itself
+    keeps several tiles of rows in flight, that keeps it from doing so.
     """
     # A tile of codes has one scale a row: with several, the compiler takes HMMA in place of HGMMA and spills (sm_90, 256 columns).
     MOST = 64 if GROUP else 256
@@ -91,16 +93,18 @@ def sparse_decode_kernel(
                 scale = ct.bitcast(scale.astype(ct.int32) << 23, ct.float32)
             return (codes.astype(ct.float32) * scale).astype(Q.dtype)
 
-        row = named(first)
+        following = named(first) if AHEAD else 0
         for j in range(first, last):
             sums, maximum, denominator = state
+            row = following if AHEAD else named(j)
             seen = row >= 0
             inside = ct.where(seen, row, 0)
             at_row = ct.expand_dims(inside // page_size, 1), ct.expand_dims(inside % page_size, 1), ct.expand_dims(seen, 1)
             ks: tuple = ()
             for i, width, at in ct.static_iter(pieces(COLUMNS, MOST)):
                 ks = (*ks, load(*at_row, i, width, at))
-            row = named(j + 1)  # before the products: the next step's loads wait for nothing else
+            if AHEAD:
+                following = named(j + 1)
             scores = ct.zeros((ROWS, TILE_N), ct.float32)
             for i in ct.static_iter(range(len(qs))):
                 scores = ct.mma(qs[i], ct.transpose(ks[i]), scores)
