@@ -144,9 +144,11 @@ def _fused(p: Problem, device: Device) -> list[Config]:
         return []
     tiles = p.batch * p.q_len * -(-p.q_heads // 64)
     splits = min(max(1, device.sms // tiles), -(-p.keys // 64))
-    # (tile_n, latency). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results, the four
-    # tiles of 32 rows that the compiler keeps in flight at latency 2.
-    walks = [(32, 8), (32, 2)] if p.cache_dtype is not None else [(64, 8), (32, 4), (32, 2)] if splits == 1 else [(64, 8), (32, 4)]
+    # (tile_n, latency). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results or queries
+    # of 576 columns, the tiles of 32 rows that the compiler keeps in flight at latency 2.
+    walks = [(64, 8), (32, 4)] if p.cache_dtype is None else [(32, 8), (32, 2)]
+    if p.cache_dtype is None and splits == 1 and p.head_dim <= 512:
+        walks.append((32, 2))
     shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64) for n, latency in walks]
     return [Config(0, _fewer_splits(p, shape)) for shape in shapes]
 
