@@ -25,6 +25,7 @@ from .ops.sample import sample
 from .ops.silu_mul import silu_mul
 from .ops.silu_mul_quant import silu_mul_quant
 from .ops.softmax import softmax
+from .ops.sparse_decode import pack_kv, sparse_decode, unpack_kv
 
 if TYPE_CHECKING:
     from .models.patch import patch
@@ -48,6 +49,7 @@ __all__ = [
     "mla_decode",
     "moe",
     "moe_route",
+    "pack_kv",
     "patch",
     "quantize_fp8",
     "rms_norm",
@@ -57,6 +59,8 @@ __all__ = [
     "silu_mul",
     "silu_mul_quant",
     "softmax",
+    "sparse_decode",
+    "unpack_kv",
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..ops.scaling import FAST_SUM
+from ..ops.sparse_decode import unpack_kv
 
 Inputs = dict[str, Any]
 
@@ -356,6 +357,26 @@ def _mla_as_decode(call: Callable[..., Any]) -> Callable[..., Any]:
     return mla
 
 
+def _sparse_decode(q, cache, indices, topk_length=None, *, scale, extra_cache=None, extra_indices=None, sinks=None, v_dim=None, **unused):
+    """Rows by index, 8-bit ones widened after that, two batched products, and a column for the sink."""
+    batch, q_heads, q_len, head_dim = q.shape
+    chosen = []
+    for rows, lists in ((cache, indices), (extra_cache, extra_indices)):
+        if rows is not None:
+            rows = unpack_kv(rows, q.dtype) if rows.dtype == torch.uint8 else rows
+            chosen.append(rows.view(-1, head_dim)[lists.view(batch * q_len, -1)])
+    k = torch.cat(chosen, 1)  # [tokens, rows, columns]
+    scores = torch.matmul(q.transpose(1, 2).reshape(-1, q_heads, head_dim), k.mT) * scale
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(q.dtype).view(1, -1, 1).expand(len(scores), -1, 1)), -1)
+    out = torch.matmul(scores.softmax(-1)[..., : k.shape[1]], k[..., : min(head_dim, 512) if v_dim is None else v_dim])
+    return out.view(batch, q_len, q_heads, -1).transpose(1, 2)
+
+
+def _plain_sparse_decode(inputs: Inputs) -> bool:
+    return inputs.get("topk_length") is None and not inputs.get("return_lse")
+
+
 def _plain_mla_decode(inputs: Inputs) -> bool:
     return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table"))
 
@@ -489,6 +510,11 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "mla_decode": (
         Peer("sdpa", _mla_as_decode(_sdpa_rows_decode), _plain_mla_decode),
         Peer("cublas", _mla_as_decode(_bmm_decode), _plain_mla_decode),
+    ),
+    "sparse_decode": (
+        # It widens the whole of an 8-bit cache.
+        Peer("torch.eager", _sparse_decode, lambda inputs: _plain_sparse_decode(inputs) and inputs["cache"].dtype != torch.uint8),
+        Peer("torch.compile", _compiled(_sparse_decode), _plain_sparse_decode),
     ),
     "merge_states": (Peer("torch.eager", _merge_states), Peer("torch.compile", _compiled(_merge_states))),
 }

@@ -26,6 +26,7 @@ from . import (
     silu_mul,
     silu_mul_quant,
     softmax,
+    sparse_decode,
 )
 
 ALL = (
@@ -42,6 +43,7 @@ ALL = (
     kv_append,
     merge_states,
     mla_decode,
+    sparse_decode,
     dropout,
     layer_norm,
     embedding,
