@@ -32,7 +32,12 @@ LINES = (
     ("grouped_gemm", "grouped_gemm", lambda r: "grouped_mm" in r["peers"], "grouped_mm"),
     ("moe", "moe", lambda r: True, "grouped_mm"),
     ("attention", "attention", lambda r: True, "cudnn"),
-    ("attention_decode", "attention_decode", lambda r: True, "sdpa"),
+    ("mla", "mla", lambda r: True, "cudnn"),
+    ("attention_decode", "attention_decode", lambda r: r["problem"]["head_dim"] <= 256, "sdpa"),
+    ("attention_decode, one key head of 512", "attention_decode", lambda r: "cublas" in r["peers"] and r["problem"]["head_dim"] > 256, "cublas"),
+    ("mla_decode", "mla_decode", lambda r: "cublas" in r["peers"], "cublas"),
+    ("merge_states", "merge_states", lambda r: True, "torch.compile"),
+    ("kv_append", "kv_append", lambda r: True, "torch.compile"),
 )
 PEER_WORDS = {
     "cublas": "cuBLAS", "cudnn": "cuDNN SDPA", "sdpa": "flash SDPA", "scaled_mm": "torch._scaled_mm", "grouped_mm": "torch._grouped_mm",
