@@ -10,6 +10,8 @@ attention, `active` and the residual stream are rounded to it, the stream once a
 
 import math
 
+from typing import Annotated, Any
+
 import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR, LOG2E, softmax_step
@@ -17,39 +19,62 @@ from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from .program import Kind
 
 ZERO = ct.PaddingMode.ZERO
+
+
+def _load(array, index, shape):
+    """A tile that lies inside its array, by plain loads where it is needed: loads in flight across a loop or a barrier are in registers, by hand.
+
+    Left to itself the compiler keeps five steps of every loop in flight, or gives half of the threads to TMA: both spill in a kernel of so many loops.
+    """
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
+
+
+def _store(array, index, tile):
+    ct.store(array, index, tile, check_bounds=False, allow_tma=False)
+
+
 QKV, ATTENTION, OUT, GATE_UP, DOWN, HEAD = (int(kind) for kind in list(Kind)[:6])
+
+
+def _fixed(dims: int) -> Any:
+    """An array whose shape and strides are known when compiling: tiles are then one address and constant offsets from it."""
+    every = tuple(range(dims))
+    return Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=every, static_stride_dims=every)]
+
+
+Vector, Matrix, Stack, Stacks = (_fixed(dims) for dims in (1, 2, 3, 4))
 
 
 @ct.kernel
 def mega_kernel(
-    PROGRAM,
-    STARTS,
-    ARRIVED,
-    TURN,
-    STUCK,
-    TOKENS,
-    COUNTERS,
-    RECENT,
-    CLOCK,
-    EMBEDDING,
-    NORMS,
-    W_QKV,
-    W_OUT,
-    W_GATE_UP,
-    W_DOWN,
-    W_HEAD,
-    COS,
-    SIN,
-    K,
-    V,
-    HEADS,
-    PARTS,
-    MAXIMA,
-    DENOMINATORS,
-    STREAM,
-    ACTIVE,
-    LOGITS,
-    BEST,
+    PROGRAM: Matrix,
+    STARTS: Matrix,
+    ARRIVED: Matrix,
+    TURN: Vector,
+    STUCK: Vector,
+    TOKENS: Vector,
+    COUNTERS: Matrix,
+    RECENT: Matrix,
+    CLOCK: Vector,
+    EMBEDDING: Matrix,
+    NORMS: Matrix,
+    W_QKV: Stack,
+    W_OUT: Stack,
+    W_GATE_UP: Stack,
+    W_DOWN: Stack,
+    W_HEAD: Stack,
+    COS: Matrix,
+    SIN: Matrix,
+    K: Stacks,
+    V: Stacks,
+    HEADS: Stack,
+    PARTS: Stacks,
+    MAXIMA: Stack,
+    DENOMINATORS: Stack,
+    STREAM: Matrix,
+    ACTIVE: Matrix,
+    LOGITS: Matrix,
+    BEST: Matrix,
     steps: int,
     eps: float,
     scale: float,
@@ -60,12 +85,15 @@ def mega_kernel(
     SPLITS: ct.Constant[int],
     BLOCKS: ct.Constant[int],
     COLS: ct.Constant[tuple[int, int, int]],
+    CHUNKS: ct.Constant[tuple[int, int, int]],
     ROWS: ct.Constant[tuple[int, int, int, int, int]],
-    TILE_Q: ct.Constant[tuple[int, int, int]],
-    TILE_S: ct.Constant[tuple[int, int]],
+    DEPTH: ct.Constant[int],
+    TILE_Q: ct.Constant[int],
+    TILE_B: ct.Constant[int],
+    TILE_P: ct.Constant[int],
+    MERGED: ct.Constant[int],
     SPAN: ct.Constant[int],
     TILE_KV: ct.Constant[int],
-    LATENCY: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
     """The first `steps` phases of PROGRAM. Grid (BLOCKS,), all of them resident.
@@ -74,12 +102,13 @@ def mega_kernel(
     STUCK [2] with LIMIT > 0: phase + 1 and block that gave up waiting after LIMIT looks; COUNTERS [2, ..] position and keys. int64: TOKENS [..],
     RECENT [.., ..], CLOCK [2], as `engine.state.State` has them.
     Weights, of L layers: EMBEDDING [vocab, HIDDEN], NORMS [2 L + 1, HIDDEN], W_QKV [L, heads * head_dim, HIDDEN], W_OUT [L, HIDDEN, q_heads * head_dim],
-    W_GATE_UP [L, inter, 2, HIDDEN], W_DOWN [L, HIDDEN, inter], W_HEAD [1, vocab, HIDDEN]. COS, SIN fp32 [max_len, HALF].
+    W_GATE_UP [L, 2 * inter, HIDDEN] (gate and up take turns), W_DOWN [L, HIDDEN, inter], W_HEAD [1, vocab, HIDDEN]. COS, SIN fp32 [max_len, HALF].
     Cache: K, V [L, KV_HEADS, max_len, 2 * HALF]. Values: HEADS [L, Q_HEADS + 2 KV_HEADS, 2 * HALF], PARTS fp32 [L, SPLITS, Q_HEADS, 2 * HALF], MAXIMA and
     DENOMINATORS fp32 [L, SPLITS, Q_HEADS], STREAM [2 L, HIDDEN] behind attention and MLP of each layer, ACTIVE [L, inter], LOGITS [1, vocab],
     BEST int32 [2, BLOCKS].
-    scale: of scores, times log2(e). COLS: tile widths of HIDDEN, q_heads * head_dim, inter. ROWS: of tiles of qkv, out, gate and up, down, head.
-    TILE_Q: powers of two from a group, from Q_HEADS and from BLOCKS on. TILE_S: a power of two from SPLITS on, and how many are read at once.
+    scale: of scores, times log2(e). Tiles of weights are ROWS (of qkv, out, gate and up, down, head) by a whole row, that is CHUNKS of COLS columns
+    (of HIDDEN, q_heads * head_dim, inter); DEPTH of them are under way at once. TILE_Q, TILE_B, TILE_P: powers of two from a group of query heads, from BLOCKS
+    and from the number of phases on. SPLITS: a power of two; MERGED: a part of it, ranges whose results are read at once.
     """
     block = ct.bid(0)
     turn = ct.load(TURN, (0,), ())
@@ -93,8 +122,7 @@ def mega_kernel(
     ranges = ct.cdiv(position + 1, span)
 
     if block == 0:
-        for other in range(ARRIVED.shape[1]):
-            ct.store(ARRIVED, (1 - turn, other), 0)
+        ct.store(ARRIVED, (1 - turn, 0), ct.zeros((1, TILE_P), ct.int32), allow_tma=False)
 
     def wait(phase):
         seen = ct.load(ARRIVED, (turn, phase), (), memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=ct.MemoryScope.DEVICE)
@@ -111,25 +139,67 @@ def mega_kernel(
     def stream(row, tile, WIDTH):
         """fp32 [1, WIDTH] of the residual stream: row 0 is the token's embedding."""
         if row == 0:
-            x = ct.load(EMBEDDING, (token, tile), (1, WIDTH), padding_mode=ZERO, allow_tma=False)
+            x = _load(EMBEDDING, (token, tile), (1, WIDTH))
         else:
-            x = ct.load(STREAM, (row - 1, tile), (1, WIDTH), padding_mode=ZERO, allow_tma=False)
+            x = _load(STREAM, (row - 1, tile), (1, WIDTH))
         return x.astype(ct.float32)
 
     def normed(row, norm):
-        x = stream(row, 0, COLS[0])
-        weight = ct.load(NORMS, (norm, 0), (1, COLS[0]), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-        x = (x * (1.0 / ct.sqrt(ct.sum(x * x) * (1.0 / HIDDEN) + eps))).astype(dtype).astype(ct.float32)
-        return (x * weight).astype(dtype).astype(ct.float32)
+        """CHUNKS[0] tiles fp32 [1, COLS[0]]."""
+        xs: tuple = ()
+        squares = ct.zeros((1, COLS[0]), ct.float32)
+        for i in ct.static_iter(range(CHUNKS[0])):
+            x = stream(row, i, COLS[0])
+            squares = squares + x * x
+            xs = (*xs, x)
+        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
+        found: tuple = ()
+        for i in ct.static_iter(range(CHUNKS[0])):
+            weight = _load(NORMS, (norm, i), (1, COLS[0])).astype(ct.float32)
+            found = (*found, ((xs[i] * rstd).astype(dtype).astype(ct.float32) * weight).astype(dtype).astype(ct.float32))
+        return found
 
-    def product(W, layer, unit, x, N, K):
-        """fp32 [N]: rows of W [layers, rows, k] times x [1, K]."""
-        w = ct.load(W, (layer, unit, 0), (1, N, K), padding_mode=ZERO, latency=LATENCY).reshape((N, K))
-        return ct.sum(w.astype(ct.float32) * x, axis=1)
+    def each_tile(step, W, layer, N, SHAPE, prepare, use, state):
+        """use(unit, fp32 [N], state) for each of this block's tiles of W [layers, rows, columns] times what prepare() gives; the last state.
 
-    def rotated(first, second):
-        cos = ct.load(COS, (position, 0), (1, HALF), allow_tma=False)
-        sin = ct.load(SIN, (position, 0), (1, HALF), allow_tma=False)
+        The first tiles are under way before this block waits for the phase before, whose values prepare() reads. SHAPE: chunks, and columns of one.
+        """
+        first, last = ct.load(STARTS, (SHAPE[2], block), ()), ct.load(STARTS, (SHAPE[2], block + 1), ())
+
+        def tile(unit):
+            chunks: tuple = ()
+            for i in ct.static_iter(range(SHAPE[0])):
+                w = _load(W, (layer, unit, i), (1, N, SHAPE[1]))
+                chunks = (*chunks, w.reshape((N, SHAPE[1])))
+            return chunks
+
+        def product(chunks, xs):
+            acc = chunks[0].astype(ct.float32) * xs[0]
+            for i in ct.static_iter(range(1, SHAPE[0])):
+                acc = acc + chunks[i].astype(ct.float32) * xs[i]
+            return ct.sum(acc, axis=1)
+
+        ahead: tuple = ()
+        for i in ct.static_iter(range(DEPTH)):
+            ahead = (*ahead, tile(max(0, min(first + i, last - 1))))  # a block without so many reads one again, to no use
+        if step > 0:
+            wait(step - 1)
+        xs = prepare()
+        rest = max(first, last - DEPTH)
+        for unit in range(first, rest):
+            state = use(unit, product(ahead[0], xs), state)
+            rotated: tuple = ()
+            for i in ct.static_iter(range(1, DEPTH)):
+                rotated = (*rotated, ahead[i])
+            ahead = (*rotated, tile(unit + DEPTH))
+        for i in ct.static_iter(range(DEPTH)):
+            if rest + i < last:
+                state = use(rest + i, product(ahead[i], xs), state)
+        return state
+
+    def turned(first, second):
+        cos = _load(COS, (position, 0), (1, HALF))
+        sin = _load(SIN, (position, 0), (1, HALF))
         return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
 
     def attend(layer, head, split):
@@ -139,109 +209,131 @@ def mega_kernel(
         Q = HEADS.slice(1, head * group, (head + 1) * group)
         halves: tuple = ()
         for i in ct.static_iter(range(2)):
-            q = ct.load(Q, (layer, 0, i), (1, TILE_Q[0], HALF), padding_mode=ZERO, allow_tma=False).reshape((TILE_Q[0], HALF)).astype(ct.float32)
-            k = ct.load(HEADS, (layer, Q_HEADS + head, i), (1, 1, HALF), allow_tma=False).reshape((1, HALF)).astype(ct.float32)
+            q = ct.load(Q, (layer, 0, i), (1, TILE_Q, HALF), padding_mode=ZERO, allow_tma=False).reshape((TILE_Q, HALF)).astype(ct.float32)
+            k = _load(HEADS, (layer, Q_HEADS + head, i), (1, 1, HALF)).reshape((1, HALF)).astype(ct.float32)
             halves = (*halves, q, k)
-        q_first, q_second = rotated(halves[0], halves[2])
-        k_first, k_second = rotated(halves[1], halves[3])
-        v = ct.load(HEADS, (layer, Q_HEADS + KV_HEADS + head, 0), (1, 1, head_dim), allow_tma=False).reshape((1, head_dim))
+        q_first, q_second = turned(halves[0], halves[2])
+        k_first, k_second = turned(halves[1], halves[3])
+        v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + head, 0), (1, 1, head_dim)).reshape((1, head_dim))
         if newest:
-            ct.store(K, (layer, head, position, 0), k_first.reshape((1, 1, 1, HALF)), allow_tma=False)
-            ct.store(K, (layer, head, position, 1), k_second.reshape((1, 1, 1, HALF)), allow_tma=False)
-            ct.store(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)), allow_tma=False)
-        own = q_first.astype(ct.float32) * k_first.astype(ct.float32) + q_second.astype(ct.float32) * k_second.astype(ct.float32)
-        own = ct.sum(own, axis=1).reshape((1, TILE_Q[0])) * scale
+            _store(K, (layer, head, position, 0), k_first.reshape((1, 1, 1, HALF)))
+            _store(K, (layer, head, position, 1), k_second.reshape((1, 1, 1, HALF)))
+            _store(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)))
+        q_first, q_second = q_first.astype(ct.float32), q_second.astype(ct.float32)
+        own = ct.sum(q_first * k_first.astype(ct.float32) + q_second * k_second.astype(ct.float32), axis=1, keepdims=True) * scale
         maximum = ct.where(newest, own, FLOOR)
-        denominator = ct.where(newest, ct.ones((1, TILE_Q[0]), ct.float32), 0.0)
-        total = ct.where(newest, ct.broadcast_to(v.astype(ct.float32).reshape((head_dim, 1)), (head_dim, TILE_Q[0])), 0.0)
-        q_first, q_second = ct.transpose(q_first), ct.transpose(q_second)
+        denominator = ct.where(newest, ct.ones((TILE_Q, 1), ct.float32), 0.0)
+        total = ct.where(newest, ct.broadcast_to(v.astype(ct.float32), (TILE_Q, head_dim)), 0.0)
         for j in range(begin // TILE_KV, ct.cdiv(end, TILE_KV)):
-            seen = (j * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((TILE_KV, 1)) < end
-            first = ct.load(K, (layer, head, j, 0), (1, 1, TILE_KV, HALF), padding_mode=ZERO).reshape((TILE_KV, HALF))
-            second = ct.load(K, (layer, head, j, 1), (1, 1, TILE_KV, HALF), padding_mode=ZERO).reshape((TILE_KV, HALF))
-            values = ct.load(V, (layer, head, j, 0), (1, 1, TILE_KV, head_dim), padding_mode=ZERO).reshape((TILE_KV, head_dim))
-            scores = ct.mma(second, q_second, ct.mma(first, q_first, ct.zeros((TILE_KV, TILE_Q[0]), ct.float32)))
-            scores = ct.where(seen, scores, -math.inf)
-            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 0, 1)
-            values = ct.where(seen, values, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
-            total = ct.mma(ct.transpose(values), weights, total * factor)
+            seen = j * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32) < end
+            first, second = _load(K, (layer, head, j, 0), (1, 1, TILE_KV, HALF)), _load(K, (layer, head, j, 1), (1, 1, TILE_KV, HALF))
+            values = _load(V, (layer, head, j, 0), (1, 1, TILE_KV, head_dim)).reshape((TILE_KV, head_dim))
+            scores = first.reshape((1, TILE_KV, HALF)).astype(ct.float32) * q_first.reshape((TILE_Q, 1, HALF))
+            scores = ct.sum(scores + second.reshape((1, TILE_KV, HALF)).astype(ct.float32) * q_second.reshape((TILE_Q, 1, HALF)), axis=2)
+            scores = ct.where(seen.reshape((1, TILE_KV)), scores, -math.inf)
+            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 1, 1)
+            values = ct.where(seen.reshape((TILE_KV, 1)), values, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+            weights = weights.astype(ct.float32).reshape((TILE_Q, TILE_KV, 1))
+            total = total * factor + ct.sum(weights * values.astype(ct.float32).reshape((1, TILE_KV, head_dim)), axis=1)
         mine = PARTS.slice(2, head * group, (head + 1) * group)
-        ct.store(mine, (layer, split, 0, 0), ct.transpose(total).reshape((1, 1, TILE_Q[0], head_dim)), allow_tma=False)
+        ct.store(mine, (layer, split, 0, 0), total.reshape((1, 1, TILE_Q, head_dim)), allow_tma=False)
         for array, state in ct.static_iter(((MAXIMA, maximum), (DENOMINATORS, denominator))):
-            ct.store(array.slice(2, head * group, (head + 1) * group), (layer, split, 0), state.reshape((1, 1, TILE_Q[0])), allow_tma=False)
+            ct.store(array.slice(2, head * group, (head + 1) * group), (layer, split, 0), state.reshape((1, 1, TILE_Q)), allow_tma=False)
 
     def attention(layer):
-        """fp32 [1, COLS[1]]: the ranges' results as one."""
-        used = ct.arange(TILE_S[0], dtype=ct.int32).reshape((TILE_S[0], 1)) < ranges
-        shape = (1, TILE_S[0], TILE_Q[1])
-        maxima = ct.load(MAXIMA, (layer, 0, 0), shape, padding_mode=ZERO, allow_tma=False).reshape(shape[1:])
-        denominators = ct.load(DENOMINATORS, (layer, 0, 0), shape, padding_mode=ZERO, allow_tma=False).reshape(shape[1:])
-        largest = ct.max(ct.where(used, maxima, FLOOR), axis=0, keepdims=True)
-        denominator = ct.sum(ct.where(used, denominators * ct.exp2(maxima - largest), 0.0), axis=0).reshape((TILE_Q[1], 1))
-        total = ct.zeros((TILE_Q[1], head_dim), ct.float32)
-        few = (1, TILE_S[1], TILE_Q[1])
-        for i in range(ct.cdiv(ranges, TILE_S[1])):
-            own = (i * TILE_S[1] + ct.arange(TILE_S[1], dtype=ct.int32)).reshape((TILE_S[1], 1)) < ranges
-            own_maxima = ct.load(MAXIMA, (layer, i, 0), few, padding_mode=ZERO, allow_tma=False).reshape(few[1:])
-            factors = ct.where(own, ct.exp2(own_maxima - largest), 0.0)
-            parts = ct.load(PARTS, (layer, i, 0, 0), (*few, head_dim), padding_mode=ZERO, allow_tma=False).reshape((*few[1:], head_dim))
-            parts = ct.where(own.reshape((TILE_S[1], 1, 1)), parts, 0.0)  # of a longer text, or never written
-            total = total + ct.sum(parts * factors.reshape((*few[1:], 1)), axis=0)
-        mixed = total / ct.where(denominator == 0.0, 1.0, denominator)  # heads that only fill the tile have none
-        return mixed.astype(dtype).astype(ct.float32).reshape((1, COLS[1]))
+        """CHUNKS[1] tiles fp32 [1, COLS[1]]: the ranges' results as one."""
+        heads = COLS[1] // head_dim
+        found: tuple = ()
+        for chunk in ct.static_iter(range(CHUNKS[1])):
+            maximum = ct.full((1, heads), FLOOR, ct.float32)
+            denominator = ct.zeros((1, heads), ct.float32)
+            total = ct.zeros((heads, head_dim), ct.float32)
+            for i in range(ct.cdiv(ranges, MERGED)):
+                used = (i * MERGED + ct.arange(MERGED, dtype=ct.int32)).reshape((MERGED, 1)) < ranges  # the others are of a longer text
+                state = (layer, i, chunk), (1, MERGED, heads)
+                maxima = _load(MAXIMA, *state).reshape((MERGED, heads))
+                denominators = _load(DENOMINATORS, *state).reshape((MERGED, heads))
+                parts = _load(PARTS, (*state[0], 0), (*state[1], head_dim))
+                parts = ct.where(used.reshape((MERGED, 1, 1)), parts.reshape((MERGED, heads, head_dim)), 0.0)
+                maxima = ct.where(used, maxima, FLOOR)
+                largest = ct.maximum(maximum, ct.max(maxima, axis=0, keepdims=True))
+                factors, shrink = ct.where(used, ct.exp2(maxima - largest), 0.0), ct.exp2(maximum - largest)
+                denominators = ct.where(used, denominators, 0.0)
+                denominator = denominator * shrink + ct.sum(denominators * factors, axis=0, keepdims=True)
+                total = total * shrink.reshape((heads, 1)) + ct.sum(parts * factors.reshape((MERGED, heads, 1)), axis=0)
+                maximum = largest
+            mixed = (total / denominator.reshape((heads, 1))).astype(dtype).astype(ct.float32)
+            found = (*found, mixed.reshape((1, COLS[1])))
+        return found
 
+    def active(layer):
+        xs: tuple = ()
+        for i in ct.static_iter(range(CHUNKS[2])):
+            xs = (*xs, _load(ACTIVE, (layer, i), (1, COLS[2])).astype(ct.float32))
+        return xs
+
+    hidden = (CHUNKS[0], COLS[0])
     for step in range(steps):
         kind, layer = ct.load(PROGRAM, (step, 0), ()), ct.load(PROGRAM, (step, 1), ())
-        first, last = ct.load(STARTS, (kind, block), ()), ct.load(STARTS, (kind, block + 1), ())
-        if step > 0:
-            wait(step - 1)
         if kind == QKV:
-            x = normed(2 * layer, 2 * layer)
-            for unit in range(first, last):
-                y = product(W_QKV, layer, unit, x, ROWS[0], COLS[0])
+
+            def put_qkv(unit, y, state):
                 per_head = head_dim // ROWS[0]
                 at = (layer, unit // per_head, unit % per_head)
-                ct.store(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])), allow_tma=False)
+                _store(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])))
+                return state
+
+            each_tile(step, W_QKV, layer, ROWS[0], (*hidden, QKV), lambda: normed(2 * layer, 2 * layer), put_qkv, ())
         elif kind == ATTENTION:
-            for unit in range(first, last):
+            wait(step - 1)
+            for unit in range(ct.load(STARTS, (ATTENTION, block), ()), ct.load(STARTS, (ATTENTION, block + 1), ())):
                 if unit % SPLITS < ranges:
                     attend(layer, unit // SPLITS, unit % SPLITS)
         elif kind == OUT:
-            x = attention(layer)
-            for unit in range(first, last):
-                y = product(W_OUT, layer, unit, x, ROWS[1], COLS[1]).reshape((1, ROWS[1])) + stream(2 * layer, unit, ROWS[1])
-                ct.store(STREAM, (2 * layer, unit), y.astype(dtype), allow_tma=False)
+
+            def put_out(unit, y, state):
+                y = y.reshape((1, ROWS[1])) + stream(2 * layer, unit, ROWS[1])
+                _store(STREAM, (2 * layer, unit), y.astype(dtype))
+                return state
+
+            each_tile(step, W_OUT, layer, ROWS[1], (CHUNKS[1], COLS[1], OUT), lambda: attention(layer), put_out, ())
         elif kind == GATE_UP:
-            x = normed(2 * layer + 1, 2 * layer + 1)
-            half = ROWS[2] // 2
-            for unit in range(first, last):
-                w = ct.load(W_GATE_UP, (layer, unit, 0, 0), (1, half, 2, COLS[0]), padding_mode=ZERO, latency=LATENCY)
-                y = ct.sum(w.reshape((ROWS[2], COLS[0])).astype(ct.float32) * x, axis=1).reshape((half, 2))
+
+            def put_active(unit, y, state):
+                half = ROWS[2] // 2
+                y = y.reshape((half, 2))
                 gate, up = ct.extract(y, (0, 0), (half, 1)), ct.extract(y, (0, 1), (half, 1))
-                y = gate / (1.0 + ct.exp(-gate)) * up
-                ct.store(ACTIVE, (layer, unit), y.astype(dtype).reshape((1, half)), allow_tma=False)
+                y = (gate / (1.0 + ct.exp(-gate)) * up).astype(dtype)
+                _store(ACTIVE, (layer, unit), y.reshape((1, half)))
+                return state
+
+            each_tile(step, W_GATE_UP, layer, ROWS[2], (*hidden, GATE_UP), lambda: normed(2 * layer + 1, 2 * layer + 1), put_active, ())
         elif kind == DOWN:
-            x = ct.load(ACTIVE, (layer, 0), (1, COLS[2]), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-            for unit in range(first, last):
-                y = product(W_DOWN, layer, unit, x, ROWS[3], COLS[2]).reshape((1, ROWS[3])) + stream(2 * layer + 1, unit, ROWS[3])
-                ct.store(STREAM, (2 * layer + 1, unit), y.astype(dtype), allow_tma=False)
+
+            def put_down(unit, y, state):
+                y = y.reshape((1, ROWS[3])) + stream(2 * layer + 1, unit, ROWS[3])
+                _store(STREAM, (2 * layer + 1, unit), y.astype(dtype))
+                return state
+
+            each_tile(step, W_DOWN, layer, ROWS[3], (CHUNKS[2], COLS[2], DOWN), lambda: active(layer), put_down, ())
         elif kind == HEAD:
-            x = normed(2 * layer, 2 * layer)
-            lane = ct.arange(ROWS[4], dtype=ct.int32).reshape((1, ROWS[4]))
-            best, when = empty_best((1, ROWS[4]))
-            for unit in range(first, last):
-                y = product(W_HEAD, 0, unit, x, ROWS[4], COLS[0]).astype(dtype).reshape((1, ROWS[4]))
-                ct.store(LOGITS, (0, unit), y, allow_tma=False)
-                y = ct.where(unit * ROWS[4] + lane < LOGITS.shape[1], y.astype(ct.float32), -math.inf)
-                best, when = take_better(best, when, y, unit)
-            top, column = first_best(best, when * ROWS[4] + lane)
+
+            def put_logits(unit, y, state):
+                y = y.astype(dtype).reshape((1, ROWS[4]))
+                _store(LOGITS, (0, unit), y)
+                return take_better(*state, y.astype(ct.float32), unit)
+
+            start = empty_best((1, ROWS[4]))
+            best, when = each_tile(step, W_HEAD, 0, ROWS[4], (*hidden, HEAD), lambda: normed(2 * layer, 2 * layer), put_logits, start)
+            top, column = first_best(best, when * ROWS[4] + ct.arange(ROWS[4], dtype=ct.int32).reshape((1, ROWS[4])))
             ct.store(BEST, (0, block), ct.bitcast(top, ct.int32))
             ct.store(BEST, (1, block), column)
-        elif first < last:
-            both = ct.load(BEST, (0, 0), (2, TILE_Q[2]), padding_mode=ZERO, allow_tma=False)
-            inside = ct.arange(TILE_Q[2], dtype=ct.int32).reshape((1, TILE_Q[2])) < BLOCKS
-            tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_Q[2])), ct.float32), -math.inf)
-            columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_Q[2])), NOWHERE)
+        elif block == 0:
+            wait(step - 1)
+            both = ct.load(BEST, (0, 0), (2, TILE_B), padding_mode=ZERO, allow_tma=False)
+            inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
+            tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
+            columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
             chosen = first_best(tops, columns)[1].astype(ct.int64)
             clock = ct.load(CLOCK, (0,), ())
             ct.store(TOKENS, (0,), chosen.reshape((1,)))

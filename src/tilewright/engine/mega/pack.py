@@ -132,7 +132,7 @@ class Weights:
             torch.stack([*norms, decoder.norm.weight]),  # a copy: a thousandth of the weights
             stacks.qkv,
             stacks.out,
-            stacks.gate_up.unflatten(1, (-1, 2)),
+            stacks.gate_up,
             stacks.down,
             decoder.head.weight[None],
             attention.rope.cos,

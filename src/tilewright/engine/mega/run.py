@@ -9,7 +9,7 @@ from ...launch import Device, Plan, launch, must, next_pow2
 from ...ops.attention_common import LOG2E
 from .kernel import mega_kernel
 from .pack import Weights
-from .program import Dims, Kind, Phase, table, value_name
+from .program import MATRICES, Dims, Kind, Phase, table, value_name
 from .schedule import Config, Schedule, default_config
 
 
@@ -82,7 +82,7 @@ class Values:
         return (total / (denominators * factors).sum(0)[:, None]).to(self.stream.dtype)
 
 
-def plan(schedule: Schedule, spin_limit: int) -> Plan:
+def plan(schedule: Schedule, phases: int, spin_limit: int) -> Plan:
     """Grid and compile-time constants of the launch."""
     d, c = schedule.dims, schedule.config
     constants = (
@@ -93,12 +93,15 @@ def plan(schedule: Schedule, spin_limit: int) -> Plan:
         schedule.splits,
         schedule.blocks,
         tuple(schedule.columns(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
-        tuple(schedule.rows(kind) for kind in (Kind.QKV, Kind.OUT, Kind.GATE_UP, Kind.DOWN, Kind.HEAD)),
-        (max(8, next_pow2(d.group)), next_pow2(d.q_heads), next_pow2(schedule.blocks)),
-        (next_pow2(schedule.splits), min(c.merged, next_pow2(schedule.splits))),
+        tuple(schedule.chunks(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
+        tuple(schedule.rows(kind) for kind in MATRICES),
+        c.depth,
+        next_pow2(d.group),
+        next_pow2(schedule.blocks),
+        next_pow2(phases),
+        min(c.merged, schedule.splits),
         c.span,
         c.tile_kv,
-        c.latency,
         spin_limit,
     )
     return Plan(mega_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
@@ -139,7 +142,7 @@ class Mega:
         self._arrived = torch.zeros(2, len(program), dtype=torch.int32, device=where)
         self._turn = torch.zeros(1, dtype=torch.int32, device=where)
         self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
-        self._plan = plan(self.schedule, spin_limit)
+        self._plan = plan(self.schedule, len(program), spin_limit)
         self._args = (
             table(program).to(where),
             self.schedule.table().to(where),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...launch import Device, next_pow2
+from ...launch import Device
 from .program import MATRICES, Dims, Kind
 
 MOST_SPLITS = 64
@@ -13,21 +13,24 @@ MOST_SPLITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """tile: most elements of a tile of weights, which holds whole rows. span: fewest keys of a range; tile_kv: keys read at once.
+    """tile: elements of a tile of weights, about; depth: tiles that a block has under way. span: fewest keys of a range; tile_kv: keys read at once.
 
-    merged: ranges of keys whose results are read at once. latency: compiler hint of loads of weights.
+    merged: ranges of keys whose results are read at once.
     """
 
-    tile: int = 16384
+    tile: int = 8192
+    depth: int = 2
     span: int = 64
-    tile_kv: int = 64
+    tile_kv: int = 32
     merged: int = 4
-    latency: int = 10
     num_worker_warps: int | None = 8
 
 
+VECTORS = 2048  # elements of 16 bits that 256 threads load at once
+
+
 def default_config(device: Device) -> Config:
-    return Config(tile=1 << 16, num_worker_warps=None) if device.is_cpu else Config()
+    return Config(tile=1 << 18, depth=1, num_worker_warps=None) if device.is_cpu else Config()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,22 @@ class Schedule:
 
     @property
     def splits(self) -> int:
-        return max(1, min(MOST_SPLITS, self.blocks // self.dims.kv_heads))
+        """Ranges of keys of a key head: a power of two."""
+        return 1 << (max(1, min(MOST_SPLITS, self.blocks // self.dims.kv_heads)).bit_length() - 1)
 
     def columns(self, kind: Kind) -> int:
-        """Of a tile: all of a row, to the next power of two."""
-        return next_pow2(self.dims.shape(kind)[1])
+        """Of a chunk of a row: the largest power of two that divides it, so that no tile passes an edge."""
+        return _power_of_two(self.dims.shape(kind)[1])
+
+    def chunks(self, kind: Kind) -> int:
+        """Of a row."""
+        return self.dims.shape(kind)[1] // self.columns(kind)
 
     def rows(self, kind: Kind) -> int:
-        """Of a tile. Rows of `qkv` do not leave their head; those of gate and up come in pairs."""
-        rows = max(2 if kind is Kind.GATE_UP else 1, self.config.tile // self.columns(kind))
-        if kind is Kind.QKV:
-            rows = min(rows, self.dims.head_dim)
-        return min(rows, next_pow2(self.dims.shape(kind)[0]))
+        """Of a tile: about `tile` elements, wide loads for all threads, and no tile passes an edge or leaves its head."""
+        rows, columns = self.dims.shape(kind)
+        wanted = max(2, self.config.tile // columns, VECTORS // self.columns(kind))
+        return min(1 << (wanted.bit_length() - 1), _power_of_two(self.dims.head_dim if kind is Kind.QKV else rows))
 
     def units(self, kind: Kind) -> int:
         """What a phase deals to the blocks."""
@@ -63,7 +70,7 @@ class Schedule:
             return self.dims.kv_heads * self.splits
         if kind is Kind.CHOOSE:
             return 1
-        return -(-self.dims.shape(kind)[0] // self.rows(kind))
+        return self.dims.shape(kind)[0] // self.rows(kind)
 
     def starts(self, kind: Kind) -> list[int]:
         """blocks + 1 entries: block b has the units from starts[b] to starts[b + 1]."""
@@ -92,3 +99,8 @@ class Schedule:
             size += times * rows * columns
             paced += times * busiest * self.rows(kind) * columns * self.blocks
         return size / paced
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that divides n."""
+    return n & -n
