@@ -88,7 +88,6 @@ def mega_kernel(
     CHUNKS: ct.Constant[tuple[int, int, int]],
     ROWS: ct.Constant[tuple[int, int, int, int, int]],
     DEPTH: ct.Constant[int],
-    TILE_Q: ct.Constant[int],
     TILE_B: ct.Constant[int],
     TILE_P: ct.Constant[int],
     MERGED: ct.Constant[int],
@@ -107,8 +106,8 @@ def mega_kernel(
     DENOMINATORS fp32 [L, SPLITS, Q_HEADS], STREAM [2 L, HIDDEN] behind attention and MLP of each layer, ACTIVE [L, inter], LOGITS [1, vocab],
     BEST int32 [2, BLOCKS].
     scale: of scores, times log2(e). Tiles of weights are ROWS (of qkv, out, gate and up, down, head) by a whole row, that is CHUNKS of COLS columns
-    (of HIDDEN, q_heads * head_dim, inter); DEPTH of them are under way at once. TILE_Q, TILE_B, TILE_P: powers of two from a group of query heads, from BLOCKS
-    and from the number of phases on. SPLITS: a power of two; MERGED: a part of it, ranges whose results are read at once.
+    (of HIDDEN, q_heads * head_dim, inter); DEPTH of them are under way at once. TILE_B, TILE_P: powers of two from BLOCKS and from the number of
+    phases on. SPLITS: a power of two; MERGED: a part of it, ranges whose results are read at once.
     """
     block = ct.bid(0)
     turn = ct.load(TURN, (0,), ())
@@ -117,7 +116,6 @@ def mega_kernel(
     dtype = STREAM.dtype
     head_dim = 2 * HALF
     group = Q_HEADS // KV_HEADS
-    # Ranges of keys: `span` keys each, so that no two blocks read or write a tile of the cache in common.
     span = max(SPAN, ct.cdiv(ct.cdiv(position + 1, SPLITS), TILE_KV) * TILE_KV)
     ranges = ct.cdiv(position + 1, span)
 
@@ -197,72 +195,74 @@ def mega_kernel(
                 state = use(rest + i, product(ahead[i], xs), state)
         return state
 
-    def turned(first, second):
-        cos = _load(COS, (position, 0), (1, HALF))
-        sin = _load(SIN, (position, 0), (1, HALF))
+    def turned(layer, head):
+        """Both halves [1, HALF] of a query or key, rotated."""
+        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
+        first = _load(HEADS, (layer, head, 0), (1, 1, HALF)).reshape((1, HALF)).astype(ct.float32)
+        second = _load(HEADS, (layer, head, 1), (1, 1, HALF)).reshape((1, HALF)).astype(ct.float32)
         return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
 
     def attend(layer, head, split):
-        begin = split * span
-        end = min(begin + span, position)  # of the cached keys; the newest comes from `qkv`
-        newest = position < begin + span
-        Q = HEADS.slice(1, head * group, (head + 1) * group)
-        halves: tuple = ()
-        for i in ct.static_iter(range(2)):
-            q = ct.load(Q, (layer, 0, i), (1, TILE_Q, HALF), padding_mode=ZERO, allow_tma=False).reshape((TILE_Q, HALF)).astype(ct.float32)
-            k = _load(HEADS, (layer, Q_HEADS + head, i), (1, 1, HALF)).reshape((1, HALF)).astype(ct.float32)
-            halves = (*halves, q, k)
-        q_first, q_second = turned(halves[0], halves[2])
-        k_first, k_second = turned(halves[1], halves[3])
-        v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + head, 0), (1, 1, head_dim)).reshape((1, head_dim))
-        if newest:
-            _store(K, (layer, head, position, 0), k_first.reshape((1, 1, 1, HALF)))
-            _store(K, (layer, head, position, 1), k_second.reshape((1, 1, 1, HALF)))
+        """One query head over one range of keys. The newest key and value are not in the cache yet: `append` puts them there."""
+        kv_head = head // group
+        first, second = turned(layer, head)
+        first, second = first.astype(ct.float32), second.astype(ct.float32)
+        k_first, k_second = turned(layer, Q_HEADS + kv_head)
+        own = ct.sum(first * k_first.astype(ct.float32) + second * k_second.astype(ct.float32), axis=1, keepdims=True) * scale
+        own_v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + kv_head, 0), (1, 1, head_dim)).reshape((1, head_dim)).astype(ct.float32)
+        newest = position < (split + 1) * span
+        maximum, denominator = ct.where(newest, own, FLOOR), ct.where(newest, ct.ones((1, 1), ct.float32), 0.0)
+        total = ct.where(newest, own_v, 0.0)
+        q = ct.cat((first, second), axis=1)
+        end = min((split + 1) * span, position)
+        for j in range(split * span // TILE_KV, ct.cdiv(end, TILE_KV)):
+            seen = (j * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((TILE_KV, 1)) < end
+            k = _load(K, (layer, kv_head, j, 0), (1, 1, TILE_KV, head_dim)).reshape((TILE_KV, head_dim))
+            v = _load(V, (layer, kv_head, j, 0), (1, 1, TILE_KV, head_dim)).reshape((TILE_KV, head_dim))
+            scores = ct.where(seen, ct.sum(k.astype(ct.float32) * q, axis=1, keepdims=True), -math.inf)
+            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 0, 1)
+            v = ct.where(seen, v.astype(ct.float32), 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+            total = total * factor + ct.sum(weights.astype(ct.float32) * v, axis=0, keepdims=True)
+        at = (layer, split, head)
+        _store(PARTS, (*at, 0), total.reshape((1, 1, 1, head_dim)))
+        _store(MAXIMA, at, maximum.reshape((1, 1, 1)))
+        _store(DENOMINATORS, at, denominator.reshape((1, 1, 1)))
+
+    def append():
+        """Keys and values of all layers into the cache, when nobody reads it any more."""
+        for index in range(block, K.shape[0] * KV_HEADS, BLOCKS):
+            layer, head = index // KV_HEADS, index % KV_HEADS
+            first, second = turned(layer, Q_HEADS + head)
+            v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + head, 0), (1, 1, head_dim))
+            _store(K, (layer, head, position, 0), first.reshape((1, 1, 1, HALF)))
+            _store(K, (layer, head, position, 1), second.reshape((1, 1, 1, HALF)))
             _store(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)))
-        q_first, q_second = q_first.astype(ct.float32), q_second.astype(ct.float32)
-        own = ct.sum(q_first * k_first.astype(ct.float32) + q_second * k_second.astype(ct.float32), axis=1, keepdims=True) * scale
-        maximum = ct.where(newest, own, FLOOR)
-        denominator = ct.where(newest, ct.ones((TILE_Q, 1), ct.float32), 0.0)
-        total = ct.where(newest, ct.broadcast_to(v.astype(ct.float32), (TILE_Q, head_dim)), 0.0)
-        for j in range(begin // TILE_KV, ct.cdiv(end, TILE_KV)):
-            seen = j * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32) < end
-            first, second = _load(K, (layer, head, j, 0), (1, 1, TILE_KV, HALF)), _load(K, (layer, head, j, 1), (1, 1, TILE_KV, HALF))
-            values = _load(V, (layer, head, j, 0), (1, 1, TILE_KV, head_dim)).reshape((TILE_KV, head_dim))
-            scores = first.reshape((1, TILE_KV, HALF)).astype(ct.float32) * q_first.reshape((TILE_Q, 1, HALF))
-            scores = ct.sum(scores + second.reshape((1, TILE_KV, HALF)).astype(ct.float32) * q_second.reshape((TILE_Q, 1, HALF)), axis=2)
-            scores = ct.where(seen.reshape((1, TILE_KV)), scores, -math.inf)
-            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 1, 1)
-            values = ct.where(seen.reshape((TILE_KV, 1)), values, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
-            weights = weights.astype(ct.float32).reshape((TILE_Q, TILE_KV, 1))
-            total = total * factor + ct.sum(weights * values.astype(ct.float32).reshape((1, TILE_KV, head_dim)), axis=1)
-        mine = PARTS.slice(2, head * group, (head + 1) * group)
-        ct.store(mine, (layer, split, 0, 0), total.reshape((1, 1, TILE_Q, head_dim)), allow_tma=False)
-        for array, state in ct.static_iter(((MAXIMA, maximum), (DENOMINATORS, denominator))):
-            ct.store(array.slice(2, head * group, (head + 1) * group), (layer, split, 0), state.reshape((1, 1, TILE_Q)), allow_tma=False)
 
     def attention(layer):
         """CHUNKS[1] tiles fp32 [1, COLS[1]]: the ranges' results as one."""
         heads = COLS[1] // head_dim
         found: tuple = ()
         for chunk in ct.static_iter(range(CHUNKS[1])):
-            maximum = ct.full((1, heads), FLOOR, ct.float32)
-            denominator = ct.zeros((1, heads), ct.float32)
+            maximum = ct.full((heads, 1), FLOOR, ct.float32)
+            denominator = ct.zeros((heads, 1), ct.float32)
             total = ct.zeros((heads, head_dim), ct.float32)
             for i in range(ct.cdiv(ranges, MERGED)):
-                used = (i * MERGED + ct.arange(MERGED, dtype=ct.int32)).reshape((MERGED, 1)) < ranges  # the others are of a longer text
-                state = (layer, i, chunk), (1, MERGED, heads)
-                maxima = _load(MAXIMA, *state).reshape((MERGED, heads))
-                denominators = _load(DENOMINATORS, *state).reshape((MERGED, heads))
-                parts = _load(PARTS, (*state[0], 0), (*state[1], head_dim))
-                parts = ct.where(used.reshape((MERGED, 1, 1)), parts.reshape((MERGED, heads, head_dim)), 0.0)
-                maxima = ct.where(used, maxima, FLOOR)
-                largest = ct.maximum(maximum, ct.max(maxima, axis=0, keepdims=True))
-                factors, shrink = ct.where(used, ct.exp2(maxima - largest), 0.0), ct.exp2(maximum - largest)
-                denominators = ct.where(used, denominators, 0.0)
-                denominator = denominator * shrink + ct.sum(denominators * factors, axis=0, keepdims=True)
-                total = total * shrink.reshape((heads, 1)) + ct.sum(parts * factors.reshape((MERGED, heads, 1)), axis=0)
-                maximum = largest
-            mixed = (total / denominator.reshape((heads, 1))).astype(dtype).astype(ct.float32)
+                states: tuple = ()
+                largest = maximum
+                for j in ct.static_iter(range(MERGED)):
+                    at = (layer, min(i * MERGED + j, ranges - 1), chunk)  # past the last the last again, for nothing
+                    top = _load(MAXIMA, at, (1, 1, heads)).reshape((heads, 1))
+                    below = _load(DENOMINATORS, at, (1, 1, heads)).reshape((heads, 1))
+                    part = _load(PARTS, (*at, 0), (1, 1, heads, head_dim)).reshape((heads, head_dim))
+                    states = (*states, (top, below, part))
+                    largest = ct.maximum(largest, top)
+                shrink = ct.exp2(maximum - largest)
+                total, denominator, maximum = total * shrink, denominator * shrink, largest
+                for j in ct.static_iter(range(MERGED)):
+                    top, below, part = states[j]
+                    factor = ct.where(i * MERGED + j < ranges, ct.exp2(top - largest), 0.0)
+                    total, denominator = total + part * factor, denominator + below * factor
+            mixed = (total * (1.0 / denominator)).astype(dtype).astype(ct.float32)
             found = (*found, mixed.reshape((1, COLS[1])))
         return found
 
@@ -323,6 +323,7 @@ def mega_kernel(
                 _store(LOGITS, (0, unit), y)
                 return take_better(*state, y.astype(ct.float32), unit)
 
+            append()
             start = empty_best((1, ROWS[4]))
             best, when = each_tile(step, W_HEAD, 0, ROWS[4], (*hidden, HEAD), lambda: normed(2 * layer, 2 * layer), put_logits, start)
             top, column = first_best(best, when * ROWS[4] + ct.arange(ROWS[4], dtype=ct.int32).reshape((1, ROWS[4])))

@@ -59,7 +59,7 @@ class Machine:
         if name not in self.values:
             shape = {
                 Kind.QKV: (d.heads * d.head_dim,),
-                Kind.ATTENTION: (d.kv_heads * self.schedule.splits, d.group, d.head_dim + 2),
+                Kind.ATTENTION: (d.q_heads * self.schedule.splits, d.head_dim + 2),
                 Kind.OUT: (d.hidden,),
                 Kind.GATE_UP: (d.inter,),
                 Kind.DOWN: (d.hidden,),
@@ -108,21 +108,26 @@ class Machine:
                 yield value_name("parts", layer), slice(unit, unit + 1), self._attend(layer, head, begin)
 
     def _attend(self, layer: int, head: int, begin: int) -> Tensor:
-        """[group, head_dim + 2]: sums of a range of keys, their maximum in base 2 and denominator. The range with the newest key appends it."""
+        """[1, head_dim + 2]: the sum of a range of keys, its maximum in base 2 and denominator. The newest key is not in the cache yet."""
         d, position = self.schedule.dims, self.position
         end = begin + self.schedule.keys_per_range(position)
-        rows = self._read("qkv", layer).view(d.heads, d.head_dim)
-        first = d.q_heads + head
-        q, k, v = rows[head * d.group : (head + 1) * d.group], rows[first : first + 1], rows[first + d.kv_heads]
-        q, k = self._rotated(q), self._rotated(k)
-        keys, values = (c[layer, head, begin : min(end, position)].to(self.wide) for c in self.cache)
+        q, (k, v) = self._rotated(self._head_of_qkv(layer, head)), self._new_key(layer, head // d.group)
+        keys, values = (c[layer, head // d.group, begin : min(end, position)].to(self.wide) for c in self.cache)
         if position < end:
-            self.cache[0][layer, head, position], self.cache[1][layer, head, position] = k[0], v
-            keys, values = torch.cat((keys, k)), torch.cat((values, v[None]))
-        scores = q @ keys.T * (self.weights.scale * math.log2(math.e))
-        maximum = scores.amax(1, keepdim=True)
+            keys, values = torch.cat((keys, k[None])), torch.cat((values, v[None]))
+        scores = keys @ q * (self.weights.scale * math.log2(math.e))
+        maximum = scores.amax()
         weights = torch.exp2(scores - maximum)
-        return torch.cat((self._round(weights) @ values, maximum, weights.sum(1, keepdim=True)), 1)
+        return torch.cat((self._round(weights) @ values, maximum[None], weights.sum()[None]))[None]
+
+    def _head_of_qkv(self, layer: int, head: int) -> Tensor:
+        size = self.schedule.dims.head_dim
+        return self._read("qkv", layer, slice(head * size, (head + 1) * size))
+
+    def _new_key(self, layer: int, head: int) -> tuple[Tensor, Tensor]:
+        """The token's rotated key, and its value."""
+        first = self.schedule.dims.q_heads + head
+        return self._rotated(self._head_of_qkv(layer, first)), self._head_of_qkv(layer, first + self.schedule.dims.kv_heads)
 
     def _rotated(self, x: Tensor) -> Tensor:
         cos, sin = (t[self.position].to(self.wide) for t in (self.weights.cos, self.weights.sin))
@@ -132,7 +137,7 @@ class Machine:
     def _merged(self, layer: int) -> Tensor:
         d, schedule = self.schedule.dims, self.schedule
         ranges = -(-(self.position + 1) // schedule.keys_per_range(self.position))
-        units = [h * schedule.splits + s for s in range(ranges) for h in range(d.kv_heads)]
+        units = [h * schedule.splits + s for s in range(ranges) for h in range(d.q_heads)]
         parts = torch.cat([self._read("parts", layer, slice(u, u + 1)) for u in units]).view(ranges, d.q_heads, d.head_dim + 2)
         sums, maxima, denominators = parts.split((d.head_dim, 1, 1), 2)
         factors = torch.exp2(maxima - maxima.amax(0))
@@ -156,6 +161,11 @@ class Machine:
         yield value_name("stream", layer), rows, y + self._read("middle", layer, rows)
 
     def _head(self, layer: int, units: slice) -> Iterator[Write]:
+        if units.start == 0:  # the kernel's blocks share the appending out among themselves; nobody reads the cache any more
+            for i in range(layer):
+                for head in range(self.schedule.dims.kv_heads):
+                    for cache, new in zip(self.cache, self._new_key(i, head), strict=True):
+                        cache[i, head, self.position] = new
         x, rows = self._normed(self._stream(layer), 2 * layer), self._rows(Kind.HEAD, units)
         yield "logits", rows, self.weights.head[0, rows].to(self.wide) @ x
 

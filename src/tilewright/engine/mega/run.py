@@ -96,7 +96,6 @@ def plan(schedule: Schedule, phases: int, spin_limit: int) -> Plan:
         tuple(schedule.chunks(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
         tuple(schedule.rows(kind) for kind in MATRICES),
         c.depth,
-        next_pow2(d.group),
         next_pow2(schedule.blocks),
         next_pow2(phases),
         min(c.merged, schedule.splits),

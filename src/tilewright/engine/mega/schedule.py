@@ -21,7 +21,7 @@ class Config:
     tile: int = 8192
     depth: int = 2
     span: int = 64
-    tile_kv: int = 32
+    tile_kv: int = 64
     merged: int = 4
     num_worker_warps: int | None = 8
 
@@ -38,7 +38,7 @@ class Schedule:
     """One program on a number of blocks.
 
     A matrix is dealt in tiles of `rows(kind)` whole rows: each block has neighbouring tiles, and no block one more than another has plus one.
-    Attention is dealt in units, `splits` for each key head: unit i is range i % splits of key head i // splits.
+    Attention is dealt in units, `splits` for each query head: unit i is range i % splits of head i // splits.
     """
 
     dims: Dims
@@ -47,8 +47,8 @@ class Schedule:
 
     @property
     def splits(self) -> int:
-        """Ranges of keys of a key head: a power of two."""
-        return 1 << (max(1, min(MOST_SPLITS, self.blocks // self.dims.kv_heads)).bit_length() - 1)
+        """Ranges of keys of a query head: a power of two."""
+        return 1 << (max(1, min(MOST_SPLITS, self.blocks // self.dims.q_heads)).bit_length() - 1)
 
     def columns(self, kind: Kind) -> int:
         """Of a chunk of a row: the largest power of two that divides it, so that no tile passes an edge."""
@@ -67,7 +67,7 @@ class Schedule:
     def units(self, kind: Kind) -> int:
         """What a phase deals to the blocks."""
         if kind is Kind.ATTENTION:
-            return self.dims.kv_heads * self.splits
+            return self.dims.q_heads * self.splits
         if kind is Kind.CHOOSE:
             return 1
         return self.dims.shape(kind)[0] // self.rows(kind)
