@@ -84,7 +84,7 @@ def test_a_block_that_never_arrives_is_named() -> None:
     weights, where = weights_of(tiny("llama", **SIZES)), clocks()
     d = weights.dims
     cache = torch.zeros(2, d.layers, d.kv_heads, 64, d.head_dim)
-    step = Mega(weights, list(phases(d)), where, (cache[0], cache[1]), blocks=2, config=SMALL, spin_limit=20)
+    step = Mega(weights, list(phases(d)), where, (cache[0], cache[1]), blocks=2, config=SMALL, spin_limit=2000)
     step._arrived[0, 3] = -1  # as if one block fewer had come
     step.step()
     with pytest.raises(RuntimeError, match=r"block \d of 2 waited in vain for phase layers\.0\.gate_up"):

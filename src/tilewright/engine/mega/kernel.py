@@ -123,8 +123,7 @@ def mega_kernel(
         ct.store(ARRIVED, (1 - turn, 0), ct.zeros((1, TILE_P), ct.int32), allow_tma=False)
 
     def wait(phase):
-        seen = ct.load(ARRIVED, (turn, phase), (), memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=ct.MemoryScope.DEVICE)
-        looks = 0
+        seen, looks = 0, 0
         while seen < BLOCKS:
             seen = ct.load(ARRIVED, (turn, phase), (), memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=ct.MemoryScope.DEVICE)
             if LIMIT:
@@ -134,35 +133,37 @@ def mega_kernel(
                     ct.atomic_max(STUCK, 1, block)
                     seen = BLOCKS
 
-    def stream(row, tile, WIDTH):
-        """fp32 [1, WIDTH] of the residual stream: row 0 is the token's embedding."""
-        if row == 0:
-            x = _load(EMBEDDING, (token, tile), (1, WIDTH))
+    def stream(row, tile, WIDTH, MAY_START):
+        """fp32 [1, WIDTH] of the residual stream; if MAY_START row 0 is the token's embedding, else there is no row 0."""
+        if MAY_START:
+            if row == 0:
+                x = _load(EMBEDDING, (token, tile), (1, WIDTH))
+            else:
+                x = _load(STREAM, (row - 1, tile), (1, WIDTH))
         else:
             x = _load(STREAM, (row - 1, tile), (1, WIDTH))
         return x.astype(ct.float32)
 
-    def normed(row, norm):
-        """CHUNKS[0] tiles fp32 [1, COLS[0]]."""
+    def normed(row, MAY_START):
+        """CHUNKS[0] tiles fp32 [1, COLS[0]]: a row of the stream by the norm of the same number."""
         xs: tuple = ()
         squares = ct.zeros((1, COLS[0]), ct.float32)
         for i in ct.static_iter(range(CHUNKS[0])):
-            x = stream(row, i, COLS[0])
+            x = stream(row, i, COLS[0], MAY_START)
             squares = squares + x * x
             xs = (*xs, x)
         rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
         found: tuple = ()
         for i in ct.static_iter(range(CHUNKS[0])):
-            weight = _load(NORMS, (norm, i), (1, COLS[0])).astype(ct.float32)
+            weight = _load(NORMS, (row, i), (1, COLS[0])).astype(ct.float32)
             found = (*found, ((xs[i] * rstd).astype(dtype).astype(ct.float32) * weight).astype(dtype).astype(ct.float32))
         return found
 
-    def each_tile(step, W, layer, N, SHAPE, prepare, use, state):
-        """use(unit, fp32 [N], state) for each of this block's tiles of W [layers, rows, columns] times what prepare() gives; the last state.
+    def each_tile(step, first, last, W, layer, N, SHAPE, prepare, use, state):
+        """use(unit, fp32 [N], state) for the tiles from first to last of W [layers, rows, columns] times what prepare() gives; the last state.
 
         The first tiles are under way before this block waits for the phase before, whose values prepare() reads. SHAPE: chunks, and columns of one.
         """
-        first, last = ct.load(STARTS, (SHAPE[2], block), ()), ct.load(STARTS, (SHAPE[2], block + 1), ())
 
         def tile(unit):
             chunks: tuple = ()
@@ -179,27 +180,24 @@ def mega_kernel(
 
         ahead: tuple = ()
         for i in ct.static_iter(range(DEPTH)):
-            ahead = (*ahead, tile(max(0, min(first + i, last - 1))))  # a block without so many reads one again, to no use
+            ahead = (*ahead, tile(max(0, min(first + i, last - 1))))
         if step > 0:
             wait(step - 1)
         xs = prepare()
-        rest = max(first, last - DEPTH)
-        for unit in range(first, rest):
+        for unit in range(first, last):
             state = use(unit, product(ahead[0], xs), state)
-            rotated: tuple = ()
+            rest: tuple = ()
             for i in ct.static_iter(range(1, DEPTH)):
-                rotated = (*rotated, ahead[i])
-            ahead = (*rotated, tile(unit + DEPTH))
-        for i in ct.static_iter(range(DEPTH)):
-            if rest + i < last:
-                state = use(rest + i, product(ahead[i], xs), state)
+                rest = (*rest, ahead[i])
+            # Past the last tile the last again, which is near: a loop of its own for the end would double the code, and its registers spill.
+            ahead = (*rest, tile(min(unit + DEPTH, last - 1)))
         return state
 
     def turned(layer, head):
         """Both halves [1, HALF] of a query or key, rotated."""
+        both = _load(HEADS, (layer, head, 0), (1, 1, head_dim)).reshape((2, HALF)).astype(ct.float32)
+        first, second = ct.extract(both, (0, 0), (1, HALF)), ct.extract(both, (1, 0), (1, HALF))
         cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
-        first = _load(HEADS, (layer, head, 0), (1, 1, HALF)).reshape((1, HALF)).astype(ct.float32)
-        second = _load(HEADS, (layer, head, 1), (1, 1, HALF)).reshape((1, HALF)).astype(ct.float32)
         return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
 
     def attend(layer, head, split):
@@ -275,6 +273,7 @@ def mega_kernel(
     hidden = (CHUNKS[0], COLS[0])
     for step in range(steps):
         kind, layer = ct.load(PROGRAM, (step, 0), ()), ct.load(PROGRAM, (step, 1), ())
+        first, last = ct.load(STARTS, (kind, block), ()), ct.load(STARTS, (kind, block + 1), ())
         if kind == QKV:
 
             def put_qkv(unit, y, state):
@@ -283,20 +282,20 @@ def mega_kernel(
                 _store(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])))
                 return state
 
-            each_tile(step, W_QKV, layer, ROWS[0], (*hidden, QKV), lambda: normed(2 * layer, 2 * layer), put_qkv, ())
+            each_tile(step, first, last, W_QKV, layer, ROWS[0], hidden, lambda: normed(2 * layer, True), put_qkv, ())
         elif kind == ATTENTION:
             wait(step - 1)
-            for unit in range(ct.load(STARTS, (ATTENTION, block), ()), ct.load(STARTS, (ATTENTION, block + 1), ())):
+            for unit in range(first, last):
                 if unit % SPLITS < ranges:
                     attend(layer, unit // SPLITS, unit % SPLITS)
         elif kind == OUT:
 
             def put_out(unit, y, state):
-                y = y.reshape((1, ROWS[1])) + stream(2 * layer, unit, ROWS[1])
+                y = y.reshape((1, ROWS[1])) + stream(2 * layer, unit, ROWS[1], True)
                 _store(STREAM, (2 * layer, unit), y.astype(dtype))
                 return state
 
-            each_tile(step, W_OUT, layer, ROWS[1], (CHUNKS[1], COLS[1], OUT), lambda: attention(layer), put_out, ())
+            each_tile(step, first, last, W_OUT, layer, ROWS[1], (CHUNKS[1], COLS[1]), lambda: attention(layer), put_out, ())
         elif kind == GATE_UP:
 
             def put_active(unit, y, state):
@@ -307,15 +306,15 @@ def mega_kernel(
                 _store(ACTIVE, (layer, unit), y.reshape((1, half)))
                 return state
 
-            each_tile(step, W_GATE_UP, layer, ROWS[2], (*hidden, GATE_UP), lambda: normed(2 * layer + 1, 2 * layer + 1), put_active, ())
+            each_tile(step, first, last, W_GATE_UP, layer, ROWS[2], hidden, lambda: normed(2 * layer + 1, False), put_active, ())
         elif kind == DOWN:
 
             def put_down(unit, y, state):
-                y = y.reshape((1, ROWS[3])) + stream(2 * layer + 1, unit, ROWS[3])
+                y = y.reshape((1, ROWS[3])) + stream(2 * layer + 1, unit, ROWS[3], False)
                 _store(STREAM, (2 * layer + 1, unit), y.astype(dtype))
                 return state
 
-            each_tile(step, W_DOWN, layer, ROWS[3], (CHUNKS[2], COLS[2], DOWN), lambda: active(layer), put_down, ())
+            each_tile(step, first, last, W_DOWN, layer, ROWS[3], (CHUNKS[2], COLS[2]), lambda: active(layer), put_down, ())
         elif kind == HEAD:
 
             def put_logits(unit, y, state):
@@ -325,7 +324,7 @@ def mega_kernel(
 
             append()
             start = empty_best((1, ROWS[4]))
-            best, when = each_tile(step, W_HEAD, 0, ROWS[4], (*hidden, HEAD), lambda: normed(2 * layer, 2 * layer), put_logits, start)
+            best, when = each_tile(step, first, last, W_HEAD, 0, ROWS[4], hidden, lambda: normed(2 * layer, False), put_logits, start)
             top, column = first_best(best, when * ROWS[4] + ct.arange(ROWS[4], dtype=ct.int32).reshape((1, ROWS[4])))
             ct.store(BEST, (0, block), ct.bitcast(top, ct.int32))
             ct.store(BEST, (1, block), column)

@@ -19,9 +19,9 @@ class Config:
     """
 
     tile: int = 8192
-    depth: int = 2
+    depth: int = 4
     span: int = 64
-    tile_kv: int = 64
+    tile_kv: int = 32
     merged: int = 4
     num_worker_warps: int | None = 8
 
@@ -61,7 +61,7 @@ class Schedule:
     def rows(self, kind: Kind) -> int:
         """Of a tile: about `tile` elements, wide loads for all threads, and no tile passes an edge or leaves its head."""
         rows, columns = self.dims.shape(kind)
-        wanted = max(2, self.config.tile // columns, VECTORS // self.columns(kind))
+        wanted = max(2 if kind is Kind.GATE_UP else 1, self.config.tile // columns, VECTORS // self.columns(kind))
         return min(1 << (wanted.bit_length() - 1), _power_of_two(self.dims.head_dim if kind is Kind.QKV else rows))
 
     def units(self, kind: Kind) -> int:
