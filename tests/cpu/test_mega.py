@@ -125,7 +125,8 @@ def test_a_schedule_deals_every_row_once(dims: Dims, blocks: int) -> None:
     for kind in MATRICES:
         rows, columns = dims.shape(kind)
         assert schedule.units(kind) * schedule.rows(kind) == rows
-        assert schedule.chunks(kind) * schedule.columns(kind) == columns
+        assert [width * index for width, index in schedule.chunks(kind)] == [sum(w for w, _ in schedule.chunks(kind)[:i]) for i in range(len(schedule.chunks(kind)))]
+        assert sum(width for width, _ in schedule.chunks(kind)) == columns
     assert 0 < schedule.balance() <= 1
     if dims is not SMOLLM:
         assert schedule.balance() > 0.9

@@ -84,9 +84,8 @@ def mega_kernel(
     HALF: ct.Constant[int],
     SPLITS: ct.Constant[int],
     BLOCKS: ct.Constant[int],
-    COLS: ct.Constant[tuple[int, int, int]],
-    CHUNKS: ct.Constant[tuple[int, int, int]],
-    ROWS: ct.Constant[tuple[int, int, int, int, int]],
+    CHUNKS: ct.Constant[tuple],
+    ROWS: ct.Constant[tuple],
     DEPTH: ct.Constant[int],
     TILE_B: ct.Constant[int],
     TILE_P: ct.Constant[int],
@@ -105,8 +104,8 @@ def mega_kernel(
     Cache: K, V [L, KV_HEADS, max_len, 2 * HALF]. Values: HEADS [L, Q_HEADS + 2 KV_HEADS, 2 * HALF], PARTS fp32 [L, SPLITS, Q_HEADS, 2 * HALF], MAXIMA and
     DENOMINATORS fp32 [L, SPLITS, Q_HEADS], STREAM [2 L, HIDDEN] behind attention and MLP of each layer, ACTIVE [L, inter], LOGITS [1, vocab],
     BEST int32 [2, BLOCKS].
-    scale: of scores, times log2(e). Tiles of weights are ROWS (of qkv, out, gate and up, down, head) by a whole row, that is CHUNKS of COLS columns
-    (of HIDDEN, q_heads * head_dim, inter); DEPTH of them are under way at once. TILE_B, TILE_P: powers of two from BLOCKS and from the number of
+    scale: of scores, times log2(e). Tiles of weights are ROWS (of qkv, out, gate and up, down, head) by a whole row, that is CHUNKS: (columns, index
+    of a tile so wide) for rows of HIDDEN, of q_heads * head_dim and of inter elements. DEPTH of them are under way at once. TILE_B, TILE_P: powers of two from BLOCKS and from the number of
     phases on. SPLITS: a power of two; MERGED: a part of it, ranges whose results are read at once.
     """
     block = ct.bid(0)
@@ -145,38 +144,37 @@ def mega_kernel(
         return x.astype(ct.float32)
 
     def normed(row, MAY_START):
-        """CHUNKS[0] tiles fp32 [1, COLS[0]]: a row of the stream by the norm of the same number."""
+        """A row of the stream by the norm of the same number: fp32 tiles [1, columns], one for each of CHUNKS[0]."""
         xs: tuple = ()
-        squares = ct.zeros((1, COLS[0]), ct.float32)
-        for i in ct.static_iter(range(CHUNKS[0])):
-            x = stream(row, i, COLS[0], MAY_START)
-            squares = squares + x * x
+        squares = 0.0
+        for columns, i in ct.static_iter(CHUNKS[0]):
+            x = stream(row, i, columns, MAY_START)
+            squares = squares + ct.sum(x * x)
             xs = (*xs, x)
-        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
+        rstd = 1.0 / ct.sqrt(squares * (1.0 / HIDDEN) + eps)
         found: tuple = ()
-        for i in ct.static_iter(range(CHUNKS[0])):
-            weight = _load(NORMS, (row, i), (1, COLS[0])).astype(ct.float32)
-            found = (*found, ((xs[i] * rstd).astype(dtype).astype(ct.float32) * weight).astype(dtype).astype(ct.float32))
+        for n in ct.static_iter(range(len(xs))):
+            weight = _load(NORMS, (row, CHUNKS[0][n][1]), (1, CHUNKS[0][n][0])).astype(ct.float32)
+            found = (*found, ((xs[n] * rstd).astype(dtype).astype(ct.float32) * weight).astype(dtype).astype(ct.float32))
         return found
 
-    def each_tile(step, first, last, W, layer, N, SHAPE, prepare, use, state):
+    def each_tile(step, first, last, W, layer, N, PARTS_OF_ROW, prepare, use, state):
         """use(unit, fp32 [N], state) for the tiles from first to last of W [layers, rows, columns] times what prepare() gives; the last state.
 
-        The first tiles are under way before this block waits for the phase before, whose values prepare() reads. SHAPE: chunks, and columns of one.
+        The first tiles are under way before this block waits for the phase before, whose values prepare() reads.
         """
 
         def tile(unit):
             chunks: tuple = ()
-            for i in ct.static_iter(range(SHAPE[0])):
-                w = _load(W, (layer, unit, i), (1, N, SHAPE[1]))
-                chunks = (*chunks, w.reshape((N, SHAPE[1])))
+            for columns, i in ct.static_iter(PARTS_OF_ROW):
+                chunks = (*chunks, _load(W, (layer, unit, i), (1, N, columns)).reshape((N, columns)))
             return chunks
 
         def product(chunks, xs):
-            acc = chunks[0].astype(ct.float32) * xs[0]
-            for i in ct.static_iter(range(1, SHAPE[0])):
-                acc = acc + chunks[i].astype(ct.float32) * xs[i]
-            return ct.sum(acc, axis=1)
+            y = ct.sum(chunks[0].astype(ct.float32) * xs[0], axis=1)
+            for i in ct.static_iter(range(1, len(chunks))):
+                y = y + ct.sum(chunks[i].astype(ct.float32) * xs[i], axis=1)
+            return y
 
         ahead: tuple = ()
         for i in ct.static_iter(range(DEPTH)):
@@ -237,10 +235,10 @@ def mega_kernel(
             _store(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)))
 
     def attention(layer):
-        """CHUNKS[1] tiles fp32 [1, COLS[1]]: the ranges' results as one."""
-        heads = COLS[1] // head_dim
+        """The ranges' results as one: fp32 tiles [1, columns], one for each of CHUNKS[1]."""
         found: tuple = ()
-        for chunk in ct.static_iter(range(CHUNKS[1])):
+        for columns, chunk in ct.static_iter(CHUNKS[1]):
+            heads = columns // head_dim
             maximum = ct.full((heads, 1), FLOOR, ct.float32)
             denominator = ct.zeros((heads, 1), ct.float32)
             total = ct.zeros((heads, head_dim), ct.float32)
@@ -261,16 +259,15 @@ def mega_kernel(
                     factor = ct.where(i * MERGED + j < ranges, ct.exp2(top - largest), 0.0)
                     total, denominator = total + part * factor, denominator + below * factor
             mixed = (total * (1.0 / denominator)).astype(dtype).astype(ct.float32)
-            found = (*found, mixed.reshape((1, COLS[1])))
+            found = (*found, mixed.reshape((1, columns)))
         return found
 
     def active(layer):
         xs: tuple = ()
-        for i in ct.static_iter(range(CHUNKS[2])):
-            xs = (*xs, _load(ACTIVE, (layer, i), (1, COLS[2])).astype(ct.float32))
+        for columns, i in ct.static_iter(CHUNKS[2]):
+            xs = (*xs, _load(ACTIVE, (layer, i), (1, columns)).astype(ct.float32))
         return xs
 
-    hidden = (CHUNKS[0], COLS[0])
     for step in range(steps):
         kind, layer = ct.load(PROGRAM, (step, 0), ()), ct.load(PROGRAM, (step, 1), ())
         first, last = ct.load(STARTS, (kind, block), ()), ct.load(STARTS, (kind, block + 1), ())
@@ -282,7 +279,7 @@ def mega_kernel(
                 _store(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])))
                 return state
 
-            each_tile(step, first, last, W_QKV, layer, ROWS[0], hidden, lambda: normed(2 * layer, True), put_qkv, ())
+            each_tile(step, first, last, W_QKV, layer, ROWS[0], CHUNKS[0], lambda: normed(2 * layer, True), put_qkv, ())
         elif kind == ATTENTION:
             wait(step - 1)
             for unit in range(first, last):
@@ -295,7 +292,7 @@ def mega_kernel(
                 _store(STREAM, (2 * layer, unit), y.astype(dtype))
                 return state
 
-            each_tile(step, first, last, W_OUT, layer, ROWS[1], (CHUNKS[1], COLS[1]), lambda: attention(layer), put_out, ())
+            each_tile(step, first, last, W_OUT, layer, ROWS[1], CHUNKS[1], lambda: attention(layer), put_out, ())
         elif kind == GATE_UP:
 
             def put_active(unit, y, state):
@@ -306,7 +303,7 @@ def mega_kernel(
                 _store(ACTIVE, (layer, unit), y.reshape((1, half)))
                 return state
 
-            each_tile(step, first, last, W_GATE_UP, layer, ROWS[2], hidden, lambda: normed(2 * layer + 1, False), put_active, ())
+            each_tile(step, first, last, W_GATE_UP, layer, ROWS[2], CHUNKS[0], lambda: normed(2 * layer + 1, False), put_active, ())
         elif kind == DOWN:
 
             def put_down(unit, y, state):
@@ -314,7 +311,7 @@ def mega_kernel(
                 _store(STREAM, (2 * layer + 1, unit), y.astype(dtype))
                 return state
 
-            each_tile(step, first, last, W_DOWN, layer, ROWS[3], (CHUNKS[2], COLS[2]), lambda: active(layer), put_down, ())
+            each_tile(step, first, last, W_DOWN, layer, ROWS[3], CHUNKS[2], lambda: active(layer), put_down, ())
         elif kind == HEAD:
 
             def put_logits(unit, y, state):
@@ -324,7 +321,7 @@ def mega_kernel(
 
             append()
             start = empty_best((1, ROWS[4]))
-            best, when = each_tile(step, first, last, W_HEAD, 0, ROWS[4], hidden, lambda: normed(2 * layer, False), put_logits, start)
+            best, when = each_tile(step, first, last, W_HEAD, 0, ROWS[4], CHUNKS[0], lambda: normed(2 * layer, False), put_logits, start)
             top, column = first_best(best, when * ROWS[4] + ct.arange(ROWS[4], dtype=ct.int32).reshape((1, ROWS[4])))
             ct.store(BEST, (0, block), ct.bitcast(top, ct.int32))
             ct.store(BEST, (1, block), column)

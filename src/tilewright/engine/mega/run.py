@@ -92,7 +92,6 @@ def plan(schedule: Schedule, phases: int, spin_limit: int) -> Plan:
         d.head_dim // 2,
         schedule.splits,
         schedule.blocks,
-        tuple(schedule.columns(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
         tuple(schedule.chunks(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
         tuple(schedule.rows(kind) for kind in MATRICES),
         c.depth,

@@ -26,9 +26,6 @@ class Config:
     num_worker_warps: int | None = 8
 
 
-VECTORS = 2048  # elements of 16 bits that 256 threads load at once
-
-
 def default_config(device: Device) -> Config:
     return Config(tile=1 << 18, depth=1, num_worker_warps=None) if device.is_cpu else Config()
 
@@ -50,18 +47,16 @@ class Schedule:
         """Ranges of keys of a query head: a power of two."""
         return 1 << (max(1, min(MOST_SPLITS, self.blocks // self.dims.q_heads)).bit_length() - 1)
 
-    def columns(self, kind: Kind) -> int:
-        """Of a chunk of a row: the largest power of two that divides it, so that no tile passes an edge."""
-        return _power_of_two(self.dims.shape(kind)[1])
-
-    def chunks(self, kind: Kind) -> int:
-        """Of a row."""
-        return self.dims.shape(kind)[1] // self.columns(kind)
+    def chunks(self, kind: Kind) -> tuple[tuple[int, int], ...]:
+        """A row as tiles that pass no edge: powers of two, the largest first, each with its index among tiles so wide. 3072 = 2048 + 1024."""
+        columns = self.dims.shape(kind)[1]
+        widths = [1 << bit for bit in reversed(range(columns.bit_length())) if columns >> bit & 1]
+        return tuple((width, sum(widths[:i]) // width) for i, width in enumerate(widths))
 
     def rows(self, kind: Kind) -> int:
-        """Of a tile: about `tile` elements, wide loads for all threads, and no tile passes an edge or leaves its head."""
+        """Of a tile: about `tile` elements; none passes an edge or leaves its head, and gate and up come in pairs."""
         rows, columns = self.dims.shape(kind)
-        wanted = max(2 if kind is Kind.GATE_UP else 1, self.config.tile // columns, VECTORS // self.columns(kind))
+        wanted = max(2 if kind is Kind.GATE_UP else 1, self.config.tile // columns)
         return min(1 << (wanted.bit_length() - 1), _power_of_two(self.dims.head_dim if kind is Kind.QKV else rows))
 
     def units(self, kind: Kind) -> int:
