@@ -3,7 +3,8 @@
     python benchmarks/megakernel.py Llama-3.2-1B
     python benchmarks/megakernel.py Llama-3.2-1B "depth=3" "tile=4096,depth=6" --position 8192 --phases
 
-Random weights; the steps start at --position. What a kind of phase costs is the time of the whole program less that of a program without it in any layer.
+Random weights; the steps start at --position. What a kind of phase costs is the time of the whole program less that of a program
+without it in any layer.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def clocks() -> Clocks:
     return Clocks(*(torch.zeros(n, dtype=t) for n, t in ((16, integers), ((2, 16), torch.int32), ((32, 16), integers), (2, integers))))
 
 
-@pytest.mark.parametrize("changes", [{}, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}, {"tie_word_embeddings": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"hidden_size": 96, "num_attention_heads": 6}, {"tie_word_embeddings": True}], ids=str)
 def test_engine_writes_the_tokens_of_transformers_in_one_launch_a_token(changes: dict) -> None:
     model = tiny("llama", **(SIZES | changes))
     prompt = prompts()[1]
@@ -95,7 +95,9 @@ def test_a_block_that_never_arrives_is_named() -> None:
     step.check()
 
 
-@pytest.mark.parametrize(("layers", "stop_after", "last"), [(0, "", "appended values"), (1, "gate_up", "layers.0.active"), (2, "qkv", "layers.1.qkv")])
+@pytest.mark.parametrize(
+    ("layers", "stop_after", "last"), [(0, "", "appended values"), (1, "gate_up", "layers.0.active"), (2, "qkv", "layers.1.qkv")]
+)
 def test_every_value_is_within_the_noise_band(layers: int, stop_after: str, last: str) -> None:
     weights, program = program_of(weights_of(tiny("llama", torch.bfloat16, **SIZES)), layers, stop_after)
     found = differences(weights, program, 21, blocks=3)
@@ -125,8 +127,11 @@ def test_a_schedule_deals_every_row_once(dims: Dims, blocks: int) -> None:
     for kind in MATRICES:
         rows, columns = dims.shape(kind)
         assert schedule.units(kind) * schedule.rows(kind) == rows
-        assert [width * index for width, index in schedule.chunks(kind)] == [sum(w for w, _ in schedule.chunks(kind)[:i]) for i in range(len(schedule.chunks(kind)))]
-        assert sum(width for width, _ in schedule.chunks(kind)) == columns
+        end = 0
+        for width, index in schedule.chunks(kind):
+            assert width * index == end
+            end += width
+        assert end == columns
     assert 0 < schedule.balance() <= 1
     if dims is not SMOLLM:
         assert schedule.balance() > 0.9

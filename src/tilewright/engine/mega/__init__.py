@@ -1,4 +1,4 @@
-"""Batch-1 decode of a Llama-family model in one persistent kernel a token: program, schedule, kernel, and a reference machine that runs the same program."""
+"""Batch-1 decode of a Llama-family model in one persistent kernel a token, and a reference machine that runs the same program."""
 
 from .program import Dims, Kind, Phase, phases
 from .schedule import Config, Schedule

@@ -8,13 +8,14 @@ Numerics: products of weights and activations are summed in fp32 from operands r
 attention, `active` and the residual stream are rounded to it, the stream once after each addition.
 """
 
-import math
+# ruff: noqa: B023 - cuTile inlines a closure where it is called
 
+import math
 from typing import Annotated, Any
 
 import cuda.tile as ct
 
-from ...ops.attention_common import FLOOR, LOG2E, softmax_step
+from ...ops.attention_common import FLOOR, softmax_step
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from .program import Kind
 
@@ -22,9 +23,9 @@ ZERO = ct.PaddingMode.ZERO
 
 
 def _load(array, index, shape):
-    """A tile that lies inside its array, by plain loads where it is needed: loads in flight across a loop or a barrier are in registers, by hand.
+    """A tile that lies inside its array, by plain loads where it is needed: what is in flight across a loop or a barrier is in registers, by hand.
 
-    Left to itself the compiler keeps five steps of every loop in flight, or gives half of the threads to TMA: both spill in a kernel of so many loops.
+    Left to itself the compiler keeps five steps of every loop in flight, or gives threads to TMA: both spill in a kernel of so many loops.
     """
     return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
 
@@ -36,13 +37,11 @@ def _store(array, index, tile):
 QKV, ATTENTION, OUT, GATE_UP, DOWN, HEAD = (int(kind) for kind in list(Kind)[:6])
 
 
-def _fixed(dims: int) -> Any:
-    """An array whose shape and strides are known when compiling: tiles are then one address and constant offsets from it."""
-    every = tuple(range(dims))
-    return Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=every, static_stride_dims=every)]
-
-
-Vector, Matrix, Stack, Stacks = (_fixed(dims) for dims in (1, 2, 3, 4))
+# Arrays whose shapes and strides are known when compiling: a tile is then one address and constant offsets from it.
+Vector = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0,), static_stride_dims=(0,))]
+Matrix = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1), static_stride_dims=(0, 1))]
+Stack = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2), static_stride_dims=(0, 1, 2))]
+Stacks = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
 
 
 @ct.kernel
@@ -99,14 +98,14 @@ def mega_kernel(
     int32: PROGRAM [phases, 2] kind and layer; STARTS [kinds, BLOCKS + 1] units of each block; ARRIVED [2, phases]; TURN [1] which set of ARRIVED;
     STUCK [2] with LIMIT > 0: phase + 1 and block that gave up waiting after LIMIT looks; COUNTERS [2, ..] position and keys. int64: TOKENS [..],
     RECENT [.., ..], CLOCK [2], as `engine.state.State` has them.
-    Weights, of L layers: EMBEDDING [vocab, HIDDEN], NORMS [2 L + 1, HIDDEN], W_QKV [L, heads * head_dim, HIDDEN], W_OUT [L, HIDDEN, q_heads * head_dim],
-    W_GATE_UP [L, 2 * inter, HIDDEN] (gate and up take turns), W_DOWN [L, HIDDEN, inter], W_HEAD [1, vocab, HIDDEN]. COS, SIN fp32 [max_len, HALF].
-    Cache: K, V [L, KV_HEADS, max_len, 2 * HALF]. Values: HEADS [L, Q_HEADS + 2 KV_HEADS, 2 * HALF], PARTS fp32 [L, SPLITS, Q_HEADS, 2 * HALF], MAXIMA and
-    DENOMINATORS fp32 [L, SPLITS, Q_HEADS], STREAM [2 L, HIDDEN] behind attention and MLP of each layer, ACTIVE [L, inter], LOGITS [1, vocab],
-    BEST int32 [2, BLOCKS].
+    Weights, of L layers: EMBEDDING [vocab, HIDDEN], NORMS [2 L + 1, HIDDEN], W_QKV [L, heads * head_dim, HIDDEN],
+    W_OUT [L, HIDDEN, q_heads * head_dim], W_GATE_UP [L, 2 * inter, HIDDEN] (gate and up take turns), W_DOWN [L, HIDDEN, inter],
+    W_HEAD [1, vocab, HIDDEN]. COS, SIN fp32 [max_len, HALF]. Cache: K, V [L, KV_HEADS, max_len, 2 * HALF].
+    Values: HEADS [L, Q_HEADS + 2 KV_HEADS, 2 * HALF], PARTS fp32 [L, SPLITS, Q_HEADS, 2 * HALF], MAXIMA and DENOMINATORS fp32 [L, SPLITS, Q_HEADS],
+    STREAM [2 L, HIDDEN] behind attention and MLP of each layer, ACTIVE [L, inter], LOGITS [1, vocab], BEST int32 [2, BLOCKS].
     scale: of scores, times log2(e). Tiles of weights are ROWS (of qkv, out, gate and up, down, head) by a whole row, that is CHUNKS: (columns, index
-    of a tile so wide) for rows of HIDDEN, of q_heads * head_dim and of inter elements. DEPTH of them are under way at once. TILE_B, TILE_P: powers of two from BLOCKS and from the number of
-    phases on. SPLITS: a power of two; MERGED: a part of it, ranges whose results are read at once.
+    of a tile so wide) for rows of HIDDEN, of q_heads * head_dim and of inter elements. DEPTH of them are under way at once. SPLITS: a power of two;
+    MERGED: a part of it, ranges whose results are read at once. TILE_B, TILE_P: powers of two from BLOCKS and from the number of phases on.
     """
     block = ct.bid(0)
     turn = ct.load(TURN, (0,), ())
@@ -317,7 +316,7 @@ def mega_kernel(
             def put_logits(unit, y, state):
                 y = y.astype(dtype).reshape((1, ROWS[4]))
                 _store(LOGITS, (0, unit), y)
-                return take_better(*state, y.astype(ct.float32), unit)
+                return take_better(state[0], state[1], y.astype(ct.float32), unit)
 
             append()
             start = empty_best((1, ROWS[4]))

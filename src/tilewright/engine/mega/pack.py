@@ -87,7 +87,9 @@ class LayerStacks(Fusion):
         stacks.down = stacks._stack([(m.down_proj,) for m in mlps], torch.stack, list)
         return stacks
 
-    def _stack(self, layers: Sequence[tuple[nn.Linear, ...]], join: Callable[[list[Tensor]], Tensor], views: Callable[[Tensor], list[Tensor]]) -> Tensor:
+    def _stack(
+        self, layers: Sequence[tuple[nn.Linear, ...]], join: Callable[[list[Tensor]], Tensor], views: Callable[[Tensor], list[Tensor]]
+    ) -> Tensor:
         whole = self._fused([linear for layer in layers for linear in layer], join, views).weight
         self._of |= {layer[0]: Matrix(part) for layer, part in zip(layers, whole, strict=True)}
         return whole

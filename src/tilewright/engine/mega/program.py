@@ -1,4 +1,6 @@
-"""A decode step of a Llama-family model as data: phases, each of which reads what earlier ones wrote. The kernel and the reference machine run this list.
+"""A decode step of a Llama-family model as data: phases, each of which reads what earlier ones wrote.
+
+The kernel and the reference machine run this list.
 
 | kind | reads | writes (each value has a slot of its own in every layer) |
 |---|---|---|

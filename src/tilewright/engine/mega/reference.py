@@ -1,10 +1,11 @@
 """The reference machine: the program that the kernel runs, block by block in plain torch. A value that nobody wrote is NaN, and reading it an error.
 
-All blocks of a phase see what stood there before the phase: what one of them writes becomes visible when all are done, as behind the kernel's barrier.
+All blocks of a phase see what stood there before it: what one of them writes becomes visible when all are done, as behind the kernel's barrier.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Machine:
         for phase in program:
             execute: Callable[[int, slice], Iterator[Write]] = getattr(self, f"_{phase.kind.name.lower()}")
             starts = self.schedule.starts(phase.kind)
-            written = [w for a, b in zip(starts, starts[1:], strict=False) if a < b for w in execute(phase.layer, slice(a, b))]
+            written = [w for a, b in pairwise(starts) if a < b for w in execute(phase.layer, slice(a, b))]
             for name, rows, value in written:
                 self._slot(name, phase)[rows] = value
         chosen = self.values.get("token")

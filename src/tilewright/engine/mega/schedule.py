@@ -1,7 +1,9 @@
 """Which block does what: the rows of every matrix, and the ranges of keys, dealt to any number of blocks."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import cuda.tile as ct
 import torch
 from torch import Tensor
 
@@ -81,7 +83,8 @@ class Schedule:
     def keys_per_range(self, position: int) -> int:
         """Keys of each range when the new token stands at `position`: as the kernel computes it."""
         tile = self.config.tile_kv
-        return max(self.config.span, -(-(-(-(position + 1) // self.splits)) // tile) * tile)
+        each = ct.cdiv(position + 1, self.splits)
+        return max(self.config.span, ct.cdiv(each, tile) * tile)
 
     def balance(self) -> float:
         """Weights that all blocks read, over those that they could if each phase's busiest block set the pace for all: 1 is perfect."""
@@ -90,7 +93,7 @@ class Schedule:
             rows, columns = self.dims.shape(kind)
             times = 1 if kind is Kind.HEAD else self.dims.layers
             starts = self.starts(kind)
-            busiest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+            busiest = max(b - a for a, b in pairwise(starts))
             size += times * rows * columns
             paced += times * busiest * self.rows(kind) * columns * self.blocks
         return size / paced
