@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_engine import NEW, prompts, stock_tokens, tiny
 
+from tilewright.compile import ResultCache, compile_launches
 from tilewright.engine import Engine, Sampling
 from tilewright.engine.mega import Config, Dims, Kind, Schedule, phases
 from tilewright.engine.mega.difftest import differences, program_of
@@ -13,7 +14,7 @@ from tilewright.engine.mega.reference import Machine, MissingDependency
 from tilewright.engine.mega.run import Clocks, Mega
 from tilewright.engine.read import read
 from tilewright.interpret import checking
-from tilewright.launch import Device, counted
+from tilewright.launch import Device, counted, traced
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 SMALL = Config(tile=512, depth=2, span=8, tile_kv=8, merged=2, num_worker_warps=None)
@@ -135,6 +136,31 @@ def test_a_schedule_deals_every_row_once(dims: Dims, blocks: int) -> None:
     assert 0 < schedule.balance() <= 1
     if dims is not SMOLLM:
         assert schedule.balance() > 0.9
+
+
+def meta_weights(d: Dims) -> Weights:
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    layers = [meta(d.layers, *d.shape(kind)) for kind in MATRICES[:4]]
+    rope = [meta(4096, d.head_dim // 2, dtype=torch.float32) for _ in range(2)]
+    return Weights(d, meta(d.vocab, d.hidden), meta(2 * d.layers + 1, d.hidden), *layers, meta(1, d.vocab, d.hidden), *rope, 1e-5, 0.125)
+
+
+@pytest.mark.parametrize("gpu", ["H200", "GB10"])
+def test_llama_1b_compiles_without_spills(gpu: str, tmp_path) -> None:
+    device = Device.named(gpu)
+    d = LLAMA_1B
+    cache = torch.empty(d.layers, d.kv_heads, 4096, d.head_dim, dtype=torch.bfloat16, device="meta")
+    with traced(device) as launches:
+        where = Clocks(*(tensor.to("meta") for tensor in (getattr(clocks(), name) for name in ("tokens", "counters", "recent", "clock"))))
+        Mega(meta_weights(d), list(phases(d)), where, (cache, cache)).step()
+    (found,) = compile_launches([(launches[0], device.arch)], jobs=1, cache=ResultCache(tmp_path))
+    assert found.error == ""
+    assert found.ok
+    assert found.resources.count("UTMALDG") == 0  # TMA would take half of the registers
+    assert found.resources.count("LDG") > 100
+    assert launches[0].plan.grid == (device.sms,)
 
 
 @pytest.mark.parametrize(
