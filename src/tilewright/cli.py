@@ -87,7 +87,7 @@ def generate(
     batch: Annotated[int, typer.Option("--batch", help="Prompts at once, with --prompt-tokens.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write at most.")] = 64,
     engine: Annotated[
-        str, typer.Option("--engine", metavar="ENGINE", help="graph, eager (our engine), or transformers (the model patched).")
+        str, typer.Option("--engine", metavar="ENGINE", help="mega, graph, eager (our engine), or transformers (the model patched).")
     ] = "transformers",
     device: DeviceName = "",
     dtype: Dtype = "",
@@ -99,8 +99,10 @@ def generate(
     """Write text greedily, as it comes; or, with --prompt-tokens, measure how fast: times, kernels, share of the bandwidth floor."""
     if [bool(prompt), prompt_file is not None, prompt_tokens > 0].count(True) != 1:
         raise ValueError("exactly one of --prompt, --prompt-file and --prompt-tokens must be given")
-    if engine not in ("graph", "eager", "transformers"):
-        raise ValueError(f"--engine must be graph, eager or transformers, got {engine!r}")
+    if engine not in ("mega", "graph", "eager", "transformers"):
+        raise ValueError(f"--engine must be mega, graph, eager or transformers, got {engine!r}")
+    if engine == "mega" and batch != 1:
+        raise ValueError(f"--batch must be 1 with --engine mega, got {batch}")
     if compiled and not (compare and prompt_tokens):
         raise ValueError("--compiled must come with --compare and --prompt-tokens")
     if batch != 1 and not prompt_tokens:
@@ -236,6 +238,27 @@ def learn(
     if not all(word.isdigit() for word in words):
         raise ValueError(f"--seq must be lengths like 1024,2048, got {seq!r}")
     return learn_command(subject, seq_lens=[int(word) for word in words], arch=arch, json_file=json_file, plot=plot)
+
+
+@verb
+def difftest(
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As of generate; a config's name takes random weights.")] = "Llama-3.2-1B",
+    layers: Annotated[int, typer.Option("--layers", metavar="N", help="Only the first N layers. Default: all.", show_default=False)] = 0,
+    stop_after: Annotated[
+        str, typer.Option("--stop-after", metavar="PHASE", help="qkv, attention, out, gate_up or down of the last layer; head.", show_default=False)
+    ] = "",
+    position: Annotated[int, typer.Option("--position", help="Where the token stands: as many keys lie in the cache.")] = 100,
+    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of the kernel. Default: one a multiprocessor.", show_default=False)] = 0,
+    device: DeviceName = "",
+    dtype: Dtype = "",
+    as_json: Json = False,
+) -> int:
+    """Run one token through the megakernel and its reference machine and compare every intermediate value; exit with 1 if one breaks the rule."""
+    where, number_type = _device_and_dtype(device, dtype)
+    from .engine.mega.difftest import difftest_command
+
+    loaded = _loaded(model, where, number_type, Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True))
+    return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, as_json=as_json)
 
 
 @verb

@@ -129,7 +129,7 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
         (("generate", "--model", "nowhere", "--prompt", "x"), "error: model must be a folder with config.json"),
         (("generate", "--model", "nowhere"), "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given"),
         (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must be 1 with a text, got 2"),
-        (("generate", "--model", "x", "--prompt", "x", "--engine", "mega"), "error: --engine must be graph, eager or transformers, got 'mega'"),
+        (("generate", "--model", "x", "--prompt", "x", "--engine", "fast"), "error: --engine must be mega, graph, eager or transformers, got 'fast'"),
         (("generate", "--model", "x", "--prompt", "x", "--engine", "graph", "--device", "cpu"), "error: --engine must be eager or transformers on a"),
         (("generate", "--model", "x", "--prompt-tokens", "4", "--compiled"), "error: --compiled must come with --compare"),
         (("generate", "--model", "nowhere", "--prompt-file", "absent.txt"), "error: [Errno 2] No such file or directory: 'absent.txt'"),

@@ -231,7 +231,7 @@ def test_a_step_is_a_list_of_calls() -> None:
     with Engine(model, max_batch=1, max_len=64, on_progress=lambda stage, done, total: stages.append(stage)) as engine:
         engine.warm_up(1, 3)
         (step,) = engine._steps.values()
-        assert [call.name for call in step.body + step.tail] == [
+        assert [call.name for call in step.calls] == [
             "embedding",
             "layers.0.attention_norm",
             "layers.0.attention.qkv",

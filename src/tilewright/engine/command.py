@@ -45,8 +45,8 @@ def measure_command(
     baselines: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Times `engine` ("eager", "graph", "transformers" for the patched model) beside unpatched transformers. Returns the exit code: 1 if the
-    graph's tokens are not those of the eager engine.
+    """Times `engine` ("eager", "graph", "mega", "transformers" for the patched model) beside unpatched transformers. Returns the exit code: 1 if the
+    graph's tokens are not those of the eager engine. The megakernel, whose sums run in another order, is only compared with the graph.
 
     baselines: of "eager" and "compiled" (static cache, on a GPU), those to run.
     """
@@ -79,7 +79,11 @@ def measure_command(
             runs.append(run_transformers(model, "tilewright patched", prompts, max_new_tokens))
             if given is not None:
                 logits["tilewright patched"] = _stock_logits(model, prompts, given)
-    modes: dict[str, tuple[Mode, ...]] = {"eager": ("eager",), "graph": ("eager", "graph")}
+    modes: dict[str, tuple[Mode, ...]] = {
+        "eager": ("eager",),
+        "graph": ("eager", "graph"),
+        "mega": ("graph" if device.type == "cuda" else "eager", "mega"),
+    }
     for mode in modes.get(engine, ()):
         name = f"tilewright {mode}"
         with _progress(errors) as on_progress:
@@ -101,7 +105,8 @@ def measure_command(
             print(json.dumps(line))
     _show(console, runs, distances, floor_ms, case, start_s)
     by_name = {run.name: run.tokens for run in runs}
-    return int("tilewright graph" in by_name and by_name["tilewright graph"] != by_name["tilewright eager"])
+    both = "tilewright graph" in by_name and "tilewright eager" in by_name
+    return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])
 
 
 def _collect() -> None:
@@ -247,7 +252,11 @@ def _show(console: Console, runs: list[Run], distances: dict[str, Distance], flo
     for run in runs:
         _show_kernels(console, run)
     by_name = {run.name: run.tokens for run in runs}
-    if "tilewright graph" in by_name:
+    if "tilewright mega" in by_name:
+        mega = next(run for run in runs if run.name == "tilewright mega")
+        other = next(run for run in runs if run.name in ("tilewright graph", "tilewright eager"))
+        console.print(f"tokens of mega and {other.name.removeprefix('tilewright ')} equal: {100 * _equal(mega, other):.0f} %")
+    elif "tilewright graph" in by_name:
         same = by_name["tilewright graph"] == by_name["tilewright eager"]
         console.print(f"tokens of graph and eager equal: {'yes' if same else 'NO'}", style="green" if same else "bold red")
 

@@ -13,17 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ..launch import Device, must
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
+from .mega.pack import LayerStacks, Weights, refuse
+from .mega.program import phases
+from .mega.run import Clocks, Mega
 from .prefill import Prefill
 from .program import Call, Frame
 from .read import read
 from .state import SLOTS, Sampling, State, cache_bytes
 from .weights import Fusion
 
-Mode = Literal["eager", "graph"]
+Mode = Literal["eager", "graph", "mega"]
 OnProgress = Callable[[str, int, int], None]
 OnTokens = Callable[[list[list[int]]], None]
 _MARK = "tilewright_engine"
@@ -40,10 +43,10 @@ class Generated:
 
 @dataclass(slots=True)
 class _Step:
-    """One token for each sequence of a batch size: the frame, the calls up to the last layer, and those from there on."""
+    """One token for each sequence of a batch size: the frame, all calls of a step, and those behind the last layer, with which a prompt ends too."""
 
     frame: Frame
-    body: list[Call]
+    calls: list[Call]
     tail: list[Call]
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -71,7 +74,8 @@ class Engine:
             model: a transformers causal language model of one of `MODEL_TYPES`, in eval mode, on one device.
             max_batch: sequences at once.
             max_len: tokens of a sequence, prompt included.
-            mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step. Both choose the same tokens.
+            mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step, and chooses the same tokens. "mega" runs a decode
+                step of one sequence (`max_batch` 1) as one persistent kernel, for the models that docs/megakernel.md names.
             prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
             check_every: decode steps between two looks at the tokens, which are the only waits for the device.
             on_progress: called with (stage, done, all) while weights are fused, kernels compiled and graphs captured.
@@ -85,17 +89,21 @@ class Engine:
             raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
         if _MARK in model.__dict__:
             raise must("model", "without an engine", "one that another Engine holds: close() that one first")
-        if mode not in ("eager", "graph"):
-            raise must("mode", '"eager" or "graph"', repr(mode))
+        if mode not in ("eager", "graph", "mega"):
+            raise must("mode", '"eager", "graph" or "mega"', repr(mode))
         if mode == "graph" and model.device.type != "cuda":
             raise must("mode", '"eager" on a CPU: a CUDA graph needs an NVIDIA GPU', '"graph"')
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
             if value < 1:
                 raise must(name, "at least 1", value)
+        if mode == "mega":
+            if max_batch != 1:
+                raise must("max_batch", '1 with mode="mega"', max_batch)
+            refuse(model, Device.of(next(model.parameters())))
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
         self._model: Any = model
-        self._fusion = Fusion()
+        self._fusion: Fusion = Fusion()
         self._steps: dict[tuple, _Step] = {}
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
@@ -103,10 +111,12 @@ class Engine:
         model.__dict__[_MARK] = self
         try:
             with _own():
+                if mode == "mega":
+                    self._fusion = LayerStacks.of(model)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report)
             self._check_memory(slots)
             with _own():
-                self._state = State(self.decoder, max_batch, slots, check_every)
+                self._state = State(self.decoder, max_batch, slots, check_every, stacked=mode == "mega")
         except BaseException:
             self.close()
             raise
@@ -261,18 +271,32 @@ class Engine:
 
     def _compiled_step(self, batch: int, sampling: Sampling | None) -> _Step:
         frame = self._state.frame(batch)
-        body = list(self.decoder.body_calls(frame, self._state.tokens[:batch], self._state.caches))
-        tail = [*self.decoder.head_calls(frame), *self._state.choose_calls(frame, self.decoder.vocab, sampling)]
-        step = _Step(frame, body, tail)
-        self._state.begin([1] * batch, sampling or Sampling())
-        compile_kernels(body + tail, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
+        choice = list(self._state.choose_calls(frame, self.decoder.vocab, sampling))
+        tail = [*self.decoder.head_calls(frame), *choice]
+        if self.mode == "mega":
+            calls = self._mega_calls(frame, choice, greedy=sampling is None or sampling.temperature == 0)
+        else:
+            calls = [*self.decoder.body_calls(frame, self._state.tokens[:batch], self._state.caches), *tail]
+        step = _Step(frame, calls, tail)
+        for part in (tail, calls):
+            self._state.begin([1] * batch, sampling or Sampling())
+            compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
         if self.mode == "graph":
             self._report(f"capturing decode, batch {batch}", 0, 1)
             self._state.begin([1] * batch, sampling or Sampling())
-            run(body + tail)  # equal calls may still differ in how their memory is aligned: nothing is left to compile after this
-            step.graph = capture(body + tail, self._pool)
+            run(calls)  # equal calls may still differ in how their memory is aligned: nothing is left to compile after this
+            step.graph = capture(calls, self._pool)
             self._report(f"capturing decode, batch {batch}", 1, 1)
         return step
+
+    def _mega_calls(self, frame: Frame, choice: list[Call], *, greedy: bool) -> list[Call]:
+        """The whole step in one kernel, but for the choice where it is drawn by chance."""
+        assert isinstance(self._fusion, LayerStacks)
+        weights, state = Weights.of(self.decoder, self._fusion), self._state
+        clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
+        logits = frame.buffer("logits", 1, self.decoder.vocab)
+        step = Mega(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits).step
+        return [Call("mega", step, ()), *([] if greedy else choice)]
 
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
         prefill = Prefill.of(self.decoder, self._state, batch, q_len, width)
@@ -290,8 +314,7 @@ class Engine:
         if step.graph is not None:
             step.graph.replay()
         else:
-            run(step.body)
-            run(step.tail)
+            run(step.calls)
 
     def _collect(self, steps: int, sequences: int) -> list[list[int]]:
         """The tokens of the last `steps` steps, by sequence. Waits for the device."""

@@ -40,10 +40,13 @@ class State:
 
     tokens: int64 [batch], the last token of each sequence. counters: int32 [2, batch], its position, and the keys once it is appended.
     recent: int64 [rows, batch], the tokens chosen since the host last read them. clock: int64 [2], the row of `recent` that comes next, and the
-    number of draws. caches: of each layer, what its attention keeps.
+    number of draws. caches: of each layer, what its attention keeps. stacks: with `stacked`, all layers' caches of one sequence as two tensors
+    [layers, kv_heads, max_len, head_dim], of which `caches` has views.
     """
 
-    def __init__(self, model: Decoder, batch: int, max_len: int, rows: int) -> None:
+    stacks: tuple[Tensor, Tensor]
+
+    def __init__(self, model: Decoder, batch: int, max_len: int, rows: int, *, stacked: bool = False) -> None:
         device, dtype = model.embedding.device, model.embedding.dtype
         padded = -(-batch // 16) * 16  # aligned rows
         self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
@@ -56,6 +59,12 @@ class State:
         self.top_p = torch.ones(1, device=device)
         # Zeros: a key that was never written is masked, but a NaN in its value would survive a weight of 0.
         self.max_len = max_len
+        if stacked:
+            (shape, _) = model.layers[0].attention.cache_shapes(1, max_len)
+            keys, values = (torch.zeros(len(model.layers), *shape[1:], dtype=dtype, device=device) for _ in range(2))
+            self.stacks = keys, values
+            self.caches: list[tuple[Tensor, ...]] = [(k[None], v[None]) for k, v in zip(keys, values, strict=True)]
+            return
         self.caches = [
             tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in layer.attention.cache_shapes(batch, max_len)) for layer in model.layers
         ]

@@ -160,7 +160,7 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text
 def generate_with_engine(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, mode: str, on_text: OnText | None = None) -> Generation:
     """As `generate`, by an Engine that is made for the call, whose compiling is not in the times.
 
-    mode: "eager" or "graph"; replays of a graph count no launches.
+    mode: "eager", "graph" or "mega"; replays of a graph count no launches.
     """
     from ..engine import Engine
 
@@ -176,7 +176,7 @@ def generate_with_engine(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: 
             found = engine.generate(prompt_ids, max_new_tokens, stop=stop, on_tokens=lambda new: stream.put(torch.tensor(new)))
     stream.end()
     return Generation(
-        prompt_tokens, found.tokens[0], stream.text(), found.first_token_s, sum(found.step_s), dict(launches) if mode == "eager" else {}
+        prompt_tokens, found.tokens[0], stream.text(), found.first_token_s, sum(found.step_s), {} if mode == "graph" else dict(launches)
     )
 
 
@@ -185,7 +185,7 @@ def compare(
 ) -> Comparison:
     """Generates with our kernels, before that with unpatched transformers if `stock`; the model is left as it was.
 
-    engine: "transformers" for the patched model, "eager" or "graph" for an Engine in that mode.
+    engine: "transformers" for the patched model, "eager", "graph" or "mega" for an Engine in that mode.
     """
     theirs = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if stock else None
     if engine != "transformers":

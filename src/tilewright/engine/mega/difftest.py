@@ -1,0 +1,133 @@
+"""`tilewright difftest`: one token through the kernel and through the reference machine, on identical inputs; every value compared by name.
+
+The noise band of a value is the accuracy rule (docs/accuracy.md), with the machine in double as the truth and the machine in the model's dtype as
+the other implementation. Slots of the cache that hold no key of the text are filled with garbage.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ...launch import Device, must
+from ...testing import Accuracy, accuracy
+from ..read import read
+from .pack import LayerStacks, Weights, refuse
+from .program import Kind, Phase, phases
+from .reference import Machine
+from .run import Clocks, Mega
+
+SPIN_LIMIT = 1 << 22  # looks at a counter, a few seconds of them
+MAX_LEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Kernel against machine: largest absolute and mean symmetric relative difference, 2 |a - b| / (|a| + |b|), and what the accuracy rule says."""
+
+    name: str
+    absolute: float
+    relative: float
+    accuracy: Accuracy
+
+
+def program_of(weights: Weights, layers: int, stop_after: str) -> tuple[Weights, list[Phase]]:
+    """The model's first layers, and its phases up to one. Raises ValueError for a phase or a number that there is not."""
+    if not 0 <= layers <= weights.dims.layers:
+        raise must("--layers", f"1 to {weights.dims.layers}", layers)
+    weights = weights.first_layers(layers or weights.dims.layers)
+    program = list(phases(weights.dims))
+    if stop_after:
+        names = [kind.name.lower() for kind in Kind][:-1]
+        if stop_after not in names:
+            raise must("--stop-after", f"one of {', '.join(names)}", stop_after)
+        last = next(i for i in reversed(range(len(program))) if program[i].kind.name.lower() == stop_after)
+        program = program[: last + 1]
+    return weights, program
+
+
+def differences(weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, seed: int = 0) -> list[Difference]:
+    """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain."""
+    d, like = weights.dims, weights.embedding
+    if not 0 <= position < len(weights.cos):
+        raise must("position", f"0 to {len(weights.cos) - 1}", position)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (d.layers, d.kv_heads, len(weights.cos), d.head_dim)
+    caches = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
+    for cache in caches:
+        cache[:, :, position:] *= 100.0
+        cache[:, :, position + 1 :: 2] = float("nan")
+    keys, values = (cache.to(like.dtype).to(like.device) for cache in caches)
+    token = int(torch.randint(d.vocab, (), generator=generator))
+
+    def integers(*shape: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
+        return torch.full(shape, fill, dtype=dtype, device=like.device)
+
+    clocks = Clocks(
+        integers(16, dtype=torch.int64, fill=token),
+        integers(2, 16, dtype=torch.int32, fill=position),
+        integers(1, 16, dtype=torch.int64),
+        integers(2, dtype=torch.int64),
+    )
+    mega = Mega(weights, program, clocks, (keys.clone(), values.clone()), blocks=blocks, spin_limit=SPIN_LIMIT)
+    mega.step()
+    mega.check()
+    machines = []
+    for dtype in (like.dtype, torch.float64):
+        machine = Machine(weights, mega.schedule, token, position, (keys.to(dtype).clone(), values.to(dtype).clone()), dtype=dtype)
+        machine.run(program)
+        machines.append(machine)
+    theirs, truth = machines
+    found = []
+    for name, ours in mega.values.named(program, mega.schedule, position).items():
+        if name in theirs.values:
+            found.append(_difference(name, ours.flatten(), theirs.values[name].flatten(), truth.values[name].flatten()))
+    if program[-1].kind >= Kind.HEAD:
+        for name, ours, other, true in zip(("keys", "values"), mega.cache, theirs.cache, truth.cache, strict=True):
+            found.append(_difference(f"appended {name}", *(t[:, :, position].flatten() for t in (ours, other, true))))
+    if program[-1].kind is Kind.CHOOSE and not bool(theirs.values["logits"][int(clocks.tokens[0])] == theirs.values["logits"].max()):
+        logits = mega.values.logits[0]  # another token than the machine's is right only where its own logits say so
+        if int(clocks.tokens[0]) != int(logits.argmax()):
+            raise RuntimeError(f"the kernel chose token {int(clocks.tokens[0])}, its own logits say {int(logits.argmax())}")
+    return found
+
+
+def _difference(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Difference:
+    a, b = ours.double(), theirs.double()
+    apart = (a - b).abs()
+    relative = (2 * apart / (a.abs() + b.abs())).nan_to_num(0.0).mean()
+    return Difference(name, float(apart.max()), float(relative), accuracy(ours, theirs, truth))
+
+
+def difftest_command(model: Any, *, layers: int, stop_after: str, position: int, blocks: int, as_json: bool) -> int:
+    """Compares and prints. Returns the exit code: 1 if a value breaks the accuracy rule."""
+    with torch.inference_mode():
+        refuse(model, Device.of(next(model.parameters())))
+        stacks = LayerStacks.of(model)
+        try:
+            length = -(-(position + 1) // MAX_LEN) * MAX_LEN
+            weights = Weights.of(read(model, stacks, length, lambda *progress: None), stacks)
+            weights, program = program_of(weights, layers, stop_after)
+            found = differences(weights, program, position, blocks=blocks or None)
+        finally:
+            stacks.undo()
+    good = all(d.accuracy.ok for d in found)
+    if as_json:
+        rows = [[d.name, d.absolute, d.relative, d.accuracy.rms_ratio, d.accuracy.worst_ratio] for d in found]
+        columns = ["name", "max_absolute", "mean_relative", "rms_ratio", "worst_ratio"]
+        print(json.dumps({"ok": good, "values": [dict(zip(columns, row, strict=True)) for row in rows]}))
+        return int(not good)
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("value", "max |a - b|", "mean 2|a - b| / (|a| + |b|)", "rms of the bound", "worst of the bound"):
+        table.add_column(column, justify="left" if column == "value" else "right")
+    for d in found:
+        ratios = (f"{d.accuracy.rms_ratio:.2f}", f"{d.accuracy.worst_ratio:.2f}")
+        table.add_row(d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", *ratios, style=None if d.accuracy.ok else "bold red")
+    console.print(table)
+    console.print(f"{len(found)} values, {sum(d.accuracy.ok for d in found)} within the noise band of {str(model.dtype).removeprefix('torch.')}")
+    return int(not good)
