@@ -7,6 +7,7 @@ from tilewright import quantize_fp8
 from tilewright.launch import Device, counted, forced_config
 from tilewright.ops import fp8
 from tilewright.ops import quantize_fp8 as op
+from tilewright.testing.quantised import calc_diff, quantised_distances
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, GROUPS, SQUARES = BLOCKS = (None, None), (1, None), (1, 128), (128, 128)
@@ -200,3 +201,14 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     with counted() as counts, pytest.raises(error, match=message):
         quantize_fp8(**{"x": X, **change})
     assert not counts
+
+
+def test_a_product_of_codes_is_near_that_of_what_they_stand_for():
+    """DeepGEMM's bound for blocks; finer scales are nearer. Codes of 3 bits alone are off by about 2**-4 / sqrt(3) each."""
+    found = quantised_distances(torch.device("cpu"))
+    assert found.keys() == {"tensor", "row", "block"}
+    assert all(0 < value < 1e-3 for value in found.values()), found
+    x = torch.randn(100)
+    assert calc_diff(x, x) == 0
+    assert calc_diff(x, -x) == 2
+    assert calc_diff(x, 1.01 * x) == pytest.approx(0.5 * 0.01**2, rel=0.02)

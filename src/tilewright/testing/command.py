@@ -11,6 +11,7 @@ from .. import ops
 from ..launch import Device
 from .cases import cases
 from .check import check_op, op_name
+from .quantised import quantised_distances
 
 
 def verify_command(names: list[str] | None = None, *, quick: bool = False, json_file: Path | None = None, device: str = "") -> int:
@@ -43,8 +44,14 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
         for failure in failures[:5]:
             console.print(f"    {failure}", style="red")
         lines.append({"op": op_name(op), "runs": runs, "failures": failures, "rms_ratio": worst[0], "worst_ratio": worst[1]})
+    distances: dict[str, float] = {}
+    if here.has_fp8 and any(line["op"] == "quantize_fp8" for line in lines):
+        with torch.inference_mode():
+            distances = quantised_distances(where)
+        parts = " ".join(f"{name} {value:.1e}" for name, value in distances.items())
+        console.print(f"fp8 products against those of the operands before quantising, calc_diff by kind of scales: {parts}")
     if json_file:
-        json_file.write_text(json.dumps({"device": here.name, "ops": lines}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"device": here.name, "ops": lines, "calc_diff": distances}, indent=1) + "\n")
     return 1 if any(line["failures"] for line in lines) else 0
 
 

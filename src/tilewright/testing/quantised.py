@@ -1,0 +1,33 @@
+"""How far a product of 8-bit operands is from that of the operands before they were quantised. The accuracy rule judges ours against the
+dequantised operands; this is what quantising itself costs, reported beside it."""
+
+import torch
+from torch import Tensor
+
+from ..ops.matmul import matmul
+from ..ops.quantize_fp8 import quantize_fp8
+
+# One scale for the blocks of a and of b.
+SCALINGS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
+    "tensor": ((None, None), (None, None)),
+    "row": ((1, None), (1, None)),
+    "block": ((1, 128), (128, 128)),
+}
+
+
+def calc_diff(x: Tensor, y: Tensor) -> float:
+    """1 - 2 sum(x y) / sum(x^2 + y^2), in float64: 0 for equal tensors, about half the squared relative error. The figure that DeepGEMM reports."""
+    x, y = x.double(), y.double()
+    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
+
+
+def quantised_distances(device: torch.device, m: int = 256, n: int = 512, k: int = 1024) -> dict[str, float]:
+    """calc_diff of `quantize_fp8` and `matmul` from the product in float64, by the kind of scales; a [m, k] and b [n, k] bf16, normal."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, k, generator=generator).to(device, torch.bfloat16) for rows in (m, n))
+    truth = a.double() @ b.double().T
+    found = {}
+    for name, (block_a, block_b) in SCALINGS.items():
+        (codes_a, scale_a), (codes_b, scale_b) = quantize_fp8(a, block=block_a), quantize_fp8(b, block=block_b)
+        found[name] = calc_diff(matmul(codes_a, codes_b, trans_b=True, scale_a=scale_a, scale_b=scale_b), truth)
+    return found
