@@ -18,6 +18,7 @@ from tilewright.compile.command import as_json, compile_command, exit_code, prin
 from tilewright.compile.job import Job, one_line
 from tilewright.compile.signature import kernel_signature
 from tilewright.launch import Device, Launch, traced
+from tilewright.ops import matmul
 from tilewright.testing import op_name
 
 FITS, SPILLS, BROKEN, ILLEGAL = toy_outer.FITS, toy_outer.SPILLS, toy_outer.BROKEN, toy_outer.ILLEGAL
@@ -273,3 +274,10 @@ def test_what_an_op_would_launch_has_a_signature(op):
                 getattr(op, op_name(op))(**problem.inputs(torch.device("meta")))
             assert all(Job.of(launch, arch).symbol for launch in launches)
             assert launches
+
+
+def test_a_bias_does_not_make_a_default_spill():
+    """128x128 on 4 warps, walking over many tiles, kept no register for it (Qwen2-7B's q, k and v at once)."""
+    problem = matmul.Problem(512, 4608, 3584, bias=True)
+    (row,) = compile_ops([matmul], ["sm_90"], defaults_only=True, problems=lambda op, device: [problem])
+    assert row.verdict == "ok", f"{row.config}: {row.compiled.resources}"

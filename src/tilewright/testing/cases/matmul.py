@@ -68,6 +68,7 @@ real = [
     Problem(64, 4096, 14_336, BF16),
     Problem(100, 1024, 4096, FP16),
     Problem(509, 3584, 3584, BF16, bias=True),
+    Problem(512, 4608, 3584, BF16, bias=True),  # Qwen2-7B, q, k and v at once
     Problem(2048, 1024, 4096, BF16),
     Problem(1024, 1024, 1024, BF16, trans_b=False),
     Problem(4096, 4096, 4096, BF16, trans_b=False),
