@@ -162,7 +162,7 @@ def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Const
     """One row: the best of its ranges. PARTIAL: [2, rows, SPLITS] of argmax_kernel; OUT: [rows] int64."""
     i = ct.bid(0)
     PARTIAL = PARTIAL.slice(2, 0, SPLITS)
-    both = ct.load(PARTIAL, (0, i, 0), (2, 1, TILE_S), padding_mode=ct.PaddingMode.ZERO)
+    both = ct.load(PARTIAL, (0, i, 0), (2, 1, TILE_S), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
     inside = ct.arange(TILE_S, dtype=ct.int32).reshape((1, TILE_S)) < SPLITS
     best = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0, 0), (1, 1, TILE_S)).reshape((1, TILE_S)), ct.float32), -math.inf)
     where = ct.where(inside, ct.extract(both, (1, 0, 0), (1, 1, TILE_S)).reshape((1, TILE_S)), NOWHERE)
