@@ -201,3 +201,10 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     with counted() as counts, pytest.raises(error, match=message):
         moe(**{**INPUTS, **change})
     assert not counts
+
+
+def test_without_8_bit_tensor_cores_there_is_no_config_for_8_bit_weights():
+    """Configs that a compiler refuses are not in the space: sm_80 has no fp8."""
+    problem = Problem(4, 2, 4, 128, 128, scaling=Scaling.BLOCK)
+    assert op.space(problem, Device.named("A100")) == []
+    assert op.space(problem, H200)
