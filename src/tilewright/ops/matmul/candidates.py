@@ -115,6 +115,9 @@ def _hopper_default(p: Problem, device: Device) -> Config:
     if p.m <= 128:  # bound by reading b as much as by the tensor cores: blocks that come and go overlap better than ones that walk
         return uneven[0] if uneven[0].tiles(p) <= device.sms else _config((64, 128, 64, 1, 1, 4))
 
+    if p.m <= 192 and (offset == 2 or p.n <= 8192):
+        return _config((64, 128, 64, 1, 2, 4), latency=5)
+
     def run_us(c: Config, us_per_k: tuple[float, float, float], us_per_tile: float) -> float:
         return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k[offset] + us_per_tile)
 
@@ -129,8 +132,6 @@ def _hopper_default(p: Problem, device: Device) -> Config:
     ]
     # These do not walk: few rounds only.
     costs += [(run_us(c, (7.9e-3, 8.2e-3, 13.1e-3), 2.5), c) for c in uneven if c.extra_n == 64 and c.tiles(p) <= 6 * device.sms]
-    if p.m <= 192 and (offset == 2 or p.n <= 8192):
-        return _config((64, 128, 64, 1, 2, 4), latency=5)
     if p.m <= 192:  # all rows of a in one tile, beside 128 of b
         for _, extra, latency in _HOPPER_UNEVEN:
             width = (128 + extra) / 128

@@ -122,7 +122,7 @@ class Config:
     tile_m: rows of a panel, a power of two; with few at least the tokens.
     up, down: the two products.
     few: no lists; every chosen expert's weights meet all tokens. For a single token the second product adds up the experts as well.
-    weights_first: the weights' rows are on the long side of the MMA; always so with few.
+    weights_first: the weights' rows are on the long side of the MMA; always so with few of two tokens or more.
     quantized: with 8-bit weights, activations become 8-bit codes too; else the weights are widened on the way to the MMA.
     """
 

@@ -35,6 +35,21 @@ def _result(arrays, i, j, WIDTH, whole, how):
     return _active(gate, up, GELU)
 
 
+def _row_max(x):
+    return ct.max(x, axis=1, keepdims=True, propagate_nan=True)
+
+
+def _with_ends(largest, arrays, i, COLS, TILE_N, whole, how):
+    """The largest of whole rows, and what of them lies behind the last whole tile: (column tile, fp32 results), narrower and narrower."""
+    ends: tuple = ()
+    for part in ct.static_iter(PARTS):
+        if whole and COLS * part // TILE_N % 2 == 1:
+            y = _result(arrays, i, COLS * part // TILE_N - 1, TILE_N // part, whole, how)
+            largest = ct.maximum(largest, _row_max(ct.abs(y)), propagate_nan=True)
+            ends = (*ends, (COLS * part // TILE_N - 1, y))
+    return largest, ends
+
+
 @ct.kernel
 def silu_mul_quant_kernel(
     GATE,
@@ -111,13 +126,7 @@ def silu_mul_quant_rows_kernel(
             y = _result(arrays, i, j, TILE_N, whole, how)
             amax = ct.maximum(amax, ct.abs(y), propagate_nan=True)
             ys = (*ys, y)
-        largest = ct.max(amax, axis=1, keepdims=True, propagate_nan=True)
-        ends: tuple = ()
-        for part in ct.static_iter(PARTS):
-            if whole and COLS * part // TILE_N % 2 == 1:
-                y = _result(arrays, i, COLS * part // TILE_N - 1, TILE_N // part, whole, how)
-                largest = ct.maximum(largest, ct.max(ct.abs(y), axis=1, keepdims=True, propagate_nan=True), propagate_nan=True)
-                ends = (*ends, (COLS * part // TILE_N - 1, y))
+        largest, ends = _with_ends(_row_max(amax), arrays, i, COLS, TILE_N, whole, how)
         scale = scale_of(largest, LARGEST, POWER_OF_TWO)
         for j in ct.static_iter(range(chunks)):
             ct.store(CODES, (i, j), codes_of(ys[j], scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
@@ -155,13 +164,7 @@ def silu_mul_quant_reread_kernel(
         chunks = COLS // TILE_N if whole else ct.cdiv(COLS, TILE_N)
         for j in range(chunks):
             amax = ct.maximum(amax, ct.abs(_result(arrays, i, j, TILE_N, whole, how)), propagate_nan=True)
-        largest = ct.max(amax, axis=1, keepdims=True, propagate_nan=True)
-        ends: tuple = ()
-        for part in ct.static_iter(PARTS):
-            if whole and COLS * part // TILE_N % 2 == 1:
-                y = _result(arrays, i, COLS * part // TILE_N - 1, TILE_N // part, whole, how)
-                largest = ct.maximum(largest, ct.max(ct.abs(y), axis=1, keepdims=True, propagate_nan=True), propagate_nan=True)
-                ends = (*ends, (COLS * part // TILE_N - 1, y))
+        largest, ends = _with_ends(_row_max(amax), arrays, i, COLS, TILE_N, whole, how)
         scale = scale_of(largest, LARGEST, POWER_OF_TWO)
         for j in range(chunks):
             codes = codes_of(_result(arrays, i, j, TILE_N, whole, how), scale, CODES.dtype)
