@@ -4,26 +4,12 @@ import copy
 
 import pytest
 import torch
+from tiny_models import LLAMA3_ROPE, TINY, tiny_model
 
 from tilewright import interpret
 from tilewright.engine import Engine, Sampling
-from tilewright.models import random_model
 from tilewright.testing import assert_accurate
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MLA = {
     "num_key_value_heads": 4,
     "head_dim": 16,
@@ -60,10 +46,7 @@ NEW = 9
 
 
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
-    model = random_model({**TINY, **FAMILIES[name], **changes}, dtype=dtype)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(30)  # so that a token tells
-    return model
+    return tiny_model(FAMILIES[name], dtype, **changes)
 
 
 def prompts() -> list[list[int]]:

@@ -6,27 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tiny_models import LLAMA3_ROPE, TINY, tiny_model
 from torch import Tensor
 
 from tilewright import interpret
 from tilewright.launch import counted
-from tilewright.models import patch, random_model
+from tilewright.models import patch
 from tilewright.testing import assert_accurate
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MLA = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -69,10 +56,7 @@ SPARSE = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2-groups", "deepseek
 
 
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
-    model = random_model({**TINY, **MODELS[name], **changes}, dtype=dtype)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(30)  # so that a token tells
-    return model
+    return tiny_model(MODELS[name], dtype, **changes)
 
 
 def left_padded() -> dict[str, Tensor]:
