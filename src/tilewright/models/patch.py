@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..launch import must
+from . import continuous
 from .attention import NAME, register
 from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
 
@@ -138,6 +139,9 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
     if any(r.op == "attention" for r in report.replaced):
         register()
         _use_attention(report, model)
+        if hasattr(model, "init_continuous_batching"):
+            continuous.register()
+            _set(report, model, "init_continuous_batching", MethodType(continuous.init_continuous_batching(type(model)), model))
     _set(report, model, _MARK, report)
     return report
 

@@ -1,0 +1,129 @@
+"""Continuous batching of transformers (`model.generate_batch`, `transformers serve`) on our kernels.
+
+transformers keeps the requests, the pages and the tokens of a step; this is its attention. A step in which every request has one token appends to
+the pages and attends through the block table, which transformers itself only does with FlashAttention 2 and 3. A step with prompts in it gathers
+the keys that transformers names and attends to the packed sequences. Nothing is read back from the device, so that transformers' graphs replay.
+"""
+
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..launch import must
+from ..ops.attention import attention
+from ..ops.attention_decode import attention_decode
+from ..ops.kv_append import kv_append
+from .attention import NAME
+from .forwards import with_our_function
+
+# transformers tells by "flash" in the name that an attention needs no mask of [tokens, keys] and may be captured.
+PAGED = f"{NAME}_flash"
+SMALLEST_PAGE = 16
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **paging: Any,
+) -> tuple[Tensor, None]:
+    """The attention call of a model that runs under continuous batching. The names are transformers'.
+
+    Args:
+        query, key, value: [1, heads, tokens of all requests, head_dim].
+        cache: transformers' PagedAttentionCache.
+        cu_seq_lens_q: int32 [requests + 1], where the tokens of each request begin.
+        max_length_q: tokens of the request that has most.
+        paging: where keys are to be read and written; `cache.update` turns it into what this layer needs.
+    Returns: [1, tokens, q_heads, head_dim], and no attention weights.
+    Raises: ValueError for a call without continuous batching's arguments, or with a mask or dropout.
+    """
+    if cache is None or cu_seq_lens_q is None:
+        raise must("cache", "transformers' paged cache: stop the continuous batching manager before another call of the model", None)
+    if attention_mask is not None:
+        raise must("attention_mask", "None under continuous batching", f"a tensor of shape {tuple(attention_mask.shape)}")
+    if dropout:
+        raise must("attention dropout", "0 (call model.eval())", dropout)
+    sinks = None if s_aux is None else s_aux.float()
+    key, value = cache.update(key, value, module.layer_idx, kwargs=paging)
+    kv_begin = paging["cu_seq_lens_k"]
+    if paging.get("block_table") is not None:
+        table, kv_len = paging["block_table"], kv_begin.diff()
+        q, k, v = (x.permute(2, 1, 0, 3) for x in (query, key, value))  # a request's token is its whole sequence: [requests, heads, 1, head_dim]
+        pages = [paging[name].transpose(1, 2) for name in ("k_cache", "v_cache")]  # [pages, kv_heads, page_size, head_dim]
+        # A request that only fills up a captured batch has no keys: its position -1 is not stored, and it attends to nothing.
+        kv_append(k, v, *pages, positions=kv_len - 1, block_table=table)
+        out: Any = attention_decode(q, *pages, kv_len, block_table=table, window=sliding_window, sinks=sinks, scale=scaling)
+        return out.permute(2, 0, 1, 3), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    packing = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": kv_begin, "max_q_len": max_length_q}
+    out = attention(q, k, v, scale=scaling, window=sliding_window, softcap=softcap, sinks=sinks, **packing)
+    return out[None], None
+
+
+def register() -> None:
+    """Makes `PAGED` known to transformers."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(PAGED, paged_attention_forward)
+
+
+def init_continuous_batching(model_class: type) -> Callable[..., Any]:
+    """transformers' method of this name, whose managers run a model on our attention."""
+    stock: Any = inspect.unwrap(model_class.init_continuous_batching)  # type: ignore[attr-defined]
+    return with_our_function(stock, "ContinuousBatchingManager", _manager_class())
+
+
+@cache
+def _manager_class() -> type:
+    """transformers' manager, but for the attention it chooses and for the use of block tables."""
+    import transformers
+    from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
+
+    class Manager(ContinuousBatchingManager):  # type: ignore[misc, valid-type]
+        def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None) -> None:
+            if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+                raise must("transformers", "5.23 or newer for continuous batching", transformers.__version__)
+            before = model.config._attn_implementation
+            try:
+                super().__init__(model, generation_config, continuous_batching_config, workload_hints)
+            except BaseException:
+                model.config._attn_implementation = before
+                raise
+            pages = _pages_per_request(model.config, continuous_batching_config, workload_hints)
+            self.continuous_batching_config.max_blocks_per_request = pages
+
+        def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+            model.config._attn_implementation = PAGED  # a copy that is this model's own: see patch
+            self._original_attn_impl = NAME  # `stop` selects it again
+
+    return Manager
+
+
+def _pages_per_request(config: Any, given: Any, hints: Any) -> int:
+    """Columns of the block table; 0 where steps of one token a request cannot use one."""
+    from transformers.generation.continuous_batching import cache, initialization
+
+    layers = cache.group_layers_by_attn_type(config.get_text_config())
+    tables = all(cache.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in layers)
+    fits = given.page_size >= SMALLEST_PAGE and given.page_size & (given.page_size - 1) == 0
+    if not (tables and fits) or getattr(config, "attn_logit_softcapping", None):  # attention_decode has no soft cap
+        return 0
+    wanted = deepcopy(given)
+    initialization.resolve_using_hints(wanted, hints)
+    initialization.resolve_without_hints(wanted)
+    return int(wanted.max_blocks_per_request)
