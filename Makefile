@@ -42,7 +42,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml requirements-demo.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -c constraints.txt -e '.[cuda,models,bench,dev]'
+	$(PIP) install -c constraints.txt -e '.[cuda,models,serve,bench,dev]'
 	touch $@
 
 clean:

@@ -124,6 +124,28 @@ def generate(
 
 
 @verb
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a .gguf file, with its tokenizer.")],
+    host: Annotated[str, typer.Option("--host", help="Where to listen.")] = "localhost",
+    port: Annotated[int, typer.Option("--port", help="Where to listen; 0 takes a free port.")] = 8000,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option("--max-batch-tokens", metavar="N", help="Tokens of a step, over all requests. Default: 8192.", show_default=False)
+    ] = None,
+    cache_pages: Annotated[
+        int | None, typer.Option("--cache-pages", metavar="N", help="Pages of 256 tokens. Default: what the memory allows.", show_default=False)
+    ] = None,
+    device: DeviceName = "",
+    dtype: Dtype = "",
+) -> int:
+    """Serve a model to OpenAI clients, many users at once: transformers' server and scheduler, our kernels."""
+    where, number_type = _device_and_dtype(device, dtype)
+    from .models.serve import serve_command
+
+    loaded = _loaded(model, where, number_type, Console(highlight=False, markup=False, soft_wrap=True))
+    return serve_command(loaded, host=host, port=port, max_batch_tokens=max_batch_tokens, cache_pages=cache_pages)
+
+
+@verb
 def bench(
     ops: Ops = None,
     json_file: JsonFile = None,

@@ -98,6 +98,9 @@ def _manager_class() -> type:
         def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None) -> None:
             if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
                 raise must("transformers", "5.23 or newer for continuous batching", transformers.__version__)
+            if getattr(model.config, "kv_lora_rank", None):
+                kind = model.config.model_type
+                raise must("the model", "one whose values are as wide as its keys: transformers' paged cache holds no others, such as MLA's", kind)
             before = model.config._attn_implementation
             try:
                 super().__init__(model, generation_config, continuous_batching_config, workload_hints)

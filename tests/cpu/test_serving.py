@@ -1,0 +1,131 @@
+"""Many users at once: transformers' continuous batching and its server, on our kernels."""
+
+import threading
+
+import pytest
+import torch
+from tiny_models import TINY, tiny_model
+
+from tilewright.launch import counted
+from tilewright.models import Loaded, patch
+
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 5},
+    "gpt_oss-sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+}
+NEW = 4
+
+
+def prompts() -> list[list[int]]:
+    """More than fit into a step; the second is read in two."""
+    torch.manual_seed(0)
+    return [torch.randint(3, TINY["vocab_size"], (n,)).tolist() for n in (5, 37, 1, 20)]
+
+
+def generate_batch(model, page_size: int = 16, **options: object) -> list[list[int]]:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    paging = ContinuousBatchingConfig(page_size=page_size, num_blocks=16, max_batch_tokens=32, max_requests_per_batch=3, **options)
+    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(prompts(), generation_config=greedy, continuous_batching_config=paging)
+    return [request.generated_tokens for request in found.values()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_of_continuous_batching_are_those_of_transformers(name: str) -> None:
+    model = tiny_model(FAMILIES[name])
+    stock = generate_batch(model)
+    assert [len(tokens) for tokens in stock] == [NEW] * 4
+    with patch(model), counted() as launches:
+        assert generate_batch(model) == stock
+    assert launches["attention_kernel"]
+    assert bool(launches["attention_decode_kernel"]) == (name == "llama")  # a sliding window's pages have no block table
+
+
+def test_the_model_generates_as_before_once_a_manager_has_stopped() -> None:
+    model = tiny_model(FAMILIES["llama"])
+    ids = torch.tensor([prompts()[0]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    stock = model.generate(ids, **options)
+    with patch(model):
+        generate_batch(model)
+        assert torch.equal(model.generate(ids, **options), stock)
+    assert "init_continuous_batching" not in model.__dict__
+    assert torch.equal(model.generate(ids, **options), stock)
+
+
+def test_pages_that_no_block_table_serves_are_gathered() -> None:
+    model = tiny_model(FAMILIES["llama"])
+    stock = generate_batch(model, page_size=12)
+    with patch(model), counted() as launches:
+        assert generate_batch(model, page_size=12) == stock
+    assert not launches["attention_decode_kernel"]
+
+
+def test_latent_attention_is_refused() -> None:
+    mla = {"kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 8, "num_key_value_heads": 4}
+    model = tiny_model({"model_type": "deepseek_v2", **mla}, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1)
+    with patch(model), pytest.raises(ValueError, match="the model must be one whose values are as wide as its keys"):
+        generate_batch(model)
+
+
+def tokenizer():
+    """Each character of a few is a token; a chat is its messages one behind the other."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<pad>", "<s>", "</s>", *map(chr, range(32, 125))]
+    split = pre_tokenizers.Split(Regex("."), "isolated")
+    words = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<pad>"))
+    words.pre_tokenizer = split
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return made
+
+
+def test_openai_clients_are_served_at_once() -> None:
+    openai = pytest.importorskip("openai", reason="pip install 'tilewright[serve]'")
+    pytest.importorskip("fastapi", reason="pip install 'tilewright[serve]'")
+    pytest.importorskip("uvicorn", reason="pip install 'tilewright[serve]'")
+    from tilewright.models.serve import serving
+
+    model, words = tiny_model(FAMILIES["llama"]), tokenizer()
+    questions = ["hello", "what is it?", "a", "one two three"]
+    answers = []
+    for question in questions:
+        ids = torch.tensor([words(question)["input_ids"]])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+        answers.append(words.decode(out, skip_special_tokens=True))
+    assert len(set(answers)) > 1
+    loaded = Loaded(model, words, "some/folder/tiny")
+    given: dict[str, str] = {}
+    with serving(loaded, port=0, max_batch_tokens=64, cache_pages=8) as running, counted() as launches:
+        port = running.server.servers[0].sockets[0].getsockname()[1]
+        client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def ask(question: str, stream: bool) -> None:
+            message = {"role": "user", "content": question}
+            reply = client.chat.completions.create(model="tiny", messages=[message], max_tokens=NEW, temperature=0, stream=stream)
+            parts = [part.choices[0].delta.content or "" for part in reply if part.choices] if stream else [reply.choices[0].message.content]
+            given[question] = "".join(parts)
+
+        users = [threading.Thread(target=ask, args=(question, i % 2 == 1)) for i, question in enumerate(questions)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join()
+        assert [listed.id for listed in client.models.list()] == ["tiny"]
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="another", messages=[{"role": "user", "content": "a"}])
+    assert [given[question] for question in questions] == answers
+    assert launches["kv_append_kernel"]
+    assert launches["attention_decode_kernel"]
+    assert "tilewright_report" not in model.__dict__
+
+
+def test_a_model_without_a_tokenizer_is_not_served() -> None:
+    from tilewright.models.serve import serving
+
+    with pytest.raises(ValueError, match="model must be one with a tokenizer"), serving(Loaded(None, None, "here")):
+        pass
