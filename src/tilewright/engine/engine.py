@@ -4,7 +4,6 @@ Sequences of different lengths stand side by side from position 0 on. A shorter 
 lies beyond the sequence's own length, where nobody looks, until the tokens that come next overwrite it.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..launch import Device, must
+from .clock import Clock
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import LayerStacks, Weights, refuse
 from .mega.program import phases
 from .mega.run import Clocks, Mega
+from .pages import CacheKind, Pages, pool_shape
 from .prefill import Prefill
 from .program import Call, Frame
 from .read import read
@@ -63,6 +64,9 @@ class Engine:
         mode: Mode = "eager",
         prefill_tokens: int = 8192,
         check_every: int = 16,
+        cache: CacheKind = "static",
+        page_size: int | None = None,
+        cache_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """Takes over a model's weights and makes the cache.
@@ -78,6 +82,10 @@ class Engine:
                 step of one sequence (`max_batch` 1) as one persistent kernel, for the models that docs/megakernel.md names.
             prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
             check_every: decode steps between two looks at the tokens, which are the only waits for the device.
+            cache: "static" sets max_len tokens aside for each sequence; "paged" gives a sequence pages as it grows, from a pool for all of them,
+                and takes them back when it ends.
+            page_size: tokens of a page, a power of two, at least 16; default 64. Only with "paged".
+            cache_tokens: tokens of the pool; default max_batch * max_len, with which it can't run out. Only with "paged".
             on_progress: called with (stage, done, all) while weights are fused, kernels compiled and graphs captured.
         Raises:
             TypeError, ValueError: naming the argument, what it must be, and what it was; the model is unchanged.
@@ -100,23 +108,29 @@ class Engine:
             if max_batch != 1:
                 raise must("max_batch", '1 with mode="mega"', max_batch)
             refuse(model, Device.of(next(model.parameters())))
+        page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
         self._model: Any = model
         self._fusion: Fusion = Fusion()
         self._steps: dict[tuple, _Step] = {}
+        self._pages: Pages | None = None
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
-        slots = -(-max_len // SLOTS) * SLOTS
+        unit = max(SLOTS, page_size)
+        slots = -(-max_len // unit) * unit
+        self._cache_shape = (count, page_size) if count else (max_batch, slots)
         model.__dict__[_MARK] = self
         try:
             with _own():
                 if mode == "mega":
                     self._fusion = LayerStacks.of(model)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report)
-            self._check_memory(slots)
+            self._check_memory()
             with _own():
-                self._state = State(self.decoder, max_batch, slots, check_every, stacked=mode == "mega")
+                device = self.decoder.embedding.device
+                self._pages = Pages(count, page_size, max_batch, slots // page_size, device) if count else None
+                self._state = State(self.decoder, max_batch, slots, check_every, pages=self._pages, stacked=mode == "mega")
         except BaseException:
             self.close()
             raise
@@ -147,6 +161,13 @@ class Engine:
         """Size of the cache of keys and values."""
         return sum(t.nbytes for cache in self._state.caches for t in cache)
 
+    @property
+    def cache_tokens_held(self) -> int:
+        """Tokens of the cache that sequences hold now: of a cache in pages those of the pages they were given, else all."""
+        if self._pages is None:
+            return self.max_batch * self._state.max_len
+        return self._pages.in_use * self._pages.page_size
+
     def step_bytes(self, batch: int, kv_len: int) -> int:
         """The least that a decode step of `batch` sequences with `kv_len` keys reads: weights once, and the keys and values."""
         return step_bytes(self.decoder, batch, kv_len)
@@ -169,7 +190,7 @@ class Engine:
             stop: tokens that end a sequence.
             on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
         Returns: the tokens and their times.
-        Raises: ValueError for prompts that do not fit; MemoryError on a full GPU, with what to lower.
+        Raises: ValueError for prompts that do not fit; MemoryError on a full GPU, or where the pages are used up, with what to lower.
         """
         rows = self._checked(prompts, max_new_tokens)
         if max_new_tokens < 1:
@@ -179,7 +200,8 @@ class Engine:
         try:
             with self._here():
                 step, prefill = self._ready(rows, sampling)
-                clock = _Clock(self._state.tokens.device)
+                clock = Clock(self._state.tokens.device)
+                self._hold(rows, 0, max_new_tokens - 1)
                 self._start(rows, step, prefill, sampling)
                 clock.mark()
                 left, waiting = max_new_tokens - 1, 1
@@ -190,14 +212,15 @@ class Engine:
                         gained = [_extend(mine, new, ending) for mine, new in zip(tokens, chosen, strict=True)]
                         if on_tokens is not None:
                             on_tokens(gained)
-                        if not left or all(mine and mine[-1] in ending for mine in tokens):
+                        ended = [mine[-1] in ending for mine in tokens]
+                        if not left or all(ended):
                             break
+                        self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ended)
                     self._take(step)
                     clock.mark()
                     left, waiting = left - 1, waiting + 1
         finally:
-            if self.decoder.embedding.is_cuda:
-                torch.cuda.synchronize()  # after Ctrl-C too: nothing runs on behind the caller's back
+            self._settle()
         first, *steps = clock.seconds()
         return Generated(tokens, first, steps[: max(map(len, tokens)) - 1])
 
@@ -216,14 +239,18 @@ class Engine:
         with self._here():
             step, prefill = self._ready(rows, None)
             out = step.frame.buffer("logits", step.frame.batch, self.decoder.vocab)
-            self._start(rows, step, prefill, None)
-            found = [out[: len(rows)].clone()]
-            for column in zip(*given, strict=True):
-                self._state.tokens[: len(rows)].copy_(torch.tensor(column))
-                self._state.clock[0] = 0
-                self._take(step)
-                found.append(out[: len(rows)].clone())
-            return torch.stack(found, 1)
+            try:
+                self._hold(rows, len(given[0]), len(given[0]))
+                self._start(rows, step, prefill, None)
+                found = [out[: len(rows)].clone()]
+                for column in zip(*given, strict=True):
+                    self._state.tokens[: len(rows)].copy_(torch.tensor(column))
+                    self._state.clock[0] = 0
+                    self._take(step)
+                    found.append(out[: len(rows)].clone())
+                return torch.stack(found, 1)
+            finally:
+                self._settle()
 
     def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
         """Compiles every kernel, and in graph mode captures the graph, that prompts of this number and length will need."""
@@ -316,6 +343,19 @@ class Engine:
         else:
             run(step.calls)
 
+    def _hold(self, rows: list[list[int]], taken: int, most: int, ended: Sequence[bool] = ()) -> None:
+        """Pages for the steps up to the next look at the tokens. taken: steps so far. most: steps in all."""
+        if self._pages is not None:
+            more = min(taken + self._check_every, most)
+            self._pages.hold([0 if i < len(ended) and ended[i] else len(row) + more for i, row in enumerate(rows)])
+
+    def _settle(self) -> None:
+        """After the last step, and after Ctrl-C: nothing runs on behind the caller's back, and no page is held."""
+        if self.decoder.embedding.is_cuda:
+            torch.cuda.synchronize()
+        if self._pages is not None:
+            self._pages.hold(())
+
     def _collect(self, steps: int, sequences: int) -> list[list[int]]:
         """The tokens of the last `steps` steps, by sequence. Waits for the device."""
         found = self._state.recent[:steps, :sequences].t().tolist()
@@ -326,11 +366,11 @@ class Engine:
         if self._on_progress is not None:
             self._on_progress(stage, done, total)
 
-    def _check_memory(self, slots: int) -> None:
+    def _check_memory(self) -> None:
         device = self.decoder.embedding.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            needed = cache_bytes(self.decoder, self.max_batch, slots)
+            needed = cache_bytes(self.decoder, *self._cache_shape)
             if needed > torch.cuda.mem_get_info(device)[0]:
                 raise MemoryError(self._too_much("the cache does not fit"))
 
@@ -338,10 +378,12 @@ class Engine:
         device = self.decoder.embedding.device
         free, total = torch.cuda.mem_get_info(device)
         weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model.parameters()}.values())
-        cache = cache_bytes(self.decoder, self.max_batch, -(-self.max_len // SLOTS) * SLOTS)
+        cache, (count, page_size) = cache_bytes(self.decoder, *self._cache_shape), self._cache_shape
+        size = f"max_batch {self.max_batch} x max_len {self.max_len}" if self._pages is None else f"{count} pages of {page_size} tokens"
+        lower = "max_batch, max_len" if self._pages is None else "cache_tokens, max_batch"
         return (
-            f"{what}: weights {_gib(weights)}, cache {_gib(cache)} (max_batch {self.max_batch} x max_len {self.max_len}), "
-            f"prefill of {self._prefill_tokens} tokens; {_gib(free)} of {_gib(total)} are free. Lower max_batch, max_len or prefill_tokens"
+            f"{what}: weights {_gib(weights)}, cache {_gib(cache)} ({size}), "
+            f"prefill of {self._prefill_tokens} tokens; {_gib(free)} of {_gib(total)} are free. Lower {lower} or prefill_tokens"
         )
 
 
@@ -364,26 +406,3 @@ def _extend(mine: list[int], new: list[int], ending: set[int]) -> list[int]:
             break
         mine.append(token)
     return mine[start:]
-
-
-class _Clock:
-    """Times between marks, on a GPU by events: no waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.mark()
-
-    def mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        if not self._cuda:
-            return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]

@@ -1,5 +1,6 @@
 """The parts of a layer. Each holds its weights and turns a frame into calls: an attention or an MLP of another kind is another class here."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,8 +61,25 @@ class Rope:
 
     def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Call:
         """Rotates q in place and k on its way into the cache, where v goes too. All [batch, heads, q_len or max_len, ...]."""
-        where = (k_cache[: frame.batch], v_cache[: frame.batch], frame.positions, None)
+        where = (frame.held(k_cache), frame.held(v_cache), frame.positions, frame.block_table)
         return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None))
+
+
+def gathered(name: str, frame: Frame, pages: Tensor, heads: int) -> Generator[Call, None, Tensor]:
+    """The frame's sequences from their pages, key behind key, in a buffer that all layers share: what the attention of a prompt reads.
+
+    pages: [pages, page_size, columns], with heads=1 [pages, kv_heads, page_size, columns]. Returns: [batch, (kv_heads,) keys, columns].
+    """
+    assert frame.block_table is not None
+    count = -(-frame.max_keys // pages.shape[-2])
+    shape = (*pages.shape[1 : 1 + heads], frame.batch * count, *pages.shape[-2:])
+    out = frame.buffer(f"gathered.{name.rpartition('.')[2]}", *shape)
+    yield Call(name, _gather, (pages.movedim(0, heads), frame.block_table[:, :count], out))
+    return out.unflatten(heads, (frame.batch, count)).flatten(heads + 1, heads + 2).movedim(heads, 0)
+
+
+def _gather(pages: Tensor, table: Tensor, out: Tensor) -> None:
+    torch.index_select(pages, out.dim() - 3, table.reshape(-1), out=out)
 
 
 class Attention(Protocol):
@@ -69,7 +87,7 @@ class Attention(Protocol):
     def weight_bytes(self) -> int: ...
 
     def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
-        """What the layer keeps of each token, batch first."""
+        """What the layer keeps of each token, batch first; of a cache in pages, of so many pages of so many tokens."""
         ...
 
     def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
@@ -125,13 +143,16 @@ class GroupedAttention:
             q = self._heads(frame, normed[0])[:, : self.q_heads]
             k = self._heads(frame, normed[1])[:, self.q_heads : self.q_heads + self.kv_heads]
         yield self.rope.append(f"{name}.append", frame, q, k, v, *cache)
-        keys, values = (x[: frame.batch] for x in cache)
+        keys, values = (frame.held(x) for x in cache)
         mixed = frame.buffer("attention", frame.tokens, self.q_heads * self.head_dim)
         result = self._heads(frame, mixed)
         if frame.q_len == 1:
-            rest = (None, None, frame.kv_len, None, None, None, self.scale, self.window, False)
+            rest = (None, None, frame.kv_len, frame.block_table, None, None, self.scale, self.window, False)
             yield Call(name, attention_decode_out, (q, keys, values, result, *rest))
         else:
+            if frame.block_table is not None:
+                keys = yield from gathered(f"{name}.keys", frame, keys, 1)
+                values = yield from gathered(f"{name}.values", frame, values, 1)
             masks = (None, None, frame.kv_len, None, None, self.scale, True, self.window, None)
             yield Call(name, attention_out, (q, keys, values, result, *masks))
         yield linear(f"{name}.out", mixed, self.out, y)
@@ -190,7 +211,7 @@ class LatentAttention:
         yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents)
         mixed = frame.buffer("attention", frame.tokens, self.out.weight.shape[1])
         attend = self._attend_latents if frame.q_len == 1 else self._attend_expanded
-        yield from attend(name, frame, q_nope, q_rope, cache[0][: frame.batch], mixed.unflatten(1, (heads, -1)))
+        yield from attend(name, frame, q_nope, q_rope, frame.held(cache[0]), mixed.unflatten(1, (heads, -1)))
         yield linear(f"{name}.out", mixed, self.out, y)
 
     def _attend_latents(self, name: str, frame: Frame, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:
@@ -200,12 +221,14 @@ class LatentAttention:
         q_latent, found = (frame.buffer(f"{which}.latent", heads, frame.batch, latent_dim) for which in ("q", "attention"))
         yield Call(f"{name}.absorb", bmm_out, (q_nope[:, :, 0].transpose(0, 1), k_up, None, None, q_latent, False, False))
         by_sequence = [x.transpose(0, 1)[:, :, None] for x in (q_latent, found)]
-        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, frame.kv_len, None, self.scale))
+        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, frame.kv_len, frame.block_table, self.scale))
         yield Call(f"{name}.v_up", bmm_out, (found, v_up, None, None, mixed.transpose(0, 1), False, True))
 
     def _attend_expanded(self, name: str, frame: Frame, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:
         """mixed: [tokens, heads, v_dim]."""
         heads, width, latent_dim = self.kv_up.shape
+        if frame.block_table is not None:
+            rows = yield from gathered(f"{name}.rows", frame, rows, 0)
         rows = rows[:, : frame.max_keys]
         expanded = frame.buffer("kv", frame.batch, frame.max_keys, heads * width)
         up = self.kv_up.flatten(0, 1)[None]

@@ -26,7 +26,7 @@ class Prefill:
         positions = torch.zeros(batch, q_len, dtype=torch.int32, device=device)
         kv_len = torch.full((batch,), q_len, dtype=torch.int32, device=device)
         ids = torch.zeros(batch, q_len, dtype=torch.int64, device=device)
-        frame = Frame(batch, q_len, positions, kv_len, width, decoder.embedding.dtype, device)
+        frame = Frame(batch, q_len, positions, kv_len, width, decoder.embedding.dtype, device, state.block_table(batch))
         return Prefill(frame, ids, list(decoder.body_calls(frame, ids.view(-1), state.caches)))
 
     def read(self, rows: list[list[int]], into: Frame) -> None:

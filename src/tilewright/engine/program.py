@@ -43,6 +43,7 @@ class Frame:
     kv_len: int32 [batch], keys of each sequence once this program has appended its own.
     max_keys: what kv_len can be at most.
     dtype, device: of activations.
+    block_table: int32 [batch, max_pages], the pages of each sequence's cache; None for a cache with a row for each sequence.
     """
 
     batch: int
@@ -52,6 +53,7 @@ class Frame:
     max_keys: int
     dtype: torch.dtype
     device: torch.device
+    block_table: Tensor | None = None
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -65,6 +67,10 @@ class Frame:
             found = self._buffers[name] = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
         assert found.shape == shape, f"buffer {name} is {tuple(found.shape)} and was asked for as {shape}"
         return found
+
+    def held(self, cache: Tensor) -> Tensor:
+        """Of a cache what this frame's sequences may touch: their rows, or all pages."""
+        return cache[: self.batch] if self.block_table is None else cache
 
     def made(self, name: str) -> Tensor:
         """The buffer of this name, which some call already asked for."""

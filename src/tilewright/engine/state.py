@@ -9,6 +9,7 @@ from ..launch import must
 from ..ops.argmax import argmax_out
 from ..ops.sample import sample_out
 from .layers import Decoder
+from .pages import Pages
 from .program import Call, Emit, Frame
 
 SLOTS = 64  # the cache's length is a multiple: the kernels' fast loads want 16
@@ -41,12 +42,12 @@ class State:
     tokens: int64 [batch], the last token of each sequence. counters: int32 [2, batch], its position, and the keys once it is appended.
     recent: int64 [rows, batch], the tokens chosen since the host last read them. clock: int64 [2], the row of `recent` that comes next, and the
     number of draws. caches: of each layer, what its attention keeps. stacks: with `stacked`, all layers' caches of one sequence as two tensors
-    [layers, kv_heads, max_len, head_dim], of which `caches` has views.
+    [layers, kv_heads, max_len, head_dim], of which `caches` has views. pages: of caches in pages, who holds which.
     """
 
     stacks: tuple[Tensor, Tensor]
 
-    def __init__(self, model: Decoder, batch: int, max_len: int, rows: int, *, stacked: bool = False) -> None:
+    def __init__(self, model: Decoder, batch: int, max_len: int, rows: int, *, pages: Pages | None = None, stacked: bool = False) -> None:
         device, dtype = model.embedding.device, model.embedding.dtype
         padded = -(-batch // 16) * 16  # aligned rows
         self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
@@ -58,21 +59,26 @@ class State:
         self.top_k = torch.zeros(1, dtype=torch.int32, device=device)
         self.top_p = torch.ones(1, device=device)
         # Zeros: a key that was never written is masked, but a NaN in its value would survive a weight of 0.
-        self.max_len = max_len
+        self.max_len, self.pages = max_len, pages
         if stacked:
             (shape, _) = model.layers[0].attention.cache_shapes(1, max_len)
             keys, values = (torch.zeros(len(model.layers), *shape[1:], dtype=dtype, device=device) for _ in range(2))
             self.stacks = keys, values
             self.caches: list[tuple[Tensor, ...]] = [(k[None], v[None]) for k, v in zip(keys, values, strict=True)]
             return
+        sizes = (batch, max_len) if pages is None else (pages.count, pages.page_size)
         self.caches = [
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in layer.attention.cache_shapes(batch, max_len)) for layer in model.layers
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in layer.attention.cache_shapes(*sizes)) for layer in model.layers
         ]
+
+    def block_table(self, batch: int) -> Tensor | None:
+        """Pages of the first `batch` sequences; None where the cache has none."""
+        return None if self.pages is None else self.pages.table[:batch]
 
     def frame(self, batch: int) -> Frame:
         """One token for each of the first `batch` sequences."""
         positions, kv_len = self.counters[0, :batch, None], self.counters[1, :batch]
-        return Frame(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device)
+        return Frame(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device, self.block_table(batch))
 
     def begin(self, lengths: list[int], sampling: Sampling) -> None:
         """The state before the first token behind prompts of these lengths is chosen."""

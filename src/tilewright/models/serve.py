@@ -38,7 +38,9 @@ def serving(
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
 
-    class OneModel(model_manager.ModelManager):  # type: ignore[misc, name-defined]
+    room: Any = model_manager
+
+    class OneModel(model_manager.ModelManager):
         """Hands out the model that is loaded already."""
 
         def _load_model(self, *args: Any, **options: Any) -> Any:
@@ -47,18 +49,17 @@ def serving(
         def _load_processor(self, *args: Any, **options: Any) -> Any:
             return loaded.tokenizer
 
-        @staticmethod
-        def get_gen_models(cache_dir: str | None = None) -> list[dict[str, Any]]:
+        def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override]
             return [{"id": served_name(loaded), "object": "model", "created": 0, "owned_by": "tilewright"}]
 
-    limits = {"cb_max_batch_tokens": max_batch_tokens, "cb_num_blocks": cache_pages}
-    stock = model_manager.ModelManager
+    limits: dict[str, Any] = {"cb_max_batch_tokens": max_batch_tokens, "cb_num_blocks": cache_pages}
+    stock = room.ModelManager
     with patch(loaded.model):
-        model_manager.ModelManager = OneModel  # Serve looks its class up when it is made, and takes none as an argument
+        room.ModelManager = OneModel  # Serve looks its class up when it is made, and takes none as an argument
         try:
             running = Serve(served_name(loaded), continuous_batching=True, host=host, port=port, non_blocking=True, **limits)
         finally:
-            model_manager.ModelManager = stock
+            room.ModelManager = stock
         try:
             while not running.server.started:
                 running._thread.join(0.05)
