@@ -11,10 +11,11 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..launch import must
-from ..ops.attention import attention
+from ..ops.attention import attention_out
 from ..ops.attention_decode import attention_decode
 from ..ops.kv_append import kv_append
 from .attention import NAME
@@ -64,14 +65,16 @@ def paged_attention_forward(
     if paging.get("block_table") is not None:
         table, kv_len = paging["block_table"], kv_begin.diff()
         q, k, v = (x.permute(2, 1, 0, 3) for x in (query, key, value))  # a request's token is its whole sequence: [requests, heads, 1, head_dim]
-        pages = [paging[name].transpose(1, 2) for name in ("k_cache", "v_cache")]  # [pages, kv_heads, page_size, head_dim]
+        keys, values = (paging[name].transpose(1, 2) for name in ("k_cache", "v_cache"))  # [pages, kv_heads, page_size, head_dim]
         # A request that only fills up a captured batch has no keys: its position -1 is not stored, and it attends to nothing.
-        kv_append(k, v, *pages, positions=kv_len - 1, block_table=table)
-        out: Any = attention_decode(q, *pages, kv_len, block_table=table, window=sliding_window, sinks=sinks, scale=scaling)
-        return out.permute(2, 0, 1, 3), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    packing = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": kv_begin, "max_q_len": max_length_q}
-    out = attention(q, k, v, scale=scaling, window=sliding_window, softcap=softcap, sinks=sinks, **packing)
+        kv_append(k, v, keys, values, positions=kv_len - 1, block_table=table)
+        found: Any = attention_decode(q, keys, values, kv_len, block_table=table, window=sliding_window, sinks=sinks, scale=scaling)
+        return found.permute(2, 0, 1, 3), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    # Zeros: tokens that only fill up a captured step belong to no request and are not attended to, but the layers behind route and normalise them.
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    scale = q.shape[2] ** -0.5 if scaling is None else scaling
+    attention_out(q, k, v, out, None, None, None, cu_seq_lens_q, kv_begin, scale, True, sliding_window, max_length_q, softcap, sinks)
     return out[None], None
 
 
@@ -94,7 +97,7 @@ def _manager_class() -> type:
     import transformers
     from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
-    class Manager(ContinuousBatchingManager):  # type: ignore[misc, valid-type]
+    class Manager(ContinuousBatchingManager):
         def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None) -> None:
             if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
                 raise must("transformers", "5.23 or newer for continuous batching", transformers.__version__)
@@ -112,7 +115,7 @@ def _manager_class() -> type:
 
         def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
             model.config._attn_implementation = PAGED  # a copy that is this model's own: see patch
-            self._original_attn_impl = NAME  # `stop` selects it again
+            self._original_attn_impl: Any = NAME  # `stop` selects it again
 
     return Manager
 
