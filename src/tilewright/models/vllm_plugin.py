@@ -1,0 +1,49 @@
+"""Entry point of vLLM's general plugins: our RMSNorm as a provider that vLLM may be told to prefer.
+
+UNTESTED with vLLM itself. Written against its public documentation (`vllm.ir` in 0.23 and later: `register_impl`, the names of the arguments) and
+tested against a stand-in of that shape. Registering changes nothing: a provider runs only where vLLM's `ir_op_priority` names it.
+"""
+
+import logging
+
+from torch import Tensor
+
+from ..ops.rms_norm import DTYPES, rms_norm
+
+PROVIDER = "tilewright"
+
+
+def register() -> None:
+    """Offers vLLM our kernels. vLLM calls it in each of its processes, maybe several times."""
+    try:
+        from vllm import ir
+    except ImportError as error:
+        logging.getLogger(__name__).warning("tilewright offers vLLM nothing: it has no vllm.ir (%s)", error)
+        return
+    if PROVIDER in ir.ops.rms_norm.impls:
+        return
+    ir.ops.rms_norm.register_impl(PROVIDER, supported=True, supports_args=_norm_fits)(_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=True, supports_args=_sum_norm_fits)(_sum_norm)
+
+
+# The names of the arguments are vLLM's, which looks at them.
+
+
+def _norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    if weight is None or variance_size is not None or x.dtype not in DTYPES or x.stride(-1) != 1:
+        return False
+    return x.dtype == weight.dtype and weight.is_contiguous()
+
+
+def _norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    assert weight is not None
+    return rms_norm(x, weight, epsilon, round_before_weight=True)
+
+
+def _sum_norm_fits(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return _norm_fits(x, weight, epsilon, variance_size) and x_residual.dtype == x.dtype and x_residual.stride(-1) == 1
+
+
+def _sum_norm(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> tuple[Tensor, Tensor]:
+    assert weight is not None
+    return rms_norm(x, weight, epsilon, round_before_weight=True, residual=x_residual)
