@@ -29,8 +29,14 @@ class Pages:
         self.count, self.page_size = count, page_size
         self.table = torch.full((sequences, max_pages), NOBODYS, dtype=torch.int32, device=device)
         self._staged = torch.full((sequences, max_pages), NOBODYS, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._free = list(range(count - 1, NOBODYS, -1))
-        self._held: list[list[int]] = [[] for _ in range(sequences)]
+        self._free: list[int]
+        self._held: list[list[int]]
+        self._take_all_back()
+
+    def _take_all_back(self) -> None:
+        self._free = list(range(self.count - 1, NOBODYS, -1))
+        self._held = [[] for _ in range(len(self.table))]
+        self._staged.fill_(NOBODYS)
 
     @property
     def in_use(self) -> int:
@@ -54,6 +60,8 @@ class Pages:
                 f"the pages of the cache are used up: {sum(n > 0 for n in wanted)} sequences need {sum(wanted) * self.page_size} tokens, and there "
                 f"are {(self.count - 1) * self.page_size}. Raise cache_tokens, or lower the number of prompts, their lengths or max_new_tokens"
             )
+        if not any(wanted):
+            self._take_all_back()  # also what an interrupted call left half done
         for row, (n, held) in enumerate(zip(wanted, self._held, strict=True)):
             if n == 0 and held:
                 self._free += reversed(held)
