@@ -13,9 +13,8 @@ SIZES = {"max_batch": 4, "max_len": 64, "prefill_tokens": 64, "check_every": 4}
 PAGED = {"cache": "paged", "page_size": 16, "cache_tokens": 128}
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_tokens_are_those_of_transformers(name: str) -> None:
-    model = tiny(name, num_hidden_layers=1)
+def test_tokens_are_those_of_transformers() -> None:
+    model = tiny("mistral", num_hidden_layers=1)
     expected = [stock_tokens(model, p) for p in prompts()]
     with Engine(model, **SIZES, **PAGED) as engine:
         for _ in range(2):  # the second time in pages that others have used
@@ -26,9 +25,9 @@ def test_tokens_are_those_of_transformers(name: str) -> None:
 def test_latents_in_pages_give_the_logits_of_the_static_cache() -> None:
     model = tiny("deepseek_v2", torch.bfloat16, num_hidden_layers=1)
     with Engine(model, **SIZES) as engine:
-        expected, static_bytes = engine.logits(prompts(), [[7, 50]] * 3), engine.cache_bytes
+        expected, static_bytes = engine.logits(prompts(), [[7]] * 3), engine.cache_bytes
     with Engine(model, **SIZES, **PAGED) as engine:
-        assert torch.equal(engine.logits(prompts(), [[7, 50]] * 3), expected)
+        assert torch.equal(engine.logits(prompts(), [[7]] * 3), expected)
         assert engine.cache_bytes == static_bytes * (128 + 16) // (4 * 64)
 
 
