@@ -10,8 +10,8 @@ from tilewright.launch import counted
 from tilewright.models import Loaded, patch
 
 FAMILIES = {
-    "llama": {"model_type": "llama"},
-    "mistral-window": {"model_type": "mistral", "sliding_window": 5},
+    "llama": {"model_type": "llama", "num_hidden_layers": 1},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 5, "num_hidden_layers": 1},
     "gpt_oss-sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
 }
 NEW = 4
