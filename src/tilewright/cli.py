@@ -165,7 +165,18 @@ def tune(
         Path | None, typer.Option("--shapes", metavar="FILE", help="Problems of a file of JSON lines with op and problem.", show_default=False)
     ] = None,
     from_log: Annotated[bool, typer.Option("--from-log", help="Problems that programs met which ran with TILEWRIGHT_SHOW_PLANS=log.")] = False,
+    case: Annotated[str, typer.Option("--case", help="Only problems whose name contains this text.", show_default=False)] = "",
+    configs: Annotated[
+        str,
+        typer.Option(
+            "--configs", metavar="F=V,...", help="Only configs with these values, e.g. tile_m=128,latency=4; stores nothing.", show_default=False
+        ),
+    ] = "",
+    top: Annotated[int, typer.Option("--top", min=0, help="Print as many of the fastest configs of each problem.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Measure what is tuned already, too.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="Begin no problem after as many; what is done is kept.", show_default=False)
+    ] = float("inf"),
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
     show: Annotated[bool, typer.Option("--show", help="Print what is stored; tune nothing.")] = False,
@@ -188,7 +199,8 @@ def tune(
         return command.import_command(import_file)
     if prune:
         return command.prune_command()
-    return command.tune_command(ops, model=model, shapes=shapes, from_log=from_log, again=again, jobs=jobs, device=device)
+    which = {"model": model, "shapes": shapes, "from_log": from_log, "case": case, "configs": configs}
+    return command.tune_command(ops, **which, top=top, again=again, seconds=seconds, jobs=jobs, device=device)
 
 
 @verb

@@ -105,7 +105,7 @@ def row_for(problem, config, **changes) -> Row:
 # ------------------------------------------------------------------------------------------------ search
 def test_the_fastest_right_config_wins_and_the_row_says_by_how_much():
     bench = MadeUp({0: 8.0, 3: 4.0, 5: 4.2}, dropped=(1,))
-    row = search(rms_norm, PROBLEM, bench)
+    row = search(rms_norm, PROBLEM, bench).row
     assert row.config == plain(SPACE[3])
     assert (row.time_us, row.default_us, row.runner_up_us) == (4.0, 8.0, 4.2)
     assert row.runner_up == plain(SPACE[5])
@@ -117,20 +117,20 @@ def test_the_fastest_right_config_wins_and_the_row_says_by_how_much():
 
 
 def test_a_tie_goes_to_the_default():
-    assert search(rms_norm, PROBLEM, MadeUp({0: 4.01, 3: 4.0})).config == plain(SPACE[0])
-    assert search(rms_norm, PROBLEM, MadeUp({0: 4.05, 3: 4.0})).config == plain(SPACE[3])
+    assert search(rms_norm, PROBLEM, MadeUp({0: 4.01, 3: 4.0})).row.config == plain(SPACE[0])
+    assert search(rms_norm, PROBLEM, MadeUp({0: 4.05, 3: 4.0})).row.config == plain(SPACE[3])
 
 
 def test_a_wrong_winner_gives_way_to_the_next():
     bench = MadeUp({3: 4.0, 5: 4.2, 0: 8.0}, wrong=(3,))
-    row = search(rms_norm, PROBLEM, bench)
+    row = search(rms_norm, PROBLEM, bench).row
     assert row.config == plain(SPACE[5])
     assert bench.checked == [3, 5]
     assert row.dropped == 1
 
 
 def test_a_config_that_does_not_launch_is_dropped():
-    row = search(rms_norm, PROBLEM, MadeUp({3: 4.0, 5: 4.2}, fails=(3,)))
+    row = search(rms_norm, PROBLEM, MadeUp({3: 4.0, 5: 4.2}, fails=(3,))).row
     assert row.config == plain(SPACE[5])
 
 
@@ -147,7 +147,7 @@ def test_the_choice_is_the_exhaustive_best_on_30_sampled_problems():
     for problem in draw.sample(cases(rms_norm, "bench") + cases(silu_mul, "bench"), 30):
         op = rms_norm if isinstance(problem, rms_norm.Problem) else silu_mul
         bench = MadeUp()
-        row = search(op, problem, bench)
+        row = search(op, problem, bench).row
         best = min(bench.us(config) for config in bench.space)
         assert row.time_us <= 1.02 * best
 
@@ -158,7 +158,7 @@ def test_every_op_can_be_tuned_and_its_row_is_found_by_the_call(op):
     for problem in cases(op, "bench")[:2]:
         wanted = asked(op, problem, H200)
         configs = op.space(wanted, H200)
-        row = search(op, problem, MadeUp({len(configs) - 1: 1.0}))
+        row = search(op, problem, MadeUp({len(configs) - 1: 1.0})).row
         Store().add([row])
         forget_plans()
         assert decide(op.space, op.plan, wanted, H200) == (configs[-1], "user table")
@@ -200,7 +200,7 @@ def test_the_gpu_workbench_compiles_each_binary_once_and_reports_what_cannot_be_
         return _Now(Compiled(Resources(40, 16 if "8192" in job.symbol else 0, 0, 0, {})))
 
     bench = Gpu.__new__(Gpu)
-    bench.device, bench._futures, bench._given, bench._jobs = H200, {}, submit, 1
+    bench.device, bench._futures, bench._asked, bench._submit = H200, {}, {}, submit
     found = dict(bench.ready(rms_norm, PROBLEM, [*SPACE, "no config"]))
     assert set(found) == set(range(len(SPACE) + 1))
     assert found[len(SPACE)].startswith("AttributeError")
