@@ -199,8 +199,19 @@ def tune(
         return command.import_command(import_file)
     if prune:
         return command.prune_command()
-    which = {"model": model, "shapes": shapes, "from_log": from_log, "case": case, "configs": configs}
-    return command.tune_command(ops, **which, top=top, again=again, seconds=seconds, jobs=jobs, device=device)
+    return command.tune_command(
+        ops,
+        model=model,
+        shapes=shapes,
+        from_log=from_log,
+        case=case,
+        configs=configs,
+        top=top,
+        again=again,
+        seconds=seconds,
+        jobs=jobs,
+        device=device,
+    )
 
 
 @verb

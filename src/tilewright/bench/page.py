@@ -164,7 +164,8 @@ def _platforms(rows: Sequence[Row]) -> str:
             single.setdefault((figure.op, figure.key if figure.op else figure.kernel, figure.metric), []).append(figure)
     tables = "".join(_over_lengths(op, fixed, group, rows) for (op, fixed), group in series.items())
     lines = [line for group in single.values() for line in _figure_lines(group, rows)]
-    return note + tables + "<h3>Other published figures</h3>" + _table(("kernel", "problem", "machine", "source", "figure", "of its roof"), lines, text=4)
+    others = _table(("kernel", "problem", "machine", "source", "figure", "of its roof"), lines, text=4)
+    return f"{note}{tables}<h3>Other published figures</h3>{others}"
 
 
 def _over_lengths(op: str, fixed: tuple, group: Sequence[Figure], rows: Sequence[Row]) -> str:

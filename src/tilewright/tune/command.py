@@ -166,10 +166,10 @@ def _configs(op: ModuleType, problem: object, device: Device, wanted: Callable[[
 def top_lines(found: Found, problem: Any, default: Any, count: int) -> list[str]:
     """The fastest configs, and why others were dropped; nothing for 0."""
     cost = problem.cost()
-    lines = [
-        f"  {us:9.1f} us {cost.size_bytes / us / 1e3:6.0f} GB/s {cost.flops / us / 1e6:6.1f} TFLOP/s  {'default ' if config == default else ''}{config}"
-        for config, us in found.times[:count]
-    ]
+    lines = []
+    for config, us in found.times[:count]:
+        rates = f"{cost.size_bytes / us / 1e3:6.0f} GB/s {cost.flops / us / 1e6:6.1f} TFLOP/s"
+        lines.append(f"  {us:9.1f} us {rates}  {'default ' if config == default else ''}{config}")
     return lines + [f"  dropped {config}: {why}" for config, why in found.dropped[:count]]
 
 

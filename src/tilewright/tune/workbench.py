@@ -89,7 +89,8 @@ class Gpu:
     def ready(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> Iterator[tuple[int, str]]:
         reasons: dict[int, str] = {}
         waiting: dict[int, list[Future]] = {}
-        for i, futures in enumerate(self._asked.pop((op.__name__, problem), None) or self._ask(op, problem, configs)):
+        asked = self._asked.pop((op.__name__, problem), None)
+        for i, futures in enumerate(asked or self._ask(op, problem, configs)):
             if isinstance(futures, str):
                 reasons[i] = futures
             else:
