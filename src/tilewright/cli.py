@@ -133,12 +133,15 @@ def bench(
     ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="Begin no case after as many; what is done is kept.", show_default=False)
+    ] = float("inf"),
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
 ) -> int:
     """Time ops on a GPU: one line a case; --json appends JSON lines."""
     from .bench.command import bench_command
 
-    return bench_command(ops, json_file=json_file, case=case, suite=suite, peers=peers, defaults=defaults, device=device)
+    return bench_command(ops, json_file=json_file, case=case, suite=suite, peers=peers, defaults=defaults, seconds=seconds, device=device)
 
 
 @verb

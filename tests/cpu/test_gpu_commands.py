@@ -72,6 +72,9 @@ def test_bench_prints_lines_and_appends_rows(pretend_gpu, tmp_path, capsys):
     (row,) = map(json.loads, file.read_text().splitlines())
     assert row["source"] == "default"
     assert row["warm_us"] > 0
+    assert command.bench_command(["rms_norm"], json_file=file, seconds=-1) == 0
+    assert "out of time" in capsys.readouterr().out
+    assert len(file.read_text().splitlines()) == 1
 
 
 def test_a_wrong_kernel_is_named_and_gets_no_row(pretend_gpu, tmp_path, monkeypatch, capsys):
