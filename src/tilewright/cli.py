@@ -162,7 +162,7 @@ def report(
 def tune(
     ops: Ops = None,
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="Problems of this model's layers, e.g. Llama-3.1-8B.", show_default=False)
+        str, typer.Option("--model", metavar="NAME", help="What the engine asks to run this model, e.g. Llama-3.1-8B.", show_default=False)
     ] = "",
     shapes: Annotated[
         Path | None, typer.Option("--shapes", metavar="FILE", help="Problems of a file of JSON lines with op and problem.", show_default=False)

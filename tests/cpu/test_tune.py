@@ -20,13 +20,14 @@ from rich.console import Console
 
 from tilewright import ops
 from tilewright.bench.timer import Timing
+from tilewright.engine.problems import of_engine
 from tilewright.launch import Device, best_plan, decide, forced_config, forget_plans, table
 from tilewright.launch.table import Row, digest_of, plain, read_rows, shipped_file
 from tilewright.ops import rms_norm, silu_mul
 from tilewright.testing import Accuracy, op_name
 from tilewright.testing.cases import cases
 from tilewright.testing.problems import of_file, of_model, rebuilt
-from tilewright.tune.command import current_digests, export_command, import_command, prune_command, show_command, state, tune
+from tilewright.tune.command import config_filter, current_digests, export_command, import_command, prune_command, show_command, state, tune
 from tilewright.tune.search import asked, search
 from tilewright.tune.store import Store
 from tilewright.tune.workbench import Gpu, unfit
@@ -303,6 +304,21 @@ def test_problems_of_a_model_are_what_its_layers_ask():
         of_model("nobody", H200)
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Llama-3.2-1B", {"attention", "attention_decode"}), ("DeepSeek-V2-Lite", {"mla", "mla_decode", "bmm", "moe", "moe_route"})],
+)
+def test_problems_of_the_engine_are_what_it_asks(name, more):
+    """The key of a row is the problem that the engine's own call puts together, fused products included."""
+    tasks = of_engine(name, H200)
+    assert {op_name(op) for op, _ in tasks} == {"embedding", "rms_norm", "matmul", "kv_append", "argmax"} | more
+    assert all(asked(op, problem, H200) == problem for op, problem in tasks)
+    products = [problem for op, problem in tasks if op is ops.matmul]
+    assert any(p.silu_mul for p in products)
+    with pytest.raises(KeyError, match="model must be one of SmolLM2-135M"):
+        of_engine("nobody", H200)
+
+
 def test_problems_of_a_file(tmp_path):
     file = tmp_path / "shapes.jsonl"
     scaled = ops.matmul.Problem(64, 2112, 7168, torch.float8_e4m3fn, scaling=ops.matmul.Problem(1, 1, 1).scaling.__class__.BLOCK)
@@ -317,6 +333,35 @@ def test_problems_of_a_file(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ the verbs
+def test_a_part_of_the_space_is_shown_and_not_stored(capsys):
+    """`--configs` and `--top`."""
+    wanted = config_filter(f"tile_m={SPACE[3].tile_m},tile_n={SPACE[3].tile_n}")
+    part = [c for c in SPACE[1:] if wanted(c)]
+    assert SPACE[3] in part
+    assert len(part) < len(SPACE) - 1
+    bench = MadeUp({0: 4.0, 1 + part.index(SPACE[3]): 2.0}, dropped=(len(part),))
+    assert tune([(rms_norm, PROBLEM)], bench, None, Console(width=300, highlight=False), wanted=wanted, top=2) == 0
+    assert bench.space == [SPACE[0], *part]
+    out = capsys.readouterr().out
+    assert "nothing is kept" in out
+    lines = [line for line in out.splitlines() if line.startswith("  ")]
+    assert str(SPACE[3]) in lines[0]
+    assert " GB/s " in lines[0]
+    assert "default" in lines[1]
+    assert "dropped" in lines[2]
+    assert Store().rows() == []
+    for text in ("tile_m", "=3", "tile_m="):
+        with pytest.raises(ValueError, match="configs must be values like tile_m=128,latency=4"):
+            config_filter(text)
+
+
+def test_no_problem_begins_after_the_time_that_was_given(capsys):
+    tasks = [(rms_norm, problem) for problem in cases(rms_norm, "bench")[:4]]
+    assert tune(tasks, MadeUp(delay_s=0.1), Store(), Console(width=250), until=time.monotonic() + 0.15) == 0
+    assert 1 <= len(Store().rows()) < 4
+    assert "out of time" in capsys.readouterr().out
+
+
 def test_tuning_resumes_and_says_what_it_gained(capsys):
     tasks = [(rms_norm, problem) for problem in cases(rms_norm, "bench")[:3]]
     console = Console(width=250, highlight=False)
@@ -366,6 +411,7 @@ def test_show_export_import_prune(tmp_path, capsys):
     assert "holds" in shown
     assert "kernel changed" in shown
     assert "2.00x" in shown
+    assert "rms_norm: untuned takes 2.000x the time in geomean, at worst 2.00x, of 1 rows" in shown
     file = tmp_path / "out" / "H200.json"
     export_command(file, ["rms_norm"], console=console)
     assert [row.problem["rows"] for row in read_rows(file)] == [16]

@@ -20,7 +20,7 @@ from ..launch.identity import compiler
 from ..launch.table import Row, digest_of, key_of, log_file, op_of, read_rows, shipped_file
 from ..testing import op_name
 from ..testing.cases import cases
-from ..testing.problems import Task, of_file, of_model
+from ..testing.problems import Task, of_file
 from .search import Found, Workbench, asked, row_key, search
 from .store import Store, encoded
 from .workbench import Gpu
@@ -46,7 +46,7 @@ def tune_command(
     """Finds the fastest config of each problem of `names` (all ops by default) on a GPU and stores it.
 
     Args:
-        model: problems of this model's layers; shapes: of a file of JSON lines; from_log: of the log that TILEWRIGHT_SHOW_PLANS=log wrote.
+        model: what the engine asks to run this model; shapes: of a file of JSON lines; from_log: of the log that TILEWRIGHT_SHOW_PLANS=log wrote.
             At most one; without any, the benchmark's problems.
         case: only problems whose name contains this text.
         configs: only configs with these values, as "tile_m=128,latency=4,latency=5", beside the default; the winner of a part is shown, not stored.
@@ -71,7 +71,9 @@ def tune_command(
     torch.cuda.set_device(where)
     with Gpu(where, jobs=jobs) as bench:
         if model:
-            tasks = of_model(model, bench.device)
+            from ..engine.problems import of_engine  # the engine and transformers: only here
+
+            tasks = of_engine(model, bench.device)
         elif shapes or from_log:
             tasks = of_file(shapes or log_file())
         else:
