@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
+import cuda.tile as ct
 import torch
 
 from ..bench.timer import Timing
@@ -119,7 +120,7 @@ def search(
             else:
                 try:
                     rough[i] = clock.rough(configs[i], LOSER * min(rough.values(), default=math.inf))
-                except RuntimeError as error:  # what a launch raises
+                except (RuntimeError, ct.TileError) as error:  # what a launch and a compilation raise
                     dropped[i] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             on_config(done, len(configs))
         while rough:
