@@ -73,7 +73,7 @@ def exhaustive(names: list[str], count: int, seconds: float, seed: int, jobs: in
             if time.perf_counter() - began > seconds:
                 print(f"out of time, {len(sample) - i} problems left")
                 break
-            for ahead in sample[i : i + 2]:
+            for ahead in sample[i + 1 : i + 2] if i else sample[:2]:
                 bench.prepare(*ahead, op_space(*ahead, bench))
             try:
                 found = search(op, problem, bench)

@@ -1,4 +1,4 @@
-"""What the engine asks of the ops when it runs a known model, found by making its calls on meta tensors: the tuner's problems."""
+"""What the engine asks of the ops when it runs a known model, found by making its calls on meta tensors. Tuner and benchmark take it."""
 
 import torch
 
@@ -7,13 +7,16 @@ from ..launch import Device, decisions, traced
 from ..launch.table import op_of
 from ..models.configs import CONFIGS
 from ..testing import op_name
-from ..testing.problems import CONTEXTS, PROMPTS, STEPS, Task
+from ..testing.problems import Task
 from .prefill import Prefill
 from .program import Call, distinct
 from .read import read
 from .state import State
 from .weights import Fusion
 
+STEPS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a decode step: one of each sequence
+PROMPTS = (128, 512, 2048, 8192)  # tokens of a prompt
+CONTEXTS = (1024, 4096, 16_384)  # keys that a decode step finds
 LAYERS = 2  # DeepSeek's first layer is dense, the others have experts; elsewhere all are alike
 
 
@@ -27,7 +30,10 @@ def of_engine(name: str, device: Device) -> list[Task]:
     """
     if name not in CONFIGS:
         raise KeyError(f"model must be one of {', '.join(CONFIGS)}, got {name!r}")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError(f"transformers must be installed (pip install 'tilewright[models]'): {error}") from None
 
     config = AutoConfig.for_model(**CONFIGS[name] | {"num_hidden_layers": LAYERS})
     with torch.device("meta"):
