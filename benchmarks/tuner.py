@@ -8,10 +8,12 @@ Both work in an empty folder of their own, so that neither cuTile's cache nor ea
 """
 
 import argparse
+import atexit
 import itertools
 import math
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -121,6 +123,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int)
     args = parser.parse_args(words)
+    atexit.register(shutil.rmtree, os.environ["TILEWRIGHT_CACHE_DIR"], ignore_errors=True)
     held = cold(args.jobs) if args.bar == "cold" else exhaustive(args.ops, args.problems, args.seconds, args.seed, args.jobs)
     return 0 if held else 1
 
