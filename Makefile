@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # PyTorch that is already importable (a CUDA build, say) can be used by making .venv with --system-site-packages beforehand.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench docs gpu-test clean
+.PHONY: demo test check bench docs picture gpu-test clean
 
 demo: $(VENV)/.demo ## answer a question with SmolLM2-135M, every kernel ours: interpreted without a GPU, compiled with one
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/tilewright demo
@@ -24,6 +24,10 @@ bench: $(VENV)/.demo ## benchmark every op on the GPU at hand against its peers
 
 docs: $(VENV)/.dev ## the tables of README and docs from benchmarks/results; `make test` fails where they are stale
 	$(BIN)/python tools/readme_numbers.py
+
+picture: $(VENV)/.dev ## docs/report.png: the top of the report as Chromium draws it
+	$(BIN)/tilewright report benchmarks/results/*.jsonl -o $(VENV)/report
+	chromium --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size=1200,1750 --screenshot=docs/report.png $(VENV)/report/index.html
 
 gpu-test: $(VENV)/.dev ## the same cases on a GPU
 	$(BIN)/python -m pytest tests/gpu -q

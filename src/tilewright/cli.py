@@ -155,12 +155,15 @@ def bench(
     ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="Begin no case after as many; what is done is kept.", show_default=False)
+    ] = float("inf"),
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
 ) -> int:
     """Time ops on a GPU: one line a case; --json appends JSON lines."""
     from .bench.command import bench_command
 
-    return bench_command(ops, json_file=json_file, case=case, suite=suite, peers=peers, defaults=defaults, device=device)
+    return bench_command(ops, json_file=json_file, case=case, suite=suite, peers=peers, defaults=defaults, seconds=seconds, device=device)
 
 
 @verb
@@ -181,13 +184,24 @@ def report(
 def tune(
     ops: Ops = None,
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="Problems of this model's layers, e.g. Llama-3.1-8B.", show_default=False)
+        str, typer.Option("--model", metavar="NAME", help="What the engine asks to run this model, e.g. Llama-3.1-8B.", show_default=False)
     ] = "",
     shapes: Annotated[
         Path | None, typer.Option("--shapes", metavar="FILE", help="Problems of a file of JSON lines with op and problem.", show_default=False)
     ] = None,
     from_log: Annotated[bool, typer.Option("--from-log", help="Problems that programs met which ran with TILEWRIGHT_SHOW_PLANS=log.")] = False,
+    case: Annotated[str, typer.Option("--case", help="Only problems whose name contains this text.", show_default=False)] = "",
+    configs: Annotated[
+        str,
+        typer.Option(
+            "--configs", metavar="F=V,...", help="Only configs with these values, e.g. tile_m=128,latency=4; stores nothing.", show_default=False
+        ),
+    ] = "",
+    top: Annotated[int, typer.Option("--top", min=0, help="Print as many of the fastest configs of each problem.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Measure what is tuned already, too.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="Begin no problem after as many; what is done is kept.", show_default=False)
+    ] = float("inf"),
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
     show: Annotated[bool, typer.Option("--show", help="Print what is stored; tune nothing.")] = False,
@@ -210,7 +224,19 @@ def tune(
         return command.import_command(import_file)
     if prune:
         return command.prune_command()
-    return command.tune_command(ops, model=model, shapes=shapes, from_log=from_log, again=again, jobs=jobs, device=device)
+    return command.tune_command(
+        ops,
+        model=model,
+        shapes=shapes,
+        from_log=from_log,
+        case=case,
+        configs=configs,
+        top=top,
+        again=again,
+        seconds=seconds,
+        jobs=jobs,
+        device=device,
+    )
 
 
 @verb

@@ -1,6 +1,7 @@
 """The command line: options reach their functions, errors are one line, output is text or JSON."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -184,7 +185,18 @@ def test_unknown_options_and_verbs_exit_with_2() -> None:
             "bench",
             tilewright.bench.command,
             ("rope", "--json", "out.jsonl", "--case", "4096", "--no-peers", "--device", "cuda:1"),
-            ((["rope"],), {"json_file": Path("out.jsonl"), "case": "4096", "suite": "", "peers": False, "defaults": False, "device": "cuda:1"}),
+            (
+                (["rope"],),
+                {
+                    "json_file": Path("out.jsonl"),
+                    "case": "4096",
+                    "suite": "",
+                    "peers": False,
+                    "defaults": False,
+                    "seconds": math.inf,
+                    "device": "cuda:1",
+                },
+            ),
         ),
         (
             "verify",

@@ -20,13 +20,14 @@ from rich.console import Console
 
 from tilewright import ops
 from tilewright.bench.timer import Timing
+from tilewright.engine.problems import of_engine
 from tilewright.launch import Device, best_plan, decide, forced_config, forget_plans, table
 from tilewright.launch.table import Row, digest_of, plain, read_rows, shipped_file
 from tilewright.ops import rms_norm, silu_mul
 from tilewright.testing import Accuracy, op_name
 from tilewright.testing.cases import cases
-from tilewright.testing.problems import of_file, of_model, rebuilt
-from tilewright.tune.command import current_digests, export_command, import_command, prune_command, show_command, state, tune
+from tilewright.testing.problems import of_file, rebuilt
+from tilewright.tune.command import config_filter, current_digests, export_command, import_command, prune_command, show_command, state, tune
 from tilewright.tune.search import asked, search
 from tilewright.tune.store import Store
 from tilewright.tune.workbench import Gpu, unfit
@@ -105,7 +106,7 @@ def row_for(problem, config, **changes) -> Row:
 # ------------------------------------------------------------------------------------------------ search
 def test_the_fastest_right_config_wins_and_the_row_says_by_how_much():
     bench = MadeUp({0: 8.0, 3: 4.0, 5: 4.2}, dropped=(1,))
-    row = search(rms_norm, PROBLEM, bench)
+    row = search(rms_norm, PROBLEM, bench).row
     assert row.config == plain(SPACE[3])
     assert (row.time_us, row.default_us, row.runner_up_us) == (4.0, 8.0, 4.2)
     assert row.runner_up == plain(SPACE[5])
@@ -117,20 +118,20 @@ def test_the_fastest_right_config_wins_and_the_row_says_by_how_much():
 
 
 def test_a_tie_goes_to_the_default():
-    assert search(rms_norm, PROBLEM, MadeUp({0: 4.01, 3: 4.0})).config == plain(SPACE[0])
-    assert search(rms_norm, PROBLEM, MadeUp({0: 4.05, 3: 4.0})).config == plain(SPACE[3])
+    assert search(rms_norm, PROBLEM, MadeUp({0: 4.01, 3: 4.0})).row.config == plain(SPACE[0])
+    assert search(rms_norm, PROBLEM, MadeUp({0: 4.05, 3: 4.0})).row.config == plain(SPACE[3])
 
 
 def test_a_wrong_winner_gives_way_to_the_next():
     bench = MadeUp({3: 4.0, 5: 4.2, 0: 8.0}, wrong=(3,))
-    row = search(rms_norm, PROBLEM, bench)
+    row = search(rms_norm, PROBLEM, bench).row
     assert row.config == plain(SPACE[5])
     assert bench.checked == [3, 5]
     assert row.dropped == 1
 
 
 def test_a_config_that_does_not_launch_is_dropped():
-    row = search(rms_norm, PROBLEM, MadeUp({3: 4.0, 5: 4.2}, fails=(3,)))
+    row = search(rms_norm, PROBLEM, MadeUp({3: 4.0, 5: 4.2}, fails=(3,))).row
     assert row.config == plain(SPACE[5])
 
 
@@ -147,7 +148,7 @@ def test_the_choice_is_the_exhaustive_best_on_30_sampled_problems():
     for problem in draw.sample(cases(rms_norm, "bench") + cases(silu_mul, "bench"), 30):
         op = rms_norm if isinstance(problem, rms_norm.Problem) else silu_mul
         bench = MadeUp()
-        row = search(op, problem, bench)
+        row = search(op, problem, bench).row
         best = min(bench.us(config) for config in bench.space)
         assert row.time_us <= 1.02 * best
 
@@ -158,7 +159,7 @@ def test_every_op_can_be_tuned_and_its_row_is_found_by_the_call(op):
     for problem in cases(op, "bench")[:2]:
         wanted = asked(op, problem, H200)
         configs = op.space(wanted, H200)
-        row = search(op, problem, MadeUp({len(configs) - 1: 1.0}))
+        row = search(op, problem, MadeUp({len(configs) - 1: 1.0})).row
         Store().add([row])
         forget_plans()
         assert decide(op.space, op.plan, wanted, H200) == (configs[-1], "user table")
@@ -200,7 +201,7 @@ def test_the_gpu_workbench_compiles_each_binary_once_and_reports_what_cannot_be_
         return _Now(Compiled(Resources(40, 16 if "8192" in job.symbol else 0, 0, 0, {})))
 
     bench = Gpu.__new__(Gpu)
-    bench.device, bench._futures, bench._given, bench._jobs = H200, {}, submit, 1
+    bench.device, bench._futures, bench._asked, bench._submit = H200, {}, {}, submit
     found = dict(bench.ready(rms_norm, PROBLEM, [*SPACE, "no config"]))
     assert set(found) == set(range(len(SPACE) + 1))
     assert found[len(SPACE)].startswith("AttributeError")
@@ -292,15 +293,21 @@ def test_show_plans_prints_each_decision_once(monkeypatch, capfd, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ problems
-def test_problems_of_a_model_are_what_its_layers_ask():
-    tasks = of_model("Llama-3.2-1B", H200)
-    names = {op_name(op) for op, _ in tasks}
-    assert names == {"embedding", "rms_norm", "matmul", "rope", "silu_mul", "attention", "attention_decode", "argmax"}
-    sizes = {(p.m, p.n, p.k) for op, p in tasks if op is ops.matmul}
-    assert {(1, 128_256, 2048), (64, 512, 2048), (512, 8192, 2048), (8192, 2048, 8192)} <= sizes
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Llama-3.2-1B", {"attention", "attention_decode"}), ("DeepSeek-V2-Lite", {"mla", "mla_decode", "bmm", "moe", "moe_route"})],
+)
+def test_problems_of_the_engine_are_what_it_asks(name, more):
+    """The key of a row is the problem that the engine's own call puts together, fused products included."""
+    tasks = of_engine(name, H200)
+    assert {op_name(op) for op, _ in tasks} == {"embedding", "rms_norm", "matmul", "kv_append", "argmax"} | more
     assert all(asked(op, problem, H200) == problem for op, problem in tasks)
+    products = [problem for op, problem in tasks if op is ops.matmul]
+    assert any(p.silu_mul for p in products)
+    if name == "Llama-3.2-1B":
+        assert {(1, 128_256, 2048), (64, 3072, 2048), (8192, 2048, 8192)} <= {(p.m, p.n, p.k) for p in products}
     with pytest.raises(KeyError, match="model must be one of SmolLM2-135M"):
-        of_model("nobody", H200)
+        of_engine("nobody", H200)
 
 
 def test_problems_of_a_file(tmp_path):
@@ -317,6 +324,35 @@ def test_problems_of_a_file(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ the verbs
+def test_a_part_of_the_space_is_shown_and_not_stored(capsys):
+    """`--configs` and `--top`."""
+    wanted = config_filter(f"tile_m={SPACE[3].tile_m},tile_n={SPACE[3].tile_n}")
+    part = [c for c in SPACE[1:] if wanted(c)]
+    assert SPACE[3] in part
+    assert len(part) < len(SPACE) - 1
+    bench = MadeUp({0: 4.0, 1 + part.index(SPACE[3]): 2.0}, dropped=(len(part),))
+    assert tune([(rms_norm, PROBLEM)], bench, None, Console(width=300, highlight=False), wanted=wanted, top=2) == 0
+    assert bench.space == [SPACE[0], *part]
+    out = capsys.readouterr().out
+    assert "nothing is kept" in out
+    lines = [line for line in out.splitlines() if line.startswith("  ")]
+    assert str(SPACE[3]) in lines[0]
+    assert " GB/s " in lines[0]
+    assert "default" in lines[1]
+    assert "dropped" in lines[2]
+    assert Store().rows() == []
+    for text in ("tile_m", "=3", "tile_m="):
+        with pytest.raises(ValueError, match="configs must be values like tile_m=128,latency=4"):
+            config_filter(text)
+
+
+def test_no_problem_begins_after_the_time_that_was_given(capsys):
+    tasks = [(rms_norm, problem) for problem in cases(rms_norm, "bench")[:4]]
+    assert tune(tasks, MadeUp(delay_s=0.1), Store(), Console(width=250), until=time.monotonic() + 0.15) == 0
+    assert 1 <= len(Store().rows()) < 4
+    assert "out of time" in capsys.readouterr().out
+
+
 def test_tuning_resumes_and_says_what_it_gained(capsys):
     tasks = [(rms_norm, problem) for problem in cases(rms_norm, "bench")[:3]]
     console = Console(width=250, highlight=False)
@@ -366,6 +402,7 @@ def test_show_export_import_prune(tmp_path, capsys):
     assert "holds" in shown
     assert "kernel changed" in shown
     assert "2.00x" in shown
+    assert "rms_norm: untuned takes 2.000x the time in geomean, at worst 2.00x, of 1 rows" in shown
     file = tmp_path / "out" / "H200.json"
     export_command(file, ["rms_norm"], console=console)
     assert [row.problem["rows"] for row in read_rows(file)] == [16]

@@ -1,20 +1,25 @@
-"""The timer is honest: equal kernels read equal, slower ones slower by what they are."""
+"""The timer is honest: equal kernels read equal, slower ones slower by what they are, wrong ones not at all."""
 
+import json
 import math
 
 import pytest
 import torch
 
+from tilewright.bench import command
 from tilewright.bench.timer import input_sets, time_interleaved, time_roughly
 from tilewright.launch import Device
+from tilewright.ops import softmax
+
+ROWS = 11 * 1024  # 92 MB: more than an L2 cache
 
 
 @pytest.fixture
 def sets(gpu):
     def make():
-        return {"x": torch.randn(4096, 4096, device=gpu, dtype=torch.bfloat16)}
+        return {"x": torch.randn(ROWS, 4096, device=gpu, dtype=torch.bfloat16)}
 
-    return input_sets(make, 32 << 20, Device.of(torch.empty(0, device=gpu)).l2_bytes)
+    return input_sets(make, ROWS * 8192, Device.of(torch.empty(0, device=gpu)).l2_bytes)
 
 
 def test_a_kernel_against_itself_reads_one(sets):
@@ -25,14 +30,30 @@ def test_a_kernel_against_itself_reads_one(sets):
     assert abs(math.exp(sum(ratios) / len(ratios)) - 1) < 0.01
 
 
-@pytest.mark.parametrize("times", [2, 4])
-def test_work_done_several_times_takes_several_times_as_long(sets, times):
-    def again(x):
-        for _ in range(times):
-            x.neg()
+@pytest.mark.parametrize(("rows", "times", "off"), [(ROWS // 2, 2, 0.1), (ROWS // 4, 4, 0.3), (ROWS * 10 // 11, 1.1, 0.02)])
+def test_a_kernel_slowed_by_a_known_amount_is_seen_as_such(sets, rows, times, off):
+    """More rows of the same, as a cache would help a call that is only made again."""
+    found = time_interleaved({"part": lambda x: x[:rows].neg(), "whole": lambda x: x.neg()}, sets)
+    assert found["whole"].time_us / found["part"].time_us == pytest.approx(times, abs=off)
 
-    found = time_interleaved({"once": lambda x: x.neg(), "again": again}, sets)
-    assert found["again"].time_us / found["once"].time_us == pytest.approx(times, rel=0.1)
+
+def test_a_wrong_kernel_prints_no_number(gpu, monkeypatch, tmp_path, capsys):
+    problem, file = softmax.Problem(64, 4096, torch.bfloat16), tmp_path / "rows.jsonl"
+    monkeypatch.setattr(command, "cases", lambda op, kind: [problem])
+    right = softmax.softmax
+
+    def wrong(x):
+        out = right(x)
+        out[7, 11] += 0.01  # one element of 262144
+        return out
+
+    assert command.bench_command(["softmax"], peers=False, json_file=file) == 0
+    assert len(file.read_text().splitlines()) == 1
+    assert json.loads(file.read_text())["time_us"] > 0
+    monkeypatch.setattr(softmax, "softmax", wrong)
+    assert command.bench_command(["softmax"], peers=False, json_file=file) == 1
+    assert "WRONG, not timed" in capsys.readouterr().out
+    assert len(file.read_text().splitlines()) == 1
 
 
 def test_a_rough_time_is_near_the_careful_one_and_a_loser_is_given_up(sets):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -30,13 +32,15 @@ def bench_command(
     suite: str = "",
     peers: bool = True,
     defaults: bool = False,
+    seconds: float = math.inf,
     device: str = "cuda",
 ) -> int:
     """Benchmarks ops (all by default) on a GPU. Returns the exit code: 1 when an answer was wrong, 2 without a GPU.
 
     case: only cases whose name contains this text. suite: the cases of a suite instead of the ops' own. defaults: untuned configs, whatever the
-    tables hold. json_file: appended to as each case is measured.
+    tables hold. seconds: no case is begun after as many. json_file: appended to as each case is measured.
     """
+    until = time.monotonic() + seconds
     console = Console(soft_wrap=True, highlight=False)
     chosen = ops.named(names)
     if suite and suite not in SUITES:
@@ -58,10 +62,10 @@ def bench_command(
     )
     here = Device.of(torch.empty(0, device=where))
     with torch.inference_mode(), meter_of(f"GPU-{torch.cuda.get_device_properties(where).uuid}") as meter:
-        run = _Run(console, where, ceilings, meter, peers, defaults, json_file, case)
+        run = _Run(console, where, ceilings, meter, peers, defaults, json_file, case, until)
         if suite == "playbook":
             for table in playbook():
-                if table.op in {op_name(op) for op in chosen} or not names:
+                if (table.op in {op_name(op) for op in chosen} or not names) and time.monotonic() < run.until:
                     run.table(table)
         else:
             tasks = {"llm": lambda: llm(here), "seeds": seeds, "": lambda: [(op, p) for op in chosen for p in cases(op, "bench")]}[suite]()
@@ -84,12 +88,16 @@ class _Run:
     defaults: bool
     json_file: Path | None
     case: str
+    until: float = math.inf  # on time.monotonic
     rows: list[Row] = dataclasses.field(default_factory=list)
     wrong: int = 0
 
     def all(self, tasks: Iterable[tuple[ModuleType, Any]]) -> None:
         for op, problem in tasks:
             if self.case in f"{op_name(op)} {case_name(problem)}":
+                if time.monotonic() > self.until:
+                    self.console.print("out of time; the rest is not measured")
+                    return
                 self.one(op, problem)
 
     def one(self, op: ModuleType, problem: Any) -> Row | None:

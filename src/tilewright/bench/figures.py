@@ -15,6 +15,7 @@ from .results import Against, Change, Row
 INK, LINE = "#0a0b0c", "#0a0b0d"  # placeholders that the page's style replaces, in light and in dark
 PALETTE = ("#3b7dd8", "#d9793a", "#2f9e6e", "#c2476f", "#8a63c9", "#b0902a", "#2a9fb0", "#9c5f3f", "#6b8f2e", "#c05fc0")
 MARKERS = "osD^vPX"
+MOST = 25  # times: a bar beyond it ends at the edge, with its number in the label
 SMALLEST = 0.05  # TFLOP/s or GB/s
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.edgecolor": LINE, "axes.labelcolor": INK, "text.color": INK,
@@ -99,8 +100,9 @@ def peer_bars(against: Sequence[Against]) -> Drawing:
         ax.axvline(1, color=INK, linewidth=1)
         ax.set_yticks(range(len(labels)), labels, fontsize=8.5)
         ax.set(xscale="log", xlabel="their time / ours: right of 1 we are faster; bar geometric mean, line worst to best case")
-        ticks = [0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20]
-        low, high = min((a.worst for a in against), default=0.5), max((a.best for a in against), default=2)
+        ticks = [0.1, 0.25, 0.5, 1, 2, 4, 10, 20]
+        low, high = min((a.worst for a in against), default=0.5), min(MOST, max((a.best for a in against), default=2))
+        ax.set_xlim(low / 1.1, high * 1.1)
         ax.set_xticks([t for t in ticks if low / 1.3 <= t <= high * 1.3], [f"{t:g}x" for t in ticks if low / 1.3 <= t <= high * 1.3])
         ax.minorticks_off()
         ax.margins(y=0.01)
@@ -121,7 +123,7 @@ def _curves(ax: Any, rows: Sequence[Row], x: str, y: str, series: dict[str, tupl
         if theirs:
             ax.plot(*zip(*theirs, strict=True), color=colour, linestyle="--", linewidth=1)
     ax.set_xscale("log", base=2)
-    ticks = sorted({row["problem"][x] for row in rows})
+    ticks = sorted(t for t in {row["problem"][x] for row in rows} if t & (t - 1) == 0)  # labels of others would run into theirs
     ax.set_xticks(ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
     ax.minorticks_off()
 

@@ -80,6 +80,7 @@ def page(rows: Sequence[Row], found: Sequence[Change], sources: Sequence[str]) -
             + picture("sizes", "Share of the roof over bytes moved")),
         ("platforms", "Platforms", picture("platforms", "Attention on several machines") + _platforms(rows)),
         ("regression", "Against the run before", picture("regression", "Old over new time of every case") + _regression(found)),
+        ("ladders", "How it got fast", _ladders([row for row in rows if results.is_step(row)])),
         ("models", "Whole models", _models([row for row in rows if "tokens_per_s" in row])),
         ("cases", "Every case", _cases(kernels)),
     ]  # fmt: skip
@@ -163,7 +164,8 @@ def _platforms(rows: Sequence[Row]) -> str:
             single.setdefault((figure.op, figure.key if figure.op else figure.kernel, figure.metric), []).append(figure)
     tables = "".join(_over_lengths(op, fixed, group, rows) for (op, fixed), group in series.items())
     lines = [line for group in single.values() for line in _figure_lines(group, rows)]
-    return note + tables + _table(("kernel", "problem", "machine", "source", "figure", "of its roof"), lines, text=4)
+    others = _table(("kernel", "problem", "machine", "source", "figure", "of its roof"), lines, text=4)
+    return f"{note}{tables}<h3>Other published figures</h3>{others}"
 
 
 def _over_lengths(op: str, fixed: tuple, group: Sequence[Figure], rows: Sequence[Row]) -> str:
@@ -230,6 +232,17 @@ def _regression(found: Sequence[Change]) -> str:
     ]
     table = _table(("op", "case", "GPU", "old us", "new us", "old / new"), lines, text=3)
     return words + (f"<details open><summary>{len(moved)} moved</summary>{table}</details>" if moved else "")
+
+
+def _ladders(rows: Sequence[Row]) -> str:
+    """The steps of `tilewright learn`, each beside the one before."""
+    lines, last = [], ("", 0.0)
+    for row in rows:
+        problem, _, step = row["case"].rpartition(" step=")
+        gain = _ratio(last[1] / row["time_us"]) if last[0] == problem else ""
+        lines.append((_e(problem), _e(step), _e(row["gpu"]), f"{row['time_us']:,.1f}", f"{row['tflops']:,.0f}", gain, _e(row["config"])))
+        last = problem, row["time_us"]
+    return _table(("problem", "step", "GPU", "us", "TFLOP/s", "gain", "config"), lines, text=3) if lines else ""
 
 
 def _models(rows: Sequence[Row]) -> str:

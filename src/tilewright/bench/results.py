@@ -94,5 +94,10 @@ def against_peers(rows: Iterable[Row]) -> list[Against]:
 
 
 def kernels(rows: Iterable[Row]) -> list[Row]:
-    """Rows of single ops: those of whole models have tokens instead of a roof."""
-    return [row for row in rows if "roof_pct" in row and row.get("tflops") is not None]
+    """Rows of single ops: those of whole models have tokens instead of a roof, and a ladder's early steps are slow on purpose."""
+    return [row for row in rows if "roof_pct" in row and row.get("tflops") is not None and not is_step(row)]
+
+
+def is_step(row: Row) -> bool:
+    """Whether a row is a step of `tilewright learn`."""
+    return row["op"].startswith("learn ")

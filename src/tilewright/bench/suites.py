@@ -9,7 +9,7 @@ from .. import ops
 from ..launch import Device
 from ..models.configs import CONFIGS
 from ..testing import op_name
-from ..testing.problems import of_model, rebuilt
+from ..testing.problems import rebuilt
 from .published import figures
 
 SUITES = ("playbook", "llm", "seeds")
@@ -83,8 +83,10 @@ def _playbook() -> Iterator[Table]:
 
 
 def llm(device: Device) -> list[tuple[ModuleType, Any]]:
-    """Every problem that the layers of the known models ask, once."""
-    return list(dict.fromkeys(task for name in CONFIGS for task in of_model(name, device)))
+    """Every problem that the engine asks to run the known models, once."""
+    from ..engine.problems import of_engine  # the engine and transformers: only here
+
+    return list(dict.fromkeys(task for name in CONFIGS for task in of_engine(name, device)))
 
 
 def seeds() -> list[tuple[ModuleType, Any]]:

@@ -65,10 +65,11 @@ def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: fl
 
     Far beyond `give_up_us` the time of the first two calls, host cost included, is enough.
     """
-    for inputs in sets[:2]:
+    first = sets[:2]
+    for inputs in first:
         call(**inputs)
     torch.cuda.synchronize()
-    once = _elapsed_us(lambda: [call(**inputs) for inputs in sets[:2]]) / 2
+    once = _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first)
     if once > 4 * give_up_us + HOST_US:
         return once
     calls = max(min(len(sets), 4), min(MAX_CALLS, math.ceil(ROUGH_TARGET_US / max(once, 1.0))))
@@ -98,10 +99,11 @@ def host_us(call: Callable[[], Any], repeats: int = 2000) -> float:
 
 
 def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:
-    for inputs in sets[:2]:
-        call(**inputs)  # compiles, tunes, allocates
+    first = sets[:2]
+    for inputs in first:
+        call(**inputs)  # compiles, allocates
     torch.cuda.synchronize()
-    once = _elapsed_us(lambda: [call(**inputs) for inputs in sets[:2]]) / 2
+    once = _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first)
     calls = max(1, min(MAX_CALLS, math.ceil(REPLAY_TARGET_US / max(once, 1.0))))
     return math.ceil(calls / len(sets)) * len(sets) if calls > len(sets) else max(calls, min(len(sets), 4))
 

@@ -69,6 +69,9 @@ def worker_pool(workers: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload([Job.__module__])
+        from multiprocessing import forkserver  # there is none on Windows
+
+        forkserver.ensure_running()  # it imports while this process goes on
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
 
 

@@ -59,29 +59,41 @@ def find_tool(name: str, environ: Mapping[str, str] = os.environ) -> Path | None
 
 def disassemble(cubin: bytes) -> Resources:
     """Reads the one kernel of `cubin`. Raises FileNotFoundError, naming the package to install, without cuobjdump or nvdisasm."""
-    tools = {}
-    for name in ("cuobjdump", "nvdisasm"):
-        path = find_tool(name)
-        if path is None:
-            raise FileNotFoundError(f"{name} must be installed (pip install nvidia-cuda-{name}), got none in the environment, PATH or CUDA_HOME")
-        tools[name] = path
+    tool = _needed("cuobjdump")
+    return parse(_printed([tool, "-res-usage", "-sass"], cubin, os.environ | {"NVDISASM_PATH": str(_needed("nvdisasm").parent)}))
+
+
+def usage(cubin: bytes) -> Resources:
+    """Registers, stack and shared memory of the one kernel of `cubin`, without its instructions: 2 ms, where disassembling takes 400.
+
+    Raises FileNotFoundError, naming the package to install, without cuobjdump.
+    """
+    return parse(_printed([_needed("cuobjdump"), "-res-usage"], cubin, os.environ))
+
+
+def _needed(name: str) -> Path:
+    path = find_tool(name)
+    if path is None:
+        raise FileNotFoundError(f"{name} must be installed (pip install nvidia-cuda-{name}), got none in the environment, PATH or CUDA_HOME")
+    return path
+
+
+def _printed(command: list[str | Path], cubin: bytes, environ: Mapping[str, str]) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tools["cuobjdump"]), "-res-usage", "-sass", file.name]
-        environ = os.environ | {"NVDISASM_PATH": str(tools["nvdisasm"].parent)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        done = subprocess.run([*command, file.name], capture_output=True, text=True, env=environ)
     if done.returncode != 0:
         raise RuntimeError(f"cuobjdump failed with {done.returncode}: {done.stderr.strip()}")
-    return parse(done.stdout)
+    return done.stdout
 
 
 def parse(text: str) -> Resources:
-    """The output of `cuobjdump -res-usage -sass` on a cubin with one kernel."""
-    usage = USAGE.findall(text)
-    if not usage:
+    """The output of `cuobjdump -res-usage`, with or without `-sass`, on a cubin with one kernel."""
+    lines = USAGE.findall(text)
+    if not lines:
         raise ValueError("cuobjdump output must have a line 'REG:.. STACK:.. SHARED:..', got none")
     # A cubin may hold device functions beside the kernel: the kernel is the one that needs most registers.
-    registers, stack, shared, local = (max(int(line[i]) for line in usage) for i in range(4))
+    registers, stack, shared, local = (max(int(line[i]) for line in lines) for i in range(4))
     mix = Counter(match["opcode"] for match in OPCODE.finditer(text))
     return Resources(registers, stack, local, shared, dict(mix.most_common()))

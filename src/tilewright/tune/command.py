@@ -1,8 +1,11 @@
 """`tilewright tune`: measures, stores, and shows what is stored."""
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -10,12 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import ops
-from ..launch import Device, forget_plans
+from ..bench.report import case_name
+from ..bench.results import geomean
+from ..launch import Device, forget_plans, must
 from ..launch.identity import compiler
 from ..launch.table import Row, digest_of, key_of, log_file, op_of, read_rows, shipped_file
+from ..testing import op_name
 from ..testing.cases import cases
-from ..testing.problems import Task, of_file, of_model
-from .search import Workbench, asked, row_key, search
+from ..testing.problems import Task, of_file
+from .search import Found, Workbench, asked, row_key, search
 from .store import Store, encoded
 from .workbench import Gpu
 
@@ -28,7 +34,11 @@ def tune_command(
     model: str = "",
     shapes: Path | None = None,
     from_log: bool = False,
+    case: str = "",
+    configs: str = "",
+    top: int = 0,
     again: bool = False,
+    seconds: float = math.inf,
     jobs: int | None = None,
     device: str = "cuda",
     console: Console | None = None,
@@ -36,16 +46,21 @@ def tune_command(
     """Finds the fastest config of each problem of `names` (all ops by default) on a GPU and stores it.
 
     Args:
-        model: problems of this model's layers; shapes: of a file of JSON lines; from_log: of the log that TILEWRIGHT_SHOW_PLANS=log wrote.
+        model: what the engine asks to run this model; shapes: of a file of JSON lines; from_log: of the log that TILEWRIGHT_SHOW_PLANS=log wrote.
             At most one; without any, the benchmark's problems.
+        case: only problems whose name contains this text.
+        configs: only configs with these values, as "tile_m=128,latency=4,latency=5", beside the default; the winner of a part is shown, not stored.
+        top: so many of the fastest configs are printed for each problem, and what was dropped.
         again: also those whose row still holds.
+        seconds: no problem is begun after as many.
         jobs: compiler processes; by default one per core but one.
     Returns: 0; 1 if a problem got no row; 2 without a GPU; 130 after Ctrl-C, with all that is done kept.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     if sum(map(bool, (model, shapes, from_log))) > 1:
         raise ValueError("at most one of --model, --shapes and --from-log must be given")
-    chosen = ops.named(names)
+    began = time.monotonic()
+    chosen, wanted = ops.named(names), config_filter(configs)
     if not torch.cuda.is_available():
         console.print(
             "tune needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
@@ -54,42 +69,84 @@ def tune_command(
     where = torch.device(device)
     where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
     torch.cuda.set_device(where)
-    if model:
-        tasks = of_model(model, Device.of(torch.empty(0, device=where)))
-    elif shapes or from_log:
-        tasks = of_file(shapes or log_file())
-    else:
-        tasks = [(op, problem) for op in chosen for problem in cases(op, "bench")]
     with Gpu(where, jobs=jobs) as bench:
-        return tune([task for task in tasks if task[0] in chosen], bench, Store(), console, again=again)
+        if model:
+            from ..engine.problems import of_engine  # the engine and transformers: only here
+
+            tasks = of_engine(model, bench.device)
+        elif shapes or from_log:
+            tasks = of_file(shapes or log_file())
+        else:
+            tasks = [(op, problem) for op in chosen for problem in cases(op, "bench")]
+        tasks = [(op, problem) for op, problem in tasks if op in chosen and case in f"{op_name(op)} {case_name(problem)}"]
+        store = None if configs else Store()
+        return tune(tasks, bench, store, console, wanted=wanted, top=top, again=again, until=began + seconds)
 
 
-def tune(tasks: Sequence[Task], bench: Workbench, store: Store, console: Console, *, again: bool = False) -> int:
-    """Searches task after task, each stored before the next begins. Returns the exit code as `tune_command` does."""
-    console.print(f"tuning for {bench.device.name} ({bench.device.arch}), {bench.compiler}; rows go to {store.path}")
-    held = set() if again else {row.key for row in store.rows()}
+def config_filter(text: str) -> Callable[[Any], bool]:
+    """Whether a config has the values of "tile_m=128,latency=4,latency=5": of each field named one of its values. Every config for "".
+
+    Raises: ValueError for other text.
+    """
+    allowed: dict[str, set[str]] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals and value):
+            raise must("configs", "values like tile_m=128,latency=4", text)
+        allowed.setdefault(name, set()).add(value)
+    return lambda config: all(str(getattr(config, name, "")) in values for name, values in allowed.items())
+
+
+def tune(
+    tasks: Sequence[Task],
+    bench: Workbench,
+    store: Store | None,
+    console: Console,
+    *,
+    wanted: Callable[[Any], bool] = lambda config: True,
+    top: int = 0,
+    again: bool = False,
+    until: float = math.inf,
+) -> int:
+    """Searches task after task, each stored before the next begins. Returns the exit code as `tune_command` does.
+
+    store: None keeps nothing. wanted: the configs to try beside the default. until: on time.monotonic; no problem is begun later.
+    """
+    console.print(
+        f"tuning for {bench.device.name} ({bench.device.arch}), {bench.compiler}; {f'rows go to {store.path}' if store else 'nothing is kept'}"
+    )
+    held = set() if again or store is None else {row.key for row in store.rows()}
     todo = [task for task in tasks if not held or _key(task, bench) not in held]
     if len(todo) < len(tasks):
         console.print(f"{len(tasks) - len(todo)} of {len(tasks)} problems are tuned already; --again measures them anew")
-    gains, failed = [], 0
+    gains, failed, began = [], 0, time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar, inner = progress.add_task("problems", total=len(todo)), progress.add_task("configs", total=None)
         try:
             prepared = 0
             for i, (op, problem) in enumerate(todo):
+                if time.monotonic() > until:
+                    console.print(f"out of time, {len(todo) - i} problems left. The same command goes on from here.")
+                    break
                 while prepared < min(i + 1 + AHEAD, len(todo)):  # this one first: compilers work in the order they are asked
-                    _prepare(bench, *todo[prepared])
+                    bench.prepare(*todo[prepared], _configs(*todo[prepared], bench.device, wanted))
                     prepared += 1
+                configs = _configs(op, problem, bench.device, wanted)
                 try:
-                    row = search(op, problem, bench, on_config=lambda done, total: progress.update(inner, completed=done, total=total))
+                    found = search(
+                        op, problem, bench, configs=configs, on_config=lambda done, total: progress.update(inner, completed=done, total=total)
+                    )
                 except RuntimeError as error:
                     failed += 1
                     console.print(str(error), style="red")
                 else:
-                    store.add([row])
-                    console.print(row_line(row))
-                    gains += [row.default_us / row.time_us] if row.default_us else []
+                    if store:
+                        store.add([found.row])
+                    console.print(row_line(found.row))
+                    for line in top_lines(found, problem, configs[0], top):
+                        console.print(line)
+                    gains += [found.row.default_us / found.row.time_us] if found.row.default_us else []
                 progress.update(bar, completed=i + 1)
         except KeyboardInterrupt:
             console.print(f"stopped; {len(gains)} rows kept. The same command goes on from here.")
@@ -97,13 +154,25 @@ def tune(tasks: Sequence[Task], bench: Workbench, store: Store, console: Console
         finally:
             forget_plans()
     if gains:
-        product = torch.tensor(gains, dtype=torch.float64).log().mean().exp().item()
-        console.print(f"{len(gains)} problems: tuned against default geomean {product:.3f}x, best {max(gains):.2f}x")
+        took = time.monotonic() - began
+        console.print(f"{len(gains)} problems in {took:.0f} s: tuned against default geomean {geomean(gains):.3f}x, best {max(gains):.2f}x")
     return 1 if failed else 0
 
 
-def _prepare(bench: Workbench, op: ModuleType, problem: object) -> None:
-    bench.prepare(op, problem, op.space(asked(op, problem, bench.device), bench.device))
+def _configs(op: ModuleType, problem: object, device: Device, wanted: Callable[[Any], bool]) -> list[Any]:
+    """The default, and the others of the space that are wanted."""
+    space = op.space(asked(op, problem, device), device)
+    return space[:1] + [config for config in space[1:] if wanted(config)]
+
+
+def top_lines(found: Found, problem: Any, default: Any, count: int) -> list[str]:
+    """The fastest configs, and why others were dropped; nothing for 0."""
+    cost = problem.cost()
+    lines = []
+    for config, us in found.times[:count]:
+        rates = f"{cost.size_bytes / us / 1e3:6.0f} GB/s {cost.flops / us / 1e6:6.1f} TFLOP/s"
+        lines.append(f"  {us:9.1f} us {rates}  {'default ' if config == default else ''}{config}")
+    return lines + [f"  dropped {config}: {why}" for config, why in found.dropped[:count]]
 
 
 def _key(task: Task, bench: Workbench) -> tuple | None:
@@ -133,8 +202,19 @@ def show_command(names: list[str] | None = None, *, console: Console | None = No
             cells = (row.op, row.gpu, fields(row.problem), f"{row.time_us:.1f}", f"{row.spread_us:.1f}", gain, fields(row.config), second)
             table.add_row(*cells, source, state(row, digests))
     console.print(table)
+    for line in gain_lines([row for _, row in rows if row.op in wanted]):
+        console.print(line)
     console.print(f"{len(rows)} rows; yours are in {Store().path}")
     return 0
+
+
+def gain_lines(rows: Sequence[Row]) -> list[str]:
+    """How much slower than tuned the defaults were, by op and over all."""
+    gains = [(row.op, row.default_us / row.time_us) for row in rows if row.default_us]
+    groups = {op: [gain for of, gain in gains if of == op] for op in dict.fromkeys(op for op, _ in gains)}
+    if len(groups) > 1:
+        groups["all"] = [gain for _, gain in gains]
+    return [f"{op}: untuned takes {geomean(g):.3f}x the time in geomean, at worst {max(g):.2f}x, of {len(g)} rows" for op, g in groups.items()]
 
 
 def export_command(path: Path, names: list[str] | None = None, *, console: Console | None = None) -> int:

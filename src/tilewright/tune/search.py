@@ -12,9 +12,11 @@ import datetime
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
+import cuda.tile as ct
 import torch
 
 from ..bench.timer import Timing
@@ -57,6 +59,19 @@ class Workbench(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a search.
+
+    row: for the store. times: (config, us) of all that ran, fastest first: the raced ones, then the others by their rough time.
+    dropped: (config, why) of those that were refused.
+    """
+
+    row: Row
+    times: list[tuple[Any, float]]
+    dropped: list[tuple[Any, str]]
+
+
 def asked(op: ModuleType, problem: Any, device: Device) -> Any:
     """The problem that the op itself puts together for these inputs: what a call will look up. It may leave out what only a benchmark knows."""
     with traced(device), decisions() as found, torch.inference_mode():
@@ -76,13 +91,23 @@ def row_key(op: ModuleType, wanted: Any, config: Any, device: Device, compiler: 
     }
 
 
-def search(op: ModuleType, problem: Any, bench: Workbench, *, on_config: Callable[[int, int], None] = lambda done, total: None) -> Row:
-    """Finds the fastest right config. on_config: called with (compiled, all) as configs get ready.
+def search(
+    op: ModuleType,
+    problem: Any,
+    bench: Workbench,
+    *,
+    configs: Sequence[Any] | None = None,
+    on_config: Callable[[int, int], None] = lambda done, total: None,
+) -> Found:
+    """Finds the fastest right config.
 
-    Raises: RuntimeError if no config of the space compiles, runs and is right; it names the reasons.
+    Args:
+        configs: those to choose from, the default first; by default the op's space.
+        on_config: called with (compiled, all) as configs get ready.
+    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons.
     """
     wanted = asked(op, problem, bench.device)
-    configs = op.space(wanted, bench.device)
+    configs = op.space(wanted, bench.device) if configs is None else configs
     name = f"{op_name(op)} {wanted}"
     if not configs:
         raise RuntimeError(f"{name} must have a config on {bench.device.name}, got none")
@@ -95,7 +120,7 @@ def search(op: ModuleType, problem: Any, bench: Workbench, *, on_config: Callabl
             else:
                 try:
                     rough[i] = clock.rough(configs[i], LOSER * min(rough.values(), default=math.inf))
-                except RuntimeError as error:  # what a launch raises
+                except (RuntimeError, ct.TileError) as error:  # what a launch and a compilation raise
                     dropped[i] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             on_config(done, len(configs))
         while rough:
@@ -109,7 +134,7 @@ def search(op: ModuleType, problem: Any, bench: Workbench, *, on_config: Callabl
                 del rough[order[0]]
                 continue
             first, second = order[0], order[1] if len(order) > 1 else None
-            return Row(
+            row = Row(
                 **row_key(op, wanted, configs[0], bench.device, bench.compiler),
                 config=plain(configs[first]),
                 time_us=round(times[first].time_us, 3),
@@ -125,6 +150,9 @@ def search(op: ModuleType, problem: Any, bench: Workbench, *, on_config: Callabl
                 },
                 date=datetime.date.today().isoformat(),
             )
+            raced = [(configs[i], times[i].time_us) for i in order]
+            others = sorted((i for i in rough if i not in times), key=lambda i: rough[i])
+            return Found(row, raced + [(configs[i], rough[i]) for i in others], [(configs[i], why) for i, why in dropped.items()])
     reasons = "; ".join(f"{configs[i]}: {why}" for i, why in list(dropped.items())[:3])
     raise RuntimeError(f"{name} must have one config that compiles, runs and is right, got none of {len(configs)}: {reasons}")
 

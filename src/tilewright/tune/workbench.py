@@ -1,9 +1,8 @@
 """The GPU at hand as a place to compile, time and check configs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from filelock import FileLock
 
 from ..bench.timer import Timing, input_sets, time_interleaved, time_roughly
-from ..compile import Compiled, ResultCache
+from ..compile import Compiled
 from ..compile.build import cores, worker_pool
-from ..compile.disassemble import disassemble
+from ..compile.disassemble import usage
 from ..compile.job import Job, one_line
 from ..launch import Device, traced
 from ..launch.identity import cache_folder, compiler
@@ -24,19 +23,13 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10}  # o
 
 
 def compile_one(job: Job) -> Compiled:
-    """Builds, also where the report is known: the binary then lies in cuTile's own cache, where the launch in the parent process finds it."""
+    """Builds: the binary then lies in cuTile's own cache, where the launch in the parent process finds it. Of the report only what `unfit` asks."""
     try:
         cubin = job.build()
-        cache = ResultCache()
-        known = cache.get(job)
-        if known is not None:
-            return known
         try:
-            made = Compiled(disassemble(cubin), len(cubin))
-        except (OSError, RuntimeError):  # no disassembler, or one that is older than the compiler: the clock decides alone
+            return Compiled(usage(cubin), len(cubin))
+        except (OSError, RuntimeError):  # no cuobjdump, or one that is older than the compiler: the clock decides alone
             return Compiled(cubin_bytes=len(cubin))
-        cache.put(job, made)
-        return made
     except Exception as error:  # whatever is wrong with one config, the others are still to be timed
         return Compiled(error=one_line(error))
 
@@ -61,24 +54,27 @@ class Gpu:
 
     def __init__(self, where: torch.device, *, jobs: int | None = None, submit: Callable[..., Future] | None = None) -> None:
         self.where = where
+        self._pool: ProcessPoolExecutor | None = None
+        if submit is None:
+            self._pool = worker_pool(jobs or max(1, cores() - 1))  # first: it starts while the driver does
+            submit = self._pool.submit
+        self._submit = submit
         self.device = Device.of(torch.empty(0, device=where))
         self.compiler = compiler()
-        self._jobs = jobs or max(1, cores() - 1)
-        self._given = submit
         self._futures: dict[tuple, Future] = {}
+        self._asked: dict[tuple[str, Any], list[list[Future] | str]] = {}  # prepared, not yet ready
 
     def __enter__(self) -> "Gpu":
         return self
 
     def __exit__(self, *unused: object) -> None:
-        if self._given is None and "_pool" in self.__dict__:
+        if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    @cached_property
-    def _pool(self) -> Any:
-        return worker_pool(self._jobs)
+    def prepare(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> None:
+        self._asked[op.__name__, problem] = self._ask(op, problem, configs)
 
-    def prepare(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> list[list[Future] | str]:
+    def _ask(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> list[list[Future] | str]:
         """Asks for the binaries of every config; of each its futures, or why its launch cannot even be planned."""
         asked: list[list[Future] | str] = []
         for config in configs:
@@ -93,7 +89,8 @@ class Gpu:
     def ready(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> Iterator[tuple[int, str]]:
         reasons: dict[int, str] = {}
         waiting: dict[int, list[Future]] = {}
-        for i, futures in enumerate(self.prepare(op, problem, configs)):
+        asked = self._asked.pop((op.__name__, problem), None)
+        for i, futures in enumerate(asked or self._ask(op, problem, configs)):
             if isinstance(futures, str):
                 reasons[i] = futures
             else:
@@ -122,8 +119,7 @@ class Gpu:
 
     def _compiled(self, job: Job) -> Future:
         if job.identity not in self._futures:
-            submit = self._given or self._pool.submit
-            self._futures[job.identity] = submit(compile_one, job)
+            self._futures[job.identity] = self._submit(compile_one, job)
         return self._futures[job.identity]
 
 

@@ -1,6 +1,6 @@
 """The steps of the attention ladder, in order, and the published figures that each stands beside."""
 
-from ...launch import Device
+from ...launch import Device, decide
 from ...ops import attention as finished
 from ..ladder import Step
 from .decision import Config, Problem
@@ -27,9 +27,11 @@ def _rescued(kernel):
 
 
 def _tuned(p: Problem, device: Device) -> Config:
-    """The first config of `ops.attention` whose blocks have one tile of queries, less its shorter steps where a mask touches: the kernel here has
-    one length of step."""
-    c = next(c for c in finished.space(p.for_library(), device) if not c.persistent)
+    """What `ops.attention` decides, tables included, less its shorter steps where a mask touches: the kernel here has one length of step. Of a
+    config whose blocks walk over many tiles of queries the first of the space that does not is taken."""
+    same = p.for_library()
+    chosen, _ = decide(finished.space, finished.plan, same, device)
+    c = next(c for c in (chosen, *finished.space(same, device)) if not c.persistent)
     return Config(tuned_kernel, c.tile_m, c.tile_n, c.parts, c.latency, c.num_ctas, c.occupancy, c.num_worker_warps)
 
 

@@ -1,0 +1,109 @@
+"""What only runs on a GPU, run on a pretended one: the whole of tune, bench, learn and the tuner's bars, but for the times."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pretend_gpu import pretend_gpu
+from rich.console import Console
+
+from tilewright.bench import command, measure
+from tilewright.bench.ceilings import Ceilings
+from tilewright.launch import decide, forget_plans, table
+from tilewright.learn import command as learning
+from tilewright.learn import ladders
+from tilewright.learn.ladder import Ladder
+from tilewright.ops import rms_norm
+from tilewright.tune import workbench
+from tilewright.tune.command import tune_command
+from tilewright.tune.store import Store
+
+__all__ = ["pretend_gpu"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEM = rms_norm.Problem(4, 256, torch.bfloat16)
+CEILINGS = Ceilings(copy_gbs=4200.0, read_gbs=4600.0, tflops=780.0, launch_us=1.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("tilewright.bench.timer.HOST_US", 1e9)
+    monkeypatch.setattr(measure, "peers_of", lambda op, inputs: [])
+    for room in (measure, workbench):
+        monkeypatch.setattr(room, "input_sets", lambda make, *unused, **also: [make(), make()])
+    for room in (command, learning):
+        monkeypatch.setattr(room, "measure_ceilings", lambda where: CEILINGS)
+    monkeypatch.setattr(command, "cases", lambda op, kind: [PROBLEM])
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def test_tune_compiles_in_processes_times_checks_and_stores(pretend_gpu, tmp_path, capsys):
+    shapes = tmp_path / "shapes.jsonl"
+    shapes.write_text(json.dumps({"op": "rms_norm", "problem": table.plain(PROBLEM)}) + "\n")
+    console = Console(width=300, highlight=False)
+    assert tune_command(["rms_norm"], shapes=shapes, top=2, seconds=600, jobs=1, console=console) == 0
+    out = capsys.readouterr().out
+    assert "tuning for H200 (sm_90), cuda-tile" in out
+    assert "1 problems in" in out
+    assert out.count(" GB/s ") == 2
+    (row,) = Store().rows()
+    assert row.tried > 1
+    configs = rms_norm.space(PROBLEM, pretend_gpu)
+    assert decide(rms_norm.space, rms_norm.plan, PROBLEM, pretend_gpu)[1] == "user table"
+    assert tune_command(["rms_norm"], shapes=shapes, console=console, jobs=1) == 0
+    assert "1 of 1 problems are tuned already" in capsys.readouterr().out
+    only = f"tile_m={configs[1].tile_m},tile_n={configs[1].tile_n}"
+    assert tune_command(["rms_norm"], shapes=shapes, configs=only, seconds=0, console=console, jobs=1) == 0
+    out = capsys.readouterr().out
+    assert "nothing is kept" in out
+    assert "out of time, 1 problems left" in out
+
+
+def test_bench_prints_lines_and_appends_rows(pretend_gpu, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    assert command.bench_command(["rms_norm"], json_file=file) == 0
+    assert "rows=4 cols=256 bfloat16" in capsys.readouterr().out
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert row["source"] == "default"
+    assert row["warm_us"] > 0
+    assert command.bench_command(["rms_norm"], json_file=file, seconds=-1) == 0
+    assert "out of time" in capsys.readouterr().out
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_a_wrong_kernel_is_named_and_gets_no_row(pretend_gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rms_norm, "rms_norm", lambda x, weight, **unused: x)
+    file = tmp_path / "rows.jsonl"
+    assert command.bench_command(["rms_norm"], json_file=file) == 1
+    assert "WRONG, not timed" in capsys.readouterr().out
+    assert not file.exists()
+
+
+def test_learn_times_steps_beside_the_finished_op_and_plots(pretend_gpu, tmp_path, monkeypatch, capsys):
+    (whole,) = ladders("attention")
+    tiny = dataclasses.replace(whole.small, q_heads=1, kv_heads=1, seq_len=70)
+    short = Ladder(whole.name, whole.op, tiny, tiny, whole.steps[-2:], whole.library)
+    monkeypatch.setattr(learning, "ladders", lambda subject, seq_lens: (short,))
+    plot, rows = tmp_path / "curve.png", tmp_path / "rows.jsonl"
+    assert learning.learn_command("attention", seq_lens=[70], plot=plot, json_file=rows) == 0
+    assert "ops.attention" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(rows.read_text().splitlines()) == 2
+
+
+def test_the_tuners_bars_run(pretend_gpu, monkeypatch, capsys):
+    for name in ("CUDA_TILE_CACHE_DIR", "TILEWRIGHT_CACHE_DIR"):  # the script sets them: put back afterwards
+        monkeypatch.setenv(name, "")
+    spec = importlib.util.spec_from_file_location("tuner_bars", ROOT / "benchmarks" / "tuner.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert len({str(config) for config in script.cold_space()}) == 72
+    monkeypatch.setattr(script, "cases", lambda op, kind: [PROBLEM])
+    script.main(["exhaustive", "rms_norm", "--problems", "1", "--jobs", "1"])
+    assert "of 1 within 1.02 of the exhaustive best" in capsys.readouterr().out
