@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ..launch import Device, must
+from ..models.shard import Shard, shard_of
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import LayerStacks, Weights, refuse
 from .mega.program import phases
 from .mega.run import Clocks, Mega
+from .parallel import Group
 from .prefill import Prefill
 from .program import Call, Frame
 from .read import read
@@ -64,6 +66,7 @@ class Engine:
         prefill_tokens: int = 8192,
         check_every: int = 16,
         on_progress: OnProgress | None = None,
+        group: Group | None = None,
     ) -> None:
         """Takes over a model's weights and makes the cache.
 
@@ -79,6 +82,8 @@ class Engine:
             prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
             check_every: decode steps between two looks at the tokens, which are the only waits for the device.
             on_progress: called with (stage, done, all) while weights are fused, kernels compiled and graphs captured.
+            group: the processes that hold the model together, where `load` gave each a shard of it. All make the same calls with the same
+                arguments, and get the same tokens.
         Raises:
             TypeError, ValueError: naming the argument, what it must be, and what it was; the model is unchanged.
             MemoryError: the cache does not fit; says how much was needed and what to lower.
@@ -96,7 +101,18 @@ class Engine:
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
             if value < 1:
                 raise must(name, "at least 1", value)
+        shard = shard_of(model)
+        if shard != (Shard() if group is None else group.shard):
+            held = "the whole model" if shard == Shard() else f"shard {shard.rank} of {shard.ranks}"
+            wanted = (
+                "the whole model, for an engine without group"
+                if group is None
+                else f"shard {group.shard.rank} of {group.shard.ranks}, this process's part"
+            )
+            raise must("model", wanted, held)
         if mode == "mega":
+            if group is not None:
+                raise must("mode", '"eager" or "graph" with a group', '"mega"')
             if max_batch != 1:
                 raise must("max_batch", '1 with mode="mega"', max_batch)
             refuse(model, Device.of(next(model.parameters())))
@@ -113,7 +129,7 @@ class Engine:
             with _own():
                 if mode == "mega":
                     self._fusion = LayerStacks.of(model)
-                self.decoder: Decoder = read(model, self._fusion, slots, self._report)
+                self.decoder: Decoder = read(model, self._fusion, slots, self._report, group)
             self._check_memory(slots)
             with _own():
                 self._state = State(self.decoder, max_batch, slots, check_every, stacked=mode == "mega")
