@@ -9,7 +9,8 @@ from .state import cache_bytes
 def step_bytes(decoder: Decoder, batch: int, kv_len: int) -> int:
     """Bytes of weights and keys that one step of `batch` sequences with `kv_len` keys each reads, everything once.
 
-    Of a mixture of experts, the experts that so many tokens hit on average, if each token chose its own at random. Of several ranks, what one of them reads.
+    Of a mixture of experts, the experts that so many tokens hit on average, if each token chose its own at random.
+    Of several ranks: what one of them reads.
     """
     weights = decoder.head.weight.nbytes
     for layer in decoder.layers:

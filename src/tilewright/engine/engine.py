@@ -101,15 +101,9 @@ class Engine:
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
             if value < 1:
                 raise must(name, "at least 1", value)
-        shard = shard_of(model)
-        if shard != (Shard() if group is None else group.shard):
-            held = "the whole model" if shard == Shard() else f"shard {shard.rank} of {shard.ranks}"
-            wanted = (
-                "the whole model, for an engine without group"
-                if group is None
-                else f"shard {group.shard.rank} of {group.shard.ranks}, this process's part"
-            )
-            raise must("model", wanted, held)
+        wanted, held = Shard() if group is None else group.shard, shard_of(model)
+        if held != wanted:
+            raise must("model", f"loaded with {wanted}, as this engine's group is", held)
         if mode == "mega":
             if group is not None:
                 raise must("mode", '"eager" or "graph" with a group', '"mega"')

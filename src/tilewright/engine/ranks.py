@@ -1,22 +1,27 @@
 """`run_ranks(function, ...)`: one process for each rank, on this host; when one fails or is interrupted, none is left behind."""
 
+import contextlib
 import datetime
 import pickle
 import signal
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from ..launch import must
 from .parallel import Group
 
 # A rank may load, compile or run the comparison of the command line for so long while the others wait for it.
 PATIENCE = datetime.timedelta(minutes=20)
+_KNOWN = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError, RuntimeError, torch.OutOfMemoryError)  # arrive as they are
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str = "cuda", direct: bool | None = None, start: str = "spawn") -> Any:
@@ -38,19 +43,20 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         raise must("ranks", f"at most {torch.cuda.device_count()}, the GPUs of this machine", ranks)
     with tempfile.TemporaryDirectory(prefix="tilewright-ranks-") as name:
         folder = Path(name)
-        context = start_processes(_rank, (ranks, device, direct, folder, function, args), ranks, join=False, start_method=start)
+        processes = start_processes(_rank, (ranks, device, direct, folder, function, args), ranks, join=False, start_method=start).processes
         try:
-            # The others wait for the one that failed, on a GPU without end: they get a moment, not a signal they could answer.
-            while not context.join(grace_period=1.0):
-                pass
-        except ProcessException:
-            if (folder / "error").is_file():
-                raise pickle.loads((folder / "error").read_bytes()) from None
-            raise
+            while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):
+                wait(running)
+            failed = next(((rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode), None)
         finally:
-            for process in context.processes:
-                process.kill()  # Ctrl-C: they have had it too; this is for signals sent to us alone
-                process.join()
+            # Not asked to end: after a failure or Ctrl-C in one of them the others wait for it, on a GPU without end.
+            for p in processes:
+                p.kill()
+                p.join()
+        if (folder / "error").is_file():
+            raise pickle.loads((folder / "error").read_bytes())
+        if failed is not None:
+            raise RuntimeError(f"rank {failed[0]} ended with exit code {failed[1]}")
         return pickle.loads((folder / "result").read_bytes())
 
 
@@ -72,15 +78,16 @@ def _rank(rank: int, ranks: int, device: str, direct: bool | None, folder: Path,
             (folder / "result").write_bytes(pickle.dumps(result))
         dist.barrier()  # none leaves while another still needs it
     except Exception as error:
-        _report(folder, error)
-        raise
+        _report(folder, rank, error)
+        sys.exit(1)
     dist.destroy_process_group()
 
 
-def _report(folder: Path, error: Exception) -> None:
-    """The first failure is the cause: what follows in other ranks is a lost connection."""
-    try:
-        with (folder / "error").open("xb") as file:
-            file.write(pickle.dumps(error))
-    except FileExistsError:
-        pass
+def _report(folder: Path, rank: int, error: Exception) -> None:
+    """Notes the first failure, the cause: what follows in other ranks is a lost connection."""
+    told = error if type(error) in _KNOWN else RuntimeError(f"{type(error).__name__}: {error}")
+    told.add_note(f"in rank {rank}:\n{''.join(traceback.format_exception(error))}")
+    written = folder / f"error.{rank}"
+    written.write_bytes(pickle.dumps(told))
+    with contextlib.suppress(FileExistsError):
+        (folder / "error").hardlink_to(written)

@@ -16,7 +16,9 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None], group: Group | None = None) -> Decoder:
-    """The model's weights; those that are fused are replaced in the model by views, through `fusion`. group: of the ranks that hold the others' parts.
+    """The model's weights; those that are fused are replaced in the model by views, through `fusion`.
+
+    group: of the ranks that hold the other parts.
 
     Raises: ValueError for a model that the engine can't run, before anything is changed.
     """
