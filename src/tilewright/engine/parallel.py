@@ -49,7 +49,7 @@ class Group:
         if not dist.is_initialized():
             raise must("torch.distributed", "initialised (init_process_group) before Group.of", "not initialised")
         found = process_group if process_group is not None else dist.group.WORLD
-        nccl = dist.get_backend(found) == "nccl"
+        nccl = "nccl" in dist.get_backend(found)
         if direct and not nccl:
             raise must("direct", "False without NCCL", True)
         return Group(found, nccl and _all_reach_each_other(dist.get_world_size(found)) if direct is None else direct)
