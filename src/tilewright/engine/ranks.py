@@ -43,7 +43,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         raise must("ranks", f"at most {torch.cuda.device_count()}, the GPUs of this machine", ranks)
     with tempfile.TemporaryDirectory(prefix="tilewright-ranks-") as name:
         folder = Path(name)
-        processes = start_processes(_rank, (ranks, device, direct, folder, function, args), ranks, join=False, start_method=start).processes
+        told = (ranks, device, direct, folder, function, args)
+        processes = start_processes(_rank, told, ranks, join=False, daemon=True, start_method=start).processes
         try:
             while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):
                 wait(running)
