@@ -386,11 +386,14 @@ def _answer_of_rank(
 
 
 def _headline(loaded: "Loaded", seconds: float) -> str:
-    model = loaded.model
+    from .models import shard_of
+
+    model, ranks = loaded.model, shard_of(loaded.model).ranks
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
     how = "interpreted" if model.device.type == "cpu" else "compiled"
     dtype = str(model.dtype).removeprefix("torch.")
     name = Path(loaded.source).name
-    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
+    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters{each}, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
 
 
 def _summary(console: Console, result: "Comparison") -> None:

@@ -21,6 +21,7 @@ from .parallel import Group
 
 # A rank may load, compile or run the comparison of the command line for so long while the others wait for it.
 PATIENCE = datetime.timedelta(minutes=20)
+TIDYING_S = 30.0
 _KNOWN = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError, RuntimeError, torch.OutOfMemoryError)  # arrive as they are
 
 
@@ -47,7 +48,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         processes = start_processes(_rank, told, ranks, join=False, daemon=True, start_method=start).processes
         try:
             while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):
-                wait(running)
+                if not wait(running, TIDYING_S) and (folder / "result").is_file():
+                    break  # all ranks are done, and what a GPU's library does at the end of a process takes too long
             failed = next(((rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode), None)
         finally:
             # Not asked to end: after a failure or Ctrl-C in one of them the others wait for it, on a GPU without end.
@@ -75,9 +77,9 @@ def _rank(rank: int, ranks: int, device: str, direct: bool | None, folder: Path,
     )
     try:
         result = function(Group.of(direct=direct), where, *args)
+        dist.barrier()  # none leaves while another still needs it
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
-        dist.barrier()  # none leaves while another still needs it
     except Exception as error:
         _report(folder, rank, error)
         sys.exit(1)

@@ -75,9 +75,10 @@ def cut(model: Any, shard: Shard, *, device: torch.device | str, whole: Callable
         for _, key, module, name, parameter in parameters:
             values = parameter.data if whole is None else whole(names[id(parameter)], parameter)
             part = _part(key, values, model.config, shard)
-            kept = None if part is None else part.to(device).clone(memory_format=torch.contiguous_format)
-            del values, part
-            module.register_parameter(name, None if kept is None else nn.Parameter(kept, parameter.requires_grad))
+            if part is not None:
+                part = part.to(device) if part is values else part.to(device).clone(memory_format=torch.contiguous_format)
+            del values  # before the next one is made
+            module.register_parameter(name, None if part is None else nn.Parameter(part, parameter.requires_grad))
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
