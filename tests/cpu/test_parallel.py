@@ -19,7 +19,8 @@ from tilewright.models import CONFIGS, Shard, cut, patch, random_model, shard_of
 from tilewright.testing import assert_accurate
 
 # Imported once, in a server that each rank is then forked from.
-multiprocessing.set_forkserver_preload(["torch", "transformers", "tilewright.engine", "tilewright.models"])
+families = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "deepseek_v3", "qwen2")]
+multiprocessing.set_forkserver_preload(["torch", *families, "tilewright.engine", "tilewright.models"])
 PROMPTS = [[5, 50, 7], [9] * 11]
 GIVEN = [[7, 91, 3]] * 2
 CASES = {"llama-tied-bias": torch.float32, "deepseek_v3": torch.bfloat16}  # grouped heads and columns; latent attention and experts
