@@ -91,7 +91,11 @@ def generate(
     ] = "transformers",
     device: DeviceName = "",
     dtype: Dtype = "",
-    compare: Annotated[bool, typer.Option("--compare", help="Run unpatched transformers too; exit with 1 if a text's tokens differ.")] = False,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="graph and eager: share the model between N GPUs, a process each.")] = 1,
+    nccl: Annotated[bool, typer.Option("--nccl", help="With --tp: all sums through NCCL, none by reading the other GPUs' memory.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run unpatched transformers too (with --tp one GPU); exit with 1 if a text's tokens differ.")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="With --compare: transformers' compiled static-cache mode too.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the model's chat template.")] = False,
     as_json: Json = False,
@@ -107,12 +111,29 @@ def generate(
         raise ValueError("--compiled must come with --compare and --prompt-tokens")
     if batch != 1 and not prompt_tokens:
         raise ValueError(f"--batch must be 1 with a text, got {batch}")
+    if tp > 1 and engine not in ("graph", "eager"):
+        raise ValueError(f"--engine must be graph or eager with --tp, got {engine!r}")
+    if tp > 1 and (compiled or (compare and not prompt_tokens)):
+        raise ValueError("--compare must come with --prompt-tokens and without --compiled where --tp is given")
+    if tp > 1 and ":" in device:
+        raise ValueError(f"--device must be cuda or cpu with --tp, which takes the first GPUs, got {device!r}")
+    if nccl and tp == 1:
+        raise ValueError("--nccl must come with --tp 2 or more")
     if prompt_file:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
     where, number_type = _device_and_dtype(device, dtype)
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
     with _full_gpu_explained():
+        if tp > 1:
+            from .engine.command import measure_ranks_command
+            from .engine.ranks import run_ranks
+
+            options: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
+            if not prompt_tokens:
+                return int(run_ranks(_answer_of_rank, model, prompt, number_type, max_new_tokens, raw, as_json, engine, **options))
+            options |= {"batch": batch, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+            return measure_ranks_command(model, dtype=number_type, **options, engine=engine, compare=compare, as_json=as_json)
         if not prompt_tokens:
             return _answer(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json, engine=engine)
         from .engine.command import measure_command
@@ -347,7 +368,7 @@ def _full_gpu_explained() -> Iterator[None]:
         raise MemoryError(f"{str(error).splitlines()[0]} {lower}") from error
 
 
-def _loaded(model: str | Path, where: Any, number_type: Any, console: Console) -> "Loaded":
+def _loaded(model: str | Path, where: Any, number_type: Any, console: Console, group: Any = None) -> "Loaded":
     from transformers.utils import logging
 
     from .models import load
@@ -355,11 +376,15 @@ def _loaded(model: str | Path, where: Any, number_type: Any, console: Console) -
     logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
     logging.set_verbosity_error()
     start = time.perf_counter()
-    stderr = Console(stderr=True)
+    stderr, shard = Console(stderr=True), None if group is None else group.shard
     columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal or (shard is not None and shard.rank > 0)) as progress:
         bar = progress.add_task("load", total=None)
-        loaded = load(model, device=where, dtype=number_type, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
+
+        def show(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        loaded = load(model, device=where, dtype=number_type, on_progress=show, shard=shard)
     console.print(_headline(loaded, time.perf_counter() - start))
     return loaded
 
@@ -375,12 +400,14 @@ def _answer(
     stock: bool = True,
     raw: bool = False,
     engine: str = "transformers",
+    group: Any = None,
 ) -> int:
-    """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal."""
+    """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal. group: only its first rank prints."""
     from .models import compare, encode
 
-    console = Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True)
-    loaded = _loaded(model, where, number_type, console)
+    silent = group is not None and group.shard.rank > 0
+    console = Console(quiet=as_json or silent, highlight=False, markup=False, soft_wrap=True)
+    loaded = _loaded(model, where, number_type, console, group)
     prompt_ids = encode(loaded, prompt, raw=raw)
     console.print(f"> {prompt}", style="bold")
 
@@ -388,21 +415,33 @@ def _answer(
         console.print(text, end="")
         console.file.flush()
 
-    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=None if as_json else show, engine=engine)
+    on_text = None if as_json or silent else show
+    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=on_text, engine=engine, group=group)
     console.print()
-    if as_json:
+    if as_json and not silent:
         typer.echo(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(number_type).removeprefix("torch."), **result.as_dict()}))
-    else:
+    elif not silent:
         _summary(console, result)
     return 1 if result.equal is False else 0
 
 
+def _answer_of_rank(
+    group: Any, where: Any, model: str, prompt: str, number_type: Any, max_new_tokens: int, raw: bool, as_json: bool, engine: str
+) -> int:
+    """`_answer` in each process of --tp."""
+    options: dict[str, Any] = {"as_json": as_json, "raw": raw, "engine": engine, "group": group}
+    return _answer(model, prompt, where, number_type, max_new_tokens, stock=False, **options)
+
+
 def _headline(loaded: "Loaded", seconds: float) -> str:
-    model = loaded.model
+    from .models import shard_of
+
+    model, ranks = loaded.model, shard_of(loaded.model).ranks
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
     how = "interpreted" if model.device.type == "cpu" else "compiled"
     dtype = str(model.dtype).removeprefix("torch.")
     name = Path(loaded.source).name
-    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
+    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters{each}, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
 
 
 def _summary(console: Console, result: "Comparison") -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,9 +21,11 @@ from torch import Tensor
 from ..bench.ceilings import measure_ceilings
 from ..bench.report import command, versions
 from ..launch import Device, must
-from ..models import Loaded, patch
+from ..models import Loaded, load, patch
 from .engine import Engine, Mode, OnProgress
 from .measure import Run, run_engine, run_transformers
+from .parallel import Group
+from .ranks import run_ranks
 
 KERNELS_SHOWN = 12
 
@@ -50,14 +53,10 @@ def measure_command(
 
     baselines: of "eager" and "compiled" (static cache, on a GPU), those to run.
     """
-    for name, value in (("--batch", batch), ("--prompt-tokens", prompt_tokens), ("--max-new-tokens", max_new_tokens - 1)):
-        if value < 1:
-            raise must(name, "at least 1" if name != "--max-new-tokens" else "at least 2", value)
+    _check_sizes(batch, prompt_tokens, max_new_tokens)
     model, device = loaded.model, loaded.model.device
-    vocab = model.get_input_embeddings().num_embeddings
-    prompts = torch.randint(vocab, (batch, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    prompts = _prompts(model, batch, prompt_tokens)
     errors = Console(stderr=True)
-    console = Console(quiet=as_json, highlight=False, width=None if errors.is_terminal else 160)  # the table needs about 130 columns
     with torch.inference_mode():
         ceilings = measure_ceilings(device) if device.type == "cuda" else None
     runs: list[Run] = []
@@ -86,27 +85,143 @@ def measure_command(
     }
     for mode in modes.get(engine, ()):
         name = f"tilewright {mode}"
-        with _progress(errors) as on_progress:
-            start = time.perf_counter()
-            with Engine(model, max_batch=batch, max_len=prompt_tokens + max_new_tokens, mode=mode, on_progress=on_progress) as ours:
-                ours.warm_up(batch, prompt_tokens)
-                start_s = time.perf_counter() - start
-                runs.append(run_engine(ours, name, prompts, max_new_tokens))
-                step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
-                if given is not None:
-                    logits[name] = ours.logits(prompts, given.tolist())
+        with _engine(model, (batch, prompt_tokens, max_new_tokens), mode, errors) as (ours, took_s):
+            start_s = took_s
+            runs.append(run_engine(ours, name, prompts, max_new_tokens))
+            step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
+            if given is not None:
+                logits[name] = ours.logits(prompts, given.tolist())
         _collect()
     if given is not None:
         distances = _distances(model, prompts, given, logits)
     floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None and step_bytes else None
-    case = f"{Path(loaded.source.removeprefix('random weights, config ')).name} batch={batch} prompt={prompt_tokens} new={max_new_tokens}"
-    for line in _rows(runs, distances, floor_ms, case, model, start_s):
+    case = _case(loaded, batch, prompt_tokens, max_new_tokens)
+    measured = Measured(runs, distances, floor_ms, case, start_s, list(_rows(runs, distances, floor_ms, case, model, start_s)))
+    return _told(measured, as_json=as_json)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What a measurement found. floor_ms: of a step; None on a CPU. rows: the JSON lines."""
+
+    runs: list[Run]
+    distances: dict[str, Distance]
+    floor_ms: float | None
+    case: str
+    start_s: float
+    rows: list[dict[str, Any]]
+
+
+def _told(found: Measured, *, as_json: bool) -> int:
+    """Prints it. Returns the exit code."""
+    for line in found.rows:
         if as_json:
             print(json.dumps(line))
-    _show(console, runs, distances, floor_ms, case, start_s)
-    by_name = {run.name: run.tokens for run in runs}
+    # The table needs about 130 columns.
+    console = Console(quiet=as_json, highlight=False, width=None if Console(stderr=True).is_terminal else 160)
+    _show(console, found.runs, found.distances, found.floor_ms, found.case, found.start_s)
+    by_name = {run.name: run.tokens for run in found.runs}
     both = "tilewright graph" in by_name and "tilewright eager" in by_name
     return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])
+
+
+def measure_ranks_command(
+    source: str,
+    *,
+    ranks: int,
+    device: str,
+    dtype: torch.dtype,
+    direct: bool | None,
+    batch: int,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    engine: str,
+    compare: bool,
+    as_json: bool,
+) -> int:
+    """As `measure_command`, of engines of `ranks` processes. compare: beside the same engine on one device, which has the whole model before."""
+    sizes = (batch, prompt_tokens, max_new_tokens)
+    found = run_ranks(measure_rank, source, dtype, sizes, engine, compare, ranks=ranks, device=device, direct=direct)
+    return _told(found, as_json=as_json)
+
+
+def measure_rank(
+    group: Group, device: torch.device, source: str, dtype: torch.dtype, sizes: tuple[int, int, int], engine: str, compare: bool
+) -> Measured | None:
+    """What `measure_ranks_command` does in each process. Returns: what rank 0 found."""
+    from transformers.utils import logging as transformers_logging
+
+    batch, prompt_tokens, max_new_tokens = sizes
+    _check_sizes(*sizes)
+    transformers_logging.disable_progress_bar()
+    shard, alone = group.shard, f"one device {engine}"
+    errors = Console(stderr=True, quiet=shard.rank > 0, force_terminal=False if shard.rank > 0 else None)
+    runs: list[Run] = []
+    logits: dict[str, Tensor] = {}
+    truth: Tensor | None = None
+    ceilings = None
+    if shard.rank == 0:
+        with torch.inference_mode():
+            ceilings = measure_ceilings(device) if device.type == "cuda" else None
+        if compare:
+            whole = load(source, device=device, dtype=dtype).model
+            prompts = _prompts(whole, batch, prompt_tokens)
+            with _engine(whole, sizes, engine, errors) as (ours, _):
+                runs.append(run_engine(ours, alone, prompts, max_new_tokens))
+                given = torch.tensor(runs[0].tokens, device=device)[:, :-1]
+                logits[alone] = ours.logits(prompts, given.tolist())
+            with _in_float32(whole):
+                truth = _stock_logits(whole, prompts, given)
+            del whole, ours
+            _collect()
+    loaded = load(source, device=device, dtype=dtype, shard=shard)
+    prompts = _prompts(loaded.model, batch, prompt_tokens)
+    said: list[Any] = [runs[0].tokens if runs else None]
+    dist.broadcast_object_list(said, src=0, group=group.process_group)
+    step_bytes, start_s = 0, 0.0
+    for mode in ("eager", "graph") if engine == "graph" else (engine,):
+        name = f"tilewright {mode}"
+        with _engine(loaded.model, sizes, mode, errors, group) as (ours, took_s):
+            start_s = took_s
+            runs.append(run_engine(ours, name, prompts, max_new_tokens))
+            step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
+            if said[0] is not None:
+                logits[name] = ours.logits(prompts, [row[:-1] for row in said[0]])
+        _collect()
+    if shard.rank > 0:
+        return None
+    distances = {} if truth is None else _distances_from(truth, logits)
+    floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None else None
+    case = f"{_case(loaded, *sizes)} tp={shard.ranks}"
+    rows = [{**row, "tp": shard.ranks, "direct": group.direct} for row in _rows(runs, distances, floor_ms, case, loaded.model, start_s)]
+    return Measured(runs, distances, floor_ms, case, start_s, rows)
+
+
+@contextmanager
+def _engine(model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None) -> Iterator[tuple[Engine, float]]:
+    """An engine that has compiled what these sizes need, and the seconds that took."""
+    batch, prompt_tokens, max_new_tokens = sizes
+    with _progress(errors) as on_progress:
+        start = time.perf_counter()
+        options: dict[str, Any] = {"mode": mode, "on_progress": on_progress, "group": group}
+        with Engine(model, max_batch=batch, max_len=prompt_tokens + max_new_tokens, **options) as ours:
+            ours.warm_up(batch, prompt_tokens)
+            yield ours, time.perf_counter() - start
+
+
+def _check_sizes(batch: int, prompt_tokens: int, max_new_tokens: int) -> None:
+    for name, value in (("--batch", batch), ("--prompt-tokens", prompt_tokens), ("--max-new-tokens", max_new_tokens - 1)):
+        if value < 1:
+            raise must(name, "at least 1" if name != "--max-new-tokens" else "at least 2", value)
+
+
+def _prompts(model: Any, batch: int, tokens: int) -> Tensor:
+    vocab = model.get_input_embeddings().num_embeddings
+    return torch.randint(vocab, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
+
+
+def _case(loaded: Loaded, batch: int, prompt_tokens: int, max_new_tokens: int) -> str:
+    return f"{Path(loaded.source.removeprefix('random weights, config ')).name} batch={batch} prompt={prompt_tokens} new={max_new_tokens}"
 
 
 def _collect() -> None:
@@ -142,7 +257,10 @@ def _stock_logits(model: Any, prompts: Tensor, given: Tensor) -> Tensor:
 def _distances(model: Any, prompts: Tensor, given: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
     """Against the model's own weights in fp32. The model is in fp32 for the time of the call."""
     with _in_float32(model):
-        truth = _stock_logits(model, prompts, given)
+        return _distances_from(_stock_logits(model, prompts, given), logits)
+
+
+def _distances_from(truth: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
     found: dict[str, Distance] = {}
     for name, theirs in logits.items():
         per_token = torch.stack([_divergence(t, o) for t, o in zip(truth, theirs, strict=True)])  # a sequence at a time: the rows are long
@@ -183,8 +301,9 @@ def _equal(a: Run, b: Run) -> float:
 
 def _rows(runs: list[Run], distances: dict[str, Distance], floor_ms: float | None, case: str, model: Any, start_s: float) -> Iterator[dict[str, Any]]:
     """One JSON object for each of our runs, as DESIGN has whole-model rows."""
-    theirs = {run.name: run for run in runs if run.name.startswith("transformers")}
+    theirs = {run.name: run for run in runs if not run.name.startswith("tilewright")}
     peer_names = {"transformers eager": "transformers", "transformers compiled": "torch.compile"}
+    peer_names |= {f"one device {mode}": "one device" for mode in ("eager", "graph")}
     for run in runs:
         if run.name in theirs:
             continue
@@ -206,6 +325,7 @@ def _rows(runs: list[Run], distances: dict[str, Distance], floor_ms: float | Non
             "start_s": round(start_s, 2),
             "peers": {peer_names[name]: round(run.tokens_per_s / other.tokens_per_s, 4) for name, other in theirs.items()},
             "peer_tokens_per_s": {peer_names[name]: round(other.tokens_per_s, 2) for name, other in theirs.items()},
+            "peer_tpot_ms": {peer_names[name]: round(other.step_ms(50), 4) for name, other in theirs.items()},
             "equal_tokens": {peer_names[name]: round(_equal(run, other), 4) for name, other in theirs.items()},
             "kl": {name: dataclasses.asdict(d) for name, d in distances.items()},
             "kernels": [dataclasses.asdict(k) for k in run.kernels],

@@ -10,13 +10,14 @@ def step_bytes(decoder: Decoder, batch: int, kv_len: int) -> int:
     """Bytes of weights and keys that one step of `batch` sequences with `kv_len` keys each reads, everything once.
 
     Of a mixture of experts, the experts that so many tokens hit on average, if each token chose its own at random.
+    Of several ranks: what one of them reads.
     """
     weights = decoder.head.weight.nbytes
     for layer in decoder.layers:
         parts = [layer.attention.weight_bytes, layer.mlp.weight_bytes]
         if isinstance(layer.mlp, Experts):
             experts = layer.mlp.gate_up.nbytes + layer.mlp.down.nbytes
-            missed = (1 - layer.mlp.top_k / len(layer.mlp.down)) ** batch
+            missed = (1 - layer.mlp.top_k / len(layer.mlp.router.weight)) ** batch
             parts.append(-math.floor(missed * experts))
         weights += sum(parts)
     return weights + cache_bytes(decoder, batch, kv_len)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Device, must
+from ..models.shard import Shard, shard_of
 from .clock import Clock
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
@@ -21,6 +22,7 @@ from .mega.pack import LayerStacks, Weights, refuse
 from .mega.program import phases
 from .mega.run import Clocks, Mega
 from .pages import CacheKind, Pages, pool_shape
+from .parallel import Group
 from .prefill import Prefill
 from .program import Call, Frame
 from .read import read
@@ -68,6 +70,7 @@ class Engine:
         page_size: int | None = None,
         cache_tokens: int | None = None,
         on_progress: OnProgress | None = None,
+        group: Group | None = None,
     ) -> None:
         """Takes over a model's weights and makes the cache.
 
@@ -87,6 +90,8 @@ class Engine:
             page_size: tokens of a page, a power of two, at least 16; default 64. Only with "paged".
             cache_tokens: tokens of the pool; default max_batch * max_len, with which it can't run out. Only with "paged".
             on_progress: called with (stage, done, all) while weights are fused, kernels compiled and graphs captured.
+            group: the processes that hold the model together, where `load` gave each a shard of it. All make the same calls with the same
+                arguments, and get the same tokens.
         Raises:
             TypeError, ValueError: naming the argument, what it must be, and what it was; the model is unchanged.
             MemoryError: the cache does not fit; says how much was needed and what to lower.
@@ -104,7 +109,12 @@ class Engine:
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
             if value < 1:
                 raise must(name, "at least 1", value)
+        wanted, held = Shard() if group is None else group.shard, shard_of(model)
+        if held != wanted:
+            raise must("model", f"loaded with {wanted}, as this engine's group is", held)
         if mode == "mega":
+            if group is not None:
+                raise must("mode", '"eager" or "graph" with a group', '"mega"')
             if max_batch != 1:
                 raise must("max_batch", '1 with mode="mega"', max_batch)
             refuse(model, Device.of(next(model.parameters())))
@@ -125,7 +135,7 @@ class Engine:
             with _own():
                 if mode == "mega":
                     self._fusion = LayerStacks.of(model)
-                self.decoder: Decoder = read(model, self._fusion, slots, self._report)
+                self.decoder: Decoder = read(model, self._fusion, slots, self._report, group)
             self._check_memory()
             with _own():
                 device = self.decoder.embedding.device

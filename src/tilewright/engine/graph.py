@@ -30,6 +30,7 @@ def capture(calls: list[Call], pool: Any) -> torch.cuda.CUDAGraph:
     """One graph of all calls. They must have run before: nothing may be compiled while capturing."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Only this thread's calls may break it: NCCL's watchdog asks after events from a thread of its own.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run(calls)
     return graph

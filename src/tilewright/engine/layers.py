@@ -19,6 +19,7 @@ from ..ops.moe import moe_out
 from ..ops.moe_route import moe_route_out
 from ..ops.rms_norm import rms_norm_out
 from ..ops.silu_mul import silu_mul_out
+from .parallel import Group
 from .program import Call, Emit, Frame
 from .weights import Matrix
 
@@ -270,7 +271,8 @@ class Experts:
     """A mixture of experts, and what all tokens pass (`shared`).
 
     router: rows are experts. logits_dtype: what its product is rounded to before the softmax. bias, sigmoid, normalize, scale, groups,
-    top_groups: as in `tilewright.moe_route`. gate_up [experts, 2 * inter, hidden], down [experts, hidden, inter]: as in `tilewright.moe`.
+    top_groups: as in `tilewright.moe_route`. gate_up [experts, 2 * inter, hidden], down [experts, hidden, inter]: as in `tilewright.moe`; fewer than
+    the router has rows where other ranks hold the rest, those from `first` on.
     """
 
     router: Matrix
@@ -285,6 +287,7 @@ class Experts:
     groups: int = 0
     top_groups: int = 0
     shared: GatedMlp | None = None
+    first: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -292,16 +295,22 @@ class Experts:
         return self.router.weight.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
 
     def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor) -> Emit:
-        logits = frame.buffer("router", frame.tokens, len(self.down), dtype=self.logits_dtype)
+        logits = frame.buffer("router", frame.tokens, len(self.router.weight), dtype=self.logits_dtype)
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
         yield linear(f"{name}.router", h, self.router, logits)
         choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups)
         yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
+        if self.first:
+            yield Call(f"{name}.own", _count_from, (ids, self.first))
         routed = y if self.shared is None else frame.buffer("routed", *y.shape)
         yield Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, routed))
         if self.shared is not None:
             yield from self.shared.calls(f"{name}.shared", frame, h, y, residual=routed)
+
+
+def _count_from(ids: Tensor, first: int) -> None:
+    ids.sub_(first)  # those below become negative: another rank's
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,12 +323,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A whole model: `body` from token ids to the last layer, `head` from there to logits."""
+    """A whole model: `body` from token ids to the last layer, `head` from there to logits.
+
+    group: of the processes of which each holds a part of every layer and of the head's rows; None for one that holds all.
+    """
 
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Norm
     head: Matrix
+    group: Group | None = None
 
     @property
     def hidden(self) -> int:
@@ -327,12 +340,13 @@ class Decoder:
 
     @property
     def vocab(self) -> int:
-        return len(self.head.weight)
+        return len(self.head.weight) * (1 if self.group is None else self.group.shard.ranks)
 
     def body_calls(self, frame: Frame, ids: Tensor, caches: list[tuple[Tensor, ...]]) -> Emit:
         """ids: [tokens]. Leaves the residual stream in the frame's buffer `x`, and what is still to be added to it in `y`."""
         # The residual stream moves between two buffers, with each sum to the other one: 2 * layers - 1 times, so it ends in `x`.
         other, x, h, y = (frame.buffer(name, frame.tokens, self.hidden) for name in ("x", "x.other", "h", "y"))
+        share = y if self.group is None else self.group.share(frame, y)
         yield Call("embedding", embedding_out, (ids, self.embedding, x, 1.0))
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if i == 0:
@@ -340,13 +354,24 @@ class Decoder:
             else:
                 yield layer.attention_norm.of_sum(f"layers.{i}.attention_norm", y, x, h, other)
                 x, other = other, x
-            yield from layer.attention.calls(f"layers.{i}.attention", frame, h, y, cache)
+            yield from layer.attention.calls(f"layers.{i}.attention", frame, h, share, cache)
+            yield from self._sum(f"layers.{i}.attention", share, y)
             yield layer.mlp_norm.of_sum(f"layers.{i}.mlp_norm", y, x, h, other)
             x, other = other, x
-            yield from layer.mlp.calls(f"layers.{i}.mlp", frame, h, y)
+            yield from layer.mlp.calls(f"layers.{i}.mlp", frame, h, share)
+            yield from self._sum(f"layers.{i}.mlp", share, y)
+
+    def _sum(self, name: str, share: Tensor, y: Tensor) -> Emit:
+        return iter(()) if self.group is None else self.group.sum_calls(name, share, y)
 
     def head_calls(self, frame: Frame) -> Emit:
         """From the buffers `x` and `y` of a frame with one token a sequence to its buffer `logits`."""
         x, total, h, y = (frame.buffer(name, frame.batch, self.hidden) for name in ("x", "x.other", "h", "y"))
         yield self.norm.of_sum("norm", y, x, h, total)
-        yield linear("head", h, self.head, frame.buffer("logits", frame.batch, self.vocab))
+        logits = frame.buffer("logits", frame.batch, self.vocab)
+        if self.group is None:
+            yield linear("head", h, self.head, logits)
+        else:
+            part = frame.buffer("logits.part", frame.batch, len(self.head.weight))
+            yield linear("head", h, self.head, part)
+            yield from self.group.gather_calls("head", frame, part, logits)

@@ -8,14 +8,17 @@ from torch import Tensor, nn
 
 from ..launch import must
 from .layers import Attention, Decoder, Experts, GatedMlp, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
+from .parallel import Group
 from .weights import Fusion, Matrix
 
 # Rotations whose frequencies do not depend on the length of the sequence.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None]) -> Decoder:
+def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None], group: Group | None = None) -> Decoder:
     """The model's weights; those that are fused are replaced in the model by views, through `fusion`.
+
+    group: of the ranks that hold the other parts.
 
     Raises: ValueError for a model that the engine can't run, before anything is changed.
     """
@@ -30,13 +33,14 @@ def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, i
     rotary = stem.rotary_emb
     rope = Rope.table(rotary.inv_freq, rotary.attention_scaling, max_len, interleaved=deepseek and getattr(config, "rope_interleave", True))
     attention_of = _latent_attention if deepseek else _attention
+    rank = 0 if group is None else group.shard.rank
     layers = []
     for i, layer in enumerate(stem.layers):
         on_progress("fusing weights", i, len(stem.layers))
-        attention, mlp = attention_of(layer.self_attn, config, rope, fusion), _mlp(layer.mlp, fusion)
+        attention, mlp = attention_of(layer.self_attn, config, rope, fusion), _mlp(layer.mlp, fusion, rank)
         layers.append(Layer(_norm(layer.input_layernorm), attention, _norm(layer.post_attention_layernorm), mlp))
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
-    return Decoder(stem.embed_tokens.weight.data, tuple(layers), _norm(stem.norm), Matrix.of(model.lm_head))
+    return Decoder(stem.embed_tokens.weight.data, tuple(layers), _norm(stem.norm), Matrix.of(model.lm_head), group)
 
 
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
@@ -72,8 +76,9 @@ def _norm(module: Any) -> Norm:
 
 def _attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
     head_dim = module.head_dim
-    q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     qkv = Matrix.of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
+    q_heads = module.o_proj.weight.shape[1] // head_dim
+    kv_heads = (len(qkv.weight) // head_dim - q_heads) // 2
     window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
     norms = (_norm(module.q_norm), _norm(module.k_norm)) if hasattr(module, "q_norm") else (None, None)
     return GroupedAttention(qkv, Matrix.of(module.o_proj), q_heads, kv_heads, head_dim, module.scaling, rope, window, *norms)
@@ -86,18 +91,21 @@ def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> A
     else:
         down = fusion.stacked(module.q_a_proj, module.kv_a_proj_with_mqa)
         q_up = (_norm(module.q_a_layernorm), Matrix.of(module.q_b_proj))
-    kv_up = module.kv_b_proj.weight.data.view(config.num_attention_heads, -1, latent)
+    kv_up = module.kv_b_proj.weight.data.view(-1, module.qk_nope_head_dim + module.v_head_dim, latent)
     parts = (down, q_up, _norm(module.kv_a_layernorm), kv_up, Matrix.of(module.o_proj))
     return LatentAttention(*parts, module.qk_nope_head_dim, rope_dim, module.scaling, rope)
 
 
-def _mlp(module: Any, fusion: Fusion) -> Mlp:
+def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     if not hasattr(module, "experts"):
         return _dense(module, fusion)
     experts, router = module.experts, module.gate
     common = (Matrix(router.weight.data), experts.gate_up_proj.data, experts.down_proj.data, router.top_k)
+    first = rank * len(experts.down_proj)
     if not hasattr(router, "routed_scaling_factor"):
-        return Experts(*common, normalize=getattr(router, "norm_topk_prob", True), logits_dtype=router.weight.dtype)  # Mixtral always normalises
+        return Experts(
+            *common, first=first, normalize=getattr(router, "norm_topk_prob", True), logits_dtype=router.weight.dtype
+        )  # Mixtral always normalises
     deepseek: dict[str, Any] = {"scale": router.routed_scaling_factor, "logits_dtype": torch.float32, "shared": _dense(module.shared_experts, fusion)}
     if hasattr(router, "e_score_correction_bias"):
         bias = router.e_score_correction_bias.float()
@@ -108,7 +116,7 @@ def _mlp(module: Any, fusion: Fusion) -> Mlp:
         grouped = router.topk_method == "group_limited_greedy"
     if grouped:
         deepseek |= {"groups": router.num_group, "top_groups": router.topk_group}
-    return Experts(*common, **deepseek)
+    return Experts(*common, first=first, **deepseek)
 
 
 def _dense(module: Any, fusion: Fusion) -> GatedMlp:

@@ -4,6 +4,7 @@ from .configs import CONFIGS
 from .generate import Comparison, Generation, compare, encode, generate
 from .load import DTYPES, Loaded, demo_gguf, load, random_model
 from .patch import Kept, Replaced, Report, patch
+from .shard import Shard, cut, shard_of
 
 __all__ = [
     "CONFIGS",
@@ -14,11 +15,14 @@ __all__ = [
     "Loaded",
     "Replaced",
     "Report",
+    "Shard",
     "compare",
+    "cut",
     "demo_gguf",
     "encode",
     "generate",
     "load",
     "patch",
     "random_model",
+    "shard_of",
 ]

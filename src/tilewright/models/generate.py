@@ -157,10 +157,12 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text
     return Generation(prompt_ids.shape[1], stream.tokens, stream.text(), first - start, last - first, dict(launches))
 
 
-def generate_with_engine(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, mode: str, on_text: OnText | None = None) -> Generation:
+def generate_with_engine(
+    loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, mode: str, on_text: OnText | None = None, group: Any = None
+) -> Generation:
     """As `generate`, by an Engine that is made for the call, whose compiling is not in the times.
 
-    mode: "eager", "graph" or "mega"; replays of a graph count no launches.
+    mode: "eager", "graph" or "mega"; replays of a graph count no launches. group: of the processes that share the model, as Engine has it.
     """
     from ..engine import Engine
 
@@ -170,7 +172,7 @@ def generate_with_engine(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: 
     stream.put(prompt_ids)
     prompt_tokens = prompt_ids.shape[1]
     options: dict[str, Any] = {"max_len": prompt_tokens + max_new_tokens, "check_every": 1 if prompt_ids.device.type == "cpu" else 8}
-    with Engine(loaded.model, mode=mode, **options) as engine:  # type: ignore[arg-type]
+    with Engine(loaded.model, mode=mode, group=group, **options) as engine:  # type: ignore[arg-type]
         engine.warm_up(1, prompt_tokens)
         with counted() as launches:
             found = engine.generate(prompt_ids, max_new_tokens, stop=stop, on_tokens=lambda new: stream.put(torch.tensor(new)))
@@ -181,15 +183,23 @@ def generate_with_engine(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: 
 
 
 def compare(
-    loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, stock: bool = True, on_text: OnText | None = None, engine: str = "transformers"
+    loaded: Loaded,
+    prompt_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    stock: bool = True,
+    on_text: OnText | None = None,
+    engine: str = "transformers",
+    group: Any = None,
 ) -> Comparison:
     """Generates with our kernels, before that with unpatched transformers if `stock`; the model is left as it was.
 
-    engine: "transformers" for the patched model, "eager", "graph" or "mega" for an Engine in that mode.
+    engine: "transformers" for the patched model, "eager", "graph" or "mega" for an Engine in that mode, of the processes of `group` if given.
     """
     theirs = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if stock else None
     if engine != "transformers":
-        return Comparison(generate_with_engine(loaded, prompt_ids, max_new_tokens=max_new_tokens, mode=engine, on_text=on_text), theirs, None)
+        ours = generate_with_engine(loaded, prompt_ids, max_new_tokens=max_new_tokens, mode=engine, on_text=on_text, group=group)
+        return Comparison(ours, theirs, None)
     with patch(loaded.model) as report:
         ours = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens, on_text=on_text)
     return Comparison(ours, theirs, report)

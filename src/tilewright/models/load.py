@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ..launch import must
 from .configs import CONFIGS
 from .gguf_file import OnProgress, load_weights
+from .shard import Shard, cut
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,6 +33,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     on_progress: OnProgress | None = None,
+    shard: Shard | None = None,
 ) -> Loaded:
     """Loads a causal language model, unpatched. Nothing is downloaded.
 
@@ -41,17 +43,22 @@ def load(
         dtype: of all parameters; GGUF's quantised tensors are expanded to it.
         seed: of random weights.
         on_progress: called with (tensors read, tensors in all) of a GGUF file.
-    Raises: ValueError: `source` is none of the three.
+        shard: only this rank's part of the weights reaches the device, for an `Engine` of several processes (docs/engine.md).
+    Raises: ValueError: `source` is none of the three, or its sizes cannot be dealt to so many ranks.
     """
     path = Path(source).expanduser()
     if str(source) in CONFIGS:
-        return Loaded(random_model(CONFIGS[str(source)], device=device, dtype=dtype, seed=seed), None, f"random weights, config {source}")
+        return Loaded(
+            random_model(CONFIGS[str(source)], device=device, dtype=dtype, seed=seed, shard=shard), None, f"random weights, config {source}"
+        )
     if path.is_file() and path.suffix == ".gguf":
         model, tokenizer = _load_gguf(path, dtype, on_progress)
     elif (path / "config.json").is_file():
         model, tokenizer = _load_folder(path, dtype)
     else:
         raise must("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
+    if shard is not None:
+        cut(model, shard, device=device)
     return Loaded(model.to(device).eval(), tokenizer, str(path))
 
 
@@ -64,18 +71,30 @@ def demo_gguf() -> Path:
     return found[0]
 
 
-def random_model(config: dict[str, Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def random_model(
+    config: dict[str, Any],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shard: Shard | None = None,
+) -> Any:
     """A model of `config` (keys of its config.json) with seeded weights in which no term is neutral: biases are not 0, norms not 1.
 
-    A stop token would end a timed run at random, so generation never stops early.
+    A stop token would end a timed run at random, so generation never stops early. With `shard`, the rank's part of the very weights that it
+    would have without; only one parameter at a time is made whole.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
+    with torch.device(device if shard is None else "meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
+    if shard is not None:
+        cut(model, shard, device=device, whole=lambda name, like: _fill(name, torch.empty_like(like, device=device), seed))
+        _make_buffers(model, device)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _fill(name, parameter, seed)
+        if shard is None:
+            for name, parameter in model.named_parameters():
+                _fill(name, parameter, seed)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):  # of DeepSeek-V3's router
                 buffer.normal_(0.0, 0.1, generator=_generator(name, buffer, seed))
@@ -83,7 +102,19 @@ def random_model(config: dict[str, Any], *, device: torch.device | str = "cpu", 
     return model
 
 
-def _fill(name: str, parameter: nn.Parameter, seed: int) -> None:
+def _make_buffers(model: Any, device: torch.device | str) -> None:
+    """Real ones for a model that was made on the meta device: those of the rotation are computed from its config."""
+    for path, module in list(model.named_modules()):
+        if "inv_freq" in module._buffers:
+            parent, _, name = path.rpartition(".")
+            with torch.device(device):
+                setattr(model.get_submodule(parent), name, type(module)(model.config))
+        else:
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _fill(name: str, parameter: Tensor, seed: int) -> Tensor:
     generator = _generator(name, parameter, seed)
     if name.endswith("norm.weight"):
         parameter.normal_(1.0, 0.1, generator=generator)
@@ -93,9 +124,10 @@ def _fill(name: str, parameter: nn.Parameter, seed: int) -> None:
         parameter.normal_(0.0, 0.02, generator=generator)
     else:  # keeps activations near 1 at any width: the model does more than repeat its last token, and nothing overflows fp16
         parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    return parameter
 
 
-def _generator(name: str, tensor: torch.Tensor, seed: int) -> torch.Generator:
+def _generator(name: str, tensor: Tensor, seed: int) -> torch.Generator:
     return torch.Generator(tensor.device).manual_seed(seed ^ zlib.crc32(name.encode()))
 
 

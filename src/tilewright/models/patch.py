@@ -16,6 +16,7 @@ from torch import nn
 from ..launch import must
 from . import continuous
 from .attention import NAME, register
+from .hooks import wrapped, wrapper_of
 from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
 
 _MARK = "tilewright_report"
@@ -135,7 +136,8 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
         tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in kept.items()),
     )
     for module, forward in new_forwards:
-        _set(report, module, "forward", MethodType(forward, module))
+        wrapper = wrapper_of(module)
+        _set(report, module, "forward", MethodType(forward, module) if wrapper is None else wrapped(wrapper, module, forward))
     if any(r.op == "attention" for r in report.replaced):
         register()
         _use_attention(report, model)
@@ -153,8 +155,8 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _reason_to_keep(row: Row, module: nn.Module) -> str | None:
-    if row.forward is not None and "forward" in module.__dict__:
-        return "its forward is replaced on this instance already (a hook of accelerate or tensor parallelism?)"
+    if row.forward is not None and "forward" in module.__dict__ and wrapper_of(module) is None:
+        return "its forward is replaced on this instance already (a hook of accelerate or of expert parallelism?)"
     return row.keep(module)
 
 

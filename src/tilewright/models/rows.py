@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import forwards as f
+from .hooks import wrapper_of
 
 # config.model_type -> prefix of its module classes. SmolLM2, and many others, are of type llama.
 FAMILIES = {
@@ -61,6 +62,8 @@ def _keep_mlp(module: Any) -> str | None:
 def _keep_linear(module: Any) -> str | None:
     if type(module) is not nn.Linear:
         return f"{type(module).__module__}.Linear is not torch's"
+    if wrapper_of(module) is not None:
+        return None  # transformers' tensor parallelism lends its forward a plain part of the weight
     return None if type(module.weight) in (nn.Parameter, Tensor) else f"weight is a {type(module.weight).__name__}, not a plain tensor"
 
 

@@ -1,0 +1,102 @@
+"""Several processes as one engine: what they say to each other in a step.
+
+Every rank runs the same calls on its part of the weights (models/shard.py), and the calls here join the parts: a sum after the attention and after
+the MLP of each layer, and the logits, of which every rank then has all, so that all choose the same token. They are calls like others: they can be
+captured in a CUDA graph.
+
+Sums go through NCCL (gloo on CPUs). Those of a decode step are a few hundred kilobytes at most, where waiting is what takes time: between GPUs that
+reach each other's memory, each rank reads all parts itself and adds them up in the order of the ranks, in one launch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..launch import must
+from ..models.shard import Shard
+from .program import Call, Emit, Frame
+
+# Above, NCCL, whose ranks read less. An estimate, not measured: each of 4 GPUs reads 3 x 512 KiB, at 400 GB/s in 4 us, which is what waiting takes.
+MOST_DIRECT_BYTES = 512 * 1024
+_DIRECT_DTYPES = (torch.bfloat16, torch.float32)  # that torch's one_shot_all_reduce takes
+# torch 2.13 has it under another name and warns at the old one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The processes that hold one model together. Every one makes the same calls in the same order.
+
+    process_group: of torch.distributed, whose ranks are the model's shards: nccl on GPUs, gloo on CPUs.
+    direct: sums of decode steps by reading the other GPUs' memory.
+    """
+
+    process_group: Any
+    direct: bool
+
+    @staticmethod
+    def of(process_group: Any = None, *, direct: bool | None = None) -> "Group":
+        """A group of processes that torch.distributed has brought together.
+
+        Args:
+            process_group: None for all processes.
+            direct: None where all ranks are on this host and each of its GPUs reaches the memory of each other one.
+        Raises: ValueError: torch.distributed is not initialised, or `direct` without NCCL.
+        """
+        if not dist.is_initialized():
+            raise must("torch.distributed", "initialised (init_process_group) before Group.of", "not initialised")
+        found = process_group if process_group is not None else dist.group.WORLD
+        nccl = "nccl" in dist.get_backend(found)
+        if direct and not nccl:
+            raise must("direct", "False without NCCL", True)
+        return Group(found, nccl and _all_reach_each_other(dist.get_world_size(found)) if direct is None else direct)
+
+    @property
+    def shard(self) -> Shard:
+        """This process's part of the model."""
+        return Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+
+    def share(self, frame: Frame, y: Tensor) -> Tensor:
+        """Where a rank's term of a sum goes before `sum_calls` makes `y` of it: y itself, or memory that the other ranks read."""
+        if not self.direct or frame.q_len > 1 or y.nbytes > MOST_DIRECT_BYTES or y.dtype not in _DIRECT_DTYPES:
+            return y
+        import torch.distributed._symmetric_memory as symmetric
+
+        found = symmetric.empty(y.shape, dtype=y.dtype, device=y.device)
+        symmetric.rendezvous(found, self.process_group.group_name)
+        return found
+
+    def sum_calls(self, name: str, share: Tensor, y: Tensor) -> Emit:
+        """y: the sum of all ranks' shares, equal bits on each."""
+        if share is y:
+            yield Call(f"{name}.sum", self._sum, (y,))
+        else:
+            yield Call(f"{name}.sum", self._sum_directly, (share, y))
+
+    def gather_calls(self, name: str, frame: Frame, part: Tensor, whole: Tensor) -> Emit:
+        """whole [rows, columns of all ranks]: the parts [rows, columns] side by side."""
+        ranks = self.shard.ranks
+        gathered = frame.buffer(f"{name}.gathered", ranks, *part.shape, dtype=part.dtype)
+        yield Call(f"{name}.gather", self._gather, (part, gathered))
+        yield Call(f"{name}.arrange", _arrange, (gathered.transpose(0, 1), whole.unflatten(1, (ranks, -1))))
+
+    def _sum(self, y: Tensor) -> None:
+        dist.all_reduce(y, group=self.process_group)
+
+    def _sum_directly(self, share: Tensor, y: Tensor) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(share, "sum", self.process_group.group_name, y)
+
+    def _gather(self, part: Tensor, gathered: Tensor) -> None:
+        _all_gather(gathered.flatten(0, 1), part, group=self.process_group)
+
+
+def _arrange(parts: Tensor, whole: Tensor) -> None:
+    whole.copy_(parts)
+
+
+def _all_reach_each_other(ranks: int) -> bool:
+    gpus = range(torch.cuda.device_count())
+    return ranks <= len(gpus) and all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus)

@@ -1,0 +1,214 @@
+"""Engines of two processes (gloo): what one process finds, and after a failure or an interrupt no process is left."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine import FAMILIES
+from tiny_models import TINY
+
+from tilewright.engine import Engine, Group, Sampling
+from tilewright.engine.ranks import run_ranks
+from tilewright.models import CONFIGS, Shard, cut, patch, random_model, shard_of
+from tilewright.testing import assert_accurate
+
+# Imported once, in a server that each rank is then forked from.
+families = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "deepseek_v3", "qwen2")]
+multiprocessing.set_forkserver_preload(["torch", *families, "tilewright.engine", "tilewright.models"])
+PROMPTS = [[5, 50, 7], [9] * 11]
+GIVEN = [[7, 91, 3]] * 2
+CASES = {"llama-tied-bias": torch.float32, "deepseek_v3": torch.bfloat16}  # grouped heads and columns; latent attention and experts
+
+
+def on_two(function: Any, *args: Any) -> Any:
+    return run_ranks(function, *args, ranks=2, device="cpu", start="forkserver")
+
+
+def config(name: str) -> dict[str, Any]:
+    return {**TINY, **FAMILIES[name]}
+
+
+def found(group: Group | None, name: str) -> tuple[list[list[int]], list[list[int]], torch.Tensor, int]:
+    """Greedy tokens, tokens drawn, logits behind given tokens, and the bytes a step reads."""
+    model = random_model(config(name), dtype=CASES[name], shard=None if group is None else group.shard)
+    with Engine(model, max_batch=2, max_len=64, group=group) as engine:
+        greedy = engine.generate(PROMPTS, 4).tokens
+        drawn = engine.generate(PROMPTS, 3, sampling=Sampling(temperature=2.0, seed=1)).tokens if name in FAMILIES and "llama" in name else []
+        return greedy, drawn, engine.logits(PROMPTS, GIVEN), engine.step_bytes(2, 16)
+
+
+def patched_beside_stock() -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], bool]:
+    """Logits of a model that transformers made tensor parallel, and of the same patched; the report; whether undoing it restored the model."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+    from transformers.distributed import DistributedConfig
+
+    model = random_model(config("qwen2"))
+    values = {path: parameter.detach().clone() for path, parameter in model.named_parameters(remove_duplicate=False)}
+    plan, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=2))
+    model = type(model).maybe_distribute_model(model, plan, mesh)
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if isinstance(parameter, DTensor):
+            own = distribute_tensor(values[path], parameter.device_mesh, parameter.placements, src_data_rank=None)
+            owner, _, name = path.rpartition(".")
+            model.get_submodule(owner).register_parameter(name, torch.nn.Parameter(own, requires_grad=False))
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.inference_mode():
+        stock = model(ids).logits
+        with patch(model) as report:
+            ours = model(ids).logits
+        return stock, ours, report.as_dict(), torch.equal(model(ids).logits, stock)
+
+
+def found_by_all(group: Group, device: torch.device) -> list[dict[str, Any]]:
+    gathered: list[Any] = [None] * group.shard.ranks
+    mine: dict[str, Any] = {name: found(group, name) for name in CASES}
+    mine["patched"] = patched_beside_stock()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_two(found_by_all)
+
+
+def test_two_ranks_choose_the_tokens_of_one(ranks: list[dict[str, Any]]) -> None:
+    one = found(None, "llama-tied-bias")
+    for rank in ranks:
+        greedy, drawn, logits, step_bytes = rank["llama-tied-bias"]
+        assert greedy == one[0]
+        assert drawn == one[1]
+        torch.testing.assert_close(logits, one[2])
+        assert 0.5 <= step_bytes / one[3] < 0.51  # a bias is whole, on rank 0
+
+
+def test_experts_and_latent_heads_obey_the_accuracy_rule(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["deepseek_v3"][0] == ranks[1]["deepseek_v3"][0]
+    model = random_model(config("deepseek_v3"), dtype=torch.bfloat16)
+    stock = logits_of(model)
+    model.set_experts_implementation("eager")
+    truth = logits_of(model.to(torch.float64))
+    for rank in ranks:
+        assert_accurate(rank["deepseek_v3"][2], stock, truth)
+
+
+def test_patch_works_inside_the_tensor_parallelism_of_transformers(ranks: list[dict[str, Any]]) -> None:
+    with torch.inference_mode():
+        whole = random_model(config("qwen2"))(torch.tensor([PROMPTS[0]])).logits
+    for rank in ranks:
+        stock, ours, report, restored = rank["patched"]
+        torch.testing.assert_close(stock, whole)
+        torch.testing.assert_close(ours, whole)
+        assert restored
+        assert [r["count"] for r in report["replaced"] if r["op"] == "matmul"] == [15]
+        assert not any("on this instance" in kept["reason"] for kept in report["kept"])
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        each = [model(torch.tensor([p + c])).logits[0, len(p) - 1 :] for p, c in zip(PROMPTS, GIVEN, strict=True)]
+    return torch.stack(each)
+
+
+def failing(group: Group, device: torch.device) -> None:
+    if group.shard.rank == 1:
+        raise ValueError("rank 1 cannot")
+    torch.distributed.all_reduce(torch.ones(1), group=group.process_group)
+
+
+def killed(group: Group, device: torch.device) -> None:
+    if group.shard.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def test_a_rank_that_fails_takes_the_others_with_it() -> None:
+    with pytest.raises(ValueError, match="rank 1 cannot"):
+        on_two(failing)
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
+        on_two(killed)
+
+
+def sleeping(group: Group, device: torch.device, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    threading.Event().wait()
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        on_two(sleeping, str(tmp_path))
+    for process in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process.name), 0)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "phi3", "qwen3_moe", "deepseek_v2-groups"])
+def test_shards_are_parts_of_the_same_weights(name: str) -> None:
+    sizes = {**TINY, **FAMILIES[name], "num_attention_heads": 4, "num_key_value_heads": 4 if "deepseek" in name else 2}
+    whole = random_model(sizes)
+    for ranks in (2, 4):  # four ranks share two key heads
+        parts = [random_model(sizes, shard=Shard(rank, ranks)) for rank in range(ranks)]
+        cuts = [random_model(sizes) for _ in range(ranks)]
+        for rank, model in enumerate(cuts):
+            cut(model, Shard(rank, ranks), device="cpu")
+        for path, values in whole.state_dict().items():
+            mine = [model.state_dict().get(path) for model in parts]
+            for one, other in zip(mine, cuts, strict=True):
+                assert one is None or torch.equal(one, other.state_dict()[path])
+            if any(part is None for part in mine):
+                assert "bias" in path
+                assert torch.equal(mine[0], values)
+            elif mine[0].shape == values.shape:
+                assert all(torch.equal(part, values) for part in mine)
+            elif "qkv_proj" not in path and "gate_up_proj" not in path[:-1].split("experts")[0]:
+                axis = next(i for i, (a, b) in enumerate(zip(mine[0].shape, values.shape, strict=True)) if a != b)
+                distinct = mine[:: ranks // 2] if ranks * mine[0].shape[axis] > values.shape[axis] else mine
+                assert torch.equal(torch.cat(distinct, axis), values)
+    with pytest.raises(RuntimeError, match="only an Engine of all ranks"):
+        parts[0](torch.tensor([[1]]))
+
+
+def test_what_cannot_be_dealt_is_refused_before_anything_changes() -> None:
+    model = random_model({**TINY, **FAMILIES["llama-tied-bias"]})
+    with pytest.raises(ValueError, match=r"number of ranks must be a divisor of 4: config\.num_attention_heads, got 3"):
+        cut(model, Shard(0, 3), device="cpu")
+    assert shard_of(model) == Shard()
+    with pytest.raises(ValueError, match="rank must be 0 to 1, got 2"):
+        Shard(2, 2)
+    with pytest.raises(ValueError, match=r"torch\.distributed must be initialised"):
+        Group.of()
+    cut(model, Shard(1, 2), device="cpu")
+    with pytest.raises(ValueError, match=r"loaded with Shard\(rank=0, ranks=1\), as this engine's group is, got Shard\(rank=1, ranks=2\)"):
+        Engine(model)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="needs fewer GPUs")
+def test_fewer_gpus_than_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match=f"ranks must be at most {torch.cuda.device_count()}, the GPUs of this machine, got 64"):
+        run_ranks(failing, ranks=64)
+
+
+def test_qwen2_7b_fits_two_and_four_ranks() -> None:
+    """On the meta device: the shapes alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for ranks in (2, 4):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["Qwen2-7B"]))
+        cut(model, Shard(ranks - 1, ranks), device="meta")
+        attention = model.model.layers[0].self_attn
+        assert attention.q_proj.weight.shape == (3584 // ranks, 3584)
+        assert attention.k_proj.bias.shape == (512 // ranks,)
+        assert attention.o_proj.weight.shape == (3584, 3584 // ranks)

@@ -1,0 +1,102 @@
+"""Engines of several GPUs: the graph's tokens are those of one GPU, sums in either way; a rank that fails takes the others with it."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_engine_gpu import LENGTHS, MODELS, SIZES
+
+from tilewright.engine import Engine, Group, Sampling
+from tilewright.engine.ranks import run_ranks
+from tilewright.models import random_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+DENSE, SPARSE = ("llama", "qwen2"), ("qwen3_moe", "deepseek_v2")
+GIVEN = [[7, 50, 3, 91]] * len(LENGTHS)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def found(group: Group | None, device: torch.device) -> list[dict[str, Any]]:
+    """Of each model and mode: greedy tokens, drawn tokens, logits behind given ones."""
+    results = []
+    for name in (*DENSE, *SPARSE):
+        dtype = torch.float32 if name in DENSE else torch.bfloat16
+        model = random_model({**SIZES, **MODELS[name]}, device=device, dtype=dtype, shard=None if group is None else group.shard)
+        for mode in ("eager", "graph"):
+            with Engine(model, max_batch=8, max_len=128, mode=mode, prefill_tokens=128, group=group) as engine:
+                greedy = engine.generate(prompts(), 40).tokens
+                assert engine.generate(prompts(), 40).tokens == greedy
+                drawn = engine.generate(prompts(), 20, sampling=Sampling(temperature=0.8, top_k=50, seed=3)).tokens
+                logits = engine.logits(prompts(), GIVEN).cpu()
+            results.append({"name": name, "mode": mode, "greedy": greedy, "drawn": drawn, "logits": logits})
+    return results
+
+
+def distances(device: torch.device) -> dict[str, tuple[torch.Tensor, float]]:
+    """Of each model: logits in fp32 (dense ones: fp64), and how far transformers in the model's dtype is from them (rms)."""
+    results = {}
+    for name in (*DENSE, *SPARSE):
+        model = random_model({**SIZES, **MODELS[name]}, device=device, dtype=torch.float32 if name in DENSE else torch.bfloat16)
+        stock = logits_of(model)
+        if name in SPARSE:
+            model.set_experts_implementation("eager")
+        truth = logits_of(model.double() if name in DENSE else model.float())
+        results[name] = truth, rms(stock.double() - truth)
+    return results
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        each = [model(torch.tensor([p + c], device=model.device)).logits[0, len(p) - 1 :] for p, c in zip(prompts(), GIVEN, strict=True)]
+    return torch.stack(each).cpu()
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["nccl", "direct"])
+def test_two_gpus_choose_the_tokens_of_one(gpu: torch.device, direct: bool) -> None:
+    with torch.inference_mode(False):
+        one, expected = found(None, gpu), distances(gpu)
+    two = run_ranks(found, ranks=2, direct=direct)
+    for a, b in zip(two[0::2], two[1::2], strict=True):  # eager and graph
+        assert (a["greedy"], a["drawn"]) == (b["greedy"], b["drawn"])
+        assert torch.equal(a["logits"], b["logits"])
+    for mine, alone in zip(two, one, strict=True):
+        if mine["name"] in DENSE:  # in fp32, where near-ties are rare
+            assert mine["greedy"] == alone["greedy"]
+        truth, theirs = expected[mine["name"]]
+        assert rms(mine["logits"].double() - truth) <= 2 * theirs
+
+
+def failing(group: Group, device: torch.device) -> None:
+    if group.shard.rank == 1:
+        raise ValueError("rank 1 cannot")
+    torch.distributed.all_reduce(torch.ones(1, device=device), group=group.process_group)
+    torch.cuda.synchronize()
+
+
+def waiting(group: Group, device: torch.device) -> None:
+    if group.shard.rank == 0:
+        torch.distributed.all_reduce(torch.ones(1, device=device), group=group.process_group)
+    threading.Event().wait()
+
+
+def test_a_rank_that_fails_takes_the_others_with_it() -> None:
+    with pytest.raises(ValueError, match="rank 1 cannot"):
+        run_ranks(failing, ranks=2)
+
+
+def test_an_interrupt_ends_all_ranks() -> None:
+    timer = threading.Timer(20.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(waiting, ranks=2)
