@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
-from ..tiles import grouped_tile
+from ..tiles import grouped_tile, silu_mul_of_pairs
 from .kernels import operand, split_work
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
@@ -81,10 +81,7 @@ def matmul_fused_kernel(
         width = TILE_N
         if SILU_MUL:
             width = TILE_N // 2
-            pairs = y.reshape((TILE_M, width, 2))
-            gate = ct.extract(pairs, (0, 0, 0), (TILE_M, width, 1)).reshape((TILE_M, width))
-            up = ct.extract(pairs, (0, 0, 1), (TILE_M, width, 1)).reshape((TILE_M, width))
-            y = gate / (1.0 + ct.exp(-gate)) * up
+            y = silu_mul_of_pairs(y)
         if OUT_SCALE:
             y = y * ct.load(out_scale, (0,), (1,), allow_tma=False)
         if RESIDUAL:
