@@ -1,4 +1,4 @@
-"""RMSNorm and the product behind it in one launch, for a token or a few: out = f(rms_norm(x + residual) @ b.T + bias)
+"""RMSNorm and the product behind it in one launch, for a single token: out = f(rms_norm(x + residual) @ b.T + bias)
 
     rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k of b[n, k] * weight[k] * x[k]) / r
 
@@ -8,10 +8,10 @@ at the end, so that no launch, and no block, waits for a norm.
 Source    rms_norm (arXiv:1910.07467, eq. 4) and matmul; the factor of a row taken out of the sum.
 Numerics  Products and sums in fp32 on the CUDA cores, rounded once at the end; the normed row is not rounded. x + residual is rounded to the dtype,
           and is what is normalised.
-Bound     Memory: b read once for each 4 rows of x. The rows of x come from L2, once for each tile of columns.
+Bound     Memory: b read once, for further rows from L2. A row of x comes from L2 for each tile of columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional, overload
 
 import cuda.tile as ct
@@ -84,12 +84,11 @@ class Problem:
 class Config:
     """How the columns are walked.
 
-    tile_m, tile_n, tile_k: rows of x, rows of b and k of one step, powers of two.
+    tile_n, tile_k: rows of b and k of one step, powers of two.
     persistent: blocks that fit on the device at once walk over the tiles; else a block has one.
     latency, occupancy, num_worker_warps: compiler hints.
     """
 
-    tile_m: int
     tile_n: int
     tile_k: int
     persistent: bool = False
@@ -98,42 +97,38 @@ class Config:
     num_worker_warps: int | None = None
 
     def tiles(self, p: Problem) -> int:
-        return -(-p.rows // self.tile_m) * -(-p.n // self.tile_n)
+        return p.rows * -(-p.n // self.tile_n)
 
 
-MOST_ROWS = 4  # of a tile: more accumulators than registers
-
-# tile_n, tile_k, occupancy, num_worker_warps: 8 or 16 KB of b in each of several steps under way, in two or three blocks an SM
-_SHAPES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    1: ((16, 512, 2, 4), (16, 256, 3, 4), (8, 512, 3, 4), (8, 512, 2, 4), (8, 1024, 2, 4), (32, 256, 2, 4), (16, 512, 1, 8)),
-    2: ((8, 512, 2, 4), (16, 256, 2, 4), (8, 512, 1, 8)),
-    4: ((8, 256, 2, 4), (8, 512, 1, 8), (4, 512, 2, 4)),
-}
+# tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: one step
+# more than fits, and the compiler keeps two).
+_SHAPES = ((16, 256, 8, 3, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (32, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
 
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
     if device.is_cpu:  # few, large tiles: each step of the interpreter is a numpy call
-        tile_m, tile_n, tile_k = min(4, next_pow2(p.rows)), min(512, max(2, next_pow2(p.n))), min(1024, next_pow2(p.k))
-        return list(dict.fromkeys((Config(tile_m, tile_n, tile_k), Config(tile_m, min(32, tile_n), min(64, tile_k), persistent=True))))
-    tile_m = min(MOST_ROWS, next_pow2(p.rows))
-    whole = [Config(tile_m, n, k, occupancy=occupancy, num_worker_warps=warps) for n, k, occupancy, warps in _SHAPES[tile_m]]
-    walking = [Config(c.tile_m, c.tile_n, c.tile_k, True, c.latency, c.occupancy, c.num_worker_warps) for c in whole]
+        tile_n, tile_k = min(512, max(2, next_pow2(p.n))), min(1024, next_pow2(p.k))
+        return list(dict.fromkeys((Config(tile_n, tile_k), Config(min(32, tile_n), min(64, tile_k), persistent=True))))
+
+    def several(c: Config) -> bool:
+        return c.tiles(p) > device.sms * c.occupancy
 
     def idle(c: Config) -> float:
         slots = device.sms * c.occupancy
         return -(-c.tiles(p) // slots) * slots / c.tiles(p)
 
-    # Rounds that are full, to a tenth; then as listed. Walking, a block's next loads start under the end of the tile before.
-    several = [c for c in walking if c.tiles(p) > device.sms * c.occupancy]
-    return sorted((*several, *whole), key=lambda c: (round(idle(c), 1), not c.persistent and c.tiles(p) > device.sms * c.occupancy))
+    whole = [Config(n, k, False, latency, occupancy, warps) for n, k, latency, occupancy, warps in _SHAPES]
+    walking = [replace(c, persistent=True) for c in whole if several(c)]
+    # Rounds that are full, to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
+    return sorted((*walking, *whole), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = c.tiles(p)
     blocks = min(tiles, device.sms * c.occupancy) if c.persistent else tiles
-    constants = (p.residual, p.bias, p.silu_mul, c.persistent, p.k, c.tile_m, c.tile_n, c.tile_k, c.latency)
+    constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.tile_n, c.tile_k, c.latency)
     return Plan(rms_norm_matmul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
 
@@ -152,52 +147,49 @@ def rms_norm_matmul_kernel(
     ADD_BIAS: ct.Constant[bool],
     SILU_MUL: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    K: ct.Constant[int],
-    TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """A tile of columns of OUT at a time.
+    """A tile of columns of one row of OUT at a time.
 
-    X, RESIDUAL, SUM: [rows, K], the latter two only with ADD; WEIGHT: [K]; B: [n, K]; BIAS: [n], only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
+    X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n], only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
     n / 2 columns, of pairs of rows of B.
     """
-    tiles_m, tiles_n = ct.cdiv(X.shape[0], TILE_M), ct.cdiv(B.shape[0], TILE_N)
-    steps = ct.cdiv(K, TILE_K)
+    rows = X.shape[0]
+    steps = ct.cdiv(X.shape[1], TILE_K)
 
-    def row_tile(tile_m, step):
-        x = ct.load(X, (tile_m, step), (TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
+    def row_tile(row, step):
+        x = ct.load(X, (row, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY)
         if ADD:
-            more = ct.load(RESIDUAL, (tile_m, step), (TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
+            more = ct.load(RESIDUAL, (row, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY)
             x = (x.astype(ct.float32) + more.astype(ct.float32)).astype(SUM.dtype)
         return x
 
     if ADD:  # the first blocks write a piece of the sum each
-        for i in range(ct.bid(0), tiles_m * steps, ct.num_blocks(0)):
+        for i in range(ct.bid(0), rows * steps, ct.num_blocks(0)):
             ct.store(SUM, (i // steps, i % steps), row_tile(i // steps, i % steps), allow_tma=False)
 
     def column_tile(tile):
-        # Blocks that run side by side read the same rows of B, from L2 but for the first.
-        tile_m, tile_n = tile % tiles_m, tile // tiles_m
-        acc = ct.zeros((TILE_M, TILE_N, TILE_K), ct.float32)
-        squares = ct.zeros((TILE_M, TILE_K), ct.float32)
+        row, tile_n = tile % rows, tile // rows  # side by side: the same rows of B, which come from L2 but for the first
+        acc = ct.zeros((TILE_N, TILE_K), ct.float32)
+        squares = ct.zeros((1, TILE_K), ct.float32)
         for step in range(steps):
-            x = row_tile(tile_m, step).astype(ct.float32)
+            x = row_tile(row, step).astype(ct.float32)
             squares = squares + x * x
             weight = ct.load(WEIGHT, (step,), (TILE_K,), padding_mode=ZERO, latency=LATENCY).astype(ct.float32) + weight_offset
             b = ct.load(B, (tile_n, step), (TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
-            acc = acc + (x * weight).reshape((TILE_M, 1, TILE_K)) * b.reshape((1, TILE_N, TILE_K))
-        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / K) + eps)  # rsqrt is 2 ulp off in fp32
-        y = ct.sum(acc, axis=2) * rstd
+            acc = acc + (x * weight) * b
+        rstd = 1.0 / ct.sqrt(ct.sum(squares) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
+        y = ct.sum(acc, axis=1).reshape((1, TILE_N)) * rstd
         if ADD_BIAS:
             y = y + ct.load(BIAS, (tile_n,), (TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
         if SILU_MUL:
             y = silu_mul_of_pairs(y)
-        ct.store(OUT, (tile_m, tile_n), y.astype(OUT.dtype), allow_tma=False)
+        ct.store(OUT, (row, tile_n), y.astype(OUT.dtype), allow_tma=False)
 
     if PERSISTENT:
-        for tile in range(ct.bid(0), tiles_m * tiles_n, ct.num_blocks(0)):
+        for tile in range(ct.bid(0), rows * ct.cdiv(B.shape[0], TILE_N), ct.num_blocks(0)):
             column_tile(tile)
     else:
         column_tile(ct.bid(0))
@@ -260,7 +252,7 @@ def rms_norm_matmul(
     residual: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The product of normed rows and a matrix, in one launch: for a token or a few; from 8 rows on `rms_norm` and `matmul` are faster.
+    """The product of normed rows and a matrix, in one launch: for a single token; for more `rms_norm` and `matmul` are faster.
 
     Args:
         x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
