@@ -21,6 +21,7 @@ from .ops.quantize_fp8 import quantize_fp8
 from .ops.rms_norm import rms_norm
 from .ops.rms_norm_matmul import rms_norm_matmul
 from .ops.rms_norm_quant import rms_norm_quant
+from .ops.rms_norm_route import rms_norm_route
 from .ops.rope import rope
 from .ops.sample import sample
 from .ops.silu_mul import silu_mul
@@ -56,6 +57,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_matmul",
     "rms_norm_quant",
+    "rms_norm_route",
     "rope",
     "sample",
     "silu_mul",

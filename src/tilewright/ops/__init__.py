@@ -22,6 +22,7 @@ from . import (
     rms_norm,
     rms_norm_matmul,
     rms_norm_quant,
+    rms_norm_route,
     rope,
     sample,
     silu_mul,
@@ -55,6 +56,7 @@ ALL = (
     silu_mul_quant,
     sample,
     moe_route,
+    rms_norm_route,
     moe,
 )
 

@@ -100,8 +100,8 @@ class Config:
         return p.rows * -(-p.n // self.tile_n)
 
 
-# tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: one step
-# more than fits, and the compiler keeps two).
+# tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: asked
+# for one step more than fits, the compiler keeps two).
 _SHAPES = ((16, 256, 8, 3, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (32, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
 
 
