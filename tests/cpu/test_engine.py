@@ -216,20 +216,19 @@ def test_a_step_is_a_list_of_calls() -> None:
         (step,) = engine._steps.values()
         assert [call.name for call in step.calls] == [
             "embedding",
-            "layers.0.attention_norm",
             "layers.0.attention.qkv",
             "layers.0.attention.append",
             "layers.0.attention",
             "layers.0.attention.out",
-            "layers.0.mlp_norm",
             "layers.0.mlp.gate_up",
             "layers.0.mlp.down",
-            "norm",
             "head",
             "argmax",
             "note",
             "advance",
         ]
+        several = [call.name for call in engine.decoder.body_calls(engine._state.frame(2), engine._state.tokens[:2], engine._state.caches)]
+        assert several[1:3] == ["layers.0.attention_norm", "layers.0.attention.qkv"]
     assert list(dict.fromkeys(stages)) == ["fusing weights", "compiling decode, batch 1", "compiling prefill, 1 x 16"]
 
 
