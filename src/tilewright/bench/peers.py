@@ -296,7 +296,8 @@ def _batched_moe(x, gate_up, down, *, weights, ids, **unused):
 
 
 def _plain_moe(inputs: Inputs) -> bool:
-    return inputs["scale_down"] is None and inputs["x"].dtype is torch.bfloat16 and all(n % 8 == 0 for n in inputs["down"].shape[1:])
+    plain = inputs["scale_down"] is None and inputs.get("shared_down") is None
+    return plain and inputs["x"].dtype is torch.bfloat16 and all(n % 8 == 0 for n in inputs["down"].shape[1:])
 
 
 PEERS: dict[str, tuple[Peer, ...]] = {

@@ -290,6 +290,16 @@ class GatedMlp:
         yield linear(f"{name}.down", active, self.down, y, residual=residual)
 
 
+    def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
+        """Its matrices as those of experts of another width: [experts, 2, inter, hidden] and [experts, hidden, inter]; None if they don't divide."""
+        hidden, wide = self.down.weight.shape
+        if wide % inter or not self.alternating or self.gelu_tanh or self.gate_up.bias is not None or self.down.bias is not None:
+            return None
+        experts = wide // inter
+        gate_up = self.gate_up.weight.view(experts, inter, 2, hidden).transpose(1, 2)
+        return gate_up, self.down.weight.view(hidden, experts, inter).transpose(0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, and what all tokens pass (`shared`).
@@ -330,10 +340,16 @@ class Experts:
             yield stream.norm_call()
             yield linear(f"{name}.router", stream.normed, self.router, logits)
             yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
-        routed = y if self.shared is None else frame.buffer("routed", *y.shape)
-        yield Call(f"{name}.experts", moe_out, (stream.normed, self.gate_up, self.down, weights, ids.view(-1), None, None, routed))
-        if self.shared is not None:
+        together = stream.single and self.shared is not None and self.shared.of_experts(self.down.shape[2])
+        if together or self.shared is None:
+            yield self._experts(name, stream.normed, weights, ids, together or (None, None), y)
+        else:
+            routed = frame.buffer("routed", *y.shape)
+            yield self._experts(name, stream.normed, weights, ids, (None, None), routed)
             yield from self.shared.calls(f"{name}.shared", frame, Given(stream.normed), y, residual=routed)
+
+    def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
+        return Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, *shared, y))
 
 
 @dataclass(frozen=True, slots=True)
