@@ -289,7 +289,6 @@ class GatedMlp:
             yield Call(f"{name}.activation", silu_mul_out, (both[:, :inter], both[:, inter:], active, self.gelu_tanh))
         yield linear(f"{name}.down", active, self.down, y, residual=residual)
 
-
     def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
         """Its matrices as those of experts of another width: [experts, 2, inter, hidden] and [experts, hidden, inter]; None if they don't divide."""
         hidden, wide = self.down.weight.shape

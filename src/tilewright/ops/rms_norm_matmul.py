@@ -115,12 +115,13 @@ def space(p: Problem, device: Device) -> list[Config]:
         return c.tiles(p) > device.sms * c.occupancy
 
     def idle(c: Config) -> float:
-        slots = device.sms * c.occupancy
-        return -(-c.tiles(p) // slots) * slots / c.tiles(p)
+        """How much longer than its share the busiest block reads, or, where blocks come and go, the busiest SM."""
+        at_once = device.sms * c.occupancy if c.persistent else device.sms
+        return -(-c.tiles(p) // at_once) * at_once / c.tiles(p)
 
     whole = [Config(n, k, False, latency, occupancy, warps) for n, k, latency, occupancy, warps in _SHAPES]
     walking = [replace(c, persistent=True) for c in whole if several(c)]
-    # Rounds that are full, to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
+    # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
     return sorted((*walking, *whole), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
 
 
@@ -288,9 +289,7 @@ def rms_norm_matmul(
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows = None if residual is None else as_rows(residual)
-        rms_norm_matmul_out(
-            as_rows(x), weight, b, bias, rows, as_rows(out), None if total is None else as_rows(total), eps, weight_offset, silu_mul
-        )
+        rms_norm_matmul_out(as_rows(x), weight, b, bias, rows, as_rows(out), None if total is None else as_rows(total), eps, weight_offset, silu_mul)
     elif total is not None and residual is not None:
         torch.add(x, residual, out=total)  # no columns
     return out if total is None else (out, total)

@@ -2,12 +2,12 @@
 
     h = rms_norm(x + residual)        logits = h @ router.T        weights, ids = moe_route(logits)
 
-A token's experts are dealt to several blocks, each of which norms the token for itself. The block that finishes last, by a counter, finds all logits and
-chooses.
+A token's experts are dealt to several blocks, each of which norms the token for itself. The block that finishes last, by a counter, finds all
+logits and chooses.
 
 Source    rms_norm (arXiv:1910.07467, eq. 4) and moe_route (Shazeer et al. 2017, arXiv:1701.06538).
-Numerics  fp32 but for what is rounded to the dtype: x + residual, which is normalised, and h, which the router reads. Logits are not rounded. Of equal
-          scores the expert with the lower index comes first. A token's logits are added in one order, so equal calls give equal bits.
+Numerics  fp32 but for what is rounded to the dtype: x + residual, which is normalised, and h, which the router reads. Logits are not rounded. Of
+          equal scores the expert with the lower index comes first. Each logit is one block's, so equal calls give equal bits.
 Bound     Latency: the router's weights are a few hundred kilobytes.
 """
 
@@ -119,7 +119,7 @@ class Config:
     num_worker_warps: int | None = None
 
 
-MOST_KEPT = 1 << 15  # elements of the router in a block's registers
+MOST_KEPT = 128  # elements of the router in a thread's registers
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -130,7 +130,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     tile_k = min(whole, max(256, p.k & -p.k), 2048)  # the largest that pads nothing
     # Two experts a block: more blocks than that only queue at the counter, fewer read longer.
     shapes = ((2, 4), (4, 4), (1, 4), (4, 8), (8, 8))
-    fitting = [Config(e, tile_k, warps) for e, warps in shapes if e * p.k * (4 // warps if warps == 4 else 1) <= MOST_KEPT]
+    fitting = [Config(e, tile_k, warps) for e, warps in shapes if e * p.k <= MOST_KEPT * 32 * warps]
     return fitting or [Config(1, tile_k, 8)]
 
 
@@ -178,7 +178,7 @@ def rms_norm_route_kernel(
 ):
     """TILE_E experts of a token; the token's last block also chooses. Grid (parts of the experts, tokens).
 
-    X, RESIDUAL, OUT, SUM: [tokens, K], RESIDUAL and SUM only with ADD. WEIGHT: [K]. ROUTER: [experts, K]. BIAS: [GROUPS, SIZE], read only with ADD_BIAS.
+    X, RESIDUAL, OUT, SUM: [tokens, K], RESIDUAL and SUM only with ADD. WEIGHT: [K]. ROUTER: [experts, K]. BIAS: [GROUPS, SIZE], only with ADD_BIAS.
     ARRIVED: int32 [tokens], zero, and zero again at the end. LOGITS: [tokens, experts]. WEIGHTS, IDS: [tokens, TOP_K].
     TILE_G, TILE_S, TILE_P: powers of two, at least GROUPS, SIZE, TOP_K.
     """
@@ -310,8 +310,8 @@ def rms_norm_route(
         round_before_weight: round to the dtype before the norm's weight too, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
         sigmoid, bias, normalize, scale, groups, top_groups: as in `moe_route`.
-    Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k], the normed rows [tokens, k]) and, with a residual, x + residual; the first two as
-        `moe_route` has them. Empty without tokens, with nothing launched.
+    Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k], the normed rows [tokens, k]) and, with a residual, x + residual; the first
+        two as `moe_route` has them. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", ndim=2, dtypes=DTYPES)

@@ -28,7 +28,6 @@ from ..fp8 import GROUPS, dequantized, quantized
 from ..scaling import GROUP, Scaling, dequantize, scale_shapes
 from .decision import E4M3, Config, Problem, Product, plan, space
 from .kernels import moe_few_kernel, moe_kernel
-from .lists import moe_count_kernel
 from .one import moe_one_down_kernel, moe_one_up_kernel
 
 __all__ = [
@@ -116,8 +115,10 @@ def moe_out(
     if p.kernel is moe_one_up_kernel:
         shared = matrices if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down[:, None])
         _one(p, x, matrices, scales, shared, weights, ids, out)
+    elif p.kernel is moe_few_kernel:
+        _few(p, x, matrices, scales, weights, ids, out)
     else:
-        (_few if p.kernel is moe_few_kernel else _many)(p, x, matrices, scales, weights, ids, out)
+        _many(p, x, matrices, scales, weights, ids, out)
 
 
 def _parts(scale: Tensor, parts: int) -> Tensor:
