@@ -44,7 +44,8 @@ def test_the_counter_is_zero_again_and_any_block_may_be_the_last():
     found = []
     for order in (1, 2, 3):
         with interpret.checking(races=True, order=order):
-            rms_norm_route_out(x, weight, router, None, None, arrived, weights, ids, torch.empty_like(x), None, 1e-6, 0.0, False, False, True, 1.0, 0, 0)
+            results = (arrived, weights, ids, torch.empty_like(x), None)
+            rms_norm_route_out(x, weight, router, None, None, *results, 1e-6, 0.0, False, False, True, 1.0, 0, 0)
         assert arrived.eq(0).all()
         found.append((weights.clone(), ids.clone()))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

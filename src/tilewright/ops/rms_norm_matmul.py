@@ -104,6 +104,8 @@ class Config:
 # for one step more than fits, the compiler keeps two).
 _SHAPES = ((16, 256, 8, 3, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (32, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
 
+_SMALL_SHAPES = ((8, 512, 8, 2, 4), (16, 256, 4, 2, 4), (8, 512, 8, 3, 4), (8, 256, 8, 2, 4))  # for half the shared memory, or none that loads fill
+
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
@@ -119,7 +121,8 @@ def space(p: Problem, device: Device) -> list[Config]:
         at_once = device.sms * c.occupancy if c.persistent else device.sms
         return -(-c.tiles(p) // at_once) * at_once / c.tiles(p)
 
-    whole = [Config(n, k, False, latency, occupancy, warps) for n, k, latency, occupancy, warps in _SHAPES]
+    shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
+    whole = [Config(n, k, False, latency, occupancy, warps) for n, k, latency, occupancy, warps in shapes]
     walking = [replace(c, persistent=True) for c in whole if several(c)]
     # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
     return sorted((*walking, *whole), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
