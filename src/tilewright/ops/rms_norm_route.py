@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .routing import MOST_EXPERTS, MOST_RANKED, ZERO, check_routing, chosen_experts, experts_and_groups, routed, scores_of
+from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, experts_and_groups, routed, scores_of
 from .tiles import load_tile
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -214,8 +214,9 @@ def rms_norm_route_kernel(
     ct.store(LOGITS, (token, part), ct.sum(acc, axis=1).reshape((1, TILE_E)), allow_tma=False)
     before = ct.atomic_add(ARRIVED, token, 1, memory_order=ct.MemoryOrder.ACQ_REL, memory_scope=ct.MemoryScope.DEVICE)
     if before == ct.num_blocks(0) - 1:
-        # Beside the row of logits three empty ones, where many reductions follow each other: a row to a warp, and no warp waits for another.
-        ROWS = 4 if TOP_GROUPS == GROUPS and TILE_G * TILE_S > MOST_RANKED else 1
+        # Beside the row of logits three empty ones: a row to a warp, and in all the reductions that follow no warp waits for another. With groups
+        # the compiler lays rows out otherwise.
+        ROWS = 4 if TOP_GROUPS == GROUPS else 1
         expert, inside = experts_and_groups(GROUPS, SIZE, TILE_G, TILE_S)
         row = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
         logits = ct.gather(LOGITS, (token + row, expert), mask=inside & (row == 0))

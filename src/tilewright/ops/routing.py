@@ -11,7 +11,6 @@ from ..launch import must
 MOST_EXPERTS = 1024
 MOST_TOP_K = 64
 TINY = 2.0**-126  # the smallest normal fp32: weights of scores that all underflow stay finite
-MOST_RANKED = 64  # experts that are compared each with each: 2 * TOP_K reductions less, one after the other
 TAKEN = -(2**31)  # an order key below every other
 ZERO = ct.PaddingMode.ZERO
 
@@ -113,27 +112,17 @@ def chosen_experts(x, bias, scale, how):
             kept = kept | (group == winner)
             best = ct.where(group == winner, TAKEN, best)
         keys = ct.where(kept, each, TAKEN).reshape((TILE_M, lanes))
-    if TILE_M == 1 and lanes <= MOST_RANKED:
-        # All at once: an expert's place is the number of those above it.
-        mine, theirs = keys.reshape((lanes, 1)), keys
-        above = (theirs > mine) | ((theirs == mine) & (expert < expert.reshape((lanes, 1))))
-        rank = ct.sum(above.astype(ct.int32), axis=1).reshape((1, lanes))
-        place = ct.arange(TILE_K, dtype=ct.int32).reshape((TILE_K, 1))
-        taken = (rank == place) & inside & (place < TOP_K)
-        ids = ct.sum(ct.where(taken, expert, 0), axis=1).reshape((1, TILE_K))
-        weights = ct.sum(ct.where(taken, scores, 0.0), axis=1).reshape((1, TILE_K))
-    else:
-        column = ct.arange(TILE_K, dtype=ct.int32).reshape((1, TILE_K))
-        ids = ct.zeros((TILE_M, TILE_K), ct.int32)
-        weights = ct.zeros((TILE_M, TILE_K), ct.float32)
-        for k in ct.static_iter(range(TOP_K)):
-            top = ct.max(keys, axis=1, keepdims=True)
-            winner = ct.min(ct.where(keys == top, expert, GROUPS * SIZE), axis=1, keepdims=True)
-            taken = (expert == winner) & inside
-            weight = ct.sum(ct.where(taken, scores, 0.0), axis=1, keepdims=True)
-            keys = ct.where(taken, TAKEN, keys)
-            ids = ct.where(column == k, winner, ids)
-            weights = ct.where(column == k, weight, weights)
+    column = ct.arange(TILE_K, dtype=ct.int32).reshape((1, TILE_K))
+    ids = ct.zeros((TILE_M, TILE_K), ct.int32)
+    weights = ct.zeros((TILE_M, TILE_K), ct.float32)
+    for k in ct.static_iter(range(TOP_K)):
+        top = ct.max(keys, axis=1, keepdims=True)
+        winner = ct.min(ct.where(keys == top, expert, GROUPS * SIZE), axis=1, keepdims=True)
+        taken = (expert == winner) & inside
+        weight = ct.sum(ct.where(taken, scores, 0.0), axis=1, keepdims=True)
+        keys = ct.where(taken, TAKEN, keys)
+        ids = ct.where(column == k, winner, ids)
+        weights = ct.where(column == k, weight, weights)
     if NORMALIZE:
         weights = weights / ct.maximum(ct.sum(weights, axis=1, keepdims=True), TINY, propagate_nan=True)
     return weights * scale, ids
