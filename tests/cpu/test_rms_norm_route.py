@@ -16,7 +16,7 @@ def no_grad():
         yield
 
 
-@pytest.mark.parametrize("experts", [24, 72, 136])
+@pytest.mark.parametrize("experts", [24, 136])
 def test_it_is_rms_norm_and_a_product_and_moe_route_in_one_launch(experts):
     x, residual, weight, router = (torch.randn(s).to(BF16) for s in ((2, 96), (2, 96), (96,), (experts, 96)))
     how = {"sigmoid": True, "bias": 0.1 * torch.randn(experts), "scale": 2.5, "groups": 4, "top_groups": 2}
