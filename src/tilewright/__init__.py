@@ -19,7 +19,9 @@ from .ops.moe import moe
 from .ops.moe_route import moe_route
 from .ops.quantize_fp8 import quantize_fp8
 from .ops.rms_norm import rms_norm
+from .ops.rms_norm_matmul import rms_norm_matmul
 from .ops.rms_norm_quant import rms_norm_quant
+from .ops.rms_norm_route import rms_norm_route
 from .ops.rope import rope
 from .ops.sample import sample
 from .ops.silu_mul import silu_mul
@@ -53,7 +55,9 @@ __all__ = [
     "patch",
     "quantize_fp8",
     "rms_norm",
+    "rms_norm_matmul",
     "rms_norm_quant",
+    "rms_norm_route",
     "rope",
     "sample",
     "silu_mul",

@@ -188,6 +188,17 @@ def test_a_skinny_product_keeps_most_of_the_gpu_reading(n, k, m):
     assert plan.grid[0] / plan.occupancy >= min(56, n / 64), str(plan)
 
 
+@pytest.mark.parametrize("m", [1, 2])
+def test_what_stands_behind_a_product_of_a_row_or_two_on_the_cuda_cores(m):
+    for behind in ({"silu_mul": True}, {"residual": True}, {"silu_mul": True, "residual": True, "out_scale": True, "bias": True}):
+        for persistent in (False, True):
+            check_op(op, Problem(m, 50, 109, BF16, **behind), CPU, Config(m, 8, 32, dot=True, persistent=persistent))
+    problem = Problem(m, 4096, 4096, residual=True)
+    first = op.space(problem, H200)[0]
+    assert first.dot
+    assert op.plan(problem, first, H200).grid[0] >= 256
+
+
 @pytest.mark.parametrize("name", ["H200", "B200", "RTX5090", "A100"])
 def test_rows_are_a_runtime_value(name):
     """256 prompt lengths and every decode batch use few kernels: none has a row count among its constants."""

@@ -203,6 +203,26 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     assert not counts
 
 
+def test_shared_experts_are_views_of_one_mlp_and_cost_no_launch():
+    x, gate_up, down, weights, ids = (INPUTS[name] for name in ("x", "gate_up", "down", "weights", "ids"))
+    x, weights, ids = x[:1], weights[:1], ids[:1]
+    _, hidden, inter = down.shape
+    matrix, last = torch.randn(2 * inter, 2, hidden).to(x.dtype), torch.randn(hidden, 2 * inter).to(x.dtype)
+    both = {
+        "shared_gate_up": matrix.view(2, inter, 2, hidden).transpose(1, 2),
+        "shared_down": last.view(hidden, 2, inter).transpose(0, 1),
+    }
+    with counted() as counts:
+        found = moe(x, gate_up, down, weights=weights, ids=ids, **both)
+    assert counts == {"moe_one_up_kernel": 1, "moe_one_down_kernel": 1}
+    whole = F.linear(F.silu(F.linear(x.float(), matrix[:, 0].float())) * F.linear(x.float(), matrix[:, 1].float()), last.float())
+    torch.testing.assert_close(found.float(), moe(x, gate_up, down, weights=weights, ids=ids).float() + whole, rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match=r"x.shape\[0\] must be 1 with shared experts, got "):
+        moe(**{**INPUTS, **both})
+    with pytest.raises(ValueError, match=r"shared_down must be given where the other matrix is, got None"):
+        moe(x, gate_up, down, weights=weights, ids=ids, shared_gate_up=both["shared_gate_up"])
+
+
 def test_without_8_bit_tensor_cores_there_is_no_config_for_8_bit_weights():
     """Configs that a compiler refuses are not in the space: sm_80 has no fp8."""
     problem = Problem(4, 2, 4, 128, 128, scaling=Scaling.BLOCK)

@@ -1,6 +1,7 @@
 """Engine on a GPU: a graph chooses the eager tokens, allocates nothing, compiles nothing late, and gives its memory back."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -89,18 +90,23 @@ def test_logits_are_near_those_of_transformers(gpu, prompts):
     assert error <= 2 * theirs
 
 
-def test_10000_tokens_allocate_nothing_and_compile_nothing(gpu, compilations):
-    model = made("llama", gpu)
-    with Engine(model, max_batch=1, max_len=10_200, mode="graph", check_every=64) as engine:
-        engine.warm_up(1, 40)
-        engine.generate([[5] * 40], 80)
-        before, compiled = torch.cuda.memory_stats(gpu), len(compilations)
-        held: list[int] = []
-        engine.generate([[5] * 40], 10_000, on_tokens=lambda _: held.append(torch.cuda.memory_allocated(gpu)))
-        after = torch.cuda.memory_stats(gpu)
-    assert len(set(held)) == 1
-    assert after["reserved_bytes.all.current"] == before["reserved_bytes.all.current"]
-    assert len(compilations) == compiled
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_a_long_run_allocates_nothing_compiles_nothing_and_does_not_drift(gpu, compilations, name):
+    """TILEWRIGHT_TEST_TOKENS=10000 makes it the long one."""
+    new, prompt, model, found = int(os.environ.get("TILEWRIGHT_TEST_TOKENS", "512")), [5] * 40, made(name, gpu), []
+    for mode in ("graph", "eager"):
+        with Engine(model, max_batch=1, max_len=new + 200, mode=mode, check_every=64) as engine:
+            engine.warm_up(1, len(prompt))
+            engine.generate([prompt], 80)
+            before, compiled = torch.cuda.memory_stats(gpu), len(compilations)
+            held: list[int] = []
+            found.append(engine.generate([prompt], new, on_tokens=lambda _, held=held: held.append(torch.cuda.memory_allocated(gpu))).tokens)
+            after = torch.cuda.memory_stats(gpu)
+        assert len(set(held)) == 1
+        assert after["reserved_bytes.all.current"] == before["reserved_bytes.all.current"]
+        assert len(compilations) == compiled
+    assert len(found[0][0]) == new
+    assert found[0] == found[1]
 
 
 def test_close_gives_back_memory_and_weights(gpu, prompts):

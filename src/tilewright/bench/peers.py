@@ -137,6 +137,15 @@ def _rms_norm_quant(
     return found if residual is None else (*found, residual)
 
 
+def _rms_norm_matmul(x, weight, b, bias=None, *, eps=1e-6, residual=None, silu_mul=False):
+    if residual is not None:
+        x = residual = x + residual
+    out = F.linear(F.rms_norm(x, weight.shape, weight, eps), b, bias)
+    if silu_mul:
+        out = F.silu(out[..., 0::2]) * out[..., 1::2]
+    return out if residual is None else (out, residual)
+
+
 def _silu_mul_quant(gate, up=None, *, gelu_tanh=False, block, dtype, power_of_two_scales=False):
     if up is None:
         gate, up = gate.chunk(2, -1)
@@ -259,6 +268,13 @@ def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale
     return weights * scale, ids.int()
 
 
+def _rms_norm_route(x, weight, router, top_k, *, eps=1e-6, round_before_weight=False, residual=None, **choice):
+    if residual is not None:
+        x = residual = x + residual
+    h = F.rms_norm(x, weight.shape, weight, eps)
+    return *_moe_route(F.linear(h.float(), router.float()), top_k, **choice), h, residual
+
+
 def _grouped_moe(x, gate_up, down, *, weights, ids, **unused):
     """As transformers' experts with grouped products: sorted by expert, two products, back in the order of the tokens, summed."""
     top_k = ids.shape[1]
@@ -280,7 +296,8 @@ def _batched_moe(x, gate_up, down, *, weights, ids, **unused):
 
 
 def _plain_moe(inputs: Inputs) -> bool:
-    return inputs["scale_down"] is None and inputs["x"].dtype is torch.bfloat16 and all(n % 8 == 0 for n in inputs["down"].shape[1:])
+    plain = inputs["scale_down"] is None and inputs.get("shared_down") is None
+    return plain and inputs["x"].dtype is torch.bfloat16 and all(n % 8 == 0 for n in inputs["down"].shape[1:])
 
 
 PEERS: dict[str, tuple[Peer, ...]] = {
@@ -292,6 +309,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "rope": (Peer("torch.eager", _rope, _llama_rope), Peer("torch.compile", _compiled(_rope), _llama_rope)),
     "silu_mul": (Peer("torch.eager", _silu_mul), Peer("torch.compile", _compiled(_silu_mul))),
     "quantize_fp8": (Peer("torch.compile", _compiled(_quantize_fp8)),),
+    "rms_norm_matmul": (Peer("torch.eager", _rms_norm_matmul), Peer("torch.compile", _compiled(_rms_norm_matmul))),
     "rms_norm_quant": (Peer("torch.compile", _compiled(_rms_norm_quant)),),
     "silu_mul_quant": (Peer("torch.compile", _compiled(_silu_mul_quant)),),
     "softmax": (
@@ -307,6 +325,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
     "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
     "moe_route": (Peer("torch.eager", _moe_route), Peer("torch.compile", _compiled(_moe_route))),
+    "rms_norm_route": (Peer("torch.eager", _rms_norm_route), Peer("torch.compile", _compiled(_rms_norm_route))),
     "moe": (
         Peer("grouped_mm", _grouped_moe, _plain_moe),
         # It copies the weights of each choice: 16 tokens of Mixtral would need 11 GB for that.

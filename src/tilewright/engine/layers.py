@@ -18,6 +18,8 @@ from ..ops.mla_decode import mla_decode_out
 from ..ops.moe import moe_out
 from ..ops.moe_route import moe_route_out
 from ..ops.rms_norm import rms_norm_out
+from ..ops.rms_norm_matmul import rms_norm_matmul_out
+from ..ops.rms_norm_route import rms_norm_route_out
 from ..ops.silu_mul import silu_mul_out
 from .parallel import Group
 from .program import Call, Emit, Frame
@@ -41,9 +43,55 @@ class Norm:
     def of(self, name: str, x: Tensor, out: Tensor) -> Call:
         return Call(name, rms_norm_out, (x, self.weight, None, out, None, self.eps, self.weight_offset, self.round_before_weight))
 
-    def of_sum(self, name: str, x: Tensor, residual: Tensor, out: Tensor, total: Tensor) -> Call:
-        """out: the norm of x + residual; total: the sum itself."""
-        return Call(name, rms_norm_out, (x, self.weight, residual, out, total, self.eps, self.weight_offset, self.round_before_weight))
+
+class Rows(Protocol):
+    """What a matrix is multiplied with."""
+
+    def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
+        """out = rows @ weight.T + bias; silu_mul: as `linear`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Rows as they are."""
+
+    rows: Tensor
+
+    def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
+        yield linear(name, self.rows, w, out, silu_mul=silu_mul)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Rows of the residual stream, normed by whoever reads them first: the norm of x + y goes to `normed`, the sum itself to `total`.
+
+    y, total: None where nothing is to be added.
+    """
+
+    name: str
+    norm: Norm
+    x: Tensor
+    y: Tensor | None
+    normed: Tensor
+    total: Tensor | None
+
+    @property
+    def single(self) -> bool:
+        """Whether kernels that norm a row in each block are the faster ones."""
+        return len(self.x) == 1
+
+    def norm_call(self) -> Call:
+        norm = (self.norm.eps, self.norm.weight_offset, self.norm.round_before_weight)
+        return Call(self.name, rms_norm_out, (self.x, self.norm.weight, self.y, self.normed, self.total, *norm))
+
+    def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
+        if self.single:
+            norm = (self.norm.eps, self.norm.weight_offset)
+            yield Call(name, rms_norm_matmul_out, (self.x, self.norm.weight, w.weight, w.bias, self.y, out, self.total, *norm, silu_mul))
+        else:
+            yield self.norm_call()
+            yield linear(name, self.normed, w, out, silu_mul=silu_mul)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +139,8 @@ class Attention(Protocol):
         """What the layer keeps of each token, batch first; of a cache in pages, of so many pages of so many tokens."""
         ...
 
-    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
-        """Appends the frame's tokens to the cache and attends: h [tokens, hidden] to y of the same shape."""
+    def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        """Appends the frame's tokens to the cache and attends: from the stream's normed rows to y [tokens, hidden]."""
         ...
 
 
@@ -100,8 +148,8 @@ class Mlp(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor) -> Emit:
-        """h [tokens, hidden] to y of the same shape."""
+    def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor) -> Emit:
+        """From the stream's normed rows to y [tokens, hidden]."""
         ...
 
 
@@ -131,10 +179,10 @@ class GroupedAttention:
     def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
         return ((batch, self.kv_heads, max_len, self.head_dim),) * 2
 
-    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+    def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         heads = self.q_heads + 2 * self.kv_heads
         qkv = frame.buffer("qkv", frame.tokens, heads * self.head_dim)
-        yield linear(f"{name}.qkv", h, self.qkv, qkv)
+        yield from stream.product(f"{name}.qkv", self.qkv, qkv)
         q, k, v = self._heads(frame, qkv).split((self.q_heads, self.kv_heads, self.kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             # One launch norms every head of the row, since they lie one behind the other; of each result only the heads it is meant for are read.
@@ -192,10 +240,10 @@ class LatentAttention:
     def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
         return ((batch, max_len, self.kv_up.shape[2] + self.rope_dim),)
 
-    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+    def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         heads, _, latent_dim = self.kv_up.shape
         below = frame.buffer("down", frame.tokens, len(self.down.weight))
-        yield linear(f"{name}.down", h, self.down, below)
+        yield from stream.product(f"{name}.down", self.down, below)
         queries, low, k_rope = below.split((below.shape[1] - latent_dim - self.rope_dim, latent_dim, self.rope_dim), 1)
         if self.q_up is not None:
             norm, up = self.q_up
@@ -253,17 +301,26 @@ class GatedMlp:
     def weight_bytes(self) -> int:
         return self.gate_up.weight.nbytes + self.down.weight.nbytes
 
-    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor, residual: Tensor | None = None) -> Emit:
+    def calls(self, name: str, frame: Frame, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
         """residual: added to the result."""
         inter = self.down.weight.shape[1]
         active = frame.buffer(f"active.{inter}", frame.tokens, inter)
         if self.alternating:
-            yield linear(f"{name}.gate_up", h, self.gate_up, active, silu_mul=True)
+            yield from rows.product(f"{name}.gate_up", self.gate_up, active, silu_mul=True)
         else:
             both = frame.buffer(f"gate_up.{inter}", frame.tokens, 2 * inter)
-            yield linear(f"{name}.gate_up", h, self.gate_up, both)
+            yield from rows.product(f"{name}.gate_up", self.gate_up, both)
             yield Call(f"{name}.activation", silu_mul_out, (both[:, :inter], both[:, inter:], active, self.gelu_tanh))
         yield linear(f"{name}.down", active, self.down, y, residual=residual)
+
+    def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
+        """Its matrices as those of experts of another width: [experts, 2, inter, hidden] and [experts, hidden, inter]; None if they don't divide."""
+        hidden, wide = self.down.weight.shape
+        if wide % inter or not self.alternating or self.gelu_tanh or self.gate_up.bias is not None or self.down.bias is not None:
+            return None
+        experts = wide // inter
+        gate_up = self.gate_up.weight.view(experts, inter, 2, hidden).transpose(1, 2)
+        return gate_up, self.down.weight.view(hidden, experts, inter).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,19 +351,32 @@ class Experts:
         shared = 0 if self.shared is None else self.shared.weight_bytes
         return self.router.weight.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
 
-    def calls(self, name: str, frame: Frame, h: Tensor, y: Tensor) -> Emit:
-        logits = frame.buffer("router", frame.tokens, len(self.router.weight), dtype=self.logits_dtype)
+    def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor) -> Emit:
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
-        yield linear(f"{name}.router", h, self.router, logits)
         choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups)
-        yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
+        if stream.single:
+            arrived = frame.buffer("router.arrived", frame.tokens, dtype=torch.int32)
+            norm, found = stream.norm, (arrived, weights, ids, stream.normed, stream.total)
+            how = (norm.eps, norm.weight_offset, norm.round_before_weight, *choice)
+            yield Call(f"{name}.route", rms_norm_route_out, (stream.x, norm.weight, self.router.weight, self.bias, stream.y, *found, *how))
+        else:
+            logits = frame.buffer("router", frame.tokens, len(self.router.weight), dtype=self.logits_dtype)
+            yield stream.norm_call()
+            yield linear(f"{name}.router", stream.normed, self.router, logits)
+            yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
         if self.first:
             yield Call(f"{name}.own", _count_from, (ids, self.first))
-        routed = y if self.shared is None else frame.buffer("routed", *y.shape)
-        yield Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, routed))
-        if self.shared is not None:
-            yield from self.shared.calls(f"{name}.shared", frame, h, y, residual=routed)
+        together = stream.single and self.shared is not None and self.shared.of_experts(self.down.shape[2])
+        if together or self.shared is None:
+            yield self._experts(name, stream.normed, weights, ids, together or (None, None), y)
+        else:
+            routed = frame.buffer("routed", *y.shape)
+            yield self._experts(name, stream.normed, weights, ids, (None, None), routed)
+            yield from self.shared.calls(f"{name}.shared", frame, Given(stream.normed), y, residual=routed)
+
+    def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
+        return Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, *shared, y))
 
 
 def _count_from(ids: Tensor, first: int) -> None:
@@ -350,15 +420,15 @@ class Decoder:
         yield Call("embedding", embedding_out, (ids, self.embedding, x, 1.0))
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if i == 0:
-                yield layer.attention_norm.of("layers.0.attention_norm", x, h)
+                stream = Stream("layers.0.attention_norm", layer.attention_norm, x, None, h, None)
             else:
-                yield layer.attention_norm.of_sum(f"layers.{i}.attention_norm", y, x, h, other)
+                stream = Stream(f"layers.{i}.attention_norm", layer.attention_norm, x, y, h, other)
                 x, other = other, x
-            yield from layer.attention.calls(f"layers.{i}.attention", frame, h, share, cache)
+            yield from layer.attention.calls(f"layers.{i}.attention", frame, stream, share, cache)
             yield from self._sum(f"layers.{i}.attention", share, y)
-            yield layer.mlp_norm.of_sum(f"layers.{i}.mlp_norm", y, x, h, other)
+            stream = Stream(f"layers.{i}.mlp_norm", layer.mlp_norm, x, y, h, other)
             x, other = other, x
-            yield from layer.mlp.calls(f"layers.{i}.mlp", frame, h, share)
+            yield from layer.mlp.calls(f"layers.{i}.mlp", frame, stream, share)
             yield from self._sum(f"layers.{i}.mlp", share, y)
 
     def _sum(self, name: str, share: Tensor, y: Tensor) -> Emit:
@@ -367,11 +437,10 @@ class Decoder:
     def head_calls(self, frame: Frame) -> Emit:
         """From the buffers `x` and `y` of a frame with one token a sequence to its buffer `logits`."""
         x, total, h, y = (frame.buffer(name, frame.batch, self.hidden) for name in ("x", "x.other", "h", "y"))
-        yield self.norm.of_sum("norm", y, x, h, total)
-        logits = frame.buffer("logits", frame.batch, self.vocab)
+        stream, logits = Stream("norm", self.norm, x, y, h, total), frame.buffer("logits", frame.batch, self.vocab)
         if self.group is None:
-            yield linear("head", h, self.head, logits)
+            yield from stream.product("head", self.head, logits)
         else:
             part = frame.buffer("logits.part", frame.batch, len(self.head.weight))
-            yield linear("head", h, self.head, part)
+            yield from stream.product("head", self.head, part)
             yield from self.group.gather_calls("head", frame, part, logits)

@@ -20,7 +20,9 @@ from . import (
     moe_route,
     quantize_fp8,
     rms_norm,
+    rms_norm_matmul,
     rms_norm_quant,
+    rms_norm_route,
     rope,
     sample,
     silu_mul,
@@ -35,6 +37,7 @@ ALL = (
     silu_mul,
     softmax,
     matmul,
+    rms_norm_matmul,
     bmm,
     grouped_gemm,
     attention,
@@ -53,6 +56,7 @@ ALL = (
     silu_mul_quant,
     sample,
     moe_route,
+    rms_norm_route,
     moe,
 )
 

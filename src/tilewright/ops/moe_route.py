@@ -9,7 +9,6 @@ Numerics  fp32 throughout. Of equal scores the expert with the lower index comes
 Bound     Latency: a few kilobytes for each token, top_k reductions one after the other.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -18,13 +17,9 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_EXPERTS = 1024
-MOST_TOP_K = 64
-TINY = 2.0**-126  # the smallest normal fp32: weights of scores that all underflow stay finite
-TAKEN = -(2**31)  # an order key below every other
-ZERO = ct.PaddingMode.ZERO
 
 
 def reference(
@@ -39,25 +34,7 @@ def reference(
     top_groups: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The definition, at least in fp32."""
-    scores, chosen_by = _scores(logits, sigmoid, bias)
-    if groups:
-        each = chosen_by.unflatten(-1, (groups, -1))
-        best = each.amax(-1) if bias is None else each.topk(min(2, each.shape[-1]), -1).values.sum(-1)
-        kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
-        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
-        chosen_by = each.masked_fill(out[..., None], -torch.inf).flatten(-2)
-    ids = chosen_by.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    weights = scores.gather(-1, ids)
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=TINY)
-    return weights * scale, ids.int()
-
-
-def _scores(logits: Tensor, sigmoid: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scores, and what the experts are chosen by."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = wide.sigmoid() if sigmoid else wide.softmax(-1)
-    return scores, scores if bias is None else scores + bias.to(wide.dtype)
+    return routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
 
 
 def comparable(
@@ -65,7 +42,7 @@ def comparable(
 ) -> tuple[Tensor, Tensor]:
     """The weights, and what the experts were chosen by: indices themselves have no distance."""
     weights, ids = result
-    return weights, _scores(logits.double(), sigmoid, bias)[1].gather(-1, ids.long()).to(weights.dtype)
+    return weights, scores_of(logits.double(), sigmoid, bias)[1].gather(-1, ids.long()).to(weights.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +108,6 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     return Plan(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), constants, num_worker_warps=c.num_worker_warps)
 
 
-def _order_keys(values):
-    """int32 that compare as the fp32 values do, NaN above all: integers have no NaN that would compare false with itself."""
-    bits = ct.bitcast(ct.where(ct.isnan(values), math.nan, values + 0.0), ct.int32)  # one NaN, and no negative zero
-    return ct.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
 @ct.kernel
 def moe_route_kernel(
     LOGITS,
@@ -163,53 +134,14 @@ def moe_route_kernel(
     """
     i = ct.bid(0)
     lanes = TILE_G * TILE_S
-    group = ct.arange(TILE_G, dtype=ct.int32).reshape((1, TILE_G, 1))
-    member = ct.arange(TILE_S, dtype=ct.int32).reshape((1, 1, TILE_S))
-    expert = (group * SIZE + member).reshape((1, lanes))
-    inside = ((group < GROUPS) & (member < SIZE)).reshape((1, lanes))
     x = ct.load(LOGITS.slice(1, 0, GROUPS).slice(2, 0, SIZE), (i, 0, 0), (TILE_M, TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)
-    x = x.astype(ct.float32).reshape((TILE_M, lanes))
-    if SIGMOID:
-        scores = 1.0 / (1.0 + ct.exp(-x))
-    else:
-        x = ct.where(inside, x, -math.inf)
-        powers = ct.exp(x - ct.max(x, axis=1, keepdims=True, propagate_nan=True))
-        scores = powers / ct.sum(powers, axis=1, keepdims=True)
-    chosen_by = scores
-    if ADD_BIAS:
-        bias = ct.load(BIAS.slice(0, 0, GROUPS).slice(1, 0, SIZE), (0, 0), (TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)
-        chosen_by = chosen_by + bias.reshape((1, lanes))
-    keys = ct.where(inside, _order_keys(chosen_by), TAKEN)
-    if TOP_GROUPS < GROUPS:
-        each = keys.reshape((TILE_M, TILE_G, TILE_S))
-        best = ct.max(each, axis=2, keepdims=True)
-        if ADD_BIAS and SIZE > 1:
-            values = ct.where(inside, chosen_by, -math.inf).reshape((TILE_M, TILE_G, TILE_S))
-            first = ct.max(values, axis=2, keepdims=True, propagate_nan=True)
-            where = ct.min(ct.where(each == best, member, SIZE), axis=2, keepdims=True)
-            second = ct.max(ct.where(member == where, -math.inf, values), axis=2, keepdims=True, propagate_nan=True)
-            best = ct.where(group < GROUPS, _order_keys(first + second), TAKEN)
-        kept = group < 0
-        for _ in ct.static_iter(range(TOP_GROUPS)):
-            top = ct.max(best, axis=1, keepdims=True)
-            winner = ct.min(ct.where(best == top, group, TILE_G), axis=1, keepdims=True)
-            kept = kept | (group == winner)
-            best = ct.where(group == winner, TAKEN, best)
-        keys = ct.where(kept, each, TAKEN).reshape((TILE_M, lanes))
-    column = ct.arange(TILE_K, dtype=ct.int32).reshape((1, TILE_K))
-    ids = ct.zeros((TILE_M, TILE_K), ct.int32)
-    weights = ct.zeros((TILE_M, TILE_K), ct.float32)
-    for k in ct.static_iter(range(TOP_K)):
-        top = ct.max(keys, axis=1, keepdims=True)
-        winner = ct.min(ct.where(keys == top, expert, GROUPS * SIZE), axis=1, keepdims=True)
-        taken = (expert == winner) & inside
-        weight = ct.sum(ct.where(taken, scores, 0.0), axis=1, keepdims=True)
-        keys = ct.where(taken, TAKEN, keys)
-        ids = ct.where(column == k, winner, ids)
-        weights = ct.where(column == k, weight, weights)
-    if NORMALIZE:
-        weights = weights / ct.maximum(ct.sum(weights, axis=1, keepdims=True), TINY, propagate_nan=True)
-    ct.store(WEIGHTS, (i, 0), weights * scale, allow_tma=False)
+
+    def bias():
+        return ct.load(BIAS.slice(0, 0, GROUPS).slice(1, 0, SIZE), (0, 0), (TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False).reshape((1, lanes))
+
+    how = (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S, TILE_K)
+    weights, ids = chosen_experts(x.astype(ct.float32).reshape((TILE_M, lanes)), bias, scale, how)
+    ct.store(WEIGHTS, (i, 0), weights, allow_tma=False)
     ct.store(IDS, (i, 0), ids, allow_tma=False)
 
 
@@ -265,16 +197,7 @@ def moe_route(
     tokens, experts = logits.shape
     if not 1 <= experts <= MOST_EXPERTS:
         raise must("logits.shape[1]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
-    if not 1 <= top_k <= min(experts, MOST_TOP_K):
-        raise must("top_k", f"1 to {min(experts, MOST_TOP_K)}", top_k)
-    if groups < 0 or (groups and experts % groups):
-        raise must("groups", f"0 or a divisor of {experts}, the number of experts", groups)
-    if not groups and top_groups:
-        raise must("top_groups", "0 without groups", top_groups)
-    if groups and not 1 <= top_groups <= groups:
-        raise must("top_groups", f"1 to {groups}, the number of groups", top_groups)
-    if groups and top_groups * (experts // groups) < top_k:
-        raise must("top_groups", f"enough groups of {experts // groups} experts for top_k = {top_k}", top_groups)
+    check_routing(experts, top_k, groups, top_groups)
     if bias is not None:
         check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
         if bias.device != logits.device:

@@ -47,6 +47,14 @@ def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
         compute(ct.bid(0), False)
 
 
+def silu_mul_of_pairs(y):
+    """[rows, columns / 2] of a tile [rows, columns]: silu(even column) * odd column."""
+    shape = (y.shape[0], y.shape[1] // 2)
+    pairs = y.reshape((*shape, 2))
+    gate, up = ct.extract(pairs, (0, 0, 0), (*shape, 1)).reshape(shape), ct.extract(pairs, (0, 0, 1), (*shape, 1)).reshape(shape)
+    return gate / (1.0 + ct.exp(-gate)) * up
+
+
 def load_pairs(X, at, pair, INTERLEAVED, HALF, padding, whole, latency, tma):
     """The first 2 * HALF elements of rows of X [.., .., .., columns], in the tile `at`, as they come: a tuple for `turned_pairs`.
 

@@ -45,7 +45,7 @@ def _legal(p: Problem, c: Config) -> bool:
         return False
     if p.scaling is Scaling.BLOCK and (c.extra_n or c.tile_k > GROUP):
         return False
-    return not (p.fused and c.dot)
+    return not (c.dot and p.dtype in FP8)
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
@@ -270,8 +270,8 @@ def _tf32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
 # --- few rows: bound by reading b
 
 _DOT: dict[int, tuple[Tile, ...]] = {
-    1: ((1, 8, 512, 1, 1, 4), (1, 4, 1024, 1, 2, 4), (1, 8, 1024, 1, 1, 8), (1, 8, 512, 1, 2, 4)),
-    2: ((2, 8, 512, 1, 1, 8), (4, 8, 512, 1, 1, 8), (2, 4, 1024, 1, 1, 8)),
+    1: ((1, 8, 512, 1, 1, 4), (1, 16, 256, 1, 3, 4), (1, 8, 512, 1, 2, 4), (1, 4, 1024, 1, 2, 4), (1, 8, 1024, 1, 1, 8)),
+    2: ((2, 8, 512, 1, 1, 8), (2, 16, 256, 1, 2, 4), (2, 8, 512, 1, 2, 4), (4, 8, 512, 1, 1, 8), (2, 4, 1024, 1, 1, 8)),
     4: ((4, 8, 512, 1, 1, 8), (4, 4, 512, 1, 2, 8)),
 }
 _SKINNY = {
@@ -288,11 +288,20 @@ def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
         dot = [_walking(p, device, _config(tile, dot=True, latency=8)) for tile in _DOT[next_pow2(p.m)]]
     if p.n <= 8 * device.sms:  # too few rows of b for the MMA's 64 to a block; a block of 8 reads on every SM
         yield from dot
+    elif device.arch == "sm_90" and p.m <= 2 and p.n <= 64 * device.sms:  # blocks of 64 would leave SMs idle; these fill each with two or three
+        dot.sort(key=lambda c: (c.occupancy == 1, round(_idle(p, c, device), 1)))
+        yield from dot
     if device.arch != "sm_90":
         yield from (_walking(p, device, _config(tile, latency=8)) for tile in _SKINNY.get(device.arch, _SKINNY["sm_80"]))
     else:
         yield from (_walking(p, device, c) for c in (_hopper_decode(p, device) if p.m <= 32 else _hopper_batch(p, device)))
     yield from dot
+
+
+def _idle(p: Problem, c: Config, device: Device) -> float:
+    """How much longer than its share the busiest block reads, or, where blocks come and go, the busiest SM."""
+    tiles, at_once = c.tiles(p), c.resident(device) if c.persistent else device.sms
+    return -(-tiles // at_once) * at_once / tiles
 
 
 def _walking(p: Problem, device: Device, c: Config) -> Config:

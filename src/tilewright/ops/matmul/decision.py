@@ -105,7 +105,7 @@ class Config:
     group: tile rows in a band of the tile order (L2 reuse).
     weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a. With extra_n the second
         accumulator then widens tile_m.
-    dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a.
+    dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a, not of 8 bits.
     persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
     split: blocks that share each tile of the last, incomplete round; a second launch adds their fp32 partial tiles. 1: no split.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
@@ -167,7 +167,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21, notes/LOG.md).
         unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
         even = (unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
-        shape = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, c.persistent, split_tiles > 0)
+        shape = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0)
         epilogue = (int(p.scaling), p.fast_acc, *even, p.bias, p.residual, p.silu_mul, p.out_scale)
         return Plan(matmul_fused_kernel, (blocks,), (*shape, *epilogue, c.latency), workspace=workspace, then=reduce, **hints)
     how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, p.bias, p.tf32, c.latency)

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
-from ..tiles import grouped_tile
+from ..tiles import grouped_tile, silu_mul_of_pairs
 from .kernels import operand, split_work
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
@@ -27,6 +27,7 @@ def matmul_fused_kernel(
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
     WEIGHTS_FIRST: ct.Constant[bool],
+    DOT: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     SPLIT: ct.Constant[bool],
     SCALING: ct.Constant[int],
@@ -42,7 +43,7 @@ def matmul_fused_kernel(
     """out = residual + out_scale * f(scales * (a @ b) + bias), a tile at a time; f: nothing, or with SILU_MUL silu(even column) * odd column.
 
     a, b, bias, partial, out and the ways to walk: as matmul_kernel. scale_a, scale_b: [1, k groups, rows] as ops/scaling.py makes them.
-    residual: like out. out_scale: [1]. What a flag says is absent is not touched. SPLIT: nothing behind the scales but a bias.
+    residual: like out. out_scale: [1]. What a flag says is absent is not touched. SPLIT: nothing behind the scales but a bias. DOT: no scales.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b (BLOCK: then scales are loaded unchecked, a tenth faster).
     """
     columns = out.shape[1] * 2 if SILU_MUL else out.shape[1]
@@ -52,9 +53,12 @@ def matmul_fused_kernel(
 
     def product(tile_m, tile_n, first, last):
         """[TILE_M, TILE_N], or transposed with WEIGHTS_FIRST, over the k steps first..last; of BLOCK with its scales."""
-        acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
+        if DOT:
+            acc = ct.zeros((TILE_M, TILE_N, TILE_K), dtype=ct.float32)
+        else:
+            acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
         for step in range(first, last):
-            x = operand(a, tile_m, step, TILE_M, TILE_K, TRANS_A, LATENCY, True)
+            x = operand(a, tile_m, step, TILE_M, TILE_K, TRANS_A, LATENCY, not DOT or TRANS_A)
             w = operand(b, tile_n, step, TILE_N, TILE_K, not TRANS_B, LATENCY, True)
             if SCALING == BLOCK:
                 k_group = step * TILE_K // GROUP
@@ -64,10 +68,14 @@ def matmul_fused_kernel(
                     acc = add_scaled(acc, w, x.transpose(), cols, rows)
                 else:
                     acc = add_scaled(acc, x, w.transpose(), rows, cols)
+            elif DOT:
+                acc += x.astype(ct.float32).reshape((TILE_M, 1, TILE_K)) * w.astype(ct.float32).reshape((1, TILE_N, TILE_K))
             else:
                 if WEIGHTS_FIRST:
                     x, w = w, x
                 acc = add_product(x, w.transpose(), acc, FAST_ACC)
+        if DOT:
+            acc = ct.sum(acc, axis=2)
         if SCALING == TENSOR or SCALING == ROW:
             rows, cols = row_scales(scale_a, 0, tile_m, TILE_M, SCALING), row_scales(scale_b, 0, tile_n, TILE_N, SCALING)
             acc = scaled(acc, cols, rows) if WEIGHTS_FIRST else scaled(acc, rows, cols)
@@ -81,10 +89,7 @@ def matmul_fused_kernel(
         width = TILE_N
         if SILU_MUL:
             width = TILE_N // 2
-            pairs = y.reshape((TILE_M, width, 2))
-            gate = ct.extract(pairs, (0, 0, 0), (TILE_M, width, 1)).reshape((TILE_M, width))
-            up = ct.extract(pairs, (0, 0, 1), (TILE_M, width, 1)).reshape((TILE_M, width))
-            y = gate / (1.0 + ct.exp(-gate)) * up
+            y = silu_mul_of_pairs(y)
         if OUT_SCALE:
             y = y * ct.load(out_scale, (0,), (1,), allow_tma=False)
         if RESIDUAL:

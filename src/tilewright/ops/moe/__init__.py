@@ -1,5 +1,7 @@
 """The experts of a mixture of experts: out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])), with e = ids[t, k]
 
+For a single token also the sum over shared experts, all of weight 1.
+
 Source    Shazeer et al. 2017, arXiv:1701.06538, eq. 1, with the experts of SwiGLU (arXiv:2002.05202); 8-bit weights and activations after
           DeepSeek-V3 2024, arXiv:2412.19437, section 3.3. `moe_route` chooses the experts.
 Numerics  Products and sums in fp32. Rounded to the dtype of x: silu(gate) * up (for one token times its weight), and each expert's result (for
@@ -26,7 +28,6 @@ from ..fp8 import GROUPS, dequantized, quantized
 from ..scaling import GROUP, Scaling, dequantize, scale_shapes
 from .decision import E4M3, Config, Problem, Product, plan, space
 from .kernels import moe_few_kernel, moe_kernel
-from .lists import moe_count_kernel
 from .one import moe_one_down_kernel, moe_one_up_kernel
 
 __all__ = [
@@ -58,6 +59,8 @@ def reference(
     ids: Tensor,
     scale_gate_up: Tensor | None = None,
     scale_down: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """The definition, expert by expert. With scales the activations are quantised too, but in float64."""
 
@@ -78,6 +81,9 @@ def reference(
             gate, up = product(x[token], gate_up[expert], own(scale_gate_up, expert)).chunk(2, -1)
             y = product(F.silu(gate) * up, down[expert], own(scale_down, expert))
             out.index_add_(0, token, weights[token, slot, None] * y.to(out.dtype))
+    if shared_gate_up is not None and shared_down is not None:
+        for (gate_matrix, up_matrix), down_matrix in zip(shared_gate_up, shared_down, strict=True):
+            out += (F.silu(x @ gate_matrix.mT) * (x @ up_matrix.mT)) @ down_matrix.mT
     return out.to(x.dtype)
 
 
@@ -94,18 +100,25 @@ def moe_out(
     ids: Tensor,
     scale_gate_up: Optional[Tensor],
     scale_down: Optional[Tensor],
+    shared_gate_up: Optional[Tensor],
+    shared_down: Optional[Tensor],
     out: Tensor,
 ) -> None:
     """`moe` into `out`, with ids [tokens * top_k]. No checks, no sync: safe under graph capture, and a replay follows new ids."""
     tokens, hidden = x.shape
     experts, _, inter = down.shape
-    fields = (tokens, weights.shape[1], experts, hidden, inter, x.dtype, _scaling(scale_down))
+    fields = (tokens, weights.shape[1], experts, hidden, inter, x.dtype, _scaling(scale_down), 0 if shared_down is None else len(shared_down))
     p = best_plan(space, plan, Device.of(x), Problem, *fields)
-    up = gate_up.unflatten(1, (2, inter)), down[:, None]
+    matrices = gate_up.unflatten(1, (2, inter)), down[:, None]
     # Without scales the kernels do not touch them; the weights stand in.
-    scales = up if scale_gate_up is None or scale_down is None else (_parts(scale_gate_up, 2), _parts(scale_down, 1))
-    steps = {moe_one_up_kernel: _one, moe_few_kernel: _few, moe_count_kernel: _many}[p.kernel]
-    steps(p, x, up, scales, weights, ids, out)
+    scales = matrices if scale_gate_up is None or scale_down is None else (_parts(scale_gate_up, 2), _parts(scale_down, 1))
+    if p.kernel is moe_one_up_kernel:
+        shared = matrices if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down[:, None])
+        _one(p, x, matrices, scales, shared, weights, ids, out)
+    elif p.kernel is moe_few_kernel:
+        _few(p, x, matrices, scales, weights, ids, out)
+    else:
+        _many(p, x, matrices, scales, weights, ids, out)
 
 
 def _parts(scale: Tensor, parts: int) -> Tensor:
@@ -113,11 +126,14 @@ def _parts(scale: Tensor, parts: int) -> Tensor:
     return (scale if scale.dim() == 3 else scale[..., None]).unflatten(1, (parts, -1))
 
 
-def _one(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
+_Pair = tuple[Tensor, Tensor]
+
+
+def _one(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, shared: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
     (h,) = p.scratch(x.device)
-    launch(p, ids, weights, x, matrices[0], scales[0], h)
+    launch(p, ids, weights, x, matrices[0], scales[0], shared[0], h)
     assert p.then is not None
-    launch(p.then, ids, h, matrices[1], scales[1], out)
+    launch(p.then, ids, h, matrices[1], scales[1], shared[1], out)
 
 
 def _few(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
@@ -162,6 +178,8 @@ def moe(
     ids: Tensor,
     scale_gate_up: Tensor | None = None,
     scale_down: Tensor | None = None,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """Sends each token through its experts and adds up what they make of it, weighted. Nothing waits for the device.
 
@@ -175,6 +193,9 @@ def moe(
         scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 * inter / 128, ceil(hidden / 128)] for blocks of
             128 x 128, where inter must be a multiple of 128.
         scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter / 128].
+        shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token and without scales: experts that it passes besides, with a
+            weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
+        shared_down: [shared, hidden, inter], likewise; both or neither.
     Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
@@ -198,6 +219,8 @@ def moe(
     if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
         raise must("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
     check_tensor(ids, "ids", shape=tuple(weights.shape))
+    if shared_gate_up is not None or shared_down is not None:
+        _check_shared(x, shared_gate_up, shared_down, inter, scaled)
     if scaled:
         _check_scales(x, scale_gate_up, scale_down, experts, inter)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
@@ -205,8 +228,23 @@ def moe(
         return out
     if inter == 0:
         return out.zero_()
-    moe_out(x, gate_up, down, weights, ids.reshape(-1), scale_gate_up, scale_down, out)
+    moe_out(x, gate_up, down, weights, ids.reshape(-1), scale_gate_up, scale_down, shared_gate_up, shared_down, out)
     return out
+
+
+def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, inter: int, scaled: bool) -> None:
+    if shared_gate_up is None or shared_down is None:
+        raise must("shared_gate_up" if shared_gate_up is None else "shared_down", "given where the other matrix is", None)
+    check_tensor(shared_down, "shared_down", ndim=3, like=x)
+    tokens, hidden = x.shape
+    if len(shared_down) == 0:
+        raise must("shared_down.shape[0]", "at least 1", 0)
+    check_tensor(shared_down, "shared_down", shape=(len(shared_down), hidden, inter))
+    check_tensor(shared_gate_up, "shared_gate_up", shape=(len(shared_down), 2, inter, hidden), like=x)
+    if tokens > 1:
+        raise must("x.shape[0]", "1 with shared experts", tokens)
+    if scaled:
+        raise must("shared_down", "None with 8-bit weights", tuple(shared_down.shape))
 
 
 def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | None, experts: int, inter: int) -> None:

@@ -35,6 +35,7 @@ class Problem:
     inter: int
     dtype: torch.dtype = torch.bfloat16
     scaling: Scaling = Scaling.NONE
+    shared: int = 0
     only: tuple[int, ...] = ()
     foreign: int = 0
 
@@ -49,6 +50,7 @@ class Problem:
     def cost(self) -> Cost:
         each = 3 * self.hidden * self.inter
         distinct, pairs = _used(self)
+        distinct, pairs = distinct + self.shared, pairs + self.tokens * self.shared
         read = distinct * each * self.weight_dtype.itemsize
         return Cost(read + 2 * self.tokens * self.hidden * self.dtype.itemsize, 2 * pairs * each)
 
@@ -66,6 +68,17 @@ class Problem:
             "weights": weights / weights.sum(-1, keepdim=True),
             "ids": _routed(self).to(device),
             **scales,
+            **(self._shared(device) if self.shared else {}),
+        }
+
+    def _shared(self, device: torch.device) -> dict[str, Tensor]:
+        """As one MLP's matrices hold several experts: rows of gate and up that take turns, columns of one expert behind those of another."""
+        shared, wide = self.shared, self.shared * self.inter
+        gate_up = torch.randn(wide, 2, self.hidden, dtype=self.dtype, device=device).mul_(self.hidden**-0.5)
+        down = torch.randn(self.hidden, wide, dtype=self.dtype, device=device).mul_(self.inter**-0.5)
+        return {
+            "shared_gate_up": gate_up.view(shared, self.inter, 2, self.hidden).transpose(1, 2),
+            "shared_down": down.view(self.hidden, shared, self.inter).transpose(0, 1),
         }
 
     def _matrices(self, shape: tuple[int, int, int], device: torch.device) -> Tensor:
@@ -146,15 +159,17 @@ def _sum_plan(p: Problem, device: Device) -> Plan:
 
 def _one_plan(p: Problem, c: Config) -> Plan:
     def sizes(how: Product) -> tuple[int, ...]:
-        return (how.tile_n, how.tile_k, int(p.scaling), how.latency)
+        return (how.tile_n, how.tile_k, int(p.scaling))
 
     def hints(how: Product) -> dict[str, Any]:
         return {"num_ctas": how.num_ctas, "occupancy": how.occupancy, "num_worker_warps": how.num_worker_warps}
 
-    columns = (p.top_k, next_pow2(p.top_k), *sizes(c.down))
+    columns = (p.top_k, p.shared, next_pow2(p.top_k), *sizes(c.down), c.down.latency)
     down = Plan(moe_one_down_kernel, (-(-p.hidden // c.down.tile_n),), columns, **hints(c.down))
-    h = (((p.top_k, p.inter), p.dtype),)
-    return Plan(moe_one_up_kernel, (-(-p.inter // c.up.tile_n), p.top_k), sizes(c.up), workspace=h, then=down, **hints(c.up))
+    slots = p.top_k + p.shared
+    h = (((slots, p.inter), p.dtype),)
+    constants = (*sizes(c.up), p.shared, c.up.latency)
+    return Plan(moe_one_up_kernel, (-(-p.inter // c.up.tile_n), slots), constants, workspace=h, then=down, **hints(c.up))
 
 
 def _few_plan(p: Problem, c: Config, device: Device) -> Plan:
@@ -208,7 +223,7 @@ def space(p: Problem, device: Device) -> list[Config]:
         return list(dict.fromkeys(_cpu_configs(p)))
     few = list(_few_configs(p, device))
     many = list(_many_configs(p, device))
-    ordered = (*few, *many) if p.tokens <= 16 else (*many, *few)
+    ordered = few if p.shared else (*few, *many) if p.tokens <= 16 else (*many, *few)
     return list(dict.fromkeys(ordered))[:MOST_CONFIGS]
 
 
@@ -223,6 +238,9 @@ def _cpu_configs(p: Problem) -> Iterator[Config]:
     up, down = product(p.inter, p.hidden), product(p.hidden, p.inter)
     if p.tokens == 1:
         yield Config(1, up, down, few=True)
+        if p.shared:
+            yield Config(1, replace(up, tile_n=min(16, up.tile_n)), replace(down, tile_k=min(16, down.tile_k)), few=True)
+            return
     elif p.tokens <= 16:
         yield Config(next_pow2(p.tokens), up, down, few=True)
     rows = next_pow2(-(-p.pairs // p.experts))
@@ -292,7 +310,7 @@ def _vector_shapes(p: Problem, device: Device) -> Iterator[tuple[Product, Produc
         ups, downs = [(32, 128, 2, 4), (16, 128, 3, 4), (16, 256, 2, 4), (8, 512, 2, 4)], [(8, 512, 2, 4), (16, 256, 2, 4), (16, 512, 1, 4)]
 
         def idle(rows: int, occupancy: int) -> float:
-            blocks, slots = p.top_k * -(-p.inter // rows), device.sms * occupancy
+            blocks, slots = (p.top_k + p.shared) * -(-p.inter // rows), device.sms * occupancy
             return -(-blocks // slots) * slots / blocks
 
         ups.sort(key=lambda shape: (round(idle(shape[0], shape[2]), 1), -shape[0]))

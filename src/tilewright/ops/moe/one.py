@@ -29,41 +29,57 @@ def moe_one_up_kernel(
     x,
     w,
     scale_w,
+    shared,
     h,
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     SCALING: ct.Constant[int],
+    SHARED: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """h[i] = weights[i] * silu(gate) * up of the i-th choice, zero for another rank's expert. Grid (column tiles, choices).
+    """h[i] = weights[i] * silu(gate) * up of the i-th choice, zero for another rank's expert. Grid (column tiles, choices + SHARED).
 
-    ids: [choices]. weights: [1, choices]. x: [1, k]. w: [experts, 2, n, k]. h: [choices, n]. scale_w: as moe_kernel.
+    ids: [choices]. weights: [1, choices]. x: [1, k]. w: [experts, 2, n, k]. h: [choices + SHARED, n]. scale_w: as moe_kernel.
+    shared: [SHARED, 2, n, k], experts that every token passes with a weight of one, behind those it chose; not touched if there are none.
     """
     tile_n, slot = ct.bid(0), ct.bid(1)
-    own = ct.gather(ids, slot)
-    if (own >= 0) & (own < w.shape[0]):
-        expert = own.astype(ct.int32)
+
+    def activation(matrix, expert, KIND):
         gate, up = ct.zeros((TILE_N, TILE_K), ct.float32), ct.zeros((TILE_N, TILE_K), ct.float32)
         steps = ct.cdiv(x.shape[1], TILE_K)
         # Scales do not come through TMA: those of the next step are fetched before this one is worked on.
-        scales_gate = _scales(scale_w, expert, 0, tile_n, 0, TILE_N, TILE_K, SCALING)
-        scales_up = _scales(scale_w, expert, 1, tile_n, 0, TILE_N, TILE_K, SCALING)
+        scales_gate = _scales(scale_w, expert, 0, tile_n, 0, TILE_N, TILE_K, KIND)
+        scales_up = _scales(scale_w, expert, 1, tile_n, 0, TILE_N, TILE_K, KIND)
         for step in range(steps):
             then = min(step + 1, steps - 1)
-            next_gate = _scales(scale_w, expert, 0, tile_n, then, TILE_N, TILE_K, SCALING)
-            next_up = _scales(scale_w, expert, 1, tile_n, then, TILE_N, TILE_K, SCALING)
+            next_gate = _scales(scale_w, expert, 0, tile_n, then, TILE_N, TILE_K, KIND)
+            next_up = _scales(scale_w, expert, 1, tile_n, then, TILE_N, TILE_K, KIND)
             a = ct.load(x, (0, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
-            gate = _add_products(gate, a, scales_gate, w, expert, 0, tile_n, step, TILE_N, TILE_K, LATENCY)
-            up = _add_products(up, a, scales_up, w, expert, 1, tile_n, step, TILE_N, TILE_K, LATENCY)
+            gate = _add_products(gate, a, scales_gate, matrix, expert, 0, tile_n, step, TILE_N, TILE_K, LATENCY)
+            up = _add_products(up, a, scales_up, matrix, expert, 1, tile_n, step, TILE_N, TILE_K, LATENCY)
             scales_gate, scales_up = next_gate, next_up
         first, second = ct.sum(gate, axis=1), ct.sum(up, axis=1)
-        if SCALING == ROW:
+        if KIND == ROW:
             scales = row_scales(scale_w, expert, tile_n, 2, TILE_N)
             first, second = first * ct.extract(scales, (0,), (TILE_N,)), second * ct.extract(scales, (1,), (TILE_N,))
-        y = ct.gather(weights, (0, slot)) * silu_mul(first, second)
-        ct.store(h, (slot, tile_n), y.astype(h.dtype).reshape((1, TILE_N)), allow_tma=False)
+        return silu_mul(first, second)
+
+    def chosen():
+        own = ct.gather(ids, slot)
+        if (own >= 0) & (own < w.shape[0]):
+            y = ct.gather(weights, (0, slot)) * activation(w, own.astype(ct.int32), SCALING)
+            ct.store(h, (slot, tile_n), y.astype(h.dtype).reshape((1, TILE_N)), allow_tma=False)
+        else:
+            ct.store(h, (slot, tile_n), ct.zeros((1, TILE_N), h.dtype), allow_tma=False)
+
+    if SHARED:
+        if slot < weights.shape[1]:
+            chosen()
+        else:
+            y = activation(shared, slot - weights.shape[1], 0)
+            ct.store(h, (slot, tile_n), y.astype(h.dtype).reshape((1, TILE_N)), allow_tma=False)
     else:
-        ct.store(h, (slot, tile_n), ct.zeros((1, TILE_N), h.dtype), allow_tma=False)
+        chosen()
 
 
 @ct.kernel
@@ -72,8 +88,10 @@ def moe_one_down_kernel(
     h,
     w,
     scale_w,
+    shared,
     out,
     TOP_K: ct.Constant[int],
+    SHARED: ct.Constant[int],
     TILE_P: ct.Constant[int],
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
@@ -82,7 +100,8 @@ def moe_one_down_kernel(
 ):
     """The second product and the sum over the experts in one. Grid (column tiles,).
 
-    ids: [TOP_K]. h: [TOP_K, k], as moe_one_up_kernel leaves it. w: [experts, 1, n, k]. out: [1, n]. scale_w: as moe_kernel.
+    ids: [TOP_K]. h: [TOP_K + SHARED, k], as moe_one_up_kernel leaves it. w: [experts, 1, n, k]. shared: [SHARED, 1, n, k], likewise. out: [1, n].
+    scale_w: as moe_kernel.
     TILE_P: a power of two, at least TOP_K.
     """
     tile_n = ct.bid(0)
@@ -99,6 +118,12 @@ def moe_one_down_kernel(
         own = ct.gather(ids, slot)
         return slot, unit - slot * steps, ct.where((own >= 0) & (own < w.shape[0]), own, instead).astype(ct.int32)
 
+    if SHARED:
+        for unit in range(SHARED * steps):
+            slot = unit // steps
+            step = unit - slot * steps
+            a = ct.load(h, (TOP_K + slot, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
+            acc = _add_products(acc, a, ct.ones((1,), ct.float32), shared, slot, 0, tile_n, step, TILE_N, TILE_K, LATENCY)
     if instead >= 0:
         slot, step, expert = place(0)
         scales = _scales(scale_w, expert, 0, tile_n, step, TILE_N, TILE_K, SCALING)

@@ -55,6 +55,8 @@ small = [
     Problem(9, 160, 128, E4M3, scaling=TENSOR, silu_mul=True),
     Problem(37, 96, 64, BF16, silu_mul=True, residual=True, out_scale=True, bias=True),
     Problem(129, 130, 80, FP16, residual=True, out_dtype=FP32),
+    Problem(1, 96, 520, BF16, silu_mul=True, residual=True),
+    Problem(2, 70, 264, FP16, residual=True, bias=True),
 ]
 
 real = [
@@ -84,6 +86,8 @@ real = [
     Problem(300, 4096, 2048, E4M3, scaling=ROW, out_dtype=FP32),
     Problem(300, 4096, 2048, E4M3, scaling=BLOCK, silu_mul=True),
     Problem(1, 28_672, 4096, BF16, silu_mul=True),  # Llama-3.1-8B gate and up
+    Problem(1, 4096, 4096, BF16, residual=True),
+    Problem(2, 4096, 14_336, BF16),
     Problem(700, 28_672, 4096, BF16, silu_mul=True),
     Problem(700, 4096, 4096, BF16, residual=True),
 ]

@@ -23,11 +23,14 @@ small = [
     Problem(50, 2, 5, 160, 256, scaling=BLOCK),
     Problem(21, 2, 3, 96, 112, FP16, scaling=ROW),
     Problem(3, 2, 3, 40, 24, foreign=2),  # nothing to do
+    Problem(1, 3, 7, 72, 136, shared=2),
+    Problem(1, 2, 5, 40, 70, FP16, shared=1, foreign=2),
 ]
 
 real = [
     Problem(1, *DEEPSEEK_V2_LITE),
     Problem(1, *QWEN3_30B_A3B),
+    Problem(1, *DEEPSEEK_V2_LITE, shared=2),
     Problem(4, 8, 32, 2048, 768),
     Problem(16, 6, 16, 2048, 1408),
     Problem(96, 6, 16, 2048, 1408),
@@ -45,4 +48,5 @@ bench = [
     *(Problem(tokens, *model) for model in (DEEPSEEK_V2_LITE, QWEN3_30B_A3B, MIXTRAL_8X7B) for tokens in _TOKENS),
     *(Problem(tokens, *model, scaling=BLOCK) for model in (DEEPSEEK_V2_LITE, QWEN3_30B_A3B, MIXTRAL_8X7B) for tokens in _TOKENS),
     Problem(4096, *QWEN3_30B_A3B, scaling=ROW),
+    Problem(1, *DEEPSEEK_V2_LITE, shared=2),
 ]

@@ -1,0 +1,298 @@
+"""RMSNorm and the product behind it in one launch, for a single token: out = f(rms_norm(x + residual) @ b.T + bias)
+
+    rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k of b[n, k] * weight[k] * x[k]) / r
+
+f is the identity or, for silu_mul, silu(even column) * odd column. Each block sums the squares of x beside its own products and divides by the root
+at the end, so that no launch, and no block, waits for a norm.
+
+Source    rms_norm (arXiv:1910.07467, eq. 4) and matmul; the factor of a row taken out of the sum.
+Numerics  Products and sums in fp32 on the CUDA cores, rounded once at the end; the normed row is not rounded. x + residual is rounded to the dtype,
+          and is what is normalised.
+Bound     Memory: b read once, for further rows from L2. A row of x comes from L2 for each tile of columns.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Optional, overload
+
+import cuda.tile as ct
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .tiles import silu_mul_of_pairs
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ZERO = ct.PaddingMode.ZERO  # k beyond the edge adds nothing to the sums
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The definition; the norm at least in fp32, and rounded before the product as its own op would."""
+    if residual is not None:
+        x = residual = x + residual
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.to(wide.dtype) + weight_offset)
+    out = F.linear(normed.to(x.dtype), b, bias)
+    if silu_mul:
+        out = F.silu(out[..., 0::2]) * out[..., 1::2]
+    return out if residual is None else (out, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """out [rows, n] from x [rows, k] and b [n, k]; with silu_mul out has n / 2 columns."""
+
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    residual: bool = False
+    silu_mul: bool = False
+
+    def cost(self) -> Cost:
+        out = self.rows * (self.n // 2 if self.silu_mul else self.n)
+        around = self.rows * self.k * (3 if self.residual else 1) + self.k + (self.n if self.bias else 0)
+        return Cost((self.n * self.k + around + out) * self.dtype.itemsize, 2 * self.rows * self.n * self.k)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=device)
+
+        return {
+            "x": randn(self.rows, self.k),
+            "weight": randn(self.k),
+            "b": randn(self.n, self.k).mul_(self.k**-0.5),
+            "bias": randn(self.n) if self.bias else None,
+            "eps": 1e-6,
+            "residual": randn(self.rows, self.k) if self.residual else None,
+            "silu_mul": self.silu_mul,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the columns are walked.
+
+    tile_n, tile_k: rows of b and k of one step, powers of two.
+    persistent: blocks that fit on the device at once walk over the tiles; else a block has one.
+    latency, occupancy, num_worker_warps: compiler hints.
+    """
+
+    tile_n: int
+    tile_k: int
+    persistent: bool = False
+    latency: int = 8
+    occupancy: int = 1
+    num_worker_warps: int | None = None
+
+    def tiles(self, p: Problem) -> int:
+        return p.rows * -(-p.n // self.tile_n)
+
+
+# tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: asked
+# for one step more than fits, the compiler keeps two).
+_SHAPES = ((16, 256, 8, 3, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (32, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
+
+_SMALL_SHAPES = ((8, 512, 8, 2, 4), (16, 256, 4, 2, 4), (8, 512, 8, 3, 4), (8, 256, 8, 2, 4))  # for half the shared memory, or none that loads fill
+
+
+def space(p: Problem, device: Device) -> list[Config]:
+    """Every config worth timing, the untuned default first."""
+    if device.is_cpu:  # few, large tiles: each step of the interpreter is a numpy call
+        tile_n, tile_k = min(512, max(2, next_pow2(p.n))), min(1024, next_pow2(p.k))
+        return list(dict.fromkeys((Config(tile_n, tile_k), Config(min(32, tile_n), min(64, tile_k), persistent=True))))
+
+    def several(c: Config) -> bool:
+        return c.tiles(p) > device.sms * c.occupancy
+
+    def idle(c: Config) -> float:
+        """How much longer than its share the busiest block reads, or, where blocks come and go, the busiest SM."""
+        at_once = device.sms * c.occupancy if c.persistent else device.sms
+        return -(-c.tiles(p) // at_once) * at_once / c.tiles(p)
+
+    shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
+    whole = [Config(n, k, False, latency, occupancy, warps) for n, k, latency, occupancy, warps in shapes]
+    walking = [replace(c, persistent=True) for c in whole if several(c)]
+    # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
+    return sorted((*walking, *whole), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
+
+
+def plan(p: Problem, c: Config, device: Device) -> Plan:
+    """Grid and compile-time constants of one launch."""
+    tiles = c.tiles(p)
+    blocks = min(tiles, device.sms * c.occupancy) if c.persistent else tiles
+    constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.tile_n, c.tile_k, c.latency)
+    return Plan(rms_norm_matmul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+
+
+@ct.kernel
+def rms_norm_matmul_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    B,
+    BIAS,
+    OUT,
+    SUM,
+    eps: float,
+    weight_offset: float,
+    ADD: ct.Constant[bool],
+    ADD_BIAS: ct.Constant[bool],
+    SILU_MUL: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    TILE_N: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """A tile of columns of one row of OUT at a time.
+
+    X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n], only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
+    n / 2 columns, of pairs of rows of B.
+    """
+    rows = X.shape[0]
+    steps = ct.cdiv(X.shape[1], TILE_K)
+
+    def row_tile(row, step):
+        x = ct.load(X, (row, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY)
+        if ADD:
+            more = ct.load(RESIDUAL, (row, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY)
+            x = (x.astype(ct.float32) + more.astype(ct.float32)).astype(SUM.dtype)
+        return x
+
+    if ADD:  # the first blocks write a piece of the sum each
+        for i in range(ct.bid(0), rows * steps, ct.num_blocks(0)):
+            ct.store(SUM, (i // steps, i % steps), row_tile(i // steps, i % steps), allow_tma=False)
+
+    def column_tile(tile):
+        row, tile_n = tile % rows, tile // rows  # side by side: the same rows of B, which come from L2 but for the first
+        acc = ct.zeros((TILE_N, TILE_K), ct.float32)
+        squares = ct.zeros((1, TILE_K), ct.float32)
+        for step in range(steps):
+            x = row_tile(row, step).astype(ct.float32)
+            squares = squares + x * x
+            weight = ct.load(WEIGHT, (step,), (TILE_K,), padding_mode=ZERO, latency=LATENCY).astype(ct.float32) + weight_offset
+            b = ct.load(B, (tile_n, step), (TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
+            acc = acc + (x * weight) * b
+        rstd = 1.0 / ct.sqrt(ct.sum(squares) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
+        y = ct.sum(acc, axis=1).reshape((1, TILE_N)) * rstd
+        if ADD_BIAS:
+            y = y + ct.load(BIAS, (tile_n,), (TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        if SILU_MUL:
+            y = silu_mul_of_pairs(y)
+        ct.store(OUT, (row, tile_n), y.astype(OUT.dtype), allow_tma=False)
+
+    if PERSISTENT:
+        for tile in range(ct.bid(0), rows * ct.cdiv(B.shape[0], TILE_N), ct.num_blocks(0)):
+            column_tile(tile)
+    else:
+        column_tile(ct.bid(0))
+
+
+@torch_op(mutates=("out", "new_residual"))
+def rms_norm_matmul_out(
+    x: Tensor,
+    weight: Tensor,
+    b: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor],
+    out: Tensor,
+    new_residual: Optional[Tensor],
+    eps: float,
+    weight_offset: float,
+    silu_mul: bool,
+) -> None:
+    """`rms_norm_matmul` into `out` and, with a residual, `new_residual`; all 2-D. No checks, no sync: safe under graph capture."""
+    (rows, k), n = x.shape, b.shape[0]
+    # The kernel touches no array that its constants do not name; x and out stand in.
+    launch(
+        best_plan(space, plan, Device.of(x), Problem, rows, n, k, x.dtype, bias is not None, residual is not None, silu_mul),
+        x,
+        x if residual is None else residual,
+        weight,
+        b,
+        weight if bias is None else bias,
+        out,
+        out if new_residual is None else new_residual,
+        eps,
+        weight_offset,
+    )
+
+
+@overload
+def rms_norm_matmul(
+    x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None = ..., *, eps: float = ..., weight_offset: float = ..., silu_mul: bool = ...
+) -> Tensor: ...
+@overload
+def rms_norm_matmul(
+    x: Tensor,
+    weight: Tensor,
+    b: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    weight_offset: float = ...,
+    residual: Tensor,
+    silu_mul: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm_matmul(
+    x: Tensor,
+    weight: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The product of normed rows and a matrix, in one launch: for a single token; for more `rms_norm` and `matmul` are faster.
+
+    Args:
+        x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        weight: [k], the norm's; dtype and device of x.
+        b: [n, k], as torch.nn.Linear stores it; likewise, stride 1 in the last axis.
+        bias: [n]; likewise.
+        eps: added to mean(x**2), so in units of x squared.
+        weight_offset: added to the norm's weight; 1.0 for Gemma.
+        residual: shape, dtype and device of x; x + residual is normalised.
+        silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product; n even.
+    Returns: [..., n] (n / 2 with silu_mul), contiguous; with a residual the tuple (that, x + residual). Empty for an empty x or no columns, with
+        nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(x, "x", dtypes=DTYPES)
+    if x.dim() == 0:
+        raise must("x.dim()", "at least 1", 0)
+    k = x.shape[-1]
+    if k == 0:
+        raise must("x.shape[-1]", "at least 1", 0)
+    check_tensor(weight, "weight", shape=(k,), like=x)
+    check_tensor(b, "b", ndim=2, like=x)
+    n = b.shape[0]
+    if b.shape[1] != k:
+        raise must("b.shape[1]", f"{k}, the k of x", b.shape[1])
+    if bias is not None:
+        check_tensor(bias, "bias", shape=(n,), like=x)
+    if residual is not None:
+        check_tensor(residual, "residual", shape=x.shape, like=x)
+    if silu_mul and n % 2:
+        raise must("n of b", "even with silu_mul", n)
+    out = torch.empty((*x.shape[:-1], n // 2 if silu_mul else n), dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows = None if residual is None else as_rows(residual)
+        rms_norm_matmul_out(as_rows(x), weight, b, bias, rows, as_rows(out), None if total is None else as_rows(total), eps, weight_offset, silu_mul)
+    elif total is not None and residual is not None:
+        torch.add(x, residual, out=total)  # no columns
+    return out if total is None else (out, total)

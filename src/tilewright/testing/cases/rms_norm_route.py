@@ -1,0 +1,26 @@
+"""Problems of `rms_norm_route`."""
+
+import torch
+
+from ...ops.rms_norm_route import Problem
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+small = [
+    Problem(1, 8, 48, 2, residual=True),
+    Problem(3, 60, 130, 4, BF16, normalize=False),
+    Problem(2, 1, 7, 1, FP16, residual=True),
+    Problem(1, 40, 264, 6, FP16, residual=True, sigmoid=True, bias=True, groups=8, top_groups=4, scale=2.5),
+    Problem(5, 13, 96, 13, BF16, round_before_weight=True),
+]
+
+# DeepSeek-V2-Lite, -V2, -V3, Qwen3-30B-A3B, Mixtral-8x7B
+real = [
+    Problem(1, 64, 2048, 6, BF16, residual=True, round_before_weight=True, normalize=False),
+    Problem(1, 160, 5120, 6, BF16, residual=True, normalize=False, groups=8, top_groups=3, scale=16.0),
+    Problem(1, 256, 7168, 8, BF16, residual=True, sigmoid=True, bias=True, groups=8, top_groups=4, scale=2.5),
+    Problem(1, 128, 2048, 8, BF16, residual=True),
+    Problem(4, 8, 4096, 2, BF16, residual=True),
+]
+
+bench = real
