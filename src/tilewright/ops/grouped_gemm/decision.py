@@ -155,8 +155,8 @@ def space(p: Problem, device: Device) -> list[Config]:
         if unranked:
             others += [replace(c, rest_m=64) for c in configs if c.tile_m == 128 and c.tile_k == 64][:3]
     few = _few_rows(p, device)
-    first = () if p.dtype in FP8 else few[:1]
-    return list(dict.fromkeys((*first, best, *few, *others, *configs)))[:MOST_CONFIGS]
+    leading = [] if p.dtype in FP8 else few[:1]
+    return list(dict.fromkeys((*leading, best, *few, *others, *configs)))[:MOST_CONFIGS]
 
 
 def _few_rows(p: Problem, device: Device) -> list[Config]:

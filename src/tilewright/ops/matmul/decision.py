@@ -167,8 +167,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(REDUCE_PARTS, next_pow2(parts)))
         reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4)
     if c.gathered:
-        constants = (c.tile_m, c.tile_n, c.tile_k, c.group, split_tiles > 0, p.bias, c.latency)
-        return Plan(matmul_gathered_kernel, (blocks,), constants, workspace=workspace, then=reduce, **hints)
+        gathered = (c.tile_m, c.tile_n, c.tile_k, c.group, split_tiles > 0, p.bias, c.latency)
+        return Plan(matmul_gathered_kernel, (blocks,), gathered, workspace=workspace, then=reduce, **hints)
     if p.fused:
         # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21, notes/LOG.md).
         unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
