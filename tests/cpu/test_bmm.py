@@ -24,17 +24,18 @@ def no_grad():
 
 
 @pytest.mark.parametrize(("trans_a", "trans_b"), list(product((False, True), repeat=2)))
-@pytest.mark.parametrize("persistent", [False, True])
-def test_every_layout_and_broadcast(trans_a, trans_b, persistent):
+@pytest.mark.parametrize(("persistent", "weights_first"), [(False, False), (True, False), (False, True)])
+def test_every_layout_and_broadcast(trans_a, trans_b, persistent, weights_first):
     for one_a, one_b in ((False, False), (True, False), (False, True)):
         problem = Problem(3, 37, 45, 52, BF16, trans_a, trans_b, one_a, one_b)
-        check_op(op, problem, CPU, Config(16, 32, 32, group=2, persistent=persistent))
+        check_op(op, problem, CPU, Config(16, 32, 32, group=2, weights_first=weights_first, persistent=persistent))
 
 
 @pytest.mark.parametrize("scaling", KINDS)
 @pytest.mark.parametrize(("tile_n", "tile_k"), [(32, 128), (128, 32), (256, 128), (64, 64)])
 def test_tiles_narrower_and_wider_than_a_block_of_scales(scaling, tile_n, tile_k):
-    check_op(op, Problem(2, 19, 300, 290, E4M3, trans_b=True, scaling=scaling), CPU, Config(16, tile_n, tile_k))
+    for weights_first in (False, True):
+        check_op(op, Problem(2, 19, 300, 290, E4M3, trans_b=True, scaling=scaling), CPU, Config(16, tile_n, tile_k, weights_first=weights_first))
 
 
 def scaled_inputs(scaling, batch=2, m=20, n=150, k=300):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewright import embedding
+from tilewright import embedding, interpret
 from tilewright.launch import Device, counted, forced_config
 from tilewright.ops import embedding as op
 
@@ -15,9 +15,11 @@ def test_an_id_outside_the_vocabulary_gives_a_row_of_nan(dtype):
     ids = torch.tensor([0, -1, 9, 10, info.min, 4, info.max, 3], dtype=dtype)
     if dtype is torch.int64:
         ids = torch.cat((ids, torch.tensor([2**32, -(2**32) + 1, 2**31])))  # would be valid if cut to 32 bits
-    weight = torch.randn(10, 70)
-    for name in ("CPU", "H200"):
-        for config in op.space(op.Problem(len(ids), 70, weight.dtype, dtype is torch.int64), Device.named(name)):
+    weight = torch.randn(10, 72)
+    problem = op.Problem(len(ids), 72, weight.dtype, dtype is torch.int64)
+    spaces = [op.space(problem, Device.named(name)) for name in ("CPU", "H200")]
+    for configs in (*spaces, [op.Config(1, 4, units=64)]):
+        for config in configs:
             with forced_config(op.plan, config):
                 out = embedding(ids, weight)
             known = (ids >= 0) & (ids < 10)
@@ -32,6 +34,14 @@ def test_bits_are_copied_and_scaled_as_torch_does():
     ids = torch.randint(50, (4, 5))
     assert torch.equal(embedding(ids, weight), F.embedding(ids, weight))
     assert torch.equal(embedding(ids, weight, scale=96**0.5), F.embedding(ids, weight) * 96**0.5)
+
+
+def test_units_of_any_number_of_rows():
+    """Ends of rows inside a block, the end of all inside and at the end of one; rows of the table with a stride."""
+    for tokens, dim, dtype in ((1, 8, torch.bfloat16), (37, 72, torch.bfloat16), (16, 64, torch.float32), (5, 4, torch.float32)):
+        ids, weight = torch.randint(9, (tokens,)), torch.randn(9, dim + 16).to(dtype)[:, :dim]
+        with forced_config(op.plan, op.Config(1, 8, units=32)), interpret.checking(races=True, order=3):
+            assert torch.equal(embedding(ids, weight), F.embedding(ids, weight))
 
 
 def test_layouts():

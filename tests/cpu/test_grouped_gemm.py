@@ -14,7 +14,13 @@ CPU = torch.device("cpu")
 H200 = Device.named("H200")
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KINDS = (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK)
-CONFIGS = (Config(16, 32, 32, group=2), Config(16, 32, 32, group=2, persistent=True))
+CONFIGS = {
+    "a block a tile": Config(16, 32, 32, group=2),
+    "persistent": Config(16, 32, 32, group=2, persistent=True),
+    "weights first": Config(8, 32, 32, weights_first=True, persistent=True),
+    "rests": Config(16, 32, 32, group=2, rest_m=4),
+    "persistent, rests": Config(16, 32, 32, rest_m=8, persistent=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +41,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("config", CONFIGS, ids=("a block a tile", "persistent"))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_groups_of_any_size(sizes, config):
     for masked in (False, True):
         check_op(op, Problem(4, 100, 40, 52, BF16, masked=masked, sizes=sizes), CPU, config)
@@ -47,6 +53,7 @@ def test_scales_follow_the_rows_of_their_group(masked, scaling):
     problem = Problem(3, 70, 150, 290, E4M3, masked=masked, scaling=scaling, sizes=(19, 0, 41))
     check_op(op, problem, CPU, Config(16, 64, 64))
     check_op(op, problem, CPU, Config(32, 256, 128, persistent=True))
+    check_op(op, problem, CPU, Config(8, 64, 128, weights_first=True, rest_m=4))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -107,7 +114,7 @@ def test_empty_and_k_0():
 def test_a_hint_changes_the_tile_and_nothing_else():
     """With room for 4096 rows and 20 of them used, no tile of 128 rows."""
     few, many = (op.space(Problem(32, 4096, 6144, 7168, masked=True, expected_rows=rows), H200)[0] for rows in (20, 4096))
-    assert few.tile_m == 64
+    assert few.tile_m == 32
     assert few.persistent
     assert many.tile_m >= 128
     inputs = seeded_inputs(op, Problem(2, 64, 24, 32, masked=True, expected_rows=9), CPU)

@@ -84,7 +84,7 @@ def space(p: Problem, device: Device) -> list[Config]:
         while loads > 1 and ct.cdiv(steps, loads) < wanted:
             loads //= 2  # rather more blocks
         groups = ct.cdiv(steps, loads)
-        if groups <= MOST_SPLITS and (groups == 1 or groups <= 4 * wanted):
+        if groups <= MOST_SPLITS and (groups == 1 or groups <= 16 * wanted):
             configs.append(Config(tile_m, tile_n, loads, groups, num_worker_warps=warps))  # no block has a loop
         if wanted < groups:
             # The compiler unrolls the loop by the latency: one load a turn, and a low hint, or it spills (sm_90, sm_121).
@@ -142,10 +142,10 @@ def argmax_kernel(
                 best, when = take_group(best, when, group)
         top, column = first_best(best, when * TILE_N + lane)
         if SPLITS == 1:
-            ct.store(OUT, (i,), column.reshape((TILE_M,)).astype(ct.int64))
+            ct.store(OUT, (i,), column.reshape((TILE_M,)).astype(ct.int64), allow_tma=False)  # TMA takes 255 registers
         else:
-            ct.store(OUT, (0, i, split), ct.bitcast(top, ct.int32).reshape((1, TILE_M, 1)))
-            ct.store(OUT, (1, i, split), column.reshape((1, TILE_M, 1)))
+            ct.store(OUT, (0, i, split), ct.bitcast(top, ct.int32).reshape((1, TILE_M, 1)), allow_tma=False)
+            ct.store(OUT, (1, i, split), column.reshape((1, TILE_M, 1)), allow_tma=False)
 
     if COLS % TILE_N != 0:
         search(False)
@@ -167,7 +167,7 @@ def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Const
     best = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0, 0), (1, 1, TILE_S)).reshape((1, TILE_S)), ct.float32), -math.inf)
     where = ct.where(inside, ct.extract(both, (1, 0, 0), (1, 1, TILE_S)).reshape((1, TILE_S)), NOWHERE)
     _, column = first_best(best, where)
-    ct.store(OUT, (i,), column.reshape((1,)).astype(ct.int64))
+    ct.store(OUT, (i,), column.reshape((1,)).astype(ct.int64), allow_tma=False)
 
 
 @torch_op(mutates=("out",))

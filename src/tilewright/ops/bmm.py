@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
-from .mma_tiles import Tile, cpu_tiles, run_us, tiles_for
+from .mma_tiles import Tile, cpu_tiles, few_rows_tiles, run_us, tiles_for, unranked_tiles
 from .scaling import (
     BLOCK,
     FP8,
@@ -114,6 +114,7 @@ class Config:
 
     tile_m, tile_n, tile_k: of one step, powers of two.
     group: tile rows in a band of the tile order, inside one matrix of the batch (L2 reuse).
+    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a.
     persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
     """
@@ -122,6 +123,7 @@ class Config:
     tile_n: int
     tile_k: int
     group: int = 8
+    weights_first: bool = False
     persistent: bool = False
     latency: int = 5
     num_ctas: int | None = None
@@ -148,19 +150,34 @@ def space(p: Problem, device: Device) -> list[Config]:
     others = [replace(best, group=4), replace(best, group=16)]
     if p.scaling is not Scaling.BLOCK:  # whose latency is not free (mma_tiles.py)
         others.append(replace(best, latency=max(1, best.latency - 1)))
-    return list(dict.fromkeys((best, *others, *configs)))[:MOST_CONFIGS]
+    unranked = [_config(tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1]) if tile.tile_m <= max(64, p.m)]
+    others += [replace(c, persistent=walks) for c in unranked for walks in (False, True) if not walks or c.tiles(p) > c.resident(device)]
+    return list(dict.fromkeys((*_few_rows(p, device), best, *others, *configs)))[:MOST_CONFIGS]
+
+
+def _few_rows(p: Problem, device: Device) -> list[Config]:
+    """Bound by reading b: first the tiles that cover the output in one round of blocks, whose loads are all under way at once."""
+    k_major, wide = _layout(p, device)
+    tiles = few_rows_tiles(device, p.dtype, p.scaling, p.m, p.k, k_major=k_major, wide_loads=wide)
+    configs = (_config(tile) for tile in tiles)
+    return sorted((replace(c, persistent=c.tiles(p) > c.resident(device)) for c in configs), key=lambda c: c.persistent)
+
+
+def _layout(p: Problem, device: Device) -> tuple[bool, bool]:
+    """Whether k is the last axis of both operands, and whether all their rows can be read 16 bytes at a time."""
+    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
+    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
+    return p.trans_b and not p.trans_a, all(length % unit == 0 for length in lengths)
 
 
 def _config(tile: Tile, **choices: Any) -> Config:
     hints = {"latency": tile.latency, "num_ctas": tile.num_ctas, "occupancy": tile.occupancy, "num_worker_warps": tile.num_worker_warps}
-    return Config(tile.tile_m, tile.tile_n, tile.tile_k, **{**hints, **choices})
+    return Config(tile.tile_m, tile.tile_n, tile.tile_k, weights_first=tile.weights_first, **{**hints, **choices})
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
-    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
-    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
-    wide = all(length % unit == 0 for length in lengths)
-    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b and not p.trans_a, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
+    k_major, wide = _layout(p, device)
+    tiles = tiles_for(device, p.dtype, p.scaling, k_major=k_major, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
     lowest = min(tile.tile_m for tile in tiles)
     for tile in tiles:
         if tile.tile_m > max(lowest, next_pow2(p.m)):
@@ -186,7 +203,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
     sums = (int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k), unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
-    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, *sums, c.persistent, c.latency)
+    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, *sums, c.persistent, c.latency)
     return Plan(bmm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
 
 
@@ -203,6 +220,7 @@ def bmm_kernel(
     GROUP_M: ct.Constant[int],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
+    WEIGHTS_FIRST: ct.Constant[bool],
     SCALING: ct.Constant[int],
     FAST_ACC: ct.Constant[bool],
     EVEN_M: ct.Constant[bool],
@@ -214,6 +232,7 @@ def bmm_kernel(
 
     a: [batch or 1, m, k], or [.., k, m] with TRANS_A. b: [batch or 1, k, n], or [.., n, k] with TRANS_B.
     scale_a, scale_b: [batch or 1, groups, rows] as ops/scaling.py makes them, read only if SCALING asks for them.
+    WEIGHTS_FIRST: accumulate the transpose, with b's columns on the long side of the MMA: for few rows of a.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded unchecked.
     """
     tiles_m, tiles_n = ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N)
@@ -222,7 +241,7 @@ def bmm_kernel(
         i = index // (tiles_m * tiles_n)
         tile_m, tile_n = grouped_tile(index - i * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         i_a, i_b = min(i, a.shape[0] - 1), min(i, b.shape[0] - 1)
-        acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
+        acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
         for step in range(ct.cdiv(a.shape[1 if TRANS_A else 2], TILE_K)):
             if TRANS_A:
                 x = ct.load(a, (i_a, step, tile_m), (1, TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY)
@@ -234,15 +253,20 @@ def bmm_kernel(
                 w = w.reshape((TILE_N, TILE_K)).transpose()
             else:
                 w = ct.load(b, (i_b, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
+            first, second = (w.transpose(), x.transpose()) if WEIGHTS_FIRST else (x, w)
             if SCALING == BLOCK:
                 group = step * TILE_K // GROUP
                 rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY, EVEN_M)
-                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY, EVEN_N))
+                columns = block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY, EVEN_N)
+                acc = add_scaled(acc, first, second, *((columns, rows) if WEIGHTS_FIRST else (rows, columns)))
             else:
-                acc = add_product(x, w, acc, FAST_ACC)
+                acc = add_product(first, second, acc, FAST_ACC)
         if SCALING == ROW or SCALING == TENSOR:
             rows = row_scales(scale_a, i_a, tile_m, TILE_M, SCALING)
-            acc = scaled(acc, rows, row_scales(scale_b, i_b, tile_n, TILE_N, SCALING))
+            columns = row_scales(scale_b, i_b, tile_n, TILE_N, SCALING)
+            acc = scaled(acc, *((columns, rows) if WEIGHTS_FIRST else (rows, columns)))
+        if WEIGHTS_FIRST:
+            acc = acc.transpose()
         ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
 
     if PERSISTENT:

@@ -10,7 +10,10 @@ from .scaling import FP8, Scaling
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """tile_m, tile_n, tile_k of one step; compiler hints; whether blocks may walk over such tiles (else the compiler serialises their MMAs)."""
+    """tile_m, tile_n, tile_k of one step; compiler hints; whether blocks may walk over such tiles (else the compiler serialises their MMAs).
+
+    weights_first: the MMA's first operand is the tile of b, and the accumulator is transposed.
+    """
 
     tile_m: int
     tile_n: int
@@ -20,6 +23,7 @@ class Tile:
     num_worker_warps: int | None = None
     latency: int = 5
     walks: bool = True
+    weights_first: bool = False
 
 
 def tiles_for(device: Device, dtype: torch.dtype, scaling: Scaling, *, k_major: bool, wide_loads: bool, fast: bool = False) -> tuple[Tile, ...]:
@@ -41,6 +45,29 @@ def tiles_for(device: Device, dtype: torch.dtype, scaling: Scaling, *, k_major: 
     if device.arch == "sm_80":
         return _SMALL_FP8 if fp8 else _AMPERE
     return _SMALL_FP8 if fp8 else _SMALL
+
+
+def unranked_tiles(device: Device, dtype: torch.dtype, *, wide_loads: bool) -> tuple[Tile, ...]:
+    """Tiles whose rate nobody has measured yet: for the tuner, behind the others.
+
+    Two blocks an SM cover each other's start and end, which short k makes worth it; 64 rows pad the end of a group less.
+    """
+    if device.arch != "sm_90" or dtype in FP8 or not wide_loads:
+        return ()
+    return Tile(128, 128, 64, 1, 2, 4, 2), Tile(64, 256, 64, 1, 1, 4, 4)
+
+
+def few_rows_tiles(device: Device, dtype: torch.dtype, scaling: Scaling, rows: int, k: int, *, k_major: bool, wide_loads: bool) -> tuple[Tile, ...]:
+    """Tiles for a product bound by reading b: no more rows of a than there are, beside b's columns on the long side of the MMA.
+
+    Of a tile of 64 rows, 20 of which count, a block reads as much as of b: 80 % of the memory's rate (grouped_gemm, H200, 2026-11-21).
+    """
+    if device.arch != "sm_90" or rows > 32 or not wide_loads or (dtype in FP8 and not k_major):
+        return ()
+    tiles = _HOPPER_FEW_BLOCK if scaling is Scaling.BLOCK else _HOPPER_FEW
+    bytes_each = dtype.itemsize if scaling is not Scaling.BLOCK else 2  # there a step is a group of scales, whatever its bytes
+    clipped = [(n, min(deep * 2 // bytes_each, max(64, next_pow2(k))), occupancy, warps) for n, deep, occupancy, warps in tiles]
+    return tuple(Tile(max(8, next_pow2(rows)), *c[:2], 1, *c[2:], 8, weights_first=True) for c in dict.fromkeys(clipped))
 
 
 def cpu_tiles(m: int, n: int, k: int, scaling: Scaling) -> tuple[Tile, ...]:
@@ -86,6 +113,9 @@ _HOPPER = (
     Tile(64, 64, 128, 1, 1, 4, 8),
     Tile(64, 32, 256, 1, 1, 4, 8),
 )
+# tile_n, tile_k of 16-bit numbers, occupancy, warps
+_HOPPER_FEW = ((64, 256, 2, 4), (128, 256, 1, 8), (64, 512, 1, 4), (128, 128, 2, 8), (128, 128, 4, 4), (64, 128, 4, 4), (256, 128, 2, 8))
+_HOPPER_FEW_BLOCK = ((64, 128, 4, 4), (64, 128, 2, 4), (128, 128, 1, 8))
 _HOPPER_FP8 = (
     Tile(128, 128, 128, 1, 1, 8, 6),
     Tile(256, 128, 128, 2, 1, 8, 6),

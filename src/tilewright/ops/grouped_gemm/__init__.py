@@ -7,6 +7,7 @@ Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row mul
 Bound     Compute from a few hundred rows a group on; below that memory: every matrix that has rows is read once.
 
 A first launch turns the sizes of the groups, which only the device knows, into a list of panels of rows; the second computes the tiles of each.
+A third may follow with smaller tiles, for what groups have beyond whole panels.
 """
 
 from collections.abc import Sequence
@@ -101,13 +102,17 @@ def grouped_gemm_out(
     scaling = known_scaling(scale_a, masked)
     fields = (groups, rows, n, k, a.dtype, masked, trans_b, scaling, out.dtype, expected_rows)
     p = best_plan(space, plan, Device.of(a), Problem, *fields)
-    (panels,) = p.scratch(a.device)
-    launch(p, _one_of(offsets, counts), panels, rows)
-    products = p.then
-    assert products is not None
+    lists = p.scratch(a.device)  # of panels, and of rests where the plan has a second launch for them
+    launch(p, _one_of(offsets, counts), lists[0], lists[-1], rows)
     # Without scales the kernel does not touch them; the panels stand in.
-    scales = (panels, panels) if scale_a is None or scale_b is None else (scale_view(scale_a, scaling, masked), scale_view(scale_b, scaling, True))
-    launch(products, panels, a if masked else a[None], b, *scales, out if masked else out[None])
+    scales = (lists[0], lists[0])
+    if scale_a is not None and scale_b is not None:
+        scales = scale_view(scale_a, scaling, masked), scale_view(scale_b, scaling, True)
+    products = p.then
+    for panels in lists:
+        assert products is not None
+        launch(products, panels, a if masked else a[None], b, *scales, out if masked else out[None])
+        products = products.then
 
 
 def grouped_gemm(

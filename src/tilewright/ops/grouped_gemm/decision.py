@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
-from ..mma_tiles import Tile, cpu_tiles, run_us, tiles_for
+from ..mma_tiles import Tile, cpu_tiles, few_rows_tiles, run_us, tiles_for, unranked_tiles
 from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
@@ -83,9 +83,11 @@ class Config:
 
     tile_m, tile_n, tile_k: of one step, powers of two.
     group: panels of tile_m rows in a band of the tile order (L2 reuse).
+    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for groups of few rows.
     persistent: blocks that fit on the device at once walk over the tiles; else there is a block for each that there could be, and those of
         empty room leave at once.
     store_tma: let the TMA unit write the result.
+    rest_m: rows of a panel of a second launch, for what a group has beyond whole tiles where that is no more; 0: none, the last tile is padded.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
     """
 
@@ -93,8 +95,10 @@ class Config:
     tile_n: int
     tile_k: int
     group: int = 8
+    weights_first: bool = False
     persistent: bool = False
     store_tma: bool = True
+    rest_m: int = 0
     latency: int = 5
     num_ctas: int | None = None
     occupancy: int = 1
@@ -110,23 +114,28 @@ class Config:
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and constants of the map of panels, and of the products that follow."""
-    most = c.most_panels(p)
+    """Grid and constants of the map of panels, and of the products that follow: of whole panels, then, with rest_m, of the rests."""
+    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (((3, 1 + c.most_panels(p)), torch.int32),)
+    rests: Plan | None = None
+    if c.rest_m:
+        workspace = (*workspace, ((3, 1 + p.groups), torch.int32))
+        small = replace(c, tile_m=c.rest_m, tile_n=256, num_ctas=1, num_worker_warps=4, latency=4)  # the most a warp group holds beside 64 rows
+        rests = _products(p, small, p.groups, device, None)
+    products = _products(p, c, c.most_panels(p), device, rests)
+    constants = (c.tile_m, c.rest_m, next_pow2(p.groups), p.masked, MAP_WIDTH)
+    return Plan(grouped_gemm_map_kernel, (p.groups,), constants, workspace=workspace, then=products)
+
+
+def _products(p: Problem, c: Config, most: int, device: Device, then: Plan | None) -> Plan:
+    """The products of at most `most` panels of c.tile_m rows."""
     tiles = most * -(-p.n // c.tile_n)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
     even = (unchecked and p.masked and p.rows % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
-    how = (p.masked, p.trans_b, int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k), *even, c.persistent, c.store_tma, c.latency)
-    products = Plan(
-        grouped_gemm_kernel,
-        (blocks,),
-        (c.tile_m, c.tile_n, c.tile_k, c.group, *how),
-        c.num_ctas,
-        c.occupancy,
-        c.num_worker_warps,
-    )
-    constants = (c.tile_m, next_pow2(p.groups), p.masked, MAP_WIDTH)
-    return Plan(grouped_gemm_map_kernel, (p.groups,), constants, workspace=(((3, 1 + most), torch.int32),), then=products)
+    sums = (int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k))
+    how = (p.masked, p.trans_b, c.weights_first, *sums, *even, c.persistent, c.store_tma, c.latency)
+    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, *how)
+    return Plan(grouped_gemm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps, then=then)
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -138,22 +147,47 @@ def space(p: Problem, device: Device) -> list[Config]:
         return list(dict.fromkeys((_config(first, persistent=True), _config(second))))
     configs = sorted(_configs(p, device), key=lambda c: estimate_us(p, c, device))
     best = configs[0]
-    others = (replace(best, group=4), replace(best, group=16))
-    return list(dict.fromkeys((best, *others, *configs)))[:MOST_CONFIGS]
+    others = [replace(best, group=4), replace(best, group=16)]
+    if p.group_rows() > 64:
+        unranked = [_config(tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1])]
+        by_tma = p.n * p.out_dtype.itemsize % 16 == 0  # else, walking, they spill
+        others += [replace(c, persistent=walks) for c in unranked for walks in ((True, False) if by_tma else (False,))]
+        if unranked:
+            others += [replace(c, rest_m=64) for c in configs if c.tile_m == 128 and c.tile_k == 64][:3]
+    few = _few_rows(p, device)
+    leading = [] if p.dtype in FP8 else few[:1]
+    return list(dict.fromkeys((*leading, best, *few, *others, *configs)))[:MOST_CONFIGS]
+
+
+def _few_rows(p: Problem, device: Device) -> list[Config]:
+    """Bound by reading b: panels that hold a third more rows than a group has on average, and blocks that walk over them."""
+    k_major, wide = _layout(p, device)
+    tiles = few_rows_tiles(device, p.dtype, p.scaling, p.group_rows() * 4 // 3, p.k, k_major=k_major, wide_loads=wide)
+
+    def by_tma(tile: Tile) -> bool:  # which fails to compile where a warp group has more than 64 columns, and spills after long steps on 4 warps
+        warps = tile.num_worker_warps or 4
+        return tile.tile_n <= 16 * warps and (warps == 8 or tile.tile_k * p.dtype.itemsize <= 512)
+
+    return [_config(tile, persistent=True, store_tma=by_tma(tile)) for tile in tiles]
+
+
+def _layout(p: Problem, device: Device) -> tuple[bool, bool]:
+    """Whether k is the last axis of both operands, and whether all their rows can be read 16 bytes at a time."""
+    lengths = p.k, p.k if p.trans_b else p.n
+    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
+    return p.trans_b, all(length % unit == 0 for length in lengths)
 
 
 def _config(tile: Tile, **choices: Any) -> Config:
     hints = {"latency": tile.latency, "num_ctas": tile.num_ctas, "occupancy": tile.occupancy, "num_worker_warps": tile.num_worker_warps}
-    return Config(tile.tile_m, tile.tile_n, tile.tile_k, **{**hints, **choices})
+    return Config(tile.tile_m, tile.tile_n, tile.tile_k, weights_first=tile.weights_first, **{**hints, **choices})
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
     rows = p.group_rows()
     tallest = max(64, next_pow2(rows))
-    lengths = p.k, p.k if p.trans_b else p.n
-    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
-    wide = all(length % unit == 0 for length in lengths)
-    tiles = tiles_for(device, p.dtype, p.scaling, k_major=p.trans_b, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
+    k_major, wide = _layout(p, device)
+    tiles = tiles_for(device, p.dtype, p.scaling, k_major=k_major, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
     for tile in tiles:
         if tile.tile_m > tallest and tile.tile_m > min(t.tile_m for t in tiles):
             continue

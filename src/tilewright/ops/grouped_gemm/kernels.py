@@ -10,8 +10,10 @@ from ..tiles import grouped_tile
 def grouped_gemm_map_kernel(
     sizes,
     panels,
+    rests,
     rows: int,
     TILE_M: ct.Constant[int],
+    REST_M: ct.Constant[int],
     GROUPS: ct.Constant[int],
     MASKED: ct.Constant[bool],
     WIDTH: ct.Constant[int],
@@ -21,6 +23,8 @@ def grouped_gemm_map_kernel(
     panels: int32 [3, 1 + most panels]: of each panel its group, first row, and the end of its group's rows. Entry 0 holds their number.
     sizes [groups]: end offsets of the groups in `rows` rows; with MASKED the counts of rows that each uses of its own `rows`. Offsets that
     decrease or leave the rows are clipped: nothing is read or written outside. GROUPS: a power of two, at least groups.
+    rests: int32 [3, 1 + groups], likewise, read and written only with REST_M: what a group has beyond whole panels is listed there where it is at
+    most REST_M rows, and not in `panels`.
 
     A kernel of its own, because tile arithmetic in the main one (a search, a loop bound that comes from a reduction) makes the compiler wait
     for each MMA in turn, or halves the registers of each thread (tileiras 13.4, sm_90).
@@ -32,7 +36,8 @@ def grouped_gemm_map_kernel(
     if not MASKED:
         before = ct.gather(sizes, max(index - 1, 0), padding_value=0)
         starts = ct.where(index > 0, min(max(before, 0), rows), 0)
-    counts = ct.where(index < sizes.shape[0], (max(ends - starts, 0) + (TILE_M - 1)) // TILE_M, 0)
+    used = ct.where(index < sizes.shape[0], max(ends - starts, 0), 0)
+    counts = (used + (TILE_M - 1 - REST_M)) // TILE_M
     first = ct.sum(ct.where(index < own, counts, 0))
     mine = ct.sum(ct.where(index == own, counts, 0))
     start, end = ct.sum(ct.where(index == own, starts, 0)), ct.sum(ct.where(index == own, ends, 0))
@@ -45,6 +50,15 @@ def grouped_gemm_map_kernel(
         ct.scatter(panels, (2, entry), end, mask=panel < mine)
     if own == 0:
         ct.scatter(panels, (0, 0), ct.sum(counts))
+    if REST_M > 0:
+        has_rest = ct.where(used > counts * TILE_M, 1, 0)
+        entry = 1 + ct.sum(ct.where(index < own, has_rest, 0))
+        if ct.sum(ct.where(index == own, has_rest, 0)) > 0:
+            ct.scatter(rests, (0, entry), own)
+            ct.scatter(rests, (1, entry), start + mine * TILE_M)
+            ct.scatter(rests, (2, entry), end)
+        if own == 0:
+            ct.scatter(rests, (0, 0), ct.sum(has_rest))
 
 
 @ct.kernel
@@ -61,6 +75,7 @@ def grouped_gemm_kernel(
     GROUP_M: ct.Constant[int],
     MASKED: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
+    WEIGHTS_FIRST: ct.Constant[bool],
     SCALING: ct.Constant[int],
     FAST_ACC: ct.Constant[bool],
     EVEN_M: ct.Constant[bool],
@@ -74,6 +89,7 @@ def grouped_gemm_kernel(
     a: [1, rows, k], or [groups, rows, k] with MASKED; out likewise, with n columns. b: [groups, k, n], or [groups, n, k] with TRANS_B.
     panels: as `grouped_gemm_map_kernel` makes it. scale_a, scale_b: [.., k groups, rows] as ops/scaling.py makes them.
     A tile of a may reach into the rows of the next group; only those of its own are stored.
+    WEIGHTS_FIRST: accumulate the transpose, with b's columns on the long side of the MMA: for groups of few rows.
     EVEN_M, EVEN_N: panels lie in a whole number of tiles of the room of their group, tiles end with the rows of b: BLOCK scales may be loaded
     unchecked.
     """
@@ -86,7 +102,7 @@ def grouped_gemm_kernel(
         panel, tile_n = grouped_tile(index, total, tiles_n, GROUP_M)
         group, row, end = ct.gather(panels, (0, 1 + panel)), ct.gather(panels, (1, 1 + panel)), ct.gather(panels, (2, 1 + panel))
         matrix = group if MASKED else 0
-        acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
+        acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
         if SCALING == BLOCK or SCALING == ROW:
             own_scales = scale_a.slice(2, row, end)
         for step in range(ct.cdiv(a.shape[2], TILE_K)):
@@ -96,19 +112,23 @@ def grouped_gemm_kernel(
                 w = w.reshape((TILE_N, TILE_K)).transpose()
             else:
                 w = ct.load(b, (group, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
+            first, second = (w.transpose(), x.transpose()) if WEIGHTS_FIRST else (x, w)
             if SCALING == BLOCK:
                 k_group = step * TILE_K // GROUP
                 if EVEN_M:
                     rows = group_scales(scale_a, matrix, k_group, row // TILE_M, TILE_M, LATENCY, True)
                 else:
                     rows = group_scales(own_scales, matrix, k_group, 0, TILE_M, LATENCY)
-                acc = add_scaled(acc, x, w, rows, block_scales(scale_b, group, k_group, tile_n, TILE_N, LATENCY, EVEN_N))
+                columns = block_scales(scale_b, group, k_group, tile_n, TILE_N, LATENCY, EVEN_N)
+                acc = add_scaled(acc, first, second, *((columns, rows) if WEIGHTS_FIRST else (rows, columns)))
             else:
-                acc = add_product(x, w, acc, FAST_ACC)
-        if SCALING == ROW:
-            acc = scaled(acc, row_scales(own_scales, matrix, 0, TILE_M, ROW), row_scales(scale_b, group, tile_n, TILE_N, ROW))
-        elif SCALING == TENSOR:
-            acc = scaled(acc, row_scales(scale_a, matrix, 0, TILE_M, TENSOR), row_scales(scale_b, group, tile_n, TILE_N, TENSOR))
+                acc = add_product(first, second, acc, FAST_ACC)
+        if SCALING == ROW or SCALING == TENSOR:
+            rows = row_scales(own_scales if SCALING == ROW else scale_a, matrix, 0, TILE_M, SCALING)
+            columns = row_scales(scale_b, group, tile_n, TILE_N, SCALING)
+            acc = scaled(acc, *((columns, rows) if WEIGHTS_FIRST else (rows, columns)))
+        if WEIGHTS_FIRST:
+            acc = acc.transpose()
         tile = acc.astype(out.dtype).reshape((1, TILE_M, TILE_N))
         ct.store(out.slice(1, row, end), (matrix, 0, tile_n), tile, allow_tma=STORE_TMA)
 

@@ -23,6 +23,7 @@ from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of, to
 from .candidates import space
 from .decision import Config, Problem, plan
 from .fused_kernel import matmul_fused_kernel
+from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Problem",
     "matmul",
     "matmul_fused_kernel",
+    "matmul_gathered_kernel",
     "matmul_kernel",
     "matmul_out",
     "matmul_reduce_kernel",
@@ -107,7 +109,7 @@ def matmul_out(
     # The kernels do not touch an argument that the plan does not name; `out` stands in for it.
     partial = p.scratch(a.device)[0] if p.workspace else out
     bias = out if bias is None else bias
-    if p.kernel is matmul_kernel:
+    if p.kernel is matmul_kernel or p.kernel is matmul_gathered_kernel:
         launch(p, a, b, bias, partial, out)
     else:
         scales: tuple[Tensor, Tensor] = (out, out)

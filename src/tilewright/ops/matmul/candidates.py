@@ -13,6 +13,7 @@ from ...launch import Device, next_pow2
 from ..scaling import FP8, GROUP, Scaling
 from .decision import Config, Problem
 from .fp8_candidates import fp8_configs
+from .gathered_kernel import UNIT
 
 MOST_CONFIGS = 40
 SKINNY = 64  # rows of a up to which the product is bound by reading b
@@ -45,6 +46,8 @@ def _legal(p: Problem, c: Config) -> bool:
         return False
     if p.scaling is Scaling.BLOCK and (c.extra_n or c.tile_k > GROUP):
         return False
+    if c.gathered and (p.fused or p.dtype.itemsize != 2 or p.k % UNIT or p.trans_a or not p.trans_b):
+        return False
     return not (c.dot and p.dtype in FP8)
 
 
@@ -65,6 +68,10 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
         elif device.arch == "sm_90":
             yield _hopper_default(p, device)
             yield from _uneven(p, device)
+            if p.n > 64:  # two blocks of an SM cover each other's start and end: for short k
+                yield _config((128, 128, 64, 1, 2, 4), latency=2)
+            if _offset_rows(p):
+                yield from _gathered(p, device)
         tallest = max(64, next_pow2(p.m))
         fitting = (tile for tile in _WIDE.get(device.arch, _AMPERE) if tile[0] <= tallest)
         yield from _ordered(p, device, fitting, latency=5 if device.arch in ("sm_90", "sm_100", "sm_103") else 3)
@@ -159,6 +166,29 @@ def _uneven(p: Problem, device: Device) -> list[Config]:
     """Widths between the powers of two, those whose rounds of tiles cost least first."""
     fitting = [_config((128, tile_n, 64, 1, 1, 4), extra_n=extra_n, latency=latency) for tile_n, extra_n, latency in _HOPPER_UNEVEN if p.n > tile_n]
     return sorted(fitting, key=lambda c: -(-c.tiles(p) // c.resident(device)) * (c.tile_n + c.extra_n))[:2]
+
+
+# With the latency hint of each: 3 to 5 steps in flight, in the shared memory that one block an SM leaves, or two.
+_HOPPER_GATHERED: tuple[tuple[Tile, int], ...] = (
+    ((128, 128, 128, 1, 1, 4), 3),
+    ((128, 128, 64, 1, 1, 4), 4),
+    ((128, 128, 64, 1, 2, 4), 2),
+    ((64, 128, 128, 1, 1, 4), 4),
+    ((64, 128, 128, 1, 2, 4), 2),
+    ((64, 64, 128, 1, 2, 4), 3),
+    ((128, 256, 64, 1, 1, 8), 3),
+    ((256, 128, 64, 1, 1, 8), 4),
+)
+
+
+def _gathered(p: Problem, device: Device) -> Iterator[Config]:
+    """Operands without TMA: each tile with a block of its own, and with several blocks where so few tiles leave most SMs idle."""
+    for tile, latency in _HOPPER_GATHERED:
+        c = _config(tile, latency=latency, gathered=True)
+        yield c
+        parts = min(c.resident(device) // c.tiles(p), c.steps(p) // 6, MOST_PARTS)
+        if parts > 1:
+            yield replace(c, split=parts)
 
 
 START_US = 2.5  # launch, filling the pipeline

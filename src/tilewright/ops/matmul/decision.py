@@ -9,6 +9,7 @@ import torch
 from ...launch import Cost, Device, Plan, next_pow2
 from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
+from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
 REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
@@ -108,6 +109,7 @@ class Config:
     dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a, not of 8 bits.
     persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
     split: blocks that share each tile of the last, incomplete round; a second launch adds their fp32 partial tiles. 1: no split.
+    gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows that begin off multiples of 128 bytes.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
     """
 
@@ -120,6 +122,7 @@ class Config:
     dot: bool = False
     persistent: bool = False
     split: int = 1
+    gathered: bool = False
     latency: int = 5
     num_ctas: int | None = None
     occupancy: int = 1
@@ -163,6 +166,9 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         rows = min(height, max(1, REDUCE_TILE // width))
         constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(REDUCE_PARTS, next_pow2(parts)))
         reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4)
+    if c.gathered:
+        gathered = (c.tile_m, c.tile_n, c.tile_k, c.group, split_tiles > 0, p.bias, c.latency)
+        return Plan(matmul_gathered_kernel, (blocks,), gathered, workspace=workspace, then=reduce, **hints)
     if p.fused:
         # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21, notes/LOG.md).
         unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8

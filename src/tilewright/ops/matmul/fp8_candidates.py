@@ -116,7 +116,14 @@ def _hopper_block(p: Problem, device: Device) -> Iterator[Config]:
             yield c
     elif -(-p.m // 128) * 128 > 1.15 * p.m:  # a last tile of mostly no rows
         yield several
-    yield replace(large, persistent=large.tiles(p) > large.resident(device) and p.k <= 2048)
+    tiles, resident = large.tiles(p), large.resident(device)
+    left = tiles % resident
+    shares = min(resident // left, large.steps(p) // 7, 8) if left else 1
+    if shares > 1 and resident < tiles <= 6 * resident:  # a last round of parts of k, which is shorter than one of whole tiles
+        yield replace(large, split=shares)
+    yield replace(large, persistent=tiles > resident and p.k <= 2048)
+    if shares > 1 and tiles < resident:
+        yield replace(large, split=shares)
     yield replace(large, persistent=large.tiles(p) > large.resident(device) and p.k > 2048)
     yield from (several, replace(several, persistent=True), narrow[1])
     yield _config(256, 128, 128, 0, 8, 8, num_ctas=2)
