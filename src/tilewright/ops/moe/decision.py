@@ -114,6 +114,7 @@ class Product:
     group: panels in a band of the tile order (L2 reuse).
     persistent: blocks that fit on the device at once walk over the tiles; else there is a block for each that there could be.
     store_tma: let the TMA unit write the result.
+    scales_ahead: of a single token's first product with block scales: fetch a step's scales during the step before.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints.
     """
 
@@ -122,6 +123,7 @@ class Product:
     group: int = 8
     persistent: bool = False
     store_tma: bool = True
+    scales_ahead: bool = False
     latency: int = 5
     num_ctas: int | None = None
     occupancy: int | None = None
@@ -168,7 +170,7 @@ def _one_plan(p: Problem, c: Config) -> Plan:
     down = Plan(moe_one_down_kernel, (-(-p.hidden // c.down.tile_n),), columns, **hints(c.down))
     slots = p.top_k + p.shared
     h = (((slots, p.inter), p.dtype),)
-    constants = (*sizes(c.up), p.shared, c.up.latency)
+    constants = (*sizes(c.up), p.shared, c.up.latency, c.up.scales_ahead)
     return Plan(moe_one_up_kernel, (-(-p.inter // c.up.tile_n), slots), constants, workspace=h, then=down, **hints(c.up))
 
 
@@ -317,7 +319,14 @@ def _vector_shapes(p: Problem, device: Device) -> Iterator[tuple[Product, Produc
         if p.hidden > 16 * device.sms:
             downs = [downs[1], downs[0], downs[2]]
     pairs = [(up, downs[0]) for up in ups] + [(ups[0], down) for down in downs[1:]]
-    yield from zip(_products([up for up, _ in pairs], 1, device), _products([down for _, down in pairs], 1, device), strict=True)
+    found = list(zip(_products([up for up, _ in pairs], 1, device), _products([down for _, down in pairs], 1, device), strict=True))
+    if p.scaling is Scaling.BLOCK:
+        yield from ((replace(up, scales_ahead=True), down) for up, down in found)
+        if device.arch == "sm_90":
+            direct = [(8, 512, 2, 4), (8, 256, 2, 4), (8, 512, 1, 4), (16, 512, 1, 4)]
+            yield from ((up, found[0][1]) for up in _products(direct, 1, device))
+    else:
+        yield from found
 
 
 def _products(shapes: list[tuple[int, int, int, int]], parts: int, device: Device) -> list[Product]:

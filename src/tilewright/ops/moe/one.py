@@ -36,6 +36,7 @@ def moe_one_up_kernel(
     SCALING: ct.Constant[int],
     SHARED: ct.Constant[int],
     LATENCY: ct.Constant[int],
+    SCALES_AHEAD: ct.Constant[bool],
 ):
     """h[i] = weights[i] * silu(gate) * up of the i-th choice, zero for another rank's expert. Grid (column tiles, choices + SHARED).
 
@@ -47,17 +48,23 @@ def moe_one_up_kernel(
     def activation(matrix, expert, KIND):
         gate, up = ct.zeros((TILE_N, TILE_K), ct.float32), ct.zeros((TILE_N, TILE_K), ct.float32)
         steps = ct.cdiv(x.shape[1], TILE_K)
-        # Scales do not come through TMA: those of the next step are fetched before this one is worked on.
-        scales_gate = _scales(scale_w, expert, 0, tile_n, 0, TILE_N, TILE_K, KIND)
-        scales_up = _scales(scale_w, expert, 1, tile_n, 0, TILE_N, TILE_K, KIND)
+        # Scales do not come through TMA. Those of the next step can be fetched before this one is worked on, but then weights are not.
+        if SCALES_AHEAD:
+            scales_gate = _scales(scale_w, expert, 0, tile_n, 0, TILE_N, TILE_K, KIND)
+            scales_up = _scales(scale_w, expert, 1, tile_n, 0, TILE_N, TILE_K, KIND)
         for step in range(steps):
-            then = min(step + 1, steps - 1)
-            next_gate = _scales(scale_w, expert, 0, tile_n, then, TILE_N, TILE_K, KIND)
-            next_up = _scales(scale_w, expert, 1, tile_n, then, TILE_N, TILE_K, KIND)
+            if SCALES_AHEAD:
+                then = min(step + 1, steps - 1)
+                next_gate = _scales(scale_w, expert, 0, tile_n, then, TILE_N, TILE_K, KIND)
+                next_up = _scales(scale_w, expert, 1, tile_n, then, TILE_N, TILE_K, KIND)
+            else:
+                scales_gate = _scales(scale_w, expert, 0, tile_n, step, TILE_N, TILE_K, KIND)
+                scales_up = _scales(scale_w, expert, 1, tile_n, step, TILE_N, TILE_K, KIND)
             a = ct.load(x, (0, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
             gate = _add_products(gate, a, scales_gate, matrix, expert, 0, tile_n, step, TILE_N, TILE_K, LATENCY)
             up = _add_products(up, a, scales_up, matrix, expert, 1, tile_n, step, TILE_N, TILE_K, LATENCY)
-            scales_gate, scales_up = next_gate, next_up
+            if SCALES_AHEAD:
+                scales_gate, scales_up = next_gate, next_up
         first, second = ct.sum(gate, axis=1), ct.sum(up, axis=1)
         if KIND == ROW:
             scales = row_scales(scale_w, expert, tile_n, 2, TILE_N)
