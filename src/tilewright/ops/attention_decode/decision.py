@@ -96,7 +96,7 @@ class Problem:
         return {"q": q, "k": k, "v": v[0] if v else None, **options}
 
 
-MOST_SPLITS = 64  # the merge holds one row of each in registers
+MOST_SPLITS = 128  # the merge holds one row of each in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ class Config:
     rows: rows (heads x tokens) that the tile of queries has at least, a power of two; those beyond the block's own are zeros.
     parts: column parts that k, v and the sums are kept in; a power of two.
     columns: columns of v of a block, a power of two, each block with all scores; 0: all of them.
+    gather: k and v are loaded key by key, without TMA; only where their columns fill the tiles.
+    late: the denominators are kept key by key and summed after the last step.
     """
 
     tile_n: int
@@ -125,6 +127,8 @@ class Config:
     parts: int = 1
     columns: int = 0
     num_ctas: int | None = None
+    gather: bool = False
+    late: bool = False
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -253,22 +257,25 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     rows = max(c.rows, 8 if c.keys_first else 16, next_pow2(heads) * tile_q)
     tile_d, tail = _column_tiles(p)
     tile_d = tile_d // c.parts
-    shared = p.shared and not c.columns  # a block with some columns of v loads them apart: which ones is known at run time
-    tile_v = c.columns or (tile_d if shared else next_pow2(p.columns) // c.parts)
+    # A block with some columns of v has them among its tiles of k if they are whole tiles of it.
+    shared = p.shared and (not c.columns or (c.columns % tile_d == 0 and p.columns == tile_d * c.parts))
+    tile_v = tile_d if shared else c.columns or next_pow2(p.columns) // c.parts
     tiles_v = -(-p.columns // tile_v)
-    column_blocks = tiles_v if c.columns else 1
+    column_blocks = -(-p.columns // c.columns) if c.columns else 1
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.sinks, shared, p.return_lse, p.normalize, c.splits > 1, c.keys_first)
     columns = (-(-(p.head_dim - tail) // tile_d), tile_d, tail, column_blocks, tiles_v // column_blocks, tile_v)
-    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency)
+    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.gather, c.late)
     grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
     if c.splits == 1:
         return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)
     # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
     workspace = (((p.batch, c.splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32),)
-    tile_s, tile_v = next_pow2(c.splits), next_pow2(p.columns)
-    warps = 8 if tile_s * tile_v > 8192 else None  # on four they spill (sm_100)
-    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, tile_v, tile_s == c.splits and tile_v == p.columns)
-    merge = Plan(attention_decode_merge_kernel, (p.q_heads, p.q_len, p.batch), merge_constants, num_worker_warps=warps)
+    tile_s, merged_v = next_pow2(c.splits), next_pow2(p.columns)
+    # Columns of a block of the merge: all while that makes two blocks for every SM, and no more than fit in registers.
+    while merged_v > 64 and (tile_s * merged_v > 8192 or p.batch * p.q_len * p.q_heads * (next_pow2(p.columns) // merged_v) < 2 * device.sms):
+        merged_v //= 2
+    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, merged_v, tile_s == c.splits and p.columns % merged_v == 0)
+    merge = Plan(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // merged_v), p.q_len, p.batch), merge_constants)
     return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge)
 
 
