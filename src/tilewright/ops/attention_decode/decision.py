@@ -1,6 +1,7 @@
 """What a launch of `attention_decode` may depend on, and what it comes to."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +97,7 @@ class Problem:
         return {"q": q, "k": k, "v": v[0] if v else None, **options}
 
 
-MOST_SPLITS = 128  # the merge holds one row of each in registers
+MOST_SPLITS, MOST_WIDE_SPLITS = 64, 128  # the merge holds some columns of a row of each in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +144,16 @@ def space(p: Problem, device: Device) -> list[Config]:
     configs = []
     for shape in _shapes(p, device):
         blocks = plan(p, shape, device).grid
-        splits = _splits(math.prod(blocks), device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1))
+        resident = device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1)
         if p.head_dim > 256:  # ranges of whole tiles, at least one each; partial rows are wide, so rather few
-            splits = 1 << min(splits, p.max_len // shape.tile_n or 1, MOST_SPLITS).bit_length() - 1
-        for n in (splits, min(MOST_SPLITS, 2 * splits)):
+            tiles = p.max_len // shape.tile_n or 1
+            choices = [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
+            splits = _splits(math.prod(blocks), resident, choices)
+            more = 2 * splits if 2 * splits in choices else max(1, splits // 2)
+        else:
+            splits = _splits(math.prod(blocks), resident, range(1, MOST_SPLITS + 1))
+            more = min(MOST_SPLITS, 2 * splits)
+        for n in (splits, more):
             configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
 
@@ -184,6 +191,10 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
+    shapes.append(replace(one_block, late=True))  # not timed yet, nor gathering below
+    whole = p.head_dim == next_pow2(p.head_dim) and p.columns == next_pow2(p.columns)
+    if p.page_size in (16, 32) and whole:
+        shapes += [Config(128, 1, True, 4, 1, 8, gather=True, late=True), Config(64, 1, True, 4, 2, 4, gather=True, late=True)]
     if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
         shapes.insert(0, Config(128, 1, True, 8, 2, 8))
     elif p.page_size == 64:
@@ -231,6 +242,15 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
             shapes.insert(0, Config(64, 1, True, 4, 1, 8, parts=4) if p.has_len or p.page_size else Config(64, 1, True, 3, 1, 4, parts=2))
         if rows >= 128:
             shapes.append(Config(32, 1, False, 2, 1, 8, 128 // tile_q, 128, num_ctas=2))
+        # Not timed yet. Late denominators: three barriers a step in place of five; partial sums on their way out leave room for 32 keys at a time.
+        shapes += [Config(64, 1, False, 6, 1, 8, heads(64), 64, 2, late=True), Config(32, 1, False, 4, 1, 8, heads(64), 64, 2, late=True)]
+        if rows > 64 and p.columns == 512:  # each warp group has its own 64 rows, and weights stay in registers: no barrier in a step
+            halves = Config(32, 1, False, 4, 1, 8, heads(128), 128, 2, 256, late=True)
+            shapes += [halves, replace(halves, parts=4)] if tile_q == 1 else [halves]
+        if rows in (8, 16) and p.has_len and not p.page_size:
+            shapes.append(Config(64, 1, True, 8, 1, 8, parts=4, late=True))
+        elif rows in (8, 16) and not p.page_size:
+            shapes += [Config(64, 1, True, 3, 1, 4, parts=2, late=True), Config(64, 1, True, 1, 2, 4, late=True)]
         return shapes
     if device.arch in ("sm_100", "sm_103"):
         return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]
@@ -239,15 +259,16 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
     return [Config(32, 1, False, 1, 1, None, heads(16), parts=4, columns=64)]
 
 
-def _splits(heads: int, resident: int) -> int:
+def _splits(heads: int, resident: int, choices: Sequence[int]) -> int:
     """The fewest ranges for which the rounds of blocks waste little: `heads` * splits blocks, of which `resident` run at once."""
 
     def waste(splits: int) -> float:
         return -(-heads * splits // resident) * resident / (heads * splits)
 
-    most = min(MOST_SPLITS, resident // heads) if heads <= resident // 2 else 8
-    best = min(map(waste, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if waste(n) <= 1.05 * best)
+    most = resident // heads if heads <= resident // 2 else 8
+    possible = [n for n in choices if n <= most]
+    best = min(map(waste, possible))
+    return next(n for n in possible if waste(n) <= 1.05 * best)
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:

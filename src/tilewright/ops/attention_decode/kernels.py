@@ -203,9 +203,8 @@ def attention_decode_kernel(
         columns = V.shape[3]
         OUT = OUT.slice(2, first_head, end_head)
         part, state = OUT.slice(4, 0, columns), OUT.slice(4, columns, columns + 2)
-        if first < last:  # the merge makes nothing of the sums of a range without keys
-            for i in ct.static_iter(range(PARTS_V)):
-                ct.store(part, (batch, split, 0, 0, column_block * PARTS_V + i), sums[i].reshape((1, *tile, TILE_V)))
+        for i in ct.static_iter(range(PARTS_V)):
+            ct.store(part, (batch, split, 0, 0, column_block * PARTS_V + i), sums[i].reshape((1, *tile, TILE_V)))
         if column_block == 0:
             ct.store(state, (batch, split, 0, 0, 0), maximum.reshape((1, *tile, 1)))
             ct.store(state, (batch, split, 0, 0, 1), denominator.reshape((1, *tile, 1)))
@@ -247,7 +246,6 @@ def attention_decode_merge_kernel(
     maxima = load_tile(state, (batch, 0, head, token, 0), one, ct.PaddingMode.NEG_INF, WHOLE, 1, False).reshape((TILE_S, 1))
     denominators = load_tile(state, (batch, 0, head, token, 1), one, ZERO, WHOLE, 1, False).reshape((TILE_S, 1))
     parts = load_tile(part, (batch, 0, head, token, column_block), row, ZERO, WHOLE, 1, False).reshape((TILE_S, TILE_V))
-    parts = ct.where(denominators == 0.0, 0.0, parts)  # those of a range without keys were not written
     total, maximum, denominator = merged(parts, maxima, denominators, 1.0)
     index, tile = (batch, head, token), (1, 1, 1)
     _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, False)
