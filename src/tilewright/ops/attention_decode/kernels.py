@@ -58,6 +58,7 @@ def attention_decode_kernel(
     Q [batch, kv_heads * GROUP, q_len, columns of k]; K, V [batch, kv_heads, max_len, columns] or [pages, kv_heads, page_size, columns].
     The columns of k are PARTS tiles of TILE_D and, where TAIL is not 0, one of TAIL, of which the queries are the last TAIL columns of Q_TAIL;
     those of v COLUMN_BLOCKS times PARTS_V tiles of TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
+    GATHER: tiles of keys come row by row, without TMA. LATE: the denominators are summed over the keys of a tile after the last one.
     Without SPLIT: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len]; without NORMALIZE OUT is the fp32 sum, LSE its maximum and
     DENOMINATOR, like LSE, its denominator. With SPLIT OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]: sum,
     maximum in base 2 and denominator; SINKS are then left to the merge.
