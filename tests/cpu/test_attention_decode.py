@@ -7,7 +7,7 @@ import torch
 
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention import attention
-from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference
+from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference, space
 
 HEAD_DIM = 32
 
@@ -63,7 +63,7 @@ def test_lse_is_the_natural_log_of_the_denominator(splits):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True)])
+@pytest.mark.parametrize("config", [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True), Config(32, 2, gather=True, late=True)])
 def test_memory_outside_the_keys_may_hold_anything(config):
     q, k, v = randn(4, 4, 1, HEAD_DIM), randn(4, 2, 100, HEAD_DIM), randn(4, 2, 100, HEAD_DIM)
     start, end = int32(0, 31, 40, 0), int32(1, 67, 40, 0)
@@ -83,9 +83,9 @@ def test_memory_outside_the_keys_may_hold_anything(config):
     torch.testing.assert_close(out[0], v[0, :, :1].repeat_interleave(2, 0))  # one key: its value
 
 
-@pytest.mark.parametrize("tile_n", [16, 64])
+@pytest.mark.parametrize(("tile_n", "gather"), [(16, False), (64, False), (64, True)])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
-def test_pages_are_the_contiguous_cache(page_size, tile_n):
+def test_pages_are_the_contiguous_cache(page_size, tile_n, gather):
     """Tiles that are part of a page, and tiles of several; unused pages poisoned, unused entries out of range."""
     batch, max_len = 3, 256
     q, k, v = randn(batch, 4, 1, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM)
@@ -102,7 +102,7 @@ def test_pages_are_the_contiguous_cache(page_size, tile_n):
     expected = forced(Config(tile_n, 2), q, k, v, end, return_lse=True)
     for unused in (2147480000, -1, int(order[0])):  # the last: a page that another sequence holds
         entries = torch.where(torch.arange(per_sequence) * page_size < end[:, None], table, unused)
-        found = forced(Config(tile_n, 2), q, pages_k, pages_v, end, block_table=entries, return_lse=True)
+        found = forced(Config(tile_n, 2, gather=gather), q, pages_k, pages_v, end, block_table=entries, return_lse=True)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
 
@@ -161,6 +161,7 @@ def test_an_empty_batch_or_cache_launches_nothing():
 
 
 MANY = [Config(16, 1), Config(32, 3, True), Config(16, 2, heads=1), Config(64, 2, heads=2, rows=64), Config(16, 2, parts=2, columns=16)]
+MANY += [Config(32, 2, True, late=True), Config(16, 3, rows=64, parts=2, columns=16, late=True)]
 
 
 def expected_rows(q, k, v, end, *, start=None, window=None, sinks=None):
@@ -269,6 +270,18 @@ def test_values_may_be_the_first_columns_of_the_keys(config, v_dim):
     close(found, expected_rows(q, k, k[..., :v_dim], end))
     separate = forced(config, q, k, k[..., :v_dim].contiguous(), end, return_lse=True)
     close(separate, [x.double() for x in found])
+
+
+def test_few_keys_in_a_large_cache_are_spread_and_empty_ranges_add_nothing():
+    """As many ranges as the capacity has tiles, of which the length fills two; every column of the result comes from one block of the merge."""
+    q, k = randn(1, 3, 1, 96), randn(1, 1, 640, 96)
+    k[:, :, 20:] = torch.nan
+    end = int32(20)
+    close(forced(Config(16, 40, True, late=True), q, k, None, end, return_lse=True), expected_rows(q, k, k.nan_to_num(), end))
+    wide = Problem(1, 16, 1, 4096, 512, torch.bfloat16, shared=True)
+    chosen = plan(wide, space(wide, Device.named("H200"))[0], Device.named("H200"))
+    assert chosen.grid == (64, 1, 1)
+    assert chosen.then.grid == (16 * 8, 1, 1)
 
 
 def test_a_block_per_head_is_a_config():

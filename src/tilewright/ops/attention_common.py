@@ -34,12 +34,13 @@ def product(x, y, accumulator, TF32X3):
     return ct.mma(x, y, accumulator)
 
 
-def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=0):
+def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=0, LATE=False):
     """Takes in one tile of scores, whose keys lie along AXIS; -inf where masked. `scale` brings a score to base 2.
 
     Returns the tile's weights relative to the new maximum, rounded to dtype; the factor that brings earlier sums to that maximum; the new
     maximum and denominator. PARTS > 1 makes the weights in that many column parts (AXIS 1): fewer registers are live. SHIFT: the state's maximum
-    is kept that much below the true one, so that weights are at most 2**SHIFT; nothing else in the state's meaning changes.
+    is kept that much below the true one, so that weights are at most 2**SHIFT; nothing else in the state's meaning changes. LATE: the denominator has
+    the shape of the scores, to be summed along AXIS after the last tile: one reduction less between a tile's two products.
     """
     largest = ct.max(scores, axis=AXIS, keepdims=True) * scale
     if SHIFT:
@@ -48,7 +49,7 @@ def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=
     factor = ct.exp2(maximum - largest, flush_to_zero=True)
     if PARTS == 1:
         weights = ct.exp2(scores * scale - largest, flush_to_zero=True)
-        total = ct.sum(weights, axis=AXIS, keepdims=True)
+        total = weights if LATE else ct.sum(weights, axis=AXIS, keepdims=True)
         weights = weights.astype(dtype)
     else:
         shape = (scores.shape[0], scores.shape[1] // PARTS)

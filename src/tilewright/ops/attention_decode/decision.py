@@ -1,6 +1,7 @@
 """What a launch of `attention_decode` may depend on, and what it comes to."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +97,7 @@ class Problem:
         return {"q": q, "k": k, "v": v[0] if v else None, **options}
 
 
-MOST_SPLITS = 64  # the merge holds one row of each in registers
+MOST_SPLITS, MOST_WIDE_SPLITS = 64, 128  # the merge holds some columns of a row of each in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ class Config:
     rows: rows (heads x tokens) that the tile of queries has at least, a power of two; those beyond the block's own are zeros.
     parts: column parts that k, v and the sums are kept in; a power of two.
     columns: columns of v of a block, a power of two, each block with all scores; 0: all of them.
+    gather: k and v are loaded key by key, without TMA; only where their columns fill the tiles.
+    late: the denominators are kept key by key and summed after the last step.
     """
 
     tile_n: int
@@ -125,6 +128,8 @@ class Config:
     parts: int = 1
     columns: int = 0
     num_ctas: int | None = None
+    gather: bool = False
+    late: bool = False
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -139,10 +144,16 @@ def space(p: Problem, device: Device) -> list[Config]:
     configs = []
     for shape in _shapes(p, device):
         blocks = plan(p, shape, device).grid
-        splits = _splits(math.prod(blocks), device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1))
+        resident = device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1)
         if p.head_dim > 256:  # ranges of whole tiles, at least one each; partial rows are wide, so rather few
-            splits = 1 << min(splits, p.max_len // shape.tile_n or 1, MOST_SPLITS).bit_length() - 1
-        for n in (splits, min(MOST_SPLITS, 2 * splits)):
+            tiles = p.max_len // shape.tile_n or 1
+            choices = [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
+            splits = _splits(math.prod(blocks), resident, choices)
+            more = 2 * splits if 2 * splits in choices else max(1, splits // 2)
+        else:
+            splits = _splits(math.prod(blocks), resident, range(1, MOST_SPLITS + 1))
+            more = min(MOST_SPLITS, 2 * splits)
+        for n in (splits, more):
             configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
 
@@ -180,6 +191,10 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
+    if p.head_dim > 64:  # narrower ones spill; not timed yet, nor is gathering
+        shapes.append(replace(one_block, late=True))
+    if p.page_size in (16, 32) and p.head_dim == 128 and p.columns in (64, 128):
+        shapes += [Config(128, 1, True, 4, 1, 8, gather=True, late=True), Config(64, 1, True, 4, 2, 4, gather=True, late=True)]
     if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
         shapes.insert(0, Config(128, 1, True, 8, 2, 8))
     elif p.page_size == 64:
@@ -227,6 +242,15 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
             shapes.insert(0, Config(64, 1, True, 4, 1, 8, parts=4) if p.has_len or p.page_size else Config(64, 1, True, 3, 1, 4, parts=2))
         if rows >= 128:
             shapes.append(Config(32, 1, False, 2, 1, 8, 128 // tile_q, 128, num_ctas=2))
+        # Not timed yet. Late denominators: three barriers a step in place of five; partial sums on their way out leave room for 32 keys at a time.
+        shapes += [Config(64, 1, False, 6, 1, 8, heads(64), 64, 2, late=True), Config(32, 1, False, 4, 1, 8, heads(64), 64, 2, late=True)]
+        if rows > 64 and p.columns == 512:  # each warp group has its own 64 rows, and weights stay in registers: no barrier in a step
+            halves = Config(32, 1, False, 4, 1, 8, heads(128), 128, 2, 256, late=True)
+            shapes += [halves, replace(halves, parts=4)] if tile_q == 1 else [halves]
+        if rows in (8, 16) and p.has_len and not p.page_size:
+            shapes.append(Config(64, 1, True, 8, 1, 8, parts=4, late=True))
+        elif rows in (8, 16) and not p.page_size:
+            shapes += [Config(64, 1, True, 3, 1, 4, parts=2, late=True), Config(64, 1, True, 1, 2, 4, late=True)]
         return shapes
     if device.arch in ("sm_100", "sm_103"):
         return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]
@@ -235,15 +259,16 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
     return [Config(32, 1, False, 1, 1, None, heads(16), parts=4, columns=64)]
 
 
-def _splits(heads: int, resident: int) -> int:
+def _splits(heads: int, resident: int, choices: Sequence[int]) -> int:
     """The fewest ranges for which the rounds of blocks waste little: `heads` * splits blocks, of which `resident` run at once."""
 
     def waste(splits: int) -> float:
         return -(-heads * splits // resident) * resident / (heads * splits)
 
-    most = min(MOST_SPLITS, resident // heads) if heads <= resident // 2 else 8
-    best = min(map(waste, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if waste(n) <= 1.05 * best)
+    most = resident // heads if heads <= resident // 2 else 8
+    possible = [n for n in choices if n <= most]
+    best = min(map(waste, possible))
+    return next(n for n in possible if waste(n) <= 1.05 * best)
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
@@ -253,22 +278,25 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     rows = max(c.rows, 8 if c.keys_first else 16, next_pow2(heads) * tile_q)
     tile_d, tail = _column_tiles(p)
     tile_d = tile_d // c.parts
-    shared = p.shared and not c.columns  # a block with some columns of v loads them apart: which ones is known at run time
-    tile_v = c.columns or (tile_d if shared else next_pow2(p.columns) // c.parts)
+    # A block with some columns of v has them among its tiles of k if they are whole tiles of it.
+    shared = p.shared and (not c.columns or (c.columns % tile_d == 0 and p.columns == tile_d * c.parts))
+    tile_v = tile_d if shared else c.columns or next_pow2(p.columns) // c.parts
     tiles_v = -(-p.columns // tile_v)
-    column_blocks = tiles_v if c.columns else 1
+    column_blocks = -(-p.columns // c.columns) if c.columns else 1
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.sinks, shared, p.return_lse, p.normalize, c.splits > 1, c.keys_first)
     columns = (-(-(p.head_dim - tail) // tile_d), tile_d, tail, column_blocks, tiles_v // column_blocks, tile_v)
-    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency)
+    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.gather, c.late)
     grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
     if c.splits == 1:
         return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)
     # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
     workspace = (((p.batch, c.splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32),)
-    tile_s, tile_v = next_pow2(c.splits), next_pow2(p.columns)
-    warps = 8 if tile_s * tile_v > 8192 else None  # on four they spill (sm_100)
-    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, tile_v, tile_s == c.splits and tile_v == p.columns)
-    merge = Plan(attention_decode_merge_kernel, (p.q_heads, p.q_len, p.batch), merge_constants, num_worker_warps=warps)
+    tile_s, merged_v = next_pow2(c.splits), next_pow2(p.columns)
+    # Columns of a block of the merge: all while that makes two blocks for every SM, and no more than fit in registers.
+    while merged_v > 64 and (tile_s * merged_v > 8192 or p.batch * p.q_len * p.q_heads * (next_pow2(p.columns) // merged_v) < 2 * device.sms):
+        merged_v //= 2
+    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, merged_v, tile_s == c.splits and p.columns % merged_v == 0)
+    merge = Plan(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // merged_v), p.q_len, p.batch), merge_constants)
     return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge)
 
 

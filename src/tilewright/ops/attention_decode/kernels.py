@@ -47,6 +47,8 @@ def attention_decode_kernel(
     TILE_V: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
+    GATHER: ct.Constant[bool],
+    LATE: ct.Constant[bool],
 ):
     """One block: HEADS query heads of one key head over one range of keys, for a part of v's columns.
 
@@ -56,6 +58,7 @@ def attention_decode_kernel(
     Q [batch, kv_heads * GROUP, q_len, columns of k]; K, V [batch, kv_heads, max_len, columns] or [pages, kv_heads, page_size, columns].
     The columns of k are PARTS tiles of TILE_D and, where TAIL is not 0, one of TAIL, of which the queries are the last TAIL columns of Q_TAIL;
     those of v COLUMN_BLOCKS times PARTS_V tiles of TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
+    GATHER: tiles of keys come row by row, without TMA. LATE: the denominators are summed over the keys of a tile after the last one.
     Without SPLIT: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len]; without NORMALIZE OUT is the fp32 sum, LSE its maximum and
     DENOMINATOR, like LSE, its denominator. With SPLIT OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]: sum,
     maximum in base 2 and denominator; SINKS are then left to the merge.
@@ -101,16 +104,28 @@ def attention_decode_kernel(
         tile = tile.reshape((ROWS, COLUMNS))
         return ct.transpose(tile) if KEYS_FIRST else tile
 
+    def part(i):
+        """The i-th of k's column parts in the order of this block, to which those that are its part of v come last: the others are free earlier."""
+        return i if COLUMN_BLOCKS == 1 or not SHARED else ((column_block + 1) * PARTS_V + i) % PARTS
+
     qs: tuple = ()
     for i in ct.static_iter(range(PARTS)):
-        qs = (*qs, queries(Q, i, TILE_D))
+        qs = (*qs, queries(Q, part(i), TILE_D))
     if TAIL:
         qs = (*qs, queries(Q_TAIL, Q_TAIL.shape[3] // TAIL - 1, TAIL))
     token = ct.arange(ROWS, dtype=ct.int32) % TILE_Q
 
     def load(ARRAY, j, i, COLUMNS):
         shape = (1, 1, TILE_N, COLUMNS)
-        if PAGE_SIZE == 0:
+        if GATHER:
+            key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+            page, row, held = batch, ct.expand_dims(key, 1), ct.expand_dims(key < end, 1)
+            if PAGE_SIZE:
+                page = ct.gather(BLOCK_TABLE, (batch, key // PAGE_SIZE), mask=key < end, check_bounds=False)
+                page, row = ct.expand_dims(page, 1), ct.expand_dims(key % PAGE_SIZE, 1)
+            column = ct.expand_dims(i * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32), 0)
+            tile = ct.gather(ARRAY, (page, head, row, column), mask=held, check_bounds=False, latency=LATENCY)
+        elif PAGE_SIZE == 0:
             tile = ct.load(ARRAY, (batch, head, j, i), shape, padding_mode=ZERO, latency=LATENCY)
         elif PAGE_SIZE >= TILE_N:
             page = ct.load(BLOCK_TABLE, (batch, j // (PAGE_SIZE // TILE_N)), ())
@@ -140,17 +155,17 @@ def attention_decode_kernel(
         ks: tuple = ()
         vs: tuple = ()
         for i in ct.static_iter(range(PARTS)):
-            ks = (*ks, load(K, j, i, TILE_D))
+            ks = (*ks, load(K, j, part(i), TILE_D))
         if TAIL:
             ks = (*ks, load(K, j, PARTS * TILE_D // TAIL, TAIL))
         for i in ct.static_iter(range(PARTS_V)):
-            vs = (*vs, ks[i] if SHARED else load(V, j, column_block * PARTS_V + i, TILE_V))
+            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, j, column_block * PARTS_V + i, TILE_V))
         scores = ct.zeros((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N), dtype=ct.float32)
         for i in ct.static_iter(range(len(qs))):
             scores = ct.mma(ks[i], qs[i], scores) if KEYS_FIRST else ct.mma(qs[i], ct.transpose(ks[i]), scores)
         if MASKED:
             scores = ct.where(visible(key), scores, -math.inf)
-        weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1)
+        weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1, LATE=LATE)
         sums: tuple = ()
         for i in ct.static_iter(range(PARTS_V)):
             v = vs[i]
@@ -166,7 +181,8 @@ def attention_decode_kernel(
     zeros: tuple = ()
     for i in ct.static_iter(range(PARTS_V)):
         zeros = (*zeros, ct.zeros((TILE_V, ROWS) if KEYS_FIRST else (ROWS, TILE_V), dtype=ct.float32))
-    state = (zeros, ct.full(state_shape, FLOOR, dtype=ct.float32), ct.zeros(state_shape, dtype=ct.float32))
+    weights_shape = ((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N)) if LATE else state_shape
+    state = (zeros, ct.full(state_shape, FLOOR, dtype=ct.float32), ct.zeros(weights_shape, dtype=ct.float32))
     if HAS_WINDOW or HAS_START:
         for j in range(first, head_end):
             state = step(j, state, True)
@@ -176,6 +192,8 @@ def attention_decode_kernel(
         state = step(j, state, True)
 
     sums, maximum, denominator = state
+    if LATE:
+        denominator = ct.sum(denominator, axis=axis, keepdims=True)
     if KEYS_FIRST:
         rows: tuple = ()
         for i in ct.static_iter(range(PARTS_V)):
@@ -216,21 +234,22 @@ def attention_decode_merge_kernel(
     TILE_V: ct.Constant[int],
     WHOLE: ct.Constant[bool],
 ):
-    """One row of the result from its partials, all of which are in one tile of TILE_S rows. Grid (q_heads, q_len, batch).
+    """TILE_V columns of one row of the result from its partials, all of which are in one tile of TILE_S rows.
 
-    PARTIAL [batch, splits, q_heads, q_len, columns of v + 2 + pad]; the others as in `attention_decode_kernel`.
-    WHOLE: TILE_S splits and TILE_V columns; unchecked, the loads do not wait for one another.
+    Grid (q_heads * blocks of columns, q_len, batch). PARTIAL [batch, splits, q_heads, q_len, columns of v + 2 + pad]; the others as in
+    `attention_decode_kernel`. WHOLE: TILE_S splits and whole tiles of columns; unchecked, the loads do not wait for one another.
     """
-    head, token, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     columns = OUT.shape[3]
+    blocks = ct.cdiv(columns, TILE_V)
+    head, column_block, token, batch = ct.bid(0) // blocks, ct.bid(0) % blocks, ct.bid(1), ct.bid(2)
     part, state = PARTIAL.slice(4, 0, columns), PARTIAL.slice(4, columns, columns + 2)
     one, row = (1, TILE_S, 1, 1, 1), (1, TILE_S, 1, 1, TILE_V)
     maxima = load_tile(state, (batch, 0, head, token, 0), one, ct.PaddingMode.NEG_INF, WHOLE, 1, False).reshape((TILE_S, 1))
     denominators = load_tile(state, (batch, 0, head, token, 1), one, ZERO, WHOLE, 1, False).reshape((TILE_S, 1))
-    parts = load_tile(part, (batch, 0, head, token, 0), row, ZERO, WHOLE, 1, False).reshape((TILE_S, TILE_V))
+    parts = load_tile(part, (batch, 0, head, token, column_block), row, ZERO, WHOLE, 1, False).reshape((TILE_S, TILE_V))
     total, maximum, denominator = merged(parts, maxima, denominators, 1.0)
     index, tile = (batch, head, token), (1, 1, 1)
-    _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, 0, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, False)
+    _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, False)
 
 
 def _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, sums, maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, TMA=True):
