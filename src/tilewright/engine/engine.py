@@ -19,7 +19,8 @@ from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import LayerStacks, Weights, refuse
 from .mega.program import phases
-from .mega.run import Clocks, Mega
+from .mega.run import Clocks
+from .mega.stream import mega_of
 from .prefill import Prefill
 from .program import Call, Frame
 from .read import read
@@ -295,7 +296,7 @@ class Engine:
         weights, state = Weights.of(self.decoder, self._fusion), self._state
         clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
         logits = frame.buffer("logits", 1, self.decoder.vocab)
-        step = Mega(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits).step
+        step = mega_of(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits).step
         return [Call("mega", step, ()), *([] if greedy else choice)]
 
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
