@@ -19,11 +19,12 @@ PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each. splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv:
+    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer. splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv:
     keys read at once. latency: hint for the weights' loads.
     """
 
-    rows: int = 8
+    rows: int = 32
+    pieces: int = 8
     splits: int = 16
     span: int = 128
     tile_kv: int = 16
@@ -83,8 +84,8 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     if not power(dims.group) or not power(dims.kv_heads):
         return "query heads of a key head, or key heads, are no power of two"
     fold = dims.inter // dims.hidden
-    if config.rows % (fold * packed) or config.rows % (2 * packed) or dims.head_dim % config.rows:
-        return f"{config.rows} rows are no multiple of {max(fold, 2) * packed} or do not divide head_dim"
+    if config.rows % (fold * max(packed, config.pieces)) or config.rows % (2 * packed) or dims.head_dim % config.rows:
+        return f"{config.rows} rows in {config.pieces} pieces are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
     if any(rows * columns // dims.hidden % config.rows for rows, columns in map(dims.shape, MATRICES)):
         return f"a matrix's rows are no multiple of {config.rows}"
     return ""
@@ -98,7 +99,7 @@ class Words:
     parts: Tensor
     sums: Tensor
     stream: Tensor
-    active: Tensor
+    x: Tensor
     logits: Tensor
     best: Tensor
 
@@ -114,8 +115,8 @@ class Words:
             heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
             parts=words(d.layers * d.kv_heads, packed, splits, d.group * head_words),
             sums=words(d.layers * d.kv_heads, 2, splits, d.group),
-            stream=words(3 * d.layers, d.hidden // packed),
-            active=words(d.layers, schedule.fold, d.hidden // packed),
+            stream=words(d.layers * (3 + schedule.fold), d.hidden // packed),
+            x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
             best=words(2, next_pow2(schedule.blocks)),
         )
@@ -128,17 +129,20 @@ class Words:
         """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
         d, found = schedule.dims, dict[str, Tensor]()
         for phase in program:
-            i = phase.layer
+            i = min(phase.layer, d.layers - 1)
+            rows = self.stream.view(d.layers, 3 + schedule.fold, -1)[i]
             if phase.kind is Kind.QKV:
-                rows = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
-                order = (rows[:, : d.group].flatten(0, 1), rows[:, d.group], rows[:, d.group + 1])
+                heads = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
+                order = (heads[:, : d.group].flatten(0, 1), heads[:, d.group], heads[:, d.group + 1])
                 found[phase.writes] = self.plain(torch.cat(order))
             elif phase.kind is Kind.ATTENTION:
-                found[value_name("attention", i)] = self.plain(self.stream[3 * i])
-            elif phase.kind in (Kind.OUT, Kind.DOWN):
-                found[phase.writes] = self.plain(self.stream[3 * i + (1 if phase.kind is Kind.OUT else 2)])
+                found[value_name("attention", i)] = self.plain(rows[0])
+            elif phase.kind is Kind.OUT:
+                found[phase.writes] = self.plain(rows[1])
             elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.plain(self.active[i])
+                found[phase.writes] = self.plain(rows[2:-1])
+            elif phase.kind is Kind.DOWN:
+                found[phase.writes] = self.plain(rows[-1])
             elif phase.kind is Kind.HEAD:
                 found[phase.writes] = self.logits[0]
         return found
@@ -155,6 +159,8 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         d.head_dim // 2,
         schedule.fold,
         c.rows,
+        c.pieces,
+        c.pieces.bit_length() - 1,
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
@@ -177,7 +183,7 @@ def as_words(tensor: Tensor) -> Tensor:
 def reduced(config: StreamConfig, dims: Dims, dtype: torch.dtype) -> StreamConfig:
     """With as few rows as a small model needs."""
     while config.rows > 2 and why_not(dims, dtype, config):
-        config = replace(config, rows=config.rows // 2)
+        config = replace(config, rows=config.rows // 2, pieces=max(1, config.pieces // 2))
     return config
 
 
@@ -229,7 +235,7 @@ class StreamMega:
             weights.cos,
             weights.sin,
             *map(as_words, cache),
-            *(getattr(self.values, name) for name in ("heads", "parts", "sums", "stream", "active", "logits", "best")),
+            *(getattr(self.values, name) for name in ("heads", "parts", "sums", "stream", "x", "logits", "best")),
             tiles,
             tiles if complete else tiles + blocks,
             attentions,

@@ -35,6 +35,10 @@ def _load(array, index, shape):
     return ct.load(array, index, shape, check_bounds=False, allow_tma=False)
 
 
+def _store(array, index, tile):
+    ct.store(array, index, tile, check_bounds=False, allow_tma=False)
+
+
 def _look(array, index, shape):
     return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
 
@@ -96,7 +100,7 @@ def mega_stream_kernel(
     PARTS: Stacks,
     SUMS: Stacks,
     STREAM: Matrix,
-    ACTIVE: Stack,
+    X: Stack,
     LOGITS: Matrix,
     BEST: Matrix,
     tiles: int,
@@ -113,6 +117,8 @@ def mega_stream_kernel(
     HALF: ct.Constant[int],
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
+    PIECES: ct.Constant[int],
+    HALVINGS: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
@@ -127,14 +133,14 @@ def mega_stream_kernel(
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
 
     PACKED values of the model's dtype are a word, below a token's number in these int64: HEADS [L * KV_HEADS, power of two, head words], of a key head its
-    queries, key and value, not yet rotated; STREAM [3 L, hidden words]: of a layer merged attention, the stream behind attention, and behind the MLP;
-    ACTIVE [L, FOLD, hidden words]. One fp32 or int32 is a word: PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted values;
+    queries, key and value, not yet rotated; STREAM [L * (3 + FOLD), hidden words]: of a layer merged attention, the stream behind attention, FOLD rows of
+    `active`, the stream behind the MLP. X [BLOCKS, FOLD, hidden words] int32, each block's own: what its tiles are multiplied with. One fp32 or int32 is a word: PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted values;
     SUMS [L * KV_HEADS, 2, SPLITS, group], its maximum and denominator; BEST [2, TILE_B], the largest logit of each block and where it stands.
     Words with no number, int32: W [.., hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns), down (FOLD of these rows
     make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words]. LOGITS [1, vocab] in the model's dtype.
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks; a place is
     8 * layer + number of the phase whose words are missing. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    R rows of W are a tile; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every
+    R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every
     block another turn, for attention behind its last tile. choices: 1 to choose tokens. scale: of scores, times log2(e).
     Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once.
     """
@@ -144,6 +150,7 @@ def mega_stream_kernel(
     head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
+    STREAM_ROWS = 3 + FOLD  # of a layer: merged attention, the stream behind it, FOLD of `active`, the stream behind the MLP
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
@@ -182,27 +189,28 @@ def mega_stream_kernel(
             found = (*found, _rounded(planes[i] * rstd, dtype) * weights[i])
         return _bits(found, dtype).astype(ct.int32)
 
-    def inputs(kind, layer, token, number):
-        """What the weights of a phase are multiplied with, 32-bit words [FOLD, WORDS]; but for `down` FOLD times the same."""
+    def prepare(kind, layer, token, number):
+        """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same."""
+        row, place, norm = STREAM_ROWS * layer - 1, 8 * layer - 4, 2 * layer
+        if kind == OUT:
+            row, place = STREAM_ROWS * layer, 8 * layer + 1
+        elif kind == GATE_UP:
+            row, place, norm = STREAM_ROWS * layer + 1, 8 * layer + 2, 2 * layer + 1
+        elif kind == DOWN:
+            row, place = STREAM_ROWS * layer + 2, 8 * layer + 3
         if kind == DOWN:
-            x = words(ACTIVE, (layer, 0, 0), (1, FOLD, WORDS), number, 8 * layer + 3, True).reshape((FOLD, WORDS))
+            for fold in range(FOLD):
+                one = words(STREAM, (row + fold, 0), (1, WORDS), number, place, True)
+                _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
         else:
             if (kind == QKV) & (layer == 0):
                 one = _load(EMBEDDING, (token, 0), (1, WORDS))
             else:
-                row, place = 3 * layer - 1, 8 * layer - 4
-                if kind == OUT:
-                    row, place = 3 * layer, 8 * layer + 1
-                elif kind == GATE_UP:
-                    row, place = 3 * layer + 1, 8 * layer + 2
                 one = words(STREAM, (row, 0), (1, WORDS), number, place, True)
             if kind != OUT:
-                norm = 2 * layer
-                if kind == GATE_UP:
-                    norm = 2 * layer + 1
                 one = normed(one, norm)
-            x = ct.broadcast_to(one, (FOLD, WORDS))
-        return x
+            for fold in range(FOLD):
+                _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
 
     def turned(first, second, position):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
@@ -269,7 +277,7 @@ def mega_stream_kernel(
                 found: tuple = ()
                 for n in ct.static_iter(range(PACKED)):
                     found = (*found, total[n] * (1.0 / denominator))
-                say(STREAM, (3 * layer, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
+                say(STREAM, (STREAM_ROWS * layer, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
         else:
             if split < ranges:
                 for n in ct.static_iter(range(PACKED)):
@@ -295,11 +303,11 @@ def mega_stream_kernel(
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             found = (*found, ct.extract(mixed, (n, 0), (1, EACH)))
-        say(STREAM, (3 * layer, kv_head * SPLITS + split), _bits(found, dtype), (1, EACH), number)
+        say(STREAM, (STREAM_ROWS * layer, kv_head * SPLITS + split), _bits(found, dtype), (1, EACH), number)
 
-    def dot(w, x):
-        """Sums of rows of W times x, [rows / FOLD, FOLD]."""
-        ws, xs = _planes(w, dtype), _planes(x.reshape((1, FOLD, WORDS)), dtype)
+    def dot(w):
+        """Sums of rows of W times X, [rows / FOLD, FOLD]."""
+        ws, xs = _planes(w, dtype), _planes(_load(X, (block, 0, 0), (1, FOLD, WORDS)), dtype)
         product = ws[0] * xs[0]
         for i in ct.static_iter(range(1, PACKED)):
             product = product + ws[i] * xs[i]
@@ -316,13 +324,12 @@ def mega_stream_kernel(
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     position = _look(COUNTERS, (0, 0), (1, 1)).item()
     keys = _look(COUNTERS, (1, 0), (1, 1)).item()
-    x = ct.zeros((FOLD, WORDS), ct.int32)
     before, attended = -1, 0
     best, when = empty_best((1, R))
     turns = ct.cdiv(end - block, BLOCKS)
-    for i in range(tokens * turns):
-        number = epoch + i // turns + 1
-        g = block + i % turns * BLOCKS
+    for turn in range(tokens * turns):
+        number = epoch + turn // turns + 1
+        g = block + turn % turns * BLOCKS
         layer = min(g // LAYER, LAYERS)
         unit = g - layer * LAYER
         # `tile`: which of W, where each kind has all layers in a row.
@@ -343,20 +350,30 @@ def mega_stream_kernel(
                     tile = BASES[3] + layer * COUNTS[3] + unit
         if g >= tiles:
             kind, tile, due = NOTHING, 0, attentions
-        w = ct.load(W, (tile, 0, 0), (R // FOLD, FOLD, WORDS), check_bounds=False, latency=LATENCY)
         for other in range(attended, due):
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
                 attend(other, share // SPLITS, share % SPLITS, position, number)
         attended = due
+        if (8 * layer + kind != before) & (kind != NOTHING):
+            before = 8 * layer + kind
+            prepare(kind, layer, token, number)
+        # Each piece has a buffer of its own in shared memory, which fills again as soon as the piece is in registers.
+        ys: tuple = ()
+        for i in ct.static_iter(range(PIECES)):
+            place = (tile * PIECES + i, 0, 0)
+            w = ct.load(W, place, (R // PIECES // FOLD, FOLD, WORDS), check_bounds=False, latency=LATENCY)
+            ys = (*ys, dot(w))
+        for i in ct.static_iter(range(HALVINGS)):
+            joined: tuple = ()
+            for j in ct.static_iter(range(len(ys) // 2)):
+                joined = (*joined, ct.cat((ys[2 * j], ys[2 * j + 1]), axis=0))
+            ys = joined
+        y = ys[0]
         if kind != NOTHING:
-            if 8 * layer + kind != before:
-                before = 8 * layer + kind
-                x = inputs(kind, layer, token, number)
-            y = dot(w, x)
             if kind == DOWN:
                 SOME = R // FOLD
-                old = words(STREAM, (3 * layer + 1, unit), (1, SOME // PACKED), number, 8 * layer + 2, True)
-                say(STREAM, (3 * layer + 2, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
+                old = words(STREAM, (STREAM_ROWS * layer + 1, unit), (1, SOME // PACKED), number, 8 * layer + 2, True)
+                say(STREAM, (STREAM_ROWS * (layer + 1) - 1, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
             else:
                 y = y.reshape((R,))
                 if kind == QKV:
@@ -370,26 +387,26 @@ def mega_stream_kernel(
                     if layer == 0:
                         old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
                     else:
-                        old = words(STREAM, (3 * layer - 1, unit), (1, R // PACKED), number, 8 * layer - 4, True)
-                    say(STREAM, (3 * layer + 1, unit), added(y, R, old), (1, R // PACKED), number)
+                        old = words(STREAM, (STREAM_ROWS * layer - 1, unit), (1, R // PACKED), number, 8 * layer - 4, True)
+                    say(STREAM, (STREAM_ROWS * layer + 1, unit), added(y, R, old), (1, R // PACKED), number)
                 elif kind == GATE_UP:
                     HALF_ROWS = R // 2
                     both = y.reshape((HALF_ROWS, 2))
                     gate, up = ct.extract(both, (0, 0), (HALF_ROWS, 1)), ct.extract(both, (0, 1), (HALF_ROWS, 1))
                     y = (gate / (1.0 + ct.exp(-gate)) * up).reshape((HALF_ROWS,))
-                    at = (layer, unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
-                    say(ACTIVE, at, _bits(_apart(y, HALF_ROWS, dtype), dtype), (1, 1, HALF_ROWS // PACKED), number)
+                    at = (STREAM_ROWS * layer + 2 + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
+                    say(STREAM, at, _bits(_apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
                 else:
                     row = y.astype(dtype).reshape((1, R))
                     ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
                     best, when = take_better(best, when, row.astype(ct.float32), unit)
-        if i % turns == turns - 1:
+        if turn % turns == turns - 1:
             before, attended = -1, 0
             if choices > 0:
                 top, column = first_best(best, when * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
                 say_fp32(BEST, (0, block), top, (1, 1), number)
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
-                if (block == 0) | (i < (tokens - 1) * turns):
+                if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
                     both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
