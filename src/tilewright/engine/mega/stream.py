@@ -14,6 +14,7 @@ from .run import Clocks, Mega
 from .schedule import Config
 from .stream_kernel import mega_stream_kernel
 
+SPILLS = ("sm_100", "sm_103")  # where tileiras 13.4 spills the stream's registers
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
 
 
@@ -261,7 +262,11 @@ class StreamMega:
 
 
 def default_stream_config(device: Device) -> StreamConfig:
-    return StreamConfig(num_worker_warps=None) if device.is_cpu else StreamConfig()
+    if device.is_cpu:
+        return StreamConfig(num_worker_warps=None)
+    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
+        return StreamConfig(rows=16, pieces=4)
+    return StreamConfig()
 
 
 def mega_of(
@@ -276,6 +281,10 @@ def mega_of(
     spin_limit: int = 0,
 ) -> Mega | StreamMega:
     """The step as one stream of weights if the model fits and `config` does not say otherwise, else phase by phase. Arguments: as `Mega`."""
-    if isinstance(config, StreamConfig) or (config is None and weights.whole is not None):
+    device = Device.of(weights.embedding)
+    fits = weights.whole is not None and device.arch not in SPILLS
+    if fits and config is None:
+        fits = not why_not(weights.dims, weights.embedding.dtype, reduced(default_stream_config(device), weights.dims, weights.embedding.dtype))
+    if isinstance(config, StreamConfig) or (config is None and fits):
         return StreamMega(weights, program, clocks, cache, logits=logits, blocks=blocks, config=config, spin_limit=spin_limit)
     return Mega(weights, program, clocks, cache, logits=logits, blocks=blocks, config=config, spin_limit=spin_limit)

@@ -225,7 +225,11 @@ def mega_stream_kernel(
 
     def attend(layer, kv_head, split, position, number):
         """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
-        mine = max(0, ct.cdiv(ct.cdiv(position, SPAN) - split, SPLITS)) * CHUNK_TILES
+        there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
+        chunks = max(0, ct.cdiv(ct.cdiv(there, CHUNK_TILES) - split, SPLITS))
+        mine = 0
+        if chunks > 0:
+            mine = (chunks - 1) * CHUNK_TILES + min(CHUNK_TILES, there - (split + (chunks - 1) * SPLITS) * CHUNK_TILES)
 
         def start(i):
             return (split + i // CHUNK_TILES * SPLITS) * CHUNK_TILES + i % CHUNK_TILES
