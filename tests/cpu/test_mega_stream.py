@@ -134,7 +134,10 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
     assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
     blocks = re.split(r"^(?=\.L_\S+:)", sass, flags=re.MULTILINE)
     own = [b.split(":", 1)[0] for b in blocks]
-    assert sum(bool(re.search(rf"BRA `\({re.escape(name)}\)", block)) for name, block in zip(own, blocks, strict=True) if len(block.split(";")) == 2) <= 1
+    assert (
+        sum(bool(re.search(rf"BRA `\({re.escape(name)}\)", block)) for name, block in zip(own, blocks, strict=True) if len(block.split(";")) == 2)
+        <= 1
+    )
     producer = sass[sass.index("UTMALDG") :]
     producer = producer[: producer.rindex("UTMALDG")]
     assert "STRONG" not in producer  # it waits for nobody's words

@@ -52,7 +52,9 @@ def program_of(weights: Weights, layers: int, stop_after: str) -> tuple[Weights,
     return weights, program
 
 
-def differences(weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, config: Config | StreamConfig | None = None, seed: int = 0) -> list[Difference]:
+def differences(
+    weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, config: Config | StreamConfig | None = None, seed: int = 0
+) -> list[Difference]:
     """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain."""
     d, like = weights.dims, weights.embedding
     if not 0 <= position < len(weights.cos):
@@ -87,7 +89,7 @@ def differences(weights: Weights, program: list[Phase], position: int, *, blocks
         machines.append(machine)
     theirs, truth = machines
     found = []
-    for name, ours in mega.values.named(program, mega.schedule, position).items():
+    for name, ours in mega.named(position).items():
         if name in theirs.values:
             found.append(_difference(name, ours.flatten(), theirs.values[name].flatten(), truth.values[name].flatten()))
     if program[-1].kind >= Kind.HEAD:

@@ -126,7 +126,7 @@ class Words:
         """The values in words of the model's dtype, flat."""
         return words.to(torch.int32).contiguous().view(self.logits.dtype).flatten()
 
-    def named(self, program: list[Phase], schedule: StreamSchedule, position: int) -> dict[str, Tensor]:
+    def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
         """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
         d, found = schedule.dims, dict[str, Tensor]()
         for phase in program:
@@ -188,7 +188,6 @@ def reduced(config: StreamConfig, dims: Dims, dtype: torch.dtype) -> StreamConfi
     return config
 
 
-
 class StreamMega:
     """A program with its buffers, as `Mega`. `step` launches it."""
 
@@ -246,6 +245,10 @@ class StreamMega:
     @property
     def dims(self) -> Dims:
         return self.weights.dims
+
+    def named(self, position: int) -> dict[str, Tensor]:
+        """What the last step, of a token at `position`, wrote: see `Words.named`."""
+        return self.values.named(self.program, self.schedule)
 
     def step(self, tokens: int = 1) -> None:
         """So many tokens, in one launch. No synchronisation, nothing allocated: may be captured. Two launches must not run at the same time."""

@@ -1,7 +1,7 @@
-"""One launch, one or more tokens: every block reads its own tiles of all weights in one stream, and values travel as words that say when they are valid.
+"""One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
 
-Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. One loop with one load: the compiler
-gives it a producer warp, which runs ahead of everything that the other warps wait for, as far as shared memory reaches. Hence no barrier stands
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. The one loop reads nothing else by TMA:
+the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a whole tile. Hence no barrier stands
 anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
 in 16 bits, or one in fp32), written and read relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
 
@@ -10,8 +10,6 @@ overwritten while somebody may still want it. Keys are dealt to blocks by their 
 
 Numerics: as `mega_kernel`.
 """
-
-# ruff: noqa: B023 - cuTile inlines a closure where it is called
 
 import math
 from typing import Annotated, Any
@@ -132,17 +130,18 @@ def mega_stream_kernel(
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
 
-    PACKED values of the model's dtype are a word, below a token's number in these int64: HEADS [L * KV_HEADS, power of two, head words], of a key head its
-    queries, key and value, not yet rotated; STREAM [L * (3 + FOLD), hidden words]: of a layer merged attention, the stream behind attention, FOLD rows of
-    `active`, the stream behind the MLP. X [BLOCKS, FOLD, hidden words] int32, each block's own: what its tiles are multiplied with. One fp32 or int32 is a word: PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted values;
-    SUMS [L * KV_HEADS, 2, SPLITS, group], its maximum and denominator; BEST [2, TILE_B], the largest logit of each block and where it stands.
-    Words with no number, int32: W [.., hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns), down (FOLD of these rows
-    make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words]. LOGITS [1, vocab] in the model's dtype.
-    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks; a place is
-    8 * layer + number of the phase whose words are missing. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every
-    block another turn, for attention behind its last tile. choices: 1 to choose tokens. scale: of scores, times log2(e).
-    Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once.
+    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
+    queries, key and value, not yet rotated, and STREAM [L * (3 + FOLD), hidden words], of a layer merged attention, the stream behind it, FOLD rows
+    of `active`, and the stream behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted
+    values, SUMS [L * KV_HEADS, 2, SPLITS, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each block and where.
+    int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
+    down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
+    X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
+    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
+    is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
+    R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each
+    begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
+    tokens. scale: of scores, times log2(e). Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -367,7 +366,7 @@ def mega_stream_kernel(
             place = (tile * PIECES + i, 0, 0)
             w = ct.load(W, place, (R // PIECES // FOLD, FOLD, WORDS), check_bounds=False, latency=LATENCY)
             ys = (*ys, dot(w))
-        for i in ct.static_iter(range(HALVINGS)):
+        for _ in ct.static_iter(range(HALVINGS)):
             joined: tuple = ()
             for j in ct.static_iter(range(len(ys) // 2)):
                 joined = (*joined, ct.cat((ys[2 * j], ys[2 * j + 1]), axis=0))
