@@ -20,8 +20,10 @@ PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer. splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv:
-    keys read at once. latency: hint for the weights' loads.
+    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
+
+    splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv: keys read at once. looked: rows of `active`
+    that are waited for at once. latency: hint for the loads.
     """
 
     rows: int = 32
@@ -29,6 +31,7 @@ class StreamConfig:
     splits: int = 16
     span: int = 128
     tile_kv: int = 16
+    looked: int = 1
     latency: int = 10
     num_worker_warps: int | None = 8
 
@@ -116,7 +119,7 @@ class Words:
             heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
             parts=words(d.layers * d.kv_heads, packed, splits, d.group * head_words),
             sums=words(d.layers * d.kv_heads, 2, splits, d.group),
-            stream=words(d.layers * (3 + schedule.fold), d.hidden // packed),
+            stream=words(d.layers * (schedule.fold + ct.cdiv(3, schedule.fold) * schedule.fold), d.hidden // packed),
             x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
             best=words(2, next_pow2(schedule.blocks)),
@@ -131,19 +134,20 @@ class Words:
         d, found = schedule.dims, dict[str, Tensor]()
         for phase in program:
             i = min(phase.layer, d.layers - 1)
-            rows = self.stream.view(d.layers, 3 + schedule.fold, -1)[i]
+            rows = self.stream.view(d.layers, -1, self.stream.shape[1])[i]
+            fold = schedule.fold
             if phase.kind is Kind.QKV:
                 heads = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
                 order = (heads[:, : d.group].flatten(0, 1), heads[:, d.group], heads[:, d.group + 1])
                 found[phase.writes] = self.plain(torch.cat(order))
             elif phase.kind is Kind.ATTENTION:
-                found[value_name("attention", i)] = self.plain(rows[0])
+                found[value_name("attention", i)] = self.plain(rows[fold])
             elif phase.kind is Kind.OUT:
-                found[phase.writes] = self.plain(rows[1])
+                found[phase.writes] = self.plain(rows[fold + 1])
             elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.plain(rows[2:-1])
+                found[phase.writes] = self.plain(rows[:fold])
             elif phase.kind is Kind.DOWN:
-                found[phase.writes] = self.plain(rows[-1])
+                found[phase.writes] = self.plain(rows[fold + 2])
             elif phase.kind is Kind.HEAD:
                 found[phase.writes] = self.logits[0]
         return found
@@ -170,6 +174,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.span,
         c.tile_kv,
         1 if dtype is torch.float32 else 2,
+        min(c.looked, schedule.fold),
         c.latency,
         spin_limit,
     )

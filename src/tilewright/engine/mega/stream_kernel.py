@@ -125,14 +125,15 @@ def mega_stream_kernel(
     SPAN: ct.Constant[int],
     TILE_KV: ct.Constant[int],
     PACKED: ct.Constant[int],
+    LOOKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
 
     int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
-    queries, key and value, not yet rotated, and STREAM [L * (3 + FOLD), hidden words], of a layer merged attention, the stream behind it, FOLD rows
-    of `active`, and the stream behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted
+    queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
+    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted
     values, SUMS [L * KV_HEADS, 2, SPLITS, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each block and where.
     int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
     down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
@@ -141,7 +142,8 @@ def mega_stream_kernel(
     is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
     R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each
     begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
-    tokens. scale: of scores, times log2(e). Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once.
+    tokens. scale: of scores, times log2(e). Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once. LOOKED rows
+    of `active` are waited for at once, a part of FOLD.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -149,7 +151,8 @@ def mega_stream_kernel(
     head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
-    STREAM_ROWS = 3 + FOLD  # of a layer: merged attention, the stream behind it, FOLD of `active`, the stream behind the MLP
+    STREAM_ROWS = FOLD + ct.cdiv(3, FOLD) * FOLD  # of a layer: FOLD of `active`, so that they are a tile, then ATTENDED, MIDDLE and AFTER
+    ATTENDED, MIDDLE, AFTER = FOLD, FOLD + 1, FOLD + 2
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
@@ -190,17 +193,15 @@ def mega_stream_kernel(
 
     def prepare(kind, layer, token, number):
         """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same."""
-        row, place, norm = STREAM_ROWS * layer - 1, 8 * layer - 4, 2 * layer
+        row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
         if kind == OUT:
-            row, place = STREAM_ROWS * layer, 8 * layer + 1
+            row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
         elif kind == GATE_UP:
-            row, place, norm = STREAM_ROWS * layer + 1, 8 * layer + 2, 2 * layer + 1
-        elif kind == DOWN:
-            row, place = STREAM_ROWS * layer + 2, 8 * layer + 3
+            row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
         if kind == DOWN:
-            for fold in range(FOLD):
-                one = words(STREAM, (row + fold, 0), (1, WORDS), number, place, True)
-                _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
+            for some in range(FOLD // LOOKED):
+                found = words(STREAM, (STREAM_ROWS // LOOKED * layer + some, 0), (LOOKED, WORDS), number, 8 * layer + 3, True)
+                _store(X, (block, some, 0), found.reshape((1, LOOKED, WORDS)))
         else:
             if (kind == QKV) & (layer == 0):
                 one = _load(EMBEDDING, (token, 0), (1, WORDS))
@@ -280,7 +281,7 @@ def mega_stream_kernel(
                 found: tuple = ()
                 for n in ct.static_iter(range(PACKED)):
                     found = (*found, total[n] * (1.0 / denominator))
-                say(STREAM, (STREAM_ROWS * layer, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
+                say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
         else:
             if split < ranges:
                 for n in ct.static_iter(range(PACKED)):
@@ -306,7 +307,7 @@ def mega_stream_kernel(
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             found = (*found, ct.extract(mixed, (n, 0), (1, EACH)))
-        say(STREAM, (STREAM_ROWS * layer, kv_head * SPLITS + split), _bits(found, dtype), (1, EACH), number)
+        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SPLITS + split), _bits(found, dtype), (1, EACH), number)
 
     def dot(w):
         """Sums of rows of W times X, [rows / FOLD, FOLD]."""
@@ -375,8 +376,8 @@ def mega_stream_kernel(
         if kind != NOTHING:
             if kind == DOWN:
                 SOME = R // FOLD
-                old = words(STREAM, (STREAM_ROWS * layer + 1, unit), (1, SOME // PACKED), number, 8 * layer + 2, True)
-                say(STREAM, (STREAM_ROWS * (layer + 1) - 1, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
+                old = words(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), (1, SOME // PACKED), number, 8 * layer + 2, True)
+                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
             else:
                 y = y.reshape((R,))
                 if kind == QKV:
@@ -390,14 +391,14 @@ def mega_stream_kernel(
                     if layer == 0:
                         old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
                     else:
-                        old = words(STREAM, (STREAM_ROWS * layer - 1, unit), (1, R // PACKED), number, 8 * layer - 4, True)
-                    say(STREAM, (STREAM_ROWS * layer + 1, unit), added(y, R, old), (1, R // PACKED), number)
+                        old = words(STREAM, (STREAM_ROWS * (layer - 1) + AFTER, unit), (1, R // PACKED), number, 8 * layer - 4, True)
+                    say(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), added(y, R, old), (1, R // PACKED), number)
                 elif kind == GATE_UP:
                     HALF_ROWS = R // 2
                     both = y.reshape((HALF_ROWS, 2))
                     gate, up = ct.extract(both, (0, 0), (HALF_ROWS, 1)), ct.extract(both, (0, 1), (HALF_ROWS, 1))
                     y = (gate / (1.0 + ct.exp(-gate)) * up).reshape((HALF_ROWS,))
-                    at = (STREAM_ROWS * layer + 2 + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
+                    at = (STREAM_ROWS * layer + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
                     say(STREAM, at, _bits(_apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
                 else:
                     row = y.astype(dtype).reshape((1, R))
