@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...launch import Device, Plan, launch, must, next_pow2
 from ...ops.attention_common import LOG2E
-from .pack import Weights
+from .pack import LARGEST, Weights
 from .program import MATRICES, Dims, Kind, Phase, value_name
 from .run import Clocks, Mega
 from .schedule import Config
@@ -92,6 +92,9 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
         return f"{config.rows} rows in {config.pieces} pieces are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
     if any(rows * columns // dims.hidden % config.rows for rows, columns in map(dims.shape, MATRICES)):
         return f"a matrix's rows are no multiple of {config.rows}"
+    size = sum(rows * columns * (1 if kind is Kind.HEAD else dims.layers) for kind in MATRICES for rows, columns in [dims.shape(kind)])
+    if size // packed > LARGEST:
+        return f"{size} elements of all matrices are more than 32-bit indices reach"
     return ""
 
 
