@@ -20,7 +20,8 @@ from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import LayerStacks, Weights, refuse
 from .mega.program import phases
-from .mega.run import Clocks, Mega
+from .mega.run import Clocks
+from .mega.stream import mega_of
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
@@ -332,7 +333,7 @@ class Engine:
         weights, state = Weights.of(self.decoder, self._fusion), self._state
         clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
         logits = frame.buffer("logits", 1, self.decoder.vocab)
-        step = Mega(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits).step
+        step = mega_of(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits).step
         return [Call("mega", step, ()), *([] if greedy else choice)]
 
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:

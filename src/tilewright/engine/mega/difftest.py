@@ -19,7 +19,9 @@ from ..read import read
 from .pack import LayerStacks, Weights, refuse
 from .program import Kind, Phase, phases
 from .reference import Machine
-from .run import Clocks, Mega
+from .run import Clocks
+from .schedule import Config, Schedule, default_config
+from .stream import StreamConfig, mega_of
 
 SPIN_LIMIT = 1 << 22  # looks at a counter, a few seconds of them
 MAX_LEN = 64
@@ -50,7 +52,9 @@ def program_of(weights: Weights, layers: int, stop_after: str) -> tuple[Weights,
     return weights, program
 
 
-def differences(weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, seed: int = 0) -> list[Difference]:
+def differences(
+    weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, config: Config | StreamConfig | None = None, seed: int = 0
+) -> list[Difference]:
     """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain."""
     d, like = weights.dims, weights.embedding
     if not 0 <= position < len(weights.cos):
@@ -73,17 +77,19 @@ def differences(weights: Weights, program: list[Phase], position: int, *, blocks
         integers(1, 16, dtype=torch.int64),
         integers(2, dtype=torch.int64),
     )
-    mega = Mega(weights, program, clocks, (keys.clone(), values.clone()), blocks=blocks, spin_limit=SPIN_LIMIT)
+    mega = mega_of(weights, program, clocks, (keys.clone(), values.clone()), blocks=blocks, config=config, spin_limit=SPIN_LIMIT)
     mega.step()
     mega.check()
+    device = Device.of(like)
+    schedule = mega.schedule if isinstance(mega.schedule, Schedule) else Schedule(d, blocks or device.sms, default_config(device))
     machines = []
     for dtype in (like.dtype, torch.float64):
-        machine = Machine(weights, mega.schedule, token, position, (keys.to(dtype).clone(), values.to(dtype).clone()), dtype=dtype)
+        machine = Machine(weights, schedule, token, position, (keys.to(dtype).clone(), values.to(dtype).clone()), dtype=dtype)
         machine.run(program)
         machines.append(machine)
     theirs, truth = machines
     found = []
-    for name, ours in mega.values.named(program, mega.schedule, position).items():
+    for name, ours in mega.named(position).items():
         if name in theirs.values:
             found.append(_difference(name, ours.flatten(), theirs.values[name].flatten(), truth.values[name].flatten()))
     if program[-1].kind >= Kind.HEAD:

@@ -52,6 +52,16 @@ def dims_of(model: Any) -> Dims:
     return Dims(config.num_hidden_layers, config.hidden_size, *heads, attention.head_dim, config.intermediate_size, config.vocab_size)
 
 
+def one_stream(dims: Dims, like: Tensor) -> tuple[Tensor, tuple[int, ...], dict[Kind, Tensor]]:
+    """Memory for all matrices [rows, hidden], the row that each kind begins at, and each kind's part of it [layers, its rows, its columns]."""
+    sizes = [(1 if kind is Kind.HEAD else dims.layers, *dims.shape(kind)) for kind in MATRICES]
+    rows = [layers * height * width // dims.hidden for layers, height, width in sizes]
+    bases = tuple(sum(rows[:i]) for i in range(len(rows)))
+    whole = torch.empty(sum(rows), dims.hidden, dtype=like.dtype, device=like.device)
+    parts = {kind: part.view(size) for kind, part, size in zip(MATRICES, whole.split(rows), sizes, strict=True)}
+    return whole, bases, parts
+
+
 @dataclass(slots=True)
 class LayerStacks(Fusion):
     """Fuses like `Fusion`, but over all layers at once: what `stacked` and `alternating` give back are slices of four tensors.
@@ -63,12 +73,19 @@ class LayerStacks(Fusion):
     out: Tensor = field(init=False)
     gate_up: Tensor = field(init=False)
     down: Tensor = field(init=False)
+    whole: Tensor | None = None
+    bases: tuple[int, ...] = ()
     _of: dict[nn.Linear, Matrix] = field(default_factory=dict)
 
     @staticmethod
     def of(model: Any) -> "LayerStacks":
         """Of a model that `refuse` lets pass."""
         stacks, layers = LayerStacks(), model.model.layers
+        dims = dims_of(model)
+        parts: dict[Kind, Tensor | None] = dict.fromkeys(MATRICES)
+        if dims.inter % dims.hidden == 0 and dims.q_heads * dims.head_dim % dims.hidden == 0:
+            stacks.whole, stacks.bases, views = one_stream(dims, model.lm_head.weight)
+            parts |= views
         attentions, mlps = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
         qkv = [(a.q_proj, a.k_proj, a.v_proj) for a in attentions]
         sizes = [m.out_features for m in qkv[0]]
@@ -76,21 +93,31 @@ class LayerStacks(Fusion):
             qkv,
             lambda parts: torch.cat(parts).view(len(qkv), sum(sizes), -1),
             lambda whole: [part for layer in whole for part in layer.split(sizes)],
+            parts[Kind.QKV],
         )
         gate_up = [(m.gate_proj, m.up_proj) for m in mlps]
         stacks.gate_up = stacks._stack(
             gate_up,
             lambda parts: torch.stack(parts).unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2).contiguous(),
             lambda whole: [part for layer in whole for part in (layer[0::2], layer[1::2])],
+            parts[Kind.GATE_UP],
         )
-        stacks.out = stacks._stack([(a.o_proj,) for a in attentions], torch.stack, list)
-        stacks.down = stacks._stack([(m.down_proj,) for m in mlps], torch.stack, list)
+        stacks.out = stacks._stack([(a.o_proj,) for a in attentions], torch.stack, list, parts[Kind.OUT])
+        stacks.down = stacks._stack([(m.down_proj,) for m in mlps], torch.stack, list, parts[Kind.DOWN])
+        if parts[Kind.HEAD] is not None:
+            stacks._stack([(model.lm_head,)], torch.stack, list, parts[Kind.HEAD])  # a tied embedding is the same parameter
         return stacks
 
     def _stack(
-        self, layers: Sequence[tuple[nn.Linear, ...]], join: Callable[[list[Tensor]], Tensor], views: Callable[[Tensor], list[Tensor]]
+        self,
+        layers: Sequence[tuple[nn.Linear, ...]],
+        join: Callable[[list[Tensor]], Tensor],
+        views: Callable[[Tensor], list[Tensor]],
+        into: Tensor | None = None,
     ) -> Tensor:
-        whole = self._fused([linear for layer in layers for linear in layer], join, views).weight
+        """into: where the stack goes; by default to memory of its own."""
+        joined = join if into is None else lambda parts: into.copy_(join(parts))
+        whole = self._fused([linear for layer in layers for linear in layer], joined, views).weight
         self._of |= {layer[0]: Matrix(part) for layer, part in zip(layers, whole, strict=True)}
         return whole
 
@@ -117,6 +144,8 @@ class Weights:
     sin: Tensor
     eps: float
     scale: float
+    whole: Tensor | None = None  # [.., hidden]: qkv, out, gate_up, down and head are views of it; None where hidden does not divide their sizes
+    bases: tuple[int, ...] = ()  # of each in its rows
 
     @staticmethod
     def of(decoder: Decoder, stacks: LayerStacks) -> "Weights":
@@ -141,6 +170,8 @@ class Weights:
             attention.rope.sin,
             decoder.norm.eps,
             attention.scale,
+            stacks.whole,
+            stacks.bases,
         )
 
     def first_layers(self, layers: int) -> "Weights":

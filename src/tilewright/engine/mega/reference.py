@@ -52,6 +52,8 @@ class Machine:
             written = [w for a, b in pairwise(starts) if a < b for w in execute(phase.layer, slice(a, b))]
             for name, rows, value in written:
                 self._slot(name, phase)[rows] = value
+        if program[-1].kind is Kind.ATTENTION:  # nobody merged the ranges
+            self._merged(program[-1].layer)
         chosen = self.values.get("token")
         return None if chosen is None else int(chosen)
 

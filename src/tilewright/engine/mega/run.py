@@ -163,6 +163,10 @@ class Mega:
     def dims(self) -> Dims:
         return self.weights.dims
 
+    def named(self, position: int) -> dict[str, Tensor]:
+        """What the last step, of a token at `position`, wrote: see `Values.named`."""
+        return self.values.named(self.program, self.schedule, position)
+
     def step(self) -> None:
         """One token. No synchronisation, nothing allocated: may be captured in a graph. Two steps must not run at the same time on one GPU."""
         launch(self._plan, *self._args)

@@ -1,0 +1,301 @@
+"""The step as one stream of weights: which models fit, buffers, and the launch of `mega_stream_kernel`."""
+
+from dataclasses import dataclass, replace
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ...launch import Device, Plan, launch, must, next_pow2
+from ...ops.attention_common import LOG2E
+from .pack import LARGEST, Weights
+from .program import MATRICES, Dims, Kind, Phase, value_name
+from .run import Clocks, Mega
+from .schedule import Config
+from .stream_kernel import mega_stream_kernel
+
+SPILLS = ("sm_100", "sm_103")  # where tileiras 13.4 spills the stream's registers
+PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
+
+    splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv: keys read at once. looked: rows of `active`
+    that are waited for at once. latency: hint for the loads.
+    """
+
+    rows: int = 32
+    pieces: int = 8
+    splits: int = 16
+    span: int = 128
+    tile_kv: int = 16
+    looked: int = 1
+    latency: int = 10
+    num_worker_warps: int | None = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSchedule:
+    """Tile g of a program is block g mod `blocks`'s: whatever their number, no block has two tiles more than another."""
+
+    dims: Dims
+    blocks: int
+    config: StreamConfig
+
+    @property
+    def fold(self) -> int:
+        """Rows of `hidden` elements in a row of `down`."""
+        return self.dims.inter // self.dims.hidden
+
+    @property
+    def splits(self) -> int:
+        most = max(1, min(self.config.splits, self.blocks // self.dims.kv_heads))
+        return 1 << (most.bit_length() - 1)
+
+    def tiles(self, kind: Kind) -> int:
+        """Of one layer."""
+        rows, columns = self.dims.shape(kind)
+        return rows * columns // self.dims.hidden // self.config.rows
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.tiles(kind) for kind in MATRICES)
+
+    def extent(self, program: list[Phase]) -> tuple[int, int, bool]:
+        """Tiles and layers' attentions of a program, the first phases of `phases(dims)`, and whether it chooses a token."""
+        tiles = sum(self.tiles(phase.kind) for phase in program if phase.kind in MATRICES)
+        return tiles, sum(phase.kind is Kind.ATTENTION for phase in program), program[-1].kind is Kind.CHOOSE
+
+    def balance(self) -> float:
+        """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
+        tiles = self.dims.layers * sum(self.counts[:4]) + self.counts[4]
+        return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
+
+
+def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
+    """What keeps a model from being one stream, or "" if nothing does."""
+    packed = 1 if dtype is torch.float32 else 2
+
+    def power(n: int) -> bool:
+        return n > 0 and n & (n - 1) == 0
+
+    if not power(dims.hidden) or dims.q_heads * dims.head_dim != dims.hidden:
+        return "hidden is no power of two, or not the width of all query heads"
+    if dims.inter % dims.hidden or not power(dims.inter // dims.hidden):
+        return "inter is no power of two times hidden"
+    if not power(dims.group) or not power(dims.kv_heads):
+        return "query heads of a key head, or key heads, are no power of two"
+    fold = dims.inter // dims.hidden
+    if config.rows % (fold * max(packed, config.pieces)) or config.rows % (2 * packed) or dims.head_dim % config.rows:
+        return f"{config.rows} rows in {config.pieces} pieces are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
+    if any(rows * columns // dims.hidden % config.rows for rows, columns in map(dims.shape, MATRICES)):
+        return f"a matrix's rows are no multiple of {config.rows}"
+    size = sum(rows * columns * (1 if kind is Kind.HEAD else dims.layers) for kind in MATRICES for rows, columns in [dims.shape(kind)])
+    if size // packed > LARGEST:
+        return f"{size} elements of all matrices are more than 32-bit indices reach"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the phases say, as `mega_stream_kernel` has it."""
+
+    heads: Tensor
+    parts: Tensor
+    sums: Tensor
+    stream: Tensor
+    x: Tensor
+    logits: Tensor
+    best: Tensor
+
+    @staticmethod
+    def of(schedule: StreamSchedule, dtype: torch.dtype, device: torch.device, logits: Tensor | None) -> "Words":
+        d, splits, packed = schedule.dims, schedule.splits, 1 if dtype is torch.float32 else 2
+        head_words = d.head_dim // packed
+
+        def words(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        return Words(
+            heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
+            parts=words(d.layers * d.kv_heads, packed, splits, d.group * head_words),
+            sums=words(d.layers * d.kv_heads, 2, splits, d.group),
+            stream=words(d.layers * (schedule.fold + ct.cdiv(3, schedule.fold) * schedule.fold), d.hidden // packed),
+            x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
+            logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
+            best=words(2, next_pow2(schedule.blocks)),
+        )
+
+    def plain(self, words: Tensor) -> Tensor:
+        """The values in words of the model's dtype, flat."""
+        return words.to(torch.int32).contiguous().view(self.logits.dtype).flatten()
+
+    def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
+        """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
+        d, found = schedule.dims, dict[str, Tensor]()
+        for phase in program:
+            i = min(phase.layer, d.layers - 1)
+            rows = self.stream.view(d.layers, -1, self.stream.shape[1])[i]
+            fold = schedule.fold
+            if phase.kind is Kind.QKV:
+                heads = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
+                order = (heads[:, : d.group].flatten(0, 1), heads[:, d.group], heads[:, d.group + 1])
+                found[phase.writes] = self.plain(torch.cat(order))
+            elif phase.kind is Kind.ATTENTION:
+                found[value_name("attention", i)] = self.plain(rows[fold])
+            elif phase.kind is Kind.OUT:
+                found[phase.writes] = self.plain(rows[fold + 1])
+            elif phase.kind is Kind.GATE_UP:
+                found[phase.writes] = self.plain(rows[:fold])
+            elif phase.kind is Kind.DOWN:
+                found[phase.writes] = self.plain(rows[fold + 2])
+            elif phase.kind is Kind.HEAD:
+                found[phase.writes] = self.logits[0]
+        return found
+
+
+def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, spin_limit: int) -> Plan:
+    """Grid and compile-time constants of the launch. bases: first row of each kind of matrix in the stream of weights."""
+    d, c = schedule.dims, schedule.config
+    constants = (
+        d.layers,
+        d.hidden,
+        d.q_heads,
+        d.kv_heads,
+        d.head_dim // 2,
+        schedule.fold,
+        c.rows,
+        c.pieces,
+        c.pieces.bit_length() - 1,
+        schedule.counts,
+        tuple(base // c.rows for base in bases),
+        schedule.blocks,
+        next_pow2(schedule.blocks),
+        schedule.splits,
+        c.span,
+        c.tile_kv,
+        1 if dtype is torch.float32 else 2,
+        min(c.looked, schedule.fold),
+        c.latency,
+        spin_limit,
+    )
+    return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """int32 view of a tensor: two neighbours of 16 bits, or one of 32, in each."""
+    return tensor.view(torch.int32)
+
+
+def reduced(config: StreamConfig, dims: Dims, dtype: torch.dtype) -> StreamConfig:
+    """With as few rows as a small model needs."""
+    while config.rows > 2 and why_not(dims, dtype, config):
+        config = replace(config, rows=config.rows // 2, pieces=max(1, config.pieces // 2))
+    return config
+
+
+class StreamMega:
+    """A program with its buffers, as `Mega`. `step` launches it."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        program: list[Phase],
+        clocks: Clocks,
+        cache: tuple[Tensor, Tensor],
+        *,
+        logits: Tensor | None = None,
+        blocks: int | None = None,
+        config: StreamConfig | None = None,
+        spin_limit: int = 0,
+    ) -> None:
+        """Args and Raises: as `Mega`; and ValueError for a model that is no stream, with the reason."""
+        device, dtype = Device.of(weights.embedding), weights.embedding.dtype
+        blocks = blocks or device.sms
+        if not device.is_cpu and not 1 <= blocks <= device.sms:
+            raise must("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
+        config = config or default_stream_config(device)
+        config = reduced(config, weights.dims, dtype)
+        if weights.whole is None or why_not(weights.dims, dtype, config):
+            raise must("the model's sizes", "those of one stream of weights", why_not(weights.dims, dtype, config))
+        self.weights, self.program, self.clocks, self.cache = weights, program, clocks, cache
+        self.schedule = schedule = StreamSchedule(weights.dims, blocks, config)
+        where = weights.embedding.device
+        self.values = Words.of(schedule, dtype, where, logits)
+        self._epoch = torch.zeros(blocks, dtype=torch.int32, device=where)
+        self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
+        self._plan = plan(schedule, weights.bases, dtype, spin_limit)
+        tiles, attentions, chooses = schedule.extent(program)
+        # Every block has a tile of the head behind its last attention; without the head it gets a turn for that.
+        complete = program[-1].kind >= Kind.HEAD and schedule.counts[4] >= blocks
+        self._args = (
+            self._epoch,
+            self._stuck,
+            clocks.tokens,
+            clocks.counters,
+            clocks.recent,
+            clocks.clock,
+            as_words(weights.whole).view(-1, schedule.fold, self.values.stream.shape[1]),
+            as_words(weights.embedding),
+            as_words(weights.norms),
+            weights.cos,
+            weights.sin,
+            *map(as_words, cache),
+            *(getattr(self.values, name) for name in ("heads", "parts", "sums", "stream", "x", "logits", "best")),
+            tiles,
+            tiles if complete else tiles + blocks,
+            attentions,
+            int(chooses),
+        )
+
+    @property
+    def dims(self) -> Dims:
+        return self.weights.dims
+
+    def named(self, position: int) -> dict[str, Tensor]:
+        """What the last step, of a token at `position`, wrote: see `Words.named`."""
+        return self.values.named(self.program, self.schedule)
+
+    def step(self, tokens: int = 1) -> None:
+        """So many tokens, in one launch. No synchronisation, nothing allocated: may be captured. Two launches must not run at the same time."""
+        launch(self._plan, *self._args, tokens, self.weights.eps, self.weights.scale * LOG2E)
+
+    def check(self) -> None:
+        """Waits for the device. Raises RuntimeError naming phase and block if one gave up waiting (`spin_limit`), and makes steps possible again."""
+        place, block = self._stuck.tolist()
+        if place:
+            self._stuck.zero_()
+            layer, number = divmod(place - 1, 8)
+            phase = Phase(Kind.HEAD if layer == self.dims.layers else PHASES[number], layer)
+            raise RuntimeError(f"block {block} of {self.schedule.blocks} waited in vain for phase {phase}")
+
+
+def default_stream_config(device: Device) -> StreamConfig:
+    if device.is_cpu:
+        return StreamConfig(num_worker_warps=None)
+    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
+        return StreamConfig(rows=16, pieces=4)
+    return StreamConfig()
+
+
+def mega_of(
+    weights: Weights,
+    program: list[Phase],
+    clocks: Clocks,
+    cache: tuple[Tensor, Tensor],
+    *,
+    logits: Tensor | None = None,
+    blocks: int | None = None,
+    config: Config | StreamConfig | None = None,
+    spin_limit: int = 0,
+) -> Mega | StreamMega:
+    """The step as one stream of weights if the model fits and `config` does not say otherwise, else phase by phase. Arguments: as `Mega`."""
+    device = Device.of(weights.embedding)
+    fits = weights.whole is not None and device.arch not in SPILLS
+    if fits and config is None:
+        fits = not why_not(weights.dims, weights.embedding.dtype, reduced(default_stream_config(device), weights.dims, weights.embedding.dtype))
+    if isinstance(config, StreamConfig) or (config is None and fits):
+        return StreamMega(weights, program, clocks, cache, logits=logits, blocks=blocks, config=config, spin_limit=spin_limit)
+    return Mega(weights, program, clocks, cache, logits=logits, blocks=blocks, config=config, spin_limit=spin_limit)

@@ -1,0 +1,430 @@
+"""One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
+
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. The one loop reads nothing else by TMA:
+the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a whole tile. Hence no barrier stands
+anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
+in 16 bits, or one in fp32), written and read relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
+
+A block writes a phase's words only when it has read those of the phase before, and every block's words are needed for a token: so no word is
+overwritten while somebody may still want it. Keys are dealt to blocks by their position alone; hence who reads a cached key is who wrote it.
+
+Numerics: as `mega_kernel`.
+"""
+
+import math
+from typing import Annotated, Any
+
+import cuda.tile as ct
+
+from ...ops.attention_common import FLOOR, softmax_step
+from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
+
+RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
+QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
+
+Vector = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0,), static_stride_dims=(0,))]
+Matrix = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1), static_stride_dims=(0, 1))]
+Stack = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2), static_stride_dims=(0, 1, 2))]
+Stacks = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
+
+
+def _load(array, index, shape):
+    """A tile that lies inside its array, by the threads that need it."""
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False)
+
+
+def _store(array, index, tile):
+    ct.store(array, index, tile, check_bounds=False, allow_tma=False)
+
+
+def _look(array, index, shape):
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+
+
+def _say(array, index, words):
+    ct.store(array, index, words, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+
+
+def _number(words):
+    return (words >> 32).astype(ct.int32)
+
+
+def _planes(words, dtype):
+    """fp32 tiles of the values in 32-bit words: even and odd neighbours of 16 bits, or the one of 32."""
+    if dtype == ct.float32:
+        return (ct.bitcast(words, ct.float32),)
+    if dtype == ct.bfloat16:  # one instruction for each
+        return ct.bitcast(words << 16, ct.float32), ct.bitcast(words & -65536, ct.float32)
+    low, high = (words & 65535).astype(ct.uint16), ((words >> 16) & 65535).astype(ct.uint16)
+    return ct.bitcast(low, dtype).astype(ct.float32), ct.bitcast(high, dtype).astype(ct.float32)
+
+
+def _bits(planes, dtype):
+    """The 32-bit words, as int64, of values rounded to dtype."""
+    if dtype == ct.float32:
+        return ct.bitcast(planes[0], ct.uint32).astype(ct.int64)
+    low = ct.bitcast(planes[0].astype(dtype), ct.uint16).astype(ct.int64)
+    return low | (ct.bitcast(planes[1].astype(dtype), ct.uint16).astype(ct.int64) << 16)
+
+
+def _rounded(x, dtype):
+    return x.astype(dtype).astype(ct.float32)
+
+
+def _apart(y, N, dtype):
+    """A row [N] as planes of neighbours [1, N / 2], or of all [1, N]."""
+    if dtype == ct.float32:
+        return (y.reshape((1, N)),)
+    pairs = y.reshape((N // 2, 2))
+    return ct.extract(pairs, (0, 0), (N // 2, 1)).reshape((1, N // 2)), ct.extract(pairs, (0, 1), (N // 2, 1)).reshape((1, N // 2))
+
+
+@ct.kernel
+def mega_stream_kernel(
+    EPOCH: Vector,
+    STUCK: Vector,
+    TOKENS: Vector,
+    COUNTERS: Matrix,
+    RECENT: Matrix,
+    CLOCK: Vector,
+    W: Stack,
+    EMBEDDING: Matrix,
+    NORMS: Matrix,
+    COS: Matrix,
+    SIN: Matrix,
+    K: Stacks,
+    V: Stacks,
+    HEADS: Stack,
+    PARTS: Stacks,
+    SUMS: Stacks,
+    STREAM: Matrix,
+    X: Stack,
+    LOGITS: Matrix,
+    BEST: Matrix,
+    tiles: int,
+    end: int,
+    attentions: int,
+    choices: int,
+    tokens: int,
+    eps: float,
+    scale: float,
+    LAYERS: ct.Constant[int],
+    HIDDEN: ct.Constant[int],
+    Q_HEADS: ct.Constant[int],
+    KV_HEADS: ct.Constant[int],
+    HALF: ct.Constant[int],
+    FOLD: ct.Constant[int],
+    R: ct.Constant[int],
+    PIECES: ct.Constant[int],
+    HALVINGS: ct.Constant[int],
+    COUNTS: ct.Constant[tuple],
+    BASES: ct.Constant[tuple],
+    BLOCKS: ct.Constant[int],
+    TILE_B: ct.Constant[int],
+    SPLITS: ct.Constant[int],
+    SPAN: ct.Constant[int],
+    TILE_KV: ct.Constant[int],
+    PACKED: ct.Constant[int],
+    LOOKED: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+    LIMIT: ct.Constant[int],
+):
+    """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
+
+    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
+    queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
+    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted
+    values, SUMS [L * KV_HEADS, 2, SPLITS, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each block and where.
+    int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
+    down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
+    X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
+    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
+    is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
+    R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each
+    begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
+    tokens. scale: of scores, times log2(e). Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once. LOOKED rows
+    of `active` are waited for at once, a part of FOLD.
+    """
+    block = ct.bid(0)
+    dtype = LOGITS.dtype
+    epoch = ct.load(EPOCH, (block,), ())
+    head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
+    WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
+    HALF_WORDS = HEAD_WORDS // 2
+    STREAM_ROWS = FOLD + ct.cdiv(3, FOLD) * FOLD  # of a layer: FOLD of `active`, so that they are a tile, then ATTENDED, MIDDLE and AFTER
+    ATTENDED, MIDDLE, AFTER = FOLD, FOLD + 1, FOLD + 2
+    FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
+    LAYER = FIRST[3] + COUNTS[3]
+    CHUNK_TILES = SPAN // TILE_KV
+
+    def words(array, index, shape, number, place, inside):
+        """32-bit values of words as soon as all have the number, but for those not `inside`."""
+        found = ct.zeros(shape, ct.int64)
+        lowest, looks = 0, 0
+        while lowest < number:
+            # The index depends on what was seen, or the compiler would look once: it takes a relaxed load of one place for constant.
+            found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
+            lowest = ct.min(ct.where(inside, _number(found), number))
+            if LIMIT:
+                looks = looks + 1
+                if looks == LIMIT:
+                    ct.atomic_cas(STUCK, 0, 0, place + 1)
+                    ct.atomic_max(STUCK, 1, block)
+                if ct.atomic_max(STUCK, 0, 0) > 0:  # the others need not wait as long
+                    lowest = number
+        return found.astype(ct.int32)
+
+    def say(array, index, bits, shape, number):
+        _say(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape))
+
+    def say_fp32(array, index, x, shape, number):
+        say(array, index, ct.bitcast(x, ct.uint32).astype(ct.int64), shape, number)
+
+    def normed(x, row):
+        planes, weights = _planes(x, dtype), _planes(_load(NORMS, (row, 0), (1, WORDS)), dtype)
+        squares = 0.0
+        for plane in ct.static_iter(planes):
+            squares = squares + ct.sum(plane * plane)
+        rstd = 1.0 / ct.sqrt(squares * (1.0 / HIDDEN) + eps)
+        found: tuple = ()
+        for i in ct.static_iter(range(PACKED)):
+            found = (*found, _rounded(planes[i] * rstd, dtype) * weights[i])
+        return _bits(found, dtype).astype(ct.int32)
+
+    def prepare(kind, layer, token, number):
+        """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same."""
+        row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
+        if kind == OUT:
+            row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
+        elif kind == GATE_UP:
+            row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
+        if kind == DOWN:
+            for some in range(FOLD // LOOKED):
+                found = words(STREAM, (STREAM_ROWS // LOOKED * layer + some, 0), (LOOKED, WORDS), number, 8 * layer + 3, True)
+                _store(X, (block, some, 0), found.reshape((1, LOOKED, WORDS)))
+        else:
+            if (kind == QKV) & (layer == 0):
+                one = _load(EMBEDDING, (token, 0), (1, WORDS))
+            else:
+                one = words(STREAM, (row, 0), (1, WORDS), number, place, True)
+            if kind != OUT:
+                one = normed(one, norm)
+            for fold in range(FOLD):
+                _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
+
+    def turned(first, second, position):
+        """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
+        cos = _apart(_load(COS, (position, 0), (1, HALF)).reshape((HALF,)), HALF, dtype)
+        sin = _apart(_load(SIN, (position, 0), (1, HALF)).reshape((HALF,)), HALF, dtype)
+        found: tuple = ()
+        for i in ct.static_iter(range(PACKED)):
+            x = _rounded(first[i] * cos[i] - second[i] * sin[i], dtype)
+            y = _rounded(second[i] * cos[i] + first[i] * sin[i], dtype)
+            found = (*found, ct.cat((x, y), axis=1))
+        return found
+
+    def attend(layer, kv_head, split, position, number):
+        """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
+        there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
+        chunks = max(0, ct.cdiv(ct.cdiv(there, CHUNK_TILES) - split, SPLITS))
+        mine = 0
+        if chunks > 0:
+            mine = (chunks - 1) * CHUNK_TILES + min(CHUNK_TILES, there - (split + (chunks - 1) * SPLITS) * CHUNK_TILES)
+
+        def start(i):
+            return (split + i // CHUNK_TILES * SPLITS) * CHUNK_TILES + i % CHUNK_TILES
+
+        shape = (1, 1, TILE_KV, HEAD_WORDS)
+        at = layer * KV_HEADS + kv_head
+        ROWS = HEADS.shape[1]
+        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
+        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside).reshape((ROWS, HEAD_WORDS))
+        first = _planes(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
+        second = _planes(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
+        rotated = turned(first, second, position)
+        own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
+        own_values = _planes(own_v, dtype)
+        newest = position // SPAN % SPLITS == split
+        q: tuple = ()
+        own_keys: tuple = ()
+        total: tuple = ()
+        score = ct.zeros((group, 1), ct.float32)
+        for n in ct.static_iter(range(PACKED)):
+            q = (*q, ct.extract(rotated[n], (0, 0), (group, HEAD_WORDS)))
+            own_keys = (*own_keys, ct.extract(rotated[n], (group, 0), (1, HEAD_WORDS)))
+            score = score + ct.sum(q[n] * own_keys[n], axis=1, keepdims=True)
+            total = (*total, ct.broadcast_to(ct.where(newest, own_values[n], 0.0), (group, HEAD_WORDS)))
+        maximum = ct.where(newest, score * scale, FLOOR)
+        denominator = ct.where(newest, ct.ones((group, 1), ct.float32), 0.0)
+        for i in range(mine):
+            k, v = _load(K, (layer, kv_head, start(i), 0), shape), _load(V, (layer, kv_head, start(i), 0), shape)
+            keys, values = _planes(k.reshape((1, TILE_KV, HEAD_WORDS)), dtype), _planes(v.reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+            products = keys[0] * q[0].reshape((group, 1, HEAD_WORDS))
+            for n in ct.static_iter(range(1, PACKED)):
+                products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
+            seen = (start(i) * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < position
+            scores = ct.where(seen, ct.sum(products, axis=2), -math.inf)
+            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 1, 1)
+            weights = weights.astype(ct.float32).reshape((group, TILE_KV, 1))
+            sums: tuple = ()
+            for n in ct.static_iter(range(PACKED)):
+                value = ct.where(seen.reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+                sums = (*sums, total[n] * factor + ct.sum(weights * value, axis=1))
+            total = sums
+        if newest:
+            own_k = _bits(own_keys, dtype).astype(ct.int32)
+            ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
+            ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
+        ranges = min(SPLITS, position // SPAN + 1)
+        if ranges == 1:
+            if split == 0:
+                found: tuple = ()
+                for n in ct.static_iter(range(PACKED)):
+                    found = (*found, total[n] * (1.0 / denominator))
+                say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
+        else:
+            if split < ranges:
+                for n in ct.static_iter(range(PACKED)):
+                    say_fp32(PARTS, (at, n, split, 0), total[n], (1, 1, 1, group * HEAD_WORDS), number)
+                say_fp32(SUMS, (at, 0, split, 0), maximum, (1, 1, 1, group), number)
+                say_fp32(SUMS, (at, 1, split, 0), denominator, (1, 1, 1, group), number)
+            merge(layer, kv_head, split, ranges, number)
+
+    def merge(layer, kv_head, split, ranges, number):
+        """A slice of a key head's results, from all ranges."""
+        EACH = group * HEAD_WORDS // SPLITS
+        at = layer * KV_HEADS + kv_head
+        inside = (ct.arange(SPLITS, dtype=ct.int32) < ranges).reshape((SPLITS, 1))
+        sums = words(SUMS, (at, 0, 0, split * EACH // HEAD_WORDS), (1, 2, SPLITS, 1), number, 8 * layer + 1, inside.reshape((1, 1, SPLITS, 1)))
+        sums = ct.bitcast(sums, ct.float32).reshape((2 * SPLITS, 1))
+        maxima, below = ct.extract(sums, (0, 0), (SPLITS, 1)), ct.extract(sums, (1, 0), (SPLITS, 1))
+        maxima = ct.where(inside, maxima, FLOOR)
+        factors = ct.where(inside, ct.exp2(maxima - ct.max(maxima)), 0.0)
+        factors = factors * (1.0 / ct.sum(ct.where(inside, below, 0.0) * factors))
+        parts = words(PARTS, (at, 0, 0, split), (1, PACKED, SPLITS, EACH), number, 8 * layer + 1, inside.reshape((1, 1, SPLITS, 1)))
+        parts = ct.bitcast(parts, ct.float32).reshape((PACKED, SPLITS, EACH))
+        mixed = ct.sum(ct.where(inside.reshape((1, SPLITS, 1)), parts, 0.0) * factors.reshape((1, SPLITS, 1)), axis=1)
+        found: tuple = ()
+        for n in ct.static_iter(range(PACKED)):
+            found = (*found, ct.extract(mixed, (n, 0), (1, EACH)))
+        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SPLITS + split), _bits(found, dtype), (1, EACH), number)
+
+    def dot(w):
+        """Sums of rows of W times X, [rows / FOLD, FOLD]."""
+        ws, xs = _planes(w, dtype), _planes(_load(X, (block, 0, 0), (1, FOLD, WORDS)), dtype)
+        product = ws[0] * xs[0]
+        for i in ct.static_iter(range(1, PACKED)):
+            product = product + ws[i] * xs[i]
+        return ct.sum(product, axis=2)
+
+    def added(y, N, old):
+        """Words of y [N] on top of the stream's old words, [1, N / PACKED]."""
+        planes, olds = _apart(y, N, dtype), _planes(old, dtype)
+        found: tuple = ()
+        for i in ct.static_iter(range(PACKED)):
+            found = (*found, planes[i] + olds[i])
+        return _bits(found, dtype)
+
+    token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
+    position = _look(COUNTERS, (0, 0), (1, 1)).item()
+    keys = _look(COUNTERS, (1, 0), (1, 1)).item()
+    before, attended = -1, 0
+    best, when = empty_best((1, R))
+    turns = ct.cdiv(end - block, BLOCKS)
+    for turn in range(tokens * turns):
+        number = epoch + turn // turns + 1
+        g = block + turn % turns * BLOCKS
+        layer = min(g // LAYER, LAYERS)
+        unit = g - layer * LAYER
+        # `tile`: which of W, where each kind has all layers in a row.
+        kind, tile, due = HEAD, BASES[4] + unit, layer
+        if layer < LAYERS:
+            if unit < FIRST[1]:
+                kind, tile = QKV, layer * COUNTS[0] + unit
+            else:
+                due = layer + 1
+                if unit < FIRST[2]:
+                    kind, unit = OUT, unit - FIRST[1]
+                    tile = BASES[1] + layer * COUNTS[1] + unit
+                elif unit < FIRST[3]:
+                    kind, unit = GATE_UP, unit - FIRST[2]
+                    tile = BASES[2] + layer * COUNTS[2] + unit
+                else:
+                    kind, unit = DOWN, unit - FIRST[3]
+                    tile = BASES[3] + layer * COUNTS[3] + unit
+        if g >= tiles:
+            kind, tile, due = NOTHING, 0, attentions
+        for other in range(attended, due):
+            for share in range(block, KV_HEADS * SPLITS, BLOCKS):
+                attend(other, share // SPLITS, share % SPLITS, position, number)
+        attended = due
+        if (8 * layer + kind != before) & (kind != NOTHING):
+            before = 8 * layer + kind
+            prepare(kind, layer, token, number)
+        # Each piece has a buffer of its own in shared memory, which fills again as soon as the piece is in registers.
+        ys: tuple = ()
+        for i in ct.static_iter(range(PIECES)):
+            place = (tile * PIECES + i, 0, 0)
+            w = ct.load(W, place, (R // PIECES // FOLD, FOLD, WORDS), check_bounds=False, latency=LATENCY)
+            ys = (*ys, dot(w))
+        for _ in ct.static_iter(range(HALVINGS)):
+            joined: tuple = ()
+            for j in ct.static_iter(range(len(ys) // 2)):
+                joined = (*joined, ct.cat((ys[2 * j], ys[2 * j + 1]), axis=0))
+            ys = joined
+        y = ys[0]
+        if kind != NOTHING:
+            if kind == DOWN:
+                SOME = R // FOLD
+                old = words(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), (1, SOME // PACKED), number, 8 * layer + 2, True)
+                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
+            else:
+                y = y.reshape((R,))
+                if kind == QKV:
+                    PER_HEAD = head_dim // R
+                    head, part = unit // PER_HEAD, unit % PER_HEAD
+                    at, row = head // group, head % group
+                    if head >= Q_HEADS:
+                        at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
+                    say(HEADS, (layer * KV_HEADS + at, row, part), _bits(_apart(y, R, dtype), dtype), (1, 1, R // PACKED), number)
+                elif kind == OUT:
+                    if layer == 0:
+                        old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
+                    else:
+                        old = words(STREAM, (STREAM_ROWS * (layer - 1) + AFTER, unit), (1, R // PACKED), number, 8 * layer - 4, True)
+                    say(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), added(y, R, old), (1, R // PACKED), number)
+                elif kind == GATE_UP:
+                    HALF_ROWS = R // 2
+                    both = y.reshape((HALF_ROWS, 2))
+                    gate, up = ct.extract(both, (0, 0), (HALF_ROWS, 1)), ct.extract(both, (0, 1), (HALF_ROWS, 1))
+                    y = (gate / (1.0 + ct.exp(-gate)) * up).reshape((HALF_ROWS,))
+                    at = (STREAM_ROWS * layer + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
+                    say(STREAM, at, _bits(_apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
+                else:
+                    row = y.astype(dtype).reshape((1, R))
+                    ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
+                    best, when = take_better(best, when, row.astype(ct.float32), unit)
+        if turn % turns == turns - 1:
+            before, attended = -1, 0
+            if choices > 0:
+                top, column = first_best(best, when * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
+                say_fp32(BEST, (0, block), top, (1, 1), number)
+                say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
+                if (block == 0) | (turn < (tokens - 1) * turns):
+                    inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
+                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)
+                    tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
+                    columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
+                    token = first_best(tops, columns)[1].item()
+                position, keys = position + 1, keys + 1
+                if block == 0:
+                    clock = ct.load(CLOCK, (0,), ())
+                    ct.store(RECENT, (clock, 0), token.astype(ct.int64))
+                    ct.store(CLOCK, (0,), clock + 1)
+                    ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
+                best, when = empty_best((1, R))
+    if (block == 0) & (choices > 0):
+        _say(TOKENS, (0,), ct.full((1,), token, ct.int64))
+        _say(COUNTERS, (0, 0), ct.full((1, 1), position, ct.int32))
+        _say(COUNTERS, (1, 0), ct.full((1, 1), keys, ct.int32))
+    ct.store(EPOCH, (block,), epoch + tokens)

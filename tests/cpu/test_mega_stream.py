@@ -1,0 +1,144 @@
+"""The megakernel's stream: transformers' tokens, races watched; every value in the noise band; dealing, refusals, and what the SASS must hold."""
+
+import re
+import subprocess
+import tempfile
+
+import pytest
+import torch
+from test_engine import NEW, prompts, stock_tokens, tiny
+from test_mega import LLAMA_1B, LLAMA_3B, SMOLLM, clocks, weights_of
+
+from tilewright.compile import find_tool
+from tilewright.compile.disassemble import disassemble
+from tilewright.compile.job import Job
+from tilewright.engine import Engine
+from tilewright.engine.mega import Dims, Kind, phases
+from tilewright.engine.mega.difftest import differences, program_of
+from tilewright.engine.mega.pack import Weights, one_stream
+from tilewright.engine.mega.program import MATRICES
+from tilewright.engine.mega.run import Clocks, Mega
+from tilewright.engine.mega.stream import StreamConfig, StreamMega, StreamSchedule, default_stream_config, mega_of, why_not
+from tilewright.interpret import checking
+from tilewright.launch import Device, traced
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+SMALL = StreamConfig(rows=8, pieces=2, splits=4, span=4, tile_kv=4, num_worker_warps=None)
+
+
+def cache_of(d: Dims, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (d.layers, d.kv_heads, 64, d.head_dim)
+    return torch.zeros(shape, dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
+
+
+def test_many_tokens_a_launch_in_any_order_race_for_nothing() -> None:
+    model = tiny("llama", **SIZES)
+    prompt = prompts()[1][:3]
+    expected = stock_tokens(model, prompt, 4)
+    weights, where = weights_of(model), clocks()
+    step = StreamMega(weights, list(phases(weights.dims)), where, cache_of(weights.dims), blocks=3, config=SMALL, spin_limit=3000)
+    with checking(races=True, order=3):
+        for token in prompt:
+            where.tokens[0] = token
+            step.step()
+        step.step(3)  # across the end of a chunk of keys
+        step.check()
+    assert where.recent[len(prompt) - 1 : len(prompt) + 3, 0].tolist() == expected
+    assert where.counters[:, 0].tolist() == [len(prompt) + 3] * 2
+    assert where.clock.tolist() == [len(prompt) + 3] * 2
+
+
+def test_engine_takes_the_stream_where_the_model_fits_and_holds_weights_once() -> None:
+    model = tiny("llama", **SIZES, tie_word_embeddings=True)
+    prompt = prompts()[1]
+    expected, before = stock_tokens(model, prompt), sum(p.nbytes for p in model.parameters())
+    with Engine(model, max_len=64, mode="mega") as engine:
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        assert sum(storages.values()) == before
+        found = engine.generate([prompt], NEW).tokens
+    assert found == [expected]
+    assert stock_tokens(model, prompt) == expected
+
+
+@pytest.mark.parametrize(("stop_after", "layers"), [("", 0), ("attention", 1)])
+def test_every_value_is_within_the_noise_band(stop_after: str, layers: int) -> None:
+    weights, program = program_of(weights_of(tiny("llama", torch.bfloat16, **SIZES)), layers, stop_after)
+    found = differences(weights, program, 21, blocks=3, config=SMALL)
+    assert len(found) == (2 if stop_after else 13)  # of a layer qkv, attention, middle, active, stream; logits, and what was appended
+    assert {d.name: str(d.accuracy) for d in found if not d.accuracy.ok} == {}
+
+
+def test_a_block_that_waits_in_vain_is_named() -> None:
+    weights, where = weights_of(tiny("llama", **SIZES)), clocks()
+    step = StreamMega(weights, list(phases(weights.dims)), where, cache_of(weights.dims), blocks=2, config=SMALL, spin_limit=200)
+    step._epoch[0] = 5  # as if block 1 were tokens behind
+    step.step()
+    with pytest.raises(RuntimeError, match=r"block \d of 2 waited in vain for phase layers\.0\.qkv"):
+        step.check()
+
+
+def test_more_blocks_than_multiprocessors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(tiny("llama", **SIZES))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("H200")))
+    with pytest.raises(ValueError, match="blocks must be 1 to 132"):
+        StreamMega(weights, list(phases(weights.dims)), clocks(), cache_of(weights.dims), blocks=133)
+
+
+def test_what_is_no_stream_runs_phase_by_phase() -> None:
+    weights = weights_of(tiny("llama", hidden_size=64, intermediate_size=96))
+    where, cache = clocks(), cache_of(weights.dims)
+    assert isinstance(mega_of(weights, list(phases(weights.dims)), where, cache, blocks=1), Mega)
+    with pytest.raises(ValueError, match="the model's sizes must be those of one stream of weights, got inter is no power of two"):
+        mega_of(weights, list(phases(weights.dims)), where, cache, blocks=1, config=SMALL)
+    assert why_not(LLAMA_1B, torch.bfloat16, StreamConfig()) == ""
+    assert all(why_not(dims, torch.bfloat16, StreamConfig()) for dims in (LLAMA_3B, SMOLLM))
+
+
+@pytest.mark.parametrize(("gpu", "blocks"), [("H200", 132), ("GB10", 48)])
+def test_tiles_are_dealt_evenly(gpu: str, blocks: int) -> None:
+    schedule = StreamSchedule(LLAMA_1B, blocks, default_stream_config(Device.named(gpu)))
+    tiles, attentions, chooses = schedule.extent(list(phases(LLAMA_1B)))
+    assert (attentions, chooses) == (16, True)
+    assert tiles * schedule.config.rows * LLAMA_1B.hidden == sum(
+        (1 if kind is Kind.HEAD else 16) * rows * columns for kind in MATRICES for rows, columns in [LLAMA_1B.shape(kind)]
+    )
+    assert schedule.balance() >= 0.99
+
+
+def traced_job(gpu: str) -> Job:
+    device, d = Device.named(gpu), LLAMA_1B
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    whole, bases, parts = one_stream(d, meta(1))
+    rope = [meta(16384, d.head_dim // 2, dtype=torch.float32) for _ in range(2)]
+    weights = Weights(d, parts[Kind.HEAD][0], meta(33, d.hidden), *(parts[kind] for kind in MATRICES), *rope, 1e-5, 0.125, whole, bases)
+    where = Clocks(*(tensor.to("meta") for tensor in (getattr(clocks(), name) for name in ("tokens", "counters", "recent", "clock"))))
+    cache = meta(d.layers, d.kv_heads, 16384, d.head_dim)
+    with traced(device) as launches:
+        StreamMega(weights, list(phases(d)), where, (cache, cache)).step()
+    return Job.of(launches[0], device.arch)
+
+
+def test_the_binary_holds_what_the_design_relies_on() -> None:
+    cubin = traced_job("H200").build()
+    found = disassemble(cubin)
+    assert not found.spills
+    assert 128 << 10 <= found.shared_bytes <= 227 << 10  # weights under way: 4.4 TB/s need 40 KB a multiprocessor, a phase's wait three times that
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = subprocess.run([str(find_tool("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    assert not re.search(r"\bCCTL", sass)  # an acquire would wait for all loads
+    assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
+    blocks = re.split(r"^(?=\.L_\S+:)", sass, flags=re.MULTILINE)
+    own = [b.split(":", 1)[0] for b in blocks]
+    assert (
+        sum(bool(re.search(rf"BRA `\({re.escape(name)}\)", block)) for name, block in zip(own, blocks, strict=True) if len(block.split(";")) == 2)
+        <= 1
+    )
+    producer = sass[sass.index("UTMALDG") :]
+    producer = producer[: producer.rindex("UTMALDG")]
+    assert "STRONG" not in producer  # it waits for nobody's words
+    assert not re.search(r"\bLDG", producer)
