@@ -51,7 +51,9 @@ def test_top_k_keeps_equal_logits_and_top_p_the_fewest_that_reach_it():
 
 
 @pytest.mark.parametrize(
-    ("cols", "dtype"), [(5, torch.float32), (700, torch.float32), (700, torch.bfloat16), (5, torch.float16)], ids=lambda v: str(v).removeprefix("torch.")
+    ("cols", "dtype"),
+    [(5, torch.float32), (700, torch.float32), (700, torch.bfloat16), (5, torch.float16)],
+    ids=lambda v: str(v).removeprefix("torch."),
 )
 def test_kept_sets_are_exact_and_no_tile_changes_a_draw(cols, dtype):
     rows = 16
