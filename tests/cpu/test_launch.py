@@ -140,6 +140,13 @@ def test_importing_is_inert():
     assert run.stderr == ""
 
 
+def test_importing_without_cuda_tile_says_what_to_install():
+    code = "import sys; sys.modules['cuda.tile'] = None; sys.modules['cuda'] = None; import tilewright"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stderr.splitlines()[-1].startswith("ImportError: tilewright's kernels are written in cuda-tile")
+    assert "pip install 'cuda-tile==1.7.*'" in run.stderr
+
+
 def test_a_problem_that_a_device_has_no_config_for_names_both():
     """cuTile compiles no 8-bit floating point for sm_80."""
     x = torch.empty(4, 256, dtype=torch.bfloat16, device="meta")

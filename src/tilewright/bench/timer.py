@@ -7,7 +7,6 @@ that a clock that drops under load drops for all of them.
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,21 +80,6 @@ def launch_floor_us() -> float:
     """GPU time of the smallest kernel in a graph: no call can be faster."""
     x = torch.zeros(1, device="cuda")
     return time_interleaved({"floor": lambda x: x.zero_()}, [{"x": x}])["floor"].time_us
-
-
-def host_us(call: Callable[[], Any], repeats: int = 2000) -> float:
-    """Host time of one asynchronous call, in microseconds: the device keeps up only if the call is small."""
-    for _ in range(50):
-        call()
-    torch.cuda.synchronize()
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(repeats // 5):
-            call()
-        best = min(best, (time.perf_counter() - start) / (repeats // 5))
-        torch.cuda.synchronize()
-    return best * 1e6
 
 
 def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:

@@ -300,7 +300,7 @@ def _equal(a: Run, b: Run) -> float:
 
 
 def _rows(runs: list[Run], distances: dict[str, Distance], floor_ms: float | None, case: str, model: Any, start_s: float) -> Iterator[dict[str, Any]]:
-    """One JSON object for each of our runs, as DESIGN has whole-model rows."""
+    """One JSON object for each of our runs: a row of benchmarks/results."""
     theirs = {run.name: run for run in runs if not run.name.startswith("tilewright")}
     peer_names = {"transformers eager": "transformers", "transformers compiled": "torch.compile"}
     peer_names |= {f"one device {mode}": "one device" for mode in ("eager", "graph")}

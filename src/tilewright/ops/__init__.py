@@ -1,4 +1,4 @@
-"""What is computed: one module per op, each with the same names (docs/ops.md)."""
+"""What is computed: one module per op, each with the same names (docs/writing-an-op.md)."""
 
 from types import ModuleType
 

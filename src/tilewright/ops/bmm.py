@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
-from .mma_tiles import Tile, cpu_tiles, few_rows_tiles, run_us, tiles_for, unranked_tiles
+from .mma_tiles import Tile, config_of, cpu_tiles, few_rows_tiles, loads_wide, run_us, tiles_for, unranked_tiles
 from .scaling import (
     BLOCK,
     FP8,
@@ -144,13 +144,13 @@ def space(p: Problem, device: Device) -> list[Config]:
         return []
     if device.is_cpu:
         first, second = cpu_tiles(p.m, p.n, p.k, p.scaling)
-        return list(dict.fromkeys((_config(first, persistent=True), _config(second, group=2))))
+        return list(dict.fromkeys((config_of(Config, first, persistent=True), config_of(Config, second, group=2))))
     configs = sorted(_configs(p, device), key=lambda c: estimate_us(p, c, device))
     best = configs[0]
     others = [replace(best, group=4), replace(best, group=16)]
     if p.scaling is not Scaling.BLOCK:  # whose latency is not free (mma_tiles.py)
         others.append(replace(best, latency=max(1, best.latency - 1)))
-    unranked = [_config(tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1]) if tile.tile_m <= max(64, p.m)]
+    unranked = [config_of(Config, tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1]) if tile.tile_m <= max(64, p.m)]
     others += [replace(c, persistent=walks) for c in unranked for walks in (False, True) if not walks or c.tiles(p) > c.resident(device)]
     return list(dict.fromkeys((*_few_rows(p, device), best, *others, *configs)))[:MOST_CONFIGS]
 
@@ -159,20 +159,14 @@ def _few_rows(p: Problem, device: Device) -> list[Config]:
     """Bound by reading b: first the tiles that cover the output in one round of blocks, whose loads are all under way at once."""
     k_major, wide = _layout(p, device)
     tiles = few_rows_tiles(device, p.dtype, p.scaling, p.m, p.k, k_major=k_major, wide_loads=wide)
-    configs = (_config(tile) for tile in tiles)
+    configs = (config_of(Config, tile) for tile in tiles)
     return sorted((replace(c, persistent=c.tiles(p) > c.resident(device)) for c in configs), key=lambda c: c.persistent)
 
 
 def _layout(p: Problem, device: Device) -> tuple[bool, bool]:
     """Whether k is the last axis of both operands, and whether all their rows can be read 16 bytes at a time."""
     lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
-    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
-    return p.trans_b and not p.trans_a, all(length % unit == 0 for length in lengths)
-
-
-def _config(tile: Tile, **choices: Any) -> Config:
-    hints = {"latency": tile.latency, "num_ctas": tile.num_ctas, "occupancy": tile.occupancy, "num_worker_warps": tile.num_worker_warps}
-    return Config(tile.tile_m, tile.tile_n, tile.tile_k, weights_first=tile.weights_first, **{**hints, **choices})
+    return p.trans_b and not p.trans_a, loads_wide(device, p.dtype, *lengths)
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
@@ -182,7 +176,7 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
     for tile in tiles:
         if tile.tile_m > max(lowest, next_pow2(p.m)):
             continue
-        plain = _config(tile)
+        plain = config_of(Config, tile)
         yield plain
         if tile.walks and plain.tiles(p) > plain.resident(device):
             yield replace(plain, persistent=True)

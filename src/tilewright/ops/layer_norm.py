@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from .rows import Config, row_configs
-from .tiles import each_row_tile, load_tile, of_width
+from .tiles import each_row_tile, load_tile, of_width, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum
@@ -103,11 +103,6 @@ def _inside(j, COLS, TILE_N):
     return (j * TILE_N + ct.arange(TILE_N, dtype=ct.int32) < COLS).reshape((1, TILE_N))
 
 
-def _vector(ARRAY, j, COLS, TILE_N):
-    """Chunk j of a weight or bias."""
-    return ct.load(ARRAY.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
-
-
 @ct.kernel
 def layer_norm_kernel(
     X,
@@ -132,9 +127,9 @@ def layer_norm_kernel(
     biases: tuple = ()
     for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
         if HAS_WEIGHT:
-            weights = (*weights, _vector(WEIGHT, j, COLS, TILE_N))
+            weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
         if HAS_BIAS:
-            biases = (*biases, _vector(BIAS, j, COLS, TILE_N))
+            biases = (*biases, vector_chunk(BIAS, j, COLS, TILE_N))
 
     def normalise(i, whole):
         xs: tuple = ()
@@ -215,9 +210,9 @@ def layer_norm_reread_kernel(
         for j in range(ct.cdiv(COLS, TILE_N)):
             y = (load(i, j, whole) - origin - mean) * rstd
             if HAS_WEIGHT:
-                y = y * _vector(WEIGHT, j, COLS, TILE_N).astype(ct.float32)
+                y = y * vector_chunk(WEIGHT, j, COLS, TILE_N).astype(ct.float32)
             if HAS_BIAS:
-                y = y + _vector(BIAS, j, COLS, TILE_N).astype(ct.float32)
+                y = y + vector_chunk(BIAS, j, COLS, TILE_N).astype(ct.float32)
             ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)

@@ -1,11 +1,15 @@
 """Tiles of a matrix product that compile without spilling, and about how long they take; shared by bmm and grouped_gemm."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 
 from ..launch import Device, next_pow2
 from .scaling import FP8, Scaling
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,18 @@ class Tile:
     latency: int = 5
     walks: bool = True
     weights_first: bool = False
+
+
+def config_of(config: Callable[..., C], tile: Tile, **choices: Any) -> C:
+    """A Config of bmm or grouped_gemm: the tile and its hints, and what is chosen beside or instead of them."""
+    given = {field.name: getattr(tile, field.name) for field in fields(tile) if field.name != "walks"}
+    return config(**{**given, **choices})
+
+
+def loads_wide(device: Device, dtype: torch.dtype, *lengths: int) -> bool:
+    """Whether rows of such lengths can be read by TMA (or 16 bytes at a time): else every element passes through registers by itself."""
+    unit = 16 // dtype.itemsize if device.arch == "sm_90" else 16
+    return all(length % unit == 0 for length in lengths)
 
 
 def tiles_for(device: Device, dtype: torch.dtype, scaling: Scaling, *, k_major: bool, wide_loads: bool, fast: bool = False) -> tuple[Tile, ...]:

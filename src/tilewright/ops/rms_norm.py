@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
 from .rows import Config, row_configs
-from .tiles import each_row_tile, load_tile, of_width
+from .tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
@@ -118,7 +118,7 @@ def rms_norm_kernel(
     X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
     weights: tuple = ()
     for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-        weights = (*weights, ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
+        weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
 
     def load(array, i, j, whole):
         return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
@@ -127,10 +127,7 @@ def rms_norm_kernel(
         xs: tuple = ()
         squares = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = load(X, i, j, whole)
-            if ADD:
-                x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(OUT.dtype)
-                ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
+            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             xs = (*xs, x)
@@ -171,16 +168,12 @@ def rms_norm_reread_kernel(
     def normalise(i, whole):
         squares = ct.zeros(shape, ct.float32)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load(X, i, j, whole).astype(ct.float32)
-            if ADD:
-                total = (x + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(OUT.dtype)
-                ct.store(SUM, (i, j), total, check_bounds=not whole, allow_tma=STORE_TMA)
-                x = total.astype(ct.float32)
+            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA).astype(ct.float32)
             squares = squares + x * x
         rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
         for j in range(ct.cdiv(COLS, TILE_N)):
             x = load(SUM if ADD else X, i, j, whole)
-            weight = ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
+            weight = vector_chunk(WEIGHT, j, COLS, TILE_N)
             y = _scaled(x, rstd, weight, weight_offset, OUT.dtype, ROUND)
             ct.store(OUT, (i, j), y, check_bounds=not whole, allow_tma=STORE_TMA)
 

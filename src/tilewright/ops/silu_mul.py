@@ -8,7 +8,6 @@ Numerics  fp32 from load to store, rounded once.
 Bound     Memory: gate and up read once, out written once.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +18,9 @@ from cuda.tile import cdiv
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .tiles import load_tile, of_width
+from .tiles import each_tile, gated, load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LOG2_E = math.log2(math.e)
-GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715 * GELU_LINEAR
 ZERO = ct.PaddingMode.ZERO
 
 
@@ -135,32 +131,14 @@ def silu_mul_kernel(
 ):
     """Tiles in row-major order. GATE, UP, OUT: [rows, COLS]."""
     shape = (TILE_M, TILE_N)
-    tiles_n = ct.cdiv(COLS, TILE_N)
     GATE, UP, OUT = of_width(GATE, COLS), of_width(UP, COLS), of_width(OUT, COLS)
 
     def compute(i, j, whole):
-        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
-        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
-        z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
-        # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
-        divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)
-        active = ct.truediv(gate, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
-        ct.store(OUT, (i, j), (active * up).astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        ct.store(OUT, (i, j), gated(gate, up, GELU).astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
-    def one_tile(index):
-        i, j = index // tiles_n, index % tiles_n
-        if TILE_M == 1 and COLS % TILE_N == 0:
-            compute(i, j, True)
-        elif i * TILE_M + TILE_M <= OUT.shape[0] and j * TILE_N + TILE_N <= COLS:
-            compute(i, j, True)
-        else:
-            compute(i, j, False)
-
-    if PERSISTENT:
-        for index in range(ct.bid(0), ct.num_tiles(OUT, 0, shape) * tiles_n, ct.num_blocks(0)):
-            one_tile(index)
-    else:
-        one_tile(ct.bid(0))
+    each_tile(compute, OUT, COLS, PERSISTENT, TILE_M, TILE_N, False)
 
 
 @torch_op(mutates=("out",))

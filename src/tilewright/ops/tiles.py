@@ -1,6 +1,12 @@
 """Tile code that several ops share."""
 
+import math
+
 import cuda.tile as ct
+
+LOG2_E = math.log2(math.e)
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
 def grouped_tile(index, tiles_m, tiles_n, group):
@@ -45,6 +51,52 @@ def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
         compute(ct.bid(0), True)
     else:
         compute(ct.bid(0), False)
+
+
+def each_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N, BACKWARDS):
+    """Calls compute(i, j, whole) for every tile of this block, row by row; whole, a constant: the tile lies inside the matrix [rows, COLS]."""
+    tiles_n = ct.cdiv(COLS, TILE_N)
+    tiles = ct.num_tiles(matrix, 0, (TILE_M, TILE_N)) * tiles_n
+
+    def one_tile(index):
+        if BACKWARDS:
+            index = tiles - 1 - index
+        i, j = index // tiles_n, index % tiles_n
+        if TILE_M == 1 and COLS % TILE_N == 0:
+            compute(i, j, True)
+        elif i * TILE_M + TILE_M <= matrix.shape[0] and j * TILE_N + TILE_N <= COLS:
+            compute(i, j, True)
+        else:
+            compute(i, j, False)
+
+    if PERSISTENT:
+        for index in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            one_tile(index)
+    else:
+        one_tile(ct.bid(0))
+
+
+def vector_chunk(VECTOR, j, COLS, TILE_N):
+    """[TILE_N]: chunk j of a vector of COLS elements, such as a weight that every row is multiplied by; zeros behind its end."""
+    return ct.load(VECTOR.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+
+
+def sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA):
+    """Tile (i, j) of X; if ADD, of X + RESIDUAL, rounded, which is put into SUM too. load(array, i, j, whole): how one is read."""
+    x = load(X, i, j, whole)
+    if ADD:
+        x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(X.dtype)
+        ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
+    return x
+
+
+def gated(gate, up, GELU):
+    """silu(gate) * up in fp32, or with GELU, gelu(gate) * up in its tanh form."""
+    gate, up = gate.astype(ct.float32), up.astype(ct.float32)
+    z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
+    # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
+    divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)
+    return ct.truediv(gate, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True) * up
 
 
 def silu_mul_of_pairs(y):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
-from ..mma_tiles import Tile, cpu_tiles, few_rows_tiles, run_us, tiles_for, unranked_tiles
+from ..mma_tiles import Tile, config_of, cpu_tiles, few_rows_tiles, loads_wide, run_us, tiles_for, unranked_tiles
 from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
@@ -144,12 +144,12 @@ def space(p: Problem, device: Device) -> list[Config]:
         return []
     if device.is_cpu:
         first, second = cpu_tiles(p.group_rows(), p.n, p.k, p.scaling)
-        return list(dict.fromkeys((_config(first, persistent=True), _config(second))))
+        return list(dict.fromkeys((config_of(Config, first, persistent=True), config_of(Config, second))))
     configs = sorted(_configs(p, device), key=lambda c: estimate_us(p, c, device))
     best = configs[0]
     others = [replace(best, group=4), replace(best, group=16)]
     if p.group_rows() > 64:
-        unranked = [_config(tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1])]
+        unranked = [config_of(Config, tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1])]
         by_tma = p.n * p.out_dtype.itemsize % 16 == 0  # else, walking, they spill
         others += [replace(c, persistent=walks) for c in unranked for walks in ((True, False) if by_tma else (False,))]
         if unranked:
@@ -168,19 +168,13 @@ def _few_rows(p: Problem, device: Device) -> list[Config]:
         warps = tile.num_worker_warps or 4
         return tile.tile_n <= 16 * warps and (warps == 8 or tile.tile_k * p.dtype.itemsize <= 512)
 
-    return [_config(tile, persistent=True, store_tma=by_tma(tile)) for tile in tiles]
+    return [config_of(Config, tile, persistent=True, store_tma=by_tma(tile)) for tile in tiles]
 
 
 def _layout(p: Problem, device: Device) -> tuple[bool, bool]:
     """Whether k is the last axis of both operands, and whether all their rows can be read 16 bytes at a time."""
     lengths = p.k, p.k if p.trans_b else p.n
-    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
-    return p.trans_b, all(length % unit == 0 for length in lengths)
-
-
-def _config(tile: Tile, **choices: Any) -> Config:
-    hints = {"latency": tile.latency, "num_ctas": tile.num_ctas, "occupancy": tile.occupancy, "num_worker_warps": tile.num_worker_warps}
-    return Config(tile.tile_m, tile.tile_n, tile.tile_k, weights_first=tile.weights_first, **{**hints, **choices})
+    return p.trans_b, loads_wide(device, p.dtype, *lengths)
 
 
 def _configs(p: Problem, device: Device) -> Iterator[Config]:
@@ -193,8 +187,8 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
             continue
         store_tma = _walking_store(tile, p, device)
         if store_tma is not None:
-            yield _config(tile, persistent=True, store_tma=store_tma)
-        yield _config(tile)
+            yield config_of(Config, tile, persistent=True, store_tma=store_tma)
+        yield config_of(Config, tile)
 
 
 # tile_m, tile_n, warps of the tiles that blocks may walk over, and whether TMA may then write the result: with the others tileiras 13.4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Device, Plan, launch, must
-from ..mma_tiles import Tile, cpu_tiles, run_us, tiles_for
+from ..mma_tiles import Tile, cpu_tiles, loads_wide, run_us, tiles_for
 from ..scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
 
 
@@ -66,8 +66,7 @@ def list_plan(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, trans_
     if device.is_cpu:
         tile = cpu_tiles(rows, cols, depth, scaling)[0]
     else:
-        unit = 16 // dtype.itemsize if device.arch == "sm_90" else 16
-        wide = all(k % unit == 0 and (trans_b or n % unit == 0) for _, n, k in shapes)
+        wide = all(loads_wide(device, dtype, k, k if trans_b else n) for _, n, k in shapes)
         fitting = tiles_for(device, dtype, scaling, k_major=trans_b, wide_loads=wide)
         tile = min(fitting, key=lambda t: run_us(t, count(t), depth, dtype, scaling, device))
     constants = (tile.tile_m, tile.tile_n, tile.tile_k, trans_b, int(scaling), tile.latency)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...launch import Device, next_pow2
+from ..mma_tiles import loads_wide
 from ..scaling import FP8, GROUP, Scaling
 from .decision import Config, Problem
 from .fp8_candidates import fp8_configs
@@ -78,10 +79,7 @@ def _configs(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def _wide_loads(p: Problem, device: Device) -> bool:
-    """Whether rows of both operands can be read by TMA (or 16 bytes at a time): else every element passes through registers by itself."""
-    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
-    unit = 16 // p.dtype.itemsize if device.arch == "sm_90" else 16
-    return all(n % unit == 0 for n in lengths)
+    return loads_wide(device, p.dtype, p.m if p.trans_a else p.k, p.k if p.trans_b else p.n)
 
 
 def _config(tile: Tile, **choices) -> Config:

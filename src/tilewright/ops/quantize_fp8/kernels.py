@@ -3,32 +3,9 @@
 import cuda.tile as ct
 
 from ..fp8 import codes_of, group_codes, scale_of
-from ..tiles import each_row_tile, load_tile, of_width
+from ..tiles import each_row_tile, each_tile, load_tile, of_width
 
 ZERO = ct.PaddingMode.ZERO  # padding never is the largest of a group
-
-
-def _each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, BACKWARDS):
-    """Calls compute(i, j, whole) for every tile of this block, row by row; whole, a constant: the tile lies inside the matrix."""
-    tiles_n = ct.cdiv(COLS, TILE_N)
-    tiles = ct.num_tiles(X, 0, (TILE_M, TILE_N)) * tiles_n
-
-    def one_tile(index):
-        if BACKWARDS:
-            index = tiles - 1 - index
-        i, j = index // tiles_n, index % tiles_n
-        if TILE_M == 1 and COLS % TILE_N == 0:
-            compute(i, j, True)
-        elif i * TILE_M + TILE_M <= X.shape[0] and j * TILE_N + TILE_N <= COLS:
-            compute(i, j, True)
-        else:
-            compute(i, j, False)
-
-    if PERSISTENT:
-        for index in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            one_tile(index)
-    else:
-        one_tile(ct.bid(0))
 
 
 @ct.kernel
@@ -57,7 +34,7 @@ def quantize_fp8_kernel(
         ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
 
-    _each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, False)
+    each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, False)
 
 
 @ct.kernel
@@ -188,4 +165,4 @@ def quantize_fp8_scaled_kernel(
         scale = first if PERSISTENT else scale_now()  # a block with one tile has its loads under way meanwhile
         ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
-    _each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, not GIVEN)
+    each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, not GIVEN)

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..fp8 import codes_of, group_codes, scale_of
-from ..tiles import each_row_tile, load_tile, of_width
+from ..tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
 
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares and are never the largest
 
@@ -56,7 +56,7 @@ def rms_norm_quant_kernel(
     X, RESIDUAL, CODES, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(SUM, COLS)
     weights: tuple = ()
     for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-        weights = (*weights, ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False))
+        weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
 
     def load(array, i, j, whole):
         return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
@@ -65,10 +65,7 @@ def rms_norm_quant_kernel(
         xs: tuple = ()
         squares = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = load(X, i, j, whole)
-            if ADD:
-                x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(X.dtype)
-                ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
+            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             xs = (*xs, x)
@@ -129,7 +126,7 @@ def rms_norm_quant_reread_kernel(
         return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def weighted(x, j, rstd):
-        weight = ct.load(WEIGHT.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
+        weight = vector_chunk(WEIGHT, j, COLS, TILE_N)
         return _weighted(x, rstd, weight, weight_offset, ROUND)
 
     def again(i, j, rstd, whole):
@@ -139,10 +136,7 @@ def rms_norm_quant_reread_kernel(
         squares = ct.zeros(shape, ct.float32)
         amax = ct.zeros(shape, ct.float32)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load(X, i, j, whole)
-            if ADD:
-                x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(X.dtype)
-                ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
+            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             if GROUP_N == 0 and not ROUND:

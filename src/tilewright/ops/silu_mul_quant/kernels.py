@@ -1,29 +1,14 @@
 """Tile code of `silu_mul_quant`: groups within a tile, whole rows kept in registers, and rows computed twice."""
 
-import math
-
 import cuda.tile as ct
 
 from ..fp8 import codes_of, group_codes, scale_of
 from ..scaling import GROUP
-from ..tiles import each_row_tile, load_tile, of_width
+from ..tiles import each_row_tile, each_tile, gated, load_tile, of_width
 
-LOG2_E = math.log2(math.e)
-GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715 * GELU_LINEAR
 # The end of a row in halves, quarters, ... of a tile, so that rows of a multiple of 128 are read unchecked to their end.
 PARTS = (2, 4, 8, 16, 32)
 ZERO = ct.PaddingMode.ZERO  # zero times zero is zero: never the largest of a group
-
-
-def _active(gate, up, GELU):
-    """The result in fp32."""
-    gate = gate.astype(ct.float32)
-    z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
-    # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
-    divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)
-    active = ct.truediv(gate, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
-    return active * up.astype(ct.float32)
 
 
 def _result(arrays, i, j, WIDTH, whole, how):
@@ -32,7 +17,7 @@ def _result(arrays, i, j, WIDTH, whole, how):
     GELU, TILE_M, LATENCY, LOAD_TMA, _ = how
     gate = load_tile(GATE, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
     up = load_tile(UP, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
-    return _active(gate, up, GELU)
+    return gated(gate, up, GELU)
 
 
 def _row_max(x):
@@ -70,30 +55,16 @@ def silu_mul_quant_kernel(
 ):
     """Groups that lie within a tile, tiles in row-major order. GATE, UP, CODES: [rows, COLS]; SCALE: [column groups, rows]."""
     shape = (TILE_M, TILE_N)
-    tiles_n = ct.cdiv(COLS, TILE_N)
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
 
     def compute(i, j, whole):
         gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
         up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-        codes, scale = group_codes(_active(gate, up, GELU), CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
+        codes, scale = group_codes(gated(gate, up, GELU), CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
         ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
 
-    def one_tile(index):
-        i, j = index // tiles_n, index % tiles_n
-        if TILE_M == 1 and COLS % TILE_N == 0:
-            compute(i, j, True)
-        elif i * TILE_M + TILE_M <= CODES.shape[0] and j * TILE_N + TILE_N <= COLS:
-            compute(i, j, True)
-        else:
-            compute(i, j, False)
-
-    if PERSISTENT:
-        for index in range(ct.bid(0), ct.num_tiles(CODES, 0, shape) * tiles_n, ct.num_blocks(0)):
-            one_tile(index)
-    else:
-        one_tile(ct.bid(0))
+    each_tile(compute, CODES, COLS, PERSISTENT, TILE_M, TILE_N, False)
 
 
 @ct.kernel

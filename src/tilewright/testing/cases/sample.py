@@ -16,7 +16,7 @@ small = [
     Problem(9, 300, FP16, top_k=True, top_p=True, per_row=True),
     Problem(7, 2048, FP32, top_k=True, top_p=True, per_row=True),
     Problem(6, 777, BF16, top_p=True, per_row=True, offset=False),
-    Problem(2, 32_003, FP32, top_k=True, top_p=True),
+    Problem(2, 16_411, FP32, top_k=True, top_p=True),
 ]
 
 # the vocabularies of SmolLM2, Llama-3 and Qwen2

@@ -1,0 +1,120 @@
+"""`tilewright demo` and `generate`: loads a model, lets it answer, prints. Loading is `serve`'s and `difftest`'s too."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging
+
+from .generate import Comparison, compare, encode
+from .load import DTYPES, Loaded, load
+from .shard import shard_of
+
+
+def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """What --device and --dtype say; by default a GPU if there is one, and the dtype that suits. Raises ValueError on anything else."""
+    kind, _, index = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device must name a GPU of this machine, which has {torch.cuda.device_count()}, got {device!r}")
+    dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    where = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    return where, DTYPES[dtype]
+
+
+def load_and_say(model: str | Path, where: torch.device, dtype: torch.dtype, *, quiet: bool = False, group: Any = None) -> Loaded:
+    """Loads a model, with a bar on a terminal and one line about it on stdout. group: an engine's Group, of which this rank's part is loaded."""
+    logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
+    logging.set_verbosity_error()
+    start = time.perf_counter()
+    stderr, shard = Console(stderr=True), None if group is None else group.shard
+    columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal or (shard is not None and shard.rank > 0)) as progress:
+        bar = progress.add_task("load", total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        loaded = load(model, device=where, dtype=dtype, on_progress=show, shard=shard)
+    _console(quiet).print(_headline(loaded, time.perf_counter() - start))
+    return loaded
+
+
+def answer_command(
+    model: str | Path,
+    prompt: str,
+    where: torch.device,
+    dtype: torch.dtype,
+    max_new_tokens: int,
+    *,
+    as_json: bool,
+    stock: bool = True,
+    raw: bool = False,
+    engine: str = "transformers",
+    group: Any = None,
+) -> int:
+    """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal. group: only its first rank prints."""
+    silent = group is not None and group.shard.rank > 0
+    console = _console(as_json or silent)
+    loaded = load_and_say(model, where, dtype, quiet=as_json or silent, group=group)
+    prompt_ids = encode(loaded, prompt, raw=raw)
+    console.print(f"> {prompt}", style="bold")
+
+    def show(text: str) -> None:
+        console.print(text, end="")
+        console.file.flush()
+
+    on_text = None if as_json or silent else show
+    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=on_text, engine=engine, group=group)
+    console.print()
+    if as_json and not silent:
+        print(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()}))
+    elif not silent:
+        _summary(console, result)
+    return 1 if result.equal is False else 0
+
+
+def answer_of_rank(
+    group: Any, where: torch.device, model: str, prompt: str, dtype: torch.dtype, max_new_tokens: int, raw: bool, as_json: bool, engine: str
+) -> int:
+    """`answer_command` in each process of --tp."""
+    options: dict[str, Any] = {"as_json": as_json, "raw": raw, "engine": engine, "group": group}
+    return answer_command(model, prompt, where, dtype, max_new_tokens, stock=False, **options)
+
+
+def _console(quiet: bool) -> Console:
+    return Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+
+
+def _headline(loaded: Loaded, seconds: float) -> str:
+    model, ranks = loaded.model, shard_of(loaded.model).ranks
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    how = "interpreted" if model.device.type == "cpu" else "compiled"
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = Path(loaded.source).name
+    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters{each}, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
+
+
+def _summary(console: Console, result: Comparison) -> None:
+    ours, stock = result.ours, result.stock
+    console.print(
+        f"\n{len(ours.tokens)} tokens in {ours.first_token_s + ours.decode_s:.1f} s: {ours.tokens_per_s:.2f} tokens/s "
+        f"({ours.prompt_tokens} prompt tokens read in {ours.first_token_s:.1f} s, then {ours.decode_tokens_per_s:.2f} tokens/s)"
+    )
+    if ours.launches:
+        console.print(f"kernel launches: {', '.join(f'{name} {count}' for name, count in sorted(ours.launches.items()))}")
+    if stock is not None:
+        console.print(f"stock transformers, same weights: {stock.tokens_per_s:.2f} tokens/s")
+        if result.equal:
+            console.print("tokens equal to stock transformers: yes", style="green")
+        else:
+            console.print(f"tokens equal to stock transformers: NO, {result.difference()}", style="bold red")
