@@ -108,10 +108,11 @@ class Rope:
         angles = torch.arange(max_len, device=inv_freq.device).float()[:, None] * inv_freq.float()
         return Rope(angles.cos() * scaling, angles.sin() * scaling, interleaved)
 
-    def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Call:
-        """Rotates q in place and k on its way into the cache, where v goes too. All [batch, heads, q_len or max_len, ...]."""
+    def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, v_norm: Norm | None = None) -> Call:
+        """Rotates q in place and k on its way into the cache, where v goes too, normed. All [batch, heads, q_len or max_len, ...]."""
+        norm = (None, 0.0, False) if v_norm is None else (v_norm.weight, v_norm.eps, v_norm.round_before_weight)
         where = (frame.held(k_cache), frame.held(v_cache), frame.positions, frame.block_table)
-        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None))
+        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None, *norm))
 
 
 def gathered(name: str, frame: Frame, pages: Tensor, heads: int) -> Generator[Call, None, Tensor]:
@@ -220,7 +221,7 @@ class LatentAttention:
 
     down: rows of the queries, or of their latents, then of the key-value latent, then of the rotated key.
     q_up: norm and up-projection of the queries' latents; None where `down` has the queries themselves.
-    kv_norm: over the latent. kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
+    kv_norm: over the latent, without an offset, as it goes into the cache. kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
     """
 
     down: Matrix
@@ -251,13 +252,11 @@ class LatentAttention:
             yield norm.of(f"{name}.q_norm", queries, normed)
             queries = frame.buffer("q", frame.tokens, len(up.weight))
             yield linear(f"{name}.q_up", normed, up, queries)
-        latent = frame.buffer("latent", frame.tokens, latent_dim)
-        yield self.kv_norm.of(f"{name}.kv_norm", low, latent)
         q = queries.unflatten(1, (heads, -1)).unflatten(0, (frame.batch, frame.q_len)).transpose(1, 2)  # [batch, heads, q_len, nope + rope]
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), 3)
-        k_rope, latent = (x.unflatten(0, (frame.batch, 1, frame.q_len)) for x in (k_rope, latent))  # one head
+        k_rope, latent = (x.unflatten(0, (frame.batch, 1, frame.q_len)) for x in (k_rope, low))  # one head
         latents, rotated = cache[0][:, None].split((latent_dim, self.rope_dim), 3)
-        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents)
+        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents, self.kv_norm)
         mixed = frame.buffer("attention", frame.tokens, self.out.weight.shape[1])
         attend = self._attend_latents if frame.q_len == 1 else self._attend_expanded
         yield from attend(name, frame, q_nope, q_rope, frame.held(cache[0]), mixed.unflatten(1, (heads, -1)))
@@ -354,7 +353,7 @@ class Experts:
     def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor) -> Emit:
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
-        choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups)
+        choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups, self.first)
         if stream.single:
             arrived = frame.buffer("router.arrived", frame.tokens, dtype=torch.int32)
             norm, found = stream.norm, (arrived, weights, ids, stream.normed, stream.total)
@@ -365,8 +364,6 @@ class Experts:
             yield stream.norm_call()
             yield linear(f"{name}.router", stream.normed, self.router, logits)
             yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
-        if self.first:
-            yield Call(f"{name}.own", _count_from, (ids, self.first))
         together = stream.single and self.shared is not None and self.shared.of_experts(self.down.shape[2])
         if together or self.shared is None:
             yield self._experts(name, stream.normed, weights, ids, together or (None, None), y)
@@ -377,10 +374,6 @@ class Experts:
 
     def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
         return Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, *shared, y))
-
-
-def _count_from(ids: Tensor, first: int) -> None:
-    ids.sub_(first)  # those below become negative: another rank's
 
 
 @dataclass(frozen=True, slots=True)
