@@ -26,6 +26,10 @@ from .program import Call, Emit, Frame
 from .weights import Matrix
 
 
+# Rows up to which rms_norm_matmul takes the place of a norm and a product. Its tensor-core form, for 3 and more, is not timed yet.
+MOST_FUSED_ROWS = 1
+
+
 def linear(name: str, x: Tensor, w: Matrix, out: Tensor, *, residual: Tensor | None = None, silu_mul: bool = False) -> Call:
     """out = residual + x @ weight.T + bias; silu_mul: of a matrix whose rows alternate between gate and up."""
     return Call(name, matmul_out, (x, w.weight, w.bias, out, False, True, False, None, None, residual, silu_mul, None))
@@ -78,7 +82,7 @@ class Stream:
 
     @property
     def single(self) -> bool:
-        """Whether kernels that norm a row in each block are the faster ones."""
+        """A row of its own: kernels that norm it in each block are the faster ones."""
         return len(self.x) == 1
 
     def norm_call(self) -> Call:
@@ -86,7 +90,7 @@ class Stream:
         return Call(self.name, rms_norm_out, (self.x, self.norm.weight, self.y, self.normed, self.total, *norm))
 
     def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
-        if self.single:
+        if self.single or (len(self.x) <= MOST_FUSED_ROWS and self.x.dtype is torch.bfloat16):
             norm = (self.norm.eps, self.norm.weight_offset)
             yield Call(name, rms_norm_matmul_out, (self.x, self.norm.weight, w.weight, w.bias, self.y, out, self.total, *norm, silu_mul))
         else:
