@@ -222,7 +222,7 @@ def plain_sparse_decode(inputs: Inputs) -> bool:
 
 
 def plain_mla_decode(inputs: Inputs) -> bool:
-    return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table"))
+    return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table", "kv_start"))
 
 
 def merge_states(out, lse, *, base2=False):

@@ -25,7 +25,6 @@ from .parallel import Group
 from .program import Call, Emit, Frame
 from .weights import Matrix
 
-
 # Rows up to which rms_norm_matmul takes the place of a norm and a product. Its tensor-core form, for 3 and more, is not timed yet.
 MOST_FUSED_ROWS = 1
 
@@ -196,8 +195,9 @@ class GroupedAttention:
                 yield norm.of(f"{name}.norm", qkv.view(-1, self.head_dim), out.view(-1, self.head_dim))
             q = self._heads(frame, normed[0])[:, : self.q_heads]
             k = self._heads(frame, normed[1])[:, self.q_heads : self.q_heads + self.kv_heads]
-        yield self.rope.append(f"{name}.append", frame, q, k, v, *cache)
-        keys, values = (frame.held(x) for x in cache)
+        k_cache, v_cache = cache
+        yield self.rope.append(f"{name}.append", frame, q, k, v, k_cache, v_cache)
+        keys, values = frame.held(k_cache), frame.held(v_cache)
         mixed = frame.buffer("attention", frame.tokens, self.q_heads * self.head_dim)
         result = self._heads(frame, mixed)
         if frame.q_len == 1:
@@ -225,7 +225,8 @@ class LatentAttention:
 
     down: rows of the queries, or of their latents, then of the key-value latent, then of the rotated key.
     q_up: norm and up-projection of the queries' latents; None where `down` has the queries themselves.
-    kv_norm: over the latent, without an offset, as it goes into the cache. kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
+    kv_norm: over the latent on its way into the cache; without an offset.
+    kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
     """
 
     down: Matrix
@@ -273,7 +274,8 @@ class LatentAttention:
         q_latent, found = (frame.buffer(f"{which}.latent", heads, frame.batch, latent_dim) for which in ("q", "attention"))
         yield Call(f"{name}.absorb", bmm_out, (q_nope[:, :, 0].transpose(0, 1), k_up, None, None, q_latent, False, False))
         by_sequence = [x.transpose(0, 1)[:, :, None] for x in (q_latent, found)]
-        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, frame.kv_len, frame.block_table, self.scale))
+        where = (frame.kv_len, frame.block_table, None)
+        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, *where, self.scale))
         yield Call(f"{name}.v_up", bmm_out, (found, v_up, None, None, mixed.transpose(0, 1), False, True))
 
     def _attend_expanded(self, name: str, frame: Frame, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:

@@ -35,8 +35,7 @@ def reference(
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The definition, at least in fp32."""
-    how = {"sigmoid": sigmoid, "bias": bias, "normalize": normalize, "scale": scale, "groups": groups, "top_groups": top_groups}
-    weights, ids = routed(logits, top_k, **how)
+    weights, ids = routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
     return weights, ids - first_expert
 
 
@@ -207,7 +206,7 @@ def moe_route(
         top_groups: groups that take part; 0 without groups. Together they have at least top_k experts.
         first_expert: the first of this rank's experts, from which the ids are counted, as `moe` takes them.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by falling score; of equals the lower index first. A NaN counts as the
-        largest; the ids are always distinct experts; those outside of 0 to a rank's number of experts are other ranks'. Empty without tokens, with nothing launched.
+        largest; the ids are always distinct experts, and negative for those before first_expert. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)

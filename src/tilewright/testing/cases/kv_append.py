@@ -1,6 +1,7 @@
 """New keys and values of real models, one token a sequence and many, and the shapes that break kernels."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from ...ops.kv_append import Problem
 
 HALF, BRAIN, SINGLE, EIGHT = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
-_MLA = {"v_dim": 512, "rotary_dim": 64, "interleaved": True, "v_norm": True, "round_before_weight": True}
+_MLA: dict[str, Any] = {"v_dim": 512, "rotary_dim": 64, "interleaved": True, "v_norm": True, "round_before_weight": True}
 
 small = [
     Problem(2, 6, 2, 1, 64, 20, BRAIN, rotary_dim=64),
