@@ -107,17 +107,15 @@ def rotate_pairs(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Ten
     return rope(xq, xk, angles[..., 0].contiguous(), angles[..., 1].contiguous(), interleaved=True)
 
 
-@cache
-def unexpanded(cls: Any) -> Callable[..., Any]:
-    """Stands in for `expand_kv` of a class with latent attention: the cached latents and rotated keys as they are, for our attention to take.
+def unexpanded(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands in for `expand_kv` of latent attention: the cached latents and rotated keys as they are, for our attention to take.
 
     Another attention, which somebody selected since, gets what it knows.
     """
-
-    def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        return (kv_nope, k_rot) if self.config._attn_implementation == NAME else cls.expand_kv(self, kv_nope, k_rot)
-
-    return expand_kv
+    if self.config._attn_implementation == NAME:
+        return kv_nope, k_rot
+    expanded: tuple[Tensor, Tensor] = type(self).expand_kv(self, kv_nope, k_rot)
+    return expanded
 
 
 @cache

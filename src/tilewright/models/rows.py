@@ -125,7 +125,7 @@ ROWS = (
     _rope("apply_rotary_pos_emb", f.rotate_by_halves, "GptOss"),
     _rope("apply_rotary_emb", f.rotate_pairs, "DeepseekV2"),
     Row("attention", "{}Attention", None, _keep_attention),
-    Row("mla_decode", "{}Attention", lambda cls: f.unexpanded(cls), _keep_latents, of=("DeepseekV2", "DeepseekV3"), method="expand_kv"),
+    Row("mla_decode", "{}Attention", lambda cls: f.unexpanded, _keep_latents, of=("DeepseekV2", "DeepseekV3"), method="expand_kv"),
 )
 
 # Modules that compute something and are left alone on purpose. Containers, which only call others, are not listed.
