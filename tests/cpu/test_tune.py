@@ -295,17 +295,17 @@ def test_show_plans_prints_each_decision_once(monkeypatch, capfd, tmp_path):
 # ------------------------------------------------------------------------------------------------ problems
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("Llama-3.2-1B", {"attention", "attention_decode"}), ("DeepSeek-V2-Lite", {"mla", "mla_decode", "bmm", "moe", "moe_route"})],
+    [("Llama-3.2-1B", {"attention", "attention_decode"}), ("DeepSeek-V2-Lite", {"mla", "mla_decode", "bmm", "moe", "moe_route", "rms_norm_route"})],
 )
 def test_problems_of_the_engine_are_what_it_asks(name, more):
     """The key of a row is the problem that the engine's own call puts together, fused products included."""
     tasks = of_engine(name, H200)
-    assert {op_name(op) for op, _ in tasks} == {"embedding", "rms_norm", "matmul", "kv_append", "argmax"} | more
+    assert {op_name(op) for op, _ in tasks} == {"embedding", "rms_norm", "rms_norm_matmul", "matmul", "kv_append", "argmax"} | more
     assert all(asked(op, problem, H200) == problem for op, problem in tasks)
     products = [problem for op, problem in tasks if op is ops.matmul]
     assert any(p.silu_mul for p in products)
     if name == "Llama-3.2-1B":
-        assert {(1, 128_256, 2048), (64, 3072, 2048), (8192, 2048, 8192)} <= {(p.m, p.n, p.k) for p in products}
+        assert {(2, 128_256, 2048), (64, 3072, 2048), (8192, 2048, 8192)} <= {(p.m, p.n, p.k) for p in products}
     with pytest.raises(KeyError, match="model must be one of SmolLM2-135M"):
         of_engine("nobody", H200)
 
