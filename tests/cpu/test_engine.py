@@ -7,7 +7,8 @@ import torch
 from tiny_models import LLAMA3_ROPE, TINY, tiny_model
 
 from tilewright import interpret
-from tilewright.engine import Engine, Sampling
+from tilewright.engine import Engine, Sampling, layers
+from tilewright.launch import counted
 from tilewright.testing import assert_accurate
 
 MLA = {
@@ -90,6 +91,17 @@ def test_logits_of_every_step_obey_the_accuracy_rule(name: str, dtype: torch.dty
     assert ours.dtype == dtype
     assert_accurate(ours, stock, truth)
     assert_accurate(alone, stock[:1], truth[:1])
+
+
+def test_norms_inside_products_of_a_batch_obey_the_accuracy_rule(monkeypatch) -> None:
+    monkeypatch.setattr(layers, "MOST_FUSED_ROWS", 16)
+    model, given = tiny("llama", torch.bfloat16), [[7, 50]] * 3
+    wide = copy.deepcopy(model).to(torch.float64)
+    truth, stock = (torch.stack([stock_logits(m, p, c) for p, c in zip(prompts(), given, strict=True)]) for m in (wide, model))
+    with Engine(model, max_batch=4, max_len=64, prefill_tokens=64) as engine, counted() as launches:
+        ours = engine.logits(prompts(), given)
+    assert launches["rms_norm_matmul_rows_kernel"]
+    assert_accurate(ours, stock, truth)
 
 
 def test_the_order_and_number_of_prompts_change_nothing() -> None:

@@ -6,6 +6,7 @@ import torch
 from tilewright import interpret
 from tilewright.launch import Device, counted
 from tilewright.ops.kv_append import Problem, kv_append, plan, space
+from tilewright.ops.rms_norm import rms_norm
 from tilewright.ops.rope import rope
 
 
@@ -81,6 +82,20 @@ def test_the_cache_of_mla_is_two_views_of_one_tensor():
     assert (cache == 0).all()
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+def test_it_norms_the_latent_as_rms_norm_does(rounded):
+    cache = torch.zeros(2, 1, 20, 80).bfloat16()
+    latent, k_rope, weight = fresh(2, 1, 3, 64), fresh(2, 1, 3, 16), torch.randn(64).bfloat16()
+    positions = int32([[4, 5, 6], [17, 18, 19]])
+    with counted() as counts:
+        norm = {"v_norm": weight, "v_eps": 1e-5, "v_round_before_weight": rounded}
+        kv_append(k_rope, latent, cache[..., 64:], cache[..., :64], positions=positions, **norm)
+    assert sum(counts.values()) == 1
+    expected = rms_norm(latent, weight, 1e-5, round_before_weight=rounded)
+    for b in range(2):
+        assert torch.equal(cache[b, 0, positions[b].long()], torch.cat((expected[b, 0], k_rope[b, 0]), -1))
+
+
 def test_codes_are_those_of_the_rotated_value_and_saturate():
     k, v = torch.full((1, 1, 1, 32), 3.0), torch.tensor([1e6, -1e6, 0.5, 0.0]).repeat(8).view(1, 1, 1, 32)
     caches = [torch.zeros(1, 1, 4, 32).to(torch.float8_e4m3fn) for _ in range(2)]
@@ -125,6 +140,8 @@ GOOD = {
 }
 HALVES = {"cos": torch.zeros(16, 16), "sin": torch.zeros(16, 16)}
 BAD = [
+    ({"v_norm": torch.zeros(16)}, ValueError, r"v_norm.shape must be \(32,\), got \(16,\)"),
+    ({"v_round_before_weight": True}, ValueError, r"v_round_before_weight must be False without v_norm, got True"),
     ({"k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
     ({"v": torch.zeros(2, 1, 1, 32)}, ValueError, r"v.shape must be \(2, 2, 1, 32\), got \(2, 1, 1, 32\)"),
     ({"k_cache": torch.zeros(2, 2, 16, 32).half()}, ValueError, r"k_cache.dtype must be one of float32, float8_e4m3fn, got float16"),

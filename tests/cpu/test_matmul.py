@@ -237,3 +237,10 @@ def test_a_split_fills_the_last_round(m, n, k):
             assert plan.grid[0] == tiles - split_tiles + split_tiles * parts
             assert (tiles - split_tiles) % resident == 0
             assert plan.then.grid[0] == split_tiles
+
+
+@pytest.mark.parametrize("n", [512, 1024, 1152, 2304])
+def test_few_columns_keep_more_than_a_third_of_the_sms_reading(n):
+    problem = Problem(16, n, 3584, BF16)
+    blocks = op.plan(problem, op.space(problem, H200)[0], H200).grid[0]
+    assert blocks >= min(H200.sms / 2, n // 16)

@@ -127,6 +127,34 @@ def logits_and_experts(model, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor
     return found, torch.cat(chosen, -1)[seen.flatten()]
 
 
+ABSORBABLE = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_decode_steps_of_latent_attention_never_expand_the_cache(name: str) -> None:
+    """Left-padded, from a dynamic and a static cache: what a step adds to the logits' error is no more than in transformers."""
+    model, inputs = tiny(name, torch.bfloat16, **ABSORBABLE), left_padded()
+    for cache in (None, "static"):
+        options = {"cache_implementation": cache, "output_logits": True, "return_dict_in_generate": True}
+        stock = greedy(model, inputs, 3, **options)
+        whole = {"input_ids": stock.sequences, "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(3, 3, dtype=torch.long)), 1)}
+        wide = copy.deepcopy(model).double()
+        wide.set_experts_implementation("eager")
+        truth = logits(wide, whole)[:, 10:-1]
+        with patch(model) as report, counted() as launches:
+            ours = greedy(model, inputs, 3, **options)
+        assert {"mla_decode", "attention"} <= {line.op for line in report.replaced}
+        assert launches["attention_decode_kernel"] == 2 * model.config.num_hidden_layers
+        assert (ours.sequences == stock.sequences).float().mean() > 0.9
+        same = (ours.sequences == stock.sequences).all(1)
+        mine, theirs, right = torch.stack(ours.logits, 1)[same], torch.stack(stock.logits, 1)[same], truth[same]
+        assert (mine - right).square().mean().sqrt() <= 2 * (theirs - right).square().mean().sqrt()
+    with patched(model):
+        model.set_attn_implementation("eager")  # another attention finds keys and values expanded
+        assert logits(model, inputs).isfinite().all()
+    assert "expand_kv" not in model.model.layers[0].self_attn.__dict__
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_half_precision_mixtures_of_experts_obey_the_accuracy_rule(name: str) -> None:
     model, inputs = tiny(name, torch.bfloat16), left_padded()

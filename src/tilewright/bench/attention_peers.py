@@ -93,9 +93,28 @@ def plain_mla(inputs: Inputs) -> bool:
     return square and inputs["q_nope"].dtype.itemsize > 1 and inputs.get("kv_len") is None and not inputs.get("return_lse")
 
 
-def kv_append(k, v, k_cache, v_cache, *, positions, block_table=None, q=None, cos=None, sin=None, interleaved=False, k_scale=None, v_scale=None):
-    """As engines compose it: rotate, and put rows into the cache by index."""
+def kv_append(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    *,
+    positions,
+    block_table=None,
+    q=None,
+    cos=None,
+    sin=None,
+    interleaved=False,
+    k_scale=None,
+    v_scale=None,
+    v_norm=None,
+    v_eps=1e-6,
+    v_round_before_weight=False,
+):
+    """As engines compose it: rotate, norm, and put rows into the cache by index."""
     batch, _, tokens, _ = k.shape
+    if v_norm is not None:
+        v = torch.nn.functional.rms_norm(v, v_norm.shape, v_norm, v_eps)
     positions = positions.view(batch, tokens)
     if cos is not None:
         c, s = cos[positions][:, None], sin[positions][:, None]
@@ -203,7 +222,7 @@ def plain_sparse_decode(inputs: Inputs) -> bool:
 
 
 def plain_mla_decode(inputs: Inputs) -> bool:
-    return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table"))
+    return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table", "kv_start"))
 
 
 def merge_states(out, lse, *, base2=False):

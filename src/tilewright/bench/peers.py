@@ -252,7 +252,7 @@ def _sample(logits, seed, offset=None, *, temperature=None, top_k=None, top_p=No
 # --- mixtures of experts
 
 
-def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale=1.0, groups=0, top_groups=0):
+def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale=1.0, groups=0, top_groups=0, first_expert=0):
     """As transformers' models compose it."""
     scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
     chosen_by = scores if bias is None else scores + bias
@@ -265,7 +265,7 @@ def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale
     weights = scores.gather(-1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scale, ids.int()
+    return weights * scale, ids.int() - first_expert
 
 
 def _rms_norm_route(x, weight, router, top_k, *, eps=1e-6, round_before_weight=False, residual=None, **choice):

@@ -25,6 +25,9 @@ from .parallel import Group
 from .program import Call, Emit, Frame
 from .weights import Matrix
 
+# Rows up to which rms_norm_matmul takes the place of a norm and a product. Its tensor-core form, for 3 and more, is not timed yet.
+MOST_FUSED_ROWS = 1
+
 
 def linear(name: str, x: Tensor, w: Matrix, out: Tensor, *, residual: Tensor | None = None, silu_mul: bool = False) -> Call:
     """out = residual + x @ weight.T + bias; silu_mul: of a matrix whose rows alternate between gate and up."""
@@ -78,7 +81,7 @@ class Stream:
 
     @property
     def single(self) -> bool:
-        """Whether kernels that norm a row in each block are the faster ones."""
+        """A row of its own: kernels that norm it in each block are the faster ones."""
         return len(self.x) == 1
 
     def norm_call(self) -> Call:
@@ -86,7 +89,7 @@ class Stream:
         return Call(self.name, rms_norm_out, (self.x, self.norm.weight, self.y, self.normed, self.total, *norm))
 
     def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
-        if self.single:
+        if self.single or (len(self.x) <= MOST_FUSED_ROWS and self.x.dtype is torch.bfloat16):
             norm = (self.norm.eps, self.norm.weight_offset)
             yield Call(name, rms_norm_matmul_out, (self.x, self.norm.weight, w.weight, w.bias, self.y, out, self.total, *norm, silu_mul))
         else:
@@ -108,10 +111,11 @@ class Rope:
         angles = torch.arange(max_len, device=inv_freq.device).float()[:, None] * inv_freq.float()
         return Rope(angles.cos() * scaling, angles.sin() * scaling, interleaved)
 
-    def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Call:
-        """Rotates q in place and k on its way into the cache, where v goes too. All [batch, heads, q_len or max_len, ...]."""
+    def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, v_norm: Norm | None = None) -> Call:
+        """Rotates q in place and k on its way into the cache, where v goes too, normed. All [batch, heads, q_len or max_len, ...]."""
+        norm = (None, 0.0, False) if v_norm is None else (v_norm.weight, v_norm.eps, v_norm.round_before_weight)
         where = (frame.held(k_cache), frame.held(v_cache), frame.positions, frame.block_table)
-        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None))
+        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None, *norm))
 
 
 def gathered(name: str, frame: Frame, pages: Tensor, heads: int) -> Generator[Call, None, Tensor]:
@@ -191,8 +195,9 @@ class GroupedAttention:
                 yield norm.of(f"{name}.norm", qkv.view(-1, self.head_dim), out.view(-1, self.head_dim))
             q = self._heads(frame, normed[0])[:, : self.q_heads]
             k = self._heads(frame, normed[1])[:, self.q_heads : self.q_heads + self.kv_heads]
-        yield self.rope.append(f"{name}.append", frame, q, k, v, *cache)
-        keys, values = (frame.held(x) for x in cache)
+        k_cache, v_cache = cache
+        yield self.rope.append(f"{name}.append", frame, q, k, v, k_cache, v_cache)
+        keys, values = frame.held(k_cache), frame.held(v_cache)
         mixed = frame.buffer("attention", frame.tokens, self.q_heads * self.head_dim)
         result = self._heads(frame, mixed)
         if frame.q_len == 1:
@@ -220,7 +225,8 @@ class LatentAttention:
 
     down: rows of the queries, or of their latents, then of the key-value latent, then of the rotated key.
     q_up: norm and up-projection of the queries' latents; None where `down` has the queries themselves.
-    kv_norm: over the latent. kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
+    kv_norm: over the latent on its way into the cache; without an offset.
+    kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
     """
 
     down: Matrix
@@ -251,13 +257,11 @@ class LatentAttention:
             yield norm.of(f"{name}.q_norm", queries, normed)
             queries = frame.buffer("q", frame.tokens, len(up.weight))
             yield linear(f"{name}.q_up", normed, up, queries)
-        latent = frame.buffer("latent", frame.tokens, latent_dim)
-        yield self.kv_norm.of(f"{name}.kv_norm", low, latent)
         q = queries.unflatten(1, (heads, -1)).unflatten(0, (frame.batch, frame.q_len)).transpose(1, 2)  # [batch, heads, q_len, nope + rope]
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), 3)
-        k_rope, latent = (x.unflatten(0, (frame.batch, 1, frame.q_len)) for x in (k_rope, latent))  # one head
+        k_rope, latent = (x.unflatten(0, (frame.batch, 1, frame.q_len)) for x in (k_rope, low))  # one head
         latents, rotated = cache[0][:, None].split((latent_dim, self.rope_dim), 3)
-        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents)
+        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents, self.kv_norm)
         mixed = frame.buffer("attention", frame.tokens, self.out.weight.shape[1])
         attend = self._attend_latents if frame.q_len == 1 else self._attend_expanded
         yield from attend(name, frame, q_nope, q_rope, frame.held(cache[0]), mixed.unflatten(1, (heads, -1)))
@@ -270,7 +274,8 @@ class LatentAttention:
         q_latent, found = (frame.buffer(f"{which}.latent", heads, frame.batch, latent_dim) for which in ("q", "attention"))
         yield Call(f"{name}.absorb", bmm_out, (q_nope[:, :, 0].transpose(0, 1), k_up, None, None, q_latent, False, False))
         by_sequence = [x.transpose(0, 1)[:, :, None] for x in (q_latent, found)]
-        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, frame.kv_len, frame.block_table, self.scale))
+        where = (frame.kv_len, frame.block_table, None)
+        yield Call(name, mla_decode_out, (by_sequence[0], q_rope, rows, by_sequence[1], None, *where, self.scale))
         yield Call(f"{name}.v_up", bmm_out, (found, v_up, None, None, mixed.transpose(0, 1), False, True))
 
     def _attend_expanded(self, name: str, frame: Frame, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:
@@ -354,7 +359,7 @@ class Experts:
     def calls(self, name: str, frame: Frame, stream: Stream, y: Tensor) -> Emit:
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
-        choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups)
+        choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups, self.first)
         if stream.single:
             arrived = frame.buffer("router.arrived", frame.tokens, dtype=torch.int32)
             norm, found = stream.norm, (arrived, weights, ids, stream.normed, stream.total)
@@ -365,8 +370,6 @@ class Experts:
             yield stream.norm_call()
             yield linear(f"{name}.router", stream.normed, self.router, logits)
             yield Call(f"{name}.route", moe_route_out, (logits, self.bias, weights, ids, *choice))
-        if self.first:
-            yield Call(f"{name}.own", _count_from, (ids, self.first))
         together = stream.single and self.shared is not None and self.shared.of_experts(self.down.shape[2])
         if together or self.shared is None:
             yield self._experts(name, stream.normed, weights, ids, together or (None, None), y)
@@ -377,10 +380,6 @@ class Experts:
 
     def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
         return Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, *shared, y))
-
-
-def _count_from(ids: Tensor, first: int) -> None:
-    ids.sub_(first)  # those below become negative: another rank's
 
 
 @dataclass(frozen=True, slots=True)

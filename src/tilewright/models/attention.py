@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..launch import must
 from ..ops.attention import attention
 from ..ops.attention_decode import attention_decode
-
-NAME = "tilewright"
+from ..ops.bmm import bmm
+from ..ops.mla_decode import mla_decode
+from .forwards import NAME
 
 # Arguments of the attention call that change nothing in what it must compute.
 _INERT = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict"}
@@ -98,7 +99,8 @@ def attention_forward(
 
     Args:
         query: [batch, q_heads, q_len, head_dim].
-        key: [batch, kv_heads, kv_len allocated, head_dim]. value: likewise, maybe of another head_dim.
+        key: [batch, kv_heads, kv_len allocated, head_dim]. value: likewise, maybe of another head_dim. Of latent
+            attention they may be the cache's own, [batch, 1, kv_len, ...]: latents and rotated keys.
         attention_mask: what `span_mask` returned; None where the model has none (every key counts).
         sliding_window: keys that a query sees, itself included; None for all before it.
         softcap: scores are bent to stay within it (Gemma-2); None for as they are.
@@ -122,6 +124,11 @@ def attention_forward(
             got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
             raise must("attention_mask", "a 2-D padding mask, or int32 [batch, 1, 1, 2] of (kv_start, kv_len)", got)
         kv_start, kv_len = attention_mask[:, 0, 0].unbind(-1)
+    if key.shape[3] != query.shape[3]:  # latents: see `unexpanded`
+        if q_len == 1:
+            return _attend_latents(module, query, key, value, kv_start, kv_len, scaling), None
+        stock: Any = type(module)
+        key, value = stock.expand_kv(module, key, value)
     sinks = None if s_aux is None else s_aux.float()
     if q_len == 1 and softcap is None:  # attention_decode has no soft cap
         out = attention_decode(query, key, value, kv_len, kv_start=kv_start, window=sliding_window, scale=scaling, sinks=sinks)
@@ -129,6 +136,20 @@ def attention_forward(
         masks: dict[str, Any] = {"window": sliding_window, "kv_start": kv_start, "kv_len": kv_len}
         out = attention(query, key, value, scale=scaling, softcap=softcap, sinks=sinks, **masks)
     return out.transpose(1, 2), None
+
+
+def _attend_latents(
+    module: Any, query: Tensor, latents: Tensor, k_rope: Tensor, kv_start: Tensor | None, kv_len: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Absorbed: keys' up-projection applied to the query, values' to the result, so that no latent is expanded. [batch, 1, heads, v_dim]."""
+    nope, rope, latent = module.qk_nope_head_dim, module.qk_rope_head_dim, latents.shape[3]
+    k_up, v_up = module.kv_b_proj.weight.view(-1, nope + module.v_head_dim, latent).split((nope, module.v_head_dim), 1)
+    q_nope, q_rope = query.split((nope, rope), 3)
+    q_latent = bmm(q_nope[:, :, 0].transpose(0, 1), k_up).transpose(0, 1)[:, :, None]
+    rows = torch.cat((latents, k_rope), 3)[:, 0]  # transformers keeps them apart
+    assert scaling is not None
+    found: Any = mla_decode(q_latent, q_rope, rows, kv_len, kv_start=kv_start, scale=scaling)
+    return bmm(found[:, :, 0].transpose(0, 1), v_up, trans_b=True).transpose(0, 1)[:, None]
 
 
 def _brief(given: object) -> object:

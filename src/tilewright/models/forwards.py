@@ -15,6 +15,8 @@ from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.silu_mul import silu_mul
 
+NAME = "tilewright"  # of our attention in transformers' registry
+
 
 def linear_forward(self: Any, input: Tensor) -> Tensor:
     return matmul(input, self.weight, self.bias, trans_b=True)
@@ -103,6 +105,17 @@ def rotate_pairs(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Ten
     """DeepSeek-V2's: neighbours form a pair, angles [batch or 1, seq_len, pairs] as complex numbers."""
     angles = torch.view_as_real(freqs_cis)
     return rope(xq, xk, angles[..., 0].contiguous(), angles[..., 1].contiguous(), interleaved=True)
+
+
+def unexpanded(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands in for `expand_kv` of latent attention: the cached latents and rotated keys as they are, for our attention to take.
+
+    Another attention, which somebody selected since, gets what it knows.
+    """
+    if self.config._attn_implementation == NAME:
+        return kv_nope, k_rot
+    expanded: tuple[Tensor, Tensor] = type(self).expand_kv(self, kv_nope, k_rot)
+    return expanded
 
 
 @cache

@@ -109,10 +109,10 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
     if prefix is None:
         raise must("model.config.model_type", f"one of {sorted(FAMILIES)}", model.config.model_type)
 
-    rows = [row for row in ROWS if attention or row.op != "attention"]
+    rows = [row for row in ROWS if attention or row.op not in ("attention", "mla_decode")]
     replaced: dict[tuple[str, str], Counter[str]] = {}
     kept: dict[tuple[str, str], Counter[str]] = {}
-    new_forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+    new_methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     for name, module in _named_modules(model):
         kind = type(module).__name__
         matching = [row for row in rows if row.matches(kind, prefix)]
@@ -123,7 +123,7 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
                 continue
             replaced.setdefault((row.op, kind), Counter())[name] += 1
             if row.forward is not None:
-                new_forwards.append((module, row.forward(type(module))))
+                new_methods.append((module, row.method, row.forward(type(module))))
         if not matching and (reason := _reason_unmatched(kind, prefix)):
             kept.setdefault((kind, reason), Counter())[name] += 1
     if not replaced:
@@ -135,9 +135,9 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
         tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in sorted(replaced.items(), key=lambda r: order[r[0][0]])),
         tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in kept.items()),
     )
-    for module, forward in new_forwards:
-        wrapper = wrapper_of(module)
-        _set(report, module, "forward", MethodType(forward, module) if wrapper is None else wrapped(wrapper, module, forward))
+    for module, name, method in new_methods:
+        wrapper = wrapper_of(module) if name == "forward" else None
+        _set(report, module, name, MethodType(method, module) if wrapper is None else wrapped(wrapper, module, method))
     if any(r.op == "attention" for r in report.replaced):
         register()
         _use_attention(report, model)

@@ -39,9 +39,10 @@ class Row:
 
     op: name of the op, as in `tilewright.ops`.
     module: class name; `{}` stands for the family's prefix.
-    forward: from the module's class to the forward its instances get; None for attention, which transformers dispatches by name.
+    forward: from the module's class to the method its instances get; None for attention, which transformers dispatches by name.
     keep: from a module to the reason why this one stays in PyTorch, None if it need not.
     of: prefixes of the families it holds for; None for all.
+    method: what `forward` replaces.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Row:
     forward: Callable[[type[nn.Module]], Callable[..., Any]] | None
     keep: Callable[[nn.Module], str | None] = lambda module: None
     of: tuple[str, ...] | None = None
+    method: str = "forward"
 
     def matches(self, kind: str, prefix: str) -> bool:
         return self.module.format(prefix) == kind and (self.of is None or prefix in self.of)
@@ -93,6 +95,21 @@ def _keep_attention(module: Any) -> str | None:
     return None if getattr(module, "is_causal", True) else "it is bidirectional"
 
 
+def _keep_latents(module: Any) -> str | None:
+    if (reason := _keep_attention(module)) is not None:
+        return reason
+    weight, latent, rope = module.kv_b_proj.weight, module.kv_lora_rank, module.qk_rope_head_dim
+    if type(module.kv_b_proj) is not nn.Linear or type(weight) not in (nn.Parameter, Tensor) or wrapper_of(module.kv_b_proj) is not None:
+        return "kv_b_proj must be a plain Linear that is whole on this device"
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"weights must be bfloat16 or float16, got {str(weight.dtype).removeprefix('torch.')}"
+    if latent not in (64, 128, 256, 512) or rope not in (16, 32, 64, 128, 256) or rope >= latent:
+        return f"kv_lora_rank must be 64, 128, 256 or 512 and qk_rope_head_dim a smaller power of two from 16 on, got {latent} and {rope}"
+    if module.qk_nope_head_dim + rope == latent:
+        return "latents are as wide as keys, and could not be told from them"
+    return None
+
+
 ROWS = (
     Row("matmul", "Linear", lambda cls: f.linear_forward, _keep_linear),
     Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_forward, of=_LLAMA_LIKE),
@@ -108,6 +125,7 @@ ROWS = (
     _rope("apply_rotary_pos_emb", f.rotate_by_halves, "GptOss"),
     _rope("apply_rotary_emb", f.rotate_pairs, "DeepseekV2"),
     Row("attention", "{}Attention", None, _keep_attention),
+    Row("mla_decode", "{}Attention", lambda cls: f.unexpanded, _keep_latents, of=("DeepseekV2", "DeepseekV3"), method="expand_kv"),
 )
 
 # Modules that compute something and are left alone on purpose. Containers, which only call others, are not listed.

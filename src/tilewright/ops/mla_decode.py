@@ -31,18 +31,19 @@ def reference(
     *,
     scale: float,
     block_table: Tensor | None = None,
+    kv_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The definition, as attention in which every head has the cache as keys and its first columns as values."""
     q = torch.cat((q_latent, q_rope), -1)
-    options: dict[str, Any] = {"v_dim": q_latent.shape[-1], "block_table": block_table, "scale": scale, "return_lse": return_lse}
-    found: Any = decode.reference(q, cache[:, None], None, kv_len, **options)
+    options: dict[str, Any] = {"v_dim": q_latent.shape[-1], "block_table": block_table, "kv_start": kv_start, "scale": scale}
+    found: Any = decode.reference(q, cache[:, None], None, kv_len, return_lse=return_lse, **options)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on; max_len, page_size and has_len as in attention_decode."""
+    """What a plan may depend on; max_len, page_size, has_len and has_start as in attention_decode."""
 
     batch: int
     heads: int
@@ -54,11 +55,12 @@ class Problem:
     page_size: int = 0
     has_len: bool = True
     return_lse: bool = False
+    has_start: bool = False
 
     @property
     def decode(self) -> decode.Problem:
         """The same as attention with one key head."""
-        shape = (self.batch, self.heads, 1, self.max_len, self.latent + self.rope, self.dtype, self.page_size, None, False, self.has_len)
+        shape = (self.batch, self.heads, 1, self.max_len, self.latent + self.rope, self.dtype, self.page_size, None, self.has_start, self.has_len)
         return decode.Problem(*shape, self.return_lse, self.q_len, self.latent, shared=True)
 
     def cost(self) -> Cost:
@@ -70,7 +72,7 @@ class Problem:
         scale = (128 + self.rope) ** -0.5  # over the dimensions of the keys before they are absorbed
         q_latent, q_rope = q[..., : self.latent].contiguous() / 2, q[..., self.latent :].contiguous()
         inputs = {"q_latent": q_latent, "q_rope": q_rope, "cache": given["k"][:, 0], "kv_len": given["kv_len"], "scale": scale}
-        return inputs | {"block_table": given.get("block_table"), "return_lse": self.return_lse}
+        return inputs | {"block_table": given.get("block_table"), "kv_start": given["kv_start"], "return_lse": self.return_lse}
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -92,16 +94,17 @@ def mla_decode_out(
     lse: Optional[Tensor],
     kv_len: Optional[Tensor],
     block_table: Optional[Tensor],
+    kv_start: Optional[Tensor],
     scale: float,
 ) -> None:
     """`mla_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
     batch, heads, q_len, latent = q_latent.shape
     page_size = 0 if block_table is None else cache.shape[1]
     max_len = next_pow2(cache.shape[1] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
-    fields = (batch, heads, max_len, q_latent.dtype, q_len, latent, q_rope.shape[3], page_size, kv_len is not None, lse is not None)
-    chosen = best_plan(space, plan, Device.of(q_latent), Problem, *fields)
+    fields = (batch, heads, max_len, q_latent.dtype, q_len, latent, q_rope.shape[3], page_size, kv_len is not None)
+    chosen = best_plan(space, plan, Device.of(q_latent), Problem, *fields, lse is not None, kv_start is not None)
     cache = cache[:, None]  # [batch or pages, one key head, keys, columns]
-    launch_decode(chosen, q_latent, q_rope, cache, cache[..., :latent], out, lse, None, kv_len, block_table, None, None, scale, None)
+    launch_decode(chosen, q_latent, q_rope, cache, cache[..., :latent], out, lse, None, kv_len, block_table, kv_start, None, scale, None)
 
 
 def mla_decode(
@@ -112,6 +115,7 @@ def mla_decode(
     *,
     scale: float,
     block_table: Tensor | None = None,
+    kv_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Absorbed latent attention of each sequence's newest tokens over its cache of latents and rotated keys.
@@ -125,6 +129,7 @@ def mla_decode(
         kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device: nothing depends on its values here.
         scale: of the sum of both products. It is the model's, over the dimensions before absorption: 192 ** -0.5 for DeepSeek-V3 without YaRN.
         block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards. Entries past kv_len may be anything.
+        kv_start: [batch] int32; the first key of each sequence that counts (left padding); default 0.
         return_lse: also return the natural log of the softmax denominator.
     Returns: out [batch, heads, q_len, latent], still to be multiplied by the up-projection of the values; with return_lse the tuple (out, lse),
         lse fp32 [batch, heads, q_len]. A token with no key to see gives 0, its lse -inf. Memory outside the keys may hold anything.
@@ -144,11 +149,11 @@ def mla_decode(
     if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):
         raise must("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
     scale = check_scale_and_window(scale, None, latent)
-    check_decode(q_latent, cache.shape[1], kv_len, block_table, None, None)
+    check_decode(q_latent, cache.shape[1], kv_len, block_table, kv_start, None)
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_latent.device) if return_lse else None
     if out.numel() and cache.numel() and (block_table is None or block_table.numel()):
-        mla_decode_out(q_latent, q_rope, cache, out, lse, kv_len, block_table, scale)
+        mla_decode_out(q_latent, q_rope, cache, out, lse, kv_len, block_table, kv_start, scale)
     else:
         no_keys(out, lse, None)
     return out if lse is None else (out, lse)

@@ -32,22 +32,31 @@ def reference(
     scale: float = 1.0,
     groups: int = 0,
     top_groups: int = 0,
+    first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The definition, at least in fp32."""
-    return routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
+    weights, ids = routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
+    return weights, ids - first_expert
 
 
 def comparable(
-    result: tuple[Tensor, Tensor], logits: Tensor, top_k: int, *, sigmoid: bool = False, bias: Tensor | None = None, **inputs: Any
+    result: tuple[Tensor, Tensor],
+    logits: Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    first_expert: int = 0,
+    **inputs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The weights, and what the experts were chosen by: indices themselves have no distance."""
     weights, ids = result
-    return weights, scores_of(logits.double(), sigmoid, bias)[1].gather(-1, ids.long()).to(weights.dtype)
+    return weights, scores_of(logits.double(), sigmoid, bias)[1].gather(-1, ids.long() + first_expert).to(weights.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on. scale: of `inputs` alone."""
+    """What a plan may depend on. scale, first_expert: of `inputs` alone."""
 
     tokens: int
     experts: int
@@ -59,6 +68,7 @@ class Problem:
     groups: int = 0
     top_groups: int = 0
     scale: float = 1.0
+    first_expert: int = 0
 
     def cost(self) -> Cost:
         return Cost(self.tokens * (self.experts * self.dtype.itemsize + 8 * self.top_k), 8 * self.tokens * self.experts)
@@ -73,6 +83,7 @@ class Problem:
             "scale": self.scale,
             "groups": self.groups,
             "top_groups": self.top_groups,
+            "first_expert": self.first_expert,
         }
 
 
@@ -115,6 +126,7 @@ def moe_route_kernel(
     WEIGHTS,
     IDS,
     scale: float,
+    first_expert: int,
     SIGMOID: ct.Constant[bool],
     ADD_BIAS: ct.Constant[bool],
     NORMALIZE: ct.Constant[bool],
@@ -129,7 +141,7 @@ def moe_route_kernel(
 ):
     """TILE_M tokens, all experts in one tile.
 
-    LOGITS: [tokens, GROUPS, SIZE]; BIAS: [GROUPS, SIZE], read only with ADD_BIAS; the others: [tokens, TOP_K].
+    LOGITS: [tokens, GROUPS, SIZE]; BIAS: [GROUPS, SIZE], read only with ADD_BIAS; the others: [tokens, TOP_K]. IDS count from first_expert.
     TILE_G, TILE_S, TILE_K: powers of two, at least GROUPS, SIZE, TOP_K.
     """
     i = ct.bid(0)
@@ -142,7 +154,7 @@ def moe_route_kernel(
     how = (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S, TILE_K)
     weights, ids = chosen_experts(x.astype(ct.float32).reshape((TILE_M, lanes)), bias, scale, how)
     ct.store(WEIGHTS, (i, 0), weights, allow_tma=False)
-    ct.store(IDS, (i, 0), ids, allow_tma=False)
+    ct.store(IDS, (i, 0), ids - first_expert, allow_tma=False)
 
 
 @torch_op(mutates=("weights", "ids"))
@@ -156,6 +168,7 @@ def moe_route_out(
     scale: float,
     groups: int,
     top_groups: int,
+    first_expert: int,
 ) -> None:
     """`moe_route` into `weights` and `ids`, [tokens, top_k]. No checks, no sync: safe under graph capture."""
     tokens, experts = logits.shape
@@ -163,7 +176,8 @@ def moe_route_out(
     shape = (groups or 1, experts // (groups or 1))
     grouped = logits.unflatten(1, shape)
     # Without a bias the kernel does not touch it; the logits stand in.
-    launch(best_plan(space, plan, Device.of(logits), Problem, *fields), grouped, grouped if bias is None else bias.view(shape), weights, ids, scale)
+    rest = (weights, ids, scale, first_expert)
+    launch(best_plan(space, plan, Device.of(logits), Problem, *fields), grouped, grouped if bias is None else bias.view(shape), *rest)
 
 
 def moe_route(
@@ -176,6 +190,7 @@ def moe_route(
     scale: float = 1.0,
     groups: int = 0,
     top_groups: int = 0,
+    first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token and their weights.
 
@@ -189,15 +204,16 @@ def moe_route(
         groups: the experts form so many groups of equal size, of which only the best take part; 0 for all experts alike. A group counts by its
             best expert, or with a bias by the sum of its two best.
         top_groups: groups that take part; 0 without groups. Together they have at least top_k experts.
+        first_expert: the first of this rank's experts, from which the ids are counted, as `moe` takes them.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by falling score; of equals the lower index first. A NaN counts as the
-        largest; the ids are always distinct experts. Empty without tokens, with nothing launched.
+        largest; the ids are always distinct experts, and negative for those before first_expert. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
     tokens, experts = logits.shape
     if not 1 <= experts <= MOST_EXPERTS:
         raise must("logits.shape[1]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
-    check_routing(experts, top_k, groups, top_groups)
+    check_routing(experts, top_k, groups, top_groups, first_expert)
     if bias is not None:
         check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
         if bias.device != logits.device:
@@ -205,5 +221,5 @@ def moe_route(
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens:
-        moe_route_out(logits, bias, weights, ids, sigmoid, normalize, scale, groups, top_groups)
+        moe_route_out(logits, bias, weights, ids, sigmoid, normalize, scale, groups, top_groups, first_expert)
     return weights, ids

@@ -1,4 +1,4 @@
-"""RMSNorm and the product behind it in one launch, for a single token: out = f(rms_norm(x + residual) @ b.T + bias)
+"""RMSNorm and the product behind it in one launch, for a token or a few: out = f(rms_norm(x + residual) @ b.T + bias)
 
     rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k of b[n, k] * weight[k] * x[k]) / r
 
@@ -6,9 +6,10 @@ f is the identity or, for silu_mul, silu(even column) * odd column. Each block s
 at the end, so that no launch, and no block, waits for a norm.
 
 Source    rms_norm (arXiv:1910.07467, eq. 4) and matmul; the factor of a row taken out of the sum.
-Numerics  Products and sums in fp32 on the CUDA cores, rounded once at the end; the normed row is not rounded. x + residual is rounded to the dtype,
-          and is what is normalised.
-Bound     Memory: b read once, for further rows from L2. A row of x comes from L2 for each tile of columns.
+Numerics  Products and sums in fp32, rounded once at the end; x + residual is rounded to the dtype, and is what is normalised. One row: on the CUDA
+          cores, the normed row is not rounded. Several bf16 rows on sm_90: on the tensor cores, for which weight * x is rounded; not in fp16,
+          where it could overflow before the division.
+Bound     Memory: b read once, on the CUDA cores for further rows from L2. The rows of x come from L2 for each tile of columns.
 """
 
 from dataclasses import dataclass, replace
@@ -86,18 +87,20 @@ class Config:
 
     tile_n, tile_k: rows of b and k of one step, powers of two.
     persistent: blocks that fit on the device at once walk over the tiles; else a block has one.
+    mma: all rows at once on the tensor cores, instead of one by one.
     latency, occupancy, num_worker_warps: compiler hints.
     """
 
     tile_n: int
     tile_k: int
     persistent: bool = False
+    mma: bool = False
     latency: int = 8
     occupancy: int = 1
     num_worker_warps: int | None = None
 
     def tiles(self, p: Problem) -> int:
-        return p.rows * -(-p.n // self.tile_n)
+        return (1 if self.mma else p.rows) * -(-p.n // self.tile_n)
 
 
 # tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: asked
@@ -107,11 +110,18 @@ _SHAPES = ((16, 256, 8, 3, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8
 _SMALL_SHAPES = ((8, 512, 8, 2, 4), (16, 256, 4, 2, 4), (8, 512, 8, 3, 4), (8, 256, 8, 2, 4))  # for half the shared memory, or none that loads fill
 
 
+MOST_MMA_ROWS = 16
+# The same for all rows at once: 177 to 232 KB of shared memory, and no wait between the MMAs (sm_90, tileiras 13.4).
+_ROWS_SHAPES = ((64, 512, 8, 1, 4), (64, 256, 8, 1, 4), (64, 256, 4, 1, 4), (128, 256, 8, 1, 8), (128, 128, 8, 1, 8), (256, 128, 8, 1, 8))
+
+
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
     if device.is_cpu:  # few, large tiles: each step of the interpreter is a numpy call
         tile_n, tile_k = min(512, max(2, next_pow2(p.n))), min(1024, next_pow2(p.k))
-        return list(dict.fromkeys((Config(tile_n, tile_k), Config(min(32, tile_n), min(64, tile_k), persistent=True))))
+        one_by_one = [Config(tile_n, tile_k), Config(min(32, tile_n), min(64, tile_k), persistent=True)]
+        together = [replace(c, mma=True) for c in one_by_one] if 1 < p.rows <= MOST_MMA_ROWS and p.dtype is torch.bfloat16 else []
+        return list(dict.fromkeys((*together, *one_by_one)))
 
     def several(c: Config) -> bool:
         return c.tiles(p) > device.sms * c.occupancy
@@ -121,17 +131,32 @@ def space(p: Problem, device: Device) -> list[Config]:
         at_once = device.sms * c.occupancy if c.persistent else device.sms
         return -(-c.tiles(p) // at_once) * at_once / c.tiles(p)
 
+    def with_walking(shapes: tuple[tuple[int, int, int, int, int], ...], mma: bool) -> list[Config]:
+        whole = [Config(n, k, False, mma, latency, occupancy, warps) for n, k, latency, occupancy, warps in shapes]
+        return [*(replace(c, persistent=True) for c in whole if several(c)), *whole]
+
     shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
-    whole = [Config(n, k, False, latency, occupancy, warps) for n, k, latency, occupancy, warps in shapes]
-    walking = [replace(c, persistent=True) for c in whole if several(c)]
     # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
-    return sorted((*walking, *whole), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
+    one_by_one = sorted(with_walking(shapes, False), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
+    if device.arch != "sm_90" or not 2 < p.rows <= MOST_MMA_ROWS or p.dtype is not torch.bfloat16:
+        return one_by_one
+    # In one round if there are so few; else as evenly as may be, then in wide tiles: each has all rows of x come from L2.
+    together = with_walking(_ROWS_SHAPES, True)
+    one_round = [c for c in together if not several(c)]
+    walking = sorted((c for c in together if c.persistent), key=lambda c: (round(idle(c), 1), c.tile_n != 128))
+    few = -(-p.n // 64) <= device.sms
+    return [*(one_round if few else (*walking, *one_round)), *one_by_one]
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = c.tiles(p)
     blocks = min(tiles, device.sms * c.occupancy) if c.persistent else tiles
+    if c.mma:
+        rows = max(8, next_pow2(p.rows))
+        pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
+        shape = (p.residual, p.bias, p.silu_mul, c.persistent, rows, c.tile_n, c.tile_k, c.latency)
+        return Plan(rms_norm_matmul_rows_kernel, (blocks + pieces,), shape, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
     constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.tile_n, c.tile_k, c.latency)
     return Plan(rms_norm_matmul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
@@ -199,6 +224,75 @@ def rms_norm_matmul_kernel(
         column_tile(ct.bid(0))
 
 
+@ct.kernel
+def rms_norm_matmul_rows_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    B,
+    BIAS,
+    OUT,
+    SUM,
+    eps: float,
+    weight_offset: float,
+    ADD: ct.Constant[bool],
+    ADD_BIAS: ct.Constant[bool],
+    SILU_MUL: ct.Constant[bool],
+    PERSISTENT: ct.Constant[bool],
+    ROWS: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """All rows of X, at most ROWS, and a tile of columns of OUT at a time, on the tensor cores with B's rows on the long side of the MMA.
+
+    Arrays as in rms_norm_matmul_kernel. Not PERSISTENT, and ADD: the blocks behind those with a tile write a piece of the sum each.
+    """
+    steps, tiles = ct.cdiv(X.shape[1], TILE_K), ct.cdiv(B.shape[0], TILE_N)
+
+    def rows_tile(step):
+        x = ct.load(X, (0, step), (ROWS, TILE_K), padding_mode=ZERO, latency=LATENCY)
+        if ADD:
+            more = ct.load(RESIDUAL, (0, step), (ROWS, TILE_K), padding_mode=ZERO, latency=LATENCY)
+            x = (x.astype(ct.float32) + more.astype(ct.float32)).astype(SUM.dtype)
+        return x
+
+    def column_tile(tile_n):
+        acc = ct.zeros((TILE_N, ROWS), ct.float32)
+        squares = ct.zeros((ROWS, TILE_K), ct.float32)
+        for step in range(steps):
+            x = rows_tile(step).astype(ct.float32)
+            squares = squares + x * x
+            weight = ct.load(WEIGHT, (step,), (TILE_K,), padding_mode=ZERO, latency=LATENCY).astype(ct.float32) + weight_offset
+            scaled = (x * weight.reshape((1, TILE_K))).astype(B.dtype)
+            b = ct.load(B, (tile_n, step), (TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
+            acc = ct.mma(b, scaled.transpose(), acc)
+        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
+        y = acc.transpose() * rstd
+        if ADD_BIAS:
+            y = y + ct.load(BIAS, (tile_n,), (TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        if SILU_MUL:
+            y = silu_mul_of_pairs(y)
+        ct.store(OUT, (0, tile_n), y.astype(OUT.dtype), allow_tma=False)
+
+    def piece(step):
+        ct.store(SUM, (0, step), rows_tile(step), allow_tma=False)
+
+    if PERSISTENT:
+        if ADD:  # the last blocks have a tile less, if any
+            for step in range(ct.num_blocks(0) - 1 - ct.bid(0), steps, ct.num_blocks(0)):
+                piece(step)
+        for tile_n in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            column_tile(tile_n)
+    elif ADD:
+        if ct.bid(0) < tiles:
+            column_tile(ct.bid(0))
+        else:
+            piece(ct.bid(0) - tiles)
+    else:
+        column_tile(ct.bid(0))
+
+
 @torch_op(mutates=("out", "new_residual"))
 def rms_norm_matmul_out(
     x: Tensor,
@@ -256,7 +350,7 @@ def rms_norm_matmul(
     residual: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The product of normed rows and a matrix, in one launch: for a single token; for more `rms_norm` and `matmul` are faster.
+    """The product of normed rows and a matrix, in one launch: for a token or, in bf16, a few; for many `rms_norm` and `matmul` are faster.
 
     Args:
         x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.

@@ -41,6 +41,7 @@ def reference(
     scale: float = 1.0,
     groups: int = 0,
     top_groups: int = 0,
+    first_expert: int = 0,
 ) -> tuple[Tensor, ...]:
     """The definition, at least in fp32 between the roundings that it has."""
     if residual is not None:
@@ -52,19 +53,28 @@ def reference(
     normed = (normed * (weight.to(wide.dtype) + weight_offset)).to(x.dtype)
     logits = normed.to(wide.dtype) @ router.to(wide.dtype).mT
     weights, ids = routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
+    ids = ids - first_expert
     return (weights, ids, normed) if residual is None else (weights, ids, normed, residual)
 
 
-def comparable(result: tuple[Tensor, ...], router: Tensor, *, sigmoid: bool = False, bias: Tensor | None = None, **inputs: Any) -> tuple[Tensor, ...]:
+def comparable(
+    result: tuple[Tensor, ...],
+    router: Tensor,
+    *,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    first_expert: int = 0,
+    **inputs: Any,
+) -> tuple[Tensor, ...]:
     """The weights, and what the experts were chosen by: indices themselves have no distance."""
     weights, ids, *rest = result
     chosen_by = scores_of(rest[0].double() @ router.double().mT, sigmoid, bias)[1]
-    return weights, chosen_by.gather(-1, ids.long()).to(weights.dtype), *rest
+    return weights, chosen_by.gather(-1, ids.long() + first_expert).to(weights.dtype), *rest
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on. scale: of `inputs` alone."""
+    """What a plan may depend on. scale, first_expert: of `inputs` alone."""
 
     tokens: int
     experts: int
@@ -79,6 +89,7 @@ class Problem:
     groups: int = 0
     top_groups: int = 0
     scale: float = 1.0
+    first_expert: int = 0
 
     def cost(self) -> Cost:
         rows = self.tokens * self.k * (4 if self.residual else 2)
@@ -102,6 +113,7 @@ class Problem:
             "scale": self.scale,
             "groups": self.groups,
             "top_groups": self.top_groups,
+            "first_expert": self.first_expert,
         }
 
 
@@ -160,6 +172,7 @@ def rms_norm_route_kernel(
     eps: float,
     weight_offset: float,
     scale: float,
+    first_expert: int,
     ADD: ct.Constant[bool],
     ROUND: ct.Constant[bool],
     SIGMOID: ct.Constant[bool],
@@ -179,7 +192,7 @@ def rms_norm_route_kernel(
     """TILE_E experts of a token; the token's last block also chooses. Grid (parts of the experts, tokens).
 
     X, RESIDUAL, OUT, SUM: [tokens, K], RESIDUAL and SUM only with ADD. WEIGHT: [K]. ROUTER: [experts, K]. BIAS: [GROUPS, SIZE], only with ADD_BIAS.
-    ARRIVED: int32 [tokens], zero, and zero again at the end. LOGITS: [tokens, experts]. WEIGHTS, IDS: [tokens, TOP_K].
+    ARRIVED: int32 [tokens], zero, and zero again at the end. LOGITS: [tokens, experts]. WEIGHTS, IDS: [tokens, TOP_K]; IDS count from first_expert.
     TILE_G, TILE_S, TILE_P: powers of two, at least GROUPS, SIZE, TOP_K.
     """
     part, token = ct.bid(0), ct.bid(1)
@@ -228,7 +241,7 @@ def rms_norm_route_kernel(
         how = (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, ROWS, TILE_G, TILE_S, TILE_P)
         weights, ids = chosen_experts(logits, bias, scale, how)
         ct.store(WEIGHTS, (token, 0), ct.extract(weights, (0, 0), (1, TILE_P)), allow_tma=False)
-        ct.store(IDS, (token, 0), ct.extract(ids, (0, 0), (1, TILE_P)), allow_tma=False)
+        ct.store(IDS, (token, 0), ct.extract(ids, (0, 0), (1, TILE_P)) - first_expert, allow_tma=False)
         ct.scatter(ARRIVED, token, 0)
 
 
@@ -252,6 +265,7 @@ def rms_norm_route_out(
     scale: float,
     groups: int,
     top_groups: int,
+    first_expert: int,
 ) -> None:
     """`rms_norm_route` into weights, ids, out and, with a residual, new_residual. No checks, no sync: safe under graph capture.
 
@@ -279,6 +293,7 @@ def rms_norm_route_out(
         eps,
         weight_offset,
         scale,
+        first_expert,
     )
 
 
@@ -298,6 +313,7 @@ def rms_norm_route(
     scale: float = 1.0,
     groups: int = 0,
     top_groups: int = 0,
+    first_expert: int = 0,
 ) -> tuple[Tensor, ...]:
     """Norms each token and chooses its experts, in one launch: for a token or a few; for many `rms_norm`, `matmul` and `moe_route` are faster.
 
@@ -310,7 +326,7 @@ def rms_norm_route(
         weight_offset: added to the norm's weight; 1.0 for Gemma.
         round_before_weight: round to the dtype before the norm's weight too, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
-        sigmoid, bias, normalize, scale, groups, top_groups: as in `moe_route`.
+        sigmoid, bias, normalize, scale, groups, top_groups, first_expert: as in `moe_route`.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k], the normed rows [tokens, k]) and, with a residual, x + residual; the first
         two as `moe_route` has them. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -326,7 +342,7 @@ def rms_norm_route(
         raise must("router.shape[0]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
     if router.shape[1] != k:
         raise must("router.shape[1]", f"{k}, the k of x", router.shape[1])
-    check_routing(experts, top_k, groups, top_groups)
+    check_routing(experts, top_k, groups, top_groups, first_expert)
     if residual is not None:
         check_tensor(residual, "residual", shape=x.shape, like=x)
     if bias is not None:
@@ -340,6 +356,6 @@ def rms_norm_route(
     if tokens:
         arrived = torch.zeros(tokens, dtype=torch.int32, device=x.device)
         norm = (eps, weight_offset, round_before_weight)
-        choice = (sigmoid, normalize, scale, groups, top_groups)
+        choice = (sigmoid, normalize, scale, groups, top_groups, first_expert)
         rms_norm_route_out(x, weight, router, bias, residual, arrived, weights, ids, out, total, *norm, *choice)
     return (weights, ids, out) if total is None else (weights, ids, out, total)

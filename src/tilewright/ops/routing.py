@@ -48,7 +48,7 @@ def scores_of(logits: Tensor, sigmoid: bool, bias: Tensor | None) -> tuple[Tenso
     return scores, scores if bias is None else scores + bias.to(wide.dtype)
 
 
-def check_routing(experts: int, top_k: int, groups: int, top_groups: int) -> None:
+def check_routing(experts: int, top_k: int, groups: int, top_groups: int, first_expert: int) -> None:
     """Raises ValueError for a choice that can't be made."""
     if not 1 <= top_k <= min(experts, MOST_TOP_K):
         raise must("top_k", f"1 to {min(experts, MOST_TOP_K)}", top_k)
@@ -60,6 +60,8 @@ def check_routing(experts: int, top_k: int, groups: int, top_groups: int) -> Non
         raise must("top_groups", f"1 to {groups}, the number of groups", top_groups)
     if groups and top_groups * (experts // groups) < top_k:
         raise must("top_groups", f"enough groups of {experts // groups} experts for top_k = {top_k}", top_groups)
+    if not 0 <= first_expert < experts:
+        raise must("first_expert", f"0 to {experts - 1}", first_expert)
 
 
 def _order_keys(values):

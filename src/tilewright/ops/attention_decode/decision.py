@@ -238,7 +238,8 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
             return [narrow]
         latency = 6 if p.page_size else 4  # pages: 493 us, and 775 with 4 (128 heads, 128 x 4096 in pages of 64, H200, 2026-11-21)
         shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 2), Config(64, 1, False, 2, 1, 8, heads(64), 64, 2), narrow]
-        if rows in (8, 16):  # bound by reading the keys: 164 us in place of 193 (16 heads, 128 x 4096, H200, 2026-11-21)
+        few = rows in (8, 16) and not p.has_start  # with a third loop, for the keys before kv_start, they spill
+        if few:  # bound by reading the keys: 164 us in place of 193 (16 heads, 128 x 4096, H200, 2026-11-21)
             shapes.insert(0, Config(64, 1, True, 4, 1, 8, parts=4) if p.has_len or p.page_size else Config(64, 1, True, 3, 1, 4, parts=2))
         if rows >= 128:
             shapes.append(Config(32, 1, False, 2, 1, 8, 128 // tile_q, 128, num_ctas=2))
@@ -247,9 +248,9 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
         if rows > 64 and p.columns == 512:  # each warp group has its own 64 rows, and weights stay in registers: no barrier in a step
             halves = Config(32, 1, False, 4, 1, 8, heads(128), 128, 2, 256, late=True)
             shapes += [halves, replace(halves, parts=4)] if tile_q == 1 else [halves]
-        if rows in (8, 16) and p.has_len and not p.page_size:
+        if few and p.has_len and not p.page_size:
             shapes.append(Config(64, 1, True, 8, 1, 8, parts=4, late=True))
-        elif rows in (8, 16) and not p.page_size:
+        elif few and not p.page_size:
             shapes += [Config(64, 1, True, 3, 1, 4, parts=2, late=True), Config(64, 1, True, 1, 2, 4, late=True)]
         return shapes
     if device.arch in ("sm_100", "sm_103"):

@@ -17,7 +17,7 @@ class Problem:
     """What a plan may depend on.
 
     q_heads: 0 without q. max_len: of a sequence. page_size: 0 for a cache in one piece. v_dim: 0 for head_dim. rotary_dim: 0 without rotation.
-    cache_dtype: None for dtype. own_rope_positions: rope_positions are given.
+    cache_dtype: None for dtype. own_rope_positions: rope_positions are given. v_norm: v is normed, with round_before_weight as `rms_norm` has it.
     """
 
     batch: int
@@ -33,6 +33,8 @@ class Problem:
     interleaved: bool = False
     cache_dtype: torch.dtype | None = None
     own_rope_positions: bool = False
+    v_norm: bool = False
+    round_before_weight: bool = False
 
     @property
     def values_dim(self) -> int:
@@ -79,6 +81,9 @@ class Problem:
                 options["q"] = fresh(self.q_heads, self.head_dim)
             if self.own_rope_positions:
                 options["rope_positions"] = (options["positions"] // 2).contiguous()
+        if self.v_norm:
+            weight = torch.randn(self.values_dim, dtype=self.dtype, device=device)
+            options |= {"v_norm": weight, "v_eps": 1e-5, "v_round_before_weight": self.round_before_weight}
         return {**found, **options}
 
 
@@ -122,7 +127,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     q_tile = min(c.tile_h, next_pow2(max(1, p.q_heads)))
     q_groups, kv_groups = ct.cdiv(p.q_heads, q_tile) if p.rotary_dim else 0, ct.cdiv(p.kv_heads, kv_tile)
     even = (p.q_heads % q_tile == 0, p.kv_heads % kv_tile == 0)
-    flags = (p.page_size, p.scaled, p.interleaved, p.own_rope_positions, *even)
+    flags = (p.page_size, p.scaled, p.interleaved, p.own_rope_positions, p.v_norm, p.round_before_weight, *even)
     shape = (q_groups, kv_groups, p.head_dim, p.values_dim, p.rotary_dim, q_tile, kv_tile)
     grid = ((q_groups + 2 * kv_groups) * ct.cdiv(p.tokens, c.tokens), p.batch)
     return Plan(kv_append_kernel, grid, (*flags, *shape, c.tokens, c.latency), num_worker_warps=c.num_worker_warps)

@@ -44,10 +44,14 @@ def kv_append_kernel(
     SIN,
     K_SCALE,
     V_SCALE,
+    V_WEIGHT,
+    v_eps: float,
     PAGE_SIZE: ct.Constant[int],
     SCALED: ct.Constant[bool],
     INTERLEAVED: ct.Constant[bool],
     OWN_ROPE: ct.Constant[bool],
+    V_NORM: ct.Constant[bool],
+    V_ROUND: ct.Constant[bool],
     EVEN_Q: ct.Constant[bool],
     EVEN_KV: ct.Constant[bool],
     Q_GROUPS: ct.Constant[int],
@@ -64,7 +68,7 @@ def kv_append_kernel(
 
     Q, K, V [batch, heads, tokens, dim]; K_CACHE, V_CACHE [batch, kv_heads, max_len, dim] or [pages, kv_heads, PAGE_SIZE, dim].
     int32: POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE [batch, max_pages]. COS, SIN [max_pos, ROTARY / 2]. K_SCALE, V_SCALE fp32 [1].
-    What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
+    V_WEIGHT [V_DIM], only with V_NORM. What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
     """
     GROUPS, HALF = Q_GROUPS + 2 * KV_GROUPS, ROTARY // 2
     TILE_HALF = ct.static_eval(next_pow2(HALF))
@@ -119,16 +123,29 @@ def kv_append_kernel(
                     part = K_CACHE.slice(3, ROTARY, HEAD_DIM)
                     ct.store(part, (outer, group, row, 0), encoded(rest[0], K_SCALE), check_bounds=not even, allow_tma=False)
 
+    def normed(x, weight):
+        x = x.astype(ct.float32)
+        x = x * (1.0 / ct.sqrt(ct.sum(x * x, axis=3, keepdims=True) * (1.0 / V_DIM) + v_eps))  # rsqrt is 2 ulp off in fp32
+        if V_ROUND:
+            x = x.astype(V.dtype).astype(ct.float32)
+        x = x * weight.astype(ct.float32).reshape((1, 1, 1, weight.shape[0]))
+        return x if SCALED else x.astype(V.dtype)
+
     def append_v(group, first, COUNT):
+        weight: tuple = ()
+        if V_NORM:
+            width = ct.static_eval(next_pow2(V_DIM))
+            weight = (load_tile(V_WEIGHT.slice(0, 0, V_DIM), (0,), (width,), ZERO, width == V_DIM, LATENCY, False),)
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
             loaded = (*loaded, _rows(V, b, group, first + t, V_DIM, 0, KV_TILE, EVEN_KV, LATENCY))
         for t in ct.static_iter(range(COUNT)):
+            x = normed(loaded[t], weight[0]) if V_NORM else loaded[t]
             outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, V_CACHE, BLOCK_TABLE, PAGE_SIZE)
             if held:
-                even = EVEN_KV and loaded[t].shape[3] == V_DIM
+                even = EVEN_KV and x.shape[3] == V_DIM
                 part = V_CACHE.slice(3, 0, V_DIM)
-                ct.store(part, (outer, group, row, 0), encoded(loaded[t], V_SCALE), check_bounds=not even, allow_tma=False)
+                ct.store(part, (outer, group, row, 0), encoded(x, V_SCALE), check_bounds=not even, allow_tma=False)
 
     def append(group, first, COUNT):
         if group < KV_GROUPS:

@@ -341,8 +341,12 @@ def _hopper_decode(p: Problem, device: Device) -> Iterator[Config]:
     """Up to 32 rows: b's rows fill the MMA. 64 of them to a block, the most loads in flight; but not a little more than two rounds."""
     rows = max(8, next_pow2(p.m))
     blocks = -(-p.n // 64)
-    if blocks <= device.sms // 3 and p.k >= 4096:  # most SMs would have nothing to read: parts of k, of at least two steps
-        yield _config((rows, 64, 256, 1, 1, 4), weights_first=True, latency=8, split=min(8, device.sms // blocks, p.k // 512))
+    if blocks <= device.sms // 3:
+        # Most SMs would have nothing to read, and one alone gets about 0.11 TB/s: narrow columns, with rows of a that are not there, or parts of k.
+        narrow = ((64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4), (64, 8, 512, 1, 1, 4))
+        yield from (_config(tile, latency=8) for tile in sorted(narrow, key=lambda tile: -(-p.n // tile[1]) > device.sms))
+        if p.k >= 4096:
+            yield _config((rows, 64, 256, 1, 1, 4), weights_first=True, latency=8, split=min(8, device.sms // blocks, p.k // 512))
     tiles = [(64, 512, 1, 4), (64, 256, 1, 4), (128, 256, 1, 8), (128, 128, 2, 4), (256, 128, 1, 8), (64, 256, 2, 4), (64, 128, 2, 4)]
     if 2 * device.sms < blocks <= 4 * device.sms:  # one round of wide tiles; a little more than one would take two
         tiles.insert(0, (256, 128, 1, 8))

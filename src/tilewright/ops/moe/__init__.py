@@ -190,6 +190,7 @@ def moe(
         down: [experts, hidden, inter], likewise.
         weights: fp32 [tokens, top_k], top_k at most 64.
         ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's expert: it adds nothing. Copied unless contiguous.
+            `moe_route` counts them from this rank's first expert if told which that is.
         scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 * inter / 128, ceil(hidden / 128)] for blocks of
             128 x 128, where inter must be a multiple of 128.
         scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter / 128].

@@ -1,12 +1,15 @@
 """New keys and values of real models, one token a sequence and many, and the shapes that break kernels."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
 from ...ops.kv_append import Problem
 
 HALF, BRAIN, SINGLE, EIGHT = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+_MLA: dict[str, Any] = {"v_dim": 512, "rotary_dim": 64, "interleaved": True, "v_norm": True, "round_before_weight": True}
 
 small = [
     Problem(2, 6, 2, 1, 64, 20, BRAIN, rotary_dim=64),
@@ -16,6 +19,8 @@ small = [
     Problem(2, 2, 2, 1, 64, 50, BRAIN, page_size=16, rotary_dim=64, cache_dtype=EIGHT),
     Problem(2, 0, 2, 6, 40, 30, BRAIN, v_dim=96, cache_dtype=EIGHT),
     Problem(2, 4, 1, 1, 64, 24, BRAIN, v_dim=512, rotary_dim=64, interleaved=True),  # MLA
+    Problem(3, 4, 1, 2, 16, 24, HALF, v_dim=72, rotary_dim=16, interleaved=True, v_norm=True, round_before_weight=True),
+    Problem(2, 0, 3, 1, 40, 30, BRAIN, cache_dtype=EIGHT, v_norm=True),
 ]
 
 real = [
@@ -24,6 +29,8 @@ real = [
     Problem(32, 32, 8, 1, 128, 8192, BRAIN, page_size=64, rotary_dim=128),
     Problem(32, 32, 8, 1, 128, 8192, BRAIN, page_size=64, rotary_dim=128, cache_dtype=EIGHT),
     Problem(32, 16, 1, 1, 64, 8192, BRAIN, page_size=64, v_dim=512, rotary_dim=64, interleaved=True),  # DeepSeek-V2-Lite
+    *(Problem(batch, 16, 1, 1, 64, 8192, BRAIN, **_MLA) for batch in (1, 16)),  # DeepSeek-V2-Lite in the engine
+    Problem(1, 16, 1, 512, 64, 8192, BRAIN, **_MLA),
     Problem(1, 32, 8, 2048, 128, 8192, BRAIN, rotary_dim=128),  # a prompt
     Problem(1, 32, 32, 500, 80, 2048, HALF, rotary_dim=32),  # phi-2
 ]

@@ -88,14 +88,23 @@ real = [
     Problem(1, 28_672, 4096, BF16, silu_mul=True),  # Llama-3.1-8B gate and up
     Problem(1, 4096, 4096, BF16, residual=True),
     Problem(2, 4096, 14_336, BF16),
+    Problem(16, 1152, 3584, BF16, bias=True),  # Qwen2-7B on four GPUs: q, k and v
+    Problem(16, 2304, 3584, BF16, bias=True),  # on two
     Problem(700, 28_672, 4096, BF16, silu_mul=True),
     Problem(700, 4096, 4096, BF16, residual=True),
 ]
+
+# Qwen2-7B on two and on four GPUs: q, k and v; o; gate and up; down
+_PARTS = (
+    *((2304, 3584, "bias"), (3584, 1792, ""), (18_944, 3584, "silu_mul"), (3584, 9472, "")),
+    *((1152, 3584, "bias"), (3584, 896, ""), (9472, 3584, "silu_mul"), (3584, 4736, "")),
+)
 
 bench = [
     *(Problem(n, n, n, BF16, trans_b=False) for n in (1024, 2048, 4096, 8192, 16_384)),
     *(Problem(m, n, k, BF16) for (n, k), m in product((*QWEN2_7B, *LLAMA_31_8B), (64, 128, 512, 2048, 8192))),
     *(Problem(m, n, k, BF16) for (n, k), m in product((*QWEN2_7B, *LLAMA_31_8B, *HEADS), (1, 4, 8, 16))),
+    *(Problem(16, n, k, BF16, bias=option == "bias", silu_mul=option == "silu_mul") for n, k, option in _PARTS),
     *_drawn(40, seed=3),
     *(Problem(m, n, k, E4M3, scaling=s) for s, (n, k), m in product((TENSOR, ROW, BLOCK), DEEPSEEK, (64, 128, 4096))),
     *(Problem(320, 32_576, 7168, E4M3, scaling=s) for s in (TENSOR, ROW, BLOCK)),

@@ -13,11 +13,14 @@ small = [
     Problem(2, 128, 65, BRAIN, latent=128, rope=64, has_len=False),
     Problem(3, 16, 140, BRAIN, latent=128, page_size=16, return_lse=True),
     Problem(2, 3, 200, BRAIN, latent=256, page_size=64),
+    Problem(4, 6, 90, HALF, latent=64, rope=16, has_start=True),
 ]
 
 real = [
     Problem(1, 16, 4096, BRAIN),  # DeepSeek-V2-Lite
     Problem(32, 16, 4096, BRAIN, page_size=64, return_lse=True),
+    Problem(1, 16, 512, BRAIN, has_start=True),  # a patched model
+    Problem(16, 16, 2048, BRAIN, has_start=True),
     Problem(8, 128, 8192, BRAIN, page_size=64),  # DeepSeek-V3
     Problem(4, 128, 4000, BRAIN, q_len=2),  # with a drafted token
     Problem(16, 32, 2000, HALF),

@@ -10,7 +10,7 @@ small = [
     Problem(5, 8, 2),
     Problem(1, 1, 1, BF16),
     Problem(37, 60, 4, BF16, normalize=False),  # Qwen1.5-MoE
-    Problem(9, 128, 8, FP16),
+    Problem(9, 128, 8, FP16, first_expert=96),
     Problem(3, 32, 32, FP32, sigmoid=True, scale=2.5),
     Problem(20, 40, 6, FP32, sigmoid=True, bias=True, groups=8, top_groups=4, scale=2.5),
     Problem(20, 40, 3, FP32, normalize=False, groups=5, top_groups=2, scale=16.0),

@@ -1,5 +1,6 @@
 """Problems of `rms_norm_matmul`."""
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -15,6 +16,8 @@ small = [
     Problem(3, 34, 520, BF16, bias=True, silu_mul=True),
     Problem(1, 270, 1100, BF16),
     Problem(9, 40, 72, FP16, residual=True),
+    Problem(16, 130, 300, BF16, bias=True, residual=True),
+    Problem(11, 72, 600, BF16, residual=True, silu_mul=True),
 ]
 
 # (n, k): q, k and v; gate and up
@@ -27,9 +30,10 @@ _HEADS = (Problem(1, 128_256, 4096, BF16, residual=True), Problem(1, 102_400, 20
 _MODELS = (*_QWEN2_7B, *_LLAMA_31_8B, *_DEEPSEEK_V2_LITE)
 
 real = [*_MODELS, *_SMOLLM2_135M, *_HEADS, Problem(2, 6144, 4096, BF16, residual=True), Problem(4, 960, 576, FP16)]
+real += [replace(p, rows=16) for p in _QWEN2_7B]
 
 bench = [
-    *(Problem(rows, p.n, p.k, BF16, p.bias, p.residual, p.silu_mul) for rows, p in product((1, 2), _MODELS)),
+    *(Problem(rows, p.n, p.k, BF16, p.bias, p.residual, p.silu_mul) for rows, p in product((1, 2, 16), _MODELS)),
     *_SMOLLM2_135M,
     *_HEADS,
 ]

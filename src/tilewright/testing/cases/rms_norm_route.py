@@ -11,7 +11,7 @@ small = [
     Problem(3, 60, 130, 4, BF16, normalize=False),
     Problem(2, 1, 7, 1, FP16, residual=True),
     Problem(1, 40, 264, 6, FP16, residual=True, sigmoid=True, bias=True, groups=8, top_groups=4, scale=2.5),
-    Problem(5, 13, 96, 13, BF16, round_before_weight=True),
+    Problem(5, 13, 96, 13, BF16, round_before_weight=True, first_expert=7),
 ]
 
 # DeepSeek-V2-Lite, -V2, -V3, Qwen3-30B-A3B, Mixtral-8x7B
