@@ -22,15 +22,16 @@ PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the
 class StreamConfig:
     """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
 
-    splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv: keys read at once. looked: rows of `active`
-    that are waited for at once. latency: hint for the loads.
+    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
+    that are on their way at once. looked: rows of `active` that are waited for at once. latency: hint for the loads.
     """
 
     rows: int = 32
     pieces: int = 8
     splits: int = 16
     span: int = 128
-    tile_kv: int = 16
+    tile_kv: int = 32
+    ahead: int = 4
     looked: int = 1
     latency: int = 10
     num_worker_warps: int | None = 8
@@ -51,8 +52,13 @@ class StreamSchedule:
 
     @property
     def splits(self) -> int:
-        most = max(1, min(self.config.splits, self.blocks // self.dims.kv_heads))
-        return 1 << (most.bit_length() - 1)
+        """Ranges of keys of a key head: as many as keep all blocks at work."""
+        return max(1, min(self.config.splits, self.blocks // self.dims.kv_heads))
+
+    @property
+    def slices(self) -> int:
+        """Parts of a key head's result that are merged apart, each by the block of a range."""
+        return 1 << (self.splits.bit_length() - 1)
 
     def tiles(self, kind: Kind) -> int:
         """Of one layer."""
@@ -112,7 +118,7 @@ class Words:
 
     @staticmethod
     def of(schedule: StreamSchedule, dtype: torch.dtype, device: torch.device, logits: Tensor | None) -> "Words":
-        d, splits, packed = schedule.dims, schedule.splits, 1 if dtype is torch.float32 else 2
+        d, splits, packed = schedule.dims, next_pow2(schedule.splits), 1 if dtype is torch.float32 else 2
         head_words = d.head_dim // packed
 
         def words(*shape: int) -> Tensor:
@@ -174,8 +180,10 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         schedule.blocks,
         next_pow2(schedule.blocks),
         schedule.splits,
+        schedule.slices,
         c.span,
         c.tile_kv,
+        c.ahead,
         1 if dtype is torch.float32 else 2,
         min(c.looked, schedule.fold),
         c.latency,
