@@ -318,6 +318,9 @@ def difftest(
     ] = "",
     position: Annotated[int, typer.Option("--position", help="Where the token stands: as many keys lie in the cache.")] = 100,
     blocks: Annotated[int, typer.Option("--blocks", help="Blocks of the kernel. Default: one a multiprocessor.", show_default=False)] = 0,
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="GPU", help="This GPU's schedule, e.g. GB10, in the machine alone.", show_default=False)
+    ] = "",
     device: DeviceName = "",
     dtype: Dtype = "",
     as_json: Json = False,
@@ -327,7 +330,7 @@ def difftest(
     from .engine.mega.difftest import difftest_command
 
     loaded = _loaded(model, where, number_type, Console(quiet=as_json, highlight=False, markup=False, soft_wrap=True))
-    return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, as_json=as_json)
+    return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, as_json=as_json)
 
 
 @verb

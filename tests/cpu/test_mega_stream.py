@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from tilewright.compile.disassemble import disassemble
 from tilewright.compile.job import Job
 from tilewright.engine import Engine
 from tilewright.engine.mega import Dims, Kind, phases
-from tilewright.engine.mega.difftest import differences, program_of
+from tilewright.engine.mega.difftest import differences, program_of, scheduled
 from tilewright.engine.mega.pack import Weights, one_stream
-from tilewright.engine.mega.program import MATRICES
+from tilewright.engine.mega.program import MATRICES, Phase
+from tilewright.engine.mega.reference import MissingDependency
 from tilewright.engine.mega.run import Clocks, Mega
-from tilewright.engine.mega.stream import StreamConfig, StreamMega, StreamSchedule, default_stream_config, mega_of, why_not
+from tilewright.engine.mega.stream import StreamMega, mega_of, why_not
+from tilewright.engine.mega.stream_reference import Deadlock, StreamMachine
+from tilewright.engine.mega.stream_schedule import StreamConfig, StreamSchedule, Work, default_stream_config
 from tilewright.interpret import checking
 from tilewright.launch import Device, traced
 
@@ -103,6 +107,48 @@ def test_tiles_are_dealt_evenly(gpu: str, blocks: int) -> None:
         (1 if kind is Kind.HEAD else 16) * rows * columns for kind in MATRICES for rows, columns in [LLAMA_1B.shape(kind)]
     )
     assert schedule.balance() >= 0.99
+
+
+@pytest.mark.parametrize("position", [70, 4000])
+def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> None:
+    """Llama-3.2-1B's sizes but for layers and vocabulary: no block waits in vain, no word is overwritten, who reads a key has written it."""
+    d = replace(LLAMA_1B, layers=1, vocab=4096)
+    whole, bases, parts = one_stream(d, torch.empty(0, dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(0)
+    whole.copy_(torch.randn(64, d.hidden, generator=generator).repeat(len(whole) // 64 + 1, 1)[: len(whole)] * d.hidden**-0.5)
+    angles = torch.randn(position + 2, d.head_dim // 2, generator=generator)
+    norms = torch.ones(3, d.hidden, dtype=torch.bfloat16)
+    stacks = [parts[kind] for kind in MATRICES]
+    weights = Weights(d, parts[Kind.HEAD][0], norms, *stacks, angles.cos(), angles.sin(), 1e-5, 0.125, whole, bases)
+    machine = scheduled(weights, list(phases(d)), Device.named("GB10"), position, 2)
+    assert len(machine.tokens) == 2
+    assert len(machine._appended) == 2 * d.kv_heads
+    assert StreamSchedule(LLAMA_1B, 48, machine.schedule.config).balance() >= 0.99
+
+
+def test_the_machine_finds_what_a_schedule_forgets_or_has_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(tiny("llama", **SIZES))
+    program = list(phases(weights.dims))
+    schedule = StreamSchedule(weights.dims, 3, SMALL)
+
+    def machine() -> StreamMachine:
+        return StreamMachine(weights, schedule, 5, 9, cache_of(weights.dims), order=1)
+
+    with pytest.raises(MissingDependency, match=r"waits for layers\.0\.active, which no phase writes"):
+        machine().run([phase for phase in program if phase.kind is not Kind.GATE_UP])
+    queue = StreamSchedule.queue
+
+    def late(self: StreamSchedule, block: int, program: list[Phase]) -> list[Work]:
+        """Block 1 reads its first `out` before it has attended."""
+        works = list(queue(self, block, program))
+        if block == 1:
+            first = next(i for i, work in enumerate(works) if work.kind is Kind.OUT)
+            works.insert(0, works.pop(first))
+        return works
+
+    monkeypatch.setattr(StreamSchedule, "queue", late)
+    with pytest.raises(Deadlock, match="3 of 3 blocks wait for each other"):
+        machine().run(program)
 
 
 def traced_job(gpu: str) -> Job:

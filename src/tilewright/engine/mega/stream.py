@@ -13,71 +13,10 @@ from .program import MATRICES, Dims, Kind, Phase, value_name
 from .run import Clocks, Mega
 from .schedule import Config
 from .stream_kernel import mega_stream_kernel
+from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
 SPILLS = ("sm_100", "sm_103")  # where tileiras 13.4 spills the stream's registers
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
-
-
-@dataclass(frozen=True, slots=True)
-class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
-
-    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
-    that are on their way at once. looked: rows of `active` that are waited for at once. latency: hint for the loads.
-    """
-
-    rows: int = 32
-    pieces: int = 8
-    splits: int = 16
-    span: int = 128
-    tile_kv: int = 32
-    ahead: int = 4
-    looked: int = 1
-    latency: int = 10
-    num_worker_warps: int | None = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSchedule:
-    """Tile g of a program is block g mod `blocks`'s: whatever their number, no block has two tiles more than another."""
-
-    dims: Dims
-    blocks: int
-    config: StreamConfig
-
-    @property
-    def fold(self) -> int:
-        """Rows of `hidden` elements in a row of `down`."""
-        return self.dims.inter // self.dims.hidden
-
-    @property
-    def splits(self) -> int:
-        """Ranges of keys of a key head: as many as keep all blocks at work."""
-        return max(1, min(self.config.splits, self.blocks // self.dims.kv_heads))
-
-    @property
-    def slices(self) -> int:
-        """Parts of a key head's result that are merged apart, each by the block of a range."""
-        return 1 << (self.splits.bit_length() - 1)
-
-    def tiles(self, kind: Kind) -> int:
-        """Of one layer."""
-        rows, columns = self.dims.shape(kind)
-        return rows * columns // self.dims.hidden // self.config.rows
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(self.tiles(kind) for kind in MATRICES)
-
-    def extent(self, program: list[Phase]) -> tuple[int, int, bool]:
-        """Tiles and layers' attentions of a program, the first phases of `phases(dims)`, and whether it chooses a token."""
-        tiles = sum(self.tiles(phase.kind) for phase in program if phase.kind in MATRICES)
-        return tiles, sum(phase.kind is Kind.ATTENTION for phase in program), program[-1].kind is Kind.CHOOSE
-
-    def balance(self) -> float:
-        """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
-        tiles = self.dims.layers * sum(self.counts[:4]) + self.counts[4]
-        return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
 
 
 def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
@@ -278,14 +217,6 @@ class StreamMega:
             layer, number = divmod(place - 1, 8)
             phase = Phase(Kind.HEAD if layer == self.dims.layers else PHASES[number], layer)
             raise RuntimeError(f"block {block} of {self.schedule.blocks} waited in vain for phase {phase}")
-
-
-def default_stream_config(device: Device) -> StreamConfig:
-    if device.is_cpu:
-        return StreamConfig(num_worker_warps=None)
-    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=16, pieces=4)
-    return StreamConfig()
 
 
 def mega_of(

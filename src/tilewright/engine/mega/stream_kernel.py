@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import cuda.tile as ct
 
-from ...ops.attention_common import FLOOR, softmax_step
+from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 
 RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
@@ -136,7 +136,8 @@ def mega_stream_kernel(
     int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
     queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
     stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, power of two, group * head words], a range's
-    weighted values, SUMS [L * KV_HEADS, 2, power of two, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each block and where.
+    weighted values, SUMS [L * KV_HEADS, 2, power of two, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each
+    block and where.
     int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
     down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
     X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
@@ -365,9 +366,8 @@ def mega_stream_kernel(
 
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     position = _look(COUNTERS, (0, 0), (1, 1)).item()
-    keys = _look(COUNTERS, (1, 0), (1, 1)).item()
     before, attended = -1, 0
-    best, when = empty_best((1, R))
+    best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
         number = epoch + turn // turns + 1
@@ -441,12 +441,13 @@ def mega_stream_kernel(
                 else:
                     row = y.astype(dtype).reshape((1, R))
                     ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
-                    best, when = take_better(best, when, row.astype(ct.float32), unit)
+                    # Found in each tile: kept apart by column, to the end of the head, it would take R registers of every thread.
+                    top, where = first_best(row.astype(ct.float32), unit * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
+                    best, column = take_better(best, column, top, where)
         if turn % turns == turns - 1:
             before, attended = -1, 0
             if choices > 0:
-                top, column = first_best(best, when * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
-                say_fp32(BEST, (0, block), top, (1, 1), number)
+                say_fp32(BEST, (0, block), best, (1, 1), number)
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
@@ -454,15 +455,15 @@ def mega_stream_kernel(
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()
-                position, keys = position + 1, keys + 1
+                position = position + 1
                 if block == 0:
                     clock = ct.load(CLOCK, (0,), ())
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-                best, when = empty_best((1, R))
+                best, column = empty_best((1, 1))
     if (block == 0) & (choices > 0):
         _say(TOKENS, (0,), ct.full((1,), token, ct.int64))
         _say(COUNTERS, (0, 0), ct.full((1, 1), position, ct.int32))
-        _say(COUNTERS, (1, 0), ct.full((1, 1), keys, ct.int32))
+        _say(COUNTERS, (1, 0), _look(COUNTERS, (1, 0), (1, 1)) + tokens)
     ct.store(EPOCH, (block,), epoch + tokens)
