@@ -24,7 +24,7 @@ from tilewright.engine.mega.stream import StreamMega, mega_of, why_not
 from tilewright.engine.mega.stream_reference import Deadlock, StreamMachine
 from tilewright.engine.mega.stream_schedule import StreamConfig, StreamSchedule, Work, default_stream_config
 from tilewright.interpret import checking
-from tilewright.launch import Device, traced
+from tilewright.launch import Device, counted, traced
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 SMALL = StreamConfig(rows=8, pieces=2, splits=4, span=4, tile_kv=4, ahead=2, num_worker_warps=None)
@@ -56,11 +56,15 @@ def test_engine_takes_the_stream_where_the_model_fits_and_holds_weights_once() -
     model = tiny("llama", **SIZES, tie_word_embeddings=True)
     prompt = prompts()[1]
     expected, before = stock_tokens(model, prompt), sum(p.nbytes for p in model.parameters())
-    with Engine(model, max_len=64, mode="mega") as engine:
+    with Engine(model, max_len=64, mode="mega", check_every=4) as engine, counted() as launches:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
         assert sum(storages.values()) == before
-        found = engine.generate([prompt], NEW).tokens
-    assert found == [expected]
+        engine.warm_up(1, len(prompt))
+        launches.clear()
+        found = engine.generate([prompt], NEW)
+    assert found.tokens == [expected]
+    assert len(found.step_s) == NEW - 1
+    assert launches["mega_stream_kernel"] == -(-NEW // 4)  # one between two looks of the host
     assert stock_tokens(model, prompt) == expected
 
 
