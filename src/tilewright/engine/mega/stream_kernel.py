@@ -365,12 +365,13 @@ def mega_stream_kernel(
         return _bits(found, dtype)
 
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
-    position = _look(COUNTERS, (0, 0), (1, 1)).item()
-    before, attended = -1, 0
+    start = _look(COUNTERS, (0, 0), (1, 1)).item() - epoch
+    before = -1
     best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
         number = epoch + turn // turns + 1
+        position = start + number - 1
         g = block + turn % turns * BLOCKS
         layer = min(g // LAYER, LAYERS)
         unit = g - layer * LAYER
@@ -392,10 +393,9 @@ def mega_stream_kernel(
                     tile = BASES[3] + layer * COUNTS[3] + unit
         if g >= tiles:
             kind, tile, due = NOTHING, 0, attentions
-        for other in range(attended, due):
+        for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
                 attend(other, share // SPLITS, share % SPLITS, position, number)
-        attended = due
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
             prepare(kind, layer, token, number)
@@ -445,7 +445,7 @@ def mega_stream_kernel(
                     top, where = first_best(row.astype(ct.float32), unit * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
                     best, column = take_better(best, column, top, where)
         if turn % turns == turns - 1:
-            before, attended = -1, 0
+            before = -1
             if choices > 0:
                 say_fp32(BEST, (0, block), best, (1, 1), number)
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
@@ -455,7 +455,6 @@ def mega_stream_kernel(
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()
-                position = position + 1
                 if block == 0:
                     clock = ct.load(CLOCK, (0,), ())
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
@@ -464,6 +463,6 @@ def mega_stream_kernel(
                 best, column = empty_best((1, 1))
     if (block == 0) & (choices > 0):
         _say(TOKENS, (0,), ct.full((1,), token, ct.int64))
-        _say(COUNTERS, (0, 0), ct.full((1, 1), position, ct.int32))
+        _say(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
         _say(COUNTERS, (1, 0), _look(COUNTERS, (1, 0), (1, 1)) + tokens)
     ct.store(EPOCH, (block,), epoch + tokens)
