@@ -172,7 +172,10 @@ def bench(
     json_file: JsonFile = None,
     case: Annotated[str, typer.Option("--case", help="Only cases whose name contains this text.", show_default=False)] = "",
     suite: Annotated[
-        str, typer.Option("--suite", metavar="NAME", help="playbook, llm or seeds (what has a published figure) instead.", show_default=False)
+        str,
+        typer.Option(
+            "--suite", metavar="NAME", help="playbook, llm, seeds (what has a published figure) or decode (whole models) instead.", show_default=False
+        ),
     ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
