@@ -11,7 +11,7 @@ from test_engine import NEW, prompts, stock_tokens, tiny
 from test_mega import LLAMA_1B, LLAMA_3B, SMOLLM, clocks, weights_of
 
 from tilewright.compile import find_tool
-from tilewright.compile.disassemble import disassemble
+from tilewright.compile.disassemble import disassemble, usage
 from tilewright.compile.job import Job
 from tilewright.engine import Engine
 from tilewright.engine.mega import Dims, Kind, phases
@@ -169,6 +169,13 @@ def traced_job(gpu: str) -> Job:
     with traced(device) as launches:
         StreamMega(weights, list(phases(d)), where, (cache, cache)).step()
     return Job.of(launches[0], device.arch)
+
+
+@pytest.mark.parametrize("gpu", ["GB10", "B200"])
+def test_llama_1b_compiles_without_spills(gpu: str) -> None:
+    found = usage(traced_job(gpu).build())
+    assert not found.spills
+    assert found.shared_bytes >= 64 << 10
 
 
 def test_the_binary_holds_what_the_design_relies_on() -> None:

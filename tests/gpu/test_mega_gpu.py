@@ -7,7 +7,8 @@ from tilewright.engine.mega import Config, phases
 from tilewright.engine.mega.difftest import differences
 from tilewright.engine.mega.pack import LayerStacks, Weights
 from tilewright.engine.mega.run import Clocks
-from tilewright.engine.mega.stream import StreamConfig, mega_of
+from tilewright.engine.mega.stream import mega_of
+from tilewright.engine.mega.stream_schedule import StreamConfig
 from tilewright.engine.read import read
 from tilewright.models import random_model
 

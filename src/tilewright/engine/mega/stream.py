@@ -15,7 +15,6 @@ from .schedule import Config
 from .stream_kernel import mega_stream_kernel
 from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
-SPILLS = ("sm_100", "sm_103")  # where tileiras 13.4 spills the stream's registers
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
 
 
@@ -232,7 +231,7 @@ def mega_of(
 ) -> Mega | StreamMega:
     """The step as one stream of weights if the model fits and `config` does not say otherwise, else phase by phase. Arguments: as `Mega`."""
     device = Device.of(weights.embedding)
-    fits = weights.whole is not None and device.arch not in SPILLS
+    fits = weights.whole is not None
     if fits and config is None:
         fits = not why_not(weights.dims, weights.embedding.dtype, reduced(default_stream_config(device), weights.dims, weights.embedding.dtype))
     if isinstance(config, StreamConfig) or (config is None and fits):

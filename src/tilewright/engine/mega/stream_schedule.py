@@ -19,11 +19,11 @@ class StreamConfig:
     """
 
     rows: int = 32
-    pieces: int = 8
-    splits: int = 16
+    pieces: int = 4
+    splits: int = 32
     span: int = 128
     tile_kv: int = 32
-    ahead: int = 4
+    ahead: int = 3
     looked: int = 1
     latency: int = 10
     num_worker_warps: int | None = 8
@@ -125,5 +125,7 @@ def default_stream_config(device: Device) -> StreamConfig:
     if device.is_cpu:
         return StreamConfig(num_worker_warps=None)
     if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=16, pieces=4)
+        return StreamConfig(rows=16)
+    if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
+        return StreamConfig(rows=16, tile_kv=16, ahead=2)
     return StreamConfig()
