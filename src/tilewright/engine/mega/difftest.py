@@ -93,7 +93,7 @@ def differences(
     for dtype in (like.dtype, torch.float64):
         copies = keys.to(dtype).clone(), values.to(dtype).clone()
         if isinstance(mega, StreamMega):
-            machine: Machine = StreamMachine(weights, mega.schedule, token, position, copies, dtype=dtype)
+            machine: Machine | StreamMachine = StreamMachine(weights, mega.schedule, token, position, copies, dtype=dtype)
         else:
             machine = Machine(weights, mega.schedule, token, position, copies, dtype=dtype)
         machine.run(program)
@@ -170,13 +170,14 @@ def difftest_command(model: Any, *, layers: int, stop_after: str, position: int,
 def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Device, as_json: bool) -> int:
     """whole: of all layers. machine: has run some."""
     tiles, _, _ = whole.extent(list(phases(whole.dims)))
+    least, most = tiles // whole.blocks, -(-tiles // whole.blocks)
     c, shares = whole.config, whole.dims.kv_heads * whole.splits
     found = {
         "gpu": device.name,
         "blocks": whole.blocks,
         "rows": c.rows,
         "pieces": c.pieces,
-        "tiles": [tiles // whole.blocks, -(-tiles // whole.blocks)],
+        "tiles": [least, most],
         "balance": whole.balance(),
         "ranges": whole.splits,
         "attending": min(shares, whole.blocks),
@@ -186,7 +187,6 @@ def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Devic
     if as_json:
         print(json.dumps(found))
         return 0
-    least, most = found["tiles"]
     print(f"{device.name}: {whole.blocks} blocks, {least} to {most} tiles of {c.rows} rows each, balance {whole.balance():.4f}")
     print(f"attention: {whole.splits} ranges of keys for each of {whole.dims.kv_heads} key heads, on {found['attending']} of {whole.blocks} blocks")
     print(

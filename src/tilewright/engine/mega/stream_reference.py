@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .pack import Weights
 from .program import MATRICES, Kind, Phase, value_name
-from .reference import Machine, MissingDependency
+from .reference import MissingDependency, Step
 from .stream_schedule import StreamSchedule, Work
 
 Waiting = Generator[str, None, Tensor]  # yields the name of what it waits for
@@ -23,10 +23,8 @@ class Deadlock(RuntimeError):
     """Blocks wait for words that none of them will write."""
 
 
-class StreamMachine(Machine):
+class StreamMachine(Step):
     """State of some tokens' steps. After `run`, `values` has every value of the last token by name, and the cache all their keys and values."""
-
-    schedule: StreamSchedule
 
     def __init__(
         self,
@@ -39,8 +37,9 @@ class StreamMachine(Machine):
         dtype: torch.dtype | None = None,
         order: int | None = None,
     ) -> None:
-        """Args: as `Machine`. order: seed of the order in which blocks get their turns; None for that of their numbers."""
-        super().__init__(weights, schedule, token, position, cache, dtype=dtype)
+        """Args: as `Step`. order: seed of the order in which blocks get their turns; None for that of their numbers."""
+        super().__init__(weights, token, position, cache, dtype)
+        self.schedule = schedule
         assert weights.whole is not None
         self.whole, self.tokens = weights.whole, list[int]()
         self._order = None if order is None else random.Random(order)
@@ -157,7 +156,7 @@ class StreamMachine(Machine):
         for head, count in ((kv_head * d.group, d.group), (d.q_heads + kv_head, 1), (d.q_heads + d.kv_heads + kv_head, 1)):
             rows = slice(head * d.head_dim, (head + count) * d.head_dim)
             heads.append((yield from self._hear(value_name("qkv", layer), rows, number)).view(count, d.head_dim))
-        q, k, v = self._turned(heads[0], position), self._turned(heads[1], position), heads[2]
+        q, k, v = self._rotated(heads[0], position), self._rotated(heads[1], position), heads[2]
         mine = [p for p in range(position) if schedule.range_of(p) == split]
         if any(self._appended.get((layer, kv_head, p), block) != block for p in mine):
             raise RuntimeError(f"block {block} reads a key of layer {layer} that another block has written")
@@ -189,11 +188,6 @@ class StreamMachine(Machine):
         sums, maxima, denominators = parts.split((parts.shape[2] - 2, 1, 1), 2)
         factors = torch.exp2(maxima - maxima.amax(0))
         return ((sums * factors).sum(0) / (denominators * factors).sum(0)).to(self.dtype)
-
-    def _turned(self, x: Tensor, position: int) -> Tensor:
-        cos, sin = (t[position].to(self.wide) for t in (self.weights.cos, self.weights.sin))
-        first, second = x.chunk(2, -1)
-        return self._round(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
 def _parts_of(phase: Phase) -> tuple[str, ...]:
