@@ -111,6 +111,8 @@ def test_tiles_are_dealt_evenly(gpu: str, blocks: int) -> None:
         (1 if kind is Kind.HEAD else 16) * rows * columns for kind in MATRICES for rows, columns in [LLAMA_1B.shape(kind)]
     )
     assert schedule.balance() >= 0.99
+    small = StreamSchedule(replace(LLAMA_1B, q_heads=2, kv_heads=2, head_dim=16), blocks, schedule.config)
+    assert small.slices <= 8 < small.splits
 
 
 @pytest.mark.parametrize("position", [70, 4000])

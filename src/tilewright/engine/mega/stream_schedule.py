@@ -49,8 +49,8 @@ class StreamSchedule:
 
     @property
     def slices(self) -> int:
-        """Parts of a key head's result that are merged apart, each by the block of a range."""
-        return 1 << (self.splits.bit_length() - 1)
+        """Parts of a key head's result, of two values at least, that are merged apart, each by the block of a range."""
+        return 1 << (min(self.splits, self.dims.group * self.dims.head_dim // 2).bit_length() - 1)
 
     def tiles(self, kind: Kind) -> int:
         """Of one layer."""
