@@ -147,7 +147,7 @@ def meta_weights(d: Dims) -> Weights:
     return Weights(d, meta(d.vocab, d.hidden), meta(2 * d.layers + 1, d.hidden), *layers, meta(1, d.vocab, d.hidden), *rope, 1e-5, 0.125)
 
 
-@pytest.mark.parametrize("gpu", ["H200"])
+@pytest.mark.parametrize("gpu", ["H200", "GB10"])
 def test_llama_1b_compiles_without_spills(gpu: str, tmp_path) -> None:
     device = Device.named(gpu)
     d = LLAMA_1B
