@@ -1,7 +1,7 @@
 """Times the megakernel's step on the GPU at hand, for one config or several, with --phases phase by phase; or lets it run for long.
 
     python benchmarks/megakernel.py Llama-3.2-1B
-    python benchmarks/megakernel.py Llama-3.2-1B stream stream:rows=16,pieces=2 phases:depth=3 --position 8192 --phases
+    python benchmarks/megakernel.py Llama-3.2-1B stream stream:rows=16 phases:depth=3 --position 8192 --phases
     python benchmarks/megakernel.py Llama-3.2-1B stream:tokens=16 --soak 100000
 
 A config is "stream" or "phases", which of the two kernels, and what differs from its default; tokens: of one launch, of the stream only.
@@ -21,7 +21,8 @@ from tilewright.engine.mega import Config, Dims, Kind, phases
 from tilewright.engine.mega.pack import Weights, one_stream
 from tilewright.engine.mega.program import MATRICES
 from tilewright.engine.mega.run import Clocks, Mega
-from tilewright.engine.mega.stream import StreamConfig, StreamMega
+from tilewright.engine.mega.stream import StreamMega
+from tilewright.engine.mega.stream_schedule import StreamConfig
 from tilewright.models.configs import CONFIGS
 
 STEPS, ROUNDS, SOAK_ROUND = 32, 5, 1000

@@ -173,7 +173,10 @@ def bench(
     json_file: JsonFile = None,
     case: Annotated[str, typer.Option("--case", help="Only cases whose name contains this text.", show_default=False)] = "",
     suite: Annotated[
-        str, typer.Option("--suite", metavar="NAME", help="playbook, llm or seeds (what has a published figure) instead.", show_default=False)
+        str,
+        typer.Option(
+            "--suite", metavar="NAME", help="playbook, llm, seeds (what has a published figure) or decode (whole models) instead.", show_default=False
+        ),
     ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
@@ -319,6 +322,9 @@ def difftest(
     ] = "",
     position: Annotated[int, typer.Option("--position", help="Where the token stands: as many keys lie in the cache.")] = 100,
     blocks: Annotated[int, typer.Option("--blocks", help="Blocks of the kernel. Default: one a multiprocessor.", show_default=False)] = 0,
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="GPU", help="This GPU's schedule, e.g. GB10, in the machine alone.", show_default=False)
+    ] = "",
     device: DeviceName = "",
     dtype: Dtype = "",
     as_json: Json = False,
@@ -328,7 +334,7 @@ def difftest(
     from .models.command import device_and_dtype, load_and_say
 
     loaded = load_and_say(model, *device_and_dtype(device, dtype), quiet=as_json)
-    return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, as_json=as_json)
+    return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, as_json=as_json)
 
 
 @verb

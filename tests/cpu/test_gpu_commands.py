@@ -9,13 +9,17 @@ import pytest
 import torch
 from pretend_gpu import pretend_gpu
 from rich.console import Console
+from tiny_models import tiny_model
 
 from tilewright.bench import command, measure
 from tilewright.bench.ceilings import Ceilings
-from tilewright.launch import decide, forget_plans, table
+from tilewright.bench.results import read
+from tilewright.engine import suite
+from tilewright.launch import Device, decide, forget_plans, table
 from tilewright.learn import command as learning
 from tilewright.learn import ladders
 from tilewright.learn.ladder import Ladder
+from tilewright.models import Loaded
 from tilewright.ops import rms_norm
 from tilewright.tune import workbench
 from tilewright.tune.command import tune_command
@@ -75,6 +79,26 @@ def test_bench_prints_lines_and_appends_rows(pretend_gpu, tmp_path, capsys):
     assert command.bench_command(["rms_norm"], json_file=file, seconds=-1) == 0
     assert "out of time" in capsys.readouterr().out
     assert len(file.read_text().splitlines()) == 1
+
+
+def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("CPU")))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    models = {"small": tiny_model({"model_type": "llama"}, **sizes), "biased": tiny_model({"model_type": "qwen2"}, **sizes)}
+    monkeypatch.setattr(suite, "load", lambda name, **unused: Loaded(models[name], None, f"random weights, config {name}"))
+    monkeypatch.setattr(suite, "CASES", (suite.Case("small", 3, 3, 64),))
+    file = tmp_path / "rows.jsonl"
+    assert command.bench_command(suite="decode", json_file=file) == 0
+    assert "decode small batch=1 prompt=3 new=3 mode=mega" in capsys.readouterr().out
+    eager, mega = read([file])
+    assert [(row["op"], row["case"].split("mode=")[1]) for row in (eager, mega)] == [("decode", "eager"), ("decode", "mega")]
+    assert mega["equal_tokens"] == {"transformers": 1.0, "tilewright eager": 1.0}
+    assert mega["read_gbs"] == CEILINGS.read_gbs
+    assert mega["read_pct"] == pytest.approx(100 * mega["gbs"] / mega["read_gbs"], abs=0.1)
+    monkeypatch.setattr(suite, "CASES", (suite.Case("biased", 3, 3, 64),))
+    monkeypatch.setattr(suite, "MODES", ("mega",))
+    assert command.bench_command(suite="decode", peers=False) == 0
+    assert "mode=mega: not run (the model must be without biases" in capsys.readouterr().out
 
 
 def test_a_wrong_kernel_is_named_and_gets_no_row(pretend_gpu, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,20 +11,23 @@ from test_engine import NEW, prompts, stock_tokens, tiny
 from test_mega import LLAMA_1B, LLAMA_3B, SMOLLM, clocks, weights_of
 
 from tilewright.compile import find_tool
-from tilewright.compile.disassemble import disassemble
+from tilewright.compile.disassemble import disassemble, usage
 from tilewright.compile.job import Job
 from tilewright.engine import Engine
 from tilewright.engine.mega import Dims, Kind, phases
-from tilewright.engine.mega.difftest import differences, program_of
+from tilewright.engine.mega.difftest import differences, program_of, scheduled
 from tilewright.engine.mega.pack import Weights, one_stream
-from tilewright.engine.mega.program import MATRICES
+from tilewright.engine.mega.program import MATRICES, Phase
+from tilewright.engine.mega.reference import MissingDependency
 from tilewright.engine.mega.run import Clocks, Mega
-from tilewright.engine.mega.stream import StreamConfig, StreamMega, StreamSchedule, default_stream_config, mega_of, why_not
+from tilewright.engine.mega.stream import StreamMega, mega_of, why_not
+from tilewright.engine.mega.stream_reference import Deadlock, StreamMachine
+from tilewright.engine.mega.stream_schedule import StreamConfig, StreamSchedule, Work, default_stream_config
 from tilewright.interpret import checking
-from tilewright.launch import Device, traced
+from tilewright.launch import Device, counted, traced
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
-SMALL = StreamConfig(rows=8, pieces=2, splits=4, span=4, tile_kv=4, num_worker_warps=None)
+SMALL = StreamConfig(rows=8, pieces=2, splits=4, span=4, tile_kv=4, ahead=2, num_worker_warps=None)
 
 
 def cache_of(d: Dims, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,16 +36,16 @@ def cache_of(d: Dims, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
 
 
 def test_many_tokens_a_launch_in_any_order_race_for_nothing() -> None:
-    model = tiny("llama", **SIZES)
+    model = tiny("llama", **SIZES, num_hidden_layers=1)
     prompt = prompts()[1][:3]
     expected = stock_tokens(model, prompt, 4)
     weights, where = weights_of(model), clocks()
-    step = StreamMega(weights, list(phases(weights.dims)), where, cache_of(weights.dims), blocks=3, config=SMALL, spin_limit=3000)
+    step = StreamMega(weights, list(phases(weights.dims)), where, cache_of(weights.dims), blocks=7, config=SMALL, spin_limit=3000)
     with checking(races=True, order=3):
         for token in prompt:
             where.tokens[0] = token
             step.step()
-        step.step(3)  # across the end of a chunk of keys
+        step.step(3)  # across the end of a range of keys: two of them are merged
         step.check()
     assert where.recent[len(prompt) - 1 : len(prompt) + 3, 0].tolist() == expected
     assert where.counters[:, 0].tolist() == [len(prompt) + 3] * 2
@@ -52,18 +56,22 @@ def test_engine_takes_the_stream_where_the_model_fits_and_holds_weights_once() -
     model = tiny("llama", **SIZES, tie_word_embeddings=True)
     prompt = prompts()[1]
     expected, before = stock_tokens(model, prompt), sum(p.nbytes for p in model.parameters())
-    with Engine(model, max_len=64, mode="mega") as engine:
+    with Engine(model, max_len=64, mode="mega", check_every=4) as engine, counted() as launches:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
         assert sum(storages.values()) == before
-        found = engine.generate([prompt], NEW).tokens
-    assert found == [expected]
+        engine.warm_up(1, len(prompt))
+        launches.clear()
+        found = engine.generate([prompt], NEW)
+    assert found.tokens == [expected]
+    assert len(found.step_s) == NEW - 1
+    assert launches["mega_stream_kernel"] == -(-NEW // 4)  # one between two looks of the host
     assert stock_tokens(model, prompt) == expected
 
 
 @pytest.mark.parametrize(("stop_after", "layers"), [("", 0), ("attention", 1)])
 def test_every_value_is_within_the_noise_band(stop_after: str, layers: int) -> None:
     weights, program = program_of(weights_of(tiny("llama", torch.bfloat16, **SIZES)), layers, stop_after)
-    found = differences(weights, program, 21, blocks=3, config=SMALL)
+    found = differences(weights, program, 21, blocks=7, config=SMALL)
     assert len(found) == (2 if stop_after else 13)  # of a layer qkv, attention, middle, active, stream; logits, and what was appended
     assert {d.name: str(d.accuracy) for d in found if not d.accuracy.ok} == {}
 
@@ -103,6 +111,50 @@ def test_tiles_are_dealt_evenly(gpu: str, blocks: int) -> None:
         (1 if kind is Kind.HEAD else 16) * rows * columns for kind in MATRICES for rows, columns in [LLAMA_1B.shape(kind)]
     )
     assert schedule.balance() >= 0.99
+    small = StreamSchedule(replace(LLAMA_1B, q_heads=2, kv_heads=2, head_dim=16), blocks, schedule.config)
+    assert small.slices <= 8 < small.splits
+
+
+@pytest.mark.parametrize("position", [70, 4000])
+def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> None:
+    """Llama-3.2-1B's sizes but for layers and vocabulary: no block waits in vain, no word is overwritten, who reads a key has written it."""
+    d = replace(LLAMA_1B, layers=1, vocab=4096)
+    whole, bases, parts = one_stream(d, torch.empty(0, dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(0)
+    whole.copy_(torch.randn(64, d.hidden, generator=generator).repeat(len(whole) // 64 + 1, 1)[: len(whole)] * d.hidden**-0.5)
+    angles = torch.randn(position + 2, d.head_dim // 2, generator=generator)
+    norms = torch.ones(3, d.hidden, dtype=torch.bfloat16)
+    stacks = [parts[kind] for kind in MATRICES]
+    weights = Weights(d, parts[Kind.HEAD][0], norms, *stacks, angles.cos(), angles.sin(), 1e-5, 0.125, whole, bases)
+    machine = scheduled(weights, list(phases(d)), Device.named("GB10"), position, 2)
+    assert len(machine.tokens) == 2
+    assert len(machine._appended) == 2 * d.kv_heads
+    assert StreamSchedule(LLAMA_1B, 48, machine.schedule.config).balance() >= 0.99
+
+
+def test_the_machine_finds_what_a_schedule_forgets_or_has_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(tiny("llama", **SIZES))
+    program = list(phases(weights.dims))
+    schedule = StreamSchedule(weights.dims, 3, SMALL)
+
+    def machine() -> StreamMachine:
+        return StreamMachine(weights, schedule, 5, 9, cache_of(weights.dims), order=1)
+
+    with pytest.raises(MissingDependency, match=r"waits for layers\.0\.active, which no phase writes"):
+        machine().run([phase for phase in program if phase.kind is not Kind.GATE_UP])
+    queue = StreamSchedule.queue
+
+    def late(self: StreamSchedule, block: int, program: list[Phase]) -> list[Work]:
+        """Block 1 reads its first `out` before it has attended."""
+        works = list(queue(self, block, program))
+        if block == 1:
+            first = next(i for i, work in enumerate(works) if work.kind is Kind.OUT)
+            works.insert(0, works.pop(first))
+        return works
+
+    monkeypatch.setattr(StreamSchedule, "queue", late)
+    with pytest.raises(Deadlock, match="3 of 3 blocks wait for each other"):
+        machine().run(program)
 
 
 def traced_job(gpu: str) -> Job:
@@ -119,6 +171,13 @@ def traced_job(gpu: str) -> Job:
     with traced(device) as launches:
         StreamMega(weights, list(phases(d)), where, (cache, cache)).step()
     return Job.of(launches[0], device.arch)
+
+
+@pytest.mark.parametrize("gpu", ["GB10", "B200"])
+def test_llama_1b_compiles_without_spills(gpu: str) -> None:
+    found = usage(traced_job(gpu).build())
+    assert not found.spills
+    assert found.shared_bytes >= 64 << 10
 
 
 def test_the_binary_holds_what_the_design_relies_on() -> None:

@@ -7,7 +7,8 @@ from tilewright.engine.mega import Config, phases
 from tilewright.engine.mega.difftest import differences
 from tilewright.engine.mega.pack import LayerStacks, Weights
 from tilewright.engine.mega.run import Clocks
-from tilewright.engine.mega.stream import StreamConfig, mega_of
+from tilewright.engine.mega.stream import mega_of
+from tilewright.engine.mega.stream_schedule import StreamConfig
 from tilewright.engine.read import read
 from tilewright.models import random_model
 
@@ -32,7 +33,7 @@ def weights() -> Weights:
 
 
 @pytest.mark.parametrize("position", [0, 21, 300, 2000])
-@pytest.mark.parametrize("config", [Config(), StreamConfig(), StreamConfig(rows=16, pieces=2)], ids=str)
+@pytest.mark.parametrize("config", [Config(), StreamConfig(), StreamConfig(rows=16, pieces=2), StreamConfig(span=32)], ids=str)
 def test_every_value_is_within_the_noise_band(weights: Weights, config: Config | StreamConfig, position: int) -> None:
     with torch.inference_mode():
         found = differences(weights, list(phases(weights.dims)), position, config=config)

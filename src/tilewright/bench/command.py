@@ -60,6 +60,12 @@ def bench_command(
         f"ceilings: copy {ceilings.copy_gbs:.0f} GB/s, read {ceilings.read_gbs:.0f} GB/s, "
         f"bf16 matmul {ceilings.tflops:.0f} TFLOP/s, launch {ceilings.launch_us:.2f} us"
     )
+    if suite == "decode":
+        from ..engine.suite import decode_suite  # the engine and transformers: only here
+
+        rows = decode_suite(console, where, ceilings, case=case, peers=peers, until=until, json_file=json_file)
+        console.print(json.dumps({"cases": len(rows), "wrong": 0, "ceilings": dataclasses.asdict(ceilings)}))
+        return 0
     here = Device.of(torch.empty(0, device=where))
     with torch.inference_mode(), meter_of(f"GPU-{torch.cuda.get_device_properties(where).uuid}") as meter:
         run = _Run(console, where, ceilings, meter, peers, defaults, json_file, case, until)

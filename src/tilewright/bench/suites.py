@@ -12,7 +12,7 @@ from ..testing import op_name
 from ..testing.problems import rebuilt
 from .published import figures
 
-SUITES = ("playbook", "llm", "seeds")
+SUITES = ("playbook", "llm", "seeds", "decode")
 POWERS = (1024, 2048, 4096, 8192, 16_384)
 
 

@@ -55,7 +55,7 @@ def measure_command(
     """
     _check_sizes(batch, prompt_tokens, max_new_tokens)
     model, device = loaded.model, loaded.model.device
-    prompts = _prompts(model, batch, prompt_tokens)
+    prompts = prompts_of(model, batch, prompt_tokens)
     errors = Console(stderr=True)
     with torch.inference_mode():
         ceilings = measure_ceilings(device) if device.type == "cuda" else None
@@ -66,7 +66,7 @@ def measure_command(
         with _waiting(errors, f"transformers {mode}"):
             runs.append(run_transformers(model, f"transformers {mode}", prompts, max_new_tokens, **options))
     torch.compiler.reset()
-    _collect()
+    collect()
     distances: dict[str, Distance] = {}
     step_bytes, start_s = 0, 0.0
     given = torch.tensor(runs[0].tokens if runs else [], device=device)[:, :-1] if runs else None
@@ -85,18 +85,18 @@ def measure_command(
     }
     for mode in modes.get(engine, ()):
         name = f"tilewright {mode}"
-        with _engine(model, (batch, prompt_tokens, max_new_tokens), mode, errors) as (ours, took_s):
+        with ready_engine(model, (batch, prompt_tokens, max_new_tokens), mode, errors) as (ours, took_s):
             start_s = took_s
             runs.append(run_engine(ours, name, prompts, max_new_tokens))
             step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
             if given is not None:
                 logits[name] = ours.logits(prompts, given.tolist())
-        _collect()
+        collect()
     if given is not None:
         distances = _distances(model, prompts, given, logits)
     floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None and step_bytes else None
-    case = _case(loaded, batch, prompt_tokens, max_new_tokens)
-    measured = Measured(runs, distances, floor_ms, case, start_s, list(_rows(runs, distances, floor_ms, case, model, start_s)))
+    case = case_of(loaded, batch, prompt_tokens, max_new_tokens)
+    measured = Measured(runs, distances, floor_ms, case, start_s, list(rows_of(runs, distances, floor_ms, case, model, start_s)))
     return _told(measured, as_json=as_json)
 
 
@@ -165,46 +165,48 @@ def measure_rank(
             ceilings = measure_ceilings(device) if device.type == "cuda" else None
         if compare:
             whole = load(source, device=device, dtype=dtype).model
-            prompts = _prompts(whole, batch, prompt_tokens)
-            with _engine(whole, sizes, engine, errors) as (ours, _):
+            prompts = prompts_of(whole, batch, prompt_tokens)
+            with ready_engine(whole, sizes, engine, errors) as (ours, _):
                 runs.append(run_engine(ours, alone, prompts, max_new_tokens))
                 given = torch.tensor(runs[0].tokens, device=device)[:, :-1]
                 logits[alone] = ours.logits(prompts, given.tolist())
             with _in_float32(whole):
                 truth = _stock_logits(whole, prompts, given)
             del whole, ours
-            _collect()
+            collect()
     loaded = load(source, device=device, dtype=dtype, shard=shard)
-    prompts = _prompts(loaded.model, batch, prompt_tokens)
+    prompts = prompts_of(loaded.model, batch, prompt_tokens)
     said: list[Any] = [runs[0].tokens if runs else None]
     dist.broadcast_object_list(said, src=0, group=group.process_group)
     step_bytes, start_s = 0, 0.0
     for mode in ("eager", "graph") if engine == "graph" else (engine,):
         name = f"tilewright {mode}"
-        with _engine(loaded.model, sizes, mode, errors, group) as (ours, took_s):
+        with ready_engine(loaded.model, sizes, mode, errors, group) as (ours, took_s):
             start_s = took_s
             runs.append(run_engine(ours, name, prompts, max_new_tokens))
             step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
             if said[0] is not None:
                 logits[name] = ours.logits(prompts, [row[:-1] for row in said[0]])
-        _collect()
+        collect()
     if shard.rank > 0:
         return None
     distances = {} if truth is None else _distances_from(truth, logits)
     floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None else None
-    case = f"{_case(loaded, *sizes)} tp={shard.ranks}"
-    rows = [{**row, "tp": shard.ranks, "direct": group.direct} for row in _rows(runs, distances, floor_ms, case, loaded.model, start_s)]
+    case = f"{case_of(loaded, *sizes)} tp={shard.ranks}"
+    rows = [{**row, "tp": shard.ranks, "direct": group.direct} for row in rows_of(runs, distances, floor_ms, case, loaded.model, start_s)]
     return Measured(runs, distances, floor_ms, case, start_s, rows)
 
 
 @contextmanager
-def _engine(model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None) -> Iterator[tuple[Engine, float]]:
-    """An engine that has compiled what these sizes need, and the seconds that took."""
+def ready_engine(
+    model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None, *, room: int = 0
+) -> Iterator[tuple[Engine, float]]:
+    """An engine that has compiled what these sizes need, and the seconds that took. room: tokens its cache has space for, if more."""
     batch, prompt_tokens, max_new_tokens = sizes
     with _progress(errors) as on_progress:
         start = time.perf_counter()
         options: dict[str, Any] = {"mode": mode, "on_progress": on_progress, "group": group}
-        with Engine(model, max_batch=batch, max_len=prompt_tokens + max_new_tokens, **options) as ours:
+        with Engine(model, max_batch=batch, max_len=max(prompt_tokens + max_new_tokens, room), **options) as ours:
             ours.warm_up(batch, prompt_tokens)
             yield ours, time.perf_counter() - start
 
@@ -215,16 +217,16 @@ def _check_sizes(batch: int, prompt_tokens: int, max_new_tokens: int) -> None:
             raise must(name, "at least 1" if name != "--max-new-tokens" else "at least 2", value)
 
 
-def _prompts(model: Any, batch: int, tokens: int) -> Tensor:
+def prompts_of(model: Any, batch: int, tokens: int) -> Tensor:
     vocab = model.get_input_embeddings().num_embeddings
     return torch.randint(vocab, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
 
 
-def _case(loaded: Loaded, batch: int, prompt_tokens: int, max_new_tokens: int) -> str:
+def case_of(loaded: Loaded, batch: int, prompt_tokens: int, max_new_tokens: int) -> str:
     return f"{Path(loaded.source.removeprefix('random weights, config ')).name} batch={batch} prompt={prompt_tokens} new={max_new_tokens}"
 
 
-def _collect() -> None:
+def collect() -> None:
     """So that the next run's memory is its own."""
     gc.collect()
     if torch.cuda.is_available():
@@ -299,7 +301,9 @@ def _equal(a: Run, b: Run) -> float:
     return sum(pairs) / len(pairs)
 
 
-def _rows(runs: list[Run], distances: dict[str, Distance], floor_ms: float | None, case: str, model: Any, start_s: float) -> Iterator[dict[str, Any]]:
+def rows_of(
+    runs: list[Run], distances: dict[str, Distance], floor_ms: float | None, case: str, model: Any, start_s: float
+) -> Iterator[dict[str, Any]]:
     """One JSON object for each of our runs: a row of benchmarks/results."""
     theirs = {run.name: run for run in runs if not run.name.startswith("tilewright")}
     peer_names = {"transformers eager": "transformers", "transformers compiled": "torch.compile"}

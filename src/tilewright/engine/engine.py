@@ -20,8 +20,8 @@ from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import LayerStacks, Weights, refuse
 from .mega.program import phases
-from .mega.run import Clocks
-from .mega.stream import mega_of
+from .mega.run import Clocks, Mega
+from .mega.stream import StreamMega, mega_of
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
@@ -47,12 +47,16 @@ class Generated:
 
 @dataclass(slots=True)
 class _Step:
-    """One token for each sequence of a batch size: the frame, all calls of a step, and those behind the last layer, with which a prompt ends too."""
+    """One token for each sequence of a batch size: the frame, all calls of a step, and those behind the last layer, with which a prompt ends too.
+
+    many: does as many steps as it is told in one launch, where there is such a kernel.
+    """
 
     frame: Frame
     calls: list[Call]
     tail: list[Call]
     graph: torch.cuda.CUDAGraph | None = None
+    many: Callable[[int], None] | None = None
 
 
 class Engine:
@@ -227,9 +231,9 @@ class Engine:
                         if not left or all(ended):
                             break
                         self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ended)
-                    self._take(step)
-                    clock.mark()
-                    left, waiting = left - 1, waiting + 1
+                    taken = self._take(step, min(left, self._check_every - waiting))
+                    clock.mark(taken)
+                    left, waiting = left - taken, waiting + taken
         finally:
             self._settle()
         first, *steps = clock.seconds()
@@ -257,7 +261,7 @@ class Engine:
                 for column in zip(*given, strict=True):
                     self._state.tokens[: len(rows)].copy_(torch.tensor(column))
                     self._state.clock[0] = 0
-                    self._take(step)
+                    self._take(step, 1)
                     found.append(out[: len(rows)].clone())
                 return torch.stack(found, 1)
             finally:
@@ -311,11 +315,15 @@ class Engine:
         frame = self._state.frame(batch)
         choice = list(self._state.choose_calls(frame, self.decoder.vocab, sampling))
         tail = [*self.decoder.head_calls(frame), *choice]
+        many = None
         if self.mode == "mega":
-            calls = self._mega_calls(frame, choice, greedy=sampling is None or sampling.temperature == 0)
+            greedy = sampling is None or sampling.temperature == 0
+            mega = self._mega(frame, greedy=greedy)
+            calls = [Call("mega", mega.step, ()), *([] if greedy else choice)]
+            many = mega.step if greedy and isinstance(mega, StreamMega) else None
         else:
             calls = [*self.decoder.body_calls(frame, self._state.tokens[:batch], self._state.caches), *tail]
-        step = _Step(frame, calls, tail)
+        step = _Step(frame, calls, tail, many=many)
         for part in (tail, calls):
             self._state.begin([1] * batch, sampling or Sampling())
             compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
@@ -327,14 +335,13 @@ class Engine:
             self._report(f"capturing decode, batch {batch}", 1, 1)
         return step
 
-    def _mega_calls(self, frame: Frame, choice: list[Call], *, greedy: bool) -> list[Call]:
+    def _mega(self, frame: Frame, *, greedy: bool) -> Mega | StreamMega:
         """The whole step in one kernel, but for the choice where it is drawn by chance."""
         assert isinstance(self._fusion, LayerStacks)
         weights, state = Weights.of(self.decoder, self._fusion), self._state
         clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
         logits = frame.buffer("logits", 1, self.decoder.vocab)
-        step = mega_of(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits).step
-        return [Call("mega", step, ()), *([] if greedy else choice)]
+        return mega_of(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits)
 
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
         prefill = Prefill.of(self.decoder, self._state, batch, q_len, width)
@@ -348,11 +355,16 @@ class Engine:
         self._state.begin([len(row) for row in rows], sampling or Sampling())
         run(step.tail)
 
-    def _take(self, step: _Step) -> None:
+    def _take(self, step: _Step, most: int) -> int:
+        """Does one step, or up to `most` at once. Returns how many."""
+        if step.many is not None:
+            step.many(most)
+            return most
         if step.graph is not None:
             step.graph.replay()
         else:
             run(step.calls)
+        return 1
 
     def _hold(self, rows: list[list[int]], taken: int, most: int, ended: Sequence[bool] = ()) -> None:
         """Pages for the steps up to the next look at the tokens. taken: steps so far. most: steps in all."""

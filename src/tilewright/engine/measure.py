@@ -117,10 +117,11 @@ def _measured(name: str, device: torch.device, call: Callable[[], tuple[list[lis
     # Not while timing: reading the clocks takes the interpreter's lock.
     with meter_of(f"GPU-{torch.cuda.get_device_properties(device).uuid}") as meter, meter.watching() as said:
         call()
-    return Run(*timed, _profiled(call), said[0])
+    return Run(*timed, profiled(call), said[0])
 
 
-def _profiled(call: Callable[[], Any]) -> list[Kernel]:
+def profiled(call: Callable[[], Any]) -> list[Kernel]:
+    """The kernels of a call on a GPU, by the time they took."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

@@ -20,11 +20,14 @@ from .pack import LayerStacks, Weights, refuse
 from .program import Kind, Phase, phases
 from .reference import Machine
 from .run import Clocks
-from .schedule import Config, Schedule, default_config
-from .stream import StreamConfig, mega_of
+from .schedule import Config
+from .stream import StreamMega, mega_of, reduced, why_not
+from .stream_reference import StreamMachine
+from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
 SPIN_LIMIT = 1 << 22  # looks at a counter, a few seconds of them
 MAX_LEN = 64
+TOKENS = 2  # that a schedule is run for: the second shows whether a word is overwritten while somebody wants it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,8 @@ def program_of(weights: Weights, layers: int, stop_after: str) -> tuple[Weights,
     return weights, program
 
 
-def differences(
-    weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, config: Config | StreamConfig | None = None, seed: int = 0
-) -> list[Difference]:
-    """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain."""
+def random_token(weights: Weights, position: int, seed: int = 0) -> tuple[int, tuple[Tensor, Tensor]]:
+    """A token and a cache [layers, kv_heads, max_len, head_dim] of the keys before `position`, with garbage and NaN in the slots behind them."""
     d, like = weights.dims, weights.embedding
     if not 0 <= position < len(weights.cos):
         raise must("position", f"0 to {len(weights.cos) - 1}", position)
@@ -66,7 +67,15 @@ def differences(
         cache[:, :, position:] *= 100.0
         cache[:, :, position + 1 :: 2] = float("nan")
     keys, values = (cache.to(like.dtype).to(like.device) for cache in caches)
-    token = int(torch.randint(d.vocab, (), generator=generator))
+    return int(torch.randint(d.vocab, (), generator=generator)), (keys, values)
+
+
+def differences(
+    weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, config: Config | StreamConfig | None = None, seed: int = 0
+) -> list[Difference]:
+    """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain."""
+    like = weights.embedding
+    token, (keys, values) = random_token(weights, position, seed)
 
     def integers(*shape: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=like.device)
@@ -80,11 +89,13 @@ def differences(
     mega = mega_of(weights, program, clocks, (keys.clone(), values.clone()), blocks=blocks, config=config, spin_limit=SPIN_LIMIT)
     mega.step()
     mega.check()
-    device = Device.of(like)
-    schedule = mega.schedule if isinstance(mega.schedule, Schedule) else Schedule(d, blocks or device.sms, default_config(device))
     machines = []
     for dtype in (like.dtype, torch.float64):
-        machine = Machine(weights, schedule, token, position, (keys.to(dtype).clone(), values.to(dtype).clone()), dtype=dtype)
+        copies = keys.to(dtype).clone(), values.to(dtype).clone()
+        if isinstance(mega, StreamMega):
+            machine: Machine | StreamMachine = StreamMachine(weights, mega.schedule, token, position, copies, dtype=dtype)
+        else:
+            machine = Machine(weights, mega.schedule, token, position, copies, dtype=dtype)
         machine.run(program)
         machines.append(machine)
     theirs, truth = machines
@@ -109,15 +120,32 @@ def _difference(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Diffe
     return Difference(name, float(apart.max()), float(relative), accuracy(ours, theirs, truth))
 
 
-def difftest_command(model: Any, *, layers: int, stop_after: str, position: int, blocks: int, as_json: bool) -> int:
-    """Compares and prints. Returns the exit code: 1 if a value breaks the accuracy rule."""
+def scheduled(weights: Weights, program: list[Phase], device: Device, position: int, tokens: int, *, blocks: int | None = None) -> StreamMachine:
+    """Runs the machine alone on a device's own schedule, blocks in a drawn order. Raises as its `run`; ValueError for what is no stream."""
+    config = reduced(default_stream_config(device), weights.dims, weights.embedding.dtype)
+    reason = why_not(weights.dims, weights.embedding.dtype, config)
+    if reason:
+        raise must("the model's sizes", "those of one stream of weights", reason)
+    token, cache = random_token(weights, position)
+    machine = StreamMachine(weights, StreamSchedule(weights.dims, blocks or device.sms, config), token, position, cache, order=0)
+    machine.run(program, tokens)
+    return machine
+
+
+def difftest_command(model: Any, *, layers: int, stop_after: str, position: int, blocks: int, gpu: str, as_json: bool) -> int:
+    """Compares and prints; with `gpu`, runs its schedule in the machine alone. Returns the exit code: 1 if a value breaks the accuracy rule."""
+    device = Device.named(gpu) if gpu else None
     with torch.inference_mode():
         refuse(model, Device.of(next(model.parameters())))
         stacks = LayerStacks.of(model)
         try:
-            length = -(-(position + 1) // MAX_LEN) * MAX_LEN
+            length = -(-(position + TOKENS) // MAX_LEN) * MAX_LEN
             weights = Weights.of(read(model, stacks, length, lambda *progress: None), stacks)
+            dims = weights.dims
             weights, program = program_of(weights, layers, stop_after)
+            if device is not None:
+                machine = scheduled(weights, program, device, position, TOKENS, blocks=blocks or None)
+                return _print_schedule(StreamSchedule(dims, machine.schedule.blocks, machine.schedule.config), machine, device, as_json)
             found = differences(weights, program, position, blocks=blocks or None)
         finally:
             stacks.undo()
@@ -137,3 +165,31 @@ def difftest_command(model: Any, *, layers: int, stop_after: str, position: int,
     console.print(table)
     console.print(f"{len(found)} values, {sum(d.accuracy.ok for d in found)} within the noise band of {str(model.dtype).removeprefix('torch.')}")
     return int(not good)
+
+
+def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Device, as_json: bool) -> int:
+    """whole: of all layers. machine: has run some."""
+    tiles, _, _ = whole.extent(list(phases(whole.dims)))
+    least, most = tiles // whole.blocks, -(-tiles // whole.blocks)
+    c, shares = whole.config, whole.dims.kv_heads * whole.splits
+    found = {
+        "gpu": device.name,
+        "blocks": whole.blocks,
+        "rows": c.rows,
+        "pieces": c.pieces,
+        "tiles": [least, most],
+        "balance": whole.balance(),
+        "ranges": whole.splits,
+        "attending": min(shares, whole.blocks),
+        "layers_run": machine.schedule.dims.layers,
+        "tokens": machine.tokens,
+    }
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    print(f"{device.name}: {whole.blocks} blocks, {least} to {most} tiles of {c.rows} rows each, balance {whole.balance():.4f}")
+    print(f"attention: {whole.splits} ranges of keys for each of {whole.dims.kv_heads} key heads, on {found['attending']} of {whole.blocks} blocks")
+    print(
+        f"run by the machine, {found['layers_run']} of {whole.dims.layers} layers: no block waits in vain, nothing is overwritten; {machine.tokens}"
+    )
+    return 0

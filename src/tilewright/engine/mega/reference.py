@@ -21,7 +21,34 @@ class MissingDependency(RuntimeError):
     """A phase read what no earlier phase had written."""
 
 
-class Machine:
+class Step:
+    """What the machines of both kernels share: a token, where it stands, and how the kernels round."""
+
+    def __init__(self, weights: Weights, token: int, position: int, cache: tuple[Tensor, Tensor], dtype: torch.dtype | None) -> None:
+        """
+        Args:
+            cache: keys and values [layers, kv_heads, max_len, head_dim]; appended to.
+            dtype: what is rounded to where the kernel rounds; None for that of the weights. float64 gives the truth: nothing is rounded.
+        """
+        self.weights, self.token, self.position, self.cache = weights, token, position, cache
+        self.dtype = dtype or weights.embedding.dtype
+        self.wide = torch.float64 if self.dtype is torch.float64 else torch.float32
+        self.values: dict[str, Tensor] = {}
+
+    def _round(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(self.wide)
+
+    def _normed(self, x: Tensor, norm: int) -> Tensor:
+        rounded = self._round(x * (1.0 / torch.sqrt(x.square().sum() / len(x) + self.weights.eps)))
+        return self._round(rounded * self.weights.norms[norm].to(self.wide))
+
+    def _rotated(self, x: Tensor, position: int) -> Tensor:
+        cos, sin = (t[position].to(self.wide) for t in (self.weights.cos, self.weights.sin))
+        first, second = x.chunk(2, -1)
+        return self._round(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+
+class Machine(Step):
     """State of one token's step. After `run`, `values` has every value by name, and the cache the token's key and value."""
 
     def __init__(
@@ -34,15 +61,9 @@ class Machine:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """
-        Args:
-            cache: keys and values [layers, kv_heads, max_len, head_dim]; appended to.
-            dtype: what is rounded to where the kernel rounds; by default that of the weights. float64 gives the truth: nothing is rounded.
-        """
-        self.weights, self.schedule, self.token, self.position, self.cache = weights, schedule, token, position, cache
-        self.dtype = dtype or weights.embedding.dtype
-        self.wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-        self.values: dict[str, Tensor] = {}
+        """Args: as `Step`."""
+        super().__init__(weights, token, position, cache, dtype)
+        self.schedule = schedule
 
     def run(self, program: list[Phase]) -> int | None:
         """The likeliest token, if the program chooses one. Raises MissingDependency."""
@@ -87,13 +108,6 @@ class Machine:
             return self.weights.embedding[self.token, rows].to(self.wide)
         return self._read("stream", layer - 1, rows)
 
-    def _round(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).to(self.wide)
-
-    def _normed(self, x: Tensor, norm: int) -> Tensor:
-        rounded = self._round(x * (1.0 / torch.sqrt(x.square().sum() / len(x) + self.weights.eps)))
-        return self._round(rounded * self.weights.norms[norm].to(self.wide))
-
     def _rows(self, kind: Kind, units: slice, per: int = 1) -> slice:
         """Rows of a matrix that belong to units; per: rows that make one element of the result."""
         size = self.schedule.rows(kind) // per
@@ -114,7 +128,7 @@ class Machine:
         """[1, head_dim + 2]: the sum of a range of keys, its maximum in base 2 and denominator. The newest key is not in the cache yet."""
         d, position = self.schedule.dims, self.position
         end = begin + self.schedule.keys_per_range(position)
-        q, (k, v) = self._rotated(self._head_of_qkv(layer, head)), self._new_key(layer, head // d.group)
+        q, (k, v) = self._rotated(self._head_of_qkv(layer, head), position), self._new_key(layer, head // d.group)
         keys, values = (c[layer, head // d.group, begin : min(end, position)].to(self.wide) for c in self.cache)
         if position < end:
             keys, values = torch.cat((keys, k[None])), torch.cat((values, v[None]))
@@ -130,12 +144,7 @@ class Machine:
     def _new_key(self, layer: int, head: int) -> tuple[Tensor, Tensor]:
         """The token's rotated key, and its value."""
         first = self.schedule.dims.q_heads + head
-        return self._rotated(self._head_of_qkv(layer, first)), self._head_of_qkv(layer, first + self.schedule.dims.kv_heads)
-
-    def _rotated(self, x: Tensor) -> Tensor:
-        cos, sin = (t[self.position].to(self.wide) for t in (self.weights.cos, self.weights.sin))
-        first, second = x.chunk(2, -1)
-        return self._round(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+        return self._rotated(self._head_of_qkv(layer, first), self.position), self._head_of_qkv(layer, first + self.schedule.dims.kv_heads)
 
     def _merged(self, layer: int) -> Tensor:
         d, schedule = self.schedule.dims, self.schedule

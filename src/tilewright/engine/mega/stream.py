@@ -13,65 +13,9 @@ from .program import MATRICES, Dims, Kind, Phase, value_name
 from .run import Clocks, Mega
 from .schedule import Config
 from .stream_kernel import mega_stream_kernel
+from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
-SPILLS = ("sm_100", "sm_103")  # where tileiras 13.4 spills the stream's registers
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
-
-
-@dataclass(frozen=True, slots=True)
-class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
-
-    splits: most ranges of keys; span: keys of a chunk, which go to the ranges in turn; tile_kv: keys read at once. looked: rows of `active`
-    that are waited for at once. latency: hint for the loads.
-    """
-
-    rows: int = 32
-    pieces: int = 8
-    splits: int = 16
-    span: int = 128
-    tile_kv: int = 16
-    looked: int = 1
-    latency: int = 10
-    num_worker_warps: int | None = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSchedule:
-    """Tile g of a program is block g mod `blocks`'s: whatever their number, no block has two tiles more than another."""
-
-    dims: Dims
-    blocks: int
-    config: StreamConfig
-
-    @property
-    def fold(self) -> int:
-        """Rows of `hidden` elements in a row of `down`."""
-        return self.dims.inter // self.dims.hidden
-
-    @property
-    def splits(self) -> int:
-        most = max(1, min(self.config.splits, self.blocks // self.dims.kv_heads))
-        return 1 << (most.bit_length() - 1)
-
-    def tiles(self, kind: Kind) -> int:
-        """Of one layer."""
-        rows, columns = self.dims.shape(kind)
-        return rows * columns // self.dims.hidden // self.config.rows
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(self.tiles(kind) for kind in MATRICES)
-
-    def extent(self, program: list[Phase]) -> tuple[int, int, bool]:
-        """Tiles and layers' attentions of a program, the first phases of `phases(dims)`, and whether it chooses a token."""
-        tiles = sum(self.tiles(phase.kind) for phase in program if phase.kind in MATRICES)
-        return tiles, sum(phase.kind is Kind.ATTENTION for phase in program), program[-1].kind is Kind.CHOOSE
-
-    def balance(self) -> float:
-        """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
-        tiles = self.dims.layers * sum(self.counts[:4]) + self.counts[4]
-        return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
 
 
 def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
@@ -112,7 +56,7 @@ class Words:
 
     @staticmethod
     def of(schedule: StreamSchedule, dtype: torch.dtype, device: torch.device, logits: Tensor | None) -> "Words":
-        d, splits, packed = schedule.dims, schedule.splits, 1 if dtype is torch.float32 else 2
+        d, splits, packed = schedule.dims, next_pow2(schedule.splits), 1 if dtype is torch.float32 else 2
         head_words = d.head_dim // packed
 
         def words(*shape: int) -> Tensor:
@@ -174,8 +118,10 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         schedule.blocks,
         next_pow2(schedule.blocks),
         schedule.splits,
+        schedule.slices,
         c.span,
         c.tile_kv,
+        c.ahead,
         1 if dtype is torch.float32 else 2,
         min(c.looked, schedule.fold),
         c.latency,
@@ -272,14 +218,6 @@ class StreamMega:
             raise RuntimeError(f"block {block} of {self.schedule.blocks} waited in vain for phase {phase}")
 
 
-def default_stream_config(device: Device) -> StreamConfig:
-    if device.is_cpu:
-        return StreamConfig(num_worker_warps=None)
-    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=16, pieces=4)
-    return StreamConfig()
-
-
 def mega_of(
     weights: Weights,
     program: list[Phase],
@@ -293,7 +231,7 @@ def mega_of(
 ) -> Mega | StreamMega:
     """The step as one stream of weights if the model fits and `config` does not say otherwise, else phase by phase. Arguments: as `Mega`."""
     device = Device.of(weights.embedding)
-    fits = weights.whole is not None and device.arch not in SPILLS
+    fits = weights.whole is not None
     if fits and config is None:
         fits = not why_not(weights.dims, weights.embedding.dtype, reduced(default_stream_config(device), weights.dims, weights.embedding.dtype))
     if isinstance(config, StreamConfig) or (config is None and fits):

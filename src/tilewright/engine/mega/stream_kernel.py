@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import cuda.tile as ct
 
-from ...ops.attention_common import FLOOR, softmax_step
+from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 
 RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
@@ -122,8 +122,10 @@ def mega_stream_kernel(
     BLOCKS: ct.Constant[int],
     TILE_B: ct.Constant[int],
     SPLITS: ct.Constant[int],
+    SLICES: ct.Constant[int],
     SPAN: ct.Constant[int],
     TILE_KV: ct.Constant[int],
+    AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
     LOOKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
@@ -133,8 +135,9 @@ def mega_stream_kernel(
 
     int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
     queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
-    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, SPLITS, group * head words], a range's weighted
-    values, SUMS [L * KV_HEADS, 2, SPLITS, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each block and where.
+    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, power of two, group * head words], a range's
+    weighted values, SUMS [L * KV_HEADS, 2, power of two, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each
+    block and where.
     int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
     down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
     X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
@@ -142,8 +145,9 @@ def mega_stream_kernel(
     is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
     R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each
     begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
-    tokens. scale: of scores, times log2(e). Chunk c of SPAN keys belongs to range c mod SPLITS; TILE_KV of them are read at once. LOOKED rows
-    of `active` are waited for at once, a part of FOLD.
+    tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of
+    TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks. LOOKED rows of `active` are
+    waited for at once, a part of FOLD.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -226,16 +230,32 @@ def mega_stream_kernel(
     def attend(layer, kv_head, split, position, number):
         """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
         there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
-        chunks = max(0, ct.cdiv(ct.cdiv(there, CHUNK_TILES) - split, SPLITS))
-        mine = 0
-        if chunks > 0:
-            mine = (chunks - 1) * CHUNK_TILES + min(CHUNK_TILES, there - (split + (chunks - 1) * SPLITS) * CHUNK_TILES)
+        mine = max(0, min(CHUNK_TILES, there - split * CHUNK_TILES))
+        if there > SPLITS * CHUNK_TILES:
+            mine = ct.cdiv(there - split, SPLITS)
+        at = layer * KV_HEADS + kv_head
 
         def start(i):
-            return (split + i // CHUNK_TILES * SPLITS) * CHUNK_TILES + i % CHUNK_TILES
+            tile = split + i * SPLITS
+            if i < CHUNK_TILES:
+                tile = split * CHUNK_TILES + i
+            return tile
 
-        shape = (1, 1, TILE_KV, HEAD_WORDS)
-        at = layer * KV_HEADS + kv_head
+        def fetched(i):
+            """Keys and values of AHEAD tiles, the last again where there are no more."""
+            found: tuple = ()
+            for n in ct.static_iter(range(AHEAD)):
+                place = (layer, kv_head, start(min(i + n, mine - 1)), 0)
+                found = (*found, _load(K, place, (1, 1, TILE_KV, HEAD_WORDS)), _load(V, place, (1, 1, TILE_KV, HEAD_WORDS)))
+            return found
+
+        # On their way before the queries are waited for.
+        nothing = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
+        ahead: tuple = ()
+        for _ in ct.static_iter(range(2 * AHEAD)):
+            ahead = (*ahead, nothing)
+        if mine > 0:
+            ahead = fetched(0)
         ROWS = HEADS.shape[1]
         inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
         heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside).reshape((ROWS, HEAD_WORDS))
@@ -244,7 +264,6 @@ def mega_stream_kernel(
         rotated = turned(first, second, position)
         own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
         own_values = _planes(own_v, dtype)
-        newest = position // SPAN % SPLITS == split
         q: tuple = ()
         own_keys: tuple = ()
         total: tuple = ()
@@ -253,24 +272,43 @@ def mega_stream_kernel(
             q = (*q, ct.extract(rotated[n], (0, 0), (group, HEAD_WORDS)))
             own_keys = (*own_keys, ct.extract(rotated[n], (group, 0), (1, HEAD_WORDS)))
             score = score + ct.sum(q[n] * own_keys[n], axis=1, keepdims=True)
-            total = (*total, ct.broadcast_to(ct.where(newest, own_values[n], 0.0), (group, HEAD_WORDS)))
-        maximum = ct.where(newest, score * scale, FLOOR)
-        denominator = ct.where(newest, ct.ones((group, 1), ct.float32), 0.0)
-        for i in range(mine):
-            k, v = _load(K, (layer, kv_head, start(i), 0), shape), _load(V, (layer, kv_head, start(i), 0), shape)
-            keys, values = _planes(k.reshape((1, TILE_KV, HEAD_WORDS)), dtype), _planes(v.reshape((1, TILE_KV, HEAD_WORDS)), dtype)
-            products = keys[0] * q[0].reshape((group, 1, HEAD_WORDS))
-            for n in ct.static_iter(range(1, PACKED)):
-                products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
-            seen = (start(i) * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < position
-            scores = ct.where(seen, ct.sum(products, axis=2), -math.inf)
-            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 1, 1)
-            weights = weights.astype(ct.float32).reshape((group, TILE_KV, 1))
-            sums: tuple = ()
-            for n in ct.static_iter(range(PACKED)):
-                value = ct.where(seen.reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
-                sums = (*sums, total[n] * factor + ct.sum(weights * value, axis=1))
-            total = sums
+            total = (*total, ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32))
+        # Each place in a tile has a softmax of its own, so that no thread waits for another's keys; they are joined behind the last tile.
+        maximum, denominator = ct.full((group, TILE_KV), FLOOR, ct.float32), ct.zeros((group, TILE_KV), ct.float32)
+        for some in range(ct.cdiv(mine, AHEAD)):
+            now = ahead
+            ahead = fetched((some + 1) * AHEAD)
+            for j in ct.static_iter(range(AHEAD)):
+                i = some * AHEAD + j
+                keys = _planes(now[2 * j].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+                values = _planes(now[2 * j + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+                products = keys[0] * q[0].reshape((group, 1, HEAD_WORDS))
+                for n in ct.static_iter(range(1, PACKED)):
+                    products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
+                last = ct.where(i < mine, position, 0)
+                seen = (start(i) * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < last
+                scores = ct.where(seen, ct.sum(products, axis=2) * scale, -math.inf)
+                above = ct.maximum(maximum, scores)
+                weights, factor = ct.exp2(scores - above), ct.exp2(maximum - above)
+                maximum, denominator = above, denominator * factor + weights
+                weights, factor = _rounded(weights, dtype).reshape((group, TILE_KV, 1)), factor.reshape((group, TILE_KV, 1))
+                sums: tuple = ()
+                for n in ct.static_iter(range(PACKED)):
+                    value = ct.where(seen.reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+                    sums = (*sums, total[n] * factor + weights * value)
+                total = sums
+        newest = position // SPAN == split
+        if position >= SPAN * SPLITS:
+            newest = position // TILE_KV % SPLITS == split
+        own = ct.where(newest, score * scale, FLOOR)
+        above = ct.maximum(ct.max(maximum, axis=1, keepdims=True), own)
+        factor = ct.exp2(maximum - above)
+        weight = ct.where(newest, ct.exp2(own - above), 0.0)
+        denominator = ct.sum(denominator * factor, axis=1, keepdims=True) + weight
+        result: tuple = ()
+        for n in ct.static_iter(range(PACKED)):
+            mixed = ct.sum(total[n] * factor.reshape((group, TILE_KV, 1)), axis=1)
+            result = (*result, mixed + _rounded(weight, dtype) * own_values[n])
         if newest:
             own_k = _bits(own_keys, dtype).astype(ct.int32)
             ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
@@ -280,34 +318,35 @@ def mega_stream_kernel(
             if split == 0:
                 found: tuple = ()
                 for n in ct.static_iter(range(PACKED)):
-                    found = (*found, total[n] * (1.0 / denominator))
+                    found = (*found, result[n] * (1.0 / denominator))
                 say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
         else:
             if split < ranges:
                 for n in ct.static_iter(range(PACKED)):
-                    say_fp32(PARTS, (at, n, split, 0), total[n], (1, 1, 1, group * HEAD_WORDS), number)
-                say_fp32(SUMS, (at, 0, split, 0), maximum, (1, 1, 1, group), number)
+                    say_fp32(PARTS, (at, n, split, 0), result[n], (1, 1, 1, group * HEAD_WORDS), number)
+                say_fp32(SUMS, (at, 0, split, 0), above, (1, 1, 1, group), number)
                 say_fp32(SUMS, (at, 1, split, 0), denominator, (1, 1, 1, group), number)
-            merge(layer, kv_head, split, ranges, number)
+            if split < SLICES:
+                merge(layer, kv_head, split, ranges, number)
 
-    def merge(layer, kv_head, split, ranges, number):
+    def merge(layer, kv_head, part, ranges, number):
         """A slice of a key head's results, from all ranges."""
-        EACH = group * HEAD_WORDS // SPLITS
+        EACH, TILE_S = group * HEAD_WORDS // SLICES, SUMS.shape[2]
         at = layer * KV_HEADS + kv_head
-        inside = (ct.arange(SPLITS, dtype=ct.int32) < ranges).reshape((SPLITS, 1))
-        sums = words(SUMS, (at, 0, 0, split * EACH // HEAD_WORDS), (1, 2, SPLITS, 1), number, 8 * layer + 1, inside.reshape((1, 1, SPLITS, 1)))
-        sums = ct.bitcast(sums, ct.float32).reshape((2 * SPLITS, 1))
-        maxima, below = ct.extract(sums, (0, 0), (SPLITS, 1)), ct.extract(sums, (1, 0), (SPLITS, 1))
+        inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((TILE_S, 1))
+        sums = words(SUMS, (at, 0, 0, part * EACH // HEAD_WORDS), (1, 2, TILE_S, 1), number, 8 * layer + 1, inside.reshape((1, 1, TILE_S, 1)))
+        sums = ct.bitcast(sums, ct.float32).reshape((2 * TILE_S, 1))
+        maxima, below = ct.extract(sums, (0, 0), (TILE_S, 1)), ct.extract(sums, (1, 0), (TILE_S, 1))
         maxima = ct.where(inside, maxima, FLOOR)
         factors = ct.where(inside, ct.exp2(maxima - ct.max(maxima)), 0.0)
         factors = factors * (1.0 / ct.sum(ct.where(inside, below, 0.0) * factors))
-        parts = words(PARTS, (at, 0, 0, split), (1, PACKED, SPLITS, EACH), number, 8 * layer + 1, inside.reshape((1, 1, SPLITS, 1)))
-        parts = ct.bitcast(parts, ct.float32).reshape((PACKED, SPLITS, EACH))
-        mixed = ct.sum(ct.where(inside.reshape((1, SPLITS, 1)), parts, 0.0) * factors.reshape((1, SPLITS, 1)), axis=1)
+        parts = words(PARTS, (at, 0, 0, part), (1, PACKED, TILE_S, EACH), number, 8 * layer + 1, inside.reshape((1, 1, TILE_S, 1)))
+        parts = ct.bitcast(parts, ct.float32).reshape((PACKED, TILE_S, EACH))
+        mixed = ct.sum(ct.where(inside.reshape((1, TILE_S, 1)), parts, 0.0) * factors.reshape((1, TILE_S, 1)), axis=1)
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             found = (*found, ct.extract(mixed, (n, 0), (1, EACH)))
-        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SPLITS + split), _bits(found, dtype), (1, EACH), number)
+        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), _bits(found, dtype), (1, EACH), number)
 
     def dot(w):
         """Sums of rows of W times X, [rows / FOLD, FOLD]."""
@@ -326,13 +365,13 @@ def mega_stream_kernel(
         return _bits(found, dtype)
 
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
-    position = _look(COUNTERS, (0, 0), (1, 1)).item()
-    keys = _look(COUNTERS, (1, 0), (1, 1)).item()
-    before, attended = -1, 0
-    best, when = empty_best((1, R))
+    start = _look(COUNTERS, (0, 0), (1, 1)).item() - epoch
+    before = -1
+    best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
         number = epoch + turn // turns + 1
+        position = start + number - 1
         g = block + turn % turns * BLOCKS
         layer = min(g // LAYER, LAYERS)
         unit = g - layer * LAYER
@@ -354,10 +393,9 @@ def mega_stream_kernel(
                     tile = BASES[3] + layer * COUNTS[3] + unit
         if g >= tiles:
             kind, tile, due = NOTHING, 0, attentions
-        for other in range(attended, due):
+        for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
                 attend(other, share // SPLITS, share % SPLITS, position, number)
-        attended = due
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
             prepare(kind, layer, token, number)
@@ -403,12 +441,13 @@ def mega_stream_kernel(
                 else:
                     row = y.astype(dtype).reshape((1, R))
                     ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
-                    best, when = take_better(best, when, row.astype(ct.float32), unit)
+                    # Found in each tile: kept apart by column, to the end of the head, it would take R registers of every thread.
+                    top, where = first_best(row.astype(ct.float32), unit * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
+                    best, column = take_better(best, column, top, where)
         if turn % turns == turns - 1:
-            before, attended = -1, 0
+            before = -1
             if choices > 0:
-                top, column = first_best(best, when * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
-                say_fp32(BEST, (0, block), top, (1, 1), number)
+                say_fp32(BEST, (0, block), best, (1, 1), number)
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
@@ -416,15 +455,14 @@ def mega_stream_kernel(
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()
-                position, keys = position + 1, keys + 1
                 if block == 0:
                     clock = ct.load(CLOCK, (0,), ())
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-                best, when = empty_best((1, R))
+                best, column = empty_best((1, 1))
     if (block == 0) & (choices > 0):
         _say(TOKENS, (0,), ct.full((1,), token, ct.int64))
-        _say(COUNTERS, (0, 0), ct.full((1, 1), position, ct.int32))
-        _say(COUNTERS, (1, 0), ct.full((1, 1), keys, ct.int32))
+        _say(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
+        _say(COUNTERS, (1, 0), _look(COUNTERS, (1, 0), (1, 1)) + tokens)
     ct.store(EPOCH, (block,), epoch + tokens)

@@ -1,0 +1,131 @@
+"""How the stream is dealt: tile g of a program is block g mod blocks's; and ranges of keys, by their position alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.tile as ct
+
+from ...launch import Device
+from .program import MATRICES, Dims, Kind, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
+
+    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
+    that are on their way at once. looked: rows of `active` that are waited for at once. latency: hint for the loads.
+    """
+
+    rows: int = 32
+    pieces: int = 4
+    splits: int = 32
+    span: int = 128
+    tile_kv: int = 32
+    ahead: int = 3
+    looked: int = 1
+    latency: int = 10
+    num_worker_warps: int | None = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSchedule:
+    """Tile g of a program is block g mod `blocks`'s: whatever their number, no block has two tiles more than another."""
+
+    dims: Dims
+    blocks: int
+    config: StreamConfig
+
+    @property
+    def fold(self) -> int:
+        """Rows of `hidden` elements in a row of `down`."""
+        return self.dims.inter // self.dims.hidden
+
+    @property
+    def splits(self) -> int:
+        """Ranges of keys of a key head: as many as keep all blocks at work."""
+        return max(1, min(self.config.splits, self.blocks // self.dims.kv_heads))
+
+    @property
+    def slices(self) -> int:
+        """Parts of a key head's result, of two values at least, that are merged apart, each by the block of a range."""
+        return 1 << (min(self.splits, self.dims.group * self.dims.head_dim // 2).bit_length() - 1)
+
+    def tiles(self, kind: Kind) -> int:
+        """Of one layer."""
+        rows, columns = self.dims.shape(kind)
+        return rows * columns // self.dims.hidden // self.config.rows
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.tiles(kind) for kind in MATRICES)
+
+    def tile(self, g: int) -> "Work":
+        """Which tile of which matrix comes as the g-th in a whole program."""
+        layer, unit = divmod(g, sum(self.counts[:4]))
+        if layer >= self.dims.layers:
+            return Work(Kind.HEAD, self.dims.layers, g - self.dims.layers * sum(self.counts[:4]))
+        kinds, counts = iter(MATRICES), iter(self.counts)
+        kind, count = next(kinds), next(counts)
+        while unit >= count:
+            unit -= count
+            kind, count = next(kinds), next(counts)
+        return Work(kind, layer, unit)
+
+    def queue(self, block: int, program: list[Phase]) -> Iterator["Work"]:
+        """What a block does for a token, in its order: a layer's attention comes before the block's first tile behind it."""
+        wanted, attended = set(program), 0
+        shares = range(block, self.dims.kv_heads * self.splits, self.blocks)
+
+        def attention(due: int) -> Iterator[Work]:
+            layers = (layer for layer in range(attended, due) if Phase(Kind.ATTENTION, layer) in wanted)
+            return (Work(Kind.ATTENTION, layer, share) for layer in layers for share in shares)
+
+        for g in range(block, self.dims.layers * sum(self.counts[:4]) + self.counts[4], self.blocks):
+            work = self.tile(g)
+            due = work.layer + (Kind.QKV < work.kind < Kind.HEAD)
+            yield from attention(due)
+            attended = due
+            if Phase(work.kind, work.layer) in wanted:
+                yield work
+        yield from attention(self.dims.layers)
+        if Phase(Kind.CHOOSE, self.dims.layers) in wanted:
+            yield Work(Kind.CHOOSE, self.dims.layers, block)
+
+    def range_of(self, position: int) -> int:
+        """The range that a key belongs to."""
+        c = self.config
+        return position // c.span if position < c.span * self.splits else position // c.tile_kv % self.splits
+
+    def ranges(self, position: int) -> int:
+        """How many ranges have a key when the new token stands at `position`."""
+        return min(self.splits, position // self.config.span + 1)
+
+    def extent(self, program: list[Phase]) -> tuple[int, int, bool]:
+        """Tiles and layers' attentions of a program, the first phases of `phases(dims)`, and whether it chooses a token."""
+        tiles = sum(self.tiles(phase.kind) for phase in program if phase.kind in MATRICES)
+        return tiles, sum(phase.kind is Kind.ATTENTION for phase in program), program[-1].kind is Kind.CHOOSE
+
+    def balance(self) -> float:
+        """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
+        tiles = self.dims.layers * sum(self.counts[:4]) + self.counts[4]
+        return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
+
+
+class Work(NamedTuple):
+    """A tile of a matrix, number `unit` of its layer; or share `unit` of a layer's attention, range unit % splits of key head unit // splits."""
+
+    kind: Kind
+    layer: int
+    unit: int
+
+
+def default_stream_config(device: Device) -> StreamConfig:
+    if device.is_cpu:
+        return StreamConfig(num_worker_warps=None)
+    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
+        return StreamConfig(rows=16)
+    if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
+        return StreamConfig(rows=16, tile_kv=16, ahead=2)
+    return StreamConfig()

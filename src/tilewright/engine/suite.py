@@ -1,0 +1,118 @@
+"""`tilewright bench --suite decode`: one token at a time, by transformers and by each mode of the engine, against the rate at which a kernel reads.
+
+A mode that does not run a model is named with its reason. Rows have op `decode` and, beside what `tilewright generate` measures, the bytes that a
+step reads over its time, that rate's share of the read rate of the same run, and the time that the kernels themselves took.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ..bench.ceilings import Ceilings
+from ..models import Loaded, load
+from .command import case_of, collect, prompts_of, ready_engine, rows_of
+from .engine import Engine, Mode
+from .measure import Run, profiled, run_engine, run_transformers
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A config's name; tokens read, and tokens written behind them; room: tokens that the cache has space for, at least."""
+
+    model: str
+    prompt: int = 32
+    new: int = 128
+    room: int = 16384
+
+
+CASES = (
+    Case("Llama-3.2-1B"),
+    Case("Llama-3.2-1B", prompt=8192, new=64),
+    Case("Llama-3.2-3B"),
+    Case("SmolLM2-135M", room=2048),
+)
+MODES: tuple[Mode, ...] = ("eager", "graph", "mega")
+
+
+def decode_suite(
+    console: Console, where: torch.device, ceilings: Ceilings, *, case: str = "", peers: bool = True, until: float, json_file: Path | None = None
+) -> list[dict[str, Any]]:
+    """Measures and prints each case whose name contains `case`; none is begun after `until` (time.monotonic). Returns the rows."""
+    found = []
+    for one in CASES:
+        if case not in f"decode {one.model} batch=1 prompt={one.prompt} new={one.new}":
+            continue
+        if time.monotonic() > until:
+            console.print("out of time; the rest is not measured")
+            break
+        loaded = load(one.model, device=where, dtype=torch.bfloat16)
+        for row in measure_decode(loaded, one, ceilings, console, peers=peers):
+            console.print(line(row))
+            found.append(row)
+            if json_file:
+                json_file.parent.mkdir(parents=True, exist_ok=True)
+                with json_file.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        del loaded
+        collect()
+    return found
+
+
+def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Console, *, peers: bool = True) -> Iterator[dict[str, Any]]:
+    """One row for each mode that runs the model. peers: beside transformers, eager and, on a GPU, compiled with CUDA graphs."""
+    model = loaded.model
+    model.generation_config.eos_token_id = None  # a checkpoint's stop token would end a timed run at random
+    prompts, cuda = prompts_of(model, 1, case.prompt), model.device.type == "cuda"
+    runs: list[Run] = []
+    if peers:
+        runs.append(run_transformers(model, "transformers eager", prompts, case.new))
+        if cuda:
+            runs.append(run_transformers(model, "transformers compiled", prompts, case.new, cache_implementation="static"))
+            torch.compiler.reset()
+        collect()
+    written: dict[str, list[list[int]]] = {}
+    for mode in (mode for mode in MODES if cuda or mode != "graph"):
+        name = f"{case_of(loaded, 1, case.prompt, case.new)} mode={mode}"
+        try:
+            ready = ready_engine(model, (1, case.prompt, case.new), mode, Console(quiet=True), room=case.room)
+            with ready as (engine, start_s):
+                run = run_engine(engine, f"tilewright {mode}", prompts, case.new)
+                size, steps_us = engine.step_bytes(1, case.prompt + case.new // 2), kernel_us(engine, prompts, case.new, run)
+        except ValueError as error:
+            console.print(f"{name}: not run ({error})")
+            continue
+        collect()
+        written[mode] = run.tokens
+        (row,) = rows_of([*runs, run], {}, 1e-6 * size / ceilings.read_gbs, case_of(loaded, 1, case.prompt, case.new), model, start_s)
+        row |= {"op": "decode", "step_bytes": size, "gbs": round(size / row["time_us"] / 1e3, 1), "read_gbs": round(ceilings.read_gbs, 1)}
+        row |= {"read_pct": row["floor_pct"], "kernel_us": steps_us}
+        row["equal_tokens"] |= {f"tilewright {other}": float(tokens == run.tokens) for other, tokens in written.items() if other != mode}
+        yield row
+
+
+def kernel_us(engine: Engine, prompts: Tensor, new: int, run: Run) -> float | None:
+    """Time that a step's kernels take by the profiler: of the whole text less that of its first half, so that the prompt is not in it."""
+    if run.cuda_ms is None:
+        return None
+    half = new // 2
+    less = sum(kernel.cuda_ms or 0.0 for kernel in profiled(lambda: engine.generate(prompts, half)))
+    return round(1e3 * (run.cuda_ms - less) / (new - half), 1)
+
+
+def line(row: dict[str, Any]) -> str:
+    """The row as one line: rate, bandwidth and its share, kernels' own time, first token, ratio to each peer."""
+    kernels = "kernels not timed" if row["kernel_us"] is None else f"kernels {row['kernel_us']:.1f} us"
+    peers = " ".join(f"{name} {ratio:.2f}x" for name, ratio in row["peers"].items())
+    equal = " ".join(f"{name.removeprefix('tilewright ')} {100 * share:.0f} %" for name, share in row["equal_tokens"].items())
+    return (
+        f"decode {row['case']:<52} | {1e6 / row['time_us']:7.1f} tokens/s | {row['time_us']:8.1f} us a token | {kernels} | {row['gbs']:6.0f} GB/s, "
+        f"{row['read_pct']:.1f} % of {row['read_gbs']:.0f} read | first token {row['ttft_ms']:.1f} ms | {peers or 'no peer'} | "
+        f"same tokens: {equal or 'nobody beside'} | {row['clocks'] or 'clocks unknown'}"
+    )
