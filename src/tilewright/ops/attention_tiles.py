@@ -15,6 +15,22 @@ ZERO = ct.PaddingMode.ZERO
 SHIFT = 8
 
 
+def packed_tile(CU, place, TILE):
+    """(sequence, its tile of TILE rows) at a place of a grid that covers packed sequences, which begin at CU [sequences + 1], int32.
+
+    The places of sequence i begin at CU[i] // TILE + i: as many as it has tiles, or one more, so a tile may lie behind the sequence's last or, where
+    CU[0] > 0, before the first. Rows // TILE + sequences of them are all.
+    """
+    low, high = 0, CU.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if ct.load(CU, (middle,), ()) // TILE + middle <= place:
+            low = middle
+        else:
+            high = middle
+    return low, place - (ct.load(CU, (low,), ()) // TILE + low)
+
+
 def widths_of(dim: int, least: int, pad: bool = False) -> tuple[int, int]:
     """Widths of the one or two tiles (the second 0), `least` or more, that hold `dim` columns; with `pad` one, a power of two."""
     whole = max(least, next_pow2(dim))

@@ -145,7 +145,7 @@ _ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
-    longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.q_len, p.kv_len))
+    longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.queries, p.kv_len))
     if device.is_cpu:
         return [Config(min(256, longest_m), 512), Config(min(64, longest_m), min(128, longest_n), parts=2, pad_values=False)]
     if p.scaled and not device.has_fp8:
@@ -177,14 +177,14 @@ def _measured_best(p: Problem) -> tuple[int, int, int, int, int, int, int, bool]
     """(tile_m, tile_n, tail_n, parts, latency, occupancy, num_worker_warps, persistent) on an H200 (2026-11-21, notes/LOG.md)."""
     narrow = p.head_dim <= 64
     short = (64, 64, 0, 2, 2, 3 if narrow else 2, 4, False)
-    if p.window is not None and p.q_len >= 1024:
+    if p.window is not None and p.queries >= 1024:
         return short if narrow or p.window <= 512 else (64, 128, 64, 2, 2, 2, 4, False)
     if narrow:
-        if not p.causal and p.q_len < 2048:
+        if not p.causal and p.queries < 2048:
             return 128, 128, 0, 2, 2, 1, 8, True
-        return short if p.causal and p.q_len < 4096 else (128, 64, 0, 1, 2, 2, 8, False)
+        return short if p.causal and p.queries < 4096 else (128, 64, 0, 1, 2, 2, 8, False)
     if p.head_dim > 192:
         return (128, 64, 0, 1, 2, 1, 8, False) if p.softcap is not None else (128, 128, 0, 2, 2, 1, 8, False)
-    if p.q_len < (4096 if p.causal else 2048):
+    if p.queries < (4096 if p.causal else 2048):
         return 64, 128, 64 if p.causal else 0, 2, 2, 2, 4, False
     return 128, 128, 64 if p.causal and p.head_dim < 128 else 0, 2, 4, 1, 8, False

@@ -20,6 +20,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     widths = (*widths_of(p.head_dim, least), *widths_of(p.values_dim, least, c.pad_values))
     tiles = (p.q_heads // p.kv_heads, *widths, c.tile_m, c.tile_n, c.tail_n or c.tile_n, c.parts, c.latency, c.tf32x3)
     grid: tuple[int, ...] = (ct.cdiv(p.q_len, c.tile_m), p.q_heads, p.batch)
+    if p.varlen:  # see packed_tile
+        grid = (p.q_len // c.tile_m + p.batch, p.q_heads)
     if c.persistent:
         grid = (min(math.prod(grid), device.sms * (c.occupancy or 1) // (c.num_ctas or 1)),)
     return Plan(attention_kernel, grid, (*flags, p.keys_last, masked, c.persistent, *tiles), c.num_ctas, c.occupancy, c.num_worker_warps)

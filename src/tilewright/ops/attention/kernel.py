@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..attention_common import LOG2E, sink_factor, softmax_finish
-from ..attention_tiles import columns, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_tiles import columns, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 
@@ -50,7 +50,8 @@ def attention_kernel(
     LATENCY: ct.Constant[int],
     TF32X3: ct.Constant[bool],
 ):
-    """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch); persistent: blocks that stride over all of these.
+    """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch), with VARLEN (query tiles + sequences, q_heads); persistent: blocks that
+    stride over all of these.
 
     Q [batch, q_heads, q_len, head_dim]; K [batch, kv_heads, kv_len, head_dim]; V [batch, kv_heads, kv_len, v_dim], with KEYS_LAST
     [batch, kv_heads, v_dim, kv_len]; OUT [batch, q_heads, q_len, v_dim]; LSE [batch, q_heads, q_len].
@@ -62,6 +63,7 @@ def attention_kernel(
     tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     KEY_AXIS = 3 if KEYS_LAST else 2
     if VARLEN:
+        batch, tile = packed_tile(CU_Q, tile, TILE_M)
         # Slices end where the sequence ends: beyond, loads give zeros and stores do nothing.
         first_q, end_q = ct.load(CU_Q, (batch,), ()), ct.load(CU_Q, (batch + 1,), ())
         first_kv, end_kv = ct.load(CU_KV, (batch,), ()), ct.load(CU_KV, (batch + 1,), ())
@@ -120,5 +122,5 @@ def attention_kernel(
             attend(item // (heads * Q.shape[0]), item % heads, item // heads % Q.shape[0])
     elif not VARLEN:
         attend(tile, head, batch)
-    elif tile < tiles:  # the grid covers the longest sequence
+    elif 0 <= tile < tiles:
         attend(tile, head, batch)
