@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tilewright import interpret
 from tilewright.launch import Device, counted, forced_config
 from tilewright.ops.attention import Config, Problem, attention, attention_out, plan, reference, space
 from tilewright.testing import assert_accurate, embed
@@ -163,6 +164,18 @@ def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence()
     server = Problem(1024, 32, 8, 8192, 60_000, 128, torch.bfloat16, varlen=True, longest=8192)
     (config, *_) = space(server, device)
     assert plan(server, config, device).grid == (8192 // config.tile_m + 1024, 32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 7, 32])
+def test_blocks_that_walk_come_to_every_tile_once(blocks, causal):
+    q, k, v = (randn(3, 2, 40, HEAD_DIM) for _ in range(3))
+    walking = Config(16, 32, persistent=True, occupancy=blocks, num_ctas=Device.named("CPU").sms)
+    (grid,) = plan(Problem(3, 2, 2, 40, 40, HEAD_DIM, torch.float32, causal), walking, Device.named("CPU")).grid
+    assert grid == min(18, blocks - blocks % 3 if causal and blocks >= 3 else blocks)
+    with interpret.checking(races=True):
+        found = forced(walking, q, k, v, causal=causal)
+    torch.testing.assert_close(found, reference(q, k, v, causal=causal), rtol=1e-5, atol=1e-5)
 
 
 def test_without_sequences_packed_rows_are_zero():

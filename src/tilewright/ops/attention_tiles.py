@@ -31,6 +31,27 @@ def packed_tile(CU, place, TILE):
     return low, place - (ct.load(CU, (low,), ()) // TILE + low)
 
 
+def walkers(grid: tuple[int, int, int], resident: int, causal: bool) -> tuple[int]:
+    """The grid of blocks that walk over the items of `grid` (tiles, heads, batch), of which `resident` fit the device at a time."""
+    tiles = grid[0]
+    if causal and tiles <= resident:
+        resident -= resident % tiles  # so that the rounds of `item_of_walk` pair a long tile with a short one
+    return (min(math.prod(grid), resident),)
+
+
+def item_of_walk(item, tiles, heads, batches):
+    """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items.
+
+    The tiles of a head stand side by side, so that its keys are read once from memory: one tile of each head after the other would read them for
+    each tile anew. Every other round, where it is whole, runs backwards: under a causal mask short tiles then follow long ones in each block.
+    """
+    blocks = ct.num_blocks(0)
+    begin = item // blocks * blocks
+    if item // blocks % 2 == 1 and begin + blocks <= tiles * heads * batches:
+        item = begin + (begin + blocks - 1 - item)
+    return item % tiles, item // tiles % heads, item // (tiles * heads)
+
+
 def widths_of(dim: int, least: int, pad: bool = False) -> tuple[int, int]:
     """Widths of the one or two tiles (the second 0), `least` or more, that hold `dim` columns; with `pad` one, a power of two."""
     whole = max(least, next_pow2(dim))

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..attention_common import LOG2E, sink_factor, softmax_finish
-from ..attention_tiles import columns, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_tiles import columns, item_of_walk, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 
@@ -116,10 +116,9 @@ def attention_kernel(
             ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
     if PERSISTENT:
-        # All heads' longest tiles first, so that blocks end together.
-        heads = Q.shape[1]
-        for item in range(ct.bid(0), tiles * heads * Q.shape[0], ct.num_blocks(0)):
-            attend(item // (heads * Q.shape[0]), item % heads, item // heads % Q.shape[0])
+        heads, batches = Q.shape[1], Q.shape[0]
+        for item in range(ct.bid(0), tiles * heads * batches, ct.num_blocks(0)):
+            attend(*item_of_walk(item, tiles, heads, batches))
     elif not VARLEN:
         attend(tile, head, batch)
     elif 0 <= tile < tiles:

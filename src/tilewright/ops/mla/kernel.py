@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..attention_common import softmax_finish
-from ..attention_tiles import columns, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_tiles import columns, item_of_walk, softmax_over_keys, store_rows, summed_products, turned_columns
 
 
 @ct.kernel
@@ -80,9 +80,8 @@ def mla_kernel(
             ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
     if PERSISTENT:
-        # All heads' longest tiles first, so that blocks end together.
         heads, batches = Q_NOPE.shape[1], Q_NOPE.shape[0]
         for item in range(ct.bid(0), tiles * heads * batches, ct.num_blocks(0)):
-            attend(item // (heads * batches), item % heads, item // heads % batches)
+            attend(*item_of_walk(item, tiles, heads, batches))
     else:
         attend(tile, head, batch)

@@ -169,7 +169,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         grid = (c.decode.splits * -(-p.q_heads // c.decode.rows), tokens)
         flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, c.decode.splits > 1)
         ahead = c.decode.tile_n > 32 or p.cache_dtype is not None
-        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, ahead, c.decode.latency)
+        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, ahead, c.decode.latency, c.decode.late)
         return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused)
     pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
     count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))
