@@ -39,17 +39,21 @@ def walkers(grid: tuple[int, int, int], resident: int, causal: bool) -> tuple[in
     return (min(math.prod(grid), resident),)
 
 
-def item_of_walk(item, tiles, heads, batches):
-    """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items.
+def item_of_walk(item, shape, CAUSAL):
+    """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items of `shape`; of the last one behind them.
 
     The tiles of a head stand side by side, so that its keys are read once from memory: one tile of each head after the other would read them for
     each tile anew. Every other round, where it is whole, runs backwards: under a causal mask short tiles then follow long ones in each block.
     """
-    blocks = ct.num_blocks(0)
+    (tiles, heads, batches), blocks = shape, ct.num_blocks(0)
     begin = item // blocks * blocks
     if item // blocks % 2 == 1 and begin + blocks <= tiles * heads * batches:
         item = begin + (begin + blocks - 1 - item)
-    return item % tiles, item // tiles % heads, item // (tiles * heads)
+    item = min(item, tiles * heads * batches - 1)
+    tile = item % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest first
+    return tile, item // tiles % heads, item // (tiles * heads)
 
 
 def widths_of(dim: int, least: int, pad: bool = False) -> tuple[int, int]:

@@ -147,7 +147,9 @@ def _fused(p: Problem, device: Device) -> list[Config]:
     # (tile_n, latency, late). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results or
     # queries of 576 columns, the tiles of 32 rows that the compiler keeps in flight at latency 2. Late denominators first: of 7 barriers a step of
     # bf16 rows 4 are left, of 18 with codes 15 (SASS, sm_90; not timed).
-    walks = [(64, 8, True), (64, 8, False), (32, 4, True), (32, 4, False)] if p.cache_dtype is None else [(32, 8, True), (32, 8, False), (32, 2, False)]
+    walks = (
+        [(64, 8, True), (64, 8, False), (32, 4, True), (32, 4, False)] if p.cache_dtype is None else [(32, 8, True), (32, 8, False), (32, 2, False)]
+    )
     if p.cache_dtype is None and splits == 1 and p.head_dim <= 512:
         walks.append((32, 2, False))
     shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64, late=late) for n, latency, late in walks]
