@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from tilewright.launch import Device, counted
-from tilewright.ops.attention import Config, Problem, attention, plan, reference, space
+from tilewright import interpret
+from tilewright.launch import Device, counted, forced_config
+from tilewright.ops.attention import Config, Problem, attention, attention_out, plan, reference, space
 from tilewright.testing import assert_accurate, embed
 
 HEAD_DIM = 32
@@ -97,8 +98,6 @@ def test_memory_outside_the_keys_may_hold_anything(config):
 
 
 def forced(config, *args, **options):
-    from tilewright.launch import forced_config
-
     if config is None:
         return attention(*args, **options)
     with forced_config(plan, config):
@@ -141,6 +140,48 @@ def test_packed_sequences_are_the_same_bits_as_each_alone():
         assert torch.equal(lse[:, rows], alone_lse[0])
     without_longest = forced(config, q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[1])
     assert torch.equal(without_longest, out)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 9 + [70, 0, 0, 16, 0, 1, 33] + [0] * 20, [0, 0, 5], [40], [0, 0], [16, 32, 16, 0, 48]])
+@pytest.mark.parametrize("before", [0, 37])
+def test_every_row_of_packed_sequences_has_its_tile_and_rows_of_none_are_left_alone(lengths, before):
+    """Empty sequences anywhere, rows before the first sequence and behind the last one, as a captured batch has them."""
+    total = before + sum(lengths) + 20
+    offsets = int32(*(before + sum(lengths[:i]) for i in range(len(lengths) + 1)))
+    q, k, v = (randn(total, 1, HEAD_DIM) for _ in range(3))
+    out = torch.full_like(q, 7.0)
+    with forced_config(plan, Config(16, 32)):
+        attention_out(q, k, v, out, None, None, None, offsets, offsets, HEAD_DIM**-0.5, True, None, None)
+    inside = slice(int(offsets[0]), int(offsets[-1]))
+    expected = reference(q, k, v, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    torch.testing.assert_close(out[inside], expected, rtol=1e-5, atol=1e-5)
+    assert (out[: inside.start] == 7.0).all()
+    assert (out[inside.stop :] == 7.0).all()
+
+
+def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence():
+    device = Device.named("H200")
+    server = Problem(1024, 32, 8, 8192, 60_000, 128, torch.bfloat16, varlen=True, longest=8192)
+    (config, *_) = space(server, device)
+    assert plan(server, config, device).grid == (8192 // config.tile_m + 1024, 32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 7, 32])
+def test_blocks_that_walk_come_to_every_tile_once(blocks, ahead, causal):
+    q, k, v = (randn(3, 2, 40, HEAD_DIM) for _ in range(3))
+    walking = Config(16, 32, persistent=True, ahead=ahead, occupancy=blocks, num_ctas=Device.named("CPU").sms)
+    (grid,) = plan(Problem(3, 2, 2, 40, 40, HEAD_DIM, torch.float32, causal), walking, Device.named("CPU")).grid
+    assert grid == min(18, blocks - blocks % 3 if causal and blocks >= 3 else blocks)
+    with interpret.checking(races=True):
+        found = forced(walking, q, k, v, causal=causal)
+    torch.testing.assert_close(found, reference(q, k, v, causal=causal), rtol=1e-5, atol=1e-5)
+
+
+def test_without_sequences_packed_rows_are_zero():
+    q = randn(5, 2, HEAD_DIM)
+    assert torch.equal(attention(q, q, q, cu_seqlens_q=int32(0), cu_seqlens_kv=int32(0)), torch.zeros_like(q))
 
 
 @pytest.mark.parametrize("kind", ["transposed", "fused", "every_second_head"])

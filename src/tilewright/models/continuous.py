@@ -24,8 +24,6 @@ from .forwards import with_our_function
 # transformers tells by "flash" in the name that an attention needs no mask of [tokens, keys] and may be captured.
 PAGED = f"{NAME}_flash"
 SMALLEST_PAGE = 16
-# Where nobody says how many. A captured step with prompts launches blocks for as many sequences of its whole length: transformers' 1024 are too many.
-REQUESTS = 256
 
 
 def paged_attention_forward(
@@ -106,9 +104,6 @@ def _manager_class() -> type:
             if getattr(model.config, "kv_lora_rank", None):
                 kind = model.config.model_type
                 raise must("the model", "one whose values are as wide as its keys: transformers' paged cache holds no others, such as MLA's", kind)
-            if continuous_batching_config.max_requests_per_batch is None and workload_hints is None:
-                continuous_batching_config = deepcopy(continuous_batching_config)
-                continuous_batching_config.max_requests_per_batch = REQUESTS
             before = model.config._attn_implementation
             try:
                 super().__init__(model, generation_config, continuous_batching_config, workload_hints)

@@ -15,6 +15,47 @@ ZERO = ct.PaddingMode.ZERO
 SHIFT = 8
 
 
+def packed_tile(CU, place, TILE):
+    """(sequence, its tile of TILE rows) at a place of a grid that covers packed sequences, which begin at CU [sequences + 1], int32.
+
+    The places of sequence i begin at CU[i] // TILE + i: as many as it has tiles, or one more, so a tile may lie behind the sequence's last or, where
+    CU[0] > 0, before the first. Rows // TILE + sequences of them are all.
+    """
+    low, high = 0, CU.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if ct.load(CU, (middle,), ()) // TILE + middle <= place:
+            low = middle
+        else:
+            high = middle
+    return low, place - (ct.load(CU, (low,), ()) // TILE + low)
+
+
+def walkers(grid: tuple[int, int, int], resident: int, causal: bool) -> tuple[int]:
+    """The grid of blocks that walk over the items of `grid` (tiles, heads, batch), of which `resident` fit the device at a time."""
+    tiles = grid[0]
+    if causal and tiles <= resident:
+        resident -= resident % tiles  # so that the rounds of `item_of_walk` pair a long tile with a short one
+    return (min(math.prod(grid), resident),)
+
+
+def item_of_walk(item, shape, CAUSAL):
+    """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items of `shape`; of the last one behind them.
+
+    The tiles of a head stand side by side, so that its keys are read once from memory: one tile of each head after the other would read them for
+    each tile anew. Every other round, where it is whole, runs backwards: under a causal mask short tiles then follow long ones in each block.
+    """
+    (tiles, heads, batches), blocks = shape, ct.num_blocks(0)
+    begin = item // blocks * blocks
+    if item // blocks % 2 == 1 and begin + blocks <= tiles * heads * batches:
+        item = begin + (begin + blocks - 1 - item)
+    item = min(item, tiles * heads * batches - 1)
+    tile = item % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest first
+    return tile, item // tiles % heads, item // (tiles * heads)
+
+
 def widths_of(dim: int, least: int, pad: bool = False) -> tuple[int, int]:
     """Widths of the one or two tiles (the second 0), `least` or more, that hold `dim` columns; with `pad` one, a power of two."""
     whole = max(least, next_pow2(dim))

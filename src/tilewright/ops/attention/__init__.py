@@ -18,7 +18,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
+from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
 from ..attention_common import DTYPES, LOG2E, MAX_HEAD_DIM, check_heads, check_int32, check_per_head, check_scale_and_window
 from ..scaling import FP8
 from .candidates import Config, space
@@ -140,18 +140,19 @@ def attention_out(
     k_scale: Optional[Tensor] = None,
     v_scale: Optional[Tensor] = None,
 ) -> None:
-    """`attention` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture. max_q_len: with cu_seqlens."""
+    """`attention` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
     varlen = cu_seqlens_q is not None
     keys_last = v.stride(-1) != 1 and v.shape[-1] > 1
     if varlen:
         q, k, v, out = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, out))
         lse = None if lse is None else lse.unsqueeze(0)
     (batch, q_heads, q_len, head_dim), kv_heads, kv_tokens, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
-    if cu_seqlens_q is not None and max_q_len is not None:
-        batch, q_len = cu_seqlens_q.shape[0] - 1, max_q_len
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.shape[0] - 1
     masks = (causal, window, kv_start is not None, kv_len is not None, varlen)
     shape = (batch, q_heads, kv_heads, q_len, kv_tokens, head_dim)
-    rest = (lse is not None, 0 if v_dim == head_dim else v_dim, softcap, sinks is not None, keys_last)
+    longest = 0 if max_q_len is None else next_pow2(max_q_len)
+    rest = (lse is not None, 0 if v_dim == head_dim else v_dim, softcap, sinks is not None, keys_last, longest)
     chosen = best_plan(space, plan, Device.of(q), Problem, *shape, q.dtype, *masks, *rest)
     # q stands in for the arrays that the kernel's flags say are absent.
     launch(
@@ -211,7 +212,7 @@ def attention(
         kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default max_len. Memory outside may hold anything.
         cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32, where each sequence begins and the last one ends. With them q is
             [total_q, q_heads, head_dim], k and v are [total_kv, kv_heads, ...], and there is no kv_start and kv_len.
-        max_q_len: the longest sequence of cu_seqlens_q; default total_q, which launches blocks that find nothing to do.
+        max_q_len: the queries of the longest sequence of cu_seqlens_q, for the choice of tiles alone; default total_q.
         return_lse: also return the natural log of the softmax denominator.
         softcap: positive; scores become softcap * tanh(score / softcap), after `scale` and before the mask.
         sinks: [q_heads] fp32; a score, of the scaled ones and in natural log, that every row of a head has in its denominator and nowhere else.
@@ -237,8 +238,7 @@ def attention(
     if cu_seqlens_q is not None:
         check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
         _check_packing(q, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
-        max_q_len = q.shape[0] if max_q_len is None else max_q_len
-        if max_q_len < 1 <= q.shape[0]:
+        if max_q_len is not None and max_q_len < 1 <= q.shape[0]:
             raise must("max_q_len", "at least 1", max_q_len)
         _check_values(k, v)
         out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=stored, device=q.device)
@@ -258,7 +258,7 @@ def attention(
         out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
         lse_shape = (batch, q_heads, q_len)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
-    if out.numel() and k.numel():
+    if out.numel() and k.numel() and (cu_seqlens_q is None or len(cu_seqlens_q) > 1):
         masks = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, scale, causal, window, max_q_len)
         attention_out(q, k, v, out, lse, *masks, softcap, sinks, q_scale, k_scale, v_scale)
     else:

@@ -21,6 +21,7 @@ class Config:
     num_ctas, occupancy, num_worker_warps: compiler hints.
     pad_values: a v_dim that is no power of two is padded to one; otherwise its sums are two tiles, as head_dim always is: 96 = 64 + 32.
     tail_n: keys of a step that a mask touches, a divisor of tile_n; 0 for tile_n. Shorter ones compute fewer scores that nobody sees.
+    ahead: of a persistent block: the queries of its next tile are loaded before the keys of this one, into memory of their own.
     """
 
     tile_m: int
@@ -34,6 +35,7 @@ class Config:
     num_worker_warps: int | None = None
     pad_values: bool = True
     tail_n: int = 0
+    ahead: bool = False
 
 
 # tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps
@@ -61,6 +63,8 @@ _HALF: Table = {
             (64, 256, 64, 2, 2, False, 1, 1, 4),
             (128, 128, 0, 2, 2, True, 1, 1, 8),
             (128, 64, 0, 1, 2, True, 1, 1, 8),
+            (64, 128, 64, 2, 2, True, 1, 2, 4),
+            (64, 64, 0, 2, 2, True, 1, 3, 4),
         ),
         128: (
             (128, 128, 0, 2, 4, False, 1, 1, 8),
@@ -75,9 +79,8 @@ _HALF: Table = {
             (128, 64, 0, 1, 2, False, 1, 1, 8),
             (256, 128, 0, 2, 2, False, 2, 1, 8),
             (128, 128, 0, 2, 4, True, 1, 1, 8),
-            (128, 256, 128, 2, 2, True, 1, 1, 8),
+            (64, 128, 64, 2, 2, True, 1, 2, 4),
             (64, 128, 0, 2, 2, True, 1, 2, 4),
-            (64, 64, 0, 2, 2, True, 1, 2, 4),
         ),
         192: (
             (128, 128, 0, 2, 2, False, 1, 1, 8),
@@ -92,6 +95,9 @@ _HALF: Table = {
             (128, 128, 0, 2, 2, False, 1, 1, 8),
             (128, 64, 32, 1, 2, False, 1, 1, 8),
             (64, 64, 0, 1, 2, False, 1, 1, 4),
+            (128, 128, 0, 2, 2, True, 1, 1, 8),
+            (128, 128, 64, 2, 2, True, 1, 1, 8),
+            (128, 64, 0, 1, 2, True, 1, 1, 8),
         ),
     },
     "sm_100": {
@@ -145,7 +151,7 @@ _ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}
 
 def space(p: Problem, device: Device) -> list[Config]:
     """Every config worth timing, the untuned default first."""
-    longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.q_len, p.kv_len))
+    longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.queries, p.kv_len))
     if device.is_cpu:
         return [Config(min(256, longest_m), 512), Config(min(64, longest_m), min(128, longest_n), parts=2, pad_values=False)]
     if p.scaled and not device.has_fp8:
@@ -161,6 +167,8 @@ def space(p: Problem, device: Device) -> list[Config]:
         # Steps of 256 keys leave no register for anything more.
         and not (tile_n == 256 and (ragged or p.window is not None or p.softcap is not None or p.has_sinks))
     ]
+    # Wider ones leave no shared memory for queries ahead (sm_90: they spill).
+    configs = [replace(c, ahead=c.persistent and widest <= 128) for c in configs]
     # A tile of queries much longer than the sequence computes rows that nobody reads.
     configs = [c for c in dict.fromkeys(configs) if c.tile_m <= max(64, longest_m)] or configs[-1:]
     if device.arch in ("sm_100", "sm_103") and p.varlen:  # with the slices of a packed batch the largest tile spills
@@ -177,14 +185,14 @@ def _measured_best(p: Problem) -> tuple[int, int, int, int, int, int, int, bool]
     """(tile_m, tile_n, tail_n, parts, latency, occupancy, num_worker_warps, persistent) on an H200 (2026-11-21, notes/LOG.md)."""
     narrow = p.head_dim <= 64
     short = (64, 64, 0, 2, 2, 3 if narrow else 2, 4, False)
-    if p.window is not None and p.q_len >= 1024:
+    if p.window is not None and p.queries >= 1024:
         return short if narrow or p.window <= 512 else (64, 128, 64, 2, 2, 2, 4, False)
     if narrow:
-        if not p.causal and p.q_len < 2048:
+        if not p.causal and p.queries < 2048:
             return 128, 128, 0, 2, 2, 1, 8, True
-        return short if p.causal and p.q_len < 4096 else (128, 64, 0, 1, 2, 2, 8, False)
+        return short if p.causal and p.queries < 4096 else (128, 64, 0, 1, 2, 2, 8, False)
     if p.head_dim > 192:
         return (128, 64, 0, 1, 2, 1, 8, False) if p.softcap is not None else (128, 128, 0, 2, 2, 1, 8, False)
-    if p.q_len < (4096 if p.causal else 2048):
+    if p.queries < (4096 if p.causal else 2048):
         return 64, 128, 64 if p.causal else 0, 2, 2, 2, 4, False
     return 128, 128, 64 if p.causal and p.head_dim < 128 else 0, 2, 4, 1, 8, False

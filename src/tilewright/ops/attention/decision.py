@@ -1,11 +1,9 @@
 """What a launch of `attention` comes to."""
 
-import math
-
 import cuda.tile as ct
 
 from ...launch import Device, Plan
-from ..attention_tiles import widths_of
+from ..attention_tiles import walkers, widths_of
 from .candidates import Config
 from .kernel import attention_kernel
 from .problem import Problem
@@ -19,7 +17,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     least = 32 if p.scaled else 16  # one step of a product
     widths = (*widths_of(p.head_dim, least), *widths_of(p.values_dim, least, c.pad_values))
     tiles = (p.q_heads // p.kv_heads, *widths, c.tile_m, c.tile_n, c.tail_n or c.tile_n, c.parts, c.latency, c.tf32x3)
-    grid: tuple[int, ...] = (ct.cdiv(p.q_len, c.tile_m), p.q_heads, p.batch)
+    each = (ct.cdiv(p.q_len, c.tile_m), p.q_heads, p.batch)
+    grid: tuple[int, ...] = (p.q_len // c.tile_m + p.batch, p.q_heads) if p.varlen else each  # see packed_tile
     if c.persistent:
-        grid = (min(math.prod(grid), device.sms * (c.occupancy or 1) // (c.num_ctas or 1)),)
-    return Plan(attention_kernel, grid, (*flags, p.keys_last, masked, c.persistent, *tiles), c.num_ctas, c.occupancy, c.num_worker_warps)
+        grid = walkers(each, device.sms * (c.occupancy or 1) // (c.num_ctas or 1), p.causal)
+    return Plan(attention_kernel, grid, (*flags, p.keys_last, masked, c.persistent, c.ahead, *tiles), c.num_ctas, c.occupancy, c.num_worker_warps)

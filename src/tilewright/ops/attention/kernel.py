@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..attention_common import LOG2E, sink_factor, softmax_finish
-from ..attention_tiles import columns, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_tiles import columns, item_of_walk, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 
@@ -38,6 +38,7 @@ def attention_kernel(
     KEYS_LAST: ct.Constant[bool],
     MASKED: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
+    AHEAD: ct.Constant[bool],
     GROUP: ct.Constant[int],
     WIDTH_K: ct.Constant[int],
     REST_K: ct.Constant[int],
@@ -50,18 +51,21 @@ def attention_kernel(
     LATENCY: ct.Constant[int],
     TF32X3: ct.Constant[bool],
 ):
-    """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch); persistent: blocks that stride over all of these.
+    """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch), with VARLEN (query tiles + sequences, q_heads); persistent: blocks
+    that stride over all of these.
 
     Q [batch, q_heads, q_len, head_dim]; K [batch, kv_heads, kv_len, head_dim]; V [batch, kv_heads, kv_len, v_dim], with KEYS_LAST
     [batch, kv_heads, v_dim, kv_len]; OUT [batch, q_heads, q_len, v_dim]; LSE [batch, q_heads, q_len].
     int32: KV_START, KV_LEN [batch]; CU_Q, CU_KV [batch + 1], for arrays whose batch axis is 1. fp32: SINKS, Q_SCALE [q_heads]; K_SCALE, V_SCALE
     [kv_heads]. What a flag says is absent is not touched.
     scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e). MASKED: some tile of keys may be partly hidden.
+    AHEAD: PERSISTENT, and the queries of the next item are loaded before the keys of this one.
     WIDTH_K, REST_K, WIDTH_V, REST_V: columns of the one or two tiles that hold head_dim and v_dim.
     """
     tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     KEY_AXIS = 3 if KEYS_LAST else 2
     if VARLEN:
+        batch, tile = packed_tile(CU_Q, tile, TILE_M)
         # Slices end where the sequence ends: beyond, loads give zeros and stores do nothing.
         first_q, end_q = ct.load(CU_Q, (batch,), ()), ct.load(CU_Q, (batch + 1,), ())
         first_kv, end_kv = ct.load(CU_KV, (batch,), ()), ct.load(CU_KV, (batch + 1,), ())
@@ -81,11 +85,11 @@ def attention_kernel(
     tiles = ct.cdiv(q_len, TILE_M)
     K_WIDTHS, V_WIDTHS = (WIDTH_K, REST_K), (WIDTH_V, REST_V)
 
-    def attend(tile, head, batch):
-        if CAUSAL:
-            tile = tiles - 1 - tile  # the longest first
+    def queries(tile, head, batch):
+        return columns(Q, batch, head, tile, K_WIDTHS, TILE_M, None)
+
+    def attend(q, tile, head, batch):
         kv_head = head // GROUP
-        q = columns(Q, batch, head, tile, K_WIDTHS, TILE_M, None)
         own = scale
         if SCALED:
             own = own * (ct.load(Q_SCALE, (head,), ()) * ct.load(K_SCALE, (kv_head,), ()))
@@ -113,12 +117,25 @@ def attention_kernel(
         if RETURN_LSE:
             ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
+    if CAUSAL and not PERSISTENT:
+        tile = tiles - 1 - tile  # the longest first
     if PERSISTENT:
-        # All heads' longest tiles first, so that blocks end together.
-        heads = Q.shape[1]
-        for item in range(ct.bid(0), tiles * heads * Q.shape[0], ct.num_blocks(0)):
-            attend(item // (heads * Q.shape[0]), item % heads, item // heads % Q.shape[0])
+        shape = (tiles, Q.shape[1], Q.shape[0])
+        items = tiles * shape[1] * shape[2]
+        if AHEAD:
+            # Loaded in turn, the queries, and the keys behind them, wait until the output has left the shared memory that it has in common with them.
+            here = item_of_walk(ct.bid(0), shape, CAUSAL)
+            q = queries(*here)
+            for item in range(ct.bid(0), items, ct.num_blocks(0)):
+                following = item_of_walk(item + ct.num_blocks(0), shape, CAUSAL)
+                q_following = queries(*following)
+                attend(q, *here)
+                here, q = following, q_following
+        else:
+            for item in range(ct.bid(0), items, ct.num_blocks(0)):
+                here = item_of_walk(item, shape, CAUSAL)
+                attend(queries(*here), *here)
     elif not VARLEN:
-        attend(tile, head, batch)
-    elif tile < tiles:  # the grid covers the longest sequence
-        attend(tile, head, batch)
+        attend(queries(tile, head, batch), tile, head, batch)
+    elif 0 <= tile < tiles:
+        attend(queries(tile, head, batch), tile, head, batch)

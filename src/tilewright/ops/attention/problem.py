@@ -15,8 +15,10 @@ from ..scaling import FP8
 class Problem:
     """What a plan may depend on.
 
-    q_len, kv_len: the longest, when lengths differ between sequences. has_start, has_len: kv_start, kv_len are given. varlen: cu_seqlens are.
-    v_dim: columns of v; 0 for head_dim. has_sinks: sinks are given. keys_last: the memory of v has its keys as last axis.
+    q_len, kv_len: the longest, when lengths differ between sequences; of all sequences together with varlen.
+    has_start, has_len: kv_start, kv_len are given. varlen: cu_seqlens are. v_dim: columns of v; 0 for head_dim. has_sinks: sinks are given.
+    keys_last: the memory of v has its keys as last axis. longest: with varlen the queries of the longest sequence, up to the next power of two,
+    so that steps of a server whose lengths differ a little decide alike; 0 where nobody says.
     """
 
     batch: int
@@ -36,6 +38,12 @@ class Problem:
     softcap: float | None = None
     has_sinks: bool = False
     keys_last: bool = False
+    longest: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Of the longest sequence, as far as known."""
+        return self.longest or self.q_len
 
     @property
     def values_dim(self) -> int:
@@ -47,17 +55,23 @@ class Problem:
         return self.dtype in FP8
 
     def _lengths(self, longest: int) -> list[int]:
-        """Lengths of the sequences of a ragged case: `longest` first, then spread down to a third of it; for three and more an empty one."""
-        lengths = [longest - (longest * i * 2) // (3 * self.batch) for i in range(self.batch)]
-        return [*lengths[:-1], 0] if self.varlen and self.batch > 2 else lengths
+        """Lengths of the sequences of a ragged case: `longest` first, then spread down to a third of it."""
+        return [longest - (longest * i * 2) // (3 * self.batch) for i in range(self.batch)]
+
+    def _packed_lengths(self, total: int) -> list[int]:
+        """Lengths of packed sequences: spread likewise, with an empty one in the middle of three and more."""
+        shares = [0 if self.batch > 2 and i == self.batch // 2 else 3 * self.batch - 2 * i for i in range(self.batch)]
+        lengths = [total * share // sum(shares) for share in shares]
+        return [lengths[0] + total - sum(lengths), *lengths[1:]]
 
     def _starts(self) -> list[int]:
         return [(self.kv_len * i) // (4 * self.batch) for i in range(self.batch)]
 
     def cost(self) -> Cost:
-        ragged = self.varlen or self.has_len
-        q_lens = self._lengths(self.q_len) if self.varlen else [self.q_len] * self.batch
-        kv_lens = self._lengths(self.kv_len) if ragged else [self.kv_len] * self.batch
+        q_lens = self._packed_lengths(self.q_len) if self.varlen else [self.q_len] * self.batch
+        kv_lens = [self.kv_len] * self.batch
+        if self.varlen or self.has_len:
+            kv_lens = self._packed_lengths(self.kv_len) if self.varlen else self._lengths(self.kv_len)
         if self.has_start:
             kv_lens = [max(0, n - start) for n, start in zip(kv_lens, self._starts(), strict=True)]
         scores = sum(visible_scores(q, n, self.causal, self.window) for q, n in zip(q_lens, kv_lens, strict=True))
@@ -80,12 +94,12 @@ class Problem:
             for name, heads in (("q", self.q_heads), ("k", self.kv_heads), ("v", self.kv_heads)):
                 options[f"{name}_scale"] = 0.5 + torch.rand(heads, device=device)
         if self.varlen:
-            q_lens, kv_lens = self._lengths(self.q_len), self._lengths(self.kv_len)
+            q_lens, kv_lens = self._packed_lengths(self.q_len), self._packed_lengths(self.kv_len)
             for name, lengths in (("q", q_lens), ("kv", kv_lens)):
                 options[f"cu_seqlens_{name}"] = int32([sum(lengths[:i]) for i in range(self.batch + 1)])
             q = randn(sum(q_lens), self.q_heads, self.head_dim)
             k, v = (randn(sum(kv_lens), self.kv_heads, dim) for dim in (self.head_dim, self.values_dim))
-            return {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "max_q_len": self.q_len, **options}
+            return {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "max_q_len": self.longest or None, **options}
         q = randn(self.batch, self.q_len, self.q_heads, self.head_dim).transpose(1, 2)  # as a projection leaves it
         k, v = (randn(self.batch, self.kv_heads, self.kv_len, dim) for dim in (self.head_dim, self.values_dim))
         key = torch.arange(self.kv_len, device=device)[:, None]

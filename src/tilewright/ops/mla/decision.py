@@ -1,6 +1,5 @@
 """What a launch of `mla` may depend on, and what it comes to."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
 from ..attention_common import visible_scores
-from ..attention_tiles import widths_of
+from ..attention_tiles import walkers, widths_of
 from ..scaling import FP8
 from .kernel import mla_kernel
 
@@ -107,6 +106,7 @@ def space(p: Problem, device: Device) -> list[Config]:
             Config(64, 128, 128, 1, 2, False, 1, 2, 4),
             Config(64, 128, 64, 2, 2, False, 1, 2, 4),
             Config(128, 128, 128, 2, 2, True, 1, 1, 8),
+            Config(64, 128, 64, 2, 2, True, 1, 2, 4),
         ]
     elif device.arch in ("sm_100", "sm_103"):
         large = Config(128, 128, 128, parts=2, occupancy=1)
@@ -133,8 +133,9 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     least = 32 if p.scaled else 16  # one step of a product
     widths = tuple(width for dim in (p.nope_dim, p.rope_dim, p.v_dim) for width in widths_of(dim, least))
     flags = (p.causal, p.has_len, p.return_lse, p.scaled, p.keys_last, masked, c.persistent)
-    grid: tuple[int, ...] = (ct.cdiv(p.q_len, c.tile_m), p.heads, p.batch)
+    each = (ct.cdiv(p.q_len, c.tile_m), p.heads, p.batch)
+    grid: tuple[int, ...] = each
     if c.persistent:
-        grid = (min(math.prod(grid), device.sms * (c.occupancy or 1) // (c.num_ctas or 1)),)
+        grid = walkers(each, device.sms * (c.occupancy or 1) // (c.num_ctas or 1), p.causal)
     constants = (*flags, *widths, c.tile_m, c.tile_n, c.tail_n, c.parts, c.latency)
     return Plan(mla_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)

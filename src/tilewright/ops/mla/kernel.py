@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..attention_common import softmax_finish
-from ..attention_tiles import columns, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_tiles import columns, item_of_walk, softmax_over_keys, store_rows, summed_products, turned_columns
 
 
 @ct.kernel
@@ -54,10 +54,10 @@ def mla_kernel(
     tiles = ct.cdiv(q_len, TILE_M)
     NOPES, ROPES, VALUES = (NOPE, NOPE_REST), (ROPE, ROPE_REST), (VALUE, VALUE_REST)
 
-    def attend(tile, head, batch):
-        if CAUSAL:
-            tile = tiles - 1 - tile  # the longest first
-        q = columns(Q_NOPE, batch, head, tile, NOPES, TILE_M, None) + columns(Q_ROPE, batch, head, tile, ROPES, TILE_M, None)
+    def queries(tile, head, batch):
+        return columns(Q_NOPE, batch, head, tile, NOPES, TILE_M, None) + columns(Q_ROPE, batch, head, tile, ROPES, TILE_M, None)
+
+    def attend(q, tile, head, batch):
         own = scale
         if SCALED:
             own = own * (ct.load(Q_SCALE, (head,), ()) * ct.load(K_SCALE, (0,), ()))
@@ -79,10 +79,12 @@ def mla_kernel(
         if RETURN_LSE:
             ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
+    if CAUSAL and not PERSISTENT:
+        tile = tiles - 1 - tile  # the longest first
     if PERSISTENT:
-        # All heads' longest tiles first, so that blocks end together.
-        heads, batches = Q_NOPE.shape[1], Q_NOPE.shape[0]
-        for item in range(ct.bid(0), tiles * heads * batches, ct.num_blocks(0)):
-            attend(item // (heads * batches), item % heads, item // heads % batches)
+        shape = (tiles, Q_NOPE.shape[1], Q_NOPE.shape[0])
+        for item in range(ct.bid(0), tiles * shape[1] * shape[2], ct.num_blocks(0)):
+            here = item_of_walk(item, shape, CAUSAL)
+            attend(queries(*here), *here)
     else:
-        attend(tile, head, batch)
+        attend(queries(tile, head, batch), tile, head, batch)

@@ -131,7 +131,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     decodes = list(dict.fromkeys(_fewer_splits(p, c) for c in decode.space(p.decode, device)))
     if device.is_cpu:
         # Each row is several calls of numpy either way, and code for each is generated.
-        return [Config(8, decodes[0]), Config(4, decodes[1]), *(Config(0, decode.Config(64, n, rows=16)) for n in (1, 2))]
+        return [Config(8, decodes[0]), Config(4, decodes[1]), *(Config(0, decode.Config(64, n, rows=16, late=n > 1)) for n in (1, 2))]
     # Few rows: short pieces, so that there is a block for every SM.
     sizes = (8, 4, 16) if p.batch * p.q_len * p.keys < 16 * 2 * device.sms else (16, 8, 32)
     gathered = [*(Config(sizes[0], c) for c in decodes), *(Config(n, decodes[0]) for n in sizes[1:])]
@@ -144,12 +144,15 @@ def _fused(p: Problem, device: Device) -> list[Config]:
         return []
     tiles = p.batch * p.q_len * -(-p.q_heads // 64)
     splits = min(max(1, device.sms // tiles), -(-p.keys // 64))
-    # (tile_n, latency). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results or queries
-    # of 576 columns, the tiles of 32 rows that the compiler keeps in flight at latency 2.
-    walks = [(64, 8), (32, 4)] if p.cache_dtype is None else [(32, 8), (32, 2)]
+    # (tile_n, latency, late). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results or
+    # queries of 576 columns, the tiles of 32 rows that the compiler keeps in flight at latency 2. Late denominators first: of 7 barriers a step of
+    # bf16 rows 4 are left, of 18 with codes 15 (SASS, sm_90; not timed).
+    walks = (
+        [(64, 8, True), (64, 8, False), (32, 4, True), (32, 4, False)] if p.cache_dtype is None else [(32, 8, True), (32, 8, False), (32, 2, False)]
+    )
     if p.cache_dtype is None and splits == 1 and p.head_dim <= 512:
-        walks.append((32, 2))
-    shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64) for n, latency in walks]
+        walks.append((32, 2, False))
+    shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64, late=late) for n, latency, late in walks]
     return [Config(0, _fewer_splits(p, shape)) for shape in shapes]
 
 
@@ -169,7 +172,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         grid = (c.decode.splits * -(-p.q_heads // c.decode.rows), tokens)
         flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, c.decode.splits > 1)
         ahead = c.decode.tile_n > 32 or p.cache_dtype is not None
-        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, ahead, c.decode.latency)
+        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, ahead, c.decode.latency, c.decode.late)
         return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused)
     pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
     count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))

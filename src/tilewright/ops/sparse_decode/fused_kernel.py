@@ -40,6 +40,7 @@ def sparse_decode_kernel(
     TILE_N: ct.Constant[int],
     AHEAD: ct.Constant[bool],
     LATENCY: ct.Constant[int],
+    LATE: ct.Constant[bool],
 ):
     """One block: ROWS heads of one token over one range of the entries of both lists.
 
@@ -47,7 +48,7 @@ def sparse_decode_kernel(
     Lists, lengths and caches as in `sparse_decode_gather_kernel`. Q [tokens, HEADS, 1, COLUMNS]. Without SPLIT: OUT [tokens, HEADS, 1, V_COLUMNS],
     LSE [tokens, HEADS, 1]. With SPLIT OUT holds partials as those of attention_decode, whose merge follows.
     SINKS fp32 [HEADS]. scale: of the scores, times log2(e). AHEAD: a tile of entries is loaded one step before its rows; where the compiler itself
-    keeps several tiles of rows in flight, that keeps it from doing so.
+    keeps several tiles of rows in flight, that keeps it from doing so. LATE: the denominators are summed over the entries of a tile after the last.
     """
     # A tile of codes has one scale a row: with several, the compiler takes HMMA in place of HGMMA and spills (sm_90, 256 columns).
     MOST = 64 if GROUP else 256
@@ -68,7 +69,7 @@ def sparse_decode_kernel(
         qs = (*qs, ct.load(Q, (token, heads, 0, at), (1, ROWS, 1, width), padding_mode=ZERO).reshape((ROWS, width)))
         if at * width < V_COLUMNS:
             sums = (*sums, ct.zeros((ROWS, width), ct.float32))
-    state = (sums, ct.full((ROWS, 1), FLOOR, ct.float32), ct.zeros((ROWS, 1), ct.float32))
+    state = (sums, ct.full((ROWS, 1), FLOOR, ct.float32), ct.zeros((ROWS, TILE_N if LATE else 1), ct.float32))
 
     def walk(INDICES, length, KEYS, SCALES, ROPE, first, last, state):
         page_size, rows = KEYS.shape[1], KEYS.shape[0] * KEYS.shape[1]
@@ -109,7 +110,7 @@ def sparse_decode_kernel(
             for i in ct.static_iter(range(len(qs))):
                 scores = ct.mma(qs[i], ct.transpose(ks[i]), scores)
             scores = ct.where(ct.expand_dims(seen, 0), scores, -math.inf)
-            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, Q.dtype, 1, 1)
+            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, Q.dtype, 1, 1, LATE=LATE)
             totals: tuple = ()
             for i in ct.static_iter(range(len(sums))):
                 totals = (*totals, ct.mma(weights, ks[i], sums[i] * factor))
@@ -120,6 +121,8 @@ def sparse_decode_kernel(
     if MORE:
         state = walk(MORE_INDICES, more_length, MORE_KEYS, MORE_SCALES, MORE_ROPE, max(first, tiles) - tiles, last - tiles, state)
     sums, maximum, denominator = state
+    if LATE:
+        denominator = ct.sum(denominator, axis=1, keepdims=True)
 
     if SPLIT:
         part, rest = OUT.slice(4, 0, V_COLUMNS), OUT.slice(4, V_COLUMNS, V_COLUMNS + 2)

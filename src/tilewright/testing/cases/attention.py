@@ -19,8 +19,8 @@ small = [
     Problem(3, 2, 1, 36, 36, 64, BRAIN, has_start=True, return_lse=True),  # rows before the start see nothing
     Problem(3, 4, 2, 19, 64, 64, BRAIN, has_len=True, return_lse=True),
     Problem(3, 2, 1, 24, 80, 64, SINGLE, has_start=True, has_len=True, window=30, return_lse=True),
-    Problem(4, 4, 2, 40, 40, 64, BRAIN, varlen=True, return_lse=True),
-    Problem(3, 2, 1, 21, 66, 128, BRAIN, causal=False, varlen=True),
+    Problem(4, 4, 2, 120, 120, 64, BRAIN, varlen=True, return_lse=True, longest=64),
+    Problem(3, 2, 1, 45, 140, 128, BRAIN, causal=False, varlen=True),
     Problem(1, 2, 2, 50, 21, 64, BRAIN, return_lse=True),  # more queries than keys: the first 29 see nothing
     Problem(1, 3, 1, 1, 130, 256, BRAIN),
     Problem(1, 2, 1, 65, 65, 64, SINGLE, return_lse=True),
@@ -28,10 +28,10 @@ small = [
     Problem(2, 2, 1, 30, 50, 48, HALF, v_dim=96, has_len=True),
     Problem(1, 4, 2, 40, 60, 64, BRAIN, softcap=2.0, return_lse=True),
     Problem(1, 4, 2, 50, 70, 64, BRAIN, window=20, has_sinks=True, return_lse=True),
-    Problem(3, 2, 1, 33, 33, 64, SINGLE, varlen=True, softcap=3.0, has_sinks=True),
+    Problem(3, 2, 1, 70, 70, 64, SINGLE, varlen=True, softcap=3.0, has_sinks=True),
     Problem(2, 4, 2, 40, 72, 64, EIGHT, keys_last=True),
     Problem(2, 2, 1, 21, 50, 80, EIGHT, causal=False, has_len=True),
-    Problem(3, 2, 1, 33, 33, 128, EIGHT, varlen=True, has_sinks=True, softcap=5.0),
+    Problem(3, 2, 1, 70, 70, 128, EIGHT, varlen=True, has_sinks=True, softcap=5.0),
 ]
 
 real = [
@@ -43,7 +43,7 @@ real = [
     Problem(1, 32, 32, 1024, 1024, 80, HALF),  # phi-2
     Problem(2, 32, 32, 512, 512, 96, BRAIN),  # Phi-3-mini
     Problem(1, 8, 1, 1500, 1500, 256, BRAIN),  # Gemma-2B
-    Problem(8, 32, 8, 1024, 1024, 128, BRAIN, varlen=True, return_lse=True),
+    Problem(8, 32, 8, 5500, 5500, 128, BRAIN, varlen=True, return_lse=True, longest=1024),
     Problem(4, 32, 8, 100, 2048, 128, BRAIN, has_len=True),
     Problem(16, 16, 16, 197, 197, 64, HALF, causal=False),  # ViT-L
     Problem(1, 8, 8, 300, 300, 128, SINGLE),
