@@ -160,7 +160,7 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch, made_up):
 
 # ------------------------------------------------------------------------------------------------ suites
 def test_an_unknown_suite_names_the_known():
-    with pytest.raises(ValueError, match="--suite must be one of playbook, llm, seeds, got 'all'"):
+    with pytest.raises(ValueError, match="--suite must be one of playbook, llm, seeds, decode, got 'all'"):
         bench_command(suite="all")
 
 
