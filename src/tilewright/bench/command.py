@@ -125,7 +125,7 @@ class _Run:
             self.console.print(f"    {figure.kernel}: {figure.value:g} {figure.metric}{value} for {figure.hardware} ({figure.document})")
         self.rows.append(row)
         if self.json_file:
-            append_jsonl(self.json_file, [row])
+            append_jsonl(self.json_file, row.json())
         torch.cuda.empty_cache()
         return row
 

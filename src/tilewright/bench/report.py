@@ -161,10 +161,11 @@ def summary(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
+def append_jsonl(path: Path, row: str) -> None:
+    """row: one JSON object, without a line break."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(row.json() + "\n" for row in rows)
+        file.write(row + "\n")
 
 
 @cache

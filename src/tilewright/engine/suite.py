@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..bench.ceilings import Ceilings
+from ..bench.report import append_jsonl
 from ..models import Loaded, load
 from .command import case_of, collect, prompts_of, ready_engine, rows_of
 from .engine import Engine, Mode
@@ -57,9 +58,7 @@ def decode_suite(
             console.print(line(row))
             found.append(row)
             if json_file:
-                json_file.parent.mkdir(parents=True, exist_ok=True)
-                with json_file.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_jsonl(json_file, json.dumps(row))
         del loaded
         collect()
     return found

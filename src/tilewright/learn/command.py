@@ -98,7 +98,7 @@ def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -
             last = _named(row, ladder, step)
             rows.append(last)
             if json_file:
-                append_jsonl(json_file, [last])
+                append_jsonl(json_file, last.json())
         _show(console, ladder, table, compiled)
         if last:
             ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in last.peers.items())

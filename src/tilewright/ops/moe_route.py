@@ -147,12 +147,8 @@ def moe_route_kernel(
     i = ct.bid(0)
     lanes = TILE_G * TILE_S
     x = ct.load(LOGITS.slice(1, 0, GROUPS).slice(2, 0, SIZE), (i, 0, 0), (TILE_M, TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)
-
-    def bias():
-        return ct.load(BIAS.slice(0, 0, GROUPS).slice(1, 0, SIZE), (0, 0), (TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False).reshape((1, lanes))
-
     how = (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S, TILE_K)
-    weights, ids = chosen_experts(x.astype(ct.float32).reshape((TILE_M, lanes)), bias, scale, how)
+    weights, ids = chosen_experts(x.astype(ct.float32).reshape((TILE_M, lanes)), BIAS, scale, how)
     ct.store(WEIGHTS, (i, 0), weights, allow_tma=False)
     ct.store(IDS, (i, 0), ids - first_expert, allow_tma=False)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .tiles import silu_mul_of_pairs
+from .tiles import rounded_sum, silu_mul_of_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # k beyond the edge adds nothing to the sums
@@ -161,6 +161,21 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     return Plan(rms_norm_matmul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
 
 
+def _rows_tile(X, RESIDUAL, at, shape, ADD, LATENCY):
+    """A tile of the rows that are normalised: of X, or if ADD of X + RESIDUAL."""
+    x = ct.load(X, at, shape, padding_mode=ZERO, latency=LATENCY)
+    if ADD:
+        x = rounded_sum(x, ct.load(RESIDUAL, at, shape, padding_mode=ZERO, latency=LATENCY))
+    return x
+
+
+def _behind_product(y, BIAS, tile_n, TILE_N, ADD_BIAS, SILU_MUL):
+    """The product's columns [rows, TILE_N] with their bias, and through the activation."""
+    if ADD_BIAS:
+        y = y + ct.load(BIAS, (tile_n,), (TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    return silu_mul_of_pairs(y) if SILU_MUL else y
+
+
 @ct.kernel
 def rms_norm_matmul_kernel(
     X,
@@ -189,11 +204,7 @@ def rms_norm_matmul_kernel(
     steps = ct.cdiv(X.shape[1], TILE_K)
 
     def row_tile(row, step):
-        x = ct.load(X, (row, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY)
-        if ADD:
-            more = ct.load(RESIDUAL, (row, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY)
-            x = (x.astype(ct.float32) + more.astype(ct.float32)).astype(SUM.dtype)
-        return x
+        return _rows_tile(X, RESIDUAL, (row, step), (1, TILE_K), ADD, LATENCY)
 
     if ADD:  # the first blocks write a piece of the sum each
         for i in range(ct.bid(0), rows * steps, ct.num_blocks(0)):
@@ -211,10 +222,7 @@ def rms_norm_matmul_kernel(
             acc = acc + (x * weight) * b
         rstd = 1.0 / ct.sqrt(ct.sum(squares) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
         y = ct.sum(acc, axis=1).reshape((1, TILE_N)) * rstd
-        if ADD_BIAS:
-            y = y + ct.load(BIAS, (tile_n,), (TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-        if SILU_MUL:
-            y = silu_mul_of_pairs(y)
+        y = _behind_product(y, BIAS, tile_n, TILE_N, ADD_BIAS, SILU_MUL)
         ct.store(OUT, (row, tile_n), y.astype(OUT.dtype), allow_tma=False)
 
     if PERSISTENT:
@@ -251,11 +259,7 @@ def rms_norm_matmul_rows_kernel(
     steps, tiles = ct.cdiv(X.shape[1], TILE_K), ct.cdiv(B.shape[0], TILE_N)
 
     def rows_tile(step):
-        x = ct.load(X, (0, step), (ROWS, TILE_K), padding_mode=ZERO, latency=LATENCY)
-        if ADD:
-            more = ct.load(RESIDUAL, (0, step), (ROWS, TILE_K), padding_mode=ZERO, latency=LATENCY)
-            x = (x.astype(ct.float32) + more.astype(ct.float32)).astype(SUM.dtype)
-        return x
+        return _rows_tile(X, RESIDUAL, (0, step), (ROWS, TILE_K), ADD, LATENCY)
 
     def column_tile(tile_n):
         acc = ct.zeros((TILE_N, ROWS), ct.float32)
@@ -269,10 +273,7 @@ def rms_norm_matmul_rows_kernel(
             acc = ct.mma(b, scaled.transpose(), acc)
         rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
         y = acc.transpose() * rstd
-        if ADD_BIAS:
-            y = y + ct.load(BIAS, (tile_n,), (TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-        if SILU_MUL:
-            y = silu_mul_of_pairs(y)
+        y = _behind_product(y, BIAS, tile_n, TILE_N, ADD_BIAS, SILU_MUL)
         ct.store(OUT, (0, tile_n), y.astype(OUT.dtype), allow_tma=False)
 
     def piece(step):

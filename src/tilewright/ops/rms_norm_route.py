@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, experts_and_groups, routed, scores_of
-from .tiles import load_tile
+from .tiles import load_tile, rounded_sum
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -207,7 +207,7 @@ def rms_norm_route_kernel(
         x = load_tile(X, (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
         if ADD:
             more = load_tile(RESIDUAL.slice(1, 0, K), (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
-            x = (x.astype(ct.float32) + more.astype(ct.float32)).astype(OUT.dtype)
+            x = rounded_sum(x, more)
             if part == 0:
                 ct.store(SUM, (token, j), x, allow_tma=False)
         wide = x.astype(ct.float32)
@@ -233,13 +233,8 @@ def rms_norm_route_kernel(
         expert, inside = experts_and_groups(GROUPS, SIZE, TILE_G, TILE_S)
         row = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
         logits = ct.gather(LOGITS, (token + row, expert), mask=inside & (row == 0))
-
-        def bias():
-            tile = ct.load(BIAS.slice(0, 0, GROUPS).slice(1, 0, SIZE), (0, 0), (TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)
-            return tile.reshape((1, TILE_G * TILE_S))
-
         how = (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, ROWS, TILE_G, TILE_S, TILE_P)
-        weights, ids = chosen_experts(logits, bias, scale, how)
+        weights, ids = chosen_experts(logits, BIAS, scale, how)
         ct.store(WEIGHTS, (token, 0), ct.extract(weights, (0, 0), (1, TILE_P)), allow_tma=False)
         ct.store(IDS, (token, 0), ct.extract(ids, (0, 0), (1, TILE_P)) - first_expert, allow_tma=False)
         ct.scatter(ARRIVED, token, 0)

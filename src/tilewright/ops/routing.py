@@ -78,8 +78,8 @@ def experts_and_groups(GROUPS, SIZE, TILE_G, TILE_S):
     return (group * SIZE + member).reshape((1, lanes)), ((group < GROUPS) & (member < SIZE)).reshape((1, lanes))
 
 
-def chosen_experts(x, bias, scale, how):
-    """Weights, scaled, and ids [TILE_M, TILE_K] of logits x fp32 [TILE_M, lanes]. bias: a function that loads [1, lanes].
+def chosen_experts(x, BIAS, scale, how):
+    """Weights, scaled, and ids [TILE_M, TILE_K] of logits x fp32 [TILE_M, lanes]. BIAS: [GROUPS, SIZE], read only with ADD_BIAS.
 
     how: (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S, TILE_K), constants.
     """
@@ -96,7 +96,8 @@ def chosen_experts(x, bias, scale, how):
         scores = powers / ct.sum(powers, axis=1, keepdims=True)
     chosen_by = scores
     if ADD_BIAS:
-        chosen_by = chosen_by + bias()
+        bias = ct.load(BIAS.slice(0, 0, GROUPS).slice(1, 0, SIZE), (0, 0), (TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)
+        chosen_by = chosen_by + bias.reshape((1, lanes))
     keys = ct.where(inside, _order_keys(chosen_by), TAKEN)
     if TOP_GROUPS < GROUPS:
         each = keys.reshape((TILE_M, TILE_G, TILE_S))

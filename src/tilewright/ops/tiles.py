@@ -81,11 +81,16 @@ def vector_chunk(VECTOR, j, COLS, TILE_N):
     return ct.load(VECTOR.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
 
 
+def rounded_sum(x, more):
+    """x + more, rounded to their dtype: what is normalised is what is kept."""
+    return (x.astype(ct.float32) + more.astype(ct.float32)).astype(x.dtype)
+
+
 def sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA):
     """Tile (i, j) of X; if ADD, of X + RESIDUAL, rounded, which is put into SUM too. load(array, i, j, whole): how one is read."""
     x = load(X, i, j, whole)
     if ADD:
-        x = (x.astype(ct.float32) + load(RESIDUAL, i, j, whole).astype(ct.float32)).astype(X.dtype)
+        x = rounded_sum(x, load(RESIDUAL, i, j, whole))
         ct.store(SUM, (i, j), x, check_bounds=not whole, allow_tma=STORE_TMA)
     return x
 

@@ -17,6 +17,7 @@ import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR, softmax_step
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
+from ...ops.tiles import silu_mul_of_pairs
 from .program import Kind
 
 ZERO = ct.PaddingMode.ZERO
@@ -295,11 +296,7 @@ def mega_kernel(
         elif kind == GATE_UP:
 
             def put_active(unit, y, state):
-                half = ROWS[2] // 2
-                y = y.reshape((half, 2))
-                gate, up = ct.extract(y, (0, 0), (half, 1)), ct.extract(y, (0, 1), (half, 1))
-                y = (gate / (1.0 + ct.exp(-gate)) * up).astype(dtype)
-                _store(ACTIVE, (layer, unit), y.reshape((1, half)))
+                _store(ACTIVE, (layer, unit), silu_mul_of_pairs(y.reshape((1, ROWS[2]))).astype(dtype))
                 return state
 
             each_tile(step, first, last, W_GATE_UP, layer, ROWS[2], CHUNKS[0], lambda: normed(2 * layer + 1, False), put_active, ())

@@ -105,6 +105,14 @@ def plan(schedule: Schedule, phases: int, spin_limit: int) -> Plan:
     return Plan(mega_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
 
 
+def resident_blocks(device: Device, blocks: int | None) -> int:
+    """Blocks of the grid, by default one for each multiprocessor. Raises ValueError for more than can be resident: they wait for each other."""
+    blocks = blocks or device.sms
+    if not device.is_cpu and not 1 <= blocks <= device.sms:
+        raise must("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
+    return blocks
+
+
 class Mega:
     """A program with its buffers. `step` launches it: one token for the sequence of `clocks`."""
 
@@ -130,9 +138,7 @@ class Mega:
         Raises: ValueError if so many blocks can't be resident at once: they would wait for each other for ever.
         """
         device = Device.of(weights.embedding)
-        blocks = blocks or device.sms
-        if not device.is_cpu and not 1 <= blocks <= device.sms:
-            raise must("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
+        blocks = resident_blocks(device, blocks)
         self.weights, self.program, self.clocks, self.cache = weights, program, clocks, cache
         self.schedule = Schedule(weights.dims, blocks, config or default_config(device))
         where = weights.embedding.device

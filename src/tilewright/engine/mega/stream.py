@@ -10,7 +10,7 @@ from ...launch import Device, Plan, launch, must, next_pow2
 from ...ops.attention_common import LOG2E
 from .pack import LARGEST, Weights
 from .program import MATRICES, Dims, Kind, Phase, value_name
-from .run import Clocks, Mega
+from .run import Clocks, Mega, resident_blocks
 from .schedule import Config
 from .stream_kernel import mega_stream_kernel
 from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
@@ -159,9 +159,7 @@ class StreamMega:
     ) -> None:
         """Args and Raises: as `Mega`; and ValueError for a model that is no stream, with the reason."""
         device, dtype = Device.of(weights.embedding), weights.embedding.dtype
-        blocks = blocks or device.sms
-        if not device.is_cpu and not 1 <= blocks <= device.sms:
-            raise must("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
+        blocks = resident_blocks(device, blocks)
         config = config or default_stream_config(device)
         config = reduced(config, weights.dims, dtype)
         if weights.whole is None or why_not(weights.dims, dtype, config):

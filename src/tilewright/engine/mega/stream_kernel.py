@@ -18,6 +18,7 @@ import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
+from ...ops.tiles import silu_mul_of_pairs
 
 RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
@@ -433,9 +434,7 @@ def mega_stream_kernel(
                     say(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), added(y, R, old), (1, R // PACKED), number)
                 elif kind == GATE_UP:
                     HALF_ROWS = R // 2
-                    both = y.reshape((HALF_ROWS, 2))
-                    gate, up = ct.extract(both, (0, 0), (HALF_ROWS, 1)), ct.extract(both, (0, 1), (HALF_ROWS, 1))
-                    y = (gate / (1.0 + ct.exp(-gate)) * up).reshape((HALF_ROWS,))
+                    y = silu_mul_of_pairs(y.reshape((1, R))).reshape((HALF_ROWS,))
                     at = (STREAM_ROWS * layer + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
                     say(STREAM, at, _bits(_apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
                 else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
+from ..mma_tiles import loads_wide
 from ..scaling import GROUP, Scaling, random_codes, scale_shapes
 from .kernels import moe_few_kernel, moe_kernel
 from .lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
@@ -274,15 +275,9 @@ def _least_rows(device: Device) -> int:
     return 16 if device.arch == "sm_80" else 8
 
 
-def _wide_loads(p: Problem, device: Device) -> bool:
-    """Whether all rows of all matrices are multiples of 16 bytes, which TMA needs; elsewhere of 16 elements, or loads are narrow."""
-    unit = 16 // p.weight_dtype.itemsize if device.arch == "sm_90" else 16
-    return p.hidden % unit == 0 and p.inter % unit == 0
-
-
 def _reading(p: Problem, device: Device, parts: int) -> list[Product]:
     """Products with the weights first: `parts` times tile_n rows of them."""
-    if not _wide_loads(p, device):
+    if not loads_wide(device, p.weight_dtype, p.hidden, p.inter):
         return [Product(32 // parts, GROUP if p.scaling is Scaling.BLOCK else 64, latency=1, store_tma=False)]
     large = device.arch in ("sm_90", "sm_100", "sm_103")
     if p.scaling is Scaling.BLOCK:
@@ -302,7 +297,7 @@ def _reading(p: Problem, device: Device, parts: int) -> list[Product]:
 
 def _vector_shapes(p: Problem, device: Device) -> Iterator[tuple[Product, Product]]:
     """The products of a single token, as (rows, tile_k, occupancy, warps) of each part: rows such that all SMs have as many blocks."""
-    if not _wide_loads(p, device):
+    if not loads_wide(device, p.weight_dtype, p.hidden, p.inter):
         narrow = Product(8, GROUP, latency=1, store_tma=False)
         yield narrow, narrow
         return
@@ -358,7 +353,7 @@ def _short_configs(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def _tall_configs(p: Problem, device: Device) -> Iterator[Config]:
-    if not _wide_loads(p, device):
+    if not loads_wide(device, p.weight_dtype, p.hidden, p.inter):
         deep = GROUP if p.scaling is Scaling.BLOCK else 32
         narrow = Product(32, deep, latency=1, store_tma=False)
         yield Config(64, narrow, replace(narrow, tile_n=64), quantized=bool(p.scaling) and deep == GROUP)

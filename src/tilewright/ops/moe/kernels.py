@@ -3,24 +3,16 @@
 import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
-from ..tiles import grouped_tile
-
-APPROX = ct.RoundingMode.APPROX
-LOG2_E = 1.4426950408889634
-
-
-def silu_mul(gate, up):
-    # The approximate division is good to 2 ulp of fp32.
-    return ct.truediv(gate, 1.0 + ct.exp2(gate * -LOG2_E, flush_to_zero=True), rounding_mode=APPROX, flush_to_zero=True) * up
+from ..tiles import gated, grouped_tile
 
 
 def _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST):
     """[TILE_M, TILE_N] of the result: the accumulator, or silu(its first part) * its second."""
     if PARTS == 2:
         if WEIGHTS_FIRST:
-            acc = silu_mul(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)))
+            acc = gated(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)), False)
         else:
-            acc = silu_mul(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)))
+            acc = gated(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)), False)
     return acc.transpose() if WEIGHTS_FIRST else acc
 
 
@@ -105,7 +97,7 @@ def moe_kernel(
             for part in ct.static_iter(range(PARTS)):
                 sums = (*sums, accs[part] * ct.extract(columns, (part,), (TILE_N,)).reshape((1, TILE_N)))
             accs = sums
-        return silu_mul(accs[0], accs[1]) if PARTS == 2 else accs[0]
+        return gated(accs[0], accs[1], False) if PARTS == 2 else accs[0]
 
     def plain_tile(panel, tile_n, expert):
         acc = ct.zeros((wide, TILE_M) if WEIGHTS_FIRST else (TILE_M, wide), dtype=ct.float32)

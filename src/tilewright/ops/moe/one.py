@@ -3,7 +3,8 @@
 import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, ZERO
-from .kernels import row_scales, silu_mul
+from ..tiles import gated
+from .kernels import row_scales
 
 
 def _add_products(acc, x, scales, w, expert, part, tile_n, step, TILE_N, TILE_K, LATENCY):
@@ -69,7 +70,7 @@ def moe_one_up_kernel(
         if KIND == ROW:
             scales = row_scales(scale_w, expert, tile_n, 2, TILE_N)
             first, second = first * ct.extract(scales, (0,), (TILE_N,)), second * ct.extract(scales, (1,), (TILE_N,))
-        return silu_mul(first, second)
+        return gated(first, second, False)
 
     def chosen():
         own = ct.gather(ids, slot)
