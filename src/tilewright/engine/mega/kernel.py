@@ -21,6 +21,7 @@ from ...ops.tiles import silu_mul_of_pairs
 from .program import Kind
 
 ZERO = ct.PaddingMode.ZERO
+RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
 
 
 def _load(array, index, shape):
@@ -122,14 +123,19 @@ def mega_kernel(
         ct.store(ARRIVED, (1 - turn, 0), ct.zeros((1, TILE_P), ct.int32), allow_tma=False)
 
     def wait(phase):
+        # An atomic's result is one for the whole block. A load is done by every thread for itself: warps would leave this loop at different looks,
+        # and be at different barriers from then on.
         seen, looks = 0, 0
+        if LIMIT:
+            if ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE) > 0:  # nobody waits long where one has given up
+                looks = LIMIT - 1
         while seen < BLOCKS:
-            seen = ct.load(ARRIVED, (turn, phase), (), memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=ct.MemoryScope.DEVICE)
+            seen = ct.atomic_add(ARRIVED, (turn, phase), 0, memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=DEVICE)
             if LIMIT:
                 looks = looks + 1
-                if looks == LIMIT:
-                    ct.atomic_cas(STUCK, 0, 0, phase + 1)
-                    ct.atomic_max(STUCK, 1, block)
+                if (looks == LIMIT) & (seen < BLOCKS):
+                    if ct.atomic_cas(STUCK, 0, 0, phase + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
+                        ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
                     seen = BLOCKS
 
     def stream(row, tile, WIDTH, MAY_START):
@@ -335,7 +341,7 @@ def mega_kernel(
             ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
             ct.store(COUNTERS, (0, 0), position + 1)
             ct.store(COUNTERS, (1, 0), ct.load(COUNTERS, (1, 0), ()) + 1)
-        ct.atomic_add(ARRIVED, (turn, step), 1, memory_order=ct.MemoryOrder.RELEASE, memory_scope=ct.MemoryScope.DEVICE)
+        ct.atomic_add(ARRIVED, (turn, step), 1, memory_order=ct.MemoryOrder.RELEASE, memory_scope=DEVICE)
 
     if block == 0:
         if steps == 1:  # later phases already tell that every block has read its turn

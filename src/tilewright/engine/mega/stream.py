@@ -34,6 +34,9 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     fold = dims.inter // dims.hidden
     if config.rows % (fold * max(packed, config.pieces)) or config.rows % (2 * packed) or dims.head_dim % config.rows:
         return f"{config.rows} rows in {config.pieces} pieces are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
+    threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
+    if min(dims.hidden // packed, next_pow2(dims.group + 2) * head_words, dims.group * head_words * (packed + 2)) < threads:
+        return f"words that are waited for together are fewer than {threads} threads: see `words` in the kernel"
     if any(rows * columns // dims.hidden % config.rows for rows, columns in map(dims.shape, MATRICES)):
         return f"a matrix's rows are no multiple of {config.rows}"
     size = sum(rows * columns * (1 if kind is Kind.HEAD else dims.layers) for kind in MATRICES for rows, columns in [dims.shape(kind)])
@@ -48,7 +51,6 @@ class Words:
 
     heads: Tensor
     parts: Tensor
-    sums: Tensor
     stream: Tensor
     x: Tensor
     logits: Tensor
@@ -64,12 +66,11 @@ class Words:
 
         return Words(
             heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
-            parts=words(d.layers * d.kv_heads, packed, splits, d.group * head_words),
-            sums=words(d.layers * d.kv_heads, 2, splits, d.group),
+            parts=words(d.layers * d.kv_heads, next_pow2(packed + 2), splits, d.group * head_words),
             stream=words(d.layers * (schedule.fold + ct.cdiv(3, schedule.fold) * schedule.fold), d.hidden // packed),
             x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
-            best=words(2, next_pow2(schedule.blocks)),
+            best=words(2, schedule.tile_best),
         )
 
     def plain(self, words: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
-        next_pow2(schedule.blocks),
+        schedule.tile_best,
         schedule.splits,
         schedule.slices,
         c.span,
@@ -161,6 +162,8 @@ class StreamMega:
         device, dtype = Device.of(weights.embedding), weights.embedding.dtype
         blocks = resident_blocks(device, blocks)
         config = config or default_stream_config(device)
+        if config.num_worker_warps is None and not device.is_cpu:
+            raise must("config.num_worker_warps", "a number on a GPU: the words that are waited for together depend on it", None)
         config = reduced(config, weights.dims, dtype)
         if weights.whole is None or why_not(weights.dims, dtype, config):
             raise must("the model's sizes", "those of one stream of weights", why_not(weights.dims, dtype, config))
@@ -187,7 +190,7 @@ class StreamMega:
             weights.cos,
             weights.sin,
             *map(as_words, cache),
-            *(getattr(self.values, name) for name in ("heads", "parts", "sums", "stream", "x", "logits", "best")),
+            *(getattr(self.values, name) for name in ("heads", "parts", "stream", "x", "logits", "best")),
             tiles,
             tiles if complete else tiles + blocks,
             attentions,

@@ -97,7 +97,6 @@ def mega_stream_kernel(
     V: Stacks,
     HEADS: Stack,
     PARTS: Stacks,
-    SUMS: Stacks,
     STREAM: Matrix,
     X: Stack,
     LOGITS: Matrix,
@@ -136,9 +135,8 @@ def mega_stream_kernel(
 
     int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
     queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
-    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, PACKED, power of two, group * head words], a range's
-    weighted values, SUMS [L * KV_HEADS, 2, power of two, group], its maximum and denominator, and BEST [2, TILE_B], the largest logit of each
-    block and where.
+    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range
+    PACKED planes of weighted values, and its maximum and denominator as often, and BEST [2, TILE_B], the largest logit of each block and where.
     int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
     down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
     X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
@@ -163,21 +161,27 @@ def mega_stream_kernel(
     CHUNK_TILES = SPAN // TILE_KV
 
     def words(array, index, shape, number, place, inside):
-        """32-bit values of words as soon as all have the number, but for those not `inside`."""
+        """32-bit values of words as soon as all have the number, but for those not `inside`; and that number, or a larger one.
+
+        At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
+        words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
+        """
         found = ct.zeros(shape, ct.int64)
         lowest, looks = 0, 0
+        if LIMIT:
+            if ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE) > 0:  # nobody waits long where one has given up
+                looks = LIMIT - 1
         while lowest < number:
             # The index depends on what was seen, or the compiler would look once: it takes a relaxed load of one place for constant.
             found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
             lowest = ct.min(ct.where(inside, _number(found), number))
             if LIMIT:
                 looks = looks + 1
-                if looks == LIMIT:
-                    ct.atomic_cas(STUCK, 0, 0, place + 1)
-                    ct.atomic_max(STUCK, 1, block)
-                if ct.atomic_max(STUCK, 0, 0) > 0:  # the others need not wait as long
+                if (looks == LIMIT) & (lowest < number):
+                    if ct.atomic_cas(STUCK, 0, 0, place + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
+                        ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
                     lowest = number
-        return found.astype(ct.int32)
+        return found.astype(ct.int32), lowest
 
     def say(array, index, bits, shape, number):
         _say(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape))
@@ -197,25 +201,27 @@ def mega_stream_kernel(
         return _bits(found, dtype).astype(ct.int32)
 
     def prepare(kind, layer, token, number):
-        """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same."""
+        """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same. The number that was seen."""
         row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
         if kind == OUT:
             row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
         elif kind == GATE_UP:
             row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
+        seen = number
         if kind == DOWN:
             for some in range(FOLD // LOOKED):
-                found = words(STREAM, (STREAM_ROWS // LOOKED * layer + some, 0), (LOOKED, WORDS), number, 8 * layer + 3, True)
+                found, seen = words(STREAM, (STREAM_ROWS // LOOKED * layer + some, 0), (LOOKED, WORDS), number, 8 * layer + 3, True)
                 _store(X, (block, some, 0), found.reshape((1, LOOKED, WORDS)))
         else:
             if (kind == QKV) & (layer == 0):
                 one = _load(EMBEDDING, (token, 0), (1, WORDS))
             else:
-                one = words(STREAM, (row, 0), (1, WORDS), number, place, True)
+                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True)
             if kind != OUT:
                 one = normed(one, norm)
             for fold in range(FOLD):
                 _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
+        return seen
 
     def turned(first, second, position):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
@@ -259,7 +265,7 @@ def mega_stream_kernel(
             ahead = fetched(0)
         ROWS = HEADS.shape[1]
         inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
-        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside).reshape((ROWS, HEAD_WORDS))
+        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside)[0].reshape((ROWS, HEAD_WORDS))
         first = _planes(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
         second = _planes(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
         rotated = turned(first, second, position)
@@ -323,30 +329,30 @@ def mega_stream_kernel(
                 say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
         else:
             if split < ranges:
-                for n in ct.static_iter(range(PACKED)):
-                    say_fp32(PARTS, (at, n, split, 0), result[n], (1, 1, 1, group * HEAD_WORDS), number)
-                say_fp32(SUMS, (at, 0, split, 0), above, (1, 1, 1, group), number)
-                say_fp32(SUMS, (at, 1, split, 0), denominator, (1, 1, 1, group), number)
+                each = ct.zeros((group, HEAD_WORDS), ct.float32)
+                planes = (*result, above + each, denominator + each)
+                for n in ct.static_iter(range(PACKED + 2)):
+                    say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
             if split < SLICES:
                 merge(layer, kv_head, split, ranges, number)
 
     def merge(layer, kv_head, part, ranges, number):
         """A slice of a key head's results, from all ranges."""
-        EACH, TILE_S = group * HEAD_WORDS // SLICES, SUMS.shape[2]
+        EACH, PLANES, TILE_S = group * HEAD_WORDS // SLICES, PARTS.shape[1], PARTS.shape[2]
         at = layer * KV_HEADS + kv_head
-        inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((TILE_S, 1))
-        sums = words(SUMS, (at, 0, 0, part * EACH // HEAD_WORDS), (1, 2, TILE_S, 1), number, 8 * layer + 1, inside.reshape((1, 1, TILE_S, 1)))
-        sums = ct.bitcast(sums, ct.float32).reshape((2 * TILE_S, 1))
-        maxima, below = ct.extract(sums, (0, 0), (TILE_S, 1)), ct.extract(sums, (1, 0), (TILE_S, 1))
-        maxima = ct.where(inside, maxima, FLOOR)
-        factors = ct.where(inside, ct.exp2(maxima - ct.max(maxima)), 0.0)
-        factors = factors * (1.0 / ct.sum(ct.where(inside, below, 0.0) * factors))
-        parts = words(PARTS, (at, 0, 0, part), (1, PACKED, TILE_S, EACH), number, 8 * layer + 1, inside.reshape((1, 1, TILE_S, 1)))
-        parts = ct.bitcast(parts, ct.float32).reshape((PACKED, TILE_S, EACH))
-        mixed = ct.sum(ct.where(inside.reshape((1, TILE_S, 1)), parts, 0.0) * factors.reshape((1, TILE_S, 1)), axis=1)
+        inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((1, TILE_S, 1))
+        said = inside.reshape((1, 1, TILE_S, 1)) & (ct.arange(PLANES, dtype=ct.int32) < PACKED + 2).reshape((1, PLANES, 1, 1))
+        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said)[0]
+        parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
+        planes: tuple = ()
+        for n in ct.static_iter(range(PACKED + 2)):
+            planes = (*planes, ct.extract(parts, (n, 0, 0), (1, TILE_S, EACH)))
+        maxima = ct.where(inside, planes[PACKED], FLOOR)
+        factors = ct.where(inside, ct.exp2(maxima - ct.max(maxima, axis=1, keepdims=True)), 0.0)
+        factors = factors * (1.0 / ct.sum(planes[PACKED + 1] * factors, axis=1, keepdims=True))
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
-            found = (*found, ct.extract(mixed, (n, 0), (1, EACH)))
+            found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), _bits(found, dtype), (1, EACH), number)
 
     def dot(w):
@@ -356,6 +362,10 @@ def mega_stream_kernel(
         for i in ct.static_iter(range(1, PACKED)):
             product = product + ws[i] * xs[i]
         return ct.sum(product, axis=2)
+
+    def written(row, i, N, seen):
+        """N words of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
+        return _look(STREAM, (row + min(seen, 0), i), (1, N)).astype(ct.int32)
 
     def added(y, N, old):
         """Words of y [N] on top of the stream's old words, [1, N / PACKED]."""
@@ -367,7 +377,7 @@ def mega_stream_kernel(
 
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = _look(COUNTERS, (0, 0), (1, 1)).item() - epoch
-    before = -1
+    before, seen = -1, 0
     best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
@@ -399,7 +409,7 @@ def mega_stream_kernel(
                 attend(other, share // SPLITS, share % SPLITS, position, number)
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
-            prepare(kind, layer, token, number)
+            seen = prepare(kind, layer, token, number)
         # Each piece has a buffer of its own in shared memory, which fills again as soon as the piece is in registers.
         ys: tuple = ()
         for i in ct.static_iter(range(PIECES)):
@@ -415,7 +425,7 @@ def mega_stream_kernel(
         if kind != NOTHING:
             if kind == DOWN:
                 SOME = R // FOLD
-                old = words(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), (1, SOME // PACKED), number, 8 * layer + 2, True)
+                old = written(STREAM_ROWS * layer + MIDDLE, unit, SOME // PACKED, seen)
                 say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
             else:
                 y = y.reshape((R,))
@@ -430,7 +440,7 @@ def mega_stream_kernel(
                     if layer == 0:
                         old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
                     else:
-                        old = words(STREAM, (STREAM_ROWS * (layer - 1) + AFTER, unit), (1, R // PACKED), number, 8 * layer - 4, True)
+                        old = written(STREAM_ROWS * (layer - 1) + AFTER, unit, R // PACKED, seen)
                     say(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), added(y, R, old), (1, R // PACKED), number)
                 elif kind == GATE_UP:
                     HALF_ROWS = R // 2
@@ -450,7 +460,7 @@ def mega_stream_kernel(
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)
+                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)[0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()

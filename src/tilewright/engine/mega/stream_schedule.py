@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cuda.tile as ct
 
-from ...launch import Device
+from ...launch import Device, next_pow2
 from .program import MATRICES, Dims, Kind, Phase
 
 
@@ -51,6 +51,11 @@ class StreamSchedule:
     def slices(self) -> int:
         """Parts of a key head's result, of two values at least, that are merged apart, each by the block of a range."""
         return 1 << (min(self.splits, self.dims.group * self.dims.head_dim // 2).bit_length() - 1)
+
+    @property
+    def tile_best(self) -> int:
+        """Blocks' largest logits that are waited for together: a power of two, in two rows no fewer words than threads."""
+        return next_pow2(max(self.blocks, 16 * (self.config.num_worker_warps or 1)))
 
     def tiles(self, kind: Kind) -> int:
         """Of one layer."""
