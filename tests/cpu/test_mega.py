@@ -1,10 +1,15 @@
 """The megakernel: transformers' tokens from one launch a token, races watched; schedules, refusals, the reference machine and the difference test."""
 
+import re
+import subprocess
+import tempfile
+
 import pytest
 import torch
 from test_engine import NEW, prompts, stock_tokens, tiny
 
-from tilewright.compile import ResultCache, compile_launches
+from tilewright.compile import ResultCache, compile_launches, find_tool
+from tilewright.compile.job import Job
 from tilewright.engine import Engine, Sampling
 from tilewright.engine.mega import Config, Dims, Kind, Schedule, phases
 from tilewright.engine.mega.difftest import differences, program_of
@@ -97,7 +102,7 @@ def test_a_block_that_never_arrives_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "stop_after", "last"), [(0, "", "appended values"), (1, "gate_up", "layers.0.active"), (2, "qkv", "layers.1.qkv")]
+    ("layers", "stop_after", "last"), [(0, "", "chosen logit"), (1, "gate_up", "layers.0.active"), (2, "qkv", "layers.1.qkv")]
 )
 def test_every_value_is_within_the_noise_band(layers: int, stop_after: str, last: str) -> None:
     weights, program = program_of(weights_of(tiny("llama", torch.bfloat16, **SIZES)), layers, stop_after)
@@ -145,6 +150,59 @@ def meta_weights(d: Dims) -> Weights:
     layers = [meta(d.layers, *d.shape(kind)) for kind in MATRICES[:4]]
     rope = [meta(4096, d.head_dim // 2, dtype=torch.float32) for _ in range(2)]
     return Weights(d, meta(d.vocab, d.hidden), meta(2 * d.layers + 1, d.hidden), *layers, meta(1, d.vocab, d.hidden), *rope, 1e-5, 0.125)
+
+
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);|^(\.L_\w+):", re.MULTILINE)
+
+
+def loops_of_waits(sass: str) -> list[list[str]]:
+    """The smallest loop around each instruction that reads what other blocks write, of those within 300 instructions: a larger one is no wait."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for found in INSTRUCTION.finditer(sass):
+        if found[2]:
+            labels[found[2]] = len(code)
+        else:
+            code.append(found[1])
+    jumps = [(labels[target[1]], i) for i, line in enumerate(code) if (target := re.search(r"\bBRA .*`\((\.L_\w+)\)", line)) and target[1] in labels]
+    spans = set()
+    for i, line in enumerate(code):
+        if re.search(r"\bLDG\S*STRONG|\bATOMG", line):
+            around = [(end - start, start, end) for start, end in jumps if start <= i <= end]
+            spans |= {min(around)} if around and min(around)[0] < 300 else set()
+    return [code[start : end + 1] for _, start, end in sorted(spans)]
+
+
+def disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(find_tool("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def assert_blocks_leave_waits_together(cubin: bytes, waits: int) -> None:
+    """A loop with a barrier must decide by what came through shared memory: of what they loaded themselves warps see different states, leave at
+    different looks, and are at different barriers from then on.
+    """
+    loops = loops_of_waits(disassembled(cubin))
+    assert len(loops) >= waits
+    for loop in loops:
+        looked = next(i for i, line in enumerate(loop) if re.search(r"\bLDG|\bATOMG", line))
+        assert not any("BAR.SYNC" in line for line in loop) or any(re.search(r"\bLDS", line) for line in loop[looked:]), "\n".join(loop)
+
+
+def test_blocks_leave_the_waits_of_phases_together() -> None:
+    for limit in (0, 1000):
+        assert_blocks_leave_waits_together(traced_job(LLAMA_1B, "H200", limit).build(), 7)
+
+
+def traced_job(d: Dims, gpu: str, spin_limit: int = 0) -> Job:
+    device = Device.named(gpu)
+    cache = torch.empty(d.layers, d.kv_heads, 4096, d.head_dim, dtype=torch.bfloat16, device="meta")
+    with traced(device) as launches:
+        where = Clocks(*(tensor.to("meta") for tensor in (getattr(clocks(), name) for name in ("tokens", "counters", "recent", "clock"))))
+        Mega(meta_weights(d), list(phases(d)), where, (cache, cache), spin_limit=spin_limit).step()
+    return Job.of(launches[0], device.arch)
 
 
 @pytest.mark.parametrize("gpu", ["H200", "GB10"])

@@ -1,16 +1,13 @@
 """The megakernel's stream: transformers' tokens, races watched; every value in the noise band; dealing, refusals, and what the SASS must hold."""
 
 import re
-import subprocess
-import tempfile
 from dataclasses import replace
 
 import pytest
 import torch
 from test_engine import NEW, prompts, stock_tokens, tiny
-from test_mega import LLAMA_1B, LLAMA_3B, SMOLLM, clocks, weights_of
+from test_mega import LLAMA_1B, LLAMA_3B, SMOLLM, assert_blocks_leave_waits_together, clocks, disassembled, weights_of
 
-from tilewright.compile import find_tool
 from tilewright.compile.disassemble import disassemble, usage
 from tilewright.compile.job import Job
 from tilewright.engine import Engine
@@ -72,7 +69,7 @@ def test_engine_takes_the_stream_where_the_model_fits_and_holds_weights_once() -
 def test_every_value_is_within_the_noise_band(stop_after: str, layers: int) -> None:
     weights, program = program_of(weights_of(tiny("llama", torch.bfloat16, **SIZES)), layers, stop_after)
     found = differences(weights, program, 21, blocks=7, config=SMALL)
-    assert len(found) == (2 if stop_after else 13)  # of a layer qkv, attention, middle, active, stream; logits, and what was appended
+    assert len(found) == (2 if stop_after else 14)  # of a layer qkv, attention, middle, active, stream; logits, what was appended, what was chosen
     assert {d.name: str(d.accuracy) for d in found if not d.accuracy.ok} == {}
 
 
@@ -100,6 +97,9 @@ def test_what_is_no_stream_runs_phase_by_phase() -> None:
         mega_of(weights, list(phases(weights.dims)), where, cache, blocks=1, config=SMALL)
     assert why_not(LLAMA_1B, torch.bfloat16, StreamConfig()) == ""
     assert all(why_not(dims, torch.bfloat16, StreamConfig()) for dims in (LLAMA_3B, SMOLLM))
+    narrow = Dims(2, 256, 4, 2, 64, 1024, 32768)
+    assert "fewer than 256 threads" in why_not(narrow, torch.bfloat16, StreamConfig())
+    assert why_not(narrow, torch.bfloat16, StreamConfig(num_worker_warps=4)) == ""
 
 
 @pytest.mark.parametrize(("gpu", "blocks"), [("H200", 132), ("GB10", 48)])
@@ -157,7 +157,7 @@ def test_the_machine_finds_what_a_schedule_forgets_or_has_in_the_wrong_order(mon
         machine().run(program)
 
 
-def traced_job(gpu: str) -> Job:
+def traced_job(gpu: str, spin_limit: int = 0) -> Job:
     device, d = Device.named(gpu), LLAMA_1B
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -169,7 +169,7 @@ def traced_job(gpu: str) -> Job:
     where = Clocks(*(tensor.to("meta") for tensor in (getattr(clocks(), name) for name in ("tokens", "counters", "recent", "clock"))))
     cache = meta(d.layers, d.kv_heads, 16384, d.head_dim)
     with traced(device) as launches:
-        StreamMega(weights, list(phases(d)), where, (cache, cache)).step()
+        StreamMega(weights, list(phases(d)), where, (cache, cache), spin_limit=spin_limit).step()
     return Job.of(launches[0], device.arch)
 
 
@@ -185,10 +185,8 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
     found = disassemble(cubin)
     assert not found.spills
     assert 128 << 10 <= found.shared_bytes <= 227 << 10  # weights under way: 4.4 TB/s need 40 KB a multiprocessor, a phase's wait three times that
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass = subprocess.run([str(find_tool("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    assert_blocks_leave_waits_together(cubin, 7)
+    sass = disassembled(cubin)
     assert not re.search(r"\bCCTL", sass)  # an acquire would wait for all loads
     assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
     blocks = re.split(r"^(?=\.L_\S+:)", sass, flags=re.MULTILINE)
@@ -197,6 +195,7 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
         sum(bool(re.search(rf"BRA `\({re.escape(name)}\)", block)) for name, block in zip(own, blocks, strict=True) if len(block.split(";")) == 2)
         <= 1
     )
+    assert_blocks_leave_waits_together(traced_job("H200", spin_limit=1000).build(), 7)
     producer = sass[sass.index("UTMALDG") :]
     producer = producer[: producer.rindex("UTMALDG")]
     assert "STRONG" not in producer  # it waits for nobody's words

@@ -5,7 +5,10 @@ the other implementation. Slots of the cache that hold no key of the text are fi
 """
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ from .stream import StreamMega, mega_of, reduced, why_not
 from .stream_reference import StreamMachine
 from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
-SPIN_LIMIT = 1 << 22  # looks at a counter, a few seconds of them
+SPIN_LIMIT = 1 << 20  # looks at a counter or at words, a second or two of them
+PATIENCE_S = 20.0  # for a kernel whose every wait ends by itself
 MAX_LEN = 64
 TOKENS = 2  # that a schedule is run for: the second shows whether a word is overwritten while somebody wants it
 
@@ -71,9 +75,19 @@ def random_token(weights: Weights, position: int, seed: int = 0) -> tuple[int, t
 
 
 def differences(
-    weights: Weights, program: list[Phase], position: int, *, blocks: int | None = None, config: Config | StreamConfig | None = None, seed: int = 0
+    weights: Weights,
+    program: list[Phase],
+    position: int,
+    *,
+    blocks: int | None = None,
+    config: Config | StreamConfig | None = None,
+    seed: int = 0,
+    on_progress: Callable[[str], None] = lambda line: None,
 ) -> list[Difference]:
-    """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain."""
+    """Runs kernel and machine on a random token and cache. Raises MissingDependency, or RuntimeError where a block waited in vain.
+
+    on_progress: called with a line before and after each part, so that what hangs is known.
+    """
     like = weights.embedding
     token, (keys, values) = random_token(weights, position, seed)
 
@@ -87,10 +101,16 @@ def differences(
         integers(2, dtype=torch.int64),
     )
     mega = mega_of(weights, program, clocks, (keys.clone(), values.clone()), blocks=blocks, config=config, spin_limit=SPIN_LIMIT)
+    on_progress(f"kernel: {type(mega).__name__}, {mega.schedule.blocks} blocks, {len(program)} phases: compiling")
+    began = perf_counter()
     mega.step()
+    on_progress(f"kernel: launched after {perf_counter() - began:.1f} s")
+    _await(like.device)
     mega.check()
+    on_progress(f"kernel: done after {perf_counter() - began:.1f} s")
     machines = []
     for dtype in (like.dtype, torch.float64):
+        on_progress(f"machine in {str(dtype).removeprefix('torch.')}: running")
         copies = keys.to(dtype).clone(), values.to(dtype).clone()
         if isinstance(mega, StreamMega):
             machine: Machine | StreamMachine = StreamMachine(weights, mega.schedule, token, position, copies, dtype=dtype)
@@ -98,6 +118,7 @@ def differences(
             machine = Machine(weights, mega.schedule, token, position, copies, dtype=dtype)
         machine.run(program)
         machines.append(machine)
+    on_progress("comparing")
     theirs, truth = machines
     found = []
     for name, ours in mega.named(position).items():
@@ -106,11 +127,26 @@ def differences(
     if program[-1].kind >= Kind.HEAD:
         for name, ours, other, true in zip(("keys", "values"), mega.cache, theirs.cache, truth.cache, strict=True):
             found.append(_difference(f"appended {name}", *(t[:, :, position].flatten() for t in (ours, other, true))))
-    if program[-1].kind is Kind.CHOOSE and not bool(theirs.values["logits"][int(clocks.tokens[0])] == theirs.values["logits"].max()):
-        logits = mega.values.logits[0]  # another token than the machine's is right only where its own logits say so
-        if int(clocks.tokens[0]) != int(logits.argmax()):
-            raise RuntimeError(f"the kernel chose token {int(clocks.tokens[0])}, its own logits say {int(logits.argmax())}")
+    if program[-1].kind is Kind.CHOOSE:  # another token than the machine's is right where its own logit is the largest
+        chosen = int(clocks.tokens[0])
+        if not 0 <= chosen < weights.dims.vocab:
+            raise RuntimeError(f"the kernel chose token {chosen} of {weights.dims.vocab}")
+        largest = mega.values.logits[0].amax()[None]
+        found.append(_difference("chosen logit", mega.values.logits[0, chosen, None], largest, largest))
     return found
+
+
+def _await(device: torch.device) -> None:
+    """Looks, where `synchronize` would wait for ever and hold off the keyboard too. Raises RuntimeError if the device isn't done in time."""
+    if device.type != "cuda":
+        return
+    end = torch.cuda.Event()
+    end.record(torch.cuda.current_stream(device))
+    deadline = perf_counter() + PATIENCE_S
+    while not end.query():
+        if perf_counter() > deadline:
+            raise RuntimeError(f"the kernel has not ended after {PATIENCE_S:g} s: its blocks hang, and not in a wait of theirs, which would have ended")
+        sleep(1e-3)
 
 
 def _difference(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Difference:
@@ -146,7 +182,7 @@ def difftest_command(model: Any, *, layers: int, stop_after: str, position: int,
             if device is not None:
                 machine = scheduled(weights, program, device, position, TOKENS, blocks=blocks or None)
                 return _print_schedule(StreamSchedule(dims, machine.schedule.blocks, machine.schedule.config), machine, device, as_json)
-            found = differences(weights, program, position, blocks=blocks or None)
+            found = differences(weights, program, position, blocks=blocks or None, on_progress=lambda line: print(line, file=sys.stderr, flush=True))
         finally:
             stacks.undo()
     good = all(d.accuracy.ok for d in found)
