@@ -101,9 +101,7 @@ def test_a_block_that_never_arrives_is_named() -> None:
     step.check()
 
 
-@pytest.mark.parametrize(
-    ("layers", "stop_after", "last"), [(0, "", "chosen logit"), (1, "gate_up", "layers.0.active"), (2, "qkv", "layers.1.qkv")]
-)
+@pytest.mark.parametrize(("layers", "stop_after", "last"), [(0, "", "chosen logit"), (1, "gate_up", "layers.0.active"), (2, "qkv", "layers.1.qkv")])
 def test_every_value_is_within_the_noise_band(layers: int, stop_after: str, last: str) -> None:
     weights, program = program_of(weights_of(tiny("llama", torch.bfloat16, **SIZES)), layers, stop_after)
     found = differences(weights, program, 21, blocks=3)
@@ -164,7 +162,9 @@ def loops_of_waits(sass: str) -> list[list[str]]:
             labels[found[2]] = len(code)
         else:
             code.append(found[1])
-    jumps = [(labels[target[1]], i) for i, line in enumerate(code) if (target := re.search(r"\bBRA .*`\((\.L_\w+)\)", line)) and target[1] in labels]
+    jumps = [
+        (labels[target[1]], i) for i, line in enumerate(code) if (target := re.search(r"\bBRA\S* .*`\((\.L_\w+)\)", line)) and target[1] in labels
+    ]
     spans = set()
     for i, line in enumerate(code):
         if re.search(r"\bLDG\S*STRONG|\bATOMG", line):

@@ -127,7 +127,8 @@ def mega_kernel(
         # and be at different barriers from then on.
         seen, looks = 0, 0
         if LIMIT:
-            if ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE) > 0:  # nobody waits long where one has given up
+            stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
+            if stuck > 0:  # nobody waits long where one has given up
                 looks = LIMIT - 1
         while seen < BLOCKS:
             seen = ct.atomic_add(ARRIVED, (turn, phase), 0, memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=DEVICE)

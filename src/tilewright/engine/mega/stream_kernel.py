@@ -169,7 +169,8 @@ def mega_stream_kernel(
         found = ct.zeros(shape, ct.int64)
         lowest, looks = 0, 0
         if LIMIT:
-            if ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE) > 0:  # nobody waits long where one has given up
+            stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
+            if stuck > 0:  # nobody waits long where one has given up
                 looks = LIMIT - 1
         while lowest < number:
             # The index depends on what was seen, or the compiler would look once: it takes a relaxed load of one place for constant.
