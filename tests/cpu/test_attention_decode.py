@@ -63,7 +63,10 @@ def test_lse_is_the_natural_log_of_the_denominator(splits):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True), Config(32, 2, gather=True, late=True)])
+OUTSIDE = [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True), Config(32, 2, sliced=True)]
+
+
+@pytest.mark.parametrize("config", OUTSIDE)
 def test_memory_outside_the_keys_may_hold_anything(config):
     q, k, v = randn(4, 4, 1, HEAD_DIM), randn(4, 2, 100, HEAD_DIM), randn(4, 2, 100, HEAD_DIM)
     start, end = int32(0, 31, 40, 0), int32(1, 67, 40, 0)
@@ -83,9 +86,9 @@ def test_memory_outside_the_keys_may_hold_anything(config):
     torch.testing.assert_close(out[0], v[0, :, :1].repeat_interleave(2, 0))  # one key: its value
 
 
-@pytest.mark.parametrize(("tile_n", "gather"), [(16, False), (64, False), (64, True)])
+@pytest.mark.parametrize(("tile_n", "option"), [(16, {}), (64, {}), (16, {"sliced": True}), (64, {"sliced": True})])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
-def test_pages_are_the_contiguous_cache(page_size, tile_n, gather):
+def test_pages_are_the_contiguous_cache(page_size, tile_n, option):
     """Tiles that are part of a page, and tiles of several; unused pages poisoned, unused entries out of range."""
     batch, max_len = 3, 256
     q, k, v = randn(batch, 4, 1, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM)
@@ -102,7 +105,7 @@ def test_pages_are_the_contiguous_cache(page_size, tile_n, gather):
     expected = forced(Config(tile_n, 2), q, k, v, end, return_lse=True)
     for unused in (2147480000, -1, int(order[0])):  # the last: a page that another sequence holds
         entries = torch.where(torch.arange(per_sequence) * page_size < end[:, None], table, unused)
-        found = forced(Config(tile_n, 2, gather=gather), q, pages_k, pages_v, end, block_table=entries, return_lse=True)
+        found = forced(Config(tile_n, 2, **option), q, pages_k, pages_v, end, block_table=entries, return_lse=True)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
 
@@ -162,6 +165,7 @@ def test_an_empty_batch_or_cache_launches_nothing():
 
 MANY = [Config(16, 1), Config(32, 3, True), Config(16, 2, heads=1), Config(64, 2, heads=2, rows=64), Config(16, 2, parts=2, columns=16)]
 MANY += [Config(32, 2, True, late=True), Config(16, 3, rows=64, parts=2, columns=16, late=True)]
+MANY += [Config(16, 3, True, parts=2, late=True, sliced=True), Config(32, 1, rows=16, sliced=True)]
 
 
 def expected_rows(q, k, v, end, *, start=None, window=None, sinks=None):

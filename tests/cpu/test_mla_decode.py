@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilewright.compile.build import compile_launches
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention_decode import Config
 from tilewright.ops.mla_decode import mla_decode, plan
@@ -67,6 +68,27 @@ def test_neither_queries_nor_cache_are_copied():
         arguments = (torch.empty(1, 16, 1, n, device="meta", dtype=torch.bfloat16) for n in (512, 64))
         mla_decode(*arguments, torch.empty(1, 4096, 576, device="meta", dtype=torch.bfloat16), scale=0.11472)
     assert [launch.plan.name for launch in launches] == ["attention_decode_kernel", "attention_decode_merge_kernel"]
+
+
+@pytest.mark.parametrize(("heads", "page_size"), [(16, 0), (128, 0), (16, 64), (128, 64)])
+def test_hopper_loads_the_next_keys_while_it_multiplies_these(heads, page_size):
+    """Two tiles of keys beside the queries, a warp that loads, products not waited for one by one: with two loops the compiler keeps one tile."""
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    device = Device.named("H200")
+    with traced(device) as launches:
+        table = meta(128, 64, dtype=torch.int32) if page_size else None
+        cache = meta(8192, page_size, 576) if page_size else meta(128, 4096, 576)
+        queries = meta(128, heads, 1, 512), meta(128, heads, 1, 64)
+        mla_decode(*queries, cache, meta(128, dtype=torch.int32), scale=0.1, block_table=table)
+    (found,) = compile_launches([(launches[0], device.arch)], jobs=1)
+    assert found.ok, found.error
+    resources = found.resources
+    assert resources.shared_bytes > (min(heads, 64) + 2 * 64) * 512 * 2
+    assert resources.count("USETMAXREG") > 0
+    assert resources.count("WARPGROUP") < resources.count("HGMMA")
 
 
 Q, R, CACHE = torch.zeros(2, 4, 1, 64).half(), torch.zeros(2, 4, 1, 16).half(), torch.zeros(2, 32, 80).half()

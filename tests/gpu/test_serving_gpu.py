@@ -44,6 +44,8 @@ def test_logits_on_pages_obey_the_rule(gpu, prompts):  # noqa: F811
 def test_continuous_batching_writes_the_tokens_of_transformers(gpu, prompts, graphs):  # noqa: F811
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    if not hasattr(ContinuousBatchingConfig(), "page_size"):
+        pytest.skip("continuous batching with block tables came after this transformers")
     with torch.inference_mode(False):
         model = made("llama", gpu).float()
     greedy = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)

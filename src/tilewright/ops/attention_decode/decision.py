@@ -113,8 +113,9 @@ class Config:
     rows: rows (heads x tokens) that the tile of queries has at least, a power of two; those beyond the block's own are zeros.
     parts: column parts that k, v and the sums are kept in; a power of two.
     columns: columns of v of a block, a power of two, each block with all scores; 0: all of them.
-    gather: k and v are loaded key by key, without TMA; only where their columns fill the tiles.
     late: the denominators are kept key by key and summed after the last step.
+    sliced: keys are read through a view of the sequence's own, zeros behind it, in one loop; not of pages shorter than a tile, nor with a window or
+        kv_start of any pages.
     """
 
     tile_n: int
@@ -128,8 +129,8 @@ class Config:
     parts: int = 1
     columns: int = 0
     num_ctas: int | None = None
-    gather: bool = False
     late: bool = False
+    sliced: bool = False
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -191,10 +192,6 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
-    if p.head_dim > 64:  # narrower ones spill; not timed yet, nor is gathering
-        shapes.append(replace(one_block, late=True))
-    if p.page_size in (16, 32) and p.head_dim == 128 and p.columns in (64, 128):
-        shapes += [Config(128, 1, True, 4, 1, 8, gather=True, late=True), Config(64, 1, True, 4, 2, 4, gather=True, late=True)]
     if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
         shapes.insert(0, Config(128, 1, True, 8, 2, 8))
     elif p.page_size == 64:
@@ -232,32 +229,31 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
         return most // tile_q if rows > most else 0
 
     if device.arch == "sm_90":
-        # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 223 KB).
-        narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
+        # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 226 KB):
+        # parts are freed one by one, and with these latencies the compiler keeps both tiles and its products in flight (SASS; times: H200, 2026-11-21).
         if not p.shared:
-            return [narrow]
-        latency = 6 if p.page_size else 4  # pages: 493 us, and 775 with 4 (128 heads, 128 x 4096 in pages of 64, H200, 2026-11-21)
-        shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 2), Config(64, 1, False, 2, 1, 8, heads(64), 64, 2), narrow]
-        few = rows in (8, 16) and not p.has_start  # with a third loop, for the keys before kv_start, they spill
-        if few:  # bound by reading the keys: 164 us in place of 193 (16 heads, 128 x 4096, H200, 2026-11-21)
-            shapes.insert(0, Config(64, 1, True, 4, 1, 8, parts=4) if p.has_len or p.page_size else Config(64, 1, True, 3, 1, 4, parts=2))
-        if rows >= 128:
-            shapes.append(Config(32, 1, False, 2, 1, 8, 128 // tile_q, 128, num_ctas=2))
-        # Not timed yet. Late denominators: three barriers a step in place of five; partial sums on their way out leave room for 32 keys at a time.
-        shapes += [Config(64, 1, False, 6, 1, 8, heads(64), 64, 2, late=True), Config(32, 1, False, 4, 1, 8, heads(64), 64, 2, late=True)]
-        if rows > 64 and p.columns == 512:  # each warp group has its own 64 rows, and weights stay in registers: no barrier in a step
-            halves = Config(32, 1, False, 4, 1, 8, heads(128), 128, 2, 256, late=True)
-            shapes += [halves, replace(halves, parts=4)] if tile_q == 1 else [halves]
-        if few and p.has_len and not p.page_size:
-            shapes.append(Config(64, 1, True, 8, 1, 8, parts=4, late=True))
-        elif few and not p.page_size:
-            shapes += [Config(64, 1, True, 3, 1, 4, parts=2, late=True), Config(64, 1, True, 1, 2, 4, late=True)]
+            return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), Config(32, 1, False, 2, 1, 8, heads(64), 64)]
+        narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
+        if not _in_one_loop(p, 64):
+            return [narrow, Config(64, 1, False, 6, 1, 8, heads(64), 64, 2)]
+        # 128 heads, 128 x 4096: 314 us, 374 with a loop of its own for partial tiles; in pages of 64 360 and 436.
+        ahead = 5 if p.head_dim == p.columns == 512 else 9  # elsewhere, with 5, each product is waited for
+        shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 4, late=True, sliced=True) for latency in (ahead, 14 - ahead, 10)]
+        shapes += [replace(shapes[0], late=False), narrow]
+        if rows in (8, 16):  # bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096)
+            few = [Config(64, 1, True, 8, 1, 8, parts=2), Config(64, 1, True, 5, 1, 4, parts=2), Config(64, 1, True, 8, 1, 4, parts=4)]
+            shapes[:0] = [replace(c, late=True, sliced=True) for c in few]
         return shapes
     if device.arch in ("sm_100", "sm_103"):
         return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]
     if device.arch == "sm_80":
         return [Config(64, 1, False, 2, 1, 8, heads(16), parts=4, columns=128)]
     return [Config(32, 1, False, 1, 1, None, heads(16), parts=4, columns=64)]
+
+
+def _in_one_loop(p: Problem, tile_n: int) -> bool:
+    """Whether keys can be read through a view of the sequence's own: one of a page has to hold whole tiles, and to begin with the page."""
+    return not p.page_size or (p.page_size >= tile_n and p.window is None and not p.has_start)
 
 
 def _splits(heads: int, resident: int, choices: Sequence[int]) -> int:
@@ -284,9 +280,10 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     tile_v = tile_d if shared else c.columns or next_pow2(p.columns) // c.parts
     tiles_v = -(-p.columns // tile_v)
     column_blocks = -(-p.columns // c.columns) if c.columns else 1
+    sliced = c.sliced and _in_one_loop(p, c.tile_n)
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.sinks, shared, p.return_lse, p.normalize, c.splits > 1, c.keys_first)
     columns = (-(-(p.head_dim - tail) // tile_d), tile_d, tail, column_blocks, tiles_v // column_blocks, tile_v)
-    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.gather, c.late)
+    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.late, sliced)
     grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
     if c.splits == 1:
         return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)

@@ -47,8 +47,8 @@ def attention_decode_kernel(
     TILE_V: ct.Constant[int],
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
-    GATHER: ct.Constant[bool],
     LATE: ct.Constant[bool],
+    SLICED: ct.Constant[bool],
 ):
     """One block: HEADS query heads of one key head over one range of keys, for a part of v's columns.
 
@@ -58,7 +58,9 @@ def attention_decode_kernel(
     Q [batch, kv_heads * GROUP, q_len, columns of k]; K, V [batch, kv_heads, max_len, columns] or [pages, kv_heads, page_size, columns].
     The columns of k are PARTS tiles of TILE_D and, where TAIL is not 0, one of TAIL, of which the queries are the last TAIL columns of Q_TAIL;
     those of v COLUMN_BLOCKS times PARTS_V tiles of TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
-    GATHER: tiles of keys come row by row, without TMA. LATE: the denominators are summed over the keys of a tile after the last one.
+    LATE: the denominators are summed over the keys of a tile after the last one. SLICED: keys are read through a view that ends with the sequence,
+    and behind which loads give zeros, so that one loop serves whole and partial tiles: a loop of its own for these takes half of the shared memory,
+    and each tile of the others is then loaded only when the one before it is done with.
     Without SPLIT: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len]; without NORMALIZE OUT is the fp32 sum, LSE its maximum and
     DENOMINATOR, like LSE, its denominator. With SPLIT OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]: sum,
     maximum in base 2 and denominator; SINKS are then left to the merge.
@@ -84,7 +86,10 @@ def attention_decode_kernel(
     begin = min(begin, end)
 
     # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that some row is not to see.
-    first, last = begin // TILE_N, ct.cdiv(end, TILE_N)
+    first, last, origin = begin // TILE_N, ct.cdiv(end, TILE_N), 0
+    if SLICED and PAGE_SIZE == 0:
+        K, V = K.slice(2, begin, end), V.slice(2, begin, end)
+        first, last, origin = 0, ct.cdiv(end - begin, TILE_N), begin
     per_split = ct.cdiv(last - first, ct.num_blocks(0) // (row_tiles * COLUMN_BLOCKS))
     first = first + split * per_split
     last = min(last, first + per_split)
@@ -115,20 +120,13 @@ def attention_decode_kernel(
         qs = (*qs, queries(Q_TAIL, Q_TAIL.shape[3] // TAIL - 1, TAIL))
     token = ct.arange(ROWS, dtype=ct.int32) % TILE_Q
 
-    def load(ARRAY, j, i, COLUMNS):
+    def load(ARRAY, j, page, i, COLUMNS):
         shape = (1, 1, TILE_N, COLUMNS)
-        if GATHER:
-            key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-            page, row, held = batch, ct.expand_dims(key, 1), ct.expand_dims(key < end, 1)
-            if PAGE_SIZE:
-                page = ct.gather(BLOCK_TABLE, (batch, key // PAGE_SIZE), mask=key < end, check_bounds=False)
-                page, row = ct.expand_dims(page, 1), ct.expand_dims(key % PAGE_SIZE, 1)
-            column = ct.expand_dims(i * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32), 0)
-            tile = ct.gather(ARRAY, (page, head, row, column), mask=held, check_bounds=False, latency=LATENCY)
-        elif PAGE_SIZE == 0:
+        if PAGE_SIZE == 0:
             tile = ct.load(ARRAY, (batch, head, j, i), shape, padding_mode=ZERO, latency=LATENCY)
         elif PAGE_SIZE >= TILE_N:
-            page = ct.load(BLOCK_TABLE, (batch, j // (PAGE_SIZE // TILE_N)), ())
+            if SLICED:
+                ARRAY = ARRAY.slice(2, 0, min(PAGE_SIZE, end - j // (PAGE_SIZE // TILE_N) * PAGE_SIZE))
             tile = ct.load(ARRAY, (page, head, j % (PAGE_SIZE // TILE_N), i), shape, padding_mode=ZERO, latency=LATENCY)
         else:
             pages = ct.load(BLOCK_TABLE, (batch, j), (1, TILE_N // PAGE_SIZE), padding_mode=ZERO).reshape((TILE_N // PAGE_SIZE,))
@@ -151,15 +149,18 @@ def attention_decode_kernel(
 
     def step(j, state, MASKED):
         accumulators, maximum, denominator = state
-        key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+        key = origin + j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
+        page = batch
+        if PAGE_SIZE >= TILE_N:  # once for all parts: the warp that loads waits for each look-up
+            page = ct.load(BLOCK_TABLE, (batch, j // (PAGE_SIZE // TILE_N)), ())
         ks: tuple = ()
         vs: tuple = ()
         for i in ct.static_iter(range(PARTS)):
-            ks = (*ks, load(K, j, part(i), TILE_D))
+            ks = (*ks, load(K, j, page, part(i), TILE_D))
         if TAIL:
-            ks = (*ks, load(K, j, PARTS * TILE_D // TAIL, TAIL))
+            ks = (*ks, load(K, j, page, PARTS * TILE_D // TAIL, TAIL))
         for i in ct.static_iter(range(PARTS_V)):
-            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, j, column_block * PARTS_V + i, TILE_V))
+            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, j, page, column_block * PARTS_V + i, TILE_V))
         scores = ct.zeros((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N), dtype=ct.float32)
         for i in ct.static_iter(range(len(qs))):
             scores = ct.mma(ks[i], qs[i], scores) if KEYS_FIRST else ct.mma(qs[i], ct.transpose(ks[i]), scores)
@@ -169,7 +170,7 @@ def attention_decode_kernel(
         sums: tuple = ()
         for i in ct.static_iter(range(PARTS_V)):
             v = vs[i]
-            if MASKED:
+            if MASKED and not SLICED:
                 v = ct.where(ct.expand_dims((key >= begin) & (key < end), 1), v, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
             if KEYS_FIRST:
                 total = ct.mma(ct.transpose(v), weights, accumulators[i] * factor)
@@ -183,13 +184,17 @@ def attention_decode_kernel(
         zeros = (*zeros, ct.zeros((TILE_V, ROWS) if KEYS_FIRST else (ROWS, TILE_V), dtype=ct.float32))
     weights_shape = ((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N)) if LATE else state_shape
     state = (zeros, ct.full(state_shape, FLOOR, dtype=ct.float32), ct.zeros(weights_shape, dtype=ct.float32))
-    if HAS_WINDOW or HAS_START:
-        for j in range(first, head_end):
+    if SLICED:
+        for j in range(first, last):
             state = step(j, state, True)
-    for j in range(head_end, tail):
-        state = step(j, state, False)
-    for j in range(tail, last):
-        state = step(j, state, True)
+    else:
+        if HAS_WINDOW or HAS_START:
+            for j in range(first, head_end):
+                state = step(j, state, True)
+        for j in range(head_end, tail):
+            state = step(j, state, False)
+        for j in range(tail, last):
+            state = step(j, state, True)
 
     sums, maximum, denominator = state
     if LATE:
