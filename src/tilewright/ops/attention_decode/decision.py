@@ -230,7 +230,7 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
 
     if device.arch == "sm_90":
         # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 226 KB):
-        # parts are freed one by one, and with these latencies the compiler keeps both tiles and its products in flight (SASS; times: H200, 2026-11-21).
+        # parts are freed one by one, and with these latencies the compiler keeps both tiles and its products in flight (SASS; times: H200).
         if not p.shared:
             return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), Config(32, 1, False, 2, 1, 8, heads(64), 64)]
         narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
