@@ -44,6 +44,7 @@ LINES = (
     ("attention_decode", "attention_decode", lambda r: r["problem"]["head_dim"] <= 256, "sdpa"),
     ("attention_decode, one key head of 512", "attention_decode", lambda r: "cublas" in r["peers"] and r["problem"]["head_dim"] > 256, "cublas"),
     ("mla_decode", "mla_decode", lambda r: "cublas" in r["peers"], "cublas"),
+    ("sparse_decode", "sparse_decode", lambda r: "torch.compile" in r["peers"], "torch.compile"),
     ("merge_states", "merge_states", lambda r: True, "torch.compile"),
     ("kv_append", "kv_append", lambda r: True, "torch.compile"),
 )

@@ -167,11 +167,10 @@ def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence()
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 7, 32])
-def test_blocks_that_walk_come_to_every_tile_once(blocks, ahead, causal):
+def test_blocks_that_walk_come_to_every_tile_once(blocks, causal):
     q, k, v = (randn(3, 2, 40, HEAD_DIM) for _ in range(3))
-    walking = Config(16, 32, persistent=True, ahead=ahead, occupancy=blocks, num_ctas=Device.named("CPU").sms)
+    walking = Config(16, 32, persistent=True, occupancy=blocks, num_ctas=Device.named("CPU").sms)
     (grid,) = plan(Problem(3, 2, 2, 40, 40, HEAD_DIM, torch.float32, causal), walking, Device.named("CPU")).grid
     assert grid == min(18, blocks - blocks % 3 if causal and blocks >= 3 else blocks)
     with interpret.checking(races=True):

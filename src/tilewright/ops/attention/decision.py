@@ -21,4 +21,4 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     grid: tuple[int, ...] = (p.q_len // c.tile_m + p.batch, p.q_heads) if p.varlen else each  # see packed_tile
     if c.persistent:
         grid = walkers(each, device.sms * (c.occupancy or 1) // (c.num_ctas or 1), p.causal)
-    return Plan(attention_kernel, grid, (*flags, p.keys_last, masked, c.persistent, c.ahead, *tiles), c.num_ctas, c.occupancy, c.num_worker_warps)
+    return Plan(attention_kernel, grid, (*flags, p.keys_last, masked, c.persistent, *tiles), c.num_ctas, c.occupancy, c.num_worker_warps)

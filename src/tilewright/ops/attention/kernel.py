@@ -38,7 +38,6 @@ def attention_kernel(
     KEYS_LAST: ct.Constant[bool],
     MASKED: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    AHEAD: ct.Constant[bool],
     GROUP: ct.Constant[int],
     WIDTH_K: ct.Constant[int],
     REST_K: ct.Constant[int],
@@ -59,7 +58,6 @@ def attention_kernel(
     int32: KV_START, KV_LEN [batch]; CU_Q, CU_KV [batch + 1], for arrays whose batch axis is 1. fp32: SINKS, Q_SCALE [q_heads]; K_SCALE, V_SCALE
     [kv_heads]. What a flag says is absent is not touched.
     scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e). MASKED: some tile of keys may be partly hidden.
-    AHEAD: PERSISTENT, and the queries of the next item are loaded before the keys of this one.
     WIDTH_K, REST_K, WIDTH_V, REST_V: columns of the one or two tiles that hold head_dim and v_dim.
     """
     tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
@@ -85,11 +83,9 @@ def attention_kernel(
     tiles = ct.cdiv(q_len, TILE_M)
     K_WIDTHS, V_WIDTHS = (WIDTH_K, REST_K), (WIDTH_V, REST_V)
 
-    def queries(tile, head, batch):
-        return columns(Q, batch, head, tile, K_WIDTHS, TILE_M, None)
-
-    def attend(q, tile, head, batch):
+    def attend(tile, head, batch):
         kv_head = head // GROUP
+        q = columns(Q, batch, head, tile, K_WIDTHS, TILE_M, None)
         own = scale
         if SCALED:
             own = own * (ct.load(Q_SCALE, (head,), ()) * ct.load(K_SCALE, (kv_head,), ()))
@@ -122,20 +118,9 @@ def attention_kernel(
     if PERSISTENT:
         shape = (tiles, Q.shape[1], Q.shape[0])
         items = tiles * shape[1] * shape[2]
-        if AHEAD:
-            # Loaded in turn, the queries, and the keys behind them, wait until the output has left the shared memory that it has in common with them.
-            here = item_of_walk(ct.bid(0), shape, CAUSAL)
-            q = queries(*here)
-            for item in range(ct.bid(0), items, ct.num_blocks(0)):
-                following = item_of_walk(item + ct.num_blocks(0), shape, CAUSAL)
-                q_following = queries(*following)
-                attend(q, *here)
-                here, q = following, q_following
-        else:
-            for item in range(ct.bid(0), items, ct.num_blocks(0)):
-                here = item_of_walk(item, shape, CAUSAL)
-                attend(queries(*here), *here)
+        for item in range(ct.bid(0), items, ct.num_blocks(0)):
+            attend(*item_of_walk(item, shape, CAUSAL))
     elif not VARLEN:
-        attend(queries(tile, head, batch), tile, head, batch)
+        attend(tile, head, batch)
     elif 0 <= tile < tiles:
-        attend(queries(tile, head, batch), tile, head, batch)
+        attend(tile, head, batch)
