@@ -63,7 +63,7 @@ def test_lse_is_the_natural_log_of_the_denominator(splits):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
 
 
-OUTSIDE = [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True), Config(32, 2, sliced=True)]
+OUTSIDE = [Config(16, 1), Config(32, 3), Config(64, 2, keys_first=True), Config(32, 2, sliced=True), Config(16, 3, sliced=True, paired=True)]
 
 
 @pytest.mark.parametrize("config", OUTSIDE)
@@ -86,7 +86,10 @@ def test_memory_outside_the_keys_may_hold_anything(config):
     torch.testing.assert_close(out[0], v[0, :, :1].repeat_interleave(2, 0))  # one key: its value
 
 
-@pytest.mark.parametrize(("tile_n", "option"), [(16, {}), (64, {}), (16, {"sliced": True}), (64, {"sliced": True})])
+ONE_LOOP = {"sliced": True}
+
+
+@pytest.mark.parametrize(("tile_n", "option"), [(16, {}), (64, {}), (16, ONE_LOOP), (64, ONE_LOOP), (16, ONE_LOOP | {"paired": True})])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 def test_pages_are_the_contiguous_cache(page_size, tile_n, option):
     """Tiles that are part of a page, and tiles of several; unused pages poisoned, unused entries out of range."""
@@ -166,6 +169,7 @@ def test_an_empty_batch_or_cache_launches_nothing():
 MANY = [Config(16, 1), Config(32, 3, True), Config(16, 2, heads=1), Config(64, 2, heads=2, rows=64), Config(16, 2, parts=2, columns=16)]
 MANY += [Config(32, 2, True, late=True), Config(16, 3, rows=64, parts=2, columns=16, late=True)]
 MANY += [Config(16, 3, True, parts=2, late=True, sliced=True), Config(32, 1, rows=16, sliced=True)]
+MANY += [Config(16, 2, late=True, sliced=True, paired=True), Config(16, 1, True, sliced=True, paired=True)]
 
 
 def expected_rows(q, k, v, end, *, start=None, window=None, sinks=None):

@@ -116,6 +116,7 @@ class Config:
     late: the denominators are kept key by key and summed after the last step.
     sliced: keys are read through a view of the sequence's own, zeros behind it, in one loop; not of pages shorter than a tile, nor with a window or
         kv_start of any pages.
+    paired: sliced, two tiles in a step of the loop; with an odd number of tiles the last is computed twice, once for nothing.
     """
 
     tile_n: int
@@ -131,6 +132,7 @@ class Config:
     num_ctas: int | None = None
     late: bool = False
     sliced: bool = False
+    paired: bool = False
 
 
 def space(p: Problem, device: Device) -> list[Config]:
@@ -155,7 +157,8 @@ def space(p: Problem, device: Device) -> list[Config]:
             splits = _splits(math.prod(blocks), resident, range(1, MOST_SPLITS + 1))
             more = min(MOST_SPLITS, 2 * splits)
         for n in (splits, more):
-            configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
+            if n == 1 or not shape.paired:  # with partial sums on their way out, two tiles a step spill
+                configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
 
 
@@ -239,6 +242,8 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
         # 128 heads, 128 x 4096: 314 us, 374 with a loop of its own for partial tiles; in pages of 64 360 and 436.
         ahead = 5 if p.head_dim == p.columns == 512 else 9  # elsewhere, with 5, each product is waited for
         shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 4, late=True, sliced=True) for latency in (ahead, 14 - ahead, 10)]
+        # Not timed yet: 10 barriers a pair of tiles in place of 16, and fewer instructions.
+        shapes += [replace(shapes[0], latency=3, parts=parts, paired=True) for parts in (2, 1)]
         shapes += [replace(shapes[0], late=False), narrow]
         if rows in (8, 16):  # bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096)
             few = [Config(64, 1, True, 8, 1, 8, parts=2), Config(64, 1, True, 5, 1, 4, parts=2), Config(64, 1, True, 8, 1, 4, parts=4)]
@@ -283,7 +288,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     sliced = c.sliced and _in_one_loop(p, c.tile_n)
     flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.sinks, shared, p.return_lse, p.normalize, c.splits > 1, c.keys_first)
     columns = (-(-(p.head_dim - tail) // tile_d), tile_d, tail, column_blocks, tiles_v // column_blocks, tile_v)
-    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.late, sliced)
+    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.late, sliced, sliced and c.paired)
     grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
     if c.splits == 1:
         return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)

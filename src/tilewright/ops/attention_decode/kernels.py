@@ -49,6 +49,7 @@ def attention_decode_kernel(
     LATENCY: ct.Constant[int],
     LATE: ct.Constant[bool],
     SLICED: ct.Constant[bool],
+    PAIRED: ct.Constant[bool],
 ):
     """One block: HEADS query heads of one key head over one range of keys, for a part of v's columns.
 
@@ -60,7 +61,8 @@ def attention_decode_kernel(
     those of v COLUMN_BLOCKS times PARTS_V tiles of TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
     LATE: the denominators are summed over the keys of a tile after the last one. SLICED: keys are read through a view that ends with the sequence,
     and behind which loads give zeros, so that one loop serves whole and partial tiles: a loop of its own for these takes half of the shared memory,
-    and each tile of the others is then loaded only when the one before it is done with.
+    and each tile of the others is then loaded only when the one before it is done with. PAIRED: SLICED, and two tiles a step of the loop: each load
+    has memory of its own, so that the next tile comes while this one is worked on whatever the compiler thinks of it.
     Without SPLIT: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len]; without NORMALIZE OUT is the fp32 sum, LSE its maximum and
     DENOMINATOR, like LSE, its denominator. With SPLIT OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]: sum,
     maximum in base 2 and denominator; SINKS are then left to the merge.
@@ -147,20 +149,22 @@ def attention_decode_kernel(
                 seen = seen & (key >= row_end - window)
         return seen
 
-    def step(j, state, MASKED):
+    def step(j, state, MASKED, MAY_END=False):
+        """With the j-th tile of keys; if MAY_END there may be none, and nothing of what is loaded instead is visible."""
         accumulators, maximum, denominator = state
-        key = origin + j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-        page = batch
+        key, at, page = origin + j * TILE_N + ct.arange(TILE_N, dtype=ct.int32), j, batch
+        if MAY_END:
+            key, at = ct.where(j < last, key, end), min(j, last - 1)
         if PAGE_SIZE >= TILE_N:  # once for all parts: the warp that loads waits for each look-up
-            page = ct.load(BLOCK_TABLE, (batch, j // (PAGE_SIZE // TILE_N)), ())
+            page = ct.load(BLOCK_TABLE, (batch, at // (PAGE_SIZE // TILE_N)), ())
         ks: tuple = ()
         vs: tuple = ()
         for i in ct.static_iter(range(PARTS)):
-            ks = (*ks, load(K, j, page, part(i), TILE_D))
+            ks = (*ks, load(K, at, page, part(i), TILE_D))
         if TAIL:
-            ks = (*ks, load(K, j, page, PARTS * TILE_D // TAIL, TAIL))
+            ks = (*ks, load(K, at, page, PARTS * TILE_D // TAIL, TAIL))
         for i in ct.static_iter(range(PARTS_V)):
-            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, j, page, column_block * PARTS_V + i, TILE_V))
+            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, at, page, column_block * PARTS_V + i, TILE_V))
         scores = ct.zeros((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N), dtype=ct.float32)
         for i in ct.static_iter(range(len(qs))):
             scores = ct.mma(ks[i], qs[i], scores) if KEYS_FIRST else ct.mma(qs[i], ct.transpose(ks[i]), scores)
@@ -184,7 +188,12 @@ def attention_decode_kernel(
         zeros = (*zeros, ct.zeros((TILE_V, ROWS) if KEYS_FIRST else (ROWS, TILE_V), dtype=ct.float32))
     weights_shape = ((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N)) if LATE else state_shape
     state = (zeros, ct.full(state_shape, FLOOR, dtype=ct.float32), ct.zeros(weights_shape, dtype=ct.float32))
-    if SLICED:
+    if PAIRED:
+        for i in range(ct.cdiv(last - first, 2)):
+            j = first + 2 * i
+            state = step(j, state, True)
+            state = step(j + 1, state, True, True)
+    elif SLICED:
         for j in range(first, last):
             state = step(j, state, True)
     else:
