@@ -24,7 +24,7 @@ from tilewright.interpret import checking
 from tilewright.launch import Device, counted, traced
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
-SMALL = StreamConfig(rows=8, pieces=2, splits=4, span=4, tile_kv=4, ahead=2, num_worker_warps=None)
+SMALL = StreamConfig(rows=8, splits=4, span=4, tile_kv=4, ahead=2, num_worker_warps=None)
 
 
 def cache_of(d: Dims, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,6 +105,7 @@ def mega_stream_kernel(
     end: int,
     attentions: int,
     choices: int,
+    pieces: int,
     tokens: int,
     eps: float,
     scale: float,
@@ -115,7 +116,7 @@ def mega_stream_kernel(
     HALF: ct.Constant[int],
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
-    PIECES: ct.Constant[int],
+    TOGETHER: ct.Constant[int],
     HALVINGS: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
@@ -127,7 +128,6 @@ def mega_stream_kernel(
     TILE_KV: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
-    LOOKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
@@ -154,6 +154,7 @@ def mega_stream_kernel(
     head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
+    WIDTH = W.shape[2]
     STREAM_ROWS = FOLD + ct.cdiv(3, FOLD) * FOLD  # of a layer: FOLD of `active`, so that they are a tile, then ATTENDED, MIDDLE and AFTER
     ATTENDED, MIDDLE, AFTER = FOLD, FOLD + 1, FOLD + 2
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
@@ -166,12 +167,13 @@ def mega_stream_kernel(
         At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
         words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
         """
-        found = ct.zeros(shape, ct.int64)
-        lowest, looks = 0, 0
+        looks = 0
         if LIMIT:
             stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
             if stuck > 0:  # nobody waits long where one has given up
                 looks = LIMIT - 1
+        found = _look(array, index, shape)
+        lowest = ct.min(ct.where(inside, _number(found), number))
         while lowest < number:
             # The index depends on what was seen, or the compiler would look once: it takes a relaxed load of one place for constant.
             found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
@@ -201,18 +203,18 @@ def mega_stream_kernel(
             found = (*found, _rounded(planes[i] * rstd, dtype) * weights[i])
         return _bits(found, dtype).astype(ct.int32)
 
-    def prepare(kind, layer, token, number):
-        """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same. The number that was seen."""
+    def prepared(kind, layer, token, number):
+        """What the weights of a phase are multiplied with, as `dot` wants it, and the number that was seen."""
         row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
         if kind == OUT:
             row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
         elif kind == GATE_UP:
             row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
-        seen = number
+        seen, folds = number, 1
         if kind == DOWN:
-            for some in range(FOLD // LOOKED):
-                found, seen = words(STREAM, (STREAM_ROWS // LOOKED * layer + some, 0), (LOOKED, WORDS), number, 8 * layer + 3, True)
-                _store(X, (block, some, 0), found.reshape((1, LOOKED, WORDS)))
+            folds = FOLD
+            found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True)
+            _store(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
         else:
             if (kind == QKV) & (layer == 0):
                 one = _load(EMBEDDING, (token, 0), (1, WORDS))
@@ -220,9 +222,14 @@ def mega_stream_kernel(
                 one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True)
             if kind != OUT:
                 one = normed(one, norm)
-            for fold in range(FOLD):
-                _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
-        return seen
+            _store(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
+        # Through memory, by indices: as a change of layout it would take shared memory of its own from the weights' ring.
+        rows = (ct.arange(TOGETHER, dtype=ct.int32) & (folds - 1)).reshape((TOGETHER, 1))
+        x: tuple = ()
+        for i in ct.static_iter(range(WORDS // WIDTH)):
+            columns = (i * WIDTH + ct.arange(WIDTH, dtype=ct.int32)).reshape((1, WIDTH))
+            x = (*x, ct.gather(X, (block, rows, columns), check_bounds=False))
+        return x, seen
 
     def turned(first, second, position):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
@@ -235,7 +242,7 @@ def mega_stream_kernel(
             found = (*found, ct.cat((x, y), axis=1))
         return found
 
-    def attend(layer, kv_head, split, position, number):
+    def attend(layer, kv_head, split, ranges, position, number):
         """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
         there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
         mine = max(0, min(CHUNK_TILES, there - split * CHUNK_TILES))
@@ -321,21 +328,16 @@ def mega_stream_kernel(
             own_k = _bits(own_keys, dtype).astype(ct.int32)
             ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
             ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
-        ranges = min(SPLITS, position // SPAN + 1)
         if ranges == 1:
-            if split == 0:
-                found: tuple = ()
-                for n in ct.static_iter(range(PACKED)):
-                    found = (*found, result[n] * (1.0 / denominator))
-                say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
+            found: tuple = ()
+            for n in ct.static_iter(range(PACKED)):
+                found = (*found, result[n] * (1.0 / denominator))
+            say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
         else:
-            if split < ranges:
-                each = ct.zeros((group, HEAD_WORDS), ct.float32)
-                planes = (*result, above + each, denominator + each)
-                for n in ct.static_iter(range(PACKED + 2)):
-                    say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
-            if split < SLICES:
-                merge(layer, kv_head, split, ranges, number)
+            each = ct.zeros((group, HEAD_WORDS), ct.float32)
+            planes = (*result, above + each, denominator + each)
+            for n in ct.static_iter(range(PACKED + 2)):
+                say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
 
     def merge(layer, kv_head, part, ranges, number):
         """A slice of a key head's results, from all ranges."""
@@ -356,13 +358,35 @@ def mega_stream_kernel(
             found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), _bits(found, dtype), (1, EACH), number)
 
-    def dot(w):
-        """Sums of rows of W times X, [rows / FOLD, FOLD]."""
-        ws, xs = _planes(w, dtype), _planes(_load(X, (block, 0, 0), (1, FOLD, WORDS)), dtype)
-        product = ws[0] * xs[0]
-        for i in ct.static_iter(range(1, PACKED)):
-            product = product + ws[i] * xs[i]
-        return ct.sum(product, axis=2)
+    def product(tile, x):
+        """Sums of rows of W times x: [R]. A row is one warp's, so that only its lanes join their sums.
+
+        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches, and lets its producer
+        run on to the next tile only if no store stands in it. `pieces` is R // TOGETHER, but not known to the compiler, which would unroll it.
+        """
+        sums: tuple = ()
+        for _ in ct.static_iter(range(R // TOGETHER)):
+            sums = (*sums, ct.zeros((TOGETHER, WIDTH), ct.float32))
+        for piece in range(pieces):
+            w = ct.load(W, (0, tile * pieces + piece, 0), (WORDS // WIDTH, TOGETHER, WIDTH), check_bounds=False, latency=LATENCY)
+            total = ct.zeros((TOGETHER, WIDTH), ct.float32)
+            for i in ct.static_iter(range(WORDS // WIDTH)):
+                ws, xs = _planes(ct.extract(w, (i, 0, 0), (1, TOGETHER, WIDTH)).reshape((TOGETHER, WIDTH)), dtype), _planes(x[i], dtype)
+                for n in ct.static_iter(range(PACKED)):
+                    total = total + ws[n] * xs[n]
+            rest: tuple = ()
+            for i in ct.static_iter(range(1, R // TOGETHER)):
+                rest = (*rest, sums[i])
+            sums = (*rest, total)
+        ys: tuple = ()
+        for i in ct.static_iter(range(R // TOGETHER)):
+            ys = (*ys, ct.sum(sums[i], axis=1))
+        for _ in ct.static_iter(range(HALVINGS)):
+            joined: tuple = ()
+            for i in ct.static_iter(range(len(ys) // 2)):
+                joined = (*joined, ct.cat((ys[2 * i], ys[2 * i + 1]), axis=0))
+            ys = joined
+        return ys[0]
 
     def written(row, i, N, seen):
         """N words of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
@@ -379,6 +403,9 @@ def mega_stream_kernel(
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = _look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
+    x: tuple = ()
+    for _ in ct.static_iter(range(WORDS // WIDTH)):
+        x = (*x, ct.zeros((TOGETHER, WIDTH), ct.int32))
     best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
@@ -407,29 +434,22 @@ def mega_stream_kernel(
             kind, tile, due = NOTHING, 0, attentions
         for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
-                attend(other, share // SPLITS, share % SPLITS, position, number)
+                kv_head, split = share // SPLITS, share % SPLITS
+                ranges = min(SPLITS, position // SPAN + 1)
+                if split < ranges:
+                    attend(other, kv_head, split, ranges, position, number)
+                if (ranges > 1) & (split < SLICES):
+                    merge(other, kv_head, split, ranges, number)
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
-            seen = prepare(kind, layer, token, number)
-        # Each piece has a buffer of its own in shared memory, which fills again as soon as the piece is in registers.
-        ys: tuple = ()
-        for i in ct.static_iter(range(PIECES)):
-            place = (tile * PIECES + i, 0, 0)
-            w = ct.load(W, place, (R // PIECES // FOLD, FOLD, WORDS), check_bounds=False, latency=LATENCY)
-            ys = (*ys, dot(w))
-        for _ in ct.static_iter(range(HALVINGS)):
-            joined: tuple = ()
-            for j in ct.static_iter(range(len(ys) // 2)):
-                joined = (*joined, ct.cat((ys[2 * j], ys[2 * j + 1]), axis=0))
-            ys = joined
-        y = ys[0]
+            x, seen = prepared(kind, layer, token, number)
+        y = product(tile, x)
         if kind != NOTHING:
             if kind == DOWN:
                 SOME = R // FOLD
                 old = written(STREAM_ROWS * layer + MIDDLE, unit, SOME // PACKED, seen)
-                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
+                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y.reshape((SOME, FOLD)), axis=1), SOME, old), (1, SOME // PACKED), number)
             else:
-                y = y.reshape((R,))
                 if kind == QKV:
                     PER_HEAD = head_dim // R
                     head, part = unit // PER_HEAD, unit % PER_HEAD
