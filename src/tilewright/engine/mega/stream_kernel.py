@@ -39,7 +39,7 @@ def _store(array, index, tile):
 
 
 def _look(array, index, shape):
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1)
 
 
 def _say(array, index, words):
@@ -172,10 +172,8 @@ def mega_stream_kernel(
             stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
             if stuck > 0:  # nobody waits long where one has given up
                 looks = LIMIT - 1
-        found = _look(array, index, shape)
-        lowest = ct.min(ct.where(inside, _number(found), number))
+        lowest = 0
         while lowest < number:
-            # The index depends on what was seen, or the compiler would look once: it takes a relaxed load of one place for constant.
             found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
             lowest = ct.min(ct.where(inside, _number(found), number))
             if LIMIT:
@@ -184,7 +182,7 @@ def mega_stream_kernel(
                     if ct.atomic_cas(STUCK, 0, 0, place + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
                         ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
                     lowest = number
-        return found.astype(ct.int32), lowest
+        return _look(array, (index[0] + min(lowest, 0), *index[1:]), shape).astype(ct.int32), lowest
 
     def say(array, index, bits, shape, number):
         _say(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape))
