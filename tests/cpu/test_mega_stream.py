@@ -189,10 +189,16 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
     sass = disassembled(cubin)
     assert not re.search(r"\bCCTL", sass)  # an acquire would wait for all loads
     assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
-    assert len(re.findall(r"SYNCS\.EXCH", sass)) >= 2 * 4  # a full and an empty one for each buffer: with one buffer nothing is read while one computes
+    # A full and an empty one for each buffer: with a single buffer nothing is read while it is multiplied.
+    assert len(re.findall(r"SYNCS\.EXCH", sass)) >= 2 * 4
     # The consumers wait for a full buffer and the producer for an empty one, each with a slow path: for nothing else of each other's.
     assert len(re.findall(r"PHASECHK\.TRANS64\.TRYWAIT", sass)) == 4
     assert sass.count("UTMALDG") <= 4  # the loop is there once
+    # All threads have stored their part of X before any reads its own: the compiler sets no barrier between the two inside an `if`.
+    before = re.findall(r"\bSTG\.E\.128 |\bLDG\.E\.128 |\bBAR\.SYNC", sass[: sass.index("PHASECHK")])
+    last = max(i for i, what in enumerate(before) if what.startswith("STG"))
+    assert before[last + 1] == "BAR.SYNC"
+    assert "LDG.E.128 " in before[last + 2 :]
     blocks = re.split(r"^(?=\.L_\S+:)", sass, flags=re.MULTILINE)
     own = [b.split(":", 1)[0] for b in blocks]
     assert (

@@ -1,7 +1,7 @@
 """One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
 
-Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. The one loop reads nothing else by TMA:
-the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a whole tile. Hence no barrier stands
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. One loop reads them by TMA, and nothing else:
+the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by the ring of its buffers. Hence no barrier stands
 anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
 in 16 bits, or one in fp32), written and read relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
 
@@ -137,16 +137,15 @@ def mega_stream_kernel(
     queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
     stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range
     PACKED planes of weighted values, and its maximum and denominator as often, and BEST [2, TILE_B], the largest logit of each block and where.
-    int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
-    down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
-    X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
+    int32, PACKED values each and no number: W [hidden words / WIDTH, rows, WIDTH], a view of rows of HIDDEN elements: qkv of all layers, out, gate_up
+    (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V
+    [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
     is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each
-    begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
+    R rows of W are a tile, read in `pieces` = R // TOGETHER = 2**HALVINGS pieces; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the
+    head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
     tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of
-    TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks. LOOKED rows of `active` are
-    waited for at once, a part of FOLD.
+    TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -161,18 +160,20 @@ def mega_stream_kernel(
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
 
-    def words(array, index, shape, number, place, inside):
+    def words(array, index, shape, number, place, inside, AGAIN):
         """32-bit values of words as soon as all have the number, but for those not `inside`; and that number, or a larger one.
 
         At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
         words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
+        AGAIN: the values are looked at once more behind the loop; carried by it, those of a large tile would take shared memory from the weights' ring.
         """
         looks = 0
         if LIMIT:
             stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
             if stuck > 0:  # nobody waits long where one has given up
                 looks = LIMIT - 1
-        lowest = 0
+        found = _look(array, index, shape)
+        lowest = ct.min(ct.where(inside, _number(found), number))
         while lowest < number:
             found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
             lowest = ct.min(ct.where(inside, _number(found), number))
@@ -182,7 +183,9 @@ def mega_stream_kernel(
                     if ct.atomic_cas(STUCK, 0, 0, place + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
                         ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
                     lowest = number
-        return _look(array, (index[0] + min(lowest, 0), *index[1:]), shape).astype(ct.int32), lowest
+        if AGAIN:
+            found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
+        return found.astype(ct.int32), lowest
 
     def say(array, index, bits, shape, number):
         _say(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape))
@@ -190,49 +193,53 @@ def mega_stream_kernel(
     def say_fp32(array, index, x, shape, number):
         say(array, index, ct.bitcast(x, ct.uint32).astype(ct.int64), shape, number)
 
-    def normed(x, row):
-        planes, weights = _planes(x, dtype), _planes(_load(NORMS, (row, 0), (1, WORDS)), dtype)
-        squares = 0.0
-        for plane in ct.static_iter(planes):
-            squares = squares + ct.sum(plane * plane)
-        rstd = 1.0 / ct.sqrt(squares * (1.0 / HIDDEN) + eps)
+    def normed(x, weights):
+        planes, weights = _planes(x, dtype), _planes(weights, dtype)
+        squares = planes[0] * planes[0]
+        for i in ct.static_iter(range(1, PACKED)):
+            squares = squares + planes[i] * planes[i]
+        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
             found = (*found, _rounded(planes[i] * rstd, dtype) * weights[i])
         return _bits(found, dtype).astype(ct.int32)
 
-    def prepared(kind, layer, token, number):
-        """What the weights of a phase are multiplied with, as `dot` wants it, and the number that was seen."""
+    def prepare(kind, layer, token, number):
+        """Puts what the weights of a phase are multiplied with into this block's X. The number that was seen."""
         row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
         if kind == OUT:
             row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
         elif kind == GATE_UP:
             row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
-        seen, folds = number, 1
+        seen = number
         if kind == DOWN:
-            folds = FOLD
-            found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True)
+            found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True, True)
             _store(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
         else:
+            weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
             if (kind == QKV) & (layer == 0):
                 one = _load(EMBEDDING, (token, 0), (1, WORDS))
             else:
-                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True)
-            if kind != OUT:
-                one = normed(one, norm)
+                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True, False)
+            one = ct.where(kind == OUT, one, normed(one, weights))
             _store(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
-        # Through memory, by indices: as a change of layout it would take shared memory of its own from the weights' ring.
+        return seen
+
+    def dealt(folds):
+        """X for each of TOGETHER rows of W, in tiles of WIDTH columns: each warp has those of its rows. Of the rows of X `folds` take turns.
+
+        Through memory, by indices: a change of layout would take shared memory from the ring of weights.
+        """
         rows = (ct.arange(TOGETHER, dtype=ct.int32) & (folds - 1)).reshape((TOGETHER, 1))
         x: tuple = ()
         for i in ct.static_iter(range(WORDS // WIDTH)):
             columns = (i * WIDTH + ct.arange(WIDTH, dtype=ct.int32)).reshape((1, WIDTH))
             x = (*x, ct.gather(X, (block, rows, columns), check_bounds=False))
-        return x, seen
+        return x
 
-    def turned(first, second, position):
+    def turned(first, second, cos, sin):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
-        cos = _apart(_load(COS, (position, 0), (1, HALF)).reshape((HALF,)), HALF, dtype)
-        sin = _apart(_load(SIN, (position, 0), (1, HALF)).reshape((HALF,)), HALF, dtype)
+        cos, sin = _apart(cos.reshape((HALF,)), HALF, dtype), _apart(sin.reshape((HALF,)), HALF, dtype)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
             x = _rounded(first[i] * cos[i] - second[i] * sin[i], dtype)
@@ -269,12 +276,13 @@ def mega_stream_kernel(
             ahead = (*ahead, nothing)
         if mine > 0:
             ahead = fetched(0)
+        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
         ROWS = HEADS.shape[1]
         inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
-        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside)[0].reshape((ROWS, HEAD_WORDS))
+        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
         first = _planes(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
         second = _planes(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
-        rotated = turned(first, second, position)
+        rotated = turned(first, second, cos, sin)
         own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
         own_values = _planes(own_v, dtype)
         q: tuple = ()
@@ -343,7 +351,7 @@ def mega_stream_kernel(
         at = layer * KV_HEADS + kv_head
         inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((1, TILE_S, 1))
         said = inside.reshape((1, 1, TILE_S, 1)) & (ct.arange(PLANES, dtype=ct.int32) < PACKED + 2).reshape((1, PLANES, 1, 1))
-        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said)[0]
+        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said, True)[0]
         parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
         planes: tuple = ()
         for n in ct.static_iter(range(PACKED + 2)):
@@ -360,7 +368,7 @@ def mega_stream_kernel(
         """Sums of rows of W times x: [R]. A row is one warp's, so that only its lanes join their sums.
 
         The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches, and lets its producer
-        run on to the next tile only if no store stands in it. `pieces` is R // TOGETHER, but not known to the compiler, which would unroll it.
+        run on to the next tile only if no store stands in it. Nor may it know how long the loop is, or it unrolls it: `pieces` is no constant.
         """
         sums: tuple = ()
         for _ in ct.static_iter(range(R // TOGETHER)):
@@ -401,9 +409,6 @@ def mega_stream_kernel(
     token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = _look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
-    x: tuple = ()
-    for _ in ct.static_iter(range(WORDS // WIDTH)):
-        x = (*x, ct.zeros((TOGETHER, WIDTH), ct.int32))
     best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
@@ -440,13 +445,17 @@ def mega_stream_kernel(
                     merge(other, kv_head, split, ranges, number)
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
-            x, seen = prepared(kind, layer, token, number)
-        y = product(tile, x)
+            seen = prepare(kind, layer, token, number)
+        folds = 1
+        if kind == DOWN:
+            folds = FOLD
+        y = product(tile, dealt(folds))
         if kind != NOTHING:
             if kind == DOWN:
                 SOME = R // FOLD
                 old = written(STREAM_ROWS * layer + MIDDLE, unit, SOME // PACKED, seen)
-                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y.reshape((SOME, FOLD)), axis=1), SOME, old), (1, SOME // PACKED), number)
+                y = ct.sum(y.reshape((SOME, FOLD)), axis=1)
+                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(y, SOME, old), (1, SOME // PACKED), number)
             else:
                 if kind == QKV:
                     PER_HEAD = head_dim // R
@@ -479,7 +488,7 @@ def mega_stream_kernel(
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)[0]
+                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside, True)[0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()

@@ -12,7 +12,7 @@ from .program import MATRICES, Dims, Kind, Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; piece: of them that are loaded at once, best one for each warp.
+    """rows: of a tile of weights, `hidden` elements each, a multiple of piece: those that are loaded at once, one for each warp.
 
     splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
     that are on their way at once. latency: hint for the loads of weights.
