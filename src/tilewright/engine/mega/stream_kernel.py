@@ -1,8 +1,8 @@
 """One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
 
-Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. One loop reads them by TMA, and nothing else:
-the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by the ring of its buffers. Hence no barrier stands
-anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. One loop reads them by TMA, and nothing
+else: the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a ring of buffers. Hence no barrier
+stands anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
 in 16 bits, or one in fp32), written and read relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
 
 A block writes a phase's words only when it has read those of the phase before, and every block's words are needed for a token: so no word is
@@ -143,9 +143,9 @@ def mega_stream_kernel(
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
     is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
     R rows of W are a tile, read in `pieces` = R // TOGETHER = 2**HALVINGS pieces; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the
-    head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
-    tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of
-    TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks.
+    head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile.
+    choices: 1 to choose tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every
+    SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -165,7 +165,7 @@ def mega_stream_kernel(
 
         At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
         words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
-        AGAIN: the values are looked at once more behind the loop; carried by it, those of a large tile would take shared memory from the weights' ring.
+        AGAIN: the values are looked at once more behind the loop; a large tile that it carries would take shared memory from the weights' ring.
         """
         looks = 0
         if LIMIT:
