@@ -214,7 +214,7 @@ def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Devic
         "gpu": device.name,
         "blocks": whole.blocks,
         "rows": c.rows,
-        "pieces": c.pieces,
+        "piece": c.piece,
         "tiles": [least, most],
         "balance": whole.balance(),
         "ranges": whole.splits,

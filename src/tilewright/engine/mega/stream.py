@@ -15,6 +15,7 @@ from .schedule import Config
 from .stream_kernel import mega_stream_kernel
 from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
+WIDTH = 128  # words of a row of weights that a warp reads at once: one 16-byte load of each lane
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
 
 
@@ -32,8 +33,8 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     if not power(dims.group) or not power(dims.kv_heads):
         return "query heads of a key head, or key heads, are no power of two"
     fold = dims.inter // dims.hidden
-    if config.rows % (fold * max(packed, config.pieces)) or config.rows % (2 * packed) or dims.head_dim % config.rows:
-        return f"{config.rows} rows in {config.pieces} pieces are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
+    if config.rows % (fold * packed) or config.rows % (2 * packed) or dims.head_dim % config.rows:
+        return f"{config.rows} rows are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
     threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
     if min(dims.hidden // packed, next_pow2(dims.group + 2) * head_words, dims.group * head_words * (packed + 2)) < threads:
         return f"words that are waited for together are fewer than {threads} threads: see `words` in the kernel"
@@ -112,8 +113,8 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         d.head_dim // 2,
         schedule.fold,
         c.rows,
-        c.pieces,
-        c.pieces.bit_length() - 1,
+        schedule.together,
+        (c.rows // schedule.together).bit_length() - 1,
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
@@ -124,7 +125,6 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.tile_kv,
         c.ahead,
         1 if dtype is torch.float32 else 2,
-        min(c.looked, schedule.fold),
         c.latency,
         spin_limit,
     )
@@ -139,7 +139,7 @@ def as_words(tensor: Tensor) -> Tensor:
 def reduced(config: StreamConfig, dims: Dims, dtype: torch.dtype) -> StreamConfig:
     """With as few rows as a small model needs."""
     while config.rows > 2 and why_not(dims, dtype, config):
-        config = replace(config, rows=config.rows // 2, pieces=max(1, config.pieces // 2))
+        config = replace(config, rows=config.rows // 2)
     return config
 
 
@@ -184,7 +184,7 @@ class StreamMega:
             clocks.counters,
             clocks.recent,
             clocks.clock,
-            as_words(weights.whole).view(-1, schedule.fold, self.values.stream.shape[1]),
+            as_words(weights.whole).view(len(weights.whole), -1, min(WIDTH, self.values.stream.shape[1])).transpose(0, 1),
             as_words(weights.embedding),
             as_words(weights.norms),
             weights.cos,
@@ -195,6 +195,7 @@ class StreamMega:
             tiles if complete else tiles + blocks,
             attentions,
             int(chooses),
+            config.rows // schedule.together,
         )
 
     @property

@@ -1,8 +1,8 @@
 """One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
 
-Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. The one loop reads nothing else by TMA:
-the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a whole tile. Hence no barrier stands
-anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. One loop reads them by TMA, and nothing
+else: the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a ring of buffers. Hence no barrier
+stands anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
 in 16 bits, or one in fp32), written and read relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
 
 A block writes a phase's words only when it has read those of the phase before, and every block's words are needed for a token: so no word is
@@ -39,7 +39,7 @@ def _store(array, index, tile):
 
 
 def _look(array, index, shape):
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1)
 
 
 def _say(array, index, words):
@@ -105,6 +105,7 @@ def mega_stream_kernel(
     end: int,
     attentions: int,
     choices: int,
+    pieces: int,
     tokens: int,
     eps: float,
     scale: float,
@@ -115,7 +116,7 @@ def mega_stream_kernel(
     HALF: ct.Constant[int],
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
-    PIECES: ct.Constant[int],
+    TOGETHER: ct.Constant[int],
     HALVINGS: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
@@ -127,7 +128,6 @@ def mega_stream_kernel(
     TILE_KV: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
-    LOOKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
@@ -137,16 +137,15 @@ def mega_stream_kernel(
     queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
     stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range
     PACKED planes of weighted values, and its maximum and denominator as often, and BEST [2, TILE_B], the largest logit of each block and where.
-    int32, PACKED values each and no number: W [.., FOLD, hidden words] rows of HIDDEN elements: qkv of all layers, out, gate_up (which take turns),
-    down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words];
-    X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
+    int32, PACKED values each and no number: W [hidden words / WIDTH, rows, WIDTH], a view of rows of HIDDEN elements: qkv of all layers, out, gate_up
+    (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V
+    [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
     is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    R rows of W are a tile, read as PIECES = 2**HALVINGS; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each
-    begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile. choices: 1 to choose
-    tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of
-    TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks. LOOKED rows of `active` are
-    waited for at once, a part of FOLD.
+    R rows of W are a tile, read in `pieces` = R // TOGETHER = 2**HALVINGS pieces; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the
+    head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile.
+    choices: 1 to choose tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every
+    SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -154,26 +153,28 @@ def mega_stream_kernel(
     head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
+    WIDTH = W.shape[2]
     STREAM_ROWS = FOLD + ct.cdiv(3, FOLD) * FOLD  # of a layer: FOLD of `active`, so that they are a tile, then ATTENDED, MIDDLE and AFTER
     ATTENDED, MIDDLE, AFTER = FOLD, FOLD + 1, FOLD + 2
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
 
-    def words(array, index, shape, number, place, inside):
+    def words(array, index, shape, number, place, inside, AGAIN):
         """32-bit values of words as soon as all have the number, but for those not `inside`; and that number, or a larger one.
 
         At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
         words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
+        AGAIN: the values are looked at once more behind the loop; a large tile that it carries would take shared memory from the weights' ring.
         """
-        found = ct.zeros(shape, ct.int64)
-        lowest, looks = 0, 0
+        looks = 0
         if LIMIT:
             stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
             if stuck > 0:  # nobody waits long where one has given up
                 looks = LIMIT - 1
+        found = _look(array, index, shape)
+        lowest = ct.min(ct.where(inside, _number(found), number))
         while lowest < number:
-            # The index depends on what was seen, or the compiler would look once: it takes a relaxed load of one place for constant.
             found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
             lowest = ct.min(ct.where(inside, _number(found), number))
             if LIMIT:
@@ -182,6 +183,8 @@ def mega_stream_kernel(
                     if ct.atomic_cas(STUCK, 0, 0, place + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
                         ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
                     lowest = number
+        if AGAIN:
+            found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
         return found.astype(ct.int32), lowest
 
     def say(array, index, bits, shape, number):
@@ -190,19 +193,19 @@ def mega_stream_kernel(
     def say_fp32(array, index, x, shape, number):
         say(array, index, ct.bitcast(x, ct.uint32).astype(ct.int64), shape, number)
 
-    def normed(x, row):
-        planes, weights = _planes(x, dtype), _planes(_load(NORMS, (row, 0), (1, WORDS)), dtype)
-        squares = 0.0
-        for plane in ct.static_iter(planes):
-            squares = squares + ct.sum(plane * plane)
-        rstd = 1.0 / ct.sqrt(squares * (1.0 / HIDDEN) + eps)
+    def normed(x, weights):
+        planes, weights = _planes(x, dtype), _planes(weights, dtype)
+        squares = planes[0] * planes[0]
+        for i in ct.static_iter(range(1, PACKED)):
+            squares = squares + planes[i] * planes[i]
+        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
             found = (*found, _rounded(planes[i] * rstd, dtype) * weights[i])
         return _bits(found, dtype).astype(ct.int32)
 
     def prepare(kind, layer, token, number):
-        """What the weights of a phase are multiplied with, into this block's X: but for `down` FOLD times the same. The number that was seen."""
+        """Puts what the weights of a phase are multiplied with into this block's X. The number that was seen."""
         row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
         if kind == OUT:
             row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
@@ -210,24 +213,33 @@ def mega_stream_kernel(
             row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
         seen = number
         if kind == DOWN:
-            for some in range(FOLD // LOOKED):
-                found, seen = words(STREAM, (STREAM_ROWS // LOOKED * layer + some, 0), (LOOKED, WORDS), number, 8 * layer + 3, True)
-                _store(X, (block, some, 0), found.reshape((1, LOOKED, WORDS)))
+            found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True, True)
+            _store(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
         else:
+            weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
             if (kind == QKV) & (layer == 0):
                 one = _load(EMBEDDING, (token, 0), (1, WORDS))
             else:
-                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True)
-            if kind != OUT:
-                one = normed(one, norm)
-            for fold in range(FOLD):
-                _store(X, (block, fold, 0), one.reshape((1, 1, WORDS)))
+                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True, False)
+            one = ct.where(kind == OUT, one, normed(one, weights))
+            _store(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
         return seen
 
-    def turned(first, second, position):
+    def dealt(folds):
+        """X for each of TOGETHER rows of W, in tiles of WIDTH columns: each warp has those of its rows. Of the rows of X `folds` take turns.
+
+        Through memory, by indices: a change of layout would take shared memory from the ring of weights.
+        """
+        rows = (ct.arange(TOGETHER, dtype=ct.int32) & (folds - 1)).reshape((TOGETHER, 1))
+        x: tuple = ()
+        for i in ct.static_iter(range(WORDS // WIDTH)):
+            columns = (i * WIDTH + ct.arange(WIDTH, dtype=ct.int32)).reshape((1, WIDTH))
+            x = (*x, ct.gather(X, (block, rows, columns), check_bounds=False))
+        return x
+
+    def turned(first, second, cos, sin):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
-        cos = _apart(_load(COS, (position, 0), (1, HALF)).reshape((HALF,)), HALF, dtype)
-        sin = _apart(_load(SIN, (position, 0), (1, HALF)).reshape((HALF,)), HALF, dtype)
+        cos, sin = _apart(cos.reshape((HALF,)), HALF, dtype), _apart(sin.reshape((HALF,)), HALF, dtype)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
             x = _rounded(first[i] * cos[i] - second[i] * sin[i], dtype)
@@ -235,7 +247,7 @@ def mega_stream_kernel(
             found = (*found, ct.cat((x, y), axis=1))
         return found
 
-    def attend(layer, kv_head, split, position, number):
+    def attend(layer, kv_head, split, ranges, position, number):
         """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
         there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
         mine = max(0, min(CHUNK_TILES, there - split * CHUNK_TILES))
@@ -264,12 +276,13 @@ def mega_stream_kernel(
             ahead = (*ahead, nothing)
         if mine > 0:
             ahead = fetched(0)
+        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
         ROWS = HEADS.shape[1]
         inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
-        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside)[0].reshape((ROWS, HEAD_WORDS))
+        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
         first = _planes(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
         second = _planes(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
-        rotated = turned(first, second, position)
+        rotated = turned(first, second, cos, sin)
         own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
         own_values = _planes(own_v, dtype)
         q: tuple = ()
@@ -321,21 +334,16 @@ def mega_stream_kernel(
             own_k = _bits(own_keys, dtype).astype(ct.int32)
             ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
             ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
-        ranges = min(SPLITS, position // SPAN + 1)
         if ranges == 1:
-            if split == 0:
-                found: tuple = ()
-                for n in ct.static_iter(range(PACKED)):
-                    found = (*found, result[n] * (1.0 / denominator))
-                say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
+            found: tuple = ()
+            for n in ct.static_iter(range(PACKED)):
+                found = (*found, result[n] * (1.0 / denominator))
+            say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
         else:
-            if split < ranges:
-                each = ct.zeros((group, HEAD_WORDS), ct.float32)
-                planes = (*result, above + each, denominator + each)
-                for n in ct.static_iter(range(PACKED + 2)):
-                    say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
-            if split < SLICES:
-                merge(layer, kv_head, split, ranges, number)
+            each = ct.zeros((group, HEAD_WORDS), ct.float32)
+            planes = (*result, above + each, denominator + each)
+            for n in ct.static_iter(range(PACKED + 2)):
+                say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
 
     def merge(layer, kv_head, part, ranges, number):
         """A slice of a key head's results, from all ranges."""
@@ -343,7 +351,7 @@ def mega_stream_kernel(
         at = layer * KV_HEADS + kv_head
         inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((1, TILE_S, 1))
         said = inside.reshape((1, 1, TILE_S, 1)) & (ct.arange(PLANES, dtype=ct.int32) < PACKED + 2).reshape((1, PLANES, 1, 1))
-        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said)[0]
+        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said, True)[0]
         parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
         planes: tuple = ()
         for n in ct.static_iter(range(PACKED + 2)):
@@ -356,13 +364,35 @@ def mega_stream_kernel(
             found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), _bits(found, dtype), (1, EACH), number)
 
-    def dot(w):
-        """Sums of rows of W times X, [rows / FOLD, FOLD]."""
-        ws, xs = _planes(w, dtype), _planes(_load(X, (block, 0, 0), (1, FOLD, WORDS)), dtype)
-        product = ws[0] * xs[0]
-        for i in ct.static_iter(range(1, PACKED)):
-            product = product + ws[i] * xs[i]
-        return ct.sum(product, axis=2)
+    def product(tile, x):
+        """Sums of rows of W times x: [R]. A row is one warp's, so that only its lanes join their sums.
+
+        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches, and lets its producer
+        run on to the next tile only if no store stands in it. Nor may it know how long the loop is, or it unrolls it: `pieces` is no constant.
+        """
+        sums: tuple = ()
+        for _ in ct.static_iter(range(R // TOGETHER)):
+            sums = (*sums, ct.zeros((TOGETHER, WIDTH), ct.float32))
+        for piece in range(pieces):
+            w = ct.load(W, (0, tile * pieces + piece, 0), (WORDS // WIDTH, TOGETHER, WIDTH), check_bounds=False, latency=LATENCY)
+            total = ct.zeros((TOGETHER, WIDTH), ct.float32)
+            for i in ct.static_iter(range(WORDS // WIDTH)):
+                ws, xs = _planes(ct.extract(w, (i, 0, 0), (1, TOGETHER, WIDTH)).reshape((TOGETHER, WIDTH)), dtype), _planes(x[i], dtype)
+                for n in ct.static_iter(range(PACKED)):
+                    total = total + ws[n] * xs[n]
+            rest: tuple = ()
+            for i in ct.static_iter(range(1, R // TOGETHER)):
+                rest = (*rest, sums[i])
+            sums = (*rest, total)
+        ys: tuple = ()
+        for i in ct.static_iter(range(R // TOGETHER)):
+            ys = (*ys, ct.sum(sums[i], axis=1))
+        for _ in ct.static_iter(range(HALVINGS)):
+            joined: tuple = ()
+            for i in ct.static_iter(range(len(ys) // 2)):
+                joined = (*joined, ct.cat((ys[2 * i], ys[2 * i + 1]), axis=0))
+            ys = joined
+        return ys[0]
 
     def written(row, i, N, seen):
         """N words of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
@@ -407,29 +437,26 @@ def mega_stream_kernel(
             kind, tile, due = NOTHING, 0, attentions
         for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
-                attend(other, share // SPLITS, share % SPLITS, position, number)
+                kv_head, split = share // SPLITS, share % SPLITS
+                ranges = min(SPLITS, position // SPAN + 1)
+                if split < ranges:
+                    attend(other, kv_head, split, ranges, position, number)
+                if (ranges > 1) & (split < SLICES):
+                    merge(other, kv_head, split, ranges, number)
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
             seen = prepare(kind, layer, token, number)
-        # Each piece has a buffer of its own in shared memory, which fills again as soon as the piece is in registers.
-        ys: tuple = ()
-        for i in ct.static_iter(range(PIECES)):
-            place = (tile * PIECES + i, 0, 0)
-            w = ct.load(W, place, (R // PIECES // FOLD, FOLD, WORDS), check_bounds=False, latency=LATENCY)
-            ys = (*ys, dot(w))
-        for _ in ct.static_iter(range(HALVINGS)):
-            joined: tuple = ()
-            for j in ct.static_iter(range(len(ys) // 2)):
-                joined = (*joined, ct.cat((ys[2 * j], ys[2 * j + 1]), axis=0))
-            ys = joined
-        y = ys[0]
+        folds = 1
+        if kind == DOWN:
+            folds = FOLD
+        y = product(tile, dealt(folds))
         if kind != NOTHING:
             if kind == DOWN:
                 SOME = R // FOLD
                 old = written(STREAM_ROWS * layer + MIDDLE, unit, SOME // PACKED, seen)
-                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(ct.sum(y, axis=1), SOME, old), (1, SOME // PACKED), number)
+                y = ct.sum(y.reshape((SOME, FOLD)), axis=1)
+                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(y, SOME, old), (1, SOME // PACKED), number)
             else:
-                y = y.reshape((R,))
                 if kind == QKV:
                     PER_HEAD = head_dim // R
                     head, part = unit // PER_HEAD, unit % PER_HEAD
@@ -461,7 +488,7 @@ def mega_stream_kernel(
                 say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)[0]
+                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside, True)[0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()

@@ -12,19 +12,18 @@ from .program import MATRICES, Dims, Kind, Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; pieces: loads that a tile is made of, each with a buffer of its own.
+    """rows: of a tile of weights, `hidden` elements each, a multiple of piece: those that are loaded at once, one for each warp.
 
     splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
-    that are on their way at once. looked: rows of `active` that are waited for at once. latency: hint for the loads.
+    that are on their way at once. latency: hint for the loads of weights.
     """
 
-    rows: int = 32
-    pieces: int = 4
+    rows: int = 16
+    piece: int = 8
     splits: int = 32
     span: int = 128
     tile_kv: int = 32
     ahead: int = 3
-    looked: int = 1
     latency: int = 10
     num_worker_warps: int | None = 8
 
@@ -41,6 +40,11 @@ class StreamSchedule:
     def fold(self) -> int:
         """Rows of `hidden` elements in a row of `down`."""
         return self.dims.inter // self.dims.hidden
+
+    @property
+    def together(self) -> int:
+        """Rows of a piece: with all rows of the stream in a row of `down`."""
+        return min(self.config.rows, max(self.fold, self.config.piece))
 
     @property
     def splits(self) -> int:
@@ -130,7 +134,7 @@ def default_stream_config(device: Device) -> StreamConfig:
     if device.is_cpu:
         return StreamConfig(num_worker_warps=None)
     if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=16)
+        return StreamConfig(rows=8, piece=4, tile_kv=16, ahead=2)
     if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
         return StreamConfig(rows=16, tile_kv=16, ahead=2)
     return StreamConfig()
