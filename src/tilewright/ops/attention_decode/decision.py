@@ -231,18 +231,18 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
     if device.arch == "sm_90":
         # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 226 KB):
         # parts are freed one by one, and with these latencies the compiler keeps both tiles and its products in flight (SASS; times: H200).
-        if not p.shared:
-            return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), Config(32, 1, False, 2, 1, 8, heads(64), 64)]
         narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
+        if not p.shared:
+            return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), narrow]
         if not _in_one_loop(p, 64):
             return [narrow, Config(64, 1, False, 6, 1, 8, heads(64), 64, 2)]
         # 128 heads, 128 x 4096: 314 us, 374 with a loop of its own for partial tiles; in pages of 64 360 and 436.
         ahead = 5 if p.head_dim == p.columns == 512 else 9  # elsewhere, with 5, each product is waited for
         shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 4, late=True, sliced=True) for latency in (ahead, 14 - ahead, 10)]
         shapes += [replace(shapes[0], late=False), narrow]
-        if rows in (8, 16):  # bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096)
+        if rows <= 16:  # bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096); tiles of 8 rows spill
             few = [Config(64, 1, True, 8, 1, 8, parts=2), Config(64, 1, True, 5, 1, 4, parts=2), Config(64, 1, True, 8, 1, 4, parts=4)]
-            shapes[:0] = [replace(c, late=True, sliced=True) for c in few]
+            shapes[:0] = [replace(c, rows=16, late=True, sliced=True) for c in few]
         return shapes
     if device.arch in ("sm_100", "sm_103"):
         return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]
