@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tilewright import interpret
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention import attention
 from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference, space
@@ -108,6 +109,41 @@ def test_pages_are_the_contiguous_cache(page_size, tile_n, option):
         found = forced(Config(tile_n, 2, **option), q, pages_k, pages_v, end, block_table=entries, return_lse=True)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
+
+
+IN_ONE_LOOP = [Config(16, 9, True, parts=2, late=True, sliced=True), Config(32, 3, rows=16, sliced=True), Config(16, 1, parts=2, late=True, sliced=True)]
+
+
+@pytest.mark.parametrize("config", IN_ONE_LOOP)
+@pytest.mark.parametrize("page_size", [0, 32, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_view_of_the_sequence_begins_and_ends_with_it(q_len, page_size, config):
+    """Ends on borders of tiles and pages, and beside them; empty sequences; more ranges than tiles; everything else NaN. Without pages, also beginnings."""
+    ends, starts, max_len = (0, 1, 31, 32, 64, 65, 128), (0, 1, 30, 32, 16, 63, 17), 128
+    q, keys = randn(7, 3, q_len, 48), randn(7, 1, max_len, 48)
+    for given in ({}, {"window": 18}, {"kv_start": int32(*starts)}, {"window": 200, "kv_start": int32(*starts)})[: 1 if page_size else 4]:
+        begins = starts if "kv_start" in given else (0,) * 7
+        k = torch.full_like(keys, torch.nan)
+        for b in range(7):
+            k[b, :, begins[b] : ends[b]] = keys[b, :, begins[b] : ends[b]]
+        if page_size:
+            table = torch.randperm(7 * max_len // page_size).view(7, -1)
+            pages = torch.empty(7 * max_len // page_size, 1, page_size, 48)
+            pages[table] = k.view(7, -1, 1, page_size, 48)
+            k, given = pages, {"block_table": torch.where(torch.arange(table.shape[1]) * page_size < int32(*ends)[:, None], table, -7).int()}
+        with interpret.checking(races=True, order=3):
+            found = forced(config, q, k, None, int32(*ends), v_dim=32, return_lse=True, **given)
+        close(found, expected_rows(q, keys, keys[..., :32], ends, start=begins, window=given.get("window")))
+
+
+@pytest.mark.parametrize("given", [{"window": 3}, {"kv_start": int32(36)}])
+def test_rows_beyond_two_to_the_31_elements_are_found(given):
+    """Trap: a sequence's first row times its stride, in 32 bits. Of these 5 GB only the rows are touched."""
+    k = torch.empty(40 << 26, dtype=torch.float16).as_strided((1, 1, 40, HEAD_DIM), (HEAD_DIM, HEAD_DIM, 1 << 26, 1))
+    k.copy_(randn(1, 1, 40, HEAD_DIM))
+    q = randn(1, 2, 1, HEAD_DIM).half()
+    for config in (Config(16, 2), Config(16, 2, sliced=True)):
+        assert torch.equal(forced(config, q, k, k, **given), forced(config, q, k.contiguous(), k.contiguous(), **given))
 
 
 def test_the_batch_may_be_permuted_bit_for_bit():
