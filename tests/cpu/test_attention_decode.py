@@ -159,6 +159,14 @@ def test_a_length_past_the_cache_reads_no_further_than_the_cache():
     assert torch.equal(attention_decode(q, k, v, int32(1000)), attention_decode(q, k, v))
 
 
+@pytest.mark.parametrize("config", [Config(16, 2), Config(16, 2, sliced=True)])
+def test_a_negative_length_is_none(config):
+    q, k = randn(2, 2, 2, HEAD_DIM), randn(2, 2, 40, HEAD_DIM)
+    out, lse = forced(config, q, k, k, int32(-3, -100), window=9, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == -torch.inf).all()
+
+
 def test_lengths_and_caches_may_be_strided():
     q = randn(2, 1, 4, HEAD_DIM).transpose(1, 2)
     k, v = randn(2, 50, 2, 2, HEAD_DIM).permute(2, 0, 3, 1, 4)
@@ -229,7 +237,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("config", MANY)
-@pytest.mark.parametrize("options", [{}, {"window": 7}, {"kv_start": (0, 20, 3)}])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 31}, {"kv_start": (0, 20, 3)}])  # 31: the tokens' first keys are in two tiles
 def test_tokens_see_up_to_themselves_counted_from_the_end(config, options):
     """Lower-right causal, every row's lse; the upper-left mask of SDPA's is_causal would hide all but the first keys."""
     q, k, v = randn(3, 6, 3, HEAD_DIM), randn(3, 2, 80, HEAD_DIM), randn(3, 2, 80, HEAD_DIM)
@@ -266,6 +274,16 @@ def test_a_sink_may_be_any_number(splits):
     assert torch.equal(found_lse, lse)
     assert torch.equal(found[:, 0::2], torch.zeros_like(found[:, 0::2]))
     torch.testing.assert_close(found[:, 1::2], plain[:, 1::2])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scores_and_sink_may_both_lie_beyond_the_range_of_exp(splits):
+    q, k, v = randn(1, 4, 1, HEAD_DIM) * 40, randn(1, 1, 50, HEAD_DIM) * 40, randn(1, 1, 50, HEAD_DIM)
+    sinks = expected_rows(q, k, v, [50])[1].flatten().float() + torch.tensor([0.0, 1.0, -1.0, 90.0])
+    assert (sinks > 1000).all()
+    found = forced(Config(16, splits), q, k, v, int32(50), sinks=sinks, return_lse=True)
+    for a, b in zip(found, expected_rows(q, k, v, [50], sinks=sinks), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)  # a score of 2000 is a multiple of 1e-4
 
 
 @pytest.mark.parametrize("config", MANY)
