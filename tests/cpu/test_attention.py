@@ -159,6 +159,21 @@ def test_every_row_of_packed_sequences_has_its_tile_and_rows_of_none_are_left_al
     assert (out[inside.stop :] == 7.0).all()
 
 
+@pytest.mark.parametrize("varlen", [True, False])
+def test_rows_beyond_two_to_the_31_elements_are_found(varlen):
+    """Trap: a sequence's first row times its stride, in 32 bits. Of these 5 GB only the rows are touched."""
+    x = torch.empty(40 << 26, dtype=torch.float16).as_strided((40, 1, HEAD_DIM), (1 << 26, HEAD_DIM, 1))
+    x.copy_(randn(40, 1, HEAD_DIM))
+
+    def run(x):
+        if varlen:
+            return attention(x, x, x, cu_seqlens_q=int32(0, 36, 40), cu_seqlens_kv=int32(0, 36, 40))
+        x = x.transpose(0, 1)[None]
+        return attention(x[:, :, 36:], x, x, kv_start=int32(35))
+
+    assert torch.equal(run(x), run(x.contiguous()))
+
+
 def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence():
     device = Device.named("H200")
     server = Problem(1024, 32, 8, 8192, 60_000, 128, torch.bfloat16, varlen=True, longest=8192)

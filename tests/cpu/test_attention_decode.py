@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tilewright import interpret
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention import attention
 from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference, space
@@ -113,6 +114,41 @@ def test_pages_are_the_contiguous_cache(page_size, tile_n, option):
             assert torch.equal(a, b)
 
 
+IN_ONE_LOOP = [Config(16, 9, True, parts=2, late=True, sliced=True), Config(32, 3, rows=16, sliced=True), Config(16, 1, parts=2, late=True, sliced=True)]
+
+
+@pytest.mark.parametrize("config", IN_ONE_LOOP)
+@pytest.mark.parametrize("page_size", [0, 32, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_view_of_the_sequence_begins_and_ends_with_it(q_len, page_size, config):
+    """Ends on borders of tiles and pages, and beside them; empty sequences; more ranges than tiles; everything else NaN. Without pages, also beginnings."""
+    ends, starts, max_len = (0, 1, 31, 32, 64, 65, 128), (0, 1, 30, 32, 16, 63, 17), 128
+    q, keys = randn(7, 3, q_len, 48), randn(7, 1, max_len, 48)
+    for given in ({}, {"window": 18}, {"kv_start": int32(*starts)}, {"window": 200, "kv_start": int32(*starts)})[: 1 if page_size else 4]:
+        begins = starts if "kv_start" in given else (0,) * 7
+        k = torch.full_like(keys, torch.nan)
+        for b in range(7):
+            k[b, :, begins[b] : ends[b]] = keys[b, :, begins[b] : ends[b]]
+        if page_size:
+            table = torch.randperm(7 * max_len // page_size).view(7, -1)
+            pages = torch.empty(7 * max_len // page_size, 1, page_size, 48)
+            pages[table] = k.view(7, -1, 1, page_size, 48)
+            k, given = pages, {"block_table": torch.where(torch.arange(table.shape[1]) * page_size < int32(*ends)[:, None], table, -7).int()}
+        with interpret.checking(races=True, order=3):
+            found = forced(config, q, k, None, int32(*ends), v_dim=32, return_lse=True, **given)
+        close(found, expected_rows(q, keys, keys[..., :32], ends, start=begins, window=given.get("window")))
+
+
+@pytest.mark.parametrize("given", [{"window": 3}, {"kv_start": int32(36)}])
+def test_rows_beyond_two_to_the_31_elements_are_found(given):
+    """Trap: a sequence's first row times its stride, in 32 bits. Of these 5 GB only the rows are touched."""
+    k = torch.empty(40 << 26, dtype=torch.float16).as_strided((1, 1, 40, HEAD_DIM), (HEAD_DIM, HEAD_DIM, 1 << 26, 1))
+    k.copy_(randn(1, 1, 40, HEAD_DIM))
+    q = randn(1, 2, 1, HEAD_DIM).half()
+    for config in (Config(16, 2), Config(16, 2, sliced=True)):
+        assert torch.equal(forced(config, q, k, k, **given), forced(config, q, k.contiguous(), k.contiguous(), **given))
+
+
 def test_the_batch_may_be_permuted_bit_for_bit():
     q, k, v = (randn(4, heads, n, HEAD_DIM, dtype=torch.bfloat16) for heads, n in ((4, 1), (2, 90), (2, 90)))
     end = int32(90, 3, 17, 64)
@@ -124,6 +160,14 @@ def test_the_batch_may_be_permuted_bit_for_bit():
 def test_a_length_past_the_cache_reads_no_further_than_the_cache():
     q, k, v = randn(1, 2, 1, HEAD_DIM), randn(1, 2, 40, HEAD_DIM), randn(1, 2, 40, HEAD_DIM)
     assert torch.equal(attention_decode(q, k, v, int32(1000)), attention_decode(q, k, v))
+
+
+@pytest.mark.parametrize("config", [Config(16, 2), Config(16, 2, sliced=True)])
+def test_a_negative_length_is_none(config):
+    q, k = randn(2, 2, 2, HEAD_DIM), randn(2, 2, 40, HEAD_DIM)
+    out, lse = forced(config, q, k, k, int32(-3, -100), window=9, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == -torch.inf).all()
 
 
 def test_lengths_and_caches_may_be_strided():
@@ -197,7 +241,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("config", MANY)
-@pytest.mark.parametrize("options", [{}, {"window": 7}, {"kv_start": (0, 20, 3)}])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 31}, {"kv_start": (0, 20, 3)}])  # 31: the tokens' first keys are in two tiles
 def test_tokens_see_up_to_themselves_counted_from_the_end(config, options):
     """Lower-right causal, every row's lse; the upper-left mask of SDPA's is_causal would hide all but the first keys."""
     q, k, v = randn(3, 6, 3, HEAD_DIM), randn(3, 2, 80, HEAD_DIM), randn(3, 2, 80, HEAD_DIM)
@@ -234,6 +278,16 @@ def test_a_sink_may_be_any_number(splits):
     assert torch.equal(found_lse, lse)
     assert torch.equal(found[:, 0::2], torch.zeros_like(found[:, 0::2]))
     torch.testing.assert_close(found[:, 1::2], plain[:, 1::2])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scores_and_sink_may_both_lie_beyond_the_range_of_exp(splits):
+    q, k, v = randn(1, 4, 1, HEAD_DIM) * 40, randn(1, 1, 50, HEAD_DIM) * 40, randn(1, 1, 50, HEAD_DIM)
+    sinks = expected_rows(q, k, v, [50])[1].flatten().float() + torch.tensor([0.0, 1.0, -1.0, 90.0])
+    assert (sinks > 1000).all()
+    found = forced(Config(16, splits), q, k, v, int32(50), sinks=sinks, return_lse=True)
+    for a, b in zip(found, expected_rows(q, k, v, [50], sinks=sinks), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)  # a score of 2000 is a multiple of 1e-4
 
 
 @pytest.mark.parametrize("config", MANY)

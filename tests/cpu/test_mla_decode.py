@@ -70,7 +70,7 @@ def test_neither_queries_nor_cache_are_copied():
     assert [launch.plan.name for launch in launches] == ["attention_decode_kernel", "attention_decode_merge_kernel"]
 
 
-@pytest.mark.parametrize(("heads", "page_size"), [(16, 0), (128, 0), (16, 64), (128, 64)])
+@pytest.mark.parametrize(("heads", "page_size"), [(8, 0), (16, 0), (128, 0), (16, 64), (128, 64)])
 def test_hopper_loads_the_next_keys_while_it_multiplies_these(heads, page_size):
     """Two tiles of keys beside the queries, a warp that loads, products not waited for one by one: with two loops the compiler keeps one tile."""
 

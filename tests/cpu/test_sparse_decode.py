@@ -7,6 +7,7 @@ import torch
 
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import attention_decode as decode
+from tilewright.ops.mla_decode import mla_decode
 from tilewright.ops.sparse_decode import Config, Problem, pack_kv, plan, reference, space, sparse_decode, unpack_kv
 
 PAGES, PAGE, HEADS, DIM = 6, 16, 5, 64
@@ -221,6 +222,22 @@ def test_a_page_of_another_length_or_stride_changes_nothing():
     cache = pack_kv(rows)
     found.append(sparse_decode(q, cache.contiguous(), indices, scale=0.05))  # without the bytes between pages
     assert all(torch.equal(x, found[0]) for x in found)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-2]])
+def test_a_list_of_all_rows_is_latent_attention_over_a_packed_cache(config):
+    """As docs/decode.md has it: rows from the block table, a length for each token; entries of the table behind the length may be anything."""
+    cache, page_size, kv_len = pack_kv(torch.randn(7, 16, 576).bfloat16()), 16, int32(40, 1)
+    table = torch.where(torch.arange(3) * page_size < kv_len[:, None], torch.tensor([[6, 0, 3], [2, 1, 5]]), 2147480000).int()
+    q = torch.randn(2, 5, 2, 576).bfloat16()
+    rows = table[..., None] * page_size + torch.arange(page_size, dtype=torch.int32)
+    lengths = kv_len[:, None] - 1 + torch.arange(2, dtype=torch.int32)
+    with forced_config(plan, config):
+        found = sparse_decode(q, cache, rows.flatten(1)[:, None].expand(-1, 2, -1), lengths, scale=0.05, return_lse=True)
+    options = {"scale": 0.05, "block_table": table, "return_lse": True}
+    wanted = mla_decode(q[..., :512], q[..., 512:], unpack_kv(cache), kv_len, **options)
+    torch.testing.assert_close(found[0], wanted[0], rtol=2**-6, atol=1e-3)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-6, atol=1e-6)
 
 
 # --- plans

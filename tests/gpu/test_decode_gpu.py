@@ -53,9 +53,10 @@ def test_one_graph_serves_every_length(gpu, cache):
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
-def test_pages_beyond_two_to_the_31_elements(gpu):
-    """Offsets of pages are 64-bit: the last pages of a cache of 2**31 + elements."""
-    page, heads, head_dim = 64, 8, 128
+@pytest.mark.parametrize("page", [16, 64])
+def test_pages_beyond_two_to_the_31_elements(gpu, page):
+    """Offsets of pages are 64-bit: the last pages of a cache of 2**31 + elements. Pages of 16 are gathered, those of 64 are TMA's."""
+    heads, head_dim = 8, 128
     pages = 2**31 // (page * heads * head_dim) + 64
     if torch.cuda.mem_get_info(gpu)[0] < 4 * pages * page * heads * head_dim:
         pytest.skip("needs 5 GB of free GPU memory")
@@ -66,6 +67,30 @@ def test_pages_beyond_two_to_the_31_elements(gpu):
     whole = cache[held.long()].transpose(0, 1).flatten(1, 2)[None]
     expected = torch.nn.functional.scaled_dot_product_attention(q, whole, whole, enable_gqa=True)
     found = tilewright.attention_decode(q, cache, cache, block_table=held[None])
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_rows_of_a_sequence_beyond_two_to_the_31_elements(gpu):
+    """So are those of a sequence's first key, in a cache whose first axis is the tokens; and of rows by index."""
+    tokens, batch, columns, first = 9000, 512, 512, 8900
+    if torch.cuda.mem_get_info(gpu)[0] < 5 * tokens * batch * columns:
+        pytest.skip("needs 12 GB of free GPU memory")
+    torch.manual_seed(0)
+    rows = torch.zeros(tokens, batch, columns, device=gpu, dtype=torch.bfloat16)
+    cache = rows.permute(1, 0, 2)[:2, None]  # [2, 1, tokens, columns]
+    cache[:, :, first:] = torch.randn(2, 1, tokens - first, columns, device=gpu, dtype=torch.bfloat16)
+    near = cache[:, :, first:].contiguous()
+    q = torch.randn(2, 16, 4, columns, device=gpu, dtype=torch.bfloat16)
+    start = torch.full((2,), first + 7, device=gpu, dtype=torch.int32)
+    for function, width, last in ((tilewright.attention_decode, columns, 1), (tilewright.attention_decode, columns, 4), (tilewright.attention, 128, 4)):
+        for far_option, near_option in (({"window": 90}, {"window": 90}), ({"kv_start": start}, {"kv_start": start - first})):
+            k, close = cache[..., :width], near[..., :width]
+            found = function(q[:, :, -last:, :width], k, k, **far_option)
+            expected = function(q[:, :, -last:, :width], close, close, **near_option)
+            torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    named = (torch.arange(first, tokens, device=gpu, dtype=torch.int32) * batch)[None, None]  # the rows of the first sequence
+    found = tilewright.sparse_decode(q[:1, :, -1:], rows, named, scale=columns**-0.5)
+    expected = tilewright.attention_decode(q[:1, :, -1:], near[:1], None)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 

@@ -88,10 +88,8 @@ def joined(sums, maximum, denominator, more, more_maximum, more_denominator, to_
 
 def sink_factor(maximum, denominator, sink):
     """What normalises rows whose softmax sees, beside the keys, a score `sink` (in base 2) that has no value. Any sink, infinities too."""
-    largest = ct.minimum(ct.maximum(maximum, sink), -FLOOR)
-    shrink = ct.exp2(maximum - largest)
-    total = denominator * shrink + ct.exp2(sink - largest)
-    return shrink / ct.where(total == 0.0, 1.0, total)
+    total = denominator + ct.exp2(sink - maximum)  # infinite for a sink far above the scores: nothing of them is left
+    return 1.0 / ct.where(total == 0.0, 1.0, total)
 
 
 def visible_scores(q_len: int, n: int, causal: bool, window: int | None) -> int:

@@ -28,6 +28,14 @@ def of_width(matrix, cols):
     return matrix.slice(1, 0, cols)
 
 
+def rows_from(array, axis, first, end):
+    """The array from `first` to `end` along an axis, for a `first` that is only known when running.
+
+    64 bits wide: `slice` multiplies it by the stride in the wider of their types, and rows of 4 GB are 2**31 elements of 16 bits.
+    """
+    return array.slice(axis, ct.astype(first, ct.int64), end)
+
+
 def load_tile(array, index, shape, padding, whole, latency, tma):
     """A tile of an array. whole: it lies inside, so nothing is checked or padded (tileiras 13.4 fails if given a padding it does not need).
 

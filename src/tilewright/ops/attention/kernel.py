@@ -4,6 +4,7 @@ import cuda.tile as ct
 
 from ..attention_common import LOG2E, sink_factor, softmax_finish
 from ..attention_tiles import columns, item_of_walk, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..tiles import rows_from
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 
@@ -67,10 +68,10 @@ def attention_kernel(
         # Slices end where the sequence ends: beyond, loads give zeros and stores do nothing.
         first_q, end_q = ct.load(CU_Q, (batch,), ()), ct.load(CU_Q, (batch + 1,), ())
         first_kv, end_kv = ct.load(CU_KV, (batch,), ()), ct.load(CU_KV, (batch + 1,), ())
-        Q, OUT = Q.slice(2, first_q, end_q), OUT.slice(2, first_q, end_q)
-        K, V = K.slice(2, first_kv, end_kv), V.slice(KEY_AXIS, first_kv, end_kv)
+        Q, OUT = rows_from(Q, 2, first_q, end_q), rows_from(OUT, 2, first_q, end_q)
+        K, V = rows_from(K, 2, first_kv, end_kv), rows_from(V, KEY_AXIS, first_kv, end_kv)
         if RETURN_LSE:
-            LSE = LSE.slice(2, first_q, end_q)
+            LSE = rows_from(LSE, 2, first_q, end_q)
         batch = 0
     elif HAS_START or HAS_LEN:
         begin, end = 0, K.shape[2]
@@ -78,7 +79,7 @@ def attention_kernel(
             end = max(0, min(ct.load(KV_LEN, (batch,), ()), end))
         if HAS_START:
             begin = max(0, min(ct.load(KV_START, (batch,), ()), end))
-        K, V = K.slice(2, begin, end), V.slice(KEY_AXIS, begin, end)
+        K, V = rows_from(K, 2, begin, end), rows_from(V, KEY_AXIS, begin, end)
     q_len, n = Q.shape[2], K.shape[2]
     tiles = ct.cdiv(q_len, TILE_M)
     K_WIDTHS, V_WIDTHS = (WIDTH_K, REST_K), (WIDTH_V, REST_V)

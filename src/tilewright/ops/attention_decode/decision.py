@@ -186,7 +186,7 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     if p.head_dim > 128:
         return [Config(128, 1, True, 4, 1, 8), Config(64, 1, True, 4, 1, 4), Config(128, 1, True, 2, 1, 8), Config(64, 1, False, 2, 1, 8)]
     one_block, two_blocks = Config(128, 1, True, 8, 1, 8), Config(128, 1, True, 8, 2, 4)
-    shapes = [one_block, two_blocks] if p.head_dim > 64 else [two_blocks]
+    shapes = [one_block, two_blocks] if _column_tiles(p)[0] > 64 else [two_blocks]
     if p.head_dim <= 64 and p.window is None and not p.has_start:  # with a third loop it spills
         shapes.append(one_block)
     shapes += [Config(128, 1, True, 3, 2, 4), Config(64, 1, True, 8, 2, 4)]
@@ -213,7 +213,9 @@ def _many_rows(p: Problem, device: Device, rows: int, tile_q: int) -> list[Confi
     wide = p.head_dim > 128
     if device.arch == "sm_90":
         if wide:
-            return [Config(64, 1, True, 2, 1, 8, heads(32))]
+            keys_first = Config(64, 1, True, 2, 1, 8, heads(32))  # waits for each product where v is k
+            one_loop = Config(64, 1, False, 8, 1, 8, heads(64), 64, 2, late=True, sliced=True)
+            return [one_loop, keys_first] if p.shared and _in_one_loop(p, 64) else [keys_first]
         if rows <= 32:
             return [Config(128, 1, True, 8, 1, 8), Config(64, 1, False, 4, 1, 4, rows=64)]
         one, two = Config(64, 1, False, 2, 1, 4, heads(64), 64), Config(128, 1, False, 2, 1, 8, heads(128), 128)
@@ -234,9 +236,9 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
     if device.arch == "sm_90":
         # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 226 KB):
         # parts are freed one by one, and with these latencies the compiler keeps both tiles and its products in flight (SASS; times: H200).
-        if not p.shared:
-            return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), Config(32, 1, False, 2, 1, 8, heads(64), 64)]
         narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
+        if not p.shared:
+            return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), narrow]
         if not _in_one_loop(p, 64):
             return [narrow, Config(64, 1, False, 6, 1, 8, heads(64), 64, 2)]
         # 128 heads, 128 x 4096: 314 us, 374 with a loop of its own for partial tiles; in pages of 64 360 and 436.
@@ -245,9 +247,12 @@ def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Co
         # Not timed yet: 10 barriers a pair of tiles in place of 16, and fewer instructions.
         shapes += [replace(shapes[0], latency=3, parts=parts, paired=True) for parts in (2, 1)]
         shapes += [replace(shapes[0], late=False), narrow]
-        if rows in (8, 16):  # bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096)
+        # Bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096). Tiles of 8 rows spill, and so do keys that TMA can't load.
+        if rows <= 16 and p.head_dim % 8 == 0:
             few = [Config(64, 1, True, 8, 1, 8, parts=2), Config(64, 1, True, 5, 1, 4, parts=2), Config(64, 1, True, 8, 1, 4, parts=4)]
-            shapes[:0] = [replace(c, late=True, sliced=True) for c in few]
+            if _column_tiles(p)[0] <= 256:  # with parts of 128 columns each product is waited for
+                few.insert(0, Config(64, 1, True, 9, 1, 8))
+            shapes[:0] = [replace(c, rows=16, late=True, sliced=True) for c in few]
         return shapes
     if device.arch in ("sm_100", "sm_103"):
         return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]

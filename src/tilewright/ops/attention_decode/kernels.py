@@ -5,7 +5,7 @@ import math
 import cuda.tile as ct
 
 from ..attention_common import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
-from ..tiles import load_tile
+from ..tiles import load_tile, rows_from
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -90,7 +90,7 @@ def attention_decode_kernel(
     # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that some row is not to see.
     first, last, origin = begin // TILE_N, ct.cdiv(end, TILE_N), 0
     if SLICED and PAGE_SIZE == 0:
-        K, V = K.slice(2, begin, end), V.slice(2, begin, end)
+        K, V = rows_from(K, 2, begin, end), rows_from(V, 2, begin, end)
         first, last, origin = 0, ct.cdiv(end - begin, TILE_N), begin
     per_split = ct.cdiv(last - first, ct.num_blocks(0) // (row_tiles * COLUMN_BLOCKS))
     first = first + split * per_split
