@@ -82,7 +82,8 @@ def test_rows_of_a_sequence_beyond_two_to_the_31_elements(gpu):
     near = cache[:, :, first:].contiguous()
     q = torch.randn(2, 16, 4, columns, device=gpu, dtype=torch.bfloat16)
     start = torch.full((2,), first + 7, device=gpu, dtype=torch.int32)
-    for function, width, last in ((tilewright.attention_decode, columns, 1), (tilewright.attention_decode, columns, 4), (tilewright.attention, 128, 4)):
+    decode, prefill = tilewright.attention_decode, tilewright.attention
+    for function, width, last in ((decode, columns, 1), (decode, columns, 4), (prefill, 128, 4)):
         for far_option, near_option in (({"window": 90}, {"window": 90}), ({"kv_start": start}, {"kv_start": start - first})):
             k, close = cache[..., :width], near[..., :width]
             found = function(q[:, :, -last:, :width], k, k, **far_option)
