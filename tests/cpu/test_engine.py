@@ -25,6 +25,7 @@ MLA = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}
 DENSE = {
     "llama": {"model_type": "llama", "rope_theta": 10000.0, "rope_scaling": LLAMA3_ROPE},
     "llama-tied-bias": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -38,6 +39,14 @@ SPARSE = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "sliding_window": 5,
+        "rope_scaling": GPT_OSS_ROPE,
+    },
     "deepseek_v2": {"model_type": "deepseek_v2", **MLA, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.5},
     "deepseek_v2-groups": {"model_type": "deepseek_v2", **MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
@@ -91,6 +100,18 @@ def test_logits_of_every_step_obey_the_accuracy_rule(name: str, dtype: torch.dty
     assert ours.dtype == dtype
     assert_accurate(ours, stock, truth)
     assert_accurate(alone, stock[:1], truth[:1])
+
+
+def test_tokens_of_gpt_oss_are_those_of_transformers_and_its_weights_are_held_once() -> None:
+    model = tiny("gpt_oss", torch.bfloat16)
+    before, bytes_before = {k: v.clone() for k, v in model.state_dict().items()}, size(model)
+    expected = [stock_tokens(model, p) for p in prompts()]
+    with Engine(model, max_batch=3, max_len=64, prefill_tokens=48) as engine:
+        assert engine.generate(prompts(), NEW).tokens == expected
+        assert engine.generate(prompts()[:1], NEW).tokens == expected[:1]
+        assert size(model) == bytes_before
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # seen through views
+    assert all(torch.equal(v, before[k]) and v.is_contiguous() for k, v in model.state_dict().items())
 
 
 def test_norms_inside_products_of_a_batch_obey_the_accuracy_rule(monkeypatch) -> None:

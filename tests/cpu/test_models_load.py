@@ -129,6 +129,7 @@ def test_random_weights_are_seeded_and_nothing_in_them_is_neutral() -> None:
         ("Qwen3-8B", 8190.7),
         ("Qwen3-30B-A3B", 30532.1),
         ("DeepSeek-V2-Lite", 15706.5),
+        ("gpt-oss-20b", 20914.8),
     ],
 )
 def test_configs_have_the_published_number_of_parameters(name: str, millions: float) -> None:

@@ -77,9 +77,9 @@ def test_ids_beyond_32_bits_are_not_wrapped():
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_weights_of_experts_that_nobody_chose_are_not_used(tokens, scaling):
     """They are NaN, as is memory before it is written."""
-    problem = Problem(tokens, 2, 6, 40, 128, scaling=scaling, only=(1, 4), foreign=1)
+    problem = Problem(tokens, 2, 6, 40, 128, scaling=scaling, bias=True, only=(1, 4), foreign=1)
     inputs = seeded_inputs(op, problem, CPU)
-    for name in ("gate_up", "down"):
+    for name in ("gate_up", "down", "bias_gate_up", "bias_down"):
         inputs[name][[0, 2, 3, 5]] = torch.full((), torch.nan).to(inputs[name].dtype)
     for config in configs_of(problem):
         assert run_op(op, inputs, config).isfinite().all(), config
@@ -157,6 +157,37 @@ def test_slices_are_read_in_place_and_ids_may_lie_in_a_wider_tensor():
     assert torch.equal(moe(**{**inputs, **changed}), wanted)
 
 
+def test_rows_and_biases_of_gate_and_up_may_take_turns():
+    """As gpt-oss stores them."""
+    for tokens in (1, 5, 20):
+        inputs = seeded_inputs(op, Problem(tokens, 2, 3, 32, 16, bias=True, alpha=1.702, limit=1.0, up_offset=1.0), CPU)
+        turns = {name: inputs[name].unflatten(1, (2, -1)).transpose(1, 2).contiguous().transpose(1, 2) for name in ("gate_up", "bias_gate_up")}
+        assert torch.equal(moe(**{**inputs, **turns}), moe(**inputs))
+        assert torch.equal(op.reference(**{**inputs, **turns}), op.reference(**inputs))
+
+
+def test_it_is_the_activation_of_gpt_oss():
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = gpt_oss.GptOssConfig(hidden_size=24, intermediate_size=16, num_local_experts=4, swiglu_limit=0.8)
+    experts = gpt_oss.GptOssExperts(config)
+    for parameter in experts.parameters():
+        parameter.normal_()
+    x, (weights, ids) = torch.randn(9, 24), moe_route(torch.randn(9, 4), 2)
+    found = op.reference(
+        x,
+        experts.gate_up_proj.mT.unflatten(1, (-1, 2)).transpose(1, 2),
+        experts.down_proj.mT,
+        weights=weights,
+        ids=ids,
+        bias_gate_up=experts.gate_up_proj_bias.unflatten(1, (-1, 2)).transpose(1, 2),
+        bias_down=experts.down_proj_bias,
+        alpha=experts.alpha,
+        limit=experts.limit,
+        up_offset=1.0,
+    )
+    torch.testing.assert_close(found, experts(x, ids.long(), weights))
+
+
 def test_nothing_to_do():
     inputs = seeded_inputs(op, Problem(4, 2, 3, 32, 16), CPU)
     with counted() as counts:
@@ -174,6 +205,7 @@ INPUTS = {
     "ids": torch.zeros(4, 2, dtype=torch.int32),
 }
 FP8 = {"gate_up": INPUTS["gate_up"].to(E4M3), "down": INPUTS["down"].to(E4M3), "scale_gate_up": torch.zeros(3, 24), "scale_down": torch.zeros(3, 16)}
+BIASES = {"bias_gate_up": torch.zeros(3, 24, dtype=BF16), "bias_down": torch.zeros(3, 16, dtype=BF16)}
 BAD = [
     ({"x": [1.0]}, TypeError, r"x must be a torch.Tensor, got list"),
     ({"x": torch.zeros(4, 16)}, ValueError, r"x.dtype must be one of bfloat16, float16, got float32"),
@@ -193,6 +225,12 @@ BAD = [
     ({**FP8, "scale_down": torch.zeros(3, 1, 1)}, ValueError, r"scale_down.shape must be \(3, 16\) for rows or \(3, 1, 1\) for blocks, both"),
     ({**FP8, "scale_gate_up": torch.zeros(3, 1, 1), "scale_down": torch.zeros(3, 1, 1)}, ValueError, r"down.shape\[2\] must be a multiple of 128"),
     ({**FP8, "scale_down": torch.zeros(3, 16).half()}, ValueError, r"scale_down.dtype must be float32, got float16"),
+    ({"bias_down": BIASES["bias_down"]}, ValueError, r"bias_gate_up must be given where the other bias is, got None"),
+    ({**BIASES, "bias_gate_up": torch.zeros(3, 23, dtype=BF16)}, ValueError, r"bias_gate_up.shape must be \(3, 24\), got \(3, 23\)"),
+    ({**BIASES, "bias_down": torch.zeros(3, 16)}, ValueError, r"bias_down.dtype must be bfloat16, got float32"),
+    ({"alpha": 0.0}, ValueError, r"alpha must be positive, got 0.0"),
+    ({"limit": 0.0}, ValueError, r"limit must be positive, or None, got 0.0"),
+    ({"up_offset": float("inf")}, ValueError, r"up_offset must be finite, got inf"),
 ]
 
 
@@ -219,6 +257,8 @@ def test_shared_experts_are_views_of_one_mlp_and_cost_no_launch():
     torch.testing.assert_close(found.float(), moe(x, gate_up, down, weights=weights, ids=ids).float() + whole, rtol=2e-2, atol=2e-2)
     with pytest.raises(ValueError, match=r"x.shape\[0\] must be 1 with shared experts, got "):
         moe(**{**INPUTS, **both})
+    with pytest.raises(ValueError, match=r"alpha, limit and up_offset must be left out with shared experts, got \(1.702, None, 0.0\)"):
+        moe(x, gate_up, down, weights=weights, ids=ids, alpha=1.702, **both)
     with pytest.raises(ValueError, match=r"shared_down must be given where the other matrix is, got None"):
         moe(x, gate_up, down, weights=weights, ids=ids, shared_gate_up=both["shared_gate_up"])
 

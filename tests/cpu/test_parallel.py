@@ -154,7 +154,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
             os.kill(int(process.name), 0)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-bias", "phi3", "qwen3_moe", "deepseek_v2-groups"])
+@pytest.mark.parametrize("name", ["llama-tied-bias", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2-groups"])
 def test_shards_are_parts_of_the_same_weights(name: str) -> None:
     sizes = {**TINY, **FAMILIES[name], "num_attention_heads": 4, "num_key_value_heads": 4 if "deepseek" in name else 2}
     whole = random_model(sizes)

@@ -163,6 +163,7 @@ class GroupedAttention:
 
     qkv: rows of all query heads, then of the key heads, then of the value heads.
     q_norm, k_norm: over each head (Qwen3). window: keys that a query sees, itself included.
+    sinks: fp32 [q_heads], as in `tilewright.attention` (gpt-oss).
     """
 
     qkv: Matrix
@@ -175,6 +176,7 @@ class GroupedAttention:
     window: int | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    sinks: Tensor | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -201,13 +203,13 @@ class GroupedAttention:
         mixed = frame.buffer("attention", frame.tokens, self.q_heads * self.head_dim)
         result = self._heads(frame, mixed)
         if frame.q_len == 1:
-            rest = (None, None, frame.kv_len, frame.block_table, None, None, self.scale, self.window, False)
+            rest = (None, None, frame.kv_len, frame.block_table, None, self.sinks, self.scale, self.window, False)
             yield Call(name, attention_decode_out, (q, keys, values, result, *rest))
         else:
             if frame.block_table is not None:
                 keys = yield from gathered(f"{name}.keys", frame, keys, 1)
                 values = yield from gathered(f"{name}.values", frame, values, 1)
-            masks = (None, None, frame.kv_len, None, None, self.scale, True, self.window, None)
+            masks = (None, None, frame.kv_len, None, None, self.scale, True, self.window, None, None, self.sinks)
             yield Call(name, attention_out, (q, keys, values, result, *masks))
         yield linear(f"{name}.out", mixed, self.out, y)
 
@@ -329,12 +331,23 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Activation:
+    """What an expert does between and behind its products: biases and shape of the gate, as in `tilewright.moe`; bias_gate_up [experts, 2, inter]."""
+
+    bias_gate_up: Tensor | None = None
+    bias_down: Tensor | None = None
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, and what all tokens pass (`shared`).
 
-    router: rows are experts. logits_dtype: what its product is rounded to before the softmax. bias, sigmoid, normalize, scale, groups,
-    top_groups: as in `tilewright.moe_route`. gate_up [experts, 2 * inter, hidden], down [experts, hidden, inter]: as in `tilewright.moe`; fewer than
-    the router has rows where other ranks hold the rest, those from `first` on.
+    router: rows are experts; its bias is part of the logits. logits_dtype: what its product is rounded to before the softmax. bias, sigmoid,
+    normalize, scale, groups, top_groups: as in `tilewright.moe_route`. gate_up [experts, 2, inter, hidden], down [experts, hidden, inter], act: as in
+    `tilewright.moe`; fewer than the router has rows where other ranks hold the rest, those from `first` on.
     """
 
     router: Matrix
@@ -350,6 +363,7 @@ class Experts:
     top_groups: int = 0
     shared: GatedMlp | None = None
     first: int = 0
+    act: Activation = Activation()
 
     @property
     def weight_bytes(self) -> int:
@@ -360,7 +374,7 @@ class Experts:
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
         choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups, self.first)
-        if stream.single:
+        if stream.single and self.router.bias is None:
             arrived = frame.buffer("router.arrived", frame.tokens, dtype=torch.int32)
             norm, found = stream.norm, (arrived, weights, ids, stream.normed, stream.total)
             how = (norm.eps, norm.weight_offset, norm.round_before_weight, *choice)
@@ -379,7 +393,8 @@ class Experts:
             yield from self.shared.calls(f"{name}.shared", frame, Given(stream.normed), y, residual=routed)
 
     def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
-        return Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, *shared, y))
+        act = (self.act.bias_gate_up, self.act.bias_down, self.act.alpha, self.act.limit, self.act.up_offset)
+        return Call(f"{name}.experts", moe_out, (h, self.gate_up, self.down, weights, ids.view(-1), None, None, *act, *shared, y))
 
 
 @dataclass(frozen=True, slots=True)

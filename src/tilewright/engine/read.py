@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..launch import must
-from .layers import Attention, Decoder, Experts, GatedMlp, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
+from .layers import Activation, Attention, Decoder, Experts, GatedMlp, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
 from .parallel import Group
 from .weights import Fusion, Matrix
 
@@ -45,7 +45,7 @@ def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, i
 
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
-_SPARSE = ("mixtral", "qwen3_moe", *_DEEPSEEK)
+_SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", *_DEEPSEEK)
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", *_SPARSE)
 
 
@@ -71,7 +71,8 @@ def _check(model: Any, config: Any) -> None:
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(module.weight.data, module.variance_epsilon)
+    rounded_once = type(module).__name__ == "GptOssRMSNorm"
+    return Norm(module.weight.data, module.variance_epsilon, round_before_weight=not rounded_once)
 
 
 def _attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
@@ -80,8 +81,9 @@ def _attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attentio
     q_heads = module.o_proj.weight.shape[1] // head_dim
     kv_heads = (len(qkv.weight) // head_dim - q_heads) // 2
     window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
-    norms = (_norm(module.q_norm), _norm(module.k_norm)) if hasattr(module, "q_norm") else (None, None)
-    return GroupedAttention(qkv, Matrix.of(module.o_proj), q_heads, kv_heads, head_dim, module.scaling, rope, window, *norms)
+    q_norm, k_norm = (_norm(module.q_norm), _norm(module.k_norm)) if hasattr(module, "q_norm") else (None, None)
+    sinks = module.sinks.data.float() if hasattr(module, "sinks") else None
+    return GroupedAttention(qkv, Matrix.of(module.o_proj), q_heads, kv_heads, head_dim, module.scaling, rope, window, q_norm, k_norm, sinks)
 
 
 def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
@@ -99,8 +101,11 @@ def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> A
 def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     if not hasattr(module, "experts"):
         return _dense(module, fusion)
+    if hasattr(module, "router"):
+        return _gpt_oss_experts(module, fusion, rank)
     experts, router = module.experts, module.gate
-    common = (Matrix(router.weight.data), experts.gate_up_proj.data, experts.down_proj.data, router.top_k)
+    gate_up = experts.gate_up_proj.data.unflatten(1, (2, -1))
+    common = (Matrix(router.weight.data), gate_up, experts.down_proj.data, router.top_k)
     first = rank * len(experts.down_proj)
     if not hasattr(router, "routed_scaling_factor"):
         return Experts(
@@ -117,6 +122,18 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     if grouped:
         deepseek |= {"groups": router.num_group, "top_groups": router.topk_group}
     return Experts(*common, first=first, **deepseek)
+
+
+def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
+    """Stored are [experts, hidden, 2 * inter] and [experts, inter, hidden], with columns of gate and up, and their biases, that take turns."""
+    experts, router = module.experts, module.router
+    count = len(experts.down_proj)
+    gate_up = fusion.transposed(experts.gate_up_proj).unflatten(1, (-1, 2)).transpose(1, 2)
+    biases = experts.gate_up_proj_bias.data.unflatten(1, (-1, 2)).transpose(1, 2), experts.down_proj_bias.data
+    act = Activation(*biases, experts.alpha, experts.limit, up_offset=1.0)
+    choice: dict[str, Any] = {"normalize": True, "logits_dtype": router.weight.dtype}  # the softmax of the best alone
+    matrices = gate_up, fusion.transposed(experts.down_proj)
+    return Experts(Matrix(router.weight.data, router.bias.data), *matrices, router.top_k, first=rank * count, act=act, **choice)
 
 
 def _dense(module: Any, fusion: Fusion) -> GatedMlp:

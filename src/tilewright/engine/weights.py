@@ -20,9 +20,9 @@ class Matrix:
 
 @dataclass(slots=True)
 class Fusion:
-    """Fuses Linear modules in place. The model goes on working, on the same memory; `undo` gives each module its own again."""
+    """Fuses and turns weights in place. The model goes on working, on the same memory; `undo` gives each parameter its own again."""
 
-    _modules: list[nn.Linear] = field(default_factory=list)
+    _parameters: list[Tensor] = field(default_factory=list)
 
     def stacked(self, *linears: nn.Linear) -> Matrix:
         """One matrix of the rows of each, one module after the other."""
@@ -31,6 +31,13 @@ class Fusion:
     def alternating(self, first: nn.Linear, second: nn.Linear) -> Matrix:
         """One matrix whose even rows are those of `first` and whose odd rows those of `second`."""
         return self._fused((first, second), lambda parts: torch.stack(parts, 1).flatten(0, 1), lambda whole: [whole[0::2], whole[1::2]])
+
+    def transposed(self, parameter: Tensor) -> Tensor:
+        """The same with its last two axes exchanged, contiguous; the parameter becomes a view of it."""
+        turned = parameter.data.transpose(-2, -1).contiguous()
+        parameter.data = turned.transpose(-2, -1)
+        self._parameters.append(parameter)
+        return turned
 
     def _fused(self, linears, join, views) -> Matrix:
         biases = [m.bias for m in linears if m.bias is not None]
@@ -43,15 +50,13 @@ class Fusion:
         if bias is not None:
             for module, view in zip(linears, views(bias), strict=True):
                 module.bias.data = view
-        self._modules += linears
+        self._parameters += [p for module in linears for p in (module.weight, module.bias) if p is not None]
         if weight.is_cuda:
             torch.cuda.empty_cache()  # what the parts leave free fits no later matrix
         return Matrix(weight, bias)
 
     def undo(self) -> None:
         """A second call does nothing."""
-        while self._modules:
-            module = self._modules.pop()
-            for parameter in (module.weight, module.bias):
-                if parameter is not None:
-                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        while self._parameters:
+            parameter = self._parameters.pop()
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

@@ -136,7 +136,7 @@ KEPT = {
     "{}DecoderLayer": "its two residual additions",
     "{}Moe": "adds the shared experts to the others",
     "{}MoE": "adds the shared experts to the others",
-    "GptOssExperts": "biases, transposed weights and a clamped activation",
+    "GptOssExperts": "its weights lie the other way round: the engine turns them, here they would be held twice",
 }
 # Leaf modules that no longer run once the module around them is replaced, or that do nothing in inference.
 ABSORBED = ("SiLUActivation", "SiLU", "GELUTanh", "Dropout")

@@ -17,7 +17,7 @@ _MARK = "tilewright_shard"
 _Q, _KV = "num_attention_heads", "num_key_value_heads"
 _ANY = ""  # rows or columns that belong to no head
 
-# Name of a Linear -> the axis of its weight that is dealt, and what lies along that axis, one after the other.
+# Name of a Linear, or of a parameter of another module -> the axis of its weight that is dealt, and what lies along that axis, one after the other.
 _CUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "q_proj": (0, (_Q,)),
     "q_b_proj": (0, (_Q,)),
@@ -31,6 +31,9 @@ _CUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gate_up_proj": (0, (_ANY, _ANY)),
     "down_proj": (1, (_ANY,)),
     "lm_head": (0, (_ANY,)),
+    "sinks": (0, (_Q,)),
+    "gate_up_proj_bias": (0, (_ANY,)),  # of experts
+    "down_proj_bias": (0, (_ANY,)),
 }
 
 

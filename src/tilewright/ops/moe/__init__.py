@@ -1,10 +1,14 @@
-"""The experts of a mixture of experts: out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])), with e = ids[t, k]
+"""The experts of a mixture of experts: out[t] = sum over k of weights[t, k] * down_e(act(gate_e(x[t]), up_e(x[t]))), with e = ids[t, k]
 
-For a single token also the sum over shared experts, all of weight 1.
+    act(gate, up) = gate * sigmoid(alpha * gate) * (up + up_offset), by default silu(gate) * up
+                    with a limit of min(gate, limit) and of up between -limit and limit
+
+gate_e, up_e and down_e are linear, with biases if these are given. For a single token also the sum over shared experts, all of weight 1.
 
 Source    Shazeer et al. 2017, arXiv:1701.06538, eq. 1, with the experts of SwiGLU (arXiv:2002.05202); 8-bit weights and activations after
-          DeepSeek-V3 2024, arXiv:2412.19437, section 3.3. `moe_route` chooses the experts.
-Numerics  Products and sums in fp32. Rounded to the dtype of x: silu(gate) * up (for one token times its weight), and each expert's result (for
+          DeepSeek-V3 2024, arXiv:2412.19437, section 3.3; alpha, limit, up_offset and biases after gpt-oss 2025, arXiv:2508.10925. `moe_route`
+          chooses the experts.
+Numerics  Products and sums in fp32. Rounded to the dtype of x: act(gate, up) (for one token times its weight), and each expert's result (for
           one token only the sum). The sum over k is in fp32 and in the order of k, so equal calls give equal bits. 8-bit weights: where MMAs
           are what takes time, activations become codes with a scale for each 128 of a row; else the weights are widened, which is exact.
 Bound     Few tokens: reading each chosen expert's weights once. Many: the products.
@@ -12,11 +16,12 @@ Bound     Few tokens: reading each chosen expert's weights once. Many: the produ
         one token             few tokens         many
         moe_one_up_kernel     moe_few_kernel     moe_count_kernel     tokens of each expert
                                                  moe_permute_kernel   rows in the order of the experts
-                                                 moe_kernel           silu(gate) * up      (8 bit: then moe_quantize_kernel)
+                                                 moe_kernel           act(gate, up)        (8 bit: then moe_quantize_kernel)
         moe_one_down_kernel   moe_few_kernel     moe_kernel           down
                               moe_sum_kernel     moe_sum_kernel       over k
 """
 
+import math
 from typing import Optional
 
 import torch
@@ -59,6 +64,11 @@ def reference(
     ids: Tensor,
     scale_gate_up: Tensor | None = None,
     scale_down: Tensor | None = None,
+    bias_gate_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
 ) -> Tensor:
@@ -71,15 +81,24 @@ def reference(
             a = dequantized(*quantized(a.float(), GROUPS, E4M3, False), GROUPS).to(a.dtype)
         return (a.to(scale.dtype) @ dequantize(matrix, scale).mT).to(a.dtype)
 
-    def own(scale: Tensor | None, expert: int) -> Tensor | None:
-        return None if scale is None else scale[expert]
+    def own(values: Tensor | None, expert: int) -> Tensor | None:
+        return None if values is None else values[expert]
 
+    def act(gate: Tensor, up: Tensor) -> Tensor:
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+    gate_up = gate_up.flatten(1, 2) if gate_up.dim() == 4 else gate_up
+    bias_gate_up = bias_gate_up.flatten(1, 2) if bias_gate_up is not None and bias_gate_up.dim() == 3 else bias_gate_up
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for expert in ids.unique().tolist():
         if 0 <= expert < len(down):
             token, slot = (ids == expert).nonzero(as_tuple=True)
-            gate, up = product(x[token], gate_up[expert], own(scale_gate_up, expert)).chunk(2, -1)
-            y = product(F.silu(gate) * up, down[expert], own(scale_down, expert))
+            both = product(x[token], gate_up[expert], own(scale_gate_up, expert))
+            both = both if bias_gate_up is None else both + bias_gate_up[expert]
+            y = product(act(*both.chunk(2, -1)), down[expert], own(scale_down, expert))
+            y = y if bias_down is None else y + bias_down[expert]
             out.index_add_(0, token, weights[token, slot, None] * y.to(out.dtype))
     if shared_gate_up is not None and shared_down is not None:
         for (gate_matrix, up_matrix), down_matrix in zip(shared_gate_up, shared_down, strict=True):
@@ -100,25 +119,34 @@ def moe_out(
     ids: Tensor,
     scale_gate_up: Optional[Tensor],
     scale_down: Optional[Tensor],
+    bias_gate_up: Optional[Tensor],
+    bias_down: Optional[Tensor],
+    alpha: float,
+    limit: Optional[float],
+    up_offset: float,
     shared_gate_up: Optional[Tensor],
     shared_down: Optional[Tensor],
     out: Tensor,
 ) -> None:
-    """`moe` into `out`, with ids [tokens * top_k]. No checks, no sync: safe under graph capture, and a replay follows new ids."""
+    """`moe` into `out`, with gate_up [experts, 2, inter, hidden], bias_gate_up [experts, 2, inter] and ids [tokens * top_k], all of any strides.
+
+    No checks, no sync: safe under graph capture, and a replay follows new ids."""
     tokens, hidden = x.shape
     experts, _, inter = down.shape
-    fields = (tokens, weights.shape[1], experts, hidden, inter, x.dtype, _scaling(scale_down), 0 if shared_down is None else len(shared_down))
-    p = best_plan(space, plan, Device.of(x), Problem, *fields)
-    matrices = gate_up.unflatten(1, (2, inter)), down[:, None]
-    # Without scales the kernels do not touch them; the weights stand in.
+    sizes = (tokens, weights.shape[1], experts, hidden, inter)
+    options = (_scaling(scale_down), 0 if shared_down is None else len(shared_down), bias_down is not None, alpha, limit or 0.0, up_offset)
+    p = best_plan(space, plan, Device.of(x), Problem, *sizes, x.dtype, *options)
+    matrices = gate_up, down[:, None]
+    # Without scales or biases the kernels do not touch them; the weights stand in.
     scales = matrices if scale_gate_up is None or scale_down is None else (_parts(scale_gate_up, 2), _parts(scale_down, 1))
+    biases = matrices if bias_gate_up is None or bias_down is None else (bias_gate_up[..., None], bias_down[:, None, :, None])
     if p.kernel is moe_one_up_kernel:
         shared = matrices if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down[:, None])
-        _one(p, x, matrices, scales, shared, weights, ids, out)
+        _one(p, x, matrices, scales, biases, shared, weights, ids, out)
     elif p.kernel is moe_few_kernel:
-        _few(p, x, matrices, scales, weights, ids, out)
+        _few(p, x, matrices, scales, biases, weights, ids, out)
     else:
-        _many(p, x, matrices, scales, weights, ids, out)
+        _many(p, x, matrices, scales, biases, weights, ids, out)
 
 
 def _parts(scale: Tensor, parts: int) -> Tensor:
@@ -129,24 +157,24 @@ def _parts(scale: Tensor, parts: int) -> Tensor:
 _Pair = tuple[Tensor, Tensor]
 
 
-def _one(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, shared: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
+def _one(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, biases: _Pair, shared: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
     (h,) = p.scratch(x.device)
-    launch(p, ids, weights, x, matrices[0], scales[0], shared[0], h)
+    launch(p, ids, weights, x, matrices[0], scales[0], biases[0], shared[0], h)
     assert p.then is not None
-    launch(p.then, ids, h, matrices[1], scales[1], shared[1], out)
+    launch(p.then, ids, weights, h, matrices[1], scales[1], biases[1], shared[1], out)
 
 
-def _few(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
+def _few(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, biases: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
     rows, h, y = p.scratch(x.device)
-    launch(p, ids, x[None], matrices[0], scales[0], rows, h)
+    launch(p, ids, x[None], matrices[0], scales[0], biases[0], rows, h)
     second = p.then
     assert second is not None
-    launch(second, ids, h, matrices[1], scales[1], rows, y)
+    launch(second, ids, h, matrices[1], scales[1], biases[1], rows, y)
     assert second.then is not None
     launch(second.then, y.flatten(0, 1), rows, weights, out)
 
 
-def _many(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], weights: Tensor, ids: Tensor, out: Tensor) -> None:
+def _many(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, biases: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
     counts, ranks, rows, panels, y, h, *codes = p.scratch(x.device)
     # The rows of the second product go where those of the first came from. Where nothing is quantised, no scale is touched.
     x_codes, x_scales, h_codes, h_scales = codes or (y, y, h, h)
@@ -158,12 +186,12 @@ def _many(p: Plan, x: Tensor, matrices: tuple[Tensor, Tensor], scales: tuple[Ten
     assert second is not None
     launch(p, ids, counts, ranks)
     launch(permute, ids, counts, ranks, x, panels, rows, x_codes, x_scales)
-    launch(first, panels, x_codes, x_scales, matrices[0], scales[0], h)
+    launch(first, panels, x_codes, x_scales, matrices[0], scales[0], biases[0], h)
     if codes:
         launch(second, panels, h, h_codes, h_scales)
         second = second.then
         assert second is not None
-    launch(second, panels, h_codes, h_scales, matrices[1], scales[1], y)
+    launch(second, panels, h_codes, h_scales, matrices[1], scales[1], biases[1], y)
     last = second.then
     assert last is not None
     launch(last, y, rows, weights, out)
@@ -178,6 +206,11 @@ def moe(
     ids: Tensor,
     scale_gate_up: Tensor | None = None,
     scale_down: Tensor | None = None,
+    bias_gate_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
 ) -> Tensor:
@@ -186,7 +219,8 @@ def moe(
     Args:
         x: [tokens, hidden]; bf16 or fp16; stride 1 in the last axis.
         gate_up: [experts, 2 * inter, hidden], the gate's rows first, as Hugging Face stores it; dtype of x, or with scales float8_e4m3fn; stride
-            1 in the last axis. At most 1024 experts.
+            1 in the last axis. Or [experts, 2, inter, hidden] with any strides but the last: rows that take turns are such a view. At most 1024
+            experts.
         down: [experts, hidden, inter], likewise.
         weights: fp32 [tokens, top_k], top_k at most 64.
         ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's expert: it adds nothing. Copied unless contiguous.
@@ -194,8 +228,14 @@ def moe(
         scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 * inter / 128, ceil(hidden / 128)] for blocks of
             128 x 128, where inter must be a multiple of 128.
         scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter / 128].
-        shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token and without scales: experts that it passes besides, with a
-            weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
+        bias_gate_up: [experts, 2 * inter] or [experts, 2, inter], as gate_up has its rows, dtype of x; added to their products. With three axes
+            any strides.
+        bias_down: [experts, hidden], dtype of x; both or neither.
+        alpha: factor of the gate inside its sigmoid; positive.
+        limit: positive; bounds gate from above and up on both sides before they meet. None for no bounds.
+        up_offset: added to up.
+        shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token, with no scales or biases and the default activation: experts
+            that it passes besides, with a weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
         shared_down: [shared, hidden, inter], likewise; both or neither.
     Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -204,15 +244,16 @@ def moe(
     tokens, hidden = x.shape
     scaled = scale_gate_up is not None or scale_down is not None
     for name, matrix in (("gate_up", gate_up), ("down", down)):
-        check_tensor(matrix, name, ndim=3, dtypes=(E4M3,) if scaled else (x.dtype,))
+        check_tensor(matrix, name, dtypes=(E4M3,) if scaled else (x.dtype,))
         if matrix.device != x.device:
             raise must(f"{name}.device", x.device, matrix.device)
+    check_tensor(down, "down", ndim=3)
     experts, _, inter = down.shape
     if not 1 <= experts <= MOST_EXPERTS:
         raise must("down.shape[0]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
     if down.shape[1] != hidden:
         raise must("down.shape[1]", f"{hidden}, the hidden size of x", down.shape[1])
-    check_tensor(gate_up, "gate_up", shape=(experts, 2 * inter, hidden))
+    check_tensor(gate_up, "gate_up", shape=(experts, 2, inter, hidden) if gate_up.dim() == 4 else (experts, 2 * inter, hidden))
     for name, tensor, dtypes in (("weights", weights, (torch.float32,)), ("ids", ids, (torch.int32, torch.int64))):
         check_tensor(tensor, name, ndim=2, dtypes=dtypes)
         if tensor.device != x.device:
@@ -220,8 +261,18 @@ def moe(
     if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
         raise must("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
     check_tensor(ids, "ids", shape=tuple(weights.shape))
+    if not 0 < alpha < math.inf:
+        raise must("alpha", "positive", alpha)
+    if limit is not None and not 0 < limit < math.inf:
+        raise must("limit", "positive, or None", limit)
+    if not math.isfinite(up_offset):
+        raise must("up_offset", "finite", up_offset)
+    if bias_gate_up is not None or bias_down is not None:
+        bias_gate_up = _check_biases(x, bias_gate_up, bias_down, experts, inter)
     if shared_gate_up is not None or shared_down is not None:
         _check_shared(x, shared_gate_up, shared_down, inter, scaled)
+        if bias_down is not None or (alpha, limit, up_offset) != (1.0, None, 0.0):
+            raise must("bias_down, alpha, limit and up_offset", "left out with shared experts", (alpha, limit, up_offset))
     if scaled:
         _check_scales(x, scale_gate_up, scale_down, experts, inter)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
@@ -229,8 +280,25 @@ def moe(
         return out
     if inter == 0:
         return out.zero_()
-    moe_out(x, gate_up, down, weights, ids.reshape(-1), scale_gate_up, scale_down, shared_gate_up, shared_down, out)
+    gate_up = gate_up if gate_up.dim() == 4 else gate_up.unflatten(1, (2, inter))
+    biased = (bias_gate_up, bias_down, alpha, limit, up_offset)
+    moe_out(x, gate_up, down, weights, ids.reshape(-1), scale_gate_up, scale_down, *biased, shared_gate_up, shared_down, out)
     return out
+
+
+def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | None, experts: int, inter: int) -> Tensor:
+    """bias_gate_up as [experts, 2, inter]."""
+    if bias_gate_up is None or bias_down is None:
+        raise must("bias_gate_up" if bias_gate_up is None else "bias_down", "given where the other bias is", None)
+    if inter == 0:
+        raise must("down.shape[2]", "at least 1 with biases", 0)
+    check_tensor(bias_down, "bias_down", shape=(experts, x.shape[1]), like=x)
+    if isinstance(bias_gate_up, Tensor) and bias_gate_up.dim() == 3:
+        # Its last stride is free, so that it may be a view of biases that take turns; [..., None] has an axis of its own to be checked.
+        check_tensor(bias_gate_up[..., None], "bias_gate_up[..., None]", shape=(experts, 2, inter, 1), like=x)
+        return bias_gate_up
+    check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2 * inter), like=x)
+    return bias_gate_up.unflatten(1, (2, inter))
 
 
 def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, inter: int, scaled: bool) -> None:

@@ -23,7 +23,7 @@ MOST_CONFIGS = 32
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """scaling: of the weights; NONE for weights in x's dtype, else e4m3.
+    """scaling: of the weights; NONE for weights in x's dtype, else e4m3. bias, alpha, limit, up_offset: as `moe` has them; limit 0 for none.
 
     only, foreign: of `inputs` alone: the experts that tokens go to (all of them if empty), and how many of each token's choices are another
     rank's, with ids outside of 0 to experts - 1.
@@ -37,12 +37,20 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
     scaling: Scaling = Scaling.NONE
     shared: int = 0
+    bias: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+    up_offset: float = 0.0
     only: tuple[int, ...] = ()
     foreign: int = 0
 
     @property
     def weight_dtype(self) -> torch.dtype:
         return E4M3 if self.scaling else self.dtype
+
+    @property
+    def activation(self) -> tuple[float, float, float]:
+        return self.alpha, self.limit, self.up_offset
 
     @property
     def pairs(self) -> int:
@@ -69,8 +77,16 @@ class Problem:
             "weights": weights / weights.sum(-1, keepdim=True),
             "ids": _routed(self).to(device),
             **scales,
+            **(self._biases(device) if self.bias else {}),
+            "alpha": self.alpha,
+            "limit": self.limit or None,
+            "up_offset": self.up_offset,
             **(self._shared(device) if self.shared else {}),
         }
+
+    def _biases(self, device: torch.device) -> dict[str, Tensor]:
+        shapes = {"bias_gate_up": (self.experts, 2 * self.inter), "bias_down": (self.experts, self.hidden)}
+        return {name: torch.randn(shape, dtype=self.dtype, device=device) for name, shape in shapes.items()}
 
     def _shared(self, device: torch.device) -> dict[str, Tensor]:
         """As one MLP's matrices hold several experts: rows of gate and up that take turns, columns of one expert behind those of another."""
@@ -167,17 +183,17 @@ def _one_plan(p: Problem, c: Config) -> Plan:
     def hints(how: Product) -> dict[str, Any]:
         return {"num_ctas": how.num_ctas, "occupancy": how.occupancy, "num_worker_warps": how.num_worker_warps}
 
-    columns = (p.top_k, p.shared, next_pow2(p.top_k), *sizes(c.down), c.down.latency)
+    columns = (p.top_k, p.shared, next_pow2(p.top_k), *sizes(c.down), c.down.latency, p.bias)
     down = Plan(moe_one_down_kernel, (-(-p.hidden // c.down.tile_n),), columns, **hints(c.down))
     slots = p.top_k + p.shared
     h = (((slots, p.inter), p.dtype),)
-    constants = (*sizes(c.up), p.shared, c.up.latency, c.up.scales_ahead)
+    constants = (*sizes(c.up), p.shared, c.up.latency, c.up.scales_ahead, p.bias, *p.activation)
     return Plan(moe_one_up_kernel, (-(-p.inter // c.up.tile_n), slots), constants, workspace=h, then=down, **hints(c.up))
 
 
 def _few_plan(p: Problem, c: Config, device: Device) -> Plan:
     def product(n: int, parts: int, how: Product, then: Plan, workspace: tuple = ()) -> Plan:
-        constants = (p.top_k, c.tile_m, how.tile_n, how.tile_k, parts, next_pow2(p.pairs), int(p.scaling), how.latency)
+        constants = (p.top_k, c.tile_m, how.tile_n, how.tile_k, parts, next_pow2(p.pairs), int(p.scaling), how.latency, p.bias, *p.activation)
         grid = (-(-n // how.tile_n), p.pairs)
         return Plan(moe_few_kernel, grid, constants, how.num_ctas, how.occupancy, how.num_worker_warps, workspace, then)
 
@@ -193,7 +209,7 @@ def _many_plan(p: Problem, c: Config, device: Device) -> Plan:
         tiles = panels * -(-n // how.tile_n)
         blocks = min(tiles, max(1, device.sms * (how.occupancy or 1) // (how.num_ctas or 1))) if how.persistent else tiles
         sizes = (c.tile_m, how.tile_n, how.tile_k, parts, how.group)
-        constants = (*sizes, c.weights_first, int(p.scaling), c.quantized, how.persistent, how.store_tma, how.latency)
+        constants = (*sizes, c.weights_first, int(p.scaling), c.quantized, how.persistent, how.store_tma, how.latency, p.bias, *p.activation)
         return Plan(moe_kernel, (blocks,), constants, how.num_ctas, how.occupancy, how.num_worker_warps, then=then)
 
     then = product(p.hidden, 1, c.down, _sum_plan(p, device))
@@ -366,6 +382,8 @@ def _tall_configs(p: Problem, device: Device) -> Iterator[Config]:
             yield Config(tile_m, replace(how, tile_n=n // 2), how, quantized=True)
         return
     for tile_m, n, k, ctas, warps, latency in _MMA[device.arch]:
+        if p.bias and tile_m * n == 256 * 256:
+            continue  # the accumulator begins with the biases, and of these 48 bytes spill (sm_100)
         how = Product(n, k, latency=latency, num_ctas=ctas, num_worker_warps=warps)
         if device.arch == "sm_90" and tile_m > 64:  # walking over lower ones it waits for each MMA in turn
             walking = replace(how, persistent=True, occupancy=1)

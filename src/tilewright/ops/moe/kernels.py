@@ -6,13 +6,24 @@ from ..scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
 from ..tiles import gated, grouped_tile
 
 
-def _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST):
-    """[TILE_M, TILE_N] of the result: the accumulator, or silu(its first part) * its second."""
+def activated(gate, up, ALPHA, LIMIT, UP_OFFSET):
+    """gate * sigmoid(ALPHA * gate) * (up + UP_OFFSET) in fp32; with LIMIT, of gate bounded above and up on both sides."""
+    if LIMIT:
+        gate, up = ct.minimum(gate, LIMIT), ct.maximum(ct.minimum(up, LIMIT), -LIMIT)
+    if UP_OFFSET:
+        up = up + UP_OFFSET
+    if ALPHA != 1.0:
+        gate, up = gate * ALPHA, up * (1.0 / ALPHA)
+    return gated(gate, up, False)
+
+
+def _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST, ACTIVATION):
+    """[TILE_M, TILE_N] of the result: the accumulator, or of its first part and its second what `activated` makes."""
     if PARTS == 2:
         if WEIGHTS_FIRST:
-            acc = gated(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)), False)
+            acc = activated(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)), *ACTIVATION)
         else:
-            acc = gated(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)), False)
+            acc = activated(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)), *ACTIVATION)
     return acc.transpose() if WEIGHTS_FIRST else acc
 
 
@@ -36,10 +47,10 @@ def _block_scales(scale_w, expert, tile_n, group, PARTS, TILE_N, LATENCY):
     return ct.where(ct.arange(PARTS * TILE_N, dtype=ct.int32) < TILE_N, first, _block_scale(scale_w, expert, 1, tile_n, group, TILE_N, LATENCY))
 
 
-def row_scales(scale_w, expert, tile_n, PARTS, TILE_N):
-    """[PARTS * TILE_N] scales of the rows of a weight tile."""
-    rows = ct.load(scale_w, (expert, 0, tile_n, 0), (1, PARTS, TILE_N, 1), padding_mode=ZERO, allow_tma=False)
-    return rows.reshape((PARTS * TILE_N,))
+def of_rows(values, expert, tile_n, PARTS, TILE_N):
+    """fp32 [PARTS * TILE_N]: the scales, or the biases, of the rows of a weight tile; values: [experts, PARTS, n, 1]."""
+    rows = ct.load(values, (expert, 0, tile_n, 0), (1, PARTS, TILE_N, 1), padding_mode=ZERO, allow_tma=False)
+    return rows.reshape((PARTS * TILE_N,)).astype(ct.float32)
 
 
 @ct.kernel
@@ -49,6 +60,7 @@ def moe_kernel(
     scale_x,
     w,
     scale_w,
+    bias,
     out,
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
@@ -61,12 +73,16 @@ def moe_kernel(
     PERSISTENT: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
     LATENCY: ct.Constant[int],
+    ADD_BIAS: ct.Constant[bool],
+    ALPHA: ct.Constant[float],
+    LIMIT: ct.Constant[float],
+    UP_OFFSET: ct.Constant[float],
 ):
-    """Panels of TILE_M rows of x, each times its expert's weights; with PARTS = 2 silu(first) * second of the two products.
+    """Panels of TILE_M rows of x, each times its expert's weights; with PARTS = 2 what `activated` makes of the two products.
 
     panels: int32, their number and of each its expert. x: [most rows, k]. w: [experts, PARTS, n, k]. out: [most rows, n].
     scale_w: fp32 [experts, PARTS, n groups or n, k groups or 1], read only with SCALING. scale_x: [k groups, most rows], only with QUANTIZED:
-    x is codes too; else 8-bit weights are widened to the dtype of x.
+    x is codes too; else 8-bit weights are widened to the dtype of x. bias: [experts, PARTS, n, 1], read only with ADD_BIAS.
     WEIGHTS_FIRST: accumulate the transpose, with the weights' rows on the long side of the MMA: for few rows of x, not with QUANTIZED.
     """
     tiles_n = ct.cdiv(out.shape[1], TILE_N)
@@ -92,15 +108,24 @@ def moe_kernel(
                 sums = (*sums, add_scaled(accs[part], a, b.transpose(), lines, column))
             accs = sums
         if SCALING == ROW:
-            columns = row_scales(scale_w, expert, tile_n, PARTS, TILE_N)
+            columns = of_rows(scale_w, expert, tile_n, PARTS, TILE_N)
             sums = ()
             for part in ct.static_iter(range(PARTS)):
                 sums = (*sums, accs[part] * ct.extract(columns, (part,), (TILE_N,)).reshape((1, TILE_N)))
             accs = sums
-        return gated(accs[0], accs[1], False) if PARTS == 2 else accs[0]
+        if ADD_BIAS:
+            columns = of_rows(bias, expert, tile_n, PARTS, TILE_N)
+            sums = ()
+            for part in ct.static_iter(range(PARTS)):
+                sums = (*sums, accs[part] + ct.extract(columns, (part,), (TILE_N,)).reshape((1, TILE_N)))
+            accs = sums
+        return activated(accs[0], accs[1], ALPHA, LIMIT, UP_OFFSET) if PARTS == 2 else accs[0]
 
     def plain_tile(panel, tile_n, expert):
         acc = ct.zeros((wide, TILE_M) if WEIGHTS_FIRST else (TILE_M, wide), dtype=ct.float32)
+        if ADD_BIAS and SCALING != ROW:  # added at the end it would spill (sm_90, 128 x 128 on 4 warps)
+            biases = of_rows(bias, expert, tile_n, PARTS, TILE_N)
+            acc = acc + (biases.reshape((wide, 1)) if WEIGHTS_FIRST else biases.reshape((1, wide)))
         for step in range(ct.cdiv(x.shape[1], TILE_K)):
             a = ct.load(x, (panel, step), (TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
             b = _weight_tile(w, expert, tile_n, step, PARTS, TILE_N, TILE_K, LATENCY)
@@ -117,9 +142,12 @@ def moe_kernel(
             else:
                 acc = ct.mma(a, b.transpose(), acc)
         if SCALING == ROW:
-            cols = row_scales(scale_w, expert, tile_n, PARTS, TILE_N)
+            cols = of_rows(scale_w, expert, tile_n, PARTS, TILE_N)
             acc = acc * (cols.reshape((wide, 1)) if WEIGHTS_FIRST else cols.reshape((1, wide)))
-        return _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST)
+        if ADD_BIAS and SCALING == ROW:
+            biases = of_rows(bias, expert, tile_n, PARTS, TILE_N)
+            acc = acc + (biases.reshape((wide, 1)) if WEIGHTS_FIRST else biases.reshape((1, wide)))
+        return _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST, (ALPHA, LIMIT, UP_OFFSET))
 
     def one_tile(index):
         panel, tile_n = grouped_tile(index, total, tiles_n, GROUP_M)
@@ -140,6 +168,7 @@ def moe_few_kernel(
     x,
     w,
     scale_w,
+    bias,
     rows,
     out,
     TOP_K: ct.Constant[int],
@@ -150,6 +179,10 @@ def moe_few_kernel(
     TILE_P: ct.Constant[int],
     SCALING: ct.Constant[int],
     LATENCY: ct.Constant[int],
+    ADD_BIAS: ct.Constant[bool],
+    ALPHA: ct.Constant[float],
+    LIMIT: ct.Constant[float],
+    UP_OFFSET: ct.Constant[float],
 ):
     """All tokens, at most TILE_M of them, times the weights of each expert that one of them chose. Grid (column tiles, pairs of token and choice).
 
@@ -158,7 +191,7 @@ def moe_few_kernel(
     second reads them there.
     ids, rows: [pairs]; rows[i]: first pair with the expert of pair i, times TILE_M, plus the token of pair i; -1 where there is no such expert.
     x: [1, tokens, k] or, of the second product, [pairs, TILE_M, k]. w: [experts, PARTS, n, k]. out: [pairs, TILE_M, n].
-    scale_w: as moe_kernel. TILE_P: a power of two, at least pairs.
+    scale_w, bias: as moe_kernel. TILE_P: a power of two, at least pairs.
     """
     tile_n, pair = ct.bid(0), ct.bid(1)
     wide = PARTS * TILE_N
@@ -187,6 +220,8 @@ def moe_few_kernel(
             else:
                 acc = ct.mma(b, a.transpose(), acc)
         if SCALING == ROW:
-            acc = acc * row_scales(scale_w, expert, tile_n, PARTS, TILE_N).reshape((wide, 1))
-        y = _finished(acc, PARTS, TILE_M, TILE_N, True).astype(out.dtype)
+            acc = acc * of_rows(scale_w, expert, tile_n, PARTS, TILE_N).reshape((wide, 1))
+        if ADD_BIAS:
+            acc = acc + of_rows(bias, expert, tile_n, PARTS, TILE_N).reshape((wide, 1))
+        y = _finished(acc, PARTS, TILE_M, TILE_N, True, (ALPHA, LIMIT, UP_OFFSET)).astype(out.dtype)
         ct.store(out, (pair, 0, tile_n), y.reshape((1, TILE_M, TILE_N)), allow_tma=False)

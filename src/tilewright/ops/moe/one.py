@@ -3,8 +3,7 @@
 import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, ZERO
-from ..tiles import gated
-from .kernels import row_scales
+from .kernels import activated, of_rows
 
 
 def _add_products(acc, x, scales, w, expert, part, tile_n, step, TILE_N, TILE_K, LATENCY):
@@ -30,6 +29,7 @@ def moe_one_up_kernel(
     x,
     w,
     scale_w,
+    bias,
     shared,
     h,
     TILE_N: ct.Constant[int],
@@ -38,10 +38,14 @@ def moe_one_up_kernel(
     SHARED: ct.Constant[int],
     LATENCY: ct.Constant[int],
     SCALES_AHEAD: ct.Constant[bool],
+    ADD_BIAS: ct.Constant[bool],
+    ALPHA: ct.Constant[float],
+    LIMIT: ct.Constant[float],
+    UP_OFFSET: ct.Constant[float],
 ):
-    """h[i] = weights[i] * silu(gate) * up of the i-th choice, zero for another rank's expert. Grid (column tiles, choices + SHARED).
+    """h[i] = weights[i] * the activation of the i-th choice, zero for another rank's expert. Grid (column tiles, choices + SHARED).
 
-    ids: [choices]. weights: [1, choices]. x: [1, k]. w: [experts, 2, n, k]. h: [choices + SHARED, n]. scale_w: as moe_kernel.
+    ids: [choices]. weights: [1, choices]. x: [1, k]. w: [experts, 2, n, k]. h: [choices + SHARED, n]. scale_w, bias: as moe_kernel.
     shared: [SHARED, 2, n, k], experts that every token passes with a weight of one, behind those it chose; not touched if there are none.
     """
     tile_n, slot = ct.bid(0), ct.bid(1)
@@ -68,9 +72,12 @@ def moe_one_up_kernel(
                 scales_gate, scales_up = next_gate, next_up
         first, second = ct.sum(gate, axis=1), ct.sum(up, axis=1)
         if KIND == ROW:
-            scales = row_scales(scale_w, expert, tile_n, 2, TILE_N)
+            scales = of_rows(scale_w, expert, tile_n, 2, TILE_N)
             first, second = first * ct.extract(scales, (0,), (TILE_N,)), second * ct.extract(scales, (1,), (TILE_N,))
-        return gated(first, second, False)
+        if ADD_BIAS:
+            biases = of_rows(bias, expert, tile_n, 2, TILE_N)
+            first, second = first + ct.extract(biases, (0,), (TILE_N,)), second + ct.extract(biases, (1,), (TILE_N,))
+        return activated(first, second, ALPHA, LIMIT, UP_OFFSET)
 
     def chosen():
         own = ct.gather(ids, slot)
@@ -93,9 +100,11 @@ def moe_one_up_kernel(
 @ct.kernel
 def moe_one_down_kernel(
     ids,
+    weights,
     h,
     w,
     scale_w,
+    bias,
     shared,
     out,
     TOP_K: ct.Constant[int],
@@ -105,11 +114,12 @@ def moe_one_down_kernel(
     TILE_K: ct.Constant[int],
     SCALING: ct.Constant[int],
     LATENCY: ct.Constant[int],
+    ADD_BIAS: ct.Constant[bool],
 ):
     """The second product and the sum over the experts in one. Grid (column tiles,).
 
     ids: [TOP_K]. h: [TOP_K + SHARED, k], as moe_one_up_kernel leaves it. w: [experts, 1, n, k]. shared: [SHARED, 1, n, k], likewise. out: [1, n].
-    scale_w: as moe_kernel.
+    scale_w, bias: as moe_kernel. weights: [1, TOP_K], read only with ADD_BIAS: h has them already.
     TILE_P: a power of two, at least TOP_K.
     """
     tile_n = ct.bid(0)
@@ -119,6 +129,14 @@ def moe_one_down_kernel(
     # In place of another rank's expert one of this token's own is read again, from L2, times zero: a branch would keep the loads apart.
     instead = ct.max(ct.where((index < TOP_K) & (chosen < w.shape[0]), chosen, -1))
     acc = ct.zeros((TILE_N, TILE_K), ct.float32)
+    biases = ct.zeros((TILE_N,), ct.float32)
+    if ADD_BIAS:  # fetched before the weights are waited for
+        known = (index < TOP_K) & (chosen >= 0) & (chosen < w.shape[0])
+        row = ct.where(known, chosen, -1).astype(ct.int32).reshape((TILE_P, 1))
+        column = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)).reshape((1, TILE_N))
+        each = ct.gather(bias, (row, 0, column, 0), padding_value=0).astype(ct.float32)
+        share = ct.where(known, ct.gather(weights, (0, index), padding_value=0), 0.0)
+        biases = ct.sum(share.reshape((TILE_P, 1)) * each, axis=0)
     units = TOP_K * steps
 
     def place(unit):
@@ -140,7 +158,8 @@ def moe_one_down_kernel(
             next_scales = _scales(scale_w, next_expert, 0, tile_n, next_step, TILE_N, TILE_K, SCALING)
             a = ct.load(h, (slot, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
             if SCALING == ROW:
-                a = a * row_scales(scale_w, expert, tile_n, 1, TILE_N).reshape((TILE_N, 1))
+                a = a * of_rows(scale_w, expert, tile_n, 1, TILE_N).reshape((TILE_N, 1))
             acc = _add_products(acc, a, scales, w, expert, 0, tile_n, step, TILE_N, TILE_K, LATENCY)
             slot, step, expert, scales = next_slot, next_step, next_expert, next_scales
-    ct.store(out, (0, tile_n), ct.sum(acc, axis=1).reshape((1, TILE_N)).astype(out.dtype), allow_tma=False)
+    y = ct.sum(acc, axis=1) + biases if ADD_BIAS else ct.sum(acc, axis=1)
+    ct.store(out, (0, tile_n), y.reshape((1, TILE_N)).astype(out.dtype), allow_tma=False)

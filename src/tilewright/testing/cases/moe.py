@@ -1,5 +1,7 @@
 """Problems of `moe`."""
 
+from typing import Any
+
 import torch
 
 from ...ops.moe import Problem
@@ -10,6 +12,8 @@ ROW, BLOCK = Scaling.ROW, Scaling.BLOCK
 
 # top_k, experts, hidden, inter
 DEEPSEEK_V2_LITE, QWEN3_30B_A3B, MIXTRAL_8X7B = (6, 64, 2048, 1408), (8, 128, 2048, 768), (2, 8, 4096, 14_336)
+GPT_OSS_20B = (4, 32, 2880, 2880)
+_OSS: dict[str, Any] = {"bias": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 
 small = [
     Problem(5, 2, 4, 48, 40),
@@ -25,6 +29,8 @@ small = [
     Problem(3, 2, 3, 40, 24, foreign=2),  # nothing to do
     Problem(1, 3, 7, 72, 136, shared=2),
     Problem(1, 2, 5, 40, 70, FP16, shared=1, foreign=2),
+    *(Problem(tokens, 3, 5, 40, 72, foreign=1, **_OSS) for tokens in (1, 6, 40)),
+    *(Problem(tokens, 2, 4, 136, 128, FP16, scaling=BLOCK, **(_OSS | {"limit": 0.5})) for tokens in (1, 20)),
 ]
 
 real = [
@@ -40,6 +46,7 @@ real = [
     Problem(16, 8, 16, 2048, 768, scaling=BLOCK),
     Problem(600, 8, 16, 2048, 768, scaling=BLOCK),
     Problem(300, 2, 8, 1024, 1792, scaling=ROW),
+    *(Problem(tokens, *GPT_OSS_20B, **_OSS) for tokens in (1, 8, 512)),
 ]
 
 _TOKENS = (1, 4, 16, 64, 512, 4096)
@@ -49,4 +56,5 @@ bench = [
     *(Problem(tokens, *model, scaling=BLOCK) for model in (DEEPSEEK_V2_LITE, QWEN3_30B_A3B, MIXTRAL_8X7B) for tokens in _TOKENS),
     Problem(4096, *QWEN3_30B_A3B, scaling=ROW),
     Problem(1, *DEEPSEEK_V2_LITE, shared=2),
+    *(Problem(tokens, *GPT_OSS_20B, **_OSS) for tokens in _TOKENS),
 ]
