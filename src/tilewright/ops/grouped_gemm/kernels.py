@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
-from ..tiles import grouped_tile
+from ..tiles import grouped_tile, rows_from
 
 
 @ct.kernel
@@ -130,7 +130,7 @@ def grouped_gemm_kernel(
         if WEIGHTS_FIRST:
             acc = acc.transpose()
         tile = acc.astype(out.dtype).reshape((1, TILE_M, TILE_N))
-        ct.store(out.slice(1, row, end), (matrix, 0, tile_n), tile, allow_tma=STORE_TMA)
+        ct.store(rows_from(out, 1, row, end), (matrix, 0, tile_n), tile, allow_tma=STORE_TMA)
 
     if PERSISTENT:
         for index in range(ct.bid(0), total * tiles_n, ct.num_blocks(0)):

@@ -67,6 +67,8 @@ bench += [
 bench += [
     Problem(4, 32, 32, seq_len, seq_len, 128, EIGHT, causal=causal, keys_last=True) for causal, seq_len in product((True, False), (4096, 16384))
 ]
+bench += [Problem(1, 32, 8, 32768, 32768, head_dim, BRAIN, causal=causal) for head_dim, causal in product((128, 64), (True, False))]
+bench += [Problem(TOKENS // seq_len, 64, 8, seq_len, seq_len, 128, BRAIN) for seq_len in (1024, 4096, 16384)]
 bench += [
     Problem(4, 32, 8, 4096, 4096, 96, BRAIN),
     Problem(4, 32, 32, 4096, 4096, 80, HALF),

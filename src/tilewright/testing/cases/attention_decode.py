@@ -68,6 +68,8 @@ bench = [
     for batch, contexts in CONTEXTS.items()
     for context in contexts
 ] + [Problem(batch, 32, 8, 8192, 128, BRAIN, page_size=page, has_len=False) for batch, page in product((1, 64), (16, 64, 256))]
+bench += [Problem(batch, 32, 8, context, 128, BRAIN, has_len=False) for batch, context in ((1, 131072), (4, 131072), (256, 512), (256, 2048))]
+bench += [Problem(batch, 32, 32, context, 128, BRAIN, has_len=False) for batch, context in ((1, 4096), (1, 16384), (16, 4096), (64, 1024))]
 # One key head under 64 or 128 heads of 512 columns, where v is k.
 PACKED = ((64, 640), (128, 1152))
 bench += [Problem(batch, heads, 1, keys, 512, BRAIN, has_len=False, shared=True) for heads, keys in PACKED for batch in (1, 8, 32, 128)]
