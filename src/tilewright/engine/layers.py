@@ -385,11 +385,12 @@ class Experts:
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
         choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups, self.first)
-        if stream.single and self.router.bias is None:
+        if stream.single:
             arrived = frame.buffer("router.arrived", frame.tokens, dtype=torch.int32)
             norm, found = stream.norm, (arrived, weights, ids, stream.normed, stream.total)
             how = (norm.eps, norm.weight_offset, norm.round_before_weight, *choice)
-            yield Call(f"{name}.route", rms_norm_route_out, (stream.x, norm.weight, self.router.weight, self.bias, stream.y, *found, *how))
+            router = (self.router.weight, self.router.bias, self.bias)
+            yield Call(f"{name}.route", rms_norm_route_out, (stream.x, norm.weight, *router, stream.y, *found, *how))
         else:
             logits = frame.buffer("router", frame.tokens, len(self.router.weight), dtype=self.logits_dtype)
             yield stream.norm_call()
