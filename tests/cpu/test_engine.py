@@ -243,8 +243,9 @@ def test_an_interrupt_leaves_the_engine_usable() -> None:
         assert engine.generate(prompts(), NEW).tokens == expected
 
 
-def test_a_step_is_a_list_of_calls() -> None:
-    model = tiny("qwen2", num_hidden_layers=1)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # norms of queries and keys cost no call
+def test_a_step_is_a_list_of_calls(name: str) -> None:
+    model = tiny(name, num_hidden_layers=1)
     stages: list[str] = []
     with Engine(model, max_batch=1, max_len=64, on_progress=lambda stage, done, total: stages.append(stage)) as engine:
         engine.warm_up(1, 3)

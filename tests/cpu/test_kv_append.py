@@ -88,7 +88,7 @@ def test_it_norms_the_latent_as_rms_norm_does(rounded):
     latent, k_rope, weight = fresh(2, 1, 3, 64), fresh(2, 1, 3, 16), torch.randn(64).bfloat16()
     positions = int32([[4, 5, 6], [17, 18, 19]])
     with counted() as counts:
-        norm = {"v_norm": weight, "v_eps": 1e-5, "v_round_before_weight": rounded}
+        norm = {"v_norm": weight, "eps": 1e-5, "round_before_weight": rounded}
         kv_append(k_rope, latent, cache[..., 64:], cache[..., :64], positions=positions, **norm)
     assert sum(counts.values()) == 1
     expected = rms_norm(latent, weight, 1e-5, round_before_weight=rounded)
@@ -141,7 +141,9 @@ GOOD = {
 HALVES = {"cos": torch.zeros(16, 16), "sin": torch.zeros(16, 16)}
 BAD = [
     ({"v_norm": torch.zeros(16)}, ValueError, r"v_norm.shape must be \(32,\), got \(16,\)"),
-    ({"v_round_before_weight": True}, ValueError, r"v_round_before_weight must be False without v_norm, got True"),
+    ({"k_norm": torch.zeros(16)}, ValueError, r"k_norm.shape must be \(32,\), got \(16,\)"),
+    ({"q_norm": torch.zeros(32)}, ValueError, r"q_norm must be given only with q, got Tensor"),
+    ({"round_before_weight": True}, ValueError, r"round_before_weight must be False without a norm, got True"),
     ({"k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
     ({"v": torch.zeros(2, 1, 1, 32)}, ValueError, r"v.shape must be \(2, 2, 1, 32\), got \(2, 1, 1, 32\)"),
     ({"k_cache": torch.zeros(2, 2, 16, 32).half()}, ValueError, r"k_cache.dtype must be one of float32, float8_e4m3fn, got float16"),

@@ -45,7 +45,7 @@ def test_the_counter_is_zero_again_and_any_block_may_be_the_last():
     for order in (1, 2, 3):
         with interpret.checking(races=True, order=order):
             results = (arrived, weights, ids, torch.empty_like(x), None)
-            rms_norm_route_out(x, weight, router, None, None, *results, 1e-6, 0.0, False, False, True, 1.0, 0, 0, 0)
+            rms_norm_route_out(x, weight, router, None, None, None, *results, 1e-6, 0.0, False, False, True, 1.0, 0, 0, 0)
         assert arrived.eq(0).all()
         found.append((weights.clone(), ids.clone()))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -62,6 +62,7 @@ BAD = [
     ({"groups": 3}, r"groups must be 0 or a divisor of 8"),
     ({"first_expert": 8}, r"first_expert must be 0 to 7, got 8"),
     ({"bias": torch.zeros(64)}, r"bias.shape must be \(8,\), got \(64,\)"),
+    ({"router_bias": torch.zeros(8)}, r"router_bias.dtype must be bfloat16, got float32"),
     ({"residual": R}, r"residual.shape must be \(1, 64\), got \(8, 64\)"),
 ]
 

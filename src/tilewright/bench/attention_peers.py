@@ -107,14 +107,18 @@ def kv_append(
     interleaved=False,
     k_scale=None,
     v_scale=None,
+    q_norm=None,
+    k_norm=None,
     v_norm=None,
-    v_eps=1e-6,
-    v_round_before_weight=False,
+    eps=1e-6,
+    round_before_weight=False,
 ):
     """As engines compose it: rotate, norm, and put rows into the cache by index."""
     batch, _, tokens, _ = k.shape
-    if v_norm is not None:
-        v = torch.nn.functional.rms_norm(v, v_norm.shape, v_norm, v_eps)
+    normed = [
+        x if weight is None else torch.nn.functional.rms_norm(x, weight.shape, weight, eps) for x, weight in ((q, q_norm), (k, k_norm), (v, v_norm))
+    ]
+    k, v = normed[1:]
     positions = positions.view(batch, tokens)
     if cos is not None:
         c, s = cos[positions][:, None], sin[positions][:, None]
@@ -127,7 +131,7 @@ def kv_append(
 
         k = turned(k)
         if q is not None:
-            q.copy_(turned(q))
+            q.copy_(turned(normed[0]))
     outer, row = torch.arange(batch, device=k.device)[:, None], positions
     if block_table is not None:
         outer, row = block_table.gather(1, (positions // k_cache.shape[2]).long()), positions % k_cache.shape[2]

@@ -268,30 +268,45 @@ def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale
     return weights * scale, ids.int() - first_expert
 
 
-def _rms_norm_route(x, weight, router, top_k, *, eps=1e-6, round_before_weight=False, residual=None, **choice):
+def _rms_norm_route(x, weight, router, top_k, *, eps=1e-6, round_before_weight=False, residual=None, router_bias=None, **choice):
     if residual is not None:
         x = residual = x + residual
     h = F.rms_norm(x, weight.shape, weight, eps)
-    return *_moe_route(F.linear(h.float(), router.float()), top_k, **choice), h, residual
+    return *_moe_route(F.linear(h.float(), router.float(), None if router_bias is None else router_bias.float()), top_k, **choice), h, residual
 
 
-def _grouped_moe(x, gate_up, down, *, weights, ids, **unused):
+def _expert_act(both, alpha, limit, up_offset):
+    gate, up = both.chunk(2, -1)
+    if (alpha, limit, up_offset) == (1.0, None, 0.0):
+        return F.silu(gate) * up
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+
+def _plus(y, bias, experts):
+    return y if bias is None else y + bias[experts]
+
+
+def _grouped_moe(x, gate_up, down, *, weights, ids, alpha, limit, up_offset, bias_gate_up=None, bias_down=None, **unused):
     """As transformers' experts with grouped products: sorted by expert, two products, back in the order of the tokens, summed."""
     top_k = ids.shape[1]
     flat = ids.reshape(-1)
     order = flat.argsort()
     offsets = torch.histc(flat[order].float(), bins=len(down), min=0, max=len(down) - 1).cumsum(0, dtype=torch.int32)
-    gate, up = torch._grouped_mm(x[order // top_k], gate_up.mT, offs=offsets).chunk(2, -1)
-    y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=offsets) * weights.reshape(-1)[order, None]
+    both = _plus(torch._grouped_mm(x[order // top_k], gate_up.mT, offs=offsets), bias_gate_up, flat[order])
+    y = _plus(torch._grouped_mm(_expert_act(both, alpha, limit, up_offset), down.mT, offs=offsets), bias_down, flat[order])
+    y = y * weights.reshape(-1)[order, None]
     return y[order.argsort()].view(*ids.shape, -1).sum(1).to(x.dtype)
 
 
-def _batched_moe(x, gate_up, down, *, weights, ids, **unused):
+def _batched_moe(x, gate_up, down, *, weights, ids, alpha, limit, up_offset, bias_gate_up=None, bias_down=None, **unused):
     """As transformers' experts with batched products: the chosen weights, copied for each token."""
     flat = ids.reshape(-1)
     rows = x.repeat_interleave(ids.shape[1], 0)
-    gate, up = torch.bmm(gate_up[flat], rows[..., None])[..., 0].chunk(2, -1)
-    y = torch.bmm(down[flat], (F.silu(gate) * up)[..., None])[..., 0] * weights.reshape(-1, 1)
+    both = _plus(torch.bmm(gate_up[flat], rows[..., None])[..., 0], bias_gate_up, flat)
+    y = _plus(torch.bmm(down[flat], _expert_act(both, alpha, limit, up_offset)[..., None])[..., 0], bias_down, flat)
+    y = y * weights.reshape(-1, 1)
     return y.view(*ids.shape, -1).sum(1).to(x.dtype)
 
 

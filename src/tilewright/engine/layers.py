@@ -111,11 +111,29 @@ class Rope:
         angles = torch.arange(max_len, device=inv_freq.device).float()[:, None] * inv_freq.float()
         return Rope(angles.cos() * scaling, angles.sin() * scaling, interleaved)
 
-    def append(self, name: str, frame: Frame, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, v_norm: Norm | None = None) -> Call:
-        """Rotates q in place and k on its way into the cache, where v goes too, normed. All [batch, heads, q_len or max_len, ...]."""
-        norm = (None, 0.0, False) if v_norm is None else (v_norm.weight, v_norm.eps, v_norm.round_before_weight)
-        where = (frame.held(k_cache), frame.held(v_cache), frame.positions, frame.block_table)
-        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None, *norm))
+    def append(
+        self,
+        name: str,
+        frame: Frame,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        caches: tuple[Tensor, Tensor],
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        v_norm: Norm | None = None,
+    ) -> Call:
+        """Norms what has a norm, then rotates q in place and k on its way into the cache, where v goes too.
+
+        q, k, v, caches: [batch, heads, q_len or max_len, ...]. The norms given are alike but for their weights.
+        """
+        norms = (q_norm, k_norm, v_norm)
+        given = next((norm for norm in norms if norm is not None), None)
+        how = (0.0, False) if given is None else (given.eps, given.round_before_weight)
+        where = (*(frame.held(cache) for cache in caches), frame.positions, frame.block_table)
+        weights = (None if norm is None else norm.weight for norm in norms)
+        return Call(name, kv_append_out, (k, v, *where, q, self.cos, self.sin, None, self.interleaved, None, None, *weights, *how))
 
 
 def gathered(name: str, frame: Frame, pages: Tensor, heads: int) -> Generator[Call, None, Tensor]:
@@ -162,7 +180,7 @@ class GroupedAttention:
     """Attention with as many or fewer key heads than query heads.
 
     qkv: rows of all query heads, then of the key heads, then of the value heads.
-    q_norm, k_norm: over each head (Qwen3). window: keys that a query sees, itself included.
+    q_norm, k_norm: over each head (Qwen3), alike but for their weights. window: keys that a query sees, itself included.
     sinks: fp32 [q_heads], as in `tilewright.attention` (gpt-oss).
     """
 
@@ -190,15 +208,8 @@ class GroupedAttention:
         qkv = frame.buffer("qkv", frame.tokens, heads * self.head_dim)
         yield from stream.product(f"{name}.qkv", self.qkv, qkv)
         q, k, v = self._heads(frame, qkv).split((self.q_heads, self.kv_heads, self.kv_heads), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            # One launch norms every head of the row, since they lie one behind the other; of each result only the heads it is meant for are read.
-            normed = [frame.buffer(f"qkv.{which}", *qkv.shape) for which in ("q_norm", "k_norm")]
-            for norm, out in zip((self.q_norm, self.k_norm), normed, strict=True):
-                yield norm.of(f"{name}.norm", qkv.view(-1, self.head_dim), out.view(-1, self.head_dim))
-            q = self._heads(frame, normed[0])[:, : self.q_heads]
-            k = self._heads(frame, normed[1])[:, self.q_heads : self.q_heads + self.kv_heads]
         k_cache, v_cache = cache
-        yield self.rope.append(f"{name}.append", frame, q, k, v, k_cache, v_cache)
+        yield self.rope.append(f"{name}.append", frame, q, k, v, (k_cache, v_cache), q_norm=self.q_norm, k_norm=self.k_norm)
         keys, values = frame.held(k_cache), frame.held(v_cache)
         mixed = frame.buffer("attention", frame.tokens, self.q_heads * self.head_dim)
         result = self._heads(frame, mixed)
@@ -263,7 +274,7 @@ class LatentAttention:
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), 3)
         k_rope, latent = (x.unflatten(0, (frame.batch, 1, frame.q_len)) for x in (k_rope, low))  # one head
         latents, rotated = cache[0][:, None].split((latent_dim, self.rope_dim), 3)
-        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, rotated, latents, self.kv_norm)
+        yield self.rope.append(f"{name}.append", frame, q_rope, k_rope, latent, (rotated, latents), v_norm=self.kv_norm)
         mixed = frame.buffer("attention", frame.tokens, self.out.weight.shape[1])
         attend = self._attend_latents if frame.q_len == 1 else self._attend_expanded
         yield from attend(name, frame, q_nope, q_rope, frame.held(cache[0]), mixed.unflatten(1, (heads, -1)))
@@ -374,11 +385,12 @@ class Experts:
         weights = frame.buffer("router.weights", frame.tokens, self.top_k, dtype=torch.float32)
         ids = frame.buffer("router.ids", frame.tokens, self.top_k, dtype=torch.int32)
         choice = (self.sigmoid, self.normalize, self.scale, self.groups, self.top_groups, self.first)
-        if stream.single and self.router.bias is None:
+        if stream.single:
             arrived = frame.buffer("router.arrived", frame.tokens, dtype=torch.int32)
             norm, found = stream.norm, (arrived, weights, ids, stream.normed, stream.total)
             how = (norm.eps, norm.weight_offset, norm.round_before_weight, *choice)
-            yield Call(f"{name}.route", rms_norm_route_out, (stream.x, norm.weight, self.router.weight, self.bias, stream.y, *found, *how))
+            router = (self.router.weight, self.router.bias, self.bias)
+            yield Call(f"{name}.route", rms_norm_route_out, (stream.x, norm.weight, *router, stream.y, *found, *how))
         else:
             logits = frame.buffer("router", frame.tokens, len(self.router.weight), dtype=self.logits_dtype)
             yield stream.norm_call()

@@ -1,6 +1,6 @@
 """RMSNorm, the router's product and the choice of experts in one launch, for a token or a few.
 
-    h = rms_norm(x + residual)        logits = h @ router.T        weights, ids = moe_route(logits)
+    h = rms_norm(x + residual)        logits = h @ router.T + router_bias        weights, ids = moe_route(logits)
 
 A token's experts are dealt to several blocks, each of which norms the token for itself. The block that finishes last, by a counter, finds all
 logits and chooses.
@@ -35,6 +35,7 @@ def reference(
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     residual: Tensor | None = None,
+    router_bias: Tensor | None = None,
     sigmoid: bool = False,
     bias: Tensor | None = None,
     normalize: bool = True,
@@ -51,7 +52,7 @@ def reference(
     if round_before_weight:
         normed = normed.to(x.dtype)
     normed = (normed * (weight.to(wide.dtype) + weight_offset)).to(x.dtype)
-    logits = normed.to(wide.dtype) @ router.to(wide.dtype).mT
+    logits = normed.to(wide.dtype) @ router.to(wide.dtype).mT + (0 if router_bias is None else router_bias.to(wide.dtype))
     weights, ids = routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
     ids = ids - first_expert
     return (weights, ids, normed) if residual is None else (weights, ids, normed, residual)
@@ -61,6 +62,7 @@ def comparable(
     result: tuple[Tensor, ...],
     router: Tensor,
     *,
+    router_bias: Tensor | None = None,
     sigmoid: bool = False,
     bias: Tensor | None = None,
     first_expert: int = 0,
@@ -68,7 +70,8 @@ def comparable(
 ) -> tuple[Tensor, ...]:
     """The weights, and what the experts were chosen by: indices themselves have no distance."""
     weights, ids, *rest = result
-    chosen_by = scores_of(rest[0].double() @ router.double().mT, sigmoid, bias)[1]
+    logits = rest[0].double() @ router.double().mT + (0 if router_bias is None else router_bias.double())
+    chosen_by = scores_of(logits, sigmoid, bias)[1]
     return weights, chosen_by.gather(-1, ids.long() + first_expert).to(weights.dtype), *rest
 
 
@@ -88,6 +91,7 @@ class Problem:
     normalize: bool = True
     groups: int = 0
     top_groups: int = 0
+    router_bias: bool = False
     scale: float = 1.0
     first_expert: int = 0
 
@@ -107,6 +111,7 @@ class Problem:
             "eps": 1e-6,
             "round_before_weight": self.round_before_weight,
             "residual": randn(self.tokens, self.k) if self.residual else None,
+            "router_bias": randn(self.experts) if self.router_bias else None,
             "sigmoid": self.sigmoid,
             "bias": 0.1 * torch.randn(self.experts, device=device) if self.bias else None,
             "normalize": self.normalize,
@@ -151,7 +156,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     groups = max(1, p.groups)
     choice = (p.sigmoid, p.bias, p.normalize, groups, p.experts // groups, p.top_groups or groups, p.top_k)
     tiles = (next_pow2(groups), next_pow2(p.experts // groups), next_pow2(p.top_k))
-    constants = (p.residual, p.round_before_weight, *choice, p.k, c.tile_e, c.tile_k, *tiles)
+    constants = (p.residual, p.router_bias, p.round_before_weight, *choice, p.k, c.tile_e, c.tile_k, *tiles)
     logits = (((p.tokens, p.experts), torch.float32),)
     return Plan(rms_norm_route_kernel, (-(-p.experts // c.tile_e), p.tokens), constants, num_worker_warps=c.num_worker_warps, workspace=logits)
 
@@ -162,6 +167,7 @@ def rms_norm_route_kernel(
     RESIDUAL,
     WEIGHT,
     ROUTER,
+    ROUTER_BIAS,
     BIAS,
     ARRIVED,
     LOGITS,
@@ -174,6 +180,7 @@ def rms_norm_route_kernel(
     scale: float,
     first_expert: int,
     ADD: ct.Constant[bool],
+    BIASED: ct.Constant[bool],
     ROUND: ct.Constant[bool],
     SIGMOID: ct.Constant[bool],
     ADD_BIAS: ct.Constant[bool],
@@ -191,7 +198,8 @@ def rms_norm_route_kernel(
 ):
     """TILE_E experts of a token; the token's last block also chooses. Grid (parts of the experts, tokens).
 
-    X, RESIDUAL, OUT, SUM: [tokens, K], RESIDUAL and SUM only with ADD. WEIGHT: [K]. ROUTER: [experts, K]. BIAS: [GROUPS, SIZE], only with ADD_BIAS.
+    X, RESIDUAL, OUT, SUM: [tokens, K], RESIDUAL and SUM only with ADD. WEIGHT: [K]. ROUTER: [experts, K]. ROUTER_BIAS: [experts],
+    only with BIASED. BIAS: [GROUPS, SIZE], only with ADD_BIAS.
     ARRIVED: int32 [tokens], zero, and zero again at the end. LOGITS: [tokens, experts]. WEIGHTS, IDS: [tokens, TOP_K]; IDS count from first_expert.
     TILE_G, TILE_S, TILE_P: powers of two, at least GROUPS, SIZE, TOP_K.
     """
@@ -224,7 +232,10 @@ def rms_norm_route_kernel(
         if part == 0:
             ct.store(OUT, (token, j), h, allow_tma=False)
         acc = acc + routers[j].astype(ct.float32) * h.astype(ct.float32)
-    ct.store(LOGITS, (token, part), ct.sum(acc, axis=1).reshape((1, TILE_E)), allow_tma=False)
+    logit = ct.sum(acc, axis=1)
+    if BIASED:
+        logit = logit + load_tile(ROUTER_BIAS, (part,), (TILE_E,), ZERO, even, None, False).astype(ct.float32)
+    ct.store(LOGITS, (token, part), logit.reshape((1, TILE_E)), allow_tma=False)
     before = ct.atomic_add(ARRIVED, token, 1, memory_order=ct.MemoryOrder.ACQ_REL, memory_scope=ct.MemoryScope.DEVICE)
     if before == ct.num_blocks(0) - 1:
         # Beside the row of logits three empty ones: a row to a warp, and in all the reductions that follow no warp waits for another. With groups
@@ -245,6 +256,7 @@ def rms_norm_route_out(
     x: Tensor,
     weight: Tensor,
     router: Tensor,
+    router_bias: Optional[Tensor],
     bias: Optional[Tensor],
     residual: Optional[Tensor],
     arrived: Tensor,
@@ -268,7 +280,7 @@ def rms_norm_route_out(
     """
     (tokens, k), experts = x.shape, router.shape[0]
     norm = (residual is not None, round_before_weight)
-    fields = (tokens, experts, k, ids.shape[1], x.dtype, *norm, sigmoid, bias is not None, normalize, groups, top_groups)
+    fields = (tokens, experts, k, ids.shape[1], x.dtype, *norm, sigmoid, bias is not None, normalize, groups, top_groups, router_bias is not None)
     p = best_plan(space, plan, Device.of(x), Problem, *fields)
     (logits,) = p.scratch(x.device)
     # The kernel touches no array that its constants do not name; others stand in.
@@ -278,6 +290,7 @@ def rms_norm_route_out(
         x if residual is None else residual,
         weight,
         router,
+        weight if router_bias is None else router_bias,
         router if bias is None else bias.view(groups or 1, -1),
         arrived,
         logits,
@@ -302,6 +315,7 @@ def rms_norm_route(
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     residual: Tensor | None = None,
+    router_bias: Tensor | None = None,
     sigmoid: bool = False,
     bias: Tensor | None = None,
     normalize: bool = True,
@@ -321,6 +335,7 @@ def rms_norm_route(
         weight_offset: added to the norm's weight; 1.0 for Gemma.
         round_before_weight: round to the dtype before the norm's weight too, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
+        router_bias: [experts], dtype and device of x; added to the logits.
         sigmoid, bias, normalize, scale, groups, top_groups, first_expert: as in `moe_route`.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k], the normed rows [tokens, k]) and, with a residual, x + residual; the first
         two as `moe_route` has them. Empty without tokens, with nothing launched.
@@ -340,6 +355,8 @@ def rms_norm_route(
     check_routing(experts, top_k, groups, top_groups, first_expert)
     if residual is not None:
         check_tensor(residual, "residual", shape=x.shape, like=x)
+    if router_bias is not None:
+        check_tensor(router_bias, "router_bias", shape=(experts,), like=x)
     if bias is not None:
         check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
         if bias.device != x.device:
@@ -352,5 +369,5 @@ def rms_norm_route(
         arrived = torch.zeros(tokens, dtype=torch.int32, device=x.device)
         norm = (eps, weight_offset, round_before_weight)
         choice = (sigmoid, normalize, scale, groups, top_groups, first_expert)
-        rms_norm_route_out(x, weight, router, bias, residual, arrived, weights, ids, out, total, *norm, *choice)
+        rms_norm_route_out(x, weight, router, router_bias, bias, residual, arrived, weights, ids, out, total, *norm, *choice)
     return (weights, ids, out) if total is None else (weights, ids, out, total)

@@ -3,11 +3,12 @@
     k_cache[b, h, positions[b, t]] = rope(k[b, h, t])       v_cache[b, h, positions[b, t]] = v[b, h, t]       q = rope(q), in place
 
 A paged cache has row `position % page_size` of page `block_table[b, position // page_size]` instead. A cache of 8-bit codes gets values / scale.
-With v_norm, v is normed on the way: rms_norm(v[b, h, t], v_norm), which the latent of MLA needs.
+With q_norm, k_norm or v_norm, each head of q, k or v is normed first: rms_norm(k[b, h, t], k_norm), as Qwen3 does to queries and keys and MLA to
+its latent.
 
 Source    vLLM's reshape_and_cache (Kwon et al. 2023, arXiv:2309.06180, section 4.3) and the rotation of `rope`, made one.
 Numerics  Values are copied; rotated and normed ones fp32 from load to store, rounded once, also to codes, which saturate; the normed ones with
-          v_round_before_weight also before the weight, as `rms_norm` has it.
+          round_before_weight also before the weight, as `rms_norm` has it.
 Bound     Memory: k and v read and written once, q read and written once. For one token a sequence the latency of three loads that wait for
           each other (position, row of the table, store), and of the launch that rope and two copies no longer need.
 """
@@ -43,13 +44,26 @@ def reference(
     interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     v_norm: Tensor | None = None,
-    v_eps: float = 1e-6,
-    v_round_before_weight: bool = False,
+    eps: float = 1e-6,
+    round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """The definition, not in place."""
     batch, _, tokens, _ = k.shape
     positions = positions.view(batch, tokens).long()
+
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if round_before_weight:
+            wide = wide.to(x.dtype)
+        return (wide * weight.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+    q, k, v = None if q is None else normed(q, q_norm), normed(k, k_norm), normed(v, v_norm)
     if cos is not None and sin is not None:
         angle_rows = positions if rope_positions is None else rope_positions.view(batch, tokens).long()
         angle_rows = angle_rows.clamp(0, len(cos) - 1)
@@ -64,12 +78,6 @@ def reference(
 
         k = turned(k)
         q = None if q is None else turned(q)
-    if v_norm is not None:
-        wide = v.to(torch.promote_types(v.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + v_eps)
-        if v_round_before_weight:
-            wide = wide.to(v.dtype)
-        v = (wide * v_norm.to(wide.dtype)).to(v.dtype)
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     for b in range(batch):
         for t in range(tokens):
@@ -101,9 +109,11 @@ def kv_append_out(
     interleaved: bool,
     k_scale: Optional[Tensor],
     v_scale: Optional[Tensor],
+    q_norm: Optional[Tensor],
+    k_norm: Optional[Tensor],
     v_norm: Optional[Tensor],
-    v_eps: float,
-    v_round_before_weight: bool,
+    eps: float,
+    round_before_weight: bool,
 ) -> None:
     """`kv_append`; positions and rope_positions [batch, tokens]. No checks, no sync: safe under graph capture."""
     (batch, kv_heads, tokens, head_dim), v_dim = k.shape, v.shape[3]
@@ -112,7 +122,7 @@ def kv_append_out(
     shape = (batch, 0 if q is None else q.shape[1], kv_heads, tokens, head_dim, max_len, k.dtype)
     rest = (page_size, 0 if v_dim == head_dim else v_dim, 0 if cos is None else 2 * cos.shape[1], interleaved)
     stored = None if k_cache.dtype is k.dtype else k_cache.dtype
-    norm = (rope_positions is not None, v_norm is not None, v_round_before_weight)
+    norm = (rope_positions is not None, v_norm is not None, round_before_weight, q_norm is not None, k_norm is not None)
     # k stands in for the arrays that the kernel's constants say are absent.
     launch(
         best_plan(space, plan, Device.of(k), Problem, *shape, *rest, stored, *norm),
@@ -128,8 +138,10 @@ def kv_append_out(
         k if sin is None else sin,
         k if k_scale is None else k_scale.view(1),
         k if v_scale is None else v_scale.view(1),
-        k if v_norm is None else v_norm,
-        v_eps,
+        k if q_norm is None else q_norm.view(1, 1, 1, -1),
+        k if k_norm is None else k_norm.view(1, 1, 1, -1),
+        k if v_norm is None else v_norm.view(1, 1, 1, -1),
+        eps,
     )
 
 
@@ -148,9 +160,11 @@ def kv_append(
     interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     v_norm: Tensor | None = None,
-    v_eps: float = 1e-6,
-    v_round_before_weight: bool = False,
+    eps: float = 1e-6,
+    round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Puts new keys and values into their cache, keys rotated and queries rotated in place if there are angles, in one launch.
 
@@ -170,9 +184,10 @@ def kv_append(
         rope_positions: like positions; the row of cos and sin of each token, where it is not its position. Clamped to the table.
         interleaved: a pair is two neighbours instead of one element of each half.
         k_scale, v_scale: [] fp32, positive; given with a cache of codes and only then: a value is its code times the scale.
-        v_norm: [v_dim], dtype and device of k; v is scaled to unit root mean square and by this weight before it is stored.
-        v_eps: of v_norm: added to mean(v**2), so in units of v squared.
-        v_round_before_weight: of v_norm, as in `rms_norm`.
+        q_norm, k_norm: [head_dim], dtype and device of k; each head of q, of k is scaled to unit root mean square and by this weight before it turns.
+        v_norm: [v_dim], likewise; of v before it is stored.
+        eps: of the norms: added to the mean of squares, so in their units.
+        round_before_weight: of the norms, as in `rms_norm`.
     Returns: (k_cache, v_cache), with q (k_cache, v_cache, q): the tensors it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
@@ -214,13 +229,17 @@ def kv_append(
             check_tensor(scale, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
         elif scale is not None:
             raise must(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)
-    if v_norm is not None:
-        check_tensor(v_norm, "v_norm", shape=(v.shape[3],), like=k)
-    elif v_round_before_weight:
-        raise must("v_round_before_weight", "False without v_norm", v_round_before_weight)
+    if q_norm is not None and q is None:
+        raise must("q_norm", "given only with q", type(q_norm).__name__)
+    norms = {"q_norm": (q_norm, head_dim), "k_norm": (k_norm, head_dim), "v_norm": (v_norm, v.shape[3])}
+    for name, (weight, dim) in norms.items():
+        if weight is not None:
+            check_tensor(weight, name, shape=(dim,), like=k)
+    if round_before_weight and all(weight is None for weight, _ in norms.values()):
+        raise must("round_before_weight", "False without a norm", round_before_weight)
     if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
         rope = (q, cos, sin, rope_positions, interleaved)
-        kv_append_out(k, v, k_cache, v_cache, positions, block_table, *rope, k_scale, v_scale, v_norm, v_eps, v_round_before_weight)
+        kv_append_out(k, v, k_cache, v_cache, positions, block_table, *rope, k_scale, v_scale, q_norm, k_norm, v_norm, eps, round_before_weight)
     return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
 
 

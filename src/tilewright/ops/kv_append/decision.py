@@ -17,7 +17,8 @@ class Problem:
     """What a plan may depend on.
 
     q_heads: 0 without q. max_len: of a sequence. page_size: 0 for a cache in one piece. v_dim: 0 for head_dim. rotary_dim: 0 without rotation.
-    cache_dtype: None for dtype. own_rope_positions: rope_positions are given. v_norm: v is normed, with round_before_weight as `rms_norm` has it.
+    cache_dtype: None for dtype. own_rope_positions: rope_positions are given. q_norm, k_norm, v_norm: which are normed, with round_before_weight as
+    `rms_norm` has it.
     """
 
     batch: int
@@ -35,6 +36,8 @@ class Problem:
     own_rope_positions: bool = False
     v_norm: bool = False
     round_before_weight: bool = False
+    q_norm: bool = False
+    k_norm: bool = False
 
     @property
     def values_dim(self) -> int:
@@ -81,9 +84,14 @@ class Problem:
                 options["q"] = fresh(self.q_heads, self.head_dim)
             if self.own_rope_positions:
                 options["rope_positions"] = (options["positions"] // 2).contiguous()
-        if self.v_norm:
-            weight = torch.randn(self.values_dim, dtype=self.dtype, device=device)
-            options |= {"v_norm": weight, "v_eps": 1e-5, "v_round_before_weight": self.round_before_weight}
+        for name, wanted, dim in (
+            ("q_norm", self.q_norm, self.head_dim),
+            ("k_norm", self.k_norm, self.head_dim),
+            ("v_norm", self.v_norm, self.values_dim),
+        ):
+            if wanted:
+                weight = torch.randn(dim, dtype=self.dtype, device=device)
+                options |= {name: weight, "eps": 1e-5, "round_before_weight": self.round_before_weight}
         return {**found, **options}
 
 
@@ -127,7 +135,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     q_tile = min(c.tile_h, next_pow2(max(1, p.q_heads)))
     q_groups, kv_groups = ct.cdiv(p.q_heads, q_tile) if p.rotary_dim else 0, ct.cdiv(p.kv_heads, kv_tile)
     even = (p.q_heads % q_tile == 0, p.kv_heads % kv_tile == 0)
-    flags = (p.page_size, p.scaled, p.interleaved, p.own_rope_positions, p.v_norm, p.round_before_weight, *even)
+    flags = (p.page_size, p.scaled, p.interleaved, p.own_rope_positions, p.q_norm, p.k_norm, p.v_norm, p.round_before_weight, *even)
     shape = (q_groups, kv_groups, p.head_dim, p.values_dim, p.rotary_dim, q_tile, kv_tile)
     grid = ((q_groups + 2 * kv_groups) * ct.cdiv(p.tokens, c.tokens), p.batch)
     return Plan(kv_append_kernel, grid, (*flags, *shape, c.tokens, c.latency), num_worker_warps=c.num_worker_warps)

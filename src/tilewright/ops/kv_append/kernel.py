@@ -30,6 +30,15 @@ def _rows(X, b, group, token, dim, from_column, TILE_H, EVEN, LATENCY):
     return load_tile(part, (b, group, token, 0), (1, TILE_H, 1, width), ZERO, EVEN and width == dim - from_column, LATENCY, False)
 
 
+def _square_sum(tiles):
+    """[1, heads, 1, 1] of tiles of one shape [1, heads, 1, columns]."""
+    total = ct.zeros(tiles[0].shape, ct.float32)
+    for x in ct.static_iter(tiles):
+        wide = x.astype(ct.float32)
+        total = total + wide * wide
+    return ct.sum(total, axis=3, keepdims=True)
+
+
 @ct.kernel
 def kv_append_kernel(
     Q,
@@ -44,14 +53,18 @@ def kv_append_kernel(
     SIN,
     K_SCALE,
     V_SCALE,
+    Q_WEIGHT,
+    K_WEIGHT,
     V_WEIGHT,
-    v_eps: float,
+    eps: float,
     PAGE_SIZE: ct.Constant[int],
     SCALED: ct.Constant[bool],
     INTERLEAVED: ct.Constant[bool],
     OWN_ROPE: ct.Constant[bool],
+    Q_NORM: ct.Constant[bool],
+    K_NORM: ct.Constant[bool],
     V_NORM: ct.Constant[bool],
-    V_ROUND: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
     EVEN_Q: ct.Constant[bool],
     EVEN_KV: ct.Constant[bool],
     Q_GROUPS: ct.Constant[int],
@@ -68,7 +81,8 @@ def kv_append_kernel(
 
     Q, K, V [batch, heads, tokens, dim]; K_CACHE, V_CACHE [batch, kv_heads, max_len, dim] or [pages, kv_heads, PAGE_SIZE, dim].
     int32: POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE [batch, max_pages]. COS, SIN [max_pos, ROTARY / 2]. K_SCALE, V_SCALE fp32 [1].
-    V_WEIGHT [V_DIM], only with V_NORM. What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
+    Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask for. What a flag or a size of 0 says is absent is
+    not touched. EVEN: tiles end with the heads.
     """
     GROUPS, HALF = Q_GROUPS + 2 * KV_GROUPS, ROTARY // 2
     TILE_HALF = ct.static_eval(next_pow2(HALF))
@@ -83,30 +97,64 @@ def kv_append_kernel(
         return cos.reshape((1, 1, 1, TILE_HALF)), sin.reshape((1, 1, 1, TILE_HALF))
 
     def encoded(x, SCALE):
-        return codes_of(x.astype(ct.float32), ct.load(SCALE, (0,), ()), ct.float8_e4m3fn) if SCALED else x
+        return codes_of(x.astype(ct.float32), ct.load(SCALE, (0,), ()), ct.float8_e4m3fn) if SCALED else x.astype(K.dtype)
+
+    def fetched(X, outer, group, token, TILE_H, EVEN, REST):
+        """(tiles of the columns that turn, tiles of the others) of one token's TILE_H heads. REST: the others are wanted."""
+        pairs: tuple = ()
+        rest: tuple = ()
+        if ROTARY:
+            whole = EVEN and HALF == TILE_HALF
+            pairs = load_pairs(X, (outer, group, token, 0), (1, TILE_H, 1, TILE_HALF), INTERLEAVED, HALF, ZERO, whole, LATENCY, False)
+        if REST and ROTARY < HEAD_DIM:
+            rest = (_rows(X, outer, group, token, HEAD_DIM, ROTARY, TILE_H, EVEN, LATENCY),)
+        return pairs, rest
+
+    def normed(x, weight, DIM):
+        """x and weight as `fetched` has them; in fp32."""
+        if len(x[0]) and len(x[1]):
+            squares = _square_sum(x[0]) + _square_sum(x[1])
+        else:
+            squares = _square_sum(x[0] if len(x[0]) else x[1])
+        rstd = 1.0 / ct.sqrt(squares * (1.0 / DIM) + eps)  # rsqrt is 2 ulp off in fp32
+
+        def scaled(tiles, weights):
+            found: tuple = ()
+            for i in ct.static_iter(range(len(tiles))):
+                y = tiles[i].astype(ct.float32) * rstd
+                if ROUND:
+                    y = y.astype(K.dtype).astype(ct.float32)
+                found = (*found, y * weights[i].astype(ct.float32))
+            return found
+
+        return scaled(x[0], weight[0]), scaled(x[1], weight[1])
 
     def turn_q(group, first, COUNT):
         pair, whole = (1, Q_TILE, 1, TILE_HALF), EVEN_Q and HALF == TILE_HALF
+        weight: tuple = ()
+        if Q_NORM:
+            weight = fetched(Q_WEIGHT, 0, 0, 0, 1, True, True)
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
-            loaded = (*loaded, load_pairs(Q, (b, group, first + t, 0), pair, INTERLEAVED, HALF, ZERO, whole, LATENCY, False))
+            loaded = (*loaded, fetched(Q, b, group, first + t, Q_TILE, EVEN_Q, Q_NORM))
         for t in ct.static_iter(range(COUNT)):
-            turned = turned_pairs(loaded[t], pair, *angles(first + t))
-            store_pairs(Q, (b, group, first + t, 0), turned, INTERLEAVED, HALF, whole, False)
+            pairs, rest = normed(loaded[t], weight, HEAD_DIM) if Q_NORM else loaded[t]
+            store_pairs(Q, (b, group, first + t, 0), turned_pairs(pairs, pair, *angles(first + t)), INTERLEAVED, HALF, whole, False)
+            if Q_NORM and ROTARY < HEAD_DIM:
+                even = EVEN_Q and rest[0].shape[3] == HEAD_DIM - ROTARY
+                part = Q.slice(3, ROTARY, HEAD_DIM)
+                ct.store(part, (b, group, first + t, 0), rest[0].astype(Q.dtype), check_bounds=not even, allow_tma=False)
 
     def append_k(group, first, COUNT):
         pair, whole = (1, KV_TILE, 1, TILE_HALF), EVEN_KV and HALF == TILE_HALF
+        weight: tuple = ()
+        if K_NORM:
+            weight = fetched(K_WEIGHT, 0, 0, 0, 1, True, True)
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
-            pairs: tuple = ()
-            rest: tuple = ()
-            if ROTARY:
-                pairs = load_pairs(K, (b, group, first + t, 0), pair, INTERLEAVED, HALF, ZERO, whole, LATENCY, False)
-            if ROTARY < HEAD_DIM:
-                rest = (_rows(K, b, group, first + t, HEAD_DIM, ROTARY, KV_TILE, EVEN_KV, LATENCY),)
-            loaded = (*loaded, (pairs, rest))
+            loaded = (*loaded, fetched(K, b, group, first + t, KV_TILE, EVEN_KV, True))
         for t in ct.static_iter(range(COUNT)):
-            pairs, rest = loaded[t]
+            pairs, rest = normed(loaded[t], weight, HEAD_DIM) if K_NORM else loaded[t]
             turned: tuple = ()
             if ROTARY:
                 left, right = turned_pairs(pairs, pair, *angles(first + t))
@@ -123,24 +171,15 @@ def kv_append_kernel(
                     part = K_CACHE.slice(3, ROTARY, HEAD_DIM)
                     ct.store(part, (outer, group, row, 0), encoded(rest[0], K_SCALE), check_bounds=not even, allow_tma=False)
 
-    def normed(x, weight):
-        x = x.astype(ct.float32)
-        x = x * (1.0 / ct.sqrt(ct.sum(x * x, axis=3, keepdims=True) * (1.0 / V_DIM) + v_eps))  # rsqrt is 2 ulp off in fp32
-        if V_ROUND:
-            x = x.astype(V.dtype).astype(ct.float32)
-        x = x * weight.astype(ct.float32).reshape((1, 1, 1, weight.shape[0]))
-        return x if SCALED else x.astype(V.dtype)
-
     def append_v(group, first, COUNT):
         weight: tuple = ()
         if V_NORM:
-            width = ct.static_eval(next_pow2(V_DIM))
-            weight = (load_tile(V_WEIGHT.slice(0, 0, V_DIM), (0,), (width,), ZERO, width == V_DIM, LATENCY, False),)
+            weight = ((), (_rows(V_WEIGHT, 0, 0, 0, V_DIM, 0, 1, True, LATENCY),))
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
             loaded = (*loaded, _rows(V, b, group, first + t, V_DIM, 0, KV_TILE, EVEN_KV, LATENCY))
         for t in ct.static_iter(range(COUNT)):
-            x = normed(loaded[t], weight[0]) if V_NORM else loaded[t]
+            x = normed(((), (loaded[t],)), weight, V_DIM)[1][0] if V_NORM else loaded[t]
             outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, V_CACHE, BLOCK_TABLE, PAGE_SIZE)
             if held:
                 even = EVEN_KV and x.shape[3] == V_DIM
