@@ -42,6 +42,7 @@ MODELS = {
     "qwen3": {"model_type": "qwen3"},
     "mistral": {"model_type": "mistral", "sliding_window": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 32},
     "deepseek_v2": {"model_type": "deepseek_v2", **MLA},
 }
 LENGTHS = (5, 40, 1, 17, 33)

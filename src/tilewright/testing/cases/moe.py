@@ -30,7 +30,7 @@ small = [
     Problem(1, 3, 7, 72, 136, shared=2),
     Problem(1, 2, 5, 40, 70, FP16, shared=1, foreign=2),
     *(Problem(tokens, 3, 5, 40, 72, foreign=1, **_OSS) for tokens in (1, 6, 40)),
-    *(Problem(tokens, 2, 4, 136, 128, FP16, scaling=BLOCK, **(_OSS | {"limit": 0.5})) for tokens in (1, 20)),
+    Problem(20, 2, 3, 136, 48, FP16, scaling=ROW, **(_OSS | {"limit": 0.5})),
 ]
 
 real = [
