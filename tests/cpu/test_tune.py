@@ -2,105 +2,30 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
-import zlib
-from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, row_for  # noqa: F401  (a fixture)
 from rich.console import Console
 
 from tilewright import ops
-from tilewright.bench.timer import Timing
 from tilewright.engine.problems import of_engine
 from tilewright.launch import Device, best_plan, decide, forced_config, forget_plans, table
-from tilewright.launch.table import Row, digest_of, plain, read_rows, shipped_file
+from tilewright.launch.table import plain, read_rows, shipped_file
 from tilewright.ops import rms_norm, silu_mul
-from tilewright.testing import Accuracy, op_name
+from tilewright.testing import op_name
 from tilewright.testing.cases import cases
 from tilewright.testing.problems import of_file, rebuilt
 from tilewright.tune.command import config_filter, current_digests, export_command, import_command, prune_command, show_command, state, tune
 from tilewright.tune.search import asked, search
 from tilewright.tune.store import Store
 from tilewright.tune.workbench import Gpu, unfit
-
-H200 = Device.named("H200")
-PROBLEM = rms_norm.Problem(16, 4096, torch.bfloat16)
-SPACE = rms_norm.space(PROBLEM, H200)
-COMPILER = table.compiler()
-
-
-class MadeUp:
-    """A Workbench: `times` by position in the space, others are 10 us and more; it notes what it was asked."""
-
-    device = H200
-    compiler = COMPILER
-
-    def __init__(self, times=None, dropped=(), wrong=(), fails=(), delay_s=0.0):
-        self.times, self.dropped, self.wrong, self.fails, self.delay_s = times or {}, dropped, wrong, fails, delay_s
-        self.prepared, self.roughly, self.raced, self.checked = [], [], [], []
-
-    def prepare(self, op, problem, configs):
-        self.prepared.append(problem)
-
-    def ready(self, op, problem, configs):
-        self.space = list(configs)
-        for i in reversed(range(len(configs))):
-            yield i, "spills" if i in self.dropped else ""
-
-    @contextmanager
-    def clock(self, op, problem):
-        time.sleep(self.delay_s)
-        yield self
-
-    def us(self, config):
-        i = self.space.index(config)
-        return self.times.get(i, 10.0 + zlib.crc32(str(config).encode()) % 1000 / 100)
-
-    def rough(self, config, give_up_us):
-        self.roughly.append(self.space.index(config))
-        if self.space.index(config) in self.fails:
-            raise RuntimeError("cluster misconfiguration\nmore")
-        return self.us(config)
-
-    def race(self, configs):
-        self.raced.append([self.space.index(c) for c in configs])
-        return [Timing(self.us(c), 0.1) for c in configs]
-
-    def check(self, op, problem, config):
-        self.checked.append(self.space.index(config))
-        if self.space.index(config) in self.wrong:
-            raise AssertionError("worst element is off")
-        return [Accuracy(0.5, 0.25, (), 0.0, 0.0)]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped")
-    forget_plans()
-    yield
-    forget_plans()
-
-
-def quiet() -> Console:
-    return Console(file=open(os.devnull, "w"), width=200)
-
-
-def row_for(problem, config, **changes) -> Row:
-    fields = {
-        "op": "rms_norm", "digest": digest_of(rms_norm.plan, config), "problem": plain(problem), "arch": "sm_90", "gpu": "H200",
-        "compiler": COMPILER, "config": plain(config), "time_us": 1.0, "spread_us": 0.1,
-    }  # fmt: skip
-    return Row(**(fields | changes))
 
 
 # ------------------------------------------------------------------------------------------------ search
@@ -416,103 +341,3 @@ def test_show_export_import_prune(tmp_path, capsys):
     assert len(Store().rows()) == 1
     with pytest.raises(ValueError, match="must exist"):
         import_command(tmp_path / "absent.json", console=console)
-
-
-# ------------------------------------------------------------------------------------------------ the file
-@pytest.mark.parametrize("content", [b"{", b"", b'[{"op": 1}]', b"\xff\xfe", b'{"rows": []}'])
-def test_a_corrupt_file_is_moved_aside_with_a_warning_and_a_call_only_ignores_it(content):
-    path = Store().path
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    with pytest.warns(UserWarning, match="must hold a JSON list"):
-        assert decide(rms_norm.space, rms_norm.plan, PROBLEM, H200)[1] == "default"
-    assert path.read_bytes() == content
-    with pytest.warns(UserWarning, match="moved aside"):
-        Store().add([row_for(PROBLEM, SPACE[2])])
-    assert len(Store().rows()) == 1
-    (aside,) = path.parent.glob("*.corrupt")
-    assert aside.read_bytes() == content
-
-
-TUNER = """
-import sys, pathlib
-sys.path.insert(0, {folder!r})
-from test_tune import MadeUp, Store, cases, quiet, rms_norm
-import tilewright.tune.command as command
-class Reporting(Store):
-    def add(self, rows):
-        super().add(rows)
-        for row in rows:
-            print(row.problem["rows"], flush=True)  # reported done
-import dataclasses
-problems = [dataclasses.replace(p, rows=n) for p in cases(rms_norm, "bench")[:1] for n in range({first}, {last})]
-print("ready", flush=True)
-command.tune([(rms_norm, p) for p in problems], MadeUp(), Reporting(pathlib.Path({path!r})), quiet())
-"""
-
-
-def tuner(path: Path, first: int, last: int) -> subprocess.Popen:
-    code = TUNER.format(folder=str(Path(__file__).parent), path=str(path), first=first, last=last)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
-def _adds_rows(path: Path, first: int, report) -> None:
-    """A tuner's writing, without its start-up: a child of this process, to be killed."""
-    store = Store(path)
-    for n in range(first, first + 100_000):
-        store.add([row_for(dataclasses.replace(PROBLEM, rows=n), SPACE[0])])
-        report.send(n)
-
-
-def test_killed_at_20_random_moments_the_store_opens_and_no_reported_row_is_lost(tmp_path):
-    path, draw, reported = tmp_path / "tuned.json", random.Random(1), set()
-    context = multiprocessing.get_context("fork")
-    for kill in range(20):
-        receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=_adds_rows, args=(path, 1000 * kill + 1, send))
-        child.start()
-        send.close()
-        time.sleep(draw.uniform(0.005, 0.12))
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        try:
-            while receive.poll():
-                reported.add(receive.recv())
-        except EOFError:
-            pass
-        rows = read_rows(path)  # raises if the file is not whole
-        assert reported <= {row.problem["rows"] for row in rows}
-    assert len(reported) >= 20
-    assert not list(tmp_path.glob("*.corrupt"))
-
-
-def test_a_whole_tuner_killed_keeps_its_rows_and_the_next_goes_on(tmp_path):
-    path = tmp_path / "tuned.json"
-    first = tuner(path, 1, 100_000)
-    lines = [first.stdout.readline() for _ in range(4)]
-    os.kill(first.pid, signal.SIGKILL)
-    reported = {int(line) for line in [*lines[1:], *first.stdout]}
-    first.wait()
-    assert reported <= {row.problem["rows"] for row in Store(path).rows()}
-    last = max(reported) + 3
-    second = tuner(path, 1, last + 1)
-    again = {int(line) for line in list(second.stdout)[1:]}
-    second.wait()
-    assert not again & reported
-    assert {row.problem["rows"] for row in Store(path).rows()} >= set(range(1, last + 1))
-
-
-def test_two_tuners_at_once_lose_no_row(tmp_path):
-    path = tmp_path / "tuned.json"
-    both = [tuner(path, 1, 31), tuner(path, 31, 61)]
-    for process in both:
-        process.communicate(timeout=120)
-        assert process.returncode == 0
-    assert {row.problem["rows"] for row in Store(path).rows()} == set(range(1, 61))
-
-
-def test_shipped_tables_are_whole_and_named_for_their_gpu():
-    for path in (Path(__file__).resolve().parents[2] / "src" / "tilewright" / "tune" / "tables").glob("*.json"):
-        rows = read_rows(path)
-        assert {row.gpu.replace(" ", "_") for row in rows} == {path.stem}
-        assert len({row.key for row in rows}) == len(rows)

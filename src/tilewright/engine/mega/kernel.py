@@ -19,9 +19,9 @@ from ...ops.attention_common import FLOOR, softmax_step
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from ...ops.tiles import silu_mul_of_pairs
 from .program import Kind
+from .spin import DEVICE, give_up, looks_so_far
 
 ZERO = ct.PaddingMode.ZERO
-RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
 
 
 def _load(array, index, shape):
@@ -127,16 +127,13 @@ def mega_kernel(
         # and be at different barriers from then on.
         seen, looks = 0, 0
         if LIMIT:
-            stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
-            if stuck > 0:  # nobody waits long where one has given up
-                looks = LIMIT - 1
+            looks = looks_so_far(STUCK, LIMIT)
         while seen < BLOCKS:
             seen = ct.atomic_add(ARRIVED, (turn, phase), 0, memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=DEVICE)
             if LIMIT:
                 looks = looks + 1
                 if (looks == LIMIT) & (seen < BLOCKS):
-                    if ct.atomic_cas(STUCK, 0, 0, phase + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
-                        ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
+                    give_up(STUCK, phase, block)
                     seen = BLOCKS
 
     def stream(row, tile, WIDTH, MAY_START):

@@ -19,8 +19,8 @@ import cuda.tile as ct
 from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from ...ops.tiles import silu_mul_of_pairs
+from .spin import DEVICE, RELAXED, give_up, looks_so_far
 
-RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
 
 Vector = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0,), static_stride_dims=(0,))]
@@ -169,9 +169,7 @@ def mega_stream_kernel(
         """
         looks = 0
         if LIMIT:
-            stuck = ct.atomic_max(STUCK, 0, 0, memory_order=RELAXED, memory_scope=DEVICE)
-            if stuck > 0:  # nobody waits long where one has given up
-                looks = LIMIT - 1
+            looks = looks_so_far(STUCK, LIMIT)
         found = _look(array, index, shape)
         lowest = ct.min(ct.where(inside, _number(found), number))
         while lowest < number:
@@ -180,8 +178,7 @@ def mega_stream_kernel(
             if LIMIT:
                 looks = looks + 1
                 if (looks == LIMIT) & (lowest < number):
-                    if ct.atomic_cas(STUCK, 0, 0, place + 1, memory_order=RELAXED, memory_scope=DEVICE) == 0:
-                        ct.atomic_max(STUCK, 1, block, memory_order=RELAXED, memory_scope=DEVICE)
+                    give_up(STUCK, place, block)
                     lowest = number
         if AGAIN:
             found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)

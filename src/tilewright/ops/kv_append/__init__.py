@@ -13,12 +13,13 @@ Bound     Memory: k and v read and written once, q read and written once. For on
           each other (position, row of the table, store), and of the launch that rope and two copies no longer need.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
+from .. import rms_norm
 from ..attention_common import check_int32
 from ..scaling import FP8
 from .decision import Config, Problem, plan, space
@@ -55,13 +56,8 @@ def reference(
     positions = positions.view(batch, tokens).long()
 
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return x
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        if round_before_weight:
-            wide = wide.to(x.dtype)
-        return (wide * weight.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+        found: Any = x if weight is None else rms_norm.reference(x, weight, eps, round_before_weight=round_before_weight)
+        return found
 
     q, k, v = None if q is None else normed(q, q_norm), normed(k, k_norm), normed(v, v_norm)
     if cos is not None and sin is not None:

@@ -121,11 +121,15 @@ def moe_kernel(
             accs = sums
         return activated(accs[0], accs[1], ALPHA, LIMIT, UP_OFFSET) if PARTS == 2 else accs[0]
 
+    def of_columns(values, expert, tile_n):
+        """What each of the product's columns has, as the accumulator has them."""
+        each = of_rows(values, expert, tile_n, PARTS, TILE_N)
+        return each.reshape((wide, 1)) if WEIGHTS_FIRST else each.reshape((1, wide))
+
     def plain_tile(panel, tile_n, expert):
         acc = ct.zeros((wide, TILE_M) if WEIGHTS_FIRST else (TILE_M, wide), dtype=ct.float32)
         if ADD_BIAS and SCALING != ROW:  # added at the end it would spill (sm_90, 128 x 128 on 4 warps)
-            biases = of_rows(bias, expert, tile_n, PARTS, TILE_N)
-            acc = acc + (biases.reshape((wide, 1)) if WEIGHTS_FIRST else biases.reshape((1, wide)))
+            acc = acc + of_columns(bias, expert, tile_n)
         for step in range(ct.cdiv(x.shape[1], TILE_K)):
             a = ct.load(x, (panel, step), (TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
             b = _weight_tile(w, expert, tile_n, step, PARTS, TILE_N, TILE_K, LATENCY)
@@ -142,11 +146,9 @@ def moe_kernel(
             else:
                 acc = ct.mma(a, b.transpose(), acc)
         if SCALING == ROW:
-            cols = of_rows(scale_w, expert, tile_n, PARTS, TILE_N)
-            acc = acc * (cols.reshape((wide, 1)) if WEIGHTS_FIRST else cols.reshape((1, wide)))
-        if ADD_BIAS and SCALING == ROW:
-            biases = of_rows(bias, expert, tile_n, PARTS, TILE_N)
-            acc = acc + (biases.reshape((wide, 1)) if WEIGHTS_FIRST else biases.reshape((1, wide)))
+            acc = acc * of_columns(scale_w, expert, tile_n)
+            if ADD_BIAS:
+                acc = acc + of_columns(bias, expert, tile_n)
         return _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST, (ALPHA, LIMIT, UP_OFFSET))
 
     def one_tile(index):
