@@ -119,10 +119,11 @@ def test_check_tensor_lets_parameters_pass_without_grad_mode():
         check_tensor(torch.ones(2, requires_grad=True), "x")
 
 
-def test_importing_is_inert():
+def test_importing_is_inert(tmp_path):
     """No GPU context, nothing printed, no patched torch or cuda.tile, no environment read by us, under 0.3 s on top of torch."""
     code = (
-        "import os, time, torch, cuda.tile as ct\n"
+        "import os, sys, time, torch, cuda.tile as ct\n"
+        "sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]\n"  # as an installed package has: compiling is half of the time
         "launch = ct.launch; reads = []\n"
         "class Watched(dict):\n"
         "    def __getitem__(self, key): reads.append(key); return super().__getitem__(key)\n"
@@ -131,13 +132,14 @@ def test_importing_is_inert():
         "import gc; gc.disable()\n"  # a collection at some point of the import walks all of torch's objects: 50 to 130 ms, not ours
         "start = time.process_time(); import tilewright; seconds = time.process_time() - start\n"
         "assert not torch.cuda.is_initialized(); assert ct.launch is launch; assert not reads, reads\n"
-        "import sys; assert 'transformers' not in sys.modules\n"
-        "assert seconds < 0.3, seconds\n"
+        "assert 'transformers' not in sys.modules\n"
+        "assert seconds < float(sys.argv[2]), seconds\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == ""
-    assert run.stderr == ""
+    for limit in ("inf", "0.3"):  # the first run writes the bytecode
+        run = subprocess.run([sys.executable, "-c", code, str(tmp_path), limit], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout == ""
+        assert run.stderr == ""
 
 
 def test_importing_without_cuda_tile_says_what_to_install():
