@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from . import rms_norm
 from .tiles import rounded_sum, silu_mul_of_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,14 +40,12 @@ def reference(
     silu_mul: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The definition; the norm at least in fp32, and rounded before the product as its own op would."""
-    if residual is not None:
-        x = residual = x + residual
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.to(wide.dtype) + weight_offset)
-    out = F.linear(normed.to(x.dtype), b, bias)
+    found = rms_norm.reference(x, weight, eps, weight_offset=weight_offset, residual=residual)
+    normed, *total = found if isinstance(found, tuple) else (found,)
+    out = F.linear(normed, b, bias)
     if silu_mul:
         out = F.silu(out[..., 0::2]) * out[..., 1::2]
-    return out if residual is None else (out, residual)
+    return (out, total[0]) if total else out
 
 
 @dataclass(frozen=True, slots=True)

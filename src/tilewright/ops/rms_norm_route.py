@@ -16,9 +16,11 @@ from typing import Any, Optional
 
 import cuda.tile as ct
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from . import rms_norm
 from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, experts_and_groups, routed, scores_of
 from .tiles import load_tile, rounded_sum
 
@@ -45,17 +47,15 @@ def reference(
     first_expert: int = 0,
 ) -> tuple[Tensor, ...]:
     """The definition, at least in fp32 between the roundings that it has."""
-    if residual is not None:
-        x = residual = x + residual
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if round_before_weight:
-        normed = normed.to(x.dtype)
-    normed = (normed * (weight.to(wide.dtype) + weight_offset)).to(x.dtype)
-    logits = normed.to(wide.dtype) @ router.to(wide.dtype).mT + (0 if router_bias is None else router_bias.to(wide.dtype))
+    found = rms_norm.reference(x, weight, eps, weight_offset=weight_offset, round_before_weight=round_before_weight, residual=residual)
+    normed, *total = found if isinstance(found, tuple) else (found,)
+    logits = _logits(normed, router, router_bias, torch.promote_types(x.dtype, torch.float32))
     weights, ids = routed(logits, top_k, sigmoid=sigmoid, bias=bias, normalize=normalize, scale=scale, groups=groups, top_groups=top_groups)
-    ids = ids - first_expert
-    return (weights, ids, normed) if residual is None else (weights, ids, normed, residual)
+    return weights, ids - first_expert, normed, *total
+
+
+def _logits(normed: Tensor, router: Tensor, router_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(normed.to(dtype), router.to(dtype), None if router_bias is None else router_bias.to(dtype))
 
 
 def comparable(
@@ -70,8 +70,7 @@ def comparable(
 ) -> tuple[Tensor, ...]:
     """The weights, and what the experts were chosen by: indices themselves have no distance."""
     weights, ids, *rest = result
-    logits = rest[0].double() @ router.double().mT + (0 if router_bias is None else router_bias.double())
-    chosen_by = scores_of(logits, sigmoid, bias)[1]
+    chosen_by = scores_of(_logits(rest[0], router, router_bias, torch.float64), sigmoid, bias)[1]
     return weights, chosen_by.gather(-1, ids.long() + first_expert).to(weights.dtype), *rest
 
 

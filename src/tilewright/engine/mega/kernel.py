@@ -11,13 +11,13 @@ attention, `active` and the residual stream are rounded to it, the stream once a
 # ruff: noqa: B023 - cuTile inlines a closure where it is called
 
 import math
-from typing import Annotated, Any
 
 import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR, softmax_step
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from ...ops.tiles import silu_mul_of_pairs
+from .arrays import Matrix, Stack, Stacks, Vector, store_inside
 from .program import Kind
 from .spin import DEVICE, give_up, looks_so_far
 
@@ -32,18 +32,7 @@ def _load(array, index, shape):
     return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
 
 
-def _store(array, index, tile):
-    ct.store(array, index, tile, check_bounds=False, allow_tma=False)
-
-
 QKV, ATTENTION, OUT, GATE_UP, DOWN, HEAD = (int(kind) for kind in list(Kind)[:6])
-
-
-# Arrays whose shapes and strides are known when compiling: a tile is then one address and constant offsets from it.
-Vector = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0,), static_stride_dims=(0,))]
-Matrix = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1), static_stride_dims=(0, 1))]
-Stack = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2), static_stride_dims=(0, 1, 2))]
-Stacks = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
 
 
 @ct.kernel
@@ -224,9 +213,9 @@ def mega_kernel(
             v = ct.where(seen, v.astype(ct.float32), 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
             total = total * factor + ct.sum(weights.astype(ct.float32) * v, axis=0, keepdims=True)
         at = (layer, split, head)
-        _store(PARTS, (*at, 0), total.reshape((1, 1, 1, head_dim)))
-        _store(MAXIMA, at, maximum.reshape((1, 1, 1)))
-        _store(DENOMINATORS, at, denominator.reshape((1, 1, 1)))
+        store_inside(PARTS, (*at, 0), total.reshape((1, 1, 1, head_dim)))
+        store_inside(MAXIMA, at, maximum.reshape((1, 1, 1)))
+        store_inside(DENOMINATORS, at, denominator.reshape((1, 1, 1)))
 
     def append():
         """Keys and values of all layers into the cache, when nobody reads it any more."""
@@ -234,9 +223,9 @@ def mega_kernel(
             layer, head = index // KV_HEADS, index % KV_HEADS
             first, second = turned(layer, Q_HEADS + head)
             v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + head, 0), (1, 1, head_dim))
-            _store(K, (layer, head, position, 0), first.reshape((1, 1, 1, HALF)))
-            _store(K, (layer, head, position, 1), second.reshape((1, 1, 1, HALF)))
-            _store(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)))
+            store_inside(K, (layer, head, position, 0), first.reshape((1, 1, 1, HALF)))
+            store_inside(K, (layer, head, position, 1), second.reshape((1, 1, 1, HALF)))
+            store_inside(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)))
 
     def attention(layer):
         """The ranges' results as one: fp32 tiles [1, columns], one for each of CHUNKS[1]."""
@@ -280,7 +269,7 @@ def mega_kernel(
             def put_qkv(unit, y, state):
                 per_head = head_dim // ROWS[0]
                 at = (layer, unit // per_head, unit % per_head)
-                _store(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])))
+                store_inside(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])))
                 return state
 
             each_tile(step, first, last, W_QKV, layer, ROWS[0], CHUNKS[0], lambda: normed(2 * layer, True), put_qkv, ())
@@ -293,14 +282,14 @@ def mega_kernel(
 
             def put_out(unit, y, state):
                 y = y.reshape((1, ROWS[1])) + stream(2 * layer, unit, ROWS[1], True)
-                _store(STREAM, (2 * layer, unit), y.astype(dtype))
+                store_inside(STREAM, (2 * layer, unit), y.astype(dtype))
                 return state
 
             each_tile(step, first, last, W_OUT, layer, ROWS[1], CHUNKS[1], lambda: attention(layer), put_out, ())
         elif kind == GATE_UP:
 
             def put_active(unit, y, state):
-                _store(ACTIVE, (layer, unit), silu_mul_of_pairs(y.reshape((1, ROWS[2]))).astype(dtype))
+                store_inside(ACTIVE, (layer, unit), silu_mul_of_pairs(y.reshape((1, ROWS[2]))).astype(dtype))
                 return state
 
             each_tile(step, first, last, W_GATE_UP, layer, ROWS[2], CHUNKS[0], lambda: normed(2 * layer + 1, False), put_active, ())
@@ -308,7 +297,7 @@ def mega_kernel(
 
             def put_down(unit, y, state):
                 y = y.reshape((1, ROWS[3])) + stream(2 * layer + 1, unit, ROWS[3], False)
-                _store(STREAM, (2 * layer + 1, unit), y.astype(dtype))
+                store_inside(STREAM, (2 * layer + 1, unit), y.astype(dtype))
                 return state
 
             each_tile(step, first, last, W_DOWN, layer, ROWS[3], CHUNKS[2], lambda: active(layer), put_down, ())
@@ -316,7 +305,7 @@ def mega_kernel(
 
             def put_logits(unit, y, state):
                 y = y.astype(dtype).reshape((1, ROWS[4]))
-                _store(LOGITS, (0, unit), y)
+                store_inside(LOGITS, (0, unit), y)
                 return take_better(state[0], state[1], y.astype(ct.float32), unit)
 
             append()

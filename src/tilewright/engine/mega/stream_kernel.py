@@ -12,72 +12,22 @@ Numerics: as `mega_kernel`.
 """
 
 import math
-from typing import Annotated, Any
 
 import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from ...ops.tiles import silu_mul_of_pairs
-from .spin import DEVICE, RELAXED, give_up, looks_so_far
+from .arrays import Matrix, Stack, Stacks, Vector, store_inside
+from .spin import give_up, looks_so_far
+from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32
 
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
-
-Vector = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0,), static_stride_dims=(0,))]
-Matrix = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1), static_stride_dims=(0, 1))]
-Stack = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2), static_stride_dims=(0, 1, 2))]
-Stacks = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
 
 
 def _load(array, index, shape):
     """A tile that lies inside its array, by the threads that need it."""
     return ct.load(array, index, shape, check_bounds=False, allow_tma=False)
-
-
-def _store(array, index, tile):
-    ct.store(array, index, tile, check_bounds=False, allow_tma=False)
-
-
-def _look(array, index, shape):
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1)
-
-
-def _say(array, index, words):
-    ct.store(array, index, words, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
-
-
-def _number(words):
-    return (words >> 32).astype(ct.int32)
-
-
-def _planes(words, dtype):
-    """fp32 tiles of the values in 32-bit words: even and odd neighbours of 16 bits, or the one of 32."""
-    if dtype == ct.float32:
-        return (ct.bitcast(words, ct.float32),)
-    if dtype == ct.bfloat16:  # one instruction for each
-        return ct.bitcast(words << 16, ct.float32), ct.bitcast(words & -65536, ct.float32)
-    low, high = (words & 65535).astype(ct.uint16), ((words >> 16) & 65535).astype(ct.uint16)
-    return ct.bitcast(low, dtype).astype(ct.float32), ct.bitcast(high, dtype).astype(ct.float32)
-
-
-def _bits(planes, dtype):
-    """The 32-bit words, as int64, of values rounded to dtype."""
-    if dtype == ct.float32:
-        return ct.bitcast(planes[0], ct.uint32).astype(ct.int64)
-    low = ct.bitcast(planes[0].astype(dtype), ct.uint16).astype(ct.int64)
-    return low | (ct.bitcast(planes[1].astype(dtype), ct.uint16).astype(ct.int64) << 16)
-
-
-def _rounded(x, dtype):
-    return x.astype(dtype).astype(ct.float32)
-
-
-def _apart(y, N, dtype):
-    """A row [N] as planes of neighbours [1, N / 2], or of all [1, N]."""
-    if dtype == ct.float32:
-        return (y.reshape((1, N)),)
-    pairs = y.reshape((N // 2, 2))
-    return ct.extract(pairs, (0, 0), (N // 2, 1)).reshape((1, N // 2)), ct.extract(pairs, (0, 1), (N // 2, 1)).reshape((1, N // 2))
 
 
 @ct.kernel
@@ -170,36 +120,30 @@ def mega_stream_kernel(
         looks = 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        found = _look(array, index, shape)
-        lowest = ct.min(ct.where(inside, _number(found), number))
+        found = look(array, index, shape)
+        lowest = ct.min(ct.where(inside, number_of(found), number))
         while lowest < number:
-            found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
-            lowest = ct.min(ct.where(inside, _number(found), number))
+            found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
+            lowest = ct.min(ct.where(inside, number_of(found), number))
             if LIMIT:
                 looks = looks + 1
                 if (looks == LIMIT) & (lowest < number):
                     give_up(STUCK, place, block)
                     lowest = number
         if AGAIN:
-            found = _look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
+            found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
         return found.astype(ct.int32), lowest
 
-    def say(array, index, bits, shape, number):
-        _say(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape))
-
-    def say_fp32(array, index, x, shape, number):
-        say(array, index, ct.bitcast(x, ct.uint32).astype(ct.int64), shape, number)
-
     def normed(x, weights):
-        planes, weights = _planes(x, dtype), _planes(weights, dtype)
+        planes, weights = planes_of(x, dtype), planes_of(weights, dtype)
         squares = planes[0] * planes[0]
         for i in ct.static_iter(range(1, PACKED)):
             squares = squares + planes[i] * planes[i]
         rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
-            found = (*found, _rounded(planes[i] * rstd, dtype) * weights[i])
-        return _bits(found, dtype).astype(ct.int32)
+            found = (*found, rounded(planes[i] * rstd, dtype) * weights[i])
+        return bits_of(found, dtype).astype(ct.int32)
 
     def prepare(kind, layer, token, number):
         """Puts what the weights of a phase are multiplied with into this block's X. The number that was seen."""
@@ -211,7 +155,7 @@ def mega_stream_kernel(
         seen = number
         if kind == DOWN:
             found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True, True)
-            _store(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
+            store_inside(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
         else:
             weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
             if (kind == QKV) & (layer == 0):
@@ -219,7 +163,7 @@ def mega_stream_kernel(
             else:
                 one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True, False)
             one = ct.where(kind == OUT, one, normed(one, weights))
-            _store(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
+            store_inside(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
         return seen
 
     def dealt(folds):
@@ -236,11 +180,11 @@ def mega_stream_kernel(
 
     def turned(first, second, cos, sin):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
-        cos, sin = _apart(cos.reshape((HALF,)), HALF, dtype), _apart(sin.reshape((HALF,)), HALF, dtype)
+        cos, sin = apart(cos.reshape((HALF,)), HALF, dtype), apart(sin.reshape((HALF,)), HALF, dtype)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
-            x = _rounded(first[i] * cos[i] - second[i] * sin[i], dtype)
-            y = _rounded(second[i] * cos[i] + first[i] * sin[i], dtype)
+            x = rounded(first[i] * cos[i] - second[i] * sin[i], dtype)
+            y = rounded(second[i] * cos[i] + first[i] * sin[i], dtype)
             found = (*found, ct.cat((x, y), axis=1))
         return found
 
@@ -277,11 +221,11 @@ def mega_stream_kernel(
         ROWS = HEADS.shape[1]
         inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
         heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
-        first = _planes(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
-        second = _planes(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
+        first = planes_of(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
+        second = planes_of(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
         rotated = turned(first, second, cos, sin)
         own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
-        own_values = _planes(own_v, dtype)
+        own_values = planes_of(own_v, dtype)
         q: tuple = ()
         own_keys: tuple = ()
         total: tuple = ()
@@ -298,8 +242,8 @@ def mega_stream_kernel(
             ahead = fetched((some + 1) * AHEAD)
             for j in ct.static_iter(range(AHEAD)):
                 i = some * AHEAD + j
-                keys = _planes(now[2 * j].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
-                values = _planes(now[2 * j + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+                keys = planes_of(now[2 * j].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+                values = planes_of(now[2 * j + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
                 products = keys[0] * q[0].reshape((group, 1, HEAD_WORDS))
                 for n in ct.static_iter(range(1, PACKED)):
                     products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
@@ -309,7 +253,7 @@ def mega_stream_kernel(
                 above = ct.maximum(maximum, scores)
                 weights, factor = ct.exp2(scores - above), ct.exp2(maximum - above)
                 maximum, denominator = above, denominator * factor + weights
-                weights, factor = _rounded(weights, dtype).reshape((group, TILE_KV, 1)), factor.reshape((group, TILE_KV, 1))
+                weights, factor = rounded(weights, dtype).reshape((group, TILE_KV, 1)), factor.reshape((group, TILE_KV, 1))
                 sums: tuple = ()
                 for n in ct.static_iter(range(PACKED)):
                     value = ct.where(seen.reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
@@ -326,16 +270,16 @@ def mega_stream_kernel(
         result: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             mixed = ct.sum(total[n] * factor.reshape((group, TILE_KV, 1)), axis=1)
-            result = (*result, mixed + _rounded(weight, dtype) * own_values[n])
+            result = (*result, mixed + rounded(weight, dtype) * own_values[n])
         if newest:
-            own_k = _bits(own_keys, dtype).astype(ct.int32)
+            own_k = bits_of(own_keys, dtype).astype(ct.int32)
             ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
             ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
         if ranges == 1:
             found: tuple = ()
             for n in ct.static_iter(range(PACKED)):
                 found = (*found, result[n] * (1.0 / denominator))
-            say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), _bits(found, dtype), (1, group * HEAD_WORDS), number)
+            say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
         else:
             each = ct.zeros((group, HEAD_WORDS), ct.float32)
             planes = (*result, above + each, denominator + each)
@@ -359,7 +303,7 @@ def mega_stream_kernel(
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             found = (*found, ct.sum(planes[n] * factors, axis=1))
-        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), _bits(found, dtype), (1, EACH), number)
+        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
     def product(tile, x):
         """Sums of rows of W times x: [R]. A row is one warp's, so that only its lanes join their sums.
@@ -374,7 +318,7 @@ def mega_stream_kernel(
             w = ct.load(W, (0, tile * pieces + piece, 0), (WORDS // WIDTH, TOGETHER, WIDTH), check_bounds=False, latency=LATENCY)
             total = ct.zeros((TOGETHER, WIDTH), ct.float32)
             for i in ct.static_iter(range(WORDS // WIDTH)):
-                ws, xs = _planes(ct.extract(w, (i, 0, 0), (1, TOGETHER, WIDTH)).reshape((TOGETHER, WIDTH)), dtype), _planes(x[i], dtype)
+                ws, xs = planes_of(ct.extract(w, (i, 0, 0), (1, TOGETHER, WIDTH)).reshape((TOGETHER, WIDTH)), dtype), planes_of(x[i], dtype)
                 for n in ct.static_iter(range(PACKED)):
                     total = total + ws[n] * xs[n]
             rest: tuple = ()
@@ -393,18 +337,18 @@ def mega_stream_kernel(
 
     def written(row, i, N, seen):
         """N words of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
-        return _look(STREAM, (row + min(seen, 0), i), (1, N)).astype(ct.int32)
+        return look(STREAM, (row + min(seen, 0), i), (1, N)).astype(ct.int32)
 
     def added(y, N, old):
         """Words of y [N] on top of the stream's old words, [1, N / PACKED]."""
-        planes, olds = _apart(y, N, dtype), _planes(old, dtype)
+        planes, olds = apart(y, N, dtype), planes_of(old, dtype)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
             found = (*found, planes[i] + olds[i])
-        return _bits(found, dtype)
+        return bits_of(found, dtype)
 
-    token = _look(TOKENS, (0,), (1,)).item().astype(ct.int32)
-    start = _look(COUNTERS, (0, 0), (1, 1)).item() - epoch
+    token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
+    start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
     best, column = empty_best((1, 1))
     turns = ct.cdiv(end - block, BLOCKS)
@@ -460,7 +404,7 @@ def mega_stream_kernel(
                     at, row = head // group, head % group
                     if head >= Q_HEADS:
                         at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
-                    say(HEADS, (layer * KV_HEADS + at, row, part), _bits(_apart(y, R, dtype), dtype), (1, 1, R // PACKED), number)
+                    say(HEADS, (layer * KV_HEADS + at, row, part), bits_of(apart(y, R, dtype), dtype), (1, 1, R // PACKED), number)
                 elif kind == OUT:
                     if layer == 0:
                         old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
@@ -471,7 +415,7 @@ def mega_stream_kernel(
                     HALF_ROWS = R // 2
                     y = silu_mul_of_pairs(y.reshape((1, R))).reshape((HALF_ROWS,))
                     at = (STREAM_ROWS * layer + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
-                    say(STREAM, at, _bits(_apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
+                    say(STREAM, at, bits_of(apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
                 else:
                     row = y.astype(dtype).reshape((1, R))
                     ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
@@ -496,7 +440,7 @@ def mega_stream_kernel(
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
                 best, column = empty_best((1, 1))
     if (block == 0) & (choices > 0):
-        _say(TOKENS, (0,), ct.full((1,), token, ct.int64))
-        _say(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
-        _say(COUNTERS, (1, 0), _look(COUNTERS, (1, 0), (1, 1)) + tokens)
+        put(TOKENS, (0,), ct.full((1,), token, ct.int64))
+        put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
+        put(COUNTERS, (1, 0), look(COUNTERS, (1, 0), (1, 1)) + tokens)
     ct.store(EPOCH, (block,), epoch + tokens)
