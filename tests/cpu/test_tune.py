@@ -15,17 +15,18 @@ from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, r
 from rich.console import Console
 
 from tilewright import ops
+from tilewright.compile.job import Job
 from tilewright.engine.problems import of_engine
-from tilewright.launch import Device, best_plan, decide, forced_config, forget_plans, table
+from tilewright.launch import Device, best_plan, decide, forced_config, forget_plans, table, traced
 from tilewright.launch.table import plain, read_rows, shipped_file
-from tilewright.ops import rms_norm, silu_mul
-from tilewright.testing import op_name
+from tilewright.ops import matmul, rms_norm, silu_mul
+from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 from tilewright.testing.problems import of_file, rebuilt
 from tilewright.tune.command import config_filter, current_digests, export_command, import_command, prune_command, show_command, state, tune
 from tilewright.tune.search import asked, search
 from tilewright.tune.store import Store
-from tilewright.tune.workbench import Gpu, unfit
+from tilewright.tune.workbench import Gpu, compile_one, unfit
 
 
 # ------------------------------------------------------------------------------------------------ search
@@ -100,7 +101,17 @@ def test_unfit_binaries_name_the_reason():
     assert unfit(Compiled(), H200) == "", "no disassembler: the clock decides"
     assert unfit(Compiled(error="TileError: x"), H200) == "TileError: x"
     assert unfit(Compiled(dataclasses.replace(fine, stack_bytes=480)), H200) == "spills (480 bytes of stack)"
-    assert "must be at most 101376" in unfit(Compiled(fine), Device.named("GB10"))
+    assert "must be at most 102400" in unfit(Compiled(fine), Device.named("GB10"))
+
+
+def test_a_binary_that_fills_a_multiprocessor_is_fit():
+    """cuobjdump counts the driver's 1 KiB: 227 KiB of a block's own are 228 in its report."""
+    problem = matmul.Problem(16, 4096, 4096, torch.bfloat16, out_dtype=torch.bfloat16)
+    with traced(H200) as launches, torch.inference_mode():
+        run_op(matmul, problem.inputs(torch.device("meta")), matmul.space(problem, H200)[0])
+    made = compile_one(Job.of(launches[0], H200.arch))
+    assert made.resources.shared_bytes > 227 << 10
+    assert unfit(made, H200) == ""
 
 
 class _Now:

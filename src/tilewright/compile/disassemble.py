@@ -24,7 +24,7 @@ class Resources:
 
     registers: per thread at launch; a warp-specialised kernel moves them between its warps later.
     stack_bytes, local_bytes: per thread, in device memory; anything but zero is a spill (or an array that is indexed at run time).
-    shared_bytes: per block, static, which is all that cuTile uses.
+    shared_bytes: per block, static, which is all that cuTile uses; from sm_90 on with the 1 KiB that the driver keeps in each block.
     instructions: how often each opcode stands in the code, most frequent first.
     """
 

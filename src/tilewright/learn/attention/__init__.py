@@ -1,4 +1,4 @@
-"""The attention ladder: out = softmax(scale * q k^T) v under a causal mask, eleven times, each a step from the one before.
+"""The attention ladder: out = softmax(scale * q k^T) v under a causal mask, twelve times, each a step from the one before.
 
 Source    The steps of two published tutorials on attention in cuTile (docs/learn.md), whose figures stand beside ours; tiles and running softmax:
           Dao et al. 2022, arXiv:2205.14135. Where to begin reading: small_tiles.py, then large_tiles.py; steps.py says which kernel a step launches.

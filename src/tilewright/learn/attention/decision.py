@@ -41,6 +41,7 @@ class Config:
     """What a step launches.
 
     kernel: of small_tiles.py or large_tiles.py. tile_m, tile_n: queries of a block, keys of a step of its loop.
+    diagonal_n: keys of a step on the diagonal, a divisor of tile_n; 0 for kernels whose steps are all alike.
     parts, latency: constants of the tuned kernel, 0 for the others, which have none.
     num_ctas, occupancy, num_worker_warps: compiler hints; None leaves the compiler's choice.
     """
@@ -48,6 +49,7 @@ class Config:
     kernel: Any
     tile_m: int
     tile_n: int
+    diagonal_n: int = 0
     parts: int = 0
     latency: int = 0
     num_ctas: int | None = None
@@ -59,12 +61,13 @@ class Config:
         return self.kernel._pyfunc.__name__
 
     def __repr__(self) -> str:  # a result row names the kernel and not where the object lies
-        options = ("parts", "latency", "num_ctas", "occupancy", "num_worker_warps")
+        options = ("diagonal_n", "parts", "latency", "num_ctas", "occupancy", "num_worker_warps")
         return " ".join([self.name, f"{self.tile_m}x{self.tile_n}", *(f"{o}={v}" for o in options if (v := getattr(self, o)))])
 
 
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """One block for each tile of queries of each head. Pure: runs without a GPU."""
     grid = (math.ceil(p.seq_len / c.tile_m), p.q_heads, p.batch)
-    constants = (p.q_heads // p.kv_heads, p.head_dim, c.tile_m, c.tile_n, *((c.parts, c.latency) if c.parts else ()))
+    own = tuple(filter(None, (c.diagonal_n, c.parts, c.latency)))
+    constants = (p.q_heads // p.kv_heads, p.head_dim, c.tile_m, c.tile_n, *own)
     return Plan(c.kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)

@@ -4,7 +4,7 @@ from ...launch import Device, decide
 from ...ops import attention as finished
 from ..ladder import Step
 from .decision import Config, Problem
-from .large_tiles import fast_math_kernel, longest_first_kernel, split_loop_kernel, tuned_kernel
+from .large_tiles import fast_math_kernel, longest_first_kernel, short_diagonal_kernel, split_loop_kernel, tuned_kernel
 from .small_tiles import basic_kernel, division_kernel, exp2_kernel, latency_kernel, transposed_kernel
 
 # What holds a tile of 256x128 without spilling: tile_m, tile_n, num_ctas, occupancy, num_worker_warps.
@@ -18,21 +18,21 @@ _HOLDS: dict[str, tuple[int, int, int | None, int | None, int | None]] = {
 _SMALL = (64, 64, None, 2, None)
 
 
-def _rescued(kernel):
+def _rescued(kernel, *, short: bool = False):
     def config(p: Problem, device: Device) -> Config:
         tile_m, tile_n, num_ctas, occupancy, warps = _HOLDS.get(device.arch, _SMALL)
-        return Config(kernel, tile_m, tile_n, num_ctas=num_ctas, occupancy=occupancy, num_worker_warps=warps)
+        return Config(kernel, tile_m, tile_n, tile_n // 2 if short else 0, num_ctas=num_ctas, occupancy=occupancy, num_worker_warps=warps)
 
     return config
 
 
 def _tuned(p: Problem, device: Device) -> Config:
-    """What `ops.attention` decides, tables included, less its shorter steps where a mask touches: the kernel here has one length of step. Of a
-    config whose blocks walk over many tiles of queries the first of the space that does not is taken."""
+    """What `ops.attention` decides, tables included. Of a config whose blocks walk over many tiles of queries the first of the space that does not
+    is taken."""
     same = p.for_library()
     chosen, _ = decide(finished.space, finished.plan, same, device)
     c = next(c for c in (chosen, *finished.space(same, device)) if not c.persistent)
-    return Config(tuned_kernel, c.tile_m, c.tile_n, c.parts, c.latency, c.num_ctas, c.occupancy, c.num_worker_warps)
+    return Config(tuned_kernel, c.tile_m, c.tile_n, c.tail_n or c.tile_n, c.parts, c.latency, c.num_ctas, c.occupancy, c.num_worker_warps)
 
 
 _TUTORIAL, _BLOG = "FMHA tutorial, step", "Flash Attention,"
@@ -84,6 +84,7 @@ STEPS = (
         "loop split", "a loop without a mask up to the diagonal, one with it on the diagonal", _rescued(split_loop_kernel), (f"{_BLOG} K loop split",)
     ),
     Step("longest first", "blocks with most keys start first", _rescued(longest_first_kernel), (f"{_BLOG} block order remapped",)),
+    Step("short diagonal", "steps on the diagonal are half as long: fewer scores that no query sees", _rescued(short_diagonal_kernel, short=True)),
     Step(
         "tuned",
         "tiles, hints and halves of weights as ops.attention takes them for this length and GPU",
