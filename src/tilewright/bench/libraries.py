@@ -4,8 +4,9 @@ They are imported when a benchmark first asks for an op's peers. One whose call 
 """
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import flashinfer_calls as flashinfer
+from . import library_calls as calls
 from .peers import Inputs, Peer
 
 STRAY = 0.05  # distance of two results, RMS over RMS, from which they are not the same computation; fp8 products differ by 0.01
@@ -34,8 +37,12 @@ def library_peers(op: str, inputs: Inputs) -> list[Peer]:
 def _module(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(LIBRARIES[name])
-    except (ImportError, OSError):  # not installed, or built for another CUDA
-        return None
+    except ModuleNotFoundError as error:
+        if error.name != LIBRARIES[name]:
+            warnings.warn(f"{name} is no peer: it needs {error.name}", stacklevel=2)
+    except Exception as error:  # whatever a library raises that is made for another machine
+        warnings.warn(f"{name} is no peer: {type(error).__name__}: {error}", stacklevel=2)
+    return None
 
 
 def backend_of(name: str) -> str:
@@ -69,120 +76,156 @@ def strays(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------ calls, by library and op
-def _has(*none: str, **equal: Any) -> Callable[[Inputs], bool]:
-    """Whether every option of `none` is left out or off, and the others have these values."""
-
-    def applies(inputs: Inputs) -> bool:
-        return not any(inputs.get(name) is not None and inputs.get(name) is not False for name in none) and all(
-            inputs.get(name) == value for name, value in equal.items()
-        )
-
-    return applies
+# ------------------------------------------------------------------------------------------------ what each takes
+Applies = Callable[[Inputs], bool]
 
 
-def _both(*conditions: Callable[[Inputs], bool]) -> Callable[[Inputs], bool]:
+def _all(*conditions: Applies) -> Applies:
     return lambda inputs: all(condition(inputs) for condition in conditions)
 
 
-def _half(name: str) -> Callable[[Inputs], bool]:
-    """Whether an input has 16 bits: for fp32 libraries take TF32 where we don't."""
-    return lambda inputs: isinstance(inputs[name], Tensor) and inputs[name].dtype.itemsize == 2
+def _without(*names: str) -> Applies:
+    """Whether every option of `names` is left out or off."""
+    return lambda inputs: all(inputs.get(name) is None or inputs.get(name) is False for name in names)
 
 
-def _ops(name: str, part: str = "") -> Any:
-    return importlib.import_module(LIBRARIES[name] + part)
+def _half(name: str) -> Applies:
+    """Whether an input has 16 bits: for fp32 libraries take TF32 where we don't, or have no kernel."""
+    return lambda inputs: inputs[name].dtype in (torch.bfloat16, torch.float16)
 
 
-def _plain_norm(inputs: Inputs) -> bool:
-    return inputs.get("residual") is None and not inputs.get("weight_offset") and not inputs.get("round_before_weight")
+def _power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
-def _tilegym_rms_norm(x, weight, eps, **unused):
-    return _ops("tilegym", ".ops").rms_norm(x, (x.shape[-1],), weight, eps)
+def _affine(inputs: Inputs) -> bool:
+    return inputs.get("weight") is not None and inputs.get("bias") is not None
 
 
-def _tilegym_matmul(a, b, *, trans_a=False, trans_b=False, **unused):
-    return _ops("tilegym", ".ops").matmul(a, b, trans_a=trans_a, trans_b=trans_b, static_persistent=True)
+def _flashinfer_norm(inputs: Inputs) -> bool:
+    return not inputs.get("round_before_weight") and inputs.get("weight_offset", 0.0) in (0.0, 1.0)
 
 
-def _tilegym_bmm(a, b, *, trans_a=False, trans_b=False, **unused):
-    return _ops("tilegym", ".ops").bmm(a, b, transpose_a=trans_a, transpose_b=trans_b)
+def _heads_inside(inputs: Inputs) -> bool:
+    """Whether q and k lie in memory as projections leave them, where rope of other libraries is in place."""
+    return all(inputs[name].transpose(1, 2).is_contiguous() for name in ("q", "k"))
 
 
-def _tilegym_attention(q, k, v, *, causal=True, scale=None, **unused):
-    return _ops("tilegym", ".ops").fmha(q, k, v, scaling=scale or q.shape[-1] ** -0.5, is_causal=causal)
+def _whole_heads(inputs: Inputs) -> bool:
+    """Whether two powers of two of columns, cosines' and sines', make a head."""
+    half = inputs["cos"].shape[-1]
+    return 2 * half == inputs["q"].shape[3] and _power_of_two(half)
 
 
-def _tilegym_decode(q, k, v, kv_len=None, *, scale=None, **unused):
-    return _ops("tilegym", ".ops").fmha_decode(q, k, v, sm_scale=scale or q.shape[-1] ** -0.5)
+def _same_dtype_out(inputs: Inputs) -> bool:
+    return inputs.get("out_dtype") in (None, inputs["a"].dtype)
 
 
-def _tilegym_silu_mul(gate, **unused):
-    return _ops("tilegym", ".ops").silu_and_mul(gate)
+def _same_batch(inputs: Inputs) -> bool:
+    return inputs["a"].shape[0] == inputs["b"].shape[0]
 
 
-def _liger_rms_norm(x, weight, eps, *, weight_offset=0.0, round_before_weight=False, residual=None):
-    function = _ops("liger", ".ops.rms_norm").LigerRMSNormFunction
-    return function.apply(x, weight, eps, weight_offset, "llama" if round_before_weight else "gemma", False)
+def _columns(*known: int) -> Applies:
+    """Whether keys and values have as many columns as each other, and this many."""
+    return lambda inputs: inputs.get("v") is not None and inputs["q"].shape[-1] == inputs["v"].shape[-1] and inputs["q"].shape[-1] in known
 
 
-def _flashinfer_attention(q, k, v, *, causal=True, scale=None, **unused):
-    out = _ops("flashinfer").single_prefill_with_kv_cache(q[0].transpose(0, 1), k[0], v[0], causal=causal, kv_layout="HND", sm_scale=scale)
-    return out.transpose(0, 1)[None]
+def _whole(keys: str) -> Applies:
+    """Whether every sequence has as many keys as there is room for."""
+    return lambda inputs: inputs.get("kv_len") is None or bool((inputs["kv_len"] == inputs[keys].shape[-2]).all())
 
 
-def _flashinfer_decode(q, k, v, kv_len=None, *, scale=None, **unused):
-    return _ops("flashinfer").single_decode_with_kv_cache(q[0, :, 0], k[0], v[0], kv_layout="HND", sm_scale=scale)[None, :, None]
+def _dense_prefill(inputs: Inputs) -> bool:
+    return inputs["q"].dim() == 4 and (not inputs.get("causal", True) or inputs["q"].shape[2] <= inputs["k"].shape[2])
 
 
-@lru_cache(maxsize=128)
-def _tma_scales(scale: Tensor) -> Tensor:
-    """Scales of the left operand in the layout that DeepGEMM takes, made once and outside the time."""
-    return _ops("deepgemm").get_mn_major_tma_aligned_tensor(scale)
+def _square(inputs: Inputs) -> bool:
+    return inputs["q_nope"].shape[2] == inputs["k_nope"].shape[2]
 
 
-def _deepgemm_matmul(a, b, *, scale_a, scale_b, **unused):
-    out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
-    _ops("deepgemm").fp8_gemm_nt((a, _tma_scales(scale_a)), (b, scale_b), out, disable_ue8m0_cast=True)
-    return out
+def _one_token(name: str) -> Applies:
+    return lambda inputs: inputs[name].shape[2] == 1
+
+
+def _packed_prefill(inputs: Inputs) -> bool:
+    return inputs["q"].dim() == 3 and inputs.get("cu_seqlens_kv") is not None
+
+
+def _contiguous(*names: str) -> Applies:
+    return lambda inputs: all(inputs[name].is_contiguous() for name in names)
 
 
 def _block_scaled(inputs: Inputs) -> bool:
     scale = inputs.get("scale_a")
-    plain = _has("bias", "residual", "silu_mul", "out_scale", "out_dtype", trans_b=True)(inputs)
+    plain = _without("bias", "residual", "silu_mul", "out_scale", "out_dtype")(inputs) and inputs.get("trans_b") is True
     return plain and inputs["a"].dtype is torch.float8_e4m3fn and scale is not None and scale.dim() == 2 and scale.shape[1] > 1
 
 
-_PLAIN_MATMUL = _both(_half("a"), _has("bias", "residual", "silu_mul", "out_scale", "out_dtype", "scale_a"))
-_PLAIN_BMM = _both(_half("a"), _has("out_dtype", "scale_a"))
-_EXTRAS = ("window", "kv_start", "kv_len", "cu_seqlens_q", "return_lse", "sinks", "softcap", "block_table", "indices", "scale_q")
-_PLAIN_PREFILL = _both(_half("q"), _has(*_EXTRAS), lambda inputs: inputs["q"].dim() == 4 and inputs["v"] is not None)
-_DECODE = _both(
-    _half("q"), _has(*(name for name in _EXTRAS if name != "kv_len")), lambda inputs: inputs["q"].shape[2] == 1 and inputs["v"] is not None
-)
-_FUSED_SILU = _both(_half("gate"), _has("up", "gelu_tanh"))
+_NO_RESIDUAL = _without("residual", "round_before_weight")
+_COSINES = _all(lambda inputs: inputs.get("cos") is not None, _half("q"), _heads_inside)
+_PLAIN_MATMUL = _all(_half("a"), _without("bias", "residual", "silu_mul", "out_scale", "scale_a"), _same_dtype_out)
+_PLAIN_BMM = _all(_half("a"), _without("scale_a"), _same_dtype_out, _same_batch)
+_PLAIN_PREFILL = _without("window", "kv_start", "return_lse", "sinks", "softcap", "q_scale")
+_PLAIN_DECODE = _all(_without("kv_start", "window", "sinks", "return_lse", "v_dim"), lambda inputs: bool(inputs.get("normalize", True)))
+_PLAIN_MLA = _all(_half("q_nope"), _without("return_lse"))
+_PLAIN_MLA_DECODE = _all(_half("q_latent"), _without("kv_start", "return_lse"))
+_HEADS = (64, 128, 256)  # columns of a head that FlashInfer's kernels are made for
 
-_Entry = tuple[Callable[..., Any], Callable[[Inputs], bool]]
-_CALLS: dict[tuple[str, str], _Entry] = {
-    ("tilegym", "rms_norm"): (_tilegym_rms_norm, _plain_norm),
-    ("tilegym", "softmax"): (lambda x: _ops("tilegym", ".ops").softmax(x), lambda inputs: True),
-    ("tilegym", "silu_mul"): (_tilegym_silu_mul, _FUSED_SILU),
-    ("tilegym", "matmul"): (_tilegym_matmul, _PLAIN_MATMUL),
-    ("tilegym", "bmm"): (_tilegym_bmm, _PLAIN_BMM),
-    ("tilegym", "attention"): (_tilegym_attention, _PLAIN_PREFILL),
-    ("tilegym", "attention_decode"): (_tilegym_decode, _DECODE),
-    ("liger", "rms_norm"): (_liger_rms_norm, lambda inputs: inputs.get("residual") is None),
-    ("liger", "silu_mul"): (
-        lambda gate, up, **unused: _ops("liger", ".ops.swiglu").LigerSiLUMulFunction.apply(gate, up),
-        lambda inputs: inputs.get("up") is not None and not inputs.get("gelu_tanh"),
+_CALLS: dict[tuple[str, str], tuple[Callable[..., Any], Applies]] = {
+    ("tilegym", "rms_norm"): (calls.tilegym_rms_norm, _NO_RESIDUAL),
+    ("tilegym", "layer_norm"): (calls.tilegym_layer_norm, _affine),
+    ("tilegym", "softmax"): (calls.tilegym_softmax, lambda inputs: True),
+    ("tilegym", "silu_mul"): (calls.tilegym_silu_mul, _without("up", "gelu_tanh")),
+    ("tilegym", "rope"): (calls.tilegym_rope, _all(_COSINES, _without("interleaved"), _whole_heads)),
+    ("tilegym", "matmul"): (calls.tilegym_matmul, _PLAIN_MATMUL),
+    ("tilegym", "bmm"): (calls.tilegym_bmm, _PLAIN_BMM),
+    ("tilegym", "attention"): (
+        calls.tilegym_attention,
+        _all(_half("q"), _PLAIN_PREFILL, _without("cu_seqlens_q"), _dense_prefill, _columns(*_HEADS), _contiguous("k", "v"), _whole("k")),
     ),
-    ("liger", "softmax"): (lambda x: _ops("liger", ".ops.softmax").LigerSoftmaxFunction.apply(x), lambda inputs: True),
-    ("flashinfer", "rms_norm"): (lambda x, weight, eps, **unused: _ops("flashinfer").rmsnorm(x, weight, eps), _both(_half("x"), _plain_norm)),
-    ("flashinfer", "silu_mul"): (lambda gate, **unused: _ops("flashinfer").silu_and_mul(gate), _FUSED_SILU),
-    ("flashinfer", "attention"): (_flashinfer_attention, _both(_PLAIN_PREFILL, lambda inputs: len(inputs["q"]) == 1)),
-    ("flashinfer", "attention_decode"): (_flashinfer_decode, _both(_DECODE, lambda inputs: len(inputs["q"]) == 1)),
-    ("quack", "rms_norm"): (lambda x, weight, eps, **unused: _ops("quack").rmsnorm(x, weight, eps=eps), _plain_norm),
-    ("quack", "softmax"): (lambda x: _ops("quack").softmax(x), lambda inputs: True),
-    ("deepgemm", "matmul"): (_deepgemm_matmul, _block_scaled),
+    ("tilegym", "attention_decode"): (
+        calls.tilegym_decode,
+        _all(_half("q"), _PLAIN_DECODE, _without("block_table"), _one_token("q"), _columns(*_HEADS), _contiguous("k", "v"), _whole("k")),
+    ),
+    ("tilegym", "mla"): (
+        calls.tilegym_mla,
+        _all(_PLAIN_MLA, _square, _whole("k_nope"), lambda inputs: inputs["causal"] and inputs["q_nope"].shape[-1] == inputs["v"].shape[-1]),
+    ),
+    ("tilegym", "mla_decode"): (
+        calls.tilegym_mla_decode,
+        _all(_PLAIN_MLA_DECODE, _without("block_table"), _one_token("q_latent"), _whole("cache")),
+    ),
+    ("liger", "rms_norm"): (calls.liger_rms_norm, lambda inputs: True),
+    ("liger", "layer_norm"): (calls.liger_layer_norm, _affine),
+    ("liger", "softmax"): (calls.liger_softmax, lambda inputs: True),
+    ("liger", "silu_mul"): (calls.liger_silu_mul, lambda inputs: inputs.get("up") is not None or not inputs.get("gelu_tanh")),
+    ("liger", "rope"): (calls.liger_rope, _all(_COSINES, _without("interleaved"))),
+    ("flashinfer", "rms_norm"): (flashinfer.rms_norm, _all(_half("x"), _flashinfer_norm)),
+    ("flashinfer", "layer_norm"): (flashinfer.layer_norm, _all(_affine, lambda inputs: inputs["x"].dtype is torch.bfloat16)),
+    ("flashinfer", "silu_mul"): (flashinfer.silu_mul, _all(_half("gate"), _without("up"))),
+    ("flashinfer", "rope"): (flashinfer.rope, _all(_COSINES, lambda inputs: inputs["cos"].shape[0] == 1)),
+    ("flashinfer", "attention"): (
+        flashinfer.attention,
+        _all(_half("q"), _PLAIN_PREFILL, _columns(*_HEADS), lambda inputs: _dense_prefill(inputs) or _packed_prefill(inputs)),
+    ),
+    ("flashinfer", "attention_decode"): (flashinfer.attention_decode, _all(_half("q"), _PLAIN_DECODE, _columns(*_HEADS), _contiguous("k", "v"))),
+    ("flashinfer", "mla"): (
+        flashinfer.mla,
+        _all(
+            _PLAIN_MLA,
+            lambda inputs: (inputs["q_nope"].shape[-1], inputs["q_rope"].shape[-1], inputs["v"].shape[-1]) == (128, 64, 128),
+        ),
+    ),
+    ("flashinfer", "mla_decode"): (
+        flashinfer.mla_decode,
+        _all(_PLAIN_MLA_DECODE, _contiguous("cache"), lambda inputs: (inputs["q_latent"].shape[-1], inputs["q_rope"].shape[-1]) == (512, 64)),
+    ),
+    ("flashinfer", "merge_states"): (
+        flashinfer.merge_states,
+        _all(_half("out"), lambda inputs: bool(inputs.get("base2")) and inputs["out"].dim() == 3 and inputs["out"].shape[2] in (*_HEADS, 512)),
+    ),
+    ("quack", "rms_norm"): (calls.quack_rms_norm, _without("round_before_weight")),
+    ("quack", "layer_norm"): (calls.quack_layer_norm, lambda inputs: inputs.get("weight") is not None),
+    ("quack", "softmax"): (calls.quack_softmax, lambda inputs: True),
+    ("deepgemm", "matmul"): (calls.deepgemm_matmul, _block_scaled),
 }

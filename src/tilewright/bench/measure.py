@@ -45,7 +45,7 @@ def measure_case(
     absent: dict[str, str] = {}
     backends: dict[str, str] = {}
     for peer in [*peers_of(op_name(op), inputs), *library_peers(op_name(op), inputs), *beside] if with_peers else []:
-        why = _unable(peer, inputs, ours)
+        why = _unable(peer, seeded_inputs(op, problem, device), ours)  # its own: ours may be overwritten, as q and k of rope are
         if why:
             absent[peer.name] = why
         else:

@@ -1,0 +1,193 @@
+"""What is called of FlashInfer: its batch wrappers where it has them, planned once for the lengths, and its in-place norms and rotation."""
+
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from .library_calls import kept, module, wide
+
+PAGE = 16  # tokens, of a cache that has no pages: it cuts a sequence only between pages
+WORKSPACE_BYTES = 256 << 20
+TENSOR_CORES_FROM = 4  # query heads of a key head, as engines choose
+
+
+@lru_cache(maxsize=8)
+def _workspace(device: torch.device) -> Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def rms_norm(x, weight, eps, *, weight_offset=0.0, residual=None, **unused):
+    lib = module("flashinfer")
+    if residual is None:
+        return (lib.gemma_rmsnorm if weight_offset else lib.rmsnorm)(x, weight, eps)
+    (lib.gemma_fused_add_rmsnorm if weight_offset else lib.fused_add_rmsnorm)(x, residual, weight, eps)  # in place
+    return x, residual
+
+
+def layer_norm(x, weight, bias, eps):
+    return module("flashinfer.norm").layernorm(x, wide(weight), wide(bias), eps)
+
+
+def silu_mul(gate, up=None, *, gelu_tanh=False):
+    lib = module("flashinfer")
+    return (lib.gelu_tanh_and_mul if gelu_tanh else lib.silu_and_mul)(gate)
+
+
+@kept
+def _angles(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Its table of cosines and sines, and the place of each token in it."""
+    return torch.cat((cos[0], sin[0]), -1).float(), torch.arange(cos.shape[1], dtype=torch.int32, device=cos.device).repeat(batch)
+
+
+def rope(q, k, cos, sin, *, interleaved=False, **unused):
+    table, positions = _angles(cos, sin, len(q))
+    rows = (x.transpose(1, 2).view(len(positions), -1) for x in (q, k))
+    module("flashinfer").apply_rope_with_cos_sin_cache_inplace(positions, *rows, q.shape[3], table, is_neox=not interleaved)
+    return q, k
+
+
+# ------------------------------------------------------------------------------------------------ attention
+@kept
+def _rows(x: Tensor, lengths: list[int] | None = None) -> Tensor:
+    """[batch, heads, tokens, columns] as [all tokens, heads, columns]."""
+    sequences = [one[:, :n] for one, n in zip(x, lengths or [x.shape[2]] * len(x), strict=True)]
+    return torch.cat([one.transpose(0, 1) for one in sequences]).contiguous()
+
+
+@kept
+def _joined_rows(x: Tensor, rope: Tensor, lengths: list[int] | None = None) -> Tensor:
+    return _rows(torch.cat((x, rope.expand(-1, x.shape[1], -1, -1)), -1), lengths)
+
+
+@kept
+def _on_host(lengths: Tensor) -> list[int]:
+    return lengths.tolist()
+
+
+def _lengths(kv_len: Tensor | None, batch: int, longest: int) -> list[int]:
+    return [longest] * batch if kv_len is None else _on_host(kv_len)
+
+
+def _starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+@kept
+def _planned_prefill(q, k, v, q_starts, kv_starts, causal, scale):
+    wrapper = module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device))
+    heads_and_columns = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    wrapper.plan(q_starts.cpu(), kv_starts.cpu(), *heads_and_columns, causal=causal, sm_scale=scale, q_data_type=q.dtype)
+    return wrapper
+
+
+def _prefill(q, k, v, lengths, causal, scale):
+    """Of rows, `lengths` keys a sequence, and as many queries in each."""
+    starts = _starts([len(q) // len(lengths)] * len(lengths)), _starts(lengths)
+    return _planned_prefill(q, k, v, *starts, causal, scale).run(q, k, v).unflatten(0, (len(lengths), -1)).transpose(1, 2)
+
+
+def attention(q, k, v, *, causal=True, scale=None, kv_len=None, cu_seqlens_q=None, cu_seqlens_kv=None, **unused):
+    if cu_seqlens_q is not None:
+        return _planned_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, causal, scale).run(q, k, v)
+    lengths = _lengths(kv_len, len(k), k.shape[2])
+    return _prefill(_rows(q), _rows(k, lengths), _rows(v, lengths), lengths, causal, scale)
+
+
+def mla(q_nope, q_rope, *, k_nope, k_rope, v, causal=True, scale=None, kv_len=None, **unused):
+    lengths = _lengths(kv_len, len(v), v.shape[2])
+    return _prefill(_joined_rows(q_nope, q_rope), _joined_rows(k_nope, k_rope, lengths), _rows(v, lengths), lengths, causal, scale)
+
+
+def _pages_of(lengths: list[int], page_size: int, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Its lists of pages: where each sequence's begin, their numbers, and the tokens in its last."""
+    counts = [-(-n // page_size) for n in lengths]
+    numbers = torch.cat([row[:count] for row, count in zip(table.cpu(), counts, strict=True)]).int()
+    last = torch.tensor([n - page_size * max(0, count - 1) for n, count in zip(lengths, counts, strict=True)], dtype=torch.int32)
+    return _starts(counts), numbers, last
+
+
+def _page_size(tokens: int) -> int:
+    return PAGE if tokens % PAGE == 0 else 1
+
+
+def _table(batch: int, pages: int, stride: int) -> Tensor:
+    """Of a cache without pages, seen as pages: those of a sequence follow each other, `stride` after those of the one before."""
+    return torch.arange(pages)[None] + stride * torch.arange(batch)[:, None]
+
+
+def _as_pages(cache: Tensor) -> Tensor:
+    """[batch, heads, tokens, columns] as overlapping pages [pages, heads, page, columns], a head `tokens` rows after the one before."""
+    batch, heads, tokens, columns = cache.shape
+    page = _page_size(tokens)
+    count = ((batch - 1) * heads + 1) * tokens // page
+    return cache.as_strided((count, heads, page, columns), (page * columns, tokens * columns, columns, 1))
+
+
+@kept
+def _planned_decode(q, k, kv_len, block_table, scale):
+    (batch, q_heads, q_len, head_dim), (_, kv_heads, tokens, _) = q.shape, k.shape
+    tensor_cores = q_len > 1 or q_heads >= TENSOR_CORES_FROM * kv_heads
+    wrapper = module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "HND", use_tensor_cores=tensor_cores)
+    if block_table is None:
+        page, longest = _page_size(tokens), tokens
+        table = _table(batch, tokens // page, kv_heads * tokens // page)
+    else:
+        page, longest, table = tokens, tokens * block_table.shape[1], block_table
+    pages = _pages_of(_lengths(kv_len, batch, longest), page, table)
+    wrapper.plan(*pages, q_heads, kv_heads, head_dim, page, q_data_type=q.dtype, sm_scale=scale, q_len_per_req=q_len)
+    return wrapper
+
+
+def attention_decode(q, k, v, kv_len=None, *, block_table=None, scale=None, **unused):
+    wrapper = _planned_decode(q, k, kv_len, block_table, scale)
+    caches = (k, v) if block_table is not None else (_as_pages(k), _as_pages(v))
+    return wrapper.run(_rows(q), caches).unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+@kept
+def _planned_mla_decode(q_latent, q_rope, cache, kv_len, block_table, scale):
+    lib = module("flashinfer.mla")
+    (batch, heads, q_len, latent), tokens = q_latent.shape, cache.shape[1]
+    if block_table is None:
+        page, longest = _page_size(tokens), tokens
+        table = _table(batch, tokens // page, tokens // page)
+    else:
+        page, longest, table = tokens, tokens * block_table.shape[1], block_table
+    lengths = _lengths(kv_len, batch, longest)
+    starts, numbers, _ = _pages_of(lengths, page, table)
+    metadata = lib.MLAPlanMetadata.csr(_starts([q_len] * batch), starts, numbers, torch.tensor(lengths, dtype=torch.int32))
+    wrapper = lib.BatchMLAPagedAttentionWrapper(_workspace(cache.device))
+    wrapper.plan(
+        metadata=metadata,
+        num_heads=heads,
+        head_dim_ckv=latent,
+        head_dim_kpe=q_rope.shape[3],
+        page_size=page,
+        causal=q_len > 1,
+        sm_scale=scale,
+        q_data_type=cache.dtype,
+        kv_data_type=cache.dtype,
+        query_layout="split",
+        kv_cache_layout="packed",
+    )
+    return wrapper
+
+
+def mla_decode(q_latent, q_rope, cache, kv_len=None, *, scale, block_table=None, **unused):
+    wrapper = _planned_mla_decode(q_latent, q_rope, cache, kv_len, block_table, scale)
+    pages = cache if block_table is not None else cache.view(-1, _page_size(cache.shape[1]), cache.shape[2])
+    out = wrapper.run(query=(_rows(q_latent), _rows(q_rope)), kv_cache=pages)
+    return out.unflatten(0, (len(q_latent), -1)).transpose(1, 2)
+
+
+@kept
+def _by_row(x: Tensor) -> Tensor:
+    """[states, rows, ..] as [rows, states, 1 head, ..]."""
+    return x.transpose(0, 1).unsqueeze(2).clone(memory_format=torch.contiguous_format)
+
+
+def merge_states(out, lse, **unused):
+    merged, total = module("flashinfer").merge_states(_by_row(out), _by_row(lse))
+    return merged[:, 0], total[:, 0]
