@@ -70,6 +70,9 @@ def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: fl
     torch.cuda.synchronize()
     once = _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first)
     if once > 4 * give_up_us + HOST_US:
+        # The host may have been held up, as it is 1 time in 100 beside the compilers: a loser is slow twice.
+        once = min(once, _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first))
+    if once > 4 * give_up_us + HOST_US:
         return once
     calls = max(min(len(sets), 4), min(MAX_CALLS, math.ceil(ROUGH_TARGET_US / max(once, 1.0))))
     graph = _capture(call, sets[: max(2, min(calls, len(sets)))], calls)

@@ -63,12 +63,6 @@ def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=
     return weights, factor, largest, denominator * factor + total
 
 
-def softmax_finish(accumulator, maximum, denominator):
-    """The normalised accumulator and the natural-log lse of its rows; 0 and -inf where no key was seen."""
-    lse = (maximum + ct.log2(denominator)) * LN2
-    return accumulator * (1.0 / ct.where(denominator == 0.0, 1.0, denominator)), lse
-
-
 def merged(sums, maxima, denominators, to_base2):
     """The states of rows over several sets of keys, stacked along axis 0, as one: sums [sets, ..., columns], the others [sets, ..., 1].
 

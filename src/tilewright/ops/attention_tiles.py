@@ -8,7 +8,7 @@ import math
 import cuda.tile as ct
 
 from ..launch import next_pow2
-from .attention_common import FLOOR, product, softmax_step
+from .attention_common import FLOOR, LN2, product, softmax_step
 
 ZERO = ct.PaddingMode.ZERO
 # Weights of 8 bits are made up to 2**8, of which e4m3 holds 448: its least number is then 2**-17 of the largest weight.
@@ -157,6 +157,14 @@ def softmax_over_keys(
         for j in range(max(whole_from, whole_to) * ratio, end):
             state = step(j, state, TAIL_N, True)
     return state
+
+
+def normaliser_and_lse(maximum, denominator, dtype):
+    """What sums are multiplied by, and the natural-log lse; 0 and -inf where no key was seen. dtype: of the sums once they are stored."""
+    seen = ct.where(denominator == 0.0, 1.0, denominator)
+    # Exact to the last bit, a division is 20 instructions and a branch at the end of a block, where nothing hides them; this is off by 2**-23.
+    inverse = 1.0 / seen if dtype == ct.float32 else ct.truediv(1.0, seen, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    return inverse, (maximum + ct.log2(denominator)) * LN2
 
 
 def store_rows(OUT, batch, head, tile, sums, normaliser, WIDTHS, TILE_M):

@@ -137,6 +137,10 @@ def space(p: Problem, device: Device) -> list[Config]:
     shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
     # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
     one_by_one = sorted(with_walking(shapes, False), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
+    if device.arch == "sm_90":  # all tiles at once, or wide ones whose blocks walk (H200, 2026-11-21)
+        narrow, wide = (Config(n, 256, False, False, 8, occupancy, 4) for n, occupancy in ((16, 3), (32, 2)))
+        best = replace(wide, persistent=several(wide)) if several(narrow) else narrow
+        one_by_one.sort(key=lambda c: c != best)
     if device.arch != "sm_90" or not 2 < p.rows <= MOST_MMA_ROWS or p.dtype is not torch.bfloat16:
         return one_by_one
     # In one round if there are so few; else as evenly as may be, then in wide tiles: each has all rows of x come from L2.

@@ -25,8 +25,8 @@ from ..launch.table import Row, digest_of, op_of, plain
 from ..testing import Accuracy, op_name, run_op
 
 LOSER = 2.0  # times the best so far: not timed further
-MARGIN = 1.10  # of the best rough time: within it a config enters the race, which tells 1 %; a rough time tells 5 %
-FINALISTS = 8
+MARGIN = 1.12  # of the best rough time: within it a config enters the race, which tells 1 %; a rough time tells 5 %
+FINALISTS = 16
 TIE = 1.005  # a win by less is none: the config that stands first in the space, the default before all, keeps its place
 
 

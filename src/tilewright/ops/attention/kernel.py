@@ -2,8 +2,8 @@
 
 import cuda.tile as ct
 
-from ..attention_common import LOG2E, sink_factor, softmax_finish
-from ..attention_tiles import columns, item_of_walk, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_common import LOG2E, sink_factor
+from ..attention_tiles import columns, item_of_walk, normaliser_and_lse, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
 from ..tiles import rows_from
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
@@ -105,7 +105,7 @@ def attention_kernel(
         first = tile * TILE_M + n - q_len  # the last key that the tile's first query sees under a causal mask
         how = (V_WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3)
         sums, maximum, denominator = softmax_over_keys(scores_of, values_of, first, n, window, to_base_2, V.dtype, *how)
-        normaliser, lse = softmax_finish(1.0, maximum, denominator)
+        normaliser, lse = normaliser_and_lse(maximum, denominator, OUT.dtype)
         if HAS_SINKS:
             normaliser = sink_factor(maximum, denominator, ct.load(SINKS, (head,), ()) * LOG2E)
         if SCALED:

@@ -146,17 +146,20 @@ def space(p: Problem, device: Device) -> list[Config]:
         return [Config(_tile(512, p), 1), Config(_tile(128, p), 3), Config(_tile(256, p), 2, keys_first=True), apart]
     configs = []
     for shape in _shapes(p, device):
-        blocks = plan(p, shape, device).grid
+        blocks = math.prod(plan(p, shape, device).grid)
         resident = device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1)
         if p.head_dim > 256:  # ranges of whole tiles, at least one each; partial rows are wide, so rather few
             tiles = p.max_len // shape.tile_n or 1
             choices = [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
-            splits = _splits(math.prod(blocks), resident, choices)
+            splits = _splits(blocks, resident, choices)
             more = 2 * splits if 2 * splits in choices else max(1, splits // 2)
         else:
-            splits = _splits(math.prod(blocks), resident, range(1, MOST_SPLITS + 1))
+            splits = _splits(blocks, resident, range(1, MOST_SPLITS + 1))
             more = min(MOST_SPLITS, 2 * splits)
-        for n in (splits, more):
+        # Lengths of a batch differ: of much to read, two rounds of short ranges fill the SMs that one round of long ones leaves (12 % on an H200).
+        held = p.max_len * p.batch * p.kv_heads * (p.head_dim + (0 if p.shared else p.columns)) * p.dtype.itemsize
+        ragged = p.has_len and 16 < blocks <= resident and held >= 1 << 28
+        for n in (more, splits) if ragged else (splits, more):
             if n == 1 or not shape.paired:  # with partial sums on their way out, two tiles a step spill
                 configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
@@ -189,12 +192,21 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     shapes = [one_block, two_blocks] if _column_tiles(p)[0] > 64 else [two_blocks]
     if p.head_dim <= 64 and p.window is None and not p.has_start:  # with a third loop it spills
         shapes.append(one_block)
-    shapes += [Config(128, 1, True, 3, 2, 4), Config(64, 1, True, 8, 2, 4)]
+    ahead_once = Config(128, 1, True, 3, 2, 4)
+    shapes += [ahead_once, Config(64, 1, True, 8, 2, 4)]
     if rows <= 8:  # more spill with four blocks an SM
         shapes.append(Config(64, 1, True, 3, 4, 4))
     shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
+    elif (
+        p.has_len
+        and p.window is None
+        and not p.has_start
+        and p.max_len >= 4096
+        and 8 < p.batch * p.kv_heads <= device.sms * (2 if p.head_dim <= 64 else 1)
+    ):
+        shapes.insert(0, ahead_once)  # lengths that differ, in ranges half as long
     if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
         shapes.insert(0, Config(128, 1, True, 8, 2, 8))
     elif p.page_size == 64:

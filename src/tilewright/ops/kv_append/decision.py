@@ -123,9 +123,15 @@ def space(p: Problem, device: Device) -> list[Config]:
     def tiled(elements: int, tokens: int, warps: int | None) -> Config:
         return Config(min(heads, max(1, elements // widest)), tokens, num_worker_warps=warps)
 
-    if p.batch * p.tokens < 4 * device.sms:  # latency: small tiles on many processors
-        return list(dict.fromkeys(tiled(elements, 1, 4) for elements in (512, 1024, 256, 2048)))
+    rows = p.batch * p.tokens
+    if rows < 4 * device.sms:  # latency: small tiles on many processors, of wide values the largest (H200, 2026-11-21)
+        order = (2048, 1024, 512, 256) if widest >= 512 else (1024, 512, 256, 2048) if rows >= 2 * device.sms else (512, 1024, 256, 2048)
+        return list(dict.fromkeys(tiled(elements, 1, 4) for elements in order))
     configs = [(1024, 4, 4), (2048, 2, 4), (1024, 8, 4), (2048, 4, 8), (1024, 1, 4), (2048, 1, 4)]
+    if widest >= 512:
+        configs.insert(0, (2048, 2, 4))
+    elif p.q_heads & (p.q_heads - 1):  # the last tile of heads is looked at row by row: one token's at a time
+        configs.insert(0, (1024, 1, 4))
     return list(dict.fromkeys(tiled(elements, min(tokens, p.tokens), warps) for elements, tokens, warps in configs))
 
 

@@ -106,6 +106,8 @@ def _hopper_default(p: Problem, device: Device) -> Config:
     and, per element, in one of 256x256 on two blocks; the larger has fewer, longer rounds. 128x192 takes 1.45 times as long as 128x128.
     """
     offset = _offset_rows(p)
+    if p.silu_mul:
+        return _hopper_gated(p, device)
     for tile, latency in _HOPPER_ONE_ROUND:
         config = _config(tile, latency=latency)
         if config.tiles(p) <= device.sms and not (128 < p.m <= 192 and tile[1] == 128):
@@ -135,8 +137,11 @@ def _hopper_default(p: Problem, device: Device) -> Config:
         (run_us(large, (10.9e-3, 12.0e-3, 12.9e-3), 3.0), large),
         (run_us(wide, (11.2e-3, 12.6e-3, 16.5e-3), 2.0), wide),
     ]
-    # These do not walk: few rounds only.
-    costs += [(run_us(c, (7.9e-3, 8.2e-3, 13.1e-3), 2.5), c) for c in uneven if c.extra_n == 64 and c.tiles(p) <= 6 * device.sms]
+    # These do not walk: few rounds only, one of the narrower ones.
+    for c in uneven:
+        if c.tiles(p) <= (6 if c.extra_n == 64 else 1) * device.sms:
+            slower = (1 - c.extra_n / 64) * 0.6e-3
+            costs.append((run_us(c, (7.9e-3 - slower, 8.2e-3 - slower, 13.1e-3), 2.5), c))
     if p.m <= 192:  # all rows of a in one tile, beside 128 of b
         for _, extra, latency in _HOPPER_UNEVEN:
             width = (128 + extra) / 128
@@ -144,6 +149,27 @@ def _hopper_default(p: Problem, device: Device) -> Config:
             if p.m <= 128 + extra:
                 costs.append((run_us(tall, (5.9e-3 * width, 6.1e-3 * width, 6.3e-3 * width), 2.5), tall))
     return min((cost for cost in costs if _legal(p, cost[1])), key=lambda cost: cost[0])[1]
+
+
+# us of a round of blocks for each element of k and for the end of a tile, fitted to 14 problems of 128 to 8192 rows (H200, 2026-11-21).
+_HOPPER_GATED: tuple[tuple[Tile, bool, float, float], ...] = (
+    ((64, 128, 128, 1, 1, 8), True, 5.2e-3, 0.0),
+    ((128, 128, 64, 1, 1, 8), False, 7.5e-3, 3.1),
+    ((64, 256, 64, 1, 1, 8), True, 7.8e-3, 1.7),
+    ((128, 256, 64, 1, 1, 8), True, 14.0e-3, 3.3),
+)
+
+
+def _hopper_gated(p: Problem, device: Device) -> Config:
+    """silu_mul behind the product wants the registers of 8 warps: on 4 a round of tiles takes a third longer."""
+
+    def run_us(entry: tuple[Tile, bool, float, float]) -> float:
+        tile, _, us_per_k, us_per_tile = entry
+        return -(-_config(tile).tiles(p) // device.sms) * (p.k * us_per_k + us_per_tile)
+
+    tile, persistent, *_ = min(_HOPPER_GATED, key=run_us)
+    config = _config(tile, latency=5)
+    return replace(config, persistent=persistent and config.tiles(p) > config.resident(device))
 
 
 def _offset_rows(p: Problem) -> int:
@@ -298,8 +324,8 @@ def _tf32_tiles(p: Problem, device: Device) -> tuple[Tile, ...]:
 # --- few rows: bound by reading b
 
 _DOT: dict[int, tuple[Tile, ...]] = {
-    1: ((1, 8, 512, 1, 1, 4), (1, 16, 256, 1, 3, 4), (1, 8, 512, 1, 2, 4), (1, 4, 1024, 1, 2, 4), (1, 8, 1024, 1, 1, 8)),
-    2: ((2, 8, 512, 1, 1, 8), (2, 16, 256, 1, 2, 4), (2, 8, 512, 1, 2, 4), (4, 8, 512, 1, 1, 8), (2, 4, 1024, 1, 1, 8)),
+    1: ((1, 8, 512, 1, 2, 4), (1, 4, 1024, 1, 2, 4), (1, 8, 512, 1, 1, 4), (1, 16, 256, 1, 3, 4), (1, 8, 1024, 1, 1, 8)),
+    2: ((2, 4, 1024, 1, 1, 8), (2, 8, 512, 1, 2, 4), (2, 8, 512, 1, 1, 8), (2, 16, 256, 1, 2, 4), (4, 8, 512, 1, 1, 8)),
     4: ((4, 8, 512, 1, 1, 8), (4, 4, 512, 1, 2, 8)),
 }
 _SKINNY = {
@@ -314,22 +340,16 @@ def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
     dot = []
     if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
         dot = [_walking(p, device, _config(tile, dot=True, latency=8)) for tile in _DOT[next_pow2(p.m)]]
-    if p.n <= 8 * device.sms:  # too few rows of b for the MMA's 64 to a block; a block of 8 reads on every SM
-        yield from dot
-    elif device.arch == "sm_90" and p.m <= 2 and p.n <= 64 * device.sms:  # blocks of 64 would leave SMs idle; these fill each with two or three
-        dot.sort(key=lambda c: (c.occupancy == 1, round(_idle(p, c, device), 1)))
+    # Too few rows of b for the MMA's 64 to a block: a block of 4 or 8 reads on every SM. Two rows cost twice the instructions.
+    if p.n <= (16 if p.m == 1 else 8) * device.sms:
+        if p.k >= 8192:
+            dot.sort(key=lambda c: -c.tile_k)
         yield from dot
     if device.arch != "sm_90":
         yield from (_walking(p, device, _config(tile, latency=8)) for tile in _SKINNY.get(device.arch, _SKINNY["sm_80"]))
     else:
         yield from (_walking(p, device, c) for c in (_hopper_decode(p, device) if p.m <= 32 else _hopper_batch(p, device)))
     yield from dot
-
-
-def _idle(p: Problem, c: Config, device: Device) -> float:
-    """How much longer than its share the busiest block reads, or, where blocks come and go, the busiest SM."""
-    tiles, at_once = c.tiles(p), c.resident(device) if c.persistent else device.sms
-    return -(-tiles // at_once) * at_once / tiles
 
 
 def _walking(p: Problem, device: Device, c: Config) -> Config:
@@ -341,28 +361,28 @@ def _hopper_decode(p: Problem, device: Device) -> Iterator[Config]:
     """Up to 32 rows: b's rows fill the MMA. 64 of them to a block, the most loads in flight; but not a little more than two rounds."""
     rows = max(8, next_pow2(p.m))
     blocks = -(-p.n // 64)
-    if blocks <= device.sms // 3:
-        # Most SMs would have nothing to read, and one alone gets about 0.11 TB/s: narrow columns, with rows of a that are not there, or parts of k.
-        narrow = ((64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4), (64, 8, 512, 1, 1, 4))
-        yield from (_config(tile, latency=8) for tile in sorted(narrow, key=lambda tile: -(-p.n // tile[1]) > device.sms))
-        if p.k >= 4096:
-            yield _config((rows, 64, 256, 1, 1, 4), weights_first=True, latency=8, split=min(8, device.sms // blocks, p.k // 512))
+    if p.m > 8 and blocks <= 4:
+        yield _config((64, 8, 512, 1, 1, 4), latency=8)
     tiles = [(64, 512, 1, 4), (64, 256, 1, 4), (128, 256, 1, 8), (128, 128, 2, 4), (256, 128, 1, 8), (64, 256, 2, 4), (64, 128, 2, 4)]
+    if rows == 32 or (blocks <= device.sms // 3 and p.k > 2048):  # more steps in flight before the first product, and twice the columns of a
+        tiles.insert(0, (64, 256, 1, 4))
     if 2 * device.sms < blocks <= 4 * device.sms:  # one round of wide tiles; a little more than one would take two
         tiles.insert(0, (256, 128, 1, 8))
     tiles += [(128, 128, 1, 8), (128, 64, 2, 4), (256, 64, 1, 8)]
     for tile_n, tile_k, occupancy, warps in tiles:
         yield _config((rows, tile_n, tile_k, 1, occupancy, warps), weights_first=True, latency=8)
-    for tile in ((16, 32, 256, 1, 1, 4), (16, 32, 256, 1, 2, 4), (64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4)):
+    if blocks <= device.sms // 3 and p.k >= 4096:  # most SMs have nothing to read
+        yield _config((rows, 64, 256, 1, 1, 4), weights_first=True, latency=8, split=min(8, device.sms // blocks, p.k // 512))
+    for tile in ((16, 32, 256, 1, 1, 4), (16, 32, 256, 1, 2, 4), (64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4), (64, 8, 512, 1, 1, 4)):
         if tile[0] >= p.m:
             yield _config(tile, latency=8)
 
 
 def _hopper_batch(p: Problem, device: Device) -> Iterator[Config]:
     """33 to 64 rows: the narrowest tile with which b is covered in one round, so that most SMs read."""
-    tiles = ((64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4), (64, 128, 128, 1, 1, 8), (64, 256, 64, 1, 1, 8))
-    one_round = [tile for tile in tiles if -(-p.n // tile[1]) <= device.sms]
-    for tile in dict.fromkeys((*one_round[:1], *reversed(tiles))):
+    tiles = ((64, 16, 512, 1, 1, 4), (64, 32, 256, 1, 1, 4), (64, 64, 256, 1, 1, 4), (64, 128, 128, 1, 1, 8), (64, 256, 64, 1, 1, 8))
+    one_round = [tile for tile in tiles if -(-p.n // tile[1]) <= (device.sms if tile[1] > 16 else device.sms // 2)]
+    for tile in dict.fromkeys((*(one_round[:1] or tiles[3:4]), *reversed(tiles))):
         yield _config(tile, latency=8)
     for tile_n, tile_k, occupancy, warps in ((64, 256, 1, 4), (64, 128, 2, 4), (128, 128, 1, 8), (64, 512, 1, 4), (128, 256, 1, 8)):
         yield _config((64, tile_n, tile_k, 1, occupancy, warps), weights_first=True, latency=8)

@@ -119,7 +119,7 @@ def space(p: Problem, device: Device) -> list[Config]:
         configs = [Config(64, 32, 32, occupancy=1, num_worker_warps=8), Config(32, 32, 32, occupancy=1)]
     if device.arch == "sm_90" and (p.scaled or p.q_len < 1024 or (p.causal and p.q_len < 4096)):
         # More blocks, and fewer scores that nobody sees; e4m3: 821 against 752 TFLOP/s (H200, 4 x 16 x 4096 causal, 2026-11-21).
-        configs.sort(key=lambda c: (c.tile_m, c.tail_n))
+        configs.sort(key=lambda c: (c.tile_m, -c.tail_n if p.q_len <= 512 and not p.scaled else c.tail_n))
     if p.has_len:  # steps of 256 keys leave no register for anything more
         configs = [c for c in configs if not c.persistent and c.tile_n < 256]
     elif not p.causal:

@@ -2,8 +2,7 @@
 
 import cuda.tile as ct
 
-from ..attention_common import softmax_finish
-from ..attention_tiles import columns, item_of_walk, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..attention_tiles import columns, item_of_walk, normaliser_and_lse, softmax_over_keys, store_rows, summed_products, turned_columns
 
 
 @ct.kernel
@@ -72,7 +71,7 @@ def mla_kernel(
         first = tile * TILE_M + n - q_len  # the last key that the tile's first query sees under a causal mask
         how = (VALUES, CAUSAL, False, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, False)
         sums, maximum, denominator = softmax_over_keys(scores_of, values_of, first, n, 0, own, V.dtype, *how)
-        normaliser, lse = softmax_finish(1.0, maximum, denominator)
+        normaliser, lse = normaliser_and_lse(maximum, denominator, OUT.dtype)
         if SCALED:
             normaliser = normaliser * ct.load(V_SCALE, (head,), ())
         store_rows(OUT, batch, head, tile, sums, normaliser, VALUES, TILE_M)
