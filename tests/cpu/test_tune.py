@@ -79,6 +79,19 @@ def test_the_choice_is_the_exhaustive_best_on_30_sampled_problems():
         assert row.time_us <= 1.02 * best
 
 
+def test_a_config_that_ends_the_use_of_the_gpu_ends_the_run_and_is_named(capsys):
+    other = rms_norm.Problem(1, 2048, torch.bfloat16)
+    bench = MadeUp(ends_with=len(SPACE) - 2)
+    store = Store()
+    assert tune([(rms_norm, other)], MadeUp(), store, quiet()) == 0
+    assert tune([(rms_norm, PROBLEM), (rms_norm, rms_norm.Problem(2, 2048, torch.bfloat16))], bench, store, Console(width=500, highlight=False)) == 1
+    out = capsys.readouterr().out
+    assert f"{SPACE[-2]} ended this process's use of the GPU: RuntimeError: CUDA error: misaligned address" in out
+    assert "2 problems left, and no GPU in this process. What is done is kept" in out
+    assert len(bench.roughly) == 2, "nothing is timed after it"
+    assert [row.problem for row in store.rows()] == [plain(other)]
+
+
 @pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
 def test_every_op_can_be_tuned_and_its_row_is_found_by_the_call(op):
     """The key of a row is the problem that a call of the op itself puts together, whatever a benchmark's case says."""

@@ -140,6 +140,11 @@ def tune(
                 except RuntimeError as error:
                     failed += 1
                     console.print(str(error), style="red")
+                    if not bench.alive():
+                        console.print(
+                            f"{len(todo) - i} problems left, and no GPU in this process. What is done is kept; [OP] and --case leave this one out."
+                        )
+                        break
                 else:
                     if store:
                         store.add([found.row])

@@ -20,6 +20,7 @@ import cuda.tile as ct
 import torch
 
 from ..bench.timer import Timing
+from ..compile.job import one_line
 from ..launch import Device, decisions, traced
 from ..launch.table import Row, digest_of, op_of, plain
 from ..testing import Accuracy, op_name, run_op
@@ -57,6 +58,14 @@ class Workbench(Protocol):
     def check(self, op: ModuleType, problem: Any, config: Any) -> list[Accuracy]:
         """Raises AssertionError for a wrong answer."""
         ...
+
+    def alive(self) -> bool:
+        """Whether anything can still be timed: after a kernel that touched memory it should not have, nothing can in this process."""
+        ...
+
+
+class Lost(RuntimeError):
+    """A config ended the process's use of the GPU; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ def search(
     Args:
         configs: those to choose from, the default first; by default the op's space.
         on_config: called with (compiled, all) as configs get ready.
-    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons.
+    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons. Lost if a config left no GPU to go on with.
     """
     wanted = asked(op, problem, bench.device)
     configs = op.space(wanted, bench.device) if configs is None else configs
@@ -121,7 +130,9 @@ def search(
                 try:
                     rough[i] = clock.rough(configs[i], LOSER * min(rough.values(), default=math.inf))
                 except (RuntimeError, ct.TileError) as error:  # what a launch and a compilation raise
-                    dropped[i] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+                    if not bench.alive():
+                        raise Lost(f"{name} with {configs[i]} ended this process's use of the GPU: {one_line(error)}") from None
+                    dropped[i] = one_line(error)
             on_config(done, len(configs))
         while rough:
             finalists = _finalists(rough)

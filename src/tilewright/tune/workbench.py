@@ -119,6 +119,13 @@ class Gpu:
         with torch.inference_mode():
             return check_op(op, problem, self.where, config)
 
+    def alive(self) -> bool:
+        try:
+            torch.cuda.synchronize(self.where)
+        except RuntimeError:
+            return False
+        return True
+
     def _compiled(self, job: Job) -> Future:
         if job.identity not in self._futures:
             self._futures[job.identity] = self._submit(compile_one, job)

@@ -157,7 +157,8 @@ def space(p: Problem, device: Device) -> list[Config]:
             splits = _splits(blocks, resident, range(1, MOST_SPLITS + 1))
             more = min(MOST_SPLITS, 2 * splits)
         # Lengths of a batch differ: of much to read, two rounds of short ranges fill the SMs that one round of long ones leaves (12 % on an H200).
-        held = p.max_len * p.batch * p.kv_heads * (p.head_dim + (0 if p.shared else p.columns)) * p.dtype.itemsize
+        reach = p.max_len if p.window is None else min(p.max_len, p.window + p.q_len)
+        held = reach * p.batch * p.kv_heads * (p.head_dim + (0 if p.shared else p.columns)) * p.dtype.itemsize
         ragged = p.has_len and 16 < blocks <= resident and held >= 1 << 28
         for n in (more, splits) if ragged else (splits, more):
             if n == 1 or not shape.paired:  # with partial sums on their way out, two tiles a step spill
@@ -193,9 +194,10 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     if p.head_dim <= 64 and p.window is None and not p.has_start:  # with a third loop it spills
         shapes.append(one_block)
     ahead_once = Config(128, 1, True, 3, 2, 4)
-    shapes += [ahead_once, Config(64, 1, True, 8, 2, 4)]
+    short, four_blocks = Config(64, 1, True, 8, 2, 4), Config(64, 1, True, 3, 4, 4)
+    shapes += [ahead_once, short]
     if rows <= 8:  # more spill with four blocks an SM
-        shapes.append(Config(64, 1, True, 3, 4, 4))
+        shapes.append(four_blocks)
     shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
@@ -207,6 +209,8 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
         and 8 < p.batch * p.kv_heads <= device.sms * (2 if p.head_dim <= 64 else 1)
     ):
         shapes.insert(0, ahead_once)  # lengths that differ, in ranges half as long
+    if p.window is not None and p.window <= 256 and four_blocks in shapes:  # a step or two: what counts is how many blocks begin at once
+        shapes.insert(0, four_blocks if p.batch * p.kv_heads > 2 * device.sms else short)
     if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
         shapes.insert(0, Config(128, 1, True, 8, 2, 8))
     elif p.page_size == 64:
