@@ -15,6 +15,7 @@ from tilewright import ops
 from tilewright.bench.published import Figure, best_row, figures
 from tilewright.bench.results import against_peers, geomean, kernels, newest, read
 from tilewright.launch import Device
+from tilewright.launch.table import read_rows
 from tilewright.testing import op_name
 from tilewright.testing.cases import cases
 
@@ -128,6 +129,39 @@ def platforms(rows: list[dict]) -> str:
     return "\n".join([*lines, "", note])
 
 
+def ladder(rows: list[dict]) -> str:
+    """The attention ladder over the lengths that were measured, by GPU."""
+    steps: dict[str, dict[int, dict]] = {}
+    for row in rows:
+        if row["op"] == "learn attention":
+            steps.setdefault(row["case"].rpartition("step=")[2], {})[row["problem"]["seq_len"]] = row
+    lengths = sorted({n for step in steps.values() for n in step})
+    lines = [f"| TFLOP/s | {' | '.join(f'{n // 1024}k' for n in lengths)} |", "|---" * (1 + len(lengths)) + "|"]
+
+    def line(name: str, step: dict[int, dict], peer: str = "") -> str:
+        rates = [step[n]["tflops"] / (step[n]["peers"][peer] if peer else 1) for n in lengths]
+        return f"| {name} | {' | '.join(f'{rate:.0f}' for rate in rates)} |"
+
+    lines += [line(name, step) for name, step in steps.items()]
+    last = list(steps.values())[-1]
+    lines += [line("`ops.attention` in the same run", last, "ops.attention"), line("cuDNN in the same run", last, "cudnn")]
+    gpus, dates = ({row[name] for step in steps.values() for row in step.values()} for name in ("gpu", "date"))
+    return "\n".join([*lines, "", f"{', '.join(sorted(gpus))}, {', '.join(sorted(dates))}, `{last[lengths[0]]['command']}`."])
+
+
+def tuned(rows: list[dict]) -> str:
+    """What the shipped tables hold, and what a call without them would lose."""
+    lines = ["| GPU | op | problems | untuned takes, geomean | worst | same config |", "|---|---|---|---|---|---|"]
+    for path in sorted((ROOT / "src" / "tilewright" / "tune" / "tables").glob("*.json")):
+        held = read_rows(path)
+        groups = {op: [row for row in held if row.op == op] for op in sorted({row.op for row in held})}
+        for op, of in (*groups.items(), ("**all**", held)):
+            gains = [row.default_us / row.time_us for row in of if row.default_us]
+            level = sum(gain <= 1.0 for gain in gains)
+            lines.append(f"| {held[0].gpu} | {op} | {len(of)} | {geomean(gains):.3f}x | {max(gains):.2f}x | {level} |")
+    return "\n".join(lines)
+
+
 DTYPE_WORDS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
@@ -162,6 +196,8 @@ BLOCKS = {
     "docs/ops.md": {"ops": supported},
     "README.md": {"numbers": table},
     "docs/bench.md": {"peers": peers, "platforms": platforms},
+    "docs/tune.md": {"tuned": tuned},
+    "docs/learn.md": {"ladder": ladder},
     "docs/engine.md": {"models": models},
 }
 

@@ -54,6 +54,14 @@ def _playbook() -> Iterator[Table]:
             title = f"fused-attention-batch4-head32-d128-fwd-causal={causal}-{dtype}-TFLOPS"
             lines = tuple((n, attention(n, dtype, causal)) for n in POWERS)
             yield Table(title, "bench_fused_attention.py", "attention", "N_CTX", "TFLOPS", lines)
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        lines = tuple((n, {"batch": 4, "heads": 16, "q_len": n, "kv_len": n, "dtype": dtype}) for n in POWERS[:4])
+        yield Table(f"mla-performance-{dtype}-causal-TFLOPS", "bench_mla.py", "mla", "seq_len", "TFLOPS", lines)
+    for latent in (128, 512):
+        token = {"batch": 1, "heads": 16, "dtype": "float16", "latent": latent, "rope": 64, "has_len": False}
+        lines = tuple((n, token | {"max_len": n}) for n in (256, 512, *POWERS, 11_043))
+        title = f"mla-decoding-performance-float16-head_dim={latent}-split_kv=True-GBps"
+        yield Table(title, "bench_mla_decoding.py", "mla_decode", "kv_seq_len", "GBps", lines)
     for dtype, options in (("float16", {"trans_b": False}), ("float8_e5m2", {"scaling": "TENSOR"})):
         lines = tuple((n, {"m": n, "n": n, "k": n, "dtype": dtype, **options}) for n in (*POWERS, 32_768))
         yield Table(f"matmul-performance-{dtype}-TFLOPS", "bench_matrix_multiplication.py", "matmul", "M=N=K", "TFLOPS", lines)
@@ -61,9 +69,10 @@ def _playbook() -> Iterator[Table]:
         lines = tuple((n, {"batch": batch, "m": n, "n": n, "k": n, "dtype": "float16", "out_dtype": "float16"}) for n in POWERS[:3])
         yield Table(f"bmm-batch{batch}-float16-TFLOPS", "bench_bmm.py", "bmm", "M=N=K", "TFLOPS", lines)
     for groups in (4, 16):
-        wide = {"groups": groups, "dtype": "float16", "out_dtype": "float16"}
-        lines = tuple((n, wide | {"rows": groups * n, "n": n, "k": n}) for n in POWERS[:3])
-        yield Table(f"group-gemm-group{groups}-float16-TFLOPS", "bench_group_gemm.py", "grouped_gemm", "M=N=K", "TFLOPS", lines)
+        for dtype, options in (("float16", {"out_dtype": "float16"}), ("float8_e5m2", {"scaling": "TENSOR"})):
+            shared = {"groups": groups, "dtype": dtype, **options}
+            lines = tuple((n, shared | {"rows": groups * n, "n": n, "k": n}) for n in POWERS[:3])
+            yield Table(f"group-gemm-group{groups}-{dtype}-TFLOPS", "bench_group_gemm.py", "grouped_gemm", "M=N=K", "TFLOPS", lines)
     for dtype in ("float16", "bfloat16"):
         lines = tuple((n, {"rows": 4096, "cols": n, "dtype": dtype}) for n in POWERS)
         yield Table(f"rmsnorm-M4096-{dtype}-GBps", "bench_rmsnorm.py", "rms_norm", "N", "GBps", lines)

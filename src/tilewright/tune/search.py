@@ -2,7 +2,7 @@
 
     ready     every config compiled, in the background; one that spills or does not fit is dropped before it runs
      `- rough    timed as it gets ready, in a few short replays; a loser at its first two calls
-         `- race     the best few beside the default, interleaved round by round on inputs that are not in the L2 cache
+         `- race     the best few beside the default, interleaved round by round on inputs that are not in the L2 cache; the closest once more
              `- check    the winner under the accuracy rule; a wrong one is dropped and the next takes its place
 
 Where compiling and timing happen is a `Workbench`: workbench.py has the one of a GPU, tests hand in one with made-up times.
@@ -28,6 +28,7 @@ from ..testing import Accuracy, op_name, run_op
 LOSER = 2.0  # times the best so far: not timed further
 MARGIN = 1.12  # of the best rough time: within it a config enters the race, which tells 1 %; a rough time tells 5 %
 FINALISTS = 16
+CLOSE = 1.03  # of the best time of the race: within it once more, since two captures of one kernel may differ by 2 %
 TIE = 1.005  # a win by less is none: the config that stands first in the space, the default before all, keeps its place
 
 
@@ -135,8 +136,7 @@ def search(
                     dropped[i] = one_line(error)
             on_config(done, len(configs))
         while rough:
-            finalists = _finalists(rough)
-            times = dict(zip(finalists, clock.race([configs[i] for i in finalists]), strict=True))
+            times = _raced(clock, configs, _finalists(rough))
             order = _ranking(times)
             try:
                 found = bench.check(op, problem, configs[order[0]])
@@ -173,6 +173,16 @@ def _finalists(rough: dict[int, float]) -> list[int]:
     best = min(rough.values())
     near = sorted((i for i in rough if rough[i] <= MARGIN * best), key=lambda i: rough[i])[:FINALISTS]
     return near if 0 in near or 0 not in rough else [*near, 0]
+
+
+def _raced(clock: Clock, configs: Sequence[Any], finalists: Sequence[int]) -> dict[int, Timing]:
+    times = dict(zip(finalists, clock.race([configs[i] for i in finalists]), strict=True))
+    limit = CLOSE * min(timing.time_us for timing in times.values())
+    close = [i for i in times if times[i].time_us <= limit]
+    if len(close) > 1:
+        again = clock.race([configs[i] for i in close])
+        times |= {i: Timing((times[i].time_us + t.time_us) / 2, max(times[i].spread_us, t.spread_us)) for i, t in zip(close, again, strict=True)}
+    return times
 
 
 def _ranking(times: dict[int, Timing]) -> list[int]:
