@@ -1,7 +1,7 @@
 """`tilewright report`: one HTML page that needs nothing beside it, and its drawings as PNG files. No JavaScript."""
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +108,11 @@ def _caption(text: str) -> str:
     return f'<p class="soft">{_e(text)}</p>'
 
 
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], text: int = 1) -> str:
-    """A table; cells are HTML. text: how many leading columns hold words."""
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], text: Collection[int] = (0,)) -> str:
+    """A table; cells are HTML. text: the columns that hold words."""
 
     def cells(line: Sequence[str], tag: str) -> str:
-        return "".join(f'<{tag} class="text">{cell}</{tag}>' if i < text else f"<{tag}>{cell}</{tag}>" for i, cell in enumerate(line))
+        return "".join(f'<{tag} class="text">{cell}</{tag}>' if i in text else f"<{tag}>{cell}</{tag}>" for i, cell in enumerate(line))
 
     body = "".join(f"<tr>{cells(line, 'td')}</tr>" for line in lines)
     return f'<div class="wide"><table><thead><tr>{cells(heads, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -137,9 +137,9 @@ def _summary(rows: Sequence[Row], against: Sequence[Against]) -> str:
         rate = " / ".join(([f"{compute:.0f} TFLOP/s"] if compute else []) + ([f"{memory / 1000:.2f} TB/s"] if memory else []))
         roof = sorted(row["roof_pct"] for row in mine)[len(mine) // 2]
         tuned = sum("table" in row.get("source", "") for row in mine)
-        peers = ", ".join(f"{_e(a.peer)} {_ratio(a.mean)}" for a in against if a.op == op)
+        peers = ", ".join(f"<span class=pair>{_e(a.peer)} {_ratio(a.mean)}</span>" for a in against if a.op == op)
         lines.append((_e(op), str(len(mine)), rate, f"{roof:.0f} %", str(tuned), peers or "-"))
-    return _table(("op", "cases", "best rate", "of roof, median", "tuned", "geometric mean against"), lines)
+    return _table(("op", "cases", "best rate", "of roof, median", "tuned", "geometric mean against"), lines, text=(0, 5))
 
 
 def _backends(rows: Sequence[Row]) -> str:
@@ -164,7 +164,7 @@ def _platforms(rows: Sequence[Row]) -> str:
             single.setdefault((figure.op, figure.key if figure.op else figure.kernel, figure.metric), []).append(figure)
     tables = "".join(_over_lengths(op, fixed, group, rows) for (op, fixed), group in series.items())
     lines = [line for group in single.values() for line in _figure_lines(group, rows)]
-    others = _table(("kernel", "problem", "machine", "source", "figure", "of its roof"), lines, text=4)
+    others = _table(("kernel", "problem", "machine", "source", "figure", "of its roof"), lines, text=range(4))
     return f"{note}{tables}<h3>Other published figures</h3>{others}"
 
 
@@ -185,9 +185,8 @@ def _over_lengths(op: str, fixed: tuple, group: Sequence[Figure], rows: Sequence
             lines.append((f"Tilewright {_e(op)}, {_e(types)}", f"{_e(gpu)} {MEASURED}", "", *cells))
     words = ", ".join(f"{name} {value}" for name, value in fixed)
     heads = ("kernel", "machine", "source", *(f"{n // 1024}k" for n in lengths))
-    return (
-        f"<h3>{_e(op)}: {_e(words)}</h3><p class=soft>TFLOP/s and share of the machine's roof, by sequence length</p>{_table(heads, lines, text=3)}"
-    )
+    title = f"<h3>{_e(op)}: {_e(words)}</h3><p class=soft>TFLOP/s and share of the machine's roof, by sequence length</p>"
+    return title + _table(heads, lines, text=range(3))
 
 
 def _figure_lines(group: Sequence[Figure], rows: Sequence[Row]) -> Iterable[tuple[str, ...]]:
@@ -230,7 +229,7 @@ def _regression(found: Sequence[Change]) -> str:
     lines = [
         (_e(c.row["op"]), _e(c.row["case"]), _e(c.row["gpu"]), f"{c.old['time_us']:.1f}", f"{c.row['time_us']:.1f}", _ratio(c.ratio)) for c in moved
     ]
-    table = _table(("op", "case", "GPU", "old us", "new us", "old / new"), lines, text=3)
+    table = _table(("op", "case", "GPU", "old us", "new us", "old / new"), lines, text=range(3))
     return words + (f"<details open><summary>{len(moved)} moved</summary>{table}</details>" if moved else "")
 
 
@@ -242,7 +241,7 @@ def _ladders(rows: Sequence[Row]) -> str:
         gain = _ratio(last[1] / row["time_us"]) if last[0] == problem else ""
         lines.append((_e(problem), _e(step), _e(row["gpu"]), f"{row['time_us']:,.1f}", f"{row['tflops']:,.0f}", gain, _e(row["config"])))
         last = problem, row["time_us"]
-    return _table(("problem", "step", "GPU", "us", "TFLOP/s", "gain", "config"), lines, text=3) if lines else ""
+    return _table(("problem", "step", "GPU", "us", "TFLOP/s", "gain", "config"), lines, text=range(3)) if lines else ""
 
 
 def _models(rows: Sequence[Row]) -> str:
@@ -260,7 +259,7 @@ def _models(rows: Sequence[Row]) -> str:
         peers = ", ".join(f"{_e(name)} {_ratio(ratio)}" for name, ratio in row.get("peers", {}).items())
         numbers = [f"{row[key]:,.1f}" if row.get(key) is not None else "-" for key, _ in names]
         lines.append((_e(row["op"]), _e(row["case"]), _e(row["gpu"]), *numbers, peers or "-"))
-    return _table(("op", "case", "GPU", *(head for _, head in names), "against"), lines, text=3)
+    return _table(("op", "case", "GPU", *(head for _, head in names), "against"), lines, text=range(3))
 
 
 def _cases(rows: Sequence[Row]) -> str:
@@ -268,7 +267,8 @@ def _cases(rows: Sequence[Row]) -> str:
     parts = []
     for op in dict.fromkeys(row["op"] for row in rows):
         mine = [row for row in rows if row["op"] == op]
-        parts.append(f"<details><summary>{_e(op)} <span class=soft>{len(mine)}</span></summary>{_table(heads, map(_case, mine))}</details>")
+        table = _table(heads, map(_case, mine), text=(0, 7))
+        parts.append(f"<details><summary>{_e(op)} <span class=soft>{len(mine)}</span></summary>{table}</details>")
     return "".join(parts)
 
 
