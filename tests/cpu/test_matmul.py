@@ -201,10 +201,10 @@ def test_what_stands_behind_a_product_of_a_row_or_two_on_the_cuda_cores(m):
     for behind in ({"silu_mul": True}, {"residual": True}, {"silu_mul": True, "residual": True, "out_scale": True, "bias": True}):
         for persistent in (False, True):
             check_op(op, Problem(m, 50, 109, BF16, **behind), CPU, Config(m, 8, 32, dot=True, persistent=persistent))
-    problem = Problem(m, 4096, 4096, residual=True)
+    problem = Problem(m, 1024, 4096, residual=True)
     first = op.space(problem, H200)[0]
     assert first.dot
-    assert op.plan(problem, first, H200).grid[0] >= 256
+    assert op.plan(problem, first, H200).grid[0] >= 128
 
 
 @pytest.mark.parametrize("name", ["H200", "B200", "RTX5090", "A100"])
@@ -239,8 +239,11 @@ def test_a_split_fills_the_last_round(m, n, k):
             assert plan.then.grid[0] == split_tiles
 
 
-@pytest.mark.parametrize("n", [512, 1024, 1152, 2304])
-def test_few_columns_keep_more_than_a_third_of_the_sms_reading(n):
-    problem = Problem(16, n, 3584, BF16)
-    blocks = op.plan(problem, op.space(problem, H200)[0], H200).grid[0]
-    assert blocks >= min(H200.sms / 2, n // 16)
+@pytest.mark.parametrize("m", [4, 8, 16, 32])
+@pytest.mark.parametrize("n", [512, 1024, 2048, 2304])
+def test_few_rows_are_the_columns_of_the_product(n, m):
+    """Tiles of 64 rows, most of which are not there, read b at 1.1 TB/s where these read it at 2.5 (16 x 2048 x 8192 on an H200)."""
+    first = op.space(Problem(m, n, 8192, BF16), H200)[0]
+    if not first.dot:
+        assert first.weights_first
+        assert first.tile_m == max(8, m)

@@ -137,7 +137,7 @@ def space(p: Problem, device: Device) -> list[Config]:
     shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
     # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
     one_by_one = sorted(with_walking(shapes, False), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
-    if device.arch == "sm_90":  # all tiles at once, or wide ones whose blocks walk (H200, 2026-11-21)
+    if device.arch == "sm_90" and p.rows == 1:  # all tiles at once, or wide ones whose blocks walk (H200, 2026-11-21)
         narrow, wide = (Config(n, 256, False, False, 8, occupancy, 4) for n, occupancy in ((16, 3), (32, 2)))
         best = replace(wide, persistent=several(wide)) if several(narrow) else narrow
         one_by_one.sort(key=lambda c: c != best)

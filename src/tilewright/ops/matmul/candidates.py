@@ -341,7 +341,7 @@ def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
     if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
         dot = [_walking(p, device, _config(tile, dot=True, latency=8)) for tile in _DOT[next_pow2(p.m)]]
     # Too few rows of b for the MMA's 64 to a block: a block of 4 or 8 reads on every SM. Two rows cost twice the instructions.
-    if p.n <= (16 if p.m == 1 else 8) * device.sms:
+    if p.n <= (16 if p.m == 1 and device.arch == "sm_90" else 8) * device.sms:
         if p.k >= 8192:
             dot.sort(key=lambda c: -c.tile_k)
         yield from dot
