@@ -18,6 +18,7 @@ from tilewright.launch import Device
 from tilewright.launch.table import read_rows
 from tilewright.testing import op_name
 from tilewright.testing.cases import cases
+from tilewright.tune.command import gains_by_op
 
 ROOT = Path(__file__).resolve().parent.parent
 # label, op, what of its rows, peer
@@ -154,11 +155,9 @@ def tuned(rows: list[dict]) -> str:
     lines = ["| GPU | op | problems | untuned takes, geomean | worst | same config |", "|---|---|---|---|---|---|"]
     for path in sorted((ROOT / "src" / "tilewright" / "tune" / "tables").glob("*.json")):
         held = read_rows(path)
-        groups = {op: [row for row in held if row.op == op] for op in sorted({row.op for row in held})}
-        for op, of in (*groups.items(), ("**all**", held)):
-            gains = [row.default_us / row.time_us for row in of if row.default_us]
+        for op, gains in gains_by_op(held).items():
             level = sum(gain <= 1.0 for gain in gains)
-            lines.append(f"| {held[0].gpu} | {op} | {len(of)} | {geomean(gains):.3f}x | {max(gains):.2f}x | {level} |")
+            lines.append(f"| {held[0].gpu} | {op} | {len(gains)} | {geomean(gains):.3f}x | {max(gains):.2f}x | {level} |")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..launch import next_pow2
 from . import flashinfer_calls as flashinfer
 from . import library_calls as calls
 from .peers import Inputs, Peer
@@ -94,10 +95,6 @@ def _half(name: str) -> Applies:
     return lambda inputs: inputs[name].dtype in (torch.bfloat16, torch.float16)
 
 
-def _power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
 def _affine(inputs: Inputs) -> bool:
     return inputs.get("weight") is not None and inputs.get("bias") is not None
 
@@ -114,7 +111,7 @@ def _heads_inside(inputs: Inputs) -> bool:
 def _whole_heads(inputs: Inputs) -> bool:
     """Whether two powers of two of columns, cosines' and sines', make a head."""
     half = inputs["cos"].shape[-1]
-    return 2 * half == inputs["q"].shape[3] and _power_of_two(half)
+    return 2 * half == inputs["q"].shape[3] and half == next_pow2(half)
 
 
 def _same_dtype_out(inputs: Inputs) -> bool:

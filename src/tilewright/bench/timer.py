@@ -64,15 +64,10 @@ def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: fl
 
     Far beyond `give_up_us` the time of the first two calls, host cost included, is enough.
     """
-    first = sets[:2]
-    for inputs in first:
-        call(**inputs)
-    torch.cuda.synchronize()
-    once = _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first)
-    if once > 4 * give_up_us + HOST_US:
-        # The host may have been held up, as it is 1 time in 100 beside the compilers: a loser is slow twice.
-        once = min(once, _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first))
-    if once > 4 * give_up_us + HOST_US:
+    once, limit = _eager_us(call, sets), 4 * give_up_us + HOST_US
+    if once > limit:  # the host may have been held up, as it is 1 time in 150 beside the compilers: a loser is slow twice
+        once = min(once, _eager_us(call, sets))
+    if once > limit:
         return once
     calls = max(min(len(sets), 4), min(MAX_CALLS, math.ceil(ROUGH_TARGET_US / max(once, 1.0))))
     graph = _capture(call, sets[: max(2, min(calls, len(sets)))], calls)
@@ -85,12 +80,17 @@ def launch_floor_us() -> float:
     return time_interleaved({"floor": lambda x: x.zero_()}, [{"x": x}])["floor"].time_us
 
 
-def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:
+def _eager_us(call: Contender, sets: Sequence[dict[str, Any]]) -> float:
+    """Time of a call, host cost included, once two have compiled and allocated what they need."""
     first = sets[:2]
     for inputs in first:
-        call(**inputs)  # compiles, allocates
+        call(**inputs)
     torch.cuda.synchronize()
-    once = _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first)
+    return _elapsed_us(lambda: [call(**inputs) for inputs in first]) / len(first)
+
+
+def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:
+    once = _eager_us(call, sets)
     calls = max(1, min(MAX_CALLS, math.ceil(REPLAY_TARGET_US / max(once, 1.0))))
     return math.ceil(calls / len(sets)) * len(sets) if calls > len(sets) else max(calls, min(len(sets), 4))
 

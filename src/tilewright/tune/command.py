@@ -215,11 +215,17 @@ def show_command(names: list[str] | None = None, *, console: Console | None = No
 
 def gain_lines(rows: Sequence[Row]) -> list[str]:
     """How much slower than tuned the defaults were, by op and over all."""
+    groups = gains_by_op(rows)
+    return [f"{op}: untuned takes {geomean(g):.3f}x the time in geomean, at worst {max(g):.2f}x, of {len(g)} rows" for op, g in groups.items()]
+
+
+def gains_by_op(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Time of the default over that of the winner, by op; of several ops "all" too."""
     gains = [(row.op, row.default_us / row.time_us) for row in rows if row.default_us]
     groups = {op: [gain for of, gain in gains if of == op] for op in dict.fromkeys(op for op, _ in gains)}
     if len(groups) > 1:
         groups["all"] = [gain for _, gain in gains]
-    return [f"{op}: untuned takes {geomean(g):.3f}x the time in geomean, at worst {max(g):.2f}x, of {len(g)} rows" for op, g in groups.items()]
+    return groups
 
 
 def export_command(path: Path, names: list[str] | None = None, *, console: Console | None = None) -> int:

@@ -65,10 +65,6 @@ class Workbench(Protocol):
         ...
 
 
-class Lost(RuntimeError):
-    """A config ended the process's use of the GPU; the message names it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """What came of a search.
@@ -114,7 +110,7 @@ def search(
     Args:
         configs: those to choose from, the default first; by default the op's space.
         on_config: called with (compiled, all) as configs get ready.
-    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons. Lost if a config left no GPU to go on with.
+    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons. Also if a config left no GPU to go on with.
     """
     wanted = asked(op, problem, bench.device)
     configs = op.space(wanted, bench.device) if configs is None else configs
@@ -132,7 +128,7 @@ def search(
                     rough[i] = clock.rough(configs[i], LOSER * min(rough.values(), default=math.inf))
                 except (RuntimeError, ct.TileError) as error:  # what a launch and a compilation raise
                     if not bench.alive():
-                        raise Lost(f"{name} with {configs[i]} ended this process's use of the GPU: {one_line(error)}") from None
+                        raise RuntimeError(f"{name} with {configs[i]} ended this process's use of the GPU: {one_line(error)}") from None
                     dropped[i] = one_line(error)
             on_config(done, len(configs))
         while rough:

@@ -144,6 +144,9 @@ def space(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         apart = Config(_tile(128, p), 2, heads=next_pow2(-(-p.q_heads // p.kv_heads // 2)), parts=2, columns=max(16, next_pow2(p.columns) // 2))
         return [Config(_tile(512, p), 1), Config(_tile(128, p), 3), Config(_tile(256, p), 2, keys_first=True), apart]
+    # Lengths of a batch differ: of much to read, two rounds of short ranges fill the SMs that one round of long ones leaves (12 % on an H200).
+    reach = p.max_len if p.window is None else min(p.max_len, p.window + p.q_len)
+    ragged = p.has_len and reach * p.batch * p.kv_heads * (p.head_dim + (0 if p.shared else p.columns)) * p.dtype.itemsize >= 1 << 28
     configs = []
     for shape in _shapes(p, device):
         blocks = math.prod(plan(p, shape, device).grid)
@@ -156,11 +159,7 @@ def space(p: Problem, device: Device) -> list[Config]:
         else:
             splits = _splits(blocks, resident, range(1, MOST_SPLITS + 1))
             more = min(MOST_SPLITS, 2 * splits)
-        # Lengths of a batch differ: of much to read, two rounds of short ranges fill the SMs that one round of long ones leaves (12 % on an H200).
-        reach = p.max_len if p.window is None else min(p.max_len, p.window + p.q_len)
-        held = reach * p.batch * p.kv_heads * (p.head_dim + (0 if p.shared else p.columns)) * p.dtype.itemsize
-        ragged = p.has_len and 16 < blocks <= resident and held >= 1 << 28
-        for n in (more, splits) if ragged else (splits, more):
+        for n in (more, splits) if ragged and 16 < blocks <= resident else (splits, more):
             if n == 1 or not shape.paired:  # with partial sums on their way out, two tiles a step spill
                 configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
     return list(dict.fromkeys(configs))
@@ -199,15 +198,10 @@ def _shapes(p: Problem, device: Device) -> list[Config]:
     if rows <= 8:  # more spill with four blocks an SM
         shapes.append(four_blocks)
     shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
+    lengths_alone = p.has_len and p.window is None and not p.has_start  # with a third loop it spills
     if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
         shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
-    elif (
-        p.has_len
-        and p.window is None
-        and not p.has_start
-        and p.max_len >= 4096
-        and 8 < p.batch * p.kv_heads <= device.sms * (2 if p.head_dim <= 64 else 1)
-    ):
+    elif lengths_alone and p.max_len >= 4096 and 8 < p.batch * p.kv_heads <= device.sms * (2 if p.head_dim <= 64 else 1):
         shapes.insert(0, ahead_once)  # lengths that differ, in ranges half as long
     if p.window is not None and p.window <= 256 and four_blocks in shapes:  # a step or two: what counts is how many blocks begin at once
         shapes.insert(0, four_blocks if p.batch * p.kv_heads > 2 * device.sms else short)

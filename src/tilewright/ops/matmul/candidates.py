@@ -126,7 +126,7 @@ def _hopper_default(p: Problem, device: Device) -> Config:
         return _config((64, 128, 64, 1, 2, 4), latency=5)
 
     def run_us(c: Config, us_per_k: tuple[float, float, float], us_per_tile: float) -> float:
-        return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k[offset] + us_per_tile)
+        return _rounds_us(p, c, device, us_per_k[offset], us_per_tile)
 
     small = _config((128, 128, 64, 1, 1, 4), persistent=not p.bias)  # walking, with a bias, it spills
     large = _config((256, 256, 64, 2, 1, 8), persistent=True)
@@ -151,7 +151,12 @@ def _hopper_default(p: Problem, device: Device) -> Config:
     return min((cost for cost in costs if _legal(p, cost[1])), key=lambda cost: cost[0])[1]
 
 
-# us of a round of blocks for each element of k and for the end of a tile, fitted to 14 problems of 128 to 8192 rows (H200, 2026-11-21).
+def _rounds_us(p: Problem, c: Config, device: Device, us_per_k: float, us_per_tile: float) -> float:
+    return -(-c.tiles(p) // c.resident(device)) * (p.k * us_per_k + us_per_tile)
+
+
+# Tile, whether its blocks walk, us of a round of blocks for each element of k and for the end of a tile; fitted to 14 problems of 128 to 8192 rows
+# (H200, 2026-11-21).
 _HOPPER_GATED: tuple[tuple[Tile, bool, float, float], ...] = (
     ((64, 128, 128, 1, 1, 8), True, 5.2e-3, 0.0),
     ((128, 128, 64, 1, 1, 8), False, 7.5e-3, 3.1),
@@ -163,11 +168,7 @@ _HOPPER_GATED: tuple[tuple[Tile, bool, float, float], ...] = (
 def _hopper_gated(p: Problem, device: Device) -> Config:
     """silu_mul behind the product wants the registers of 8 warps: on 4 a round of tiles takes a third longer."""
 
-    def run_us(entry: tuple[Tile, bool, float, float]) -> float:
-        tile, _, us_per_k, us_per_tile = entry
-        return -(-_config(tile).tiles(p) // device.sms) * (p.k * us_per_k + us_per_tile)
-
-    tile, persistent, *_ = min(_HOPPER_GATED, key=run_us)
+    tile, persistent, *_ = min(_HOPPER_GATED, key=lambda entry: _rounds_us(p, _config(entry[0]), device, *entry[2:]))
     config = _config(tile, latency=5)
     return replace(config, persistent=persistent and config.tiles(p) > config.resident(device))
 
