@@ -170,7 +170,7 @@ def measure_rank(
                 runs.append(run_engine(ours, alone, prompts, max_new_tokens))
                 given = torch.tensor(runs[0].tokens, device=device)[:, :-1]
                 logits[alone] = ours.logits(prompts, given.tolist())
-            with _in_float32(whole):
+            with in_float32(whole):
                 truth = _stock_logits(whole, prompts, given)
             del whole, ours
             collect()
@@ -258,20 +258,20 @@ def _stock_logits(model: Any, prompts: Tensor, given: Tensor) -> Tensor:
 
 def _distances(model: Any, prompts: Tensor, given: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
     """Against the model's own weights in fp32. The model is in fp32 for the time of the call."""
-    with _in_float32(model):
+    with in_float32(model):
         return _distances_from(_stock_logits(model, prompts, given), logits)
 
 
 def _distances_from(truth: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
     found: dict[str, Distance] = {}
     for name, theirs in logits.items():
-        per_token = torch.stack([_divergence(t, o) for t, o in zip(truth, theirs, strict=True)])  # a sequence at a time: the rows are long
+        per_token = torch.stack([divergence(t, o) for t, o in zip(truth, theirs, strict=True)])  # a sequence at a time: the rows are long
         found[name] = Distance(float(per_token.mean()), float(per_token.max()))
     return found
 
 
 @contextmanager
-def _in_float32(model: Any) -> Iterator[None]:
+def in_float32(model: Any) -> Iterator[None]:
     dtype, experts = model.dtype, getattr(model.config, "_experts_implementation", None)
     if experts is not None:
         model.set_experts_implementation("eager")  # the faster ones take no float32 on a GPU
@@ -291,7 +291,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _divergence(truth: Tensor, ours: Tensor) -> Tensor:
+def divergence(truth: Tensor, ours: Tensor) -> Tensor:
     # In double: the terms of a row cancel.
     return F.kl_div(ours.double().log_softmax(-1), truth.double().log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
