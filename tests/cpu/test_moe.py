@@ -1,11 +1,15 @@
 """What the loops of test_ops.py do not see of `moe`: ids of any kind, which weights are read, launches, layouts, messages."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from test_mega import disassembled
 
 from tilewright import interpret, moe, moe_route
-from tilewright.launch import Device, counted
+from tilewright.compile.job import Job
+from tilewright.launch import Device, counted, traced
 from tilewright.ops import moe as op
 from tilewright.ops.moe import Problem
 from tilewright.ops.scaling import Scaling
@@ -268,3 +272,22 @@ def test_without_8_bit_tensor_cores_there_is_no_config_for_8_bit_weights():
     problem = Problem(4, 2, 4, 128, 128, scaling=Scaling.BLOCK)
     assert op.space(problem, Device.named("A100")) == []
     assert op.space(problem, H200)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_biases_are_read_one_by_one(which):
+    """As pairs, half of them were at odd addresses: the GPU stopped with "misaligned address" (gpt-oss, one token, H200)."""
+    problem = Problem(1, 4, 32, 2880, 2880, BF16, bias=True, alpha=1.702, limit=7.0, up_offset=1.0)
+    with traced(H200) as launches:
+        run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[which])
+    assert re.search(r"\bLDG\.E\.U16", disassembled(Job.of(launches[0], "sm_90").build()))  # ids and weights of the choices are 32 bits wide
+
+
+@pytest.mark.parametrize("ids", [[1, 9, 3], [-1, 7, 9], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("shared", [0, 2])
+def test_blocks_that_walk_add_nothing_for_other_ranks(ids, shared):
+    problem = Problem(1, 3, 4, 64, 48, BF16, shared=shared)
+    (walking,) = {c for c in op.space(problem, Device.named("CPU")) if c.up.persistent and c.few}
+    inputs = seeded_inputs(op, problem, CPU) | {"ids": torch.tensor([ids], dtype=torch.int32)}
+    found = run_op(op, inputs, walking)
+    assert_accurate(found, op.reference(**inputs), op.reference(**widened(inputs)))

@@ -23,6 +23,8 @@ class Plan:
     num_ctas, occupancy, num_worker_warps: compiler hints; None leaves the compiler's choice.
     workspace: (shape, dtype) of each scratch tensor the op passes to this launch and to `then`.
     then: the launch that follows in the same stream (a merge of partial results).
+    early: its blocks may be placed while those of the launch before still run; its kernel begins with `overlap_previous`. Not for blocks that
+        walk over tiles: the first free SMs would get more of them than others, and keep them.
     """
 
     kernel: Any
@@ -33,6 +35,7 @@ class Plan:
     num_worker_warps: int | None = None
     workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     then: "Plan | None" = None
+    early: bool = False
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import cuda.tile as ct
 import torch
@@ -23,15 +24,24 @@ def launch(plan: Plan, *args) -> None:
             watch(plan, args)
     if device.type == "cuda":
         index = device.index
+        early = plan.early and _launches_early(index)
         if index == torch._C._cuda_getDevice():
-            ct.launch(torch._C._cuda_getCurrentRawStream(index), plan.grid, plan.hinted_kernel, args + plan.constants)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            ct.launch(stream, plan.grid, plan.hinted_kernel, args + plan.constants, programmatic_dependent_launch=early)
         else:
             with torch.cuda.device(index):
-                ct.launch(torch._C._cuda_getCurrentRawStream(index), plan.grid, plan.hinted_kernel, args + plan.constants)
+                stream = torch._C._cuda_getCurrentRawStream(index)
+                ct.launch(stream, plan.grid, plan.hinted_kernel, args + plan.constants, programmatic_dependent_launch=early)
     elif device.type == "cpu":
         from ..interpret import interpret  # numpy code generation: loaded by the first CPU launch, not by the import
 
         interpret(plan.grid, plan.hinted_kernel, args + plan.constants)
+
+
+@cache
+def _launches_early(index: int) -> bool:
+    """Programmatic dependent launch came with Hopper."""
+    return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .early import overlap_previous
 from .first_best import NOWHERE, empty_best, first_best, take_better
 from .tiles import load_tile, of_width
 
@@ -97,10 +98,10 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     grid = (c.splits, ct.cdiv(p.rows, c.tile_m)) if c.splits > 1 else (ct.cdiv(p.rows, c.tile_m),)
     constants = (c.splits, p.cols, c.tile_m, c.tile_n, c.loads, c.latency)
     if c.splits == 1:
-        return Plan(argmax_kernel, grid, constants, num_worker_warps=c.num_worker_warps)
-    merge = Plan(argmax_merge_kernel, (p.rows,), (c.splits, next_pow2(c.splits)))
+        return Plan(argmax_kernel, grid, constants, num_worker_warps=c.num_worker_warps, early=True)
+    merge = Plan(argmax_merge_kernel, (p.rows,), (c.splits, next_pow2(c.splits)), early=True)
     workspace = (((2, p.rows, c.splits), torch.int32),)
-    return Plan(argmax_kernel, grid, constants, None, None, c.num_worker_warps, workspace, merge)
+    return Plan(argmax_kernel, grid, constants, None, None, c.num_worker_warps, workspace, merge, early=True)
 
 
 @ct.kernel
@@ -118,6 +119,7 @@ def argmax_kernel(
 
     X: [rows, COLS]. OUT: [rows] int64; with SPLITS > 1 int32 [2, rows, SPLITS]: the bits of the largest element, and its column.
     """
+    overlap_previous()
     shape = (TILE_M, TILE_N)
     steps = ct.cdiv(COLS, TILE_N)
     X = of_width(X, COLS)
@@ -160,6 +162,7 @@ def argmax_kernel(
 @ct.kernel
 def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Constant[int]):
     """One row: the best of its ranges. PARTIAL: [2, rows, SPLITS] of argmax_kernel; OUT: [rows] int64."""
+    overlap_previous()
     i = ct.bid(0)
     PARTIAL = PARTIAL.slice(2, 0, SPLITS)
     both = ct.load(PARTIAL, (0, i, 0), (2, 1, TILE_S), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
+from .early import early, overlap_previous
 from .mma_tiles import Tile, config_of, cpu_tiles, few_rows_tiles, loads_wide, run_us, tiles_for, unranked_tiles
 from .scaling import (
     BLOCK,
@@ -198,7 +199,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
     sums = (int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k), unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
     constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, *sums, c.persistent, c.latency)
-    return Plan(bmm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+    return Plan(bmm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps, early=early(p.m, c.persistent))
 
 
 @ct.kernel
@@ -229,6 +230,7 @@ def bmm_kernel(
     WEIGHTS_FIRST: accumulate the transpose, with b's columns on the long side of the MMA: for few rows of a.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded unchecked.
     """
+    overlap_previous(PERSISTENT)
     tiles_m, tiles_n = ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N)
 
     def one_tile(index):

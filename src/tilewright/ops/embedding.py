@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .early import overlap_previous
 from .tiles import of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -94,9 +95,9 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     if c.units:
         unit = 16 // p.dtype.itemsize
         blocks = ct.cdiv(p.tokens * (p.dim // unit), c.units)
-        return Plan(embedding_units_kernel, (blocks,), (p.dim, unit, c.units, c.latency), num_worker_warps=c.num_worker_warps)
+        return Plan(embedding_units_kernel, (blocks,), (p.dim, unit, c.units, c.latency), num_worker_warps=c.num_worker_warps, early=True)
     blocks = ct.cdiv(p.tokens, c.tokens) * ct.cdiv(p.dim, c.tile_n)
-    return Plan(embedding_kernel, (blocks,), (p.dim, c.tokens, c.tile_n, c.latency), num_worker_warps=c.num_worker_warps)
+    return Plan(embedding_kernel, (blocks,), (p.dim, c.tokens, c.tile_n, c.latency), num_worker_warps=c.num_worker_warps, early=True)
 
 
 @ct.kernel
@@ -111,6 +112,7 @@ def embedding_kernel(
     LATENCY: ct.Constant[int],
 ):
     """TOKENS rows, TILE_N columns of each. IDS: [tokens]; WEIGHT: [vocab, DIM]; OUT: [tokens, DIM]."""
+    overlap_previous()
     tiles_n = ct.cdiv(DIM, TILE_N)
     first, j = ct.bid(0) // tiles_n * TOKENS, ct.bid(0) % tiles_n
     tokens, vocab = IDS.shape[0], WEIGHT.shape[0]
@@ -146,6 +148,7 @@ def embedding_units_kernel(
     LATENCY: ct.Constant[int],
 ):
     """UNITS runs of UNIT elements, counted through all rows of OUT. Arrays as of `embedding_kernel`; UNIT divides DIM."""
+    overlap_previous()
     tokens, vocab = IDS.shape[0], WEIGHT.shape[0]
     unit = ct.bid(0) * UNITS + ct.arange(UNITS, dtype=ct.int32)
     # Past the last token the last one is copied again and not stored.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .early import overlap_previous
 from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,7 +117,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     sizes = (groups, p.experts // groups, p.top_groups or groups, p.top_k)
     tiles = (c.tile_m, next_pow2(groups), next_pow2(p.experts // groups), next_pow2(p.top_k))
     constants = (p.sigmoid, p.bias, p.normalize, *sizes, *tiles)
-    return Plan(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), constants, num_worker_warps=c.num_worker_warps)
+    return Plan(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), constants, num_worker_warps=c.num_worker_warps, early=True)
 
 
 @ct.kernel
@@ -144,6 +145,7 @@ def moe_route_kernel(
     LOGITS: [tokens, GROUPS, SIZE]; BIAS: [GROUPS, SIZE], read only with ADD_BIAS; the others: [tokens, TOP_K]. IDS count from first_expert.
     TILE_G, TILE_S, TILE_K: powers of two, at least GROUPS, SIZE, TOP_K.
     """
+    overlap_previous()
     i = ct.bid(0)
     lanes = TILE_G * TILE_S
     x = ct.load(LOGITS.slice(1, 0, GROUPS).slice(2, 0, SIZE), (i, 0, 0), (TILE_M, TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
+from .early import early, overlap_previous
 from .rows import Config, row_configs
 from .tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
 
@@ -80,7 +81,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
     constants = (p.residual, p.round_before_weight, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
     kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
-    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps, early=early(p.rows, c.persistent))
 
 
 def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):
@@ -114,6 +115,7 @@ def rms_norm_kernel(
 
     X, RESIDUAL, OUT, SUM: [rows, COLS]; WEIGHT: [COLS]. ADD: with a residual.
     """
+    overlap_previous(PERSISTENT)
     shape = (TILE_M, TILE_N)
     X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
     weights: tuple = ()
@@ -159,6 +161,7 @@ def rms_norm_reread_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """Rows of any width: one pass for the sum of squares, a second for the result. Arrays and constants as in rms_norm_kernel."""
+    overlap_previous(PERSISTENT)
     shape = (TILE_M, TILE_N)
     X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
 

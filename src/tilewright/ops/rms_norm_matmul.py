@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from . import rms_norm
+from .early import early, overlap_previous
 from .tiles import rounded_sum, silu_mul_of_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -132,14 +133,16 @@ def space(p: Problem, device: Device) -> list[Config]:
 
     def with_walking(shapes: tuple[tuple[int, int, int, int, int], ...], mma: bool) -> list[Config]:
         whole = [Config(n, k, False, mma, latency, occupancy, warps) for n, k, latency, occupancy, warps in shapes]
+        if p.rows == 1:  # a launch whose blocks walk could not be early
+            return whole
         return [*(replace(c, persistent=True) for c in whole if several(c)), *whole]
 
     shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
     # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
     one_by_one = sorted(with_walking(shapes, False), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
-    if device.arch == "sm_90" and p.rows == 1:  # all tiles at once, or wide ones whose blocks walk (H200, 2026-11-21)
+    if device.arch == "sm_90" and p.rows == 1:  # all tiles at once, or wide ones (H200, 2026-11-21)
         narrow, wide = (Config(n, 256, False, False, 8, occupancy, 4) for n, occupancy in ((16, 3), (32, 2)))
-        best = replace(wide, persistent=several(wide)) if several(narrow) else narrow
+        best = wide if several(narrow) else narrow
         one_by_one.sort(key=lambda c: c != best)
     if device.arch != "sm_90" or not 2 < p.rows <= MOST_MMA_ROWS or p.dtype is not torch.bfloat16:
         return one_by_one
@@ -155,13 +158,14 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     tiles = c.tiles(p)
     blocks = min(tiles, device.sms * c.occupancy) if c.persistent else tiles
+    hints: dict[str, Any] = {"occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps, "early": early(p.rows, c.persistent)}
     if c.mma:
         rows = max(8, next_pow2(p.rows))
         pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
         shape = (p.residual, p.bias, p.silu_mul, c.persistent, rows, c.tile_n, c.tile_k, c.latency)
-        return Plan(rms_norm_matmul_rows_kernel, (blocks + pieces,), shape, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+        return Plan(rms_norm_matmul_rows_kernel, (blocks + pieces,), shape, **hints)
     constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.tile_n, c.tile_k, c.latency)
-    return Plan(rms_norm_matmul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+    return Plan(rms_norm_matmul_kernel, (blocks,), constants, **hints)
 
 
 def _rows_tile(X, RESIDUAL, at, shape, ADD, LATENCY):
@@ -203,6 +207,7 @@ def rms_norm_matmul_kernel(
     X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n], only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
     n / 2 columns, of pairs of rows of B.
     """
+    overlap_previous(PERSISTENT)
     rows = X.shape[0]
     steps = ct.cdiv(X.shape[1], TILE_K)
 
@@ -259,6 +264,7 @@ def rms_norm_matmul_rows_kernel(
 
     Arrays as in rms_norm_matmul_kernel. Not PERSISTENT, and ADD: the blocks behind those with a tile write a piece of the sum each.
     """
+    overlap_previous(PERSISTENT)
     steps, tiles = ct.cdiv(X.shape[1], TILE_K), ct.cdiv(B.shape[0], TILE_N)
 
     def rows_tile(step):

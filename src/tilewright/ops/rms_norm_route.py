@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from . import rms_norm
+from .early import overlap_previous
 from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, experts_and_groups, routed, scores_of
 from .tiles import load_tile, rounded_sum
 
@@ -157,7 +158,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     tiles = (next_pow2(groups), next_pow2(p.experts // groups), next_pow2(p.top_k))
     constants = (p.residual, p.router_bias, p.round_before_weight, *choice, p.k, c.tile_e, c.tile_k, *tiles)
     logits = (((p.tokens, p.experts), torch.float32),)
-    return Plan(rms_norm_route_kernel, (-(-p.experts // c.tile_e), p.tokens), constants, num_worker_warps=c.num_worker_warps, workspace=logits)
+    grid = (-(-p.experts // c.tile_e), p.tokens)
+    return Plan(rms_norm_route_kernel, grid, constants, num_worker_warps=c.num_worker_warps, workspace=logits, early=True)
 
 
 @ct.kernel
@@ -202,6 +204,7 @@ def rms_norm_route_kernel(
     ARRIVED: int32 [tokens], zero, and zero again at the end. LOGITS: [tokens, experts]. WEIGHTS, IDS: [tokens, TOP_K]; IDS count from first_expert.
     TILE_G, TILE_S, TILE_P: powers of two, at least GROUPS, SIZE, TOP_K.
     """
+    overlap_previous()
     part, token = ct.bid(0), ct.bid(1)
     X, ROUTER, WEIGHT = X.slice(1, 0, K), ROUTER.slice(1, 0, K), WEIGHT.slice(0, 0, K)
     even = K % TILE_K == 0 and GROUPS * SIZE % TILE_E == 0

@@ -18,6 +18,7 @@ from cuda.tile import cdiv
 from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from .early import early, overlap_previous
 from .tiles import each_tile, gated, load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -112,7 +113,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     tiles = cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
     constants = (p.gelu_tanh, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
-    return Plan(silu_mul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+    return Plan(silu_mul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps, early=early(p.rows, c.persistent))
 
 
 @ct.kernel
@@ -130,6 +131,7 @@ def silu_mul_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """Tiles in row-major order. GATE, UP, OUT: [rows, COLS]."""
+    overlap_previous(PERSISTENT)
     shape = (TILE_M, TILE_N)
     GATE, UP, OUT = of_width(GATE, COLS), of_width(UP, COLS), of_width(OUT, COLS)
 

@@ -154,7 +154,8 @@ def space(p: Problem, device: Device) -> list[Config]:
         if p.head_dim > 256:  # ranges of whole tiles, at least one each; partial rows are wide, so rather few
             tiles = p.max_len // shape.tile_n or 1
             choices = [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
-            splits = _splits(blocks, resident, choices)
+            # Up to four tiles a block does one by one in less than a merge takes (DeepSeek-V2-Lite, 132 keys, H200: 1 us).
+            splits = _splits(blocks, resident, choices) if tiles > 4 else 1
             more = 2 * splits if 2 * splits in choices else max(1, splits // 2)
         else:
             splits = _splits(blocks, resident, range(1, MOST_SPLITS + 1))
@@ -288,8 +289,14 @@ def _splits(heads: int, resident: int, choices: Sequence[int]) -> int:
     return next(n for n in possible if waste(n) <= 1.05 * best)
 
 
+def fitted(p: Problem, c: Config) -> Config:
+    """With no more ranges than the cache has tiles of keys: a tuned config may be that of a longer one."""
+    return replace(c, splits=min(c.splits, max(1, -(-p.max_len // c.tile_n))))
+
+
 def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of the launch over ranges, and of the merge."""
+    c = fitted(p, c)
     group, tile_q = p.q_heads // p.kv_heads, next_pow2(p.q_len)
     heads = min(c.heads, group) or group
     rows = max(c.rows, 8 if c.keys_first else 16, next_pow2(heads) * tile_q)
@@ -306,7 +313,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.late, sliced, sliced and c.paired)
     grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
     if c.splits == 1:
-        return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+        return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, early=True)
     # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
     workspace = (((p.batch, c.splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32),)
     tile_s, merged_v = next_pow2(c.splits), next_pow2(p.columns)
@@ -314,8 +321,8 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     while merged_v > 64 and (tile_s * merged_v > 8192 or p.batch * p.q_len * p.q_heads * (next_pow2(p.columns) // merged_v) < 2 * device.sms):
         merged_v //= 2
     merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, merged_v, tile_s == c.splits and p.columns % merged_v == 0)
-    merge = Plan(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // merged_v), p.q_len, p.batch), merge_constants)
-    return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge)
+    merge = Plan(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // merged_v), p.q_len, p.batch), merge_constants, early=True)
+    return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge, early=True)
 
 
 def _column_tiles(p: Problem) -> tuple[int, int]:

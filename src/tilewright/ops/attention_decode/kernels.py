@@ -5,6 +5,7 @@ import math
 import cuda.tile as ct
 
 from ..attention_common import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
+from ..early import overlap_previous
 from ..tiles import load_tile, rows_from
 
 ZERO = ct.PaddingMode.ZERO
@@ -69,6 +70,7 @@ def attention_decode_kernel(
     SINKS fp32 [q_heads]. int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
     scale: of the scores, times log2(e).
     """
+    overlap_previous()
     row_tiles = ct.cdiv(GROUP, HEADS)
     split, head, batch = ct.bid(0) // (row_tiles * COLUMN_BLOCKS), ct.bid(1), ct.bid(2)
     column_block = 0 if COLUMN_BLOCKS == 1 else ct.bid(0) // row_tiles % COLUMN_BLOCKS
@@ -253,6 +255,7 @@ def attention_decode_merge_kernel(
     Grid (q_heads * blocks of columns, q_len, batch). PARTIAL [batch, splits, q_heads, q_len, columns of v + 2 + pad]; the others as in
     `attention_decode_kernel`. WHOLE: TILE_S splits and whole tiles of columns; unchecked, the loads do not wait for one another.
     """
+    overlap_previous()
     columns = OUT.shape[3]
     blocks = ct.cdiv(columns, TILE_V)
     head, column_block, token, batch = ct.bid(0) // blocks, ct.bid(0) % blocks, ct.bid(1), ct.bid(2)

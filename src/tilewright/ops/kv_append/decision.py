@@ -144,4 +144,4 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     flags = (p.page_size, p.scaled, p.interleaved, p.own_rope_positions, p.q_norm, p.k_norm, p.v_norm, p.round_before_weight, *even)
     shape = (q_groups, kv_groups, p.head_dim, p.values_dim, p.rotary_dim, q_tile, kv_tile)
     grid = ((q_groups + 2 * kv_groups) * ct.cdiv(p.tokens, c.tokens), p.batch)
-    return Plan(kv_append_kernel, grid, (*flags, *shape, c.tokens, c.latency), num_worker_warps=c.num_worker_warps)
+    return Plan(kv_append_kernel, grid, (*flags, *shape, c.tokens, c.latency), num_worker_warps=c.num_worker_warps, early=True)

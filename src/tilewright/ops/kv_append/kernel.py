@@ -3,6 +3,7 @@
 import cuda.tile as ct
 
 from ...launch import next_pow2
+from ..early import overlap_previous
 from ..fp8 import codes_of
 from ..tiles import load_pairs, load_tile, store_pairs, turned_pairs
 
@@ -84,6 +85,7 @@ def kv_append_kernel(
     Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask for. What a flag or a size of 0 says is absent is
     not touched. EVEN: tiles end with the heads.
     """
+    overlap_previous()
     GROUPS, HALF = Q_GROUPS + 2 * KV_GROUPS, ROTARY // 2
     TILE_HALF = ct.static_eval(next_pow2(HALF))
     group, first, b = ct.bid(0) % GROUPS, ct.bid(0) // GROUPS * TOKENS, ct.bid(1)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...launch import Cost, Device, Plan, next_pow2
+from ..early import early
 from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
@@ -165,10 +166,11 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         workspace = (((parts, split_tiles, height, width), torch.float32),)
         rows = min(height, max(1, REDUCE_TILE // width))
         constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(REDUCE_PARTS, next_pow2(parts)))
-        reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4)
+        reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4, early=True)
     if c.gathered:
         gathered = (c.tile_m, c.tile_n, c.tile_k, c.group, split_tiles > 0, p.bias, c.latency)
         return Plan(matmul_gathered_kernel, (blocks,), gathered, workspace=workspace, then=reduce, **hints)
+    hints["early"] = early(p.m, c.persistent)
     if p.fused:
         # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21, notes/LOG.md).
         unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8

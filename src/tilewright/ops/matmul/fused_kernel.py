@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 
+from ..early import overlap_previous
 from ..scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
 from ..tiles import grouped_tile, silu_mul_of_pairs
 from .kernels import operand, split_work
@@ -46,6 +47,7 @@ def matmul_fused_kernel(
     residual: like out. out_scale: [1]. What a flag says is absent is not touched. SPLIT: nothing behind the scales but a bias. DOT: no scales.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b (BLOCK: then scales are loaded unchecked, a tenth faster).
     """
+    overlap_previous(PERSISTENT)
     columns = out.shape[1] * 2 if SILU_MUL else out.shape[1]
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(columns, TILE_N)
     steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)

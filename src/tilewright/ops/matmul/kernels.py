@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 
+from ..early import overlap_previous
 from ..scaling import ROW, add_product, row_scales, scaled
 from ..tiles import grouped_tile
 
@@ -39,6 +40,7 @@ def matmul_kernel(
     PERSISTENT: as many blocks as fit on the device walk over the tiles. Else a block has one: the loop around the loop makes the compiler wait
     for each MMA in turn at some tile sizes.
     """
+    overlap_previous(PERSISTENT)
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
     block = ct.bid(0)
@@ -231,6 +233,7 @@ def matmul_reduce_kernel(
     PARTS: ct.Constant[int],
 ):
     """Sums the parts of the tiles that `matmul_kernel` split: block (s, i) takes ROWS rows of the s-th of them."""
+    overlap_previous()
     shared, strip = ct.bid(0), ct.bid(1)
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     tile_m, tile_n = grouped_tile(tiles_m * tiles_n - partial.shape[1] + shared, tiles_m, tiles_n, GROUP)

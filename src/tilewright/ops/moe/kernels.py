@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 
+from ..early import overlap_previous
 from ..scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
 from ..tiles import gated, grouped_tile
 
@@ -49,8 +50,10 @@ def _block_scales(scale_w, expert, tile_n, group, PARTS, TILE_N, LATENCY):
 
 def of_rows(values, expert, tile_n, PARTS, TILE_N):
     """fp32 [PARTS * TILE_N]: the scales, or the biases, of the rows of a weight tile; values: [experts, PARTS, n, 1]."""
-    rows = ct.load(values, (expert, 0, tile_n, 0), (1, PARTS, TILE_N, 1), padding_mode=ZERO, allow_tma=False)
-    return rows.reshape((PARTS * TILE_N,)).astype(ct.float32)
+    part = ct.arange(PARTS, dtype=ct.int32).reshape((PARTS, 1))
+    row = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)).reshape((1, TILE_N))
+    # Not `load`: of an array whose last axis is 1 long, tileiras 13.4 makes loads of two elements, which need not be aligned to two.
+    return ct.gather(values, (expert, part, row, 0), padding_value=0).reshape((PARTS * TILE_N,)).astype(ct.float32)
 
 
 @ct.kernel
@@ -195,6 +198,7 @@ def moe_few_kernel(
     x: [1, tokens, k] or, of the second product, [pairs, TILE_M, k]. w: [experts, PARTS, n, k]. out: [pairs, TILE_M, n].
     scale_w, bias: as moe_kernel. TILE_P: a power of two, at least pairs.
     """
+    overlap_previous()
     tile_n, pair = ct.bid(0), ct.bid(1)
     wide = PARTS * TILE_N
     own = ct.gather(ids, pair)

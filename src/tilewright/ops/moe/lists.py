@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 
+from ..early import overlap_previous
 from ..fp8 import group_codes
 from ..scaling import GROUP, ZERO
 
@@ -122,6 +123,7 @@ def moe_sum_kernel(
 
     y: [most rows, COLS]; weights: [tokens, TOP_K]; a negative row adds nothing. LOADS: rows loaded before the first is added.
     """
+    overlap_previous()
     token, j = ct.bid(0), ct.bid(1)
     y, out = y.slice(1, 0, COLS), out.slice(1, 0, COLS)
     acc = ct.zeros((1, TILE_N), ct.float32)

@@ -2,6 +2,7 @@
 
 import cuda.tile as ct
 
+from ..early import overlap_previous
 from ..scaling import BLOCK, GROUP, ROW, ZERO
 from .kernels import activated, of_rows
 
@@ -22,6 +23,13 @@ def _scales(scale_w, expert, part, tile_n, step, TILE_N, TILE_K, SCALING):
     return ct.load(scale_w, where, (1, 1, 1, TILE_K // GROUP), padding_mode=ZERO, allow_tma=False).reshape((TILE_K // GROUP,))
 
 
+def _known(ids, w, TOP_K, TILE_P):
+    """One of the token's experts that this rank has, or -1: read again, from L2, times zero, in place of another rank's."""
+    index = ct.arange(TILE_P, dtype=ct.int32)
+    chosen = ct.gather(ids, index, padding_value=-1)
+    return ct.max(ct.where((index < TOP_K) & (chosen < w.shape[0]), chosen, -1))
+
+
 @ct.kernel
 def moe_one_up_kernel(
     ids,
@@ -35,7 +43,10 @@ def moe_one_up_kernel(
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     SCALING: ct.Constant[int],
+    TOP_K: ct.Constant[int],
     SHARED: ct.Constant[int],
+    TILE_P: ct.Constant[int],
+    PERSISTENT: ct.Constant[bool],
     LATENCY: ct.Constant[int],
     SCALES_AHEAD: ct.Constant[bool],
     ADD_BIAS: ct.Constant[bool],
@@ -43,14 +54,16 @@ def moe_one_up_kernel(
     LIMIT: ct.Constant[float],
     UP_OFFSET: ct.Constant[float],
 ):
-    """h[i] = weights[i] * the activation of the i-th choice, zero for another rank's expert. Grid (column tiles, choices + SHARED).
+    """h[i] = weights[i] * the activation of the i-th choice, zero for another rank's expert. Grid (column tiles, TOP_K + SHARED).
 
-    ids: [choices]. weights: [1, choices]. x: [1, k]. w: [experts, 2, n, k]. h: [choices + SHARED, n]. scale_w, bias: as moe_kernel.
+    ids: [TOP_K]. weights: [1, TOP_K]. x: [1, k]. w: [experts, 2, n, k]. h: [TOP_K + SHARED, n]. scale_w, bias: as moe_kernel.
     shared: [SHARED, 2, n, k], experts that every token passes with a weight of one, behind those it chose; not touched if there are none.
+    PERSISTENT: as many blocks as fit on the device, grid (blocks, 1), walk over the tiles, with the next tile's loads under way while they end one.
+    TILE_P: a power of two, at least TOP_K; used only then.
     """
-    tile_n, slot = ct.bid(0), ct.bid(1)
+    overlap_previous()
 
-    def activation(matrix, expert, KIND):
+    def activation(matrix, expert, tile_n, KIND):
         gate, up = ct.zeros((TILE_N, TILE_K), ct.float32), ct.zeros((TILE_N, TILE_K), ct.float32)
         steps = ct.cdiv(x.shape[1], TILE_K)
         # Scales do not come through TMA. Those of the next step can be fetched before this one is worked on, but then weights are not.
@@ -79,22 +92,41 @@ def moe_one_up_kernel(
             first, second = first + ct.extract(biases, (0,), (TILE_N,)), second + ct.extract(biases, (1,), (TILE_N,))
         return activated(first, second, ALPHA, LIMIT, UP_OFFSET)
 
-    def chosen():
+    def put(slot, tile_n, y):
+        ct.store(h, (slot, tile_n), y.astype(h.dtype).reshape((1, TILE_N)), allow_tma=False)
+
+    def chosen(slot, tile_n):
         own = ct.gather(ids, slot)
         if (own >= 0) & (own < w.shape[0]):
-            y = ct.gather(weights, (0, slot)) * activation(w, own.astype(ct.int32), SCALING)
-            ct.store(h, (slot, tile_n), y.astype(h.dtype).reshape((1, TILE_N)), allow_tma=False)
+            put(slot, tile_n, ct.gather(weights, (0, slot)) * activation(w, own.astype(ct.int32), tile_n, SCALING))
         else:
-            ct.store(h, (slot, tile_n), ct.zeros((1, TILE_N), h.dtype), allow_tma=False)
+            put(slot, tile_n, ct.zeros((TILE_N,), ct.float32))
 
-    if SHARED:
-        if slot < weights.shape[1]:
-            chosen()
+    if PERSISTENT:
+        tiles = ct.cdiv(h.shape[1], TILE_N)
+        own_tiles = TOP_K * tiles
+        instead = ct.maximum(_known(ids, w, TOP_K, TILE_P), 0)
+        for unit in range(ct.bid(0), own_tiles, ct.num_blocks(0)):
+            slot = unit // tiles
+            tile_n = unit - slot * tiles
+            own = ct.gather(ids, slot)
+            known = (own >= 0) & (own < w.shape[0])
+            # A branch would keep the loads apart.
+            y = ct.gather(weights, (0, slot)) * activation(w, ct.where(known, own, instead).astype(ct.int32), tile_n, SCALING)
+            put(slot, tile_n, ct.where(known, y, 0.0))
+        if SHARED:  # blocks that had fewer tiles above come first
+            ahead = (ct.bid(0) + ct.num_blocks(0) - own_tiles % ct.num_blocks(0)) % ct.num_blocks(0)
+            for unit in range(ahead, SHARED * tiles, ct.num_blocks(0)):
+                slot = unit // tiles
+                tile_n = unit - slot * tiles
+                put(TOP_K + slot, tile_n, activation(shared, slot, tile_n, 0))
+    elif SHARED:
+        if ct.bid(1) < TOP_K:
+            chosen(ct.bid(1), ct.bid(0))
         else:
-            y = activation(shared, slot - weights.shape[1], 0)
-            ct.store(h, (slot, tile_n), y.astype(h.dtype).reshape((1, TILE_N)), allow_tma=False)
+            put(ct.bid(1), ct.bid(0), activation(shared, ct.bid(1) - TOP_K, ct.bid(0), 0))
     else:
-        chosen()
+        chosen(ct.bid(1), ct.bid(0))
 
 
 @ct.kernel
@@ -122,12 +154,12 @@ def moe_one_down_kernel(
     scale_w, bias: as moe_kernel. weights: [1, TOP_K], read only with ADD_BIAS: h has them already.
     TILE_P: a power of two, at least TOP_K.
     """
+    overlap_previous()
     tile_n = ct.bid(0)
     steps = ct.cdiv(h.shape[1], TILE_K)
     index = ct.arange(TILE_P, dtype=ct.int32)
     chosen = ct.gather(ids, index, padding_value=-1)
-    # In place of another rank's expert one of this token's own is read again, from L2, times zero: a branch would keep the loads apart.
-    instead = ct.max(ct.where((index < TOP_K) & (chosen < w.shape[0]), chosen, -1))
+    instead = _known(ids, w, TOP_K, TILE_P)
     acc = ct.zeros((TILE_N, TILE_K), ct.float32)
     biases = ct.zeros((TILE_N,), ct.float32)
     if ADD_BIAS:  # fetched before the weights are waited for

@@ -85,4 +85,4 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     """Grid and compile-time constants of one launch."""
     shift = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[p.dtype]  # low bits of a float that the dtype does not have
     constants = (p.offset, p.temperature, p.top_k, p.top_p, p.cols, shift, c.tile_n, c.ways, c.latency)
-    return Plan(sample_kernel, (p.rows,), constants, c.num_ctas, None, c.num_worker_warps)
+    return Plan(sample_kernel, (p.rows,), constants, c.num_ctas, None, c.num_worker_warps, early=True)

@@ -4,6 +4,7 @@ import math
 
 import cuda.tile as ct
 
+from ..early import overlap_previous
 from ..first_best import empty_best, first_best, take_better
 from ..philox import low_high, one_of_four, philox
 from ..tiles import load_tile, of_width
@@ -62,6 +63,7 @@ def sample_kernel(
     LATENCY: ct.Constant[int],
 ):
     """One row. LOGITS: [rows, COLS]; SEED, OFFSET: [1] int64; TEMPERATURE, TOP_P fp32 and TOP_K int32: [1] or [rows]; OUT: [rows] int64."""
+    overlap_previous()
     row = ct.bid(0)
     shape = (1, TILE_N)
     steps = ct.cdiv(COLS, TILE_N)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Plan, next_pow2
 from .. import attention_decode as decode
+from ..attention_decode.decision import fitted
 from .fused_kernel import sparse_decode_kernel
 from .kernel import sparse_decode_gather_kernel
 from .packed import BYTES, CODE, GROUP, pack_kv, parts
@@ -173,11 +174,12 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     attend = decode.plan(p.decode, c.decode, device)
     group = 0 if p.cache_dtype is None else GROUP[BYTES[p.head_dim]]
     if not c.rows:
-        grid = (c.decode.splits * -(-p.q_heads // c.decode.rows), tokens)
-        flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, c.decode.splits > 1)
-        ahead = c.decode.tile_n > 32 or p.cache_dtype is not None
-        fused = (*flags, p.q_heads, c.decode.rows, p.head_dim, group, p.columns, c.decode.tile_n, ahead, c.decode.latency, c.decode.late)
-        return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused)
+        how = fitted(p.decode, c.decode)
+        grid = (how.splits * -(-p.q_heads // how.rows), tokens)
+        flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, how.splits > 1)
+        ahead = how.tile_n > 32 or p.cache_dtype is not None
+        fused = (*flags, p.q_heads, how.rows, p.head_dim, group, p.columns, how.tile_n, ahead, how.latency, how.late)
+        return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused, early=False)
     pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
     count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))
     constants = (p.has_length, p.more_topk > 0, p.head_dim, group, c.rows, count, c.latency)
