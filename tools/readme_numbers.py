@@ -73,7 +73,7 @@ def table(rows: list[dict]) -> str:
             f"| {label} | {len(mine)} | {rate} | {roof:.0f} % | {PEER_WORDS.get(peer, peer)} | "
             f"**{geomean(ratios):.2f}x** | {min(ratios):.2f}x | {max(ratios):.2f}x |"
         )
-    gpus = sorted({r["gpu"] for r in rows})
+    gpus = sorted({r["gpu"] for r in kernels(rows)})
     dates = sorted({r["date"] for r in rows})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines += ["", f"{', '.join(gpus)}, bf16 unless a case says otherwise, {span}, `tilewright bench`; all rows, losses included: benchmarks/results."]
@@ -81,19 +81,32 @@ def table(rows: list[dict]) -> str:
 
 
 def models(rows: list[dict]) -> str:
-    """The decode engine on whole models."""
+    """The decode engine on whole models; a long prompt; how long an engine takes to start."""
     lines = [
-        "| model | engine | tokens/s | first token | step, median | of the floor | transformers eager, same run |",
+        "| model | engine | tokens/s | first token | step, median | of the floor | transformers, same run |",
         "|---|---|---|---|---|---|---|",
     ]
+    names = {"transformers": "eager", "torch.compile": "compiled"}
     for r in rows:
         if r["op"] == "generate":
             case, _, mode = r["case"].rpartition(" mode=")
-            stock = " ".join(f"{value:.0f} tokens/s: **{r['peers'][name]:.2f}x**" for name, value in r["peer_tokens_per_s"].items())
+            stock = ", ".join(f"{names.get(name, name)} {value:.0f}: **{r['peers'][name]:.2f}x**" for name, value in r["peer_tokens_per_s"].items())
             times = f"{r['tokens_per_s']:.0f} | {r['ttft_ms']:.1f} ms | {r['tpot_ms']:.2f} ms"
             lines.append(f"| {case} | {mode} | {times} | {r['floor_pct']:.0f} % | {stock} |")
     note = "Random weights of the real configs, bf16, greedy; the floor is reading all weights and keys once at the measured copy rate."
-    return "\n".join([*lines, "", note])
+    more = []
+    for r in rows:
+        if r["op"] == "prefill":
+            against = ", ".join(f"{names[name]} {us / 1e3:.0f} ms: **{r['peers'][name]:.2f}x**" for name, us in r["peer_time_us"].items())
+            more.append(f"- Prompt read, {r['case']}: {r['time_us'] / 1e3:.0f} ms; transformers {against}.")
+    for r in rows:
+        if r["op"] == "start":
+            more.append(f"- From loaded weights to the second token, {r['case']}: {r['start_s']:.1f} s.")
+    for r in rows:
+        if r["op"] == "agreement":
+            ties = sum(found["tie"] for found in r["parted"])
+            more.append(f"- Greedy tokens of transformers, {r['case']}: equal in {r['equal']} of {r['prompts']}, in {ties} parted at a tie of bf16.")
+    return "\n".join([*lines, "", note, *([""] if more else []), *more])
 
 
 def peers(rows: list[dict]) -> str:
@@ -121,7 +134,7 @@ def platforms(rows: list[dict]) -> str:
     for (kernel, hardware, document), group in groups.items():
         cells = {f.problem["q_len"]: cell(f.value, f.roof_pct()) for f in group}
         lines.append(line(kernel, hardware, f"published, {document.removesuffix('.md')}", cells))
-    for gpu in sorted({row["gpu"] for row in rows}):
+    for gpu in sorted({row["gpu"] for row in kernels(rows)}):
         here = [row for row in rows if row["gpu"] == gpu]
         ours = {f.problem["q_len"]: row for f in shown if (row := best_row(f, here))}
         types = ", ".join(sorted({row["dtype"] for row in ours.values()}))

@@ -183,9 +183,10 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this run as a user would type it, less where the results went."""
+    """The command line of this run as a user would type it, less where the results went: `tilewright`, or a script of benchmarks/."""
     words = list(sys.argv[1:])
     if "--json" in words:
         at = words.index("--json")
         del words[at : at + 2]
-    return shlex.join(["tilewright", *words])
+    script = Path(sys.argv[0])
+    return shlex.join(["python", f"benchmarks/{script.name}", *words] if script.parent.name == "benchmarks" else ["tilewright", *words])
