@@ -214,7 +214,6 @@ def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Devic
         "gpu": device.name,
         "blocks": whole.blocks,
         "rows": c.rows,
-        "piece": c.piece,
         "tiles": [least, most],
         "balance": whole.balance(),
         "ranges": whole.splits,

@@ -21,7 +21,7 @@ PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the
 
 def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     """What keeps a model from being one stream, or "" if nothing does."""
-    packed = 1 if dtype is torch.float32 else 2
+    packed = packed_in(dtype)
 
     def power(n: int) -> bool:
         return n > 0 and n & (n - 1) == 0
@@ -33,7 +33,7 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     if not power(dims.group) or not power(dims.kv_heads):
         return "query heads of a key head, or key heads, are no power of two"
     fold = dims.inter // dims.hidden
-    if config.rows % (fold * packed) or config.rows % (2 * packed) or dims.head_dim % config.rows:
+    if config.rows % max(fold, 2 * packed) or dims.head_dim % config.rows:
         return f"{config.rows} rows are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
     threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
     if min(dims.hidden // packed, next_pow2(dims.group + 2) * head_words, dims.group * head_words * (packed + 2)) < threads:
@@ -48,10 +48,12 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the phases say, as `mega_stream_kernel` has it."""
+    """What the phases say, flat; `args` has it as `mega_stream_kernel` does."""
 
     heads: Tensor
     parts: Tensor
+    attended: Tensor
+    active: Tensor
     stream: Tensor
     x: Tensor
     logits: Tensor
@@ -59,7 +61,7 @@ class Words:
 
     @staticmethod
     def of(schedule: StreamSchedule, dtype: torch.dtype, device: torch.device, logits: Tensor | None) -> "Words":
-        d, splits, packed = schedule.dims, next_pow2(schedule.splits), 1 if dtype is torch.float32 else 2
+        d, splits, packed = schedule.dims, next_pow2(schedule.splits), packed_in(dtype)
         head_words = d.head_dim // packed
 
         def words(*shape: int) -> Tensor:
@@ -68,10 +70,28 @@ class Words:
         return Words(
             heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
             parts=words(d.layers * d.kv_heads, next_pow2(packed + 2), splits, d.group * head_words),
-            stream=words(d.layers * (schedule.fold + ct.cdiv(3, schedule.fold) * schedule.fold), d.hidden // packed),
+            attended=words(d.layers, d.hidden // packed),
+            active=words(d.layers * schedule.fold, d.hidden // packed),
+            stream=words(2 * d.layers, d.hidden),
             x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
             best=words(2, schedule.tile_best),
+        )
+
+    def args(self, schedule: StreamSchedule) -> tuple[Tensor, ...]:
+        """With an axis for the neighbours that a warp has."""
+        packed = packed_in(self.logits.dtype)
+        pieces = schedule.pieces(packed)
+        return (
+            self.heads.unflatten(2, (-1, pieces // packed)),
+            self.parts,
+            self.attended,
+            self.active.unflatten(1, (-1, pieces // packed // 2)),
+            self.stream.unflatten(1, (-1, pieces)),
+            self.stream.unflatten(1, (-1, pieces // schedule.fold)),
+            self.x,
+            self.logits.view(-1, pieces),
+            self.best,
         )
 
     def plain(self, words: Tensor) -> Tensor:
@@ -81,25 +101,29 @@ class Words:
     def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
         """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
         d, found = schedule.dims, dict[str, Tensor]()
+        stream = self.stream.to(torch.int32).view(torch.float32).to(self.logits.dtype)
         for phase in program:
             i = min(phase.layer, d.layers - 1)
-            rows = self.stream.view(d.layers, -1, self.stream.shape[1])[i]
-            fold = schedule.fold
             if phase.kind is Kind.QKV:
                 heads = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
                 order = (heads[:, : d.group].flatten(0, 1), heads[:, d.group], heads[:, d.group + 1])
                 found[phase.writes] = self.plain(torch.cat(order))
             elif phase.kind is Kind.ATTENTION:
-                found[value_name("attention", i)] = self.plain(rows[fold])
+                found[value_name("attention", i)] = self.plain(self.attended[i])
             elif phase.kind is Kind.OUT:
-                found[phase.writes] = self.plain(rows[fold + 1])
+                found[phase.writes] = stream[2 * i]
             elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.plain(rows[:fold])
+                found[phase.writes] = self.plain(self.active.view(d.layers, -1)[i])
             elif phase.kind is Kind.DOWN:
-                found[phase.writes] = self.plain(rows[fold + 2])
+                found[phase.writes] = stream[2 * i + 1]
             elif phase.kind is Kind.HEAD:
                 found[phase.writes] = self.logits[0]
         return found
+
+
+def packed_in(dtype: torch.dtype) -> int:
+    """Values of a word."""
+    return 1 if dtype is torch.float32 else 2
 
 
 def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, spin_limit: int) -> Plan:
@@ -113,8 +137,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         d.head_dim // 2,
         schedule.fold,
         c.rows,
-        schedule.together,
-        (c.rows // schedule.together).bit_length() - 1,
+        schedule.pieces(packed_in(dtype)),
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
@@ -124,7 +147,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.span,
         c.tile_kv,
         c.ahead,
-        1 if dtype is torch.float32 else 2,
+        packed_in(dtype),
         c.latency,
         spin_limit,
     )
@@ -175,6 +198,9 @@ class StreamMega:
         self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
         self._plan = plan(schedule, weights.bases, dtype, spin_limit)
         tiles, attentions, chooses = schedule.extent(program)
+        packed = packed_in(dtype)
+        pieces, words = schedule.pieces(packed), weights.dims.hidden // packed
+        width = min(WIDTH, words)
         # Every block has a tile of the head behind its last attention; without the head it gets a turn for that.
         complete = program[-1].kind >= Kind.HEAD and schedule.counts[4] >= blocks
         self._args = (
@@ -184,18 +210,18 @@ class StreamMega:
             clocks.counters,
             clocks.recent,
             clocks.clock,
-            as_words(weights.whole).view(len(weights.whole), -1, min(WIDTH, self.values.stream.shape[1])).transpose(0, 1),
-            as_words(weights.embedding),
+            as_words(weights.whole).view(-1, pieces, words // width, width).permute(2, 0, 1, 3),
+            as_words(weights.embedding).unflatten(1, (-1, pieces // packed)),
             as_words(weights.norms),
             weights.cos,
             weights.sin,
             *map(as_words, cache),
-            *(getattr(self.values, name) for name in ("heads", "parts", "stream", "x", "logits", "best")),
+            *self.values.args(schedule),
             tiles,
             tiles if complete else tiles + blocks,
             attentions,
             int(chooses),
-            config.rows // schedule.together,
+            pieces,
         )
 
     @property

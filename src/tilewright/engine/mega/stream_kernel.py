@@ -17,10 +17,10 @@ import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
-from ...ops.tiles import silu_mul_of_pairs
+from ...ops.tiles import gated
 from .arrays import Matrix, Stack, Stacks, Vector, store_inside
 from .spin import give_up, looks_so_far
-from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32
+from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32, values_of
 
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
 
@@ -38,16 +38,19 @@ def mega_stream_kernel(
     COUNTERS: Matrix,
     RECENT: Matrix,
     CLOCK: Vector,
-    W: Stack,
-    EMBEDDING: Matrix,
+    W: Stacks,
+    EMBEDDING: Stack,
     NORMS: Matrix,
     COS: Matrix,
     SIN: Matrix,
     K: Stacks,
     V: Stacks,
-    HEADS: Stack,
+    HEADS: Stacks,
     PARTS: Stacks,
-    STREAM: Matrix,
+    ATTENDED: Matrix,
+    ACTIVE: Stack,
+    BY_OUT: Stack,
+    BY_DOWN: Stack,
     X: Stack,
     LOGITS: Matrix,
     BEST: Matrix,
@@ -66,8 +69,7 @@ def mega_stream_kernel(
     HALF: ct.Constant[int],
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
-    TOGETHER: ct.Constant[int],
-    HALVINGS: ct.Constant[int],
+    PIECES: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
@@ -83,19 +85,26 @@ def mega_stream_kernel(
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
 
-    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
-    queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
-    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range
-    PACKED planes of weighted values, and its maximum and denominator as often, and BEST [2, TILE_B], the largest logit of each block and where.
-    int32, PACKED values each and no number: W [hidden words / WIDTH, rows, WIDTH], a view of rows of HIDDEN elements: qkv of all layers, out, gate_up
-    (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V
-    [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
+    R rows of W are a tile, read in PIECES pieces of T = R // PIECES rows: piece p has every PIECES-th row from p on, so that T warps have PIECES
+    neighbours each, and what comes of them needs no other warp. Arrays end with an axis that such neighbours lie along.
+
+    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words / QKV_WORDS,
+    QKV_WORDS], of a key head its queries, key and value, not yet rotated, ATTENDED [L, hidden words], merged attention, and ACTIVE [L * FOLD,
+    hidden words / ACTIVE_WORDS, ACTIVE_WORDS]; one value in fp32 in BY_OUT [2 L, HIDDEN / PIECES, PIECES], the residual stream of a layer behind
+    attention, then behind the MLP, and BY_DOWN, the same memory as [2 L, HIDDEN / DOWN_VALUES, DOWN_VALUES]; one fp32 or int32 in PARTS
+    [L * KV_HEADS, power of two, power of two, group * head words], of a range PACKED planes of weighted values, and its maximum and denominator as
+    often, and BEST [2, TILE_B], the largest logit of each block and where.
+    int32, PACKED values each and no number: W [hidden words / WIDTH, rows / PIECES, PIECES, WIDTH], a view of rows of HIDDEN elements: qkv of all
+    layers, out, gate_up (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING [vocab, hidden words / QKV_WORDS,
+    QKV_WORDS], NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles
+    are multiplied with.
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
-    is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    R rows of W are a tile, read in `pieces` = R // TOGETHER = 2**HALVINGS pieces; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the
-    head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile.
-    choices: 1 to choose tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every
-    SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks.
+    is 8 * layer + number of the phase whose words are missing. LOGITS [vocab / PIECES, PIECES]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as
+    `mega_kernel`.
+    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which
+    gives every block another turn, for attention behind its last tile. pieces: PIECES. choices: 1 to choose tokens. scale: of scores, times log2(e).
+    Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their
+    way at once. SLICES of a key head's result are merged by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -103,9 +112,8 @@ def mega_stream_kernel(
     head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
-    WIDTH = W.shape[2]
-    STREAM_ROWS = FOLD + ct.cdiv(3, FOLD) * FOLD  # of a layer: FOLD of `active`, so that they are a tile, then ATTENDED, MIDDLE and AFTER
-    ATTENDED, MIDDLE, AFTER = FOLD, FOLD + 1, FOLD + 2
+    WIDTH, T = W.shape[3], R // PIECES
+    QKV_WORDS, ACTIVE_WORDS, DOWN_VALUES = PIECES // PACKED, PIECES // PACKED // 2, PIECES // FOLD  # of a warp
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
@@ -134,8 +142,8 @@ def mega_stream_kernel(
             found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
         return found.astype(ct.int32), lowest
 
-    def normed(x, weights):
-        planes, weights = planes_of(x, dtype), planes_of(weights, dtype)
+    def normed(planes, weights):
+        weights = planes_of(weights, dtype)
         squares = planes[0] * planes[0]
         for i in ct.static_iter(range(1, PACKED)):
             squares = squares + planes[i] * planes[i]
@@ -147,35 +155,33 @@ def mega_stream_kernel(
 
     def prepare(kind, layer, token, number):
         """Puts what the weights of a phase are multiplied with into this block's X. The number that was seen."""
-        row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
-        if kind == OUT:
-            row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
-        elif kind == GATE_UP:
-            row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
         seen = number
         if kind == DOWN:
-            found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True, True)
+            shape = (FOLD, WORDS // ACTIVE_WORDS, ACTIVE_WORDS)
+            found, seen = words(ACTIVE, (layer, 0, 0), shape, number, 8 * layer + 3, True, True)
             store_inside(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
+        elif kind == OUT:
+            found, seen = words(ATTENDED, (layer, 0), (1, WORDS), number, 8 * layer + 1, True, False)
+            store_inside(X, (block, 0, 0), found.reshape((1, 1, WORDS)))
         else:
+            row, place, norm = 2 * layer - 1, 8 * layer - 4, 2 * layer
+            if kind == GATE_UP:
+                row, place, norm = 2 * layer, 8 * layer + 2, 2 * layer + 1
             weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
             if (kind == QKV) & (layer == 0):
-                one = _load(EMBEDDING, (token, 0), (1, WORDS))
+                one = planes_of(_load(EMBEDDING, (token, 0, 0), (1, WORDS // QKV_WORDS, QKV_WORDS)).reshape((1, WORDS)), dtype)
             else:
-                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True, False)
-            one = ct.where(kind == OUT, one, normed(one, weights))
-            store_inside(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
+                shape = (1, HIDDEN // DOWN_VALUES, DOWN_VALUES)
+                found, seen = words(BY_DOWN, (row, 0, 0), shape, number, place, True, False)
+                one = values_of(found.reshape((1, HIDDEN)), PACKED)
+            store_inside(X, (block, 0, 0), normed(one, weights).reshape((1, 1, WORDS)))
         return seen
 
-    def dealt(folds):
-        """X for each of TOGETHER rows of W, in tiles of WIDTH columns: each warp has those of its rows. Of the rows of X `folds` take turns.
-
-        Through memory, by indices: a change of layout would take shared memory from the ring of weights.
-        """
-        rows = (ct.arange(TOGETHER, dtype=ct.int32) & (folds - 1)).reshape((TOGETHER, 1))
+    def dealt(fold):
+        """A row of X in tiles of WIDTH columns, for all rows of a piece."""
         x: tuple = ()
         for i in ct.static_iter(range(WORDS // WIDTH)):
-            columns = (i * WIDTH + ct.arange(WIDTH, dtype=ct.int32)).reshape((1, WIDTH))
-            x = (*x, ct.gather(X, (block, rows, columns), check_bounds=False))
+            x = (*x, _load(X, (block, fold, i), (1, 1, WIDTH)).reshape((1, WIDTH)))
         return x
 
     def turned(first, second, cos, sin):
@@ -219,8 +225,9 @@ def mega_stream_kernel(
             ahead = fetched(0)
         cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
         ROWS = HEADS.shape[1]
-        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
-        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
+        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1, 1))
+        shape = (1, ROWS, HEAD_WORDS // QKV_WORDS, QKV_WORDS)
+        heads = words(HEADS, (at, 0, 0, 0), shape, number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
         first = planes_of(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
         second = planes_of(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
         rotated = turned(first, second, cos, sin)
@@ -279,7 +286,7 @@ def mega_stream_kernel(
             found: tuple = ()
             for n in ct.static_iter(range(PACKED)):
                 found = (*found, result[n] * (1.0 / denominator))
-            say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
+            say(ATTENDED, (layer, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
         else:
             each = ct.zeros((group, HEAD_WORDS), ct.float32)
             planes = (*result, above + each, denominator + each)
@@ -303,54 +310,57 @@ def mega_stream_kernel(
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             found = (*found, ct.sum(planes[n] * factors, axis=1))
-        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
+        say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
-    def product(tile, x):
-        """Sums of rows of W times x: [R]. A row is one warp's, so that only its lanes join their sums.
+    def product(tile, folds):
+        """Sums of rows of W times x: PIECES tiles [T], of the rows that each warp has. Of the rows of X, `folds` take turns, piece by piece.
 
-        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches, and lets its producer
-        run on to the next tile only if no store stands in it. Nor may it know how long the loop is, or it unrolls it: `pieces` is no constant.
+        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
+        and lets its producer run on to the next tile only if no store stands in it. Nor may it know how long the loop is, or it unrolls it: `pieces`
+        is no constant. Where all pieces have the same row of X, that is read once.
         """
         sums: tuple = ()
-        for _ in ct.static_iter(range(R // TOGETHER)):
-            sums = (*sums, ct.zeros((TOGETHER, WIDTH), ct.float32))
-        for piece in range(pieces):
-            w = ct.load(W, (0, tile * pieces + piece, 0), (WORDS // WIDTH, TOGETHER, WIDTH), check_bounds=False, latency=LATENCY)
-            total = ct.zeros((TOGETHER, WIDTH), ct.float32)
-            for i in ct.static_iter(range(WORDS // WIDTH)):
-                ws, xs = planes_of(ct.extract(w, (i, 0, 0), (1, TOGETHER, WIDTH)).reshape((TOGETHER, WIDTH)), dtype), planes_of(x[i], dtype)
-                for n in ct.static_iter(range(PACKED)):
-                    total = total + ws[n] * xs[n]
-            rest: tuple = ()
-            for i in ct.static_iter(range(1, R // TOGETHER)):
-                rest = (*rest, sums[i])
-            sums = (*rest, total)
+        for _ in ct.static_iter(range(PIECES)):
+            sums = (*sums, ct.zeros((T, WIDTH), ct.float32))
+        turns, each = 1, pieces
+        if folds > 1:
+            turns, each = pieces, 1
+        for turn in range(turns):
+            x = dealt(turn & (folds - 1))
+            for piece in range(each):
+                w = ct.load(W, (0, tile, turn + piece, 0), (WORDS // WIDTH, T, 1, WIDTH), check_bounds=False, latency=LATENCY)
+                total = ct.zeros((T, WIDTH), ct.float32)
+                for i in ct.static_iter(range(WORDS // WIDTH)):
+                    ws, xs = planes_of(ct.extract(w, (i, 0, 0, 0), (1, T, 1, WIDTH)).reshape((T, WIDTH)), dtype), planes_of(x[i], dtype)
+                    for n in ct.static_iter(range(PACKED)):
+                        total = total + ws[n] * xs[n]
+                rest: tuple = ()
+                for i in ct.static_iter(range(1, PIECES)):
+                    rest = (*rest, sums[i])
+                sums = (*rest, total)
         ys: tuple = ()
-        for i in ct.static_iter(range(R // TOGETHER)):
+        for i in ct.static_iter(range(PIECES)):
             ys = (*ys, ct.sum(sums[i], axis=1))
-        for _ in ct.static_iter(range(HALVINGS)):
-            joined: tuple = ()
-            for i in ct.static_iter(range(len(ys) // 2)):
-                joined = (*joined, ct.cat((ys[2 * i], ys[2 * i + 1]), axis=0))
-            ys = joined
-        return ys[0]
+        return ys
 
-    def written(row, i, N, seen):
-        """N words of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
-        return look(STREAM, (row + min(seen, 0), i), (1, N)).astype(ct.int32)
+    def there(array, row, unit, COUNT, seen):
+        """A warp's values of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
+        found: tuple = ()
+        for i in ct.static_iter(range(COUNT)):
+            found = (*found, ct.bitcast(look(array, (row + min(seen, 0), unit, i), (1, T, 1)).astype(ct.int32).reshape((T,)), ct.float32))
+        return found
 
-    def added(y, N, old):
-        """Words of y [N] on top of the stream's old words, [1, N / PACKED]."""
-        planes, olds = apart(y, N, dtype), planes_of(old, dtype)
+    def packed(values, first):
+        """Words of PACKED neighbours, from `first` on."""
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
-            found = (*found, planes[i] + olds[i])
+            found = (*found, values[first + i])
         return bits_of(found, dtype)
 
     token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
-    best, column = empty_best((1, 1))
+    best, column = empty_best((T,))
     turns = ct.cdiv(end - block, BLOCKS)
     for turn in range(tokens * turns):
         number = epoch + turn // turns + 1
@@ -387,46 +397,56 @@ def mega_stream_kernel(
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
             seen = prepare(kind, layer, token, number)
-        folds = 1
+        folds, from_out, from_down = 1, 0, 0
         if kind == DOWN:
-            folds = FOLD
-        y = product(tile, dealt(folds))
+            folds, from_down = FOLD, unit
+        if kind == OUT:
+            from_out = unit
+        # What is added to, on its way while the weights are multiplied; of other phases some tile that is there.
+        ours = there(BY_DOWN, 2 * min(layer, LAYERS - 1), from_down, DOWN_VALUES, seen)
+        before_out = there(BY_OUT, max(2 * layer - 1, 0), from_out, PIECES, seen)
+        ys = product(tile, folds)
         if kind != NOTHING:
             if kind == DOWN:
-                SOME = R // FOLD
-                old = written(STREAM_ROWS * layer + MIDDLE, unit, SOME // PACKED, seen)
-                y = ct.sum(y.reshape((SOME, FOLD)), axis=1)
-                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(y, SOME, old), (1, SOME // PACKED), number)
+                for i in ct.static_iter(range(DOWN_VALUES)):
+                    y = ours[i]
+                    for n in ct.static_iter(range(FOLD)):
+                        y = y + ys[i * FOLD + n]
+                    say_fp32(BY_DOWN, (2 * layer + 1, unit, i), rounded(y, dtype), (1, T, 1), number)
+            elif kind == QKV:
+                PER_HEAD = head_dim // R
+                head, part = unit // PER_HEAD, unit % PER_HEAD
+                at, row = head // group, head % group
+                if head >= Q_HEADS:
+                    at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
+                for i in ct.static_iter(range(QKV_WORDS)):
+                    say(HEADS, (layer * KV_HEADS + at, row, part, i), packed(ys, i * PACKED), (1, 1, T, 1), number)
+            elif kind == OUT:
+                for i in ct.static_iter(range(QKV_WORDS)):
+                    embedded = planes_of(_load(EMBEDDING, (token, unit, i), (1, T, 1)).reshape((T,)), dtype)
+                    for n in ct.static_iter(range(PACKED)):
+                        old = before_out[i * PACKED + n]
+                        if layer == 0:
+                            old = embedded[n]
+                        say_fp32(BY_OUT, (2 * layer, unit, i * PACKED + n), rounded(ys[i * PACKED + n] + old, dtype), (1, T, 1), number)
+            elif kind == GATE_UP:
+                active: tuple = ()
+                for i in ct.static_iter(range(PIECES // 2)):
+                    active = (*active, gated(ys[2 * i], ys[2 * i + 1], False))
+                A_ROW = 2 * HIDDEN // R
+                for i in ct.static_iter(range(ACTIVE_WORDS)):
+                    say(ACTIVE, (layer * FOLD + unit // A_ROW, unit % A_ROW, i), packed(active, i * PACKED), (1, T, 1), number)
             else:
-                if kind == QKV:
-                    PER_HEAD = head_dim // R
-                    head, part = unit // PER_HEAD, unit % PER_HEAD
-                    at, row = head // group, head % group
-                    if head >= Q_HEADS:
-                        at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
-                    say(HEADS, (layer * KV_HEADS + at, row, part), bits_of(apart(y, R, dtype), dtype), (1, 1, R // PACKED), number)
-                elif kind == OUT:
-                    if layer == 0:
-                        old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
-                    else:
-                        old = written(STREAM_ROWS * (layer - 1) + AFTER, unit, R // PACKED, seen)
-                    say(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), added(y, R, old), (1, R // PACKED), number)
-                elif kind == GATE_UP:
-                    HALF_ROWS = R // 2
-                    y = silu_mul_of_pairs(y.reshape((1, R))).reshape((HALF_ROWS,))
-                    at = (STREAM_ROWS * layer + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
-                    say(STREAM, at, bits_of(apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
-                else:
-                    row = y.astype(dtype).reshape((1, R))
-                    ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
-                    # Found in each tile: kept apart by column, to the end of the head, it would take R registers of every thread.
-                    top, where = first_best(row.astype(ct.float32), unit * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
-                    best, column = take_better(best, column, top, where)
+                for i in ct.static_iter(range(PIECES)):
+                    y = ys[i].astype(dtype)
+                    ct.store(LOGITS, (unit, i), y.reshape((T, 1)), check_bounds=False, allow_tma=False)
+                    best, column = take_better(best, column, y.astype(ct.float32), unit * R + ct.arange(T, dtype=ct.int32) * PIECES + i)
         if turn % turns == turns - 1:
             before = -1
             if choices > 0:
-                say_fp32(BEST, (0, block), best, (1, 1), number)
-                say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
+                top, where = first_best(best.reshape((1, T)), column.reshape((1, T)))
+                say_fp32(BEST, (0, block), top, (1, 1), number)
+                say(BEST, (1, block), where.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
                     both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside, True)[0]
@@ -438,7 +458,7 @@ def mega_stream_kernel(
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-                best, column = empty_best((1, 1))
+                best, column = empty_best((T,))
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))

@@ -12,14 +12,13 @@ from .program import MATRICES, Dims, Kind, Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each, a multiple of piece: those that are loaded at once, one for each warp.
+    """rows: of a tile of weights, `hidden` elements each; so many warps' worth of neighbours (`StreamSchedule.pieces`).
 
     splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
     that are on their way at once. latency: hint for the loads of weights.
     """
 
-    rows: int = 16
-    piece: int = 8
+    rows: int = 32
     splits: int = 32
     span: int = 128
     tile_kv: int = 32
@@ -41,10 +40,9 @@ class StreamSchedule:
         """Rows of `hidden` elements in a row of `down`."""
         return self.dims.inter // self.dims.hidden
 
-    @property
-    def together(self) -> int:
-        """Rows of a piece: with all rows of the stream in a row of `down`."""
-        return min(self.config.rows, max(self.fold, self.config.piece))
+    def pieces(self, packed: int) -> int:
+        """Neighbouring rows of a tile that one warp has: a gate and its factor for each value of a word, and all rows of the stream in a row of `down`."""
+        return max(self.fold, 2 * packed)
 
     @property
     def splits(self) -> int:
@@ -134,7 +132,7 @@ def default_stream_config(device: Device) -> StreamConfig:
     if device.is_cpu:
         return StreamConfig(num_worker_warps=None)
     if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=8, piece=4, tile_kv=16, ahead=2)
-    if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
         return StreamConfig(rows=16, tile_kv=16, ahead=2)
+    if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
+        return StreamConfig(tile_kv=16, ahead=2)
     return StreamConfig()

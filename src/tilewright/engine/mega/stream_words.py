@@ -57,3 +57,13 @@ def apart(y, N, dtype):
         return (y.reshape((1, N)),)
     pairs = y.reshape((N // 2, 2))
     return ct.extract(pairs, (0, 0), (N // 2, 1)).reshape((1, N // 2)), ct.extract(pairs, (0, 1), (N // 2, 1)).reshape((1, N // 2))
+
+
+def values_of(words, PACKED):
+    """Planes of PACKED neighbours [1, N / PACKED] of words [1, N] that hold one value in fp32 each."""
+    values = ct.bitcast(words, ct.float32)
+    if PACKED == 1:
+        return (values,)
+    N = words.shape[1]
+    pairs = values.reshape((N // 2, 2))
+    return ct.extract(pairs, (0, 0), (N // 2, 1)).reshape((1, N // 2)), ct.extract(pairs, (0, 1), (N // 2, 1)).reshape((1, N // 2))
