@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import cuda.tile as ct
 import torch
 from torch import Tensor
 
@@ -221,7 +220,7 @@ class StreamMega:
             tiles if complete else tiles + blocks,
             attentions,
             int(chooses),
-            pieces,
+            1,
         )
 
     @property

@@ -102,7 +102,7 @@ def mega_stream_kernel(
     is 8 * layer + number of the phase whose words are missing. LOGITS [vocab / PIECES, PIECES]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as
     `mega_kernel`.
     COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which
-    gives every block another turn, for attention behind its last tile. pieces: PIECES. choices: 1 to choose tokens. scale: of scores, times log2(e).
+    gives every block another turn, for attention behind its last tile. pieces: 1. choices: 1 to choose tokens. scale: of scores, times log2(e).
     Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their
     way at once. SLICES of a key head's result are merged by as many blocks.
     """
@@ -312,36 +312,24 @@ def mega_stream_kernel(
             found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
-    def product(tile, folds):
-        """Sums of rows of W times x: PIECES tiles [T], of the rows that each warp has. Of the rows of X, `folds` take turns, piece by piece.
+    def product(tile, first, x, sums):
+        """Sums of rows of W times x, those of the last PIECES pieces: [T, WIDTH] of each. Of the tile, `pieces` pieces from `first` on.
 
         The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
-        and lets its producer run on to the next tile only if no store stands in it. Nor may it know how long the loop is, or it unrolls it: `pieces`
-        is no constant. Where all pieces have the same row of X, that is read once.
+        and lets its producer run on only if no store stands in it. Nor may it know how long the loop is, or it is none: `pieces` is no constant.
         """
-        sums: tuple = ()
-        for _ in ct.static_iter(range(PIECES)):
-            sums = (*sums, ct.zeros((T, WIDTH), ct.float32))
-        turns, each = 1, pieces
-        if folds > 1:
-            turns, each = pieces, 1
-        for turn in range(turns):
-            x = dealt(turn & (folds - 1))
-            for piece in range(each):
-                w = ct.load(W, (0, tile, turn + piece, 0), (WORDS // WIDTH, T, 1, WIDTH), check_bounds=False, latency=LATENCY)
-                total = ct.zeros((T, WIDTH), ct.float32)
-                for i in ct.static_iter(range(WORDS // WIDTH)):
-                    ws, xs = planes_of(ct.extract(w, (i, 0, 0, 0), (1, T, 1, WIDTH)).reshape((T, WIDTH)), dtype), planes_of(x[i], dtype)
-                    for n in ct.static_iter(range(PACKED)):
-                        total = total + ws[n] * xs[n]
-                rest: tuple = ()
-                for i in ct.static_iter(range(1, PIECES)):
-                    rest = (*rest, sums[i])
-                sums = (*rest, total)
-        ys: tuple = ()
-        for i in ct.static_iter(range(PIECES)):
-            ys = (*ys, ct.sum(sums[i], axis=1))
-        return ys
+        for piece in range(pieces):
+            w = ct.load(W, (0, tile, first + piece, 0), (WORDS // WIDTH, T, 1, WIDTH), check_bounds=False, latency=LATENCY)
+            total = ct.zeros((T, WIDTH), ct.float32)
+            for i in ct.static_iter(range(WORDS // WIDTH)):
+                ws, xs = planes_of(ct.extract(w, (i, 0, 0, 0), (1, T, 1, WIDTH)).reshape((T, WIDTH)), dtype), planes_of(x[i], dtype)
+                for n in ct.static_iter(range(PACKED)):
+                    total = total + ws[n] * xs[n]
+            rest: tuple = ()
+            for i in ct.static_iter(range(1, PIECES)):
+                rest = (*rest, sums[i])
+            sums = (*rest, total)
+        return sums
 
     def there(array, row, unit, COUNT, seen):
         """A warp's values of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
@@ -362,7 +350,11 @@ def mega_stream_kernel(
     before, seen = -1, 0
     best, column = empty_best((T,))
     turns = ct.cdiv(end - block, BLOCKS)
-    for turn in range(tokens * turns):
+    sums: tuple = ()
+    for _ in ct.static_iter(range(PIECES)):
+        sums = (*sums, ct.zeros((T, WIDTH), ct.float32))
+    for step in range(tokens * turns * PIECES):
+        turn, piece = step // PIECES, step % PIECES
         number = epoch + turn // turns + 1
         position = start + number - 1
         g = block + turn % turns * BLOCKS
@@ -397,16 +389,19 @@ def mega_stream_kernel(
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
             seen = prepare(kind, layer, token, number)
-        folds, from_out, from_down = 1, 0, 0
+        fold, from_out, from_down = 0, 0, 0
         if kind == DOWN:
-            folds, from_down = FOLD, unit
+            fold, from_down = piece & (FOLD - 1), unit
         if kind == OUT:
             from_out = unit
         # What is added to, on its way while the weights are multiplied; of other phases some tile that is there.
         ours = there(BY_DOWN, 2 * min(layer, LAYERS - 1), from_down, DOWN_VALUES, seen)
         before_out = there(BY_OUT, max(2 * layer - 1, 0), from_out, PIECES, seen)
-        ys = product(tile, folds)
-        if kind != NOTHING:
+        sums = product(tile, piece, dealt(fold), sums)
+        if (kind != NOTHING) & (piece == PIECES - 1):
+            ys: tuple = ()
+            for i in ct.static_iter(range(PIECES)):
+                ys = (*ys, ct.sum(sums[i], axis=1))
             if kind == DOWN:
                 for i in ct.static_iter(range(DOWN_VALUES)):
                     y = ours[i]
@@ -441,7 +436,7 @@ def mega_stream_kernel(
                     y = ys[i].astype(dtype)
                     ct.store(LOGITS, (unit, i), y.reshape((T, 1)), check_bounds=False, allow_tma=False)
                     best, column = take_better(best, column, y.astype(ct.float32), unit * R + ct.arange(T, dtype=ct.int32) * PIECES + i)
-        if turn % turns == turns - 1:
+        if (turn % turns == turns - 1) & (piece == PIECES - 1):
             before = -1
             if choices > 0:
                 top, where = first_best(best.reshape((1, T)), column.reshape((1, T)))

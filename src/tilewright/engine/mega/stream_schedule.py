@@ -21,8 +21,8 @@ class StreamConfig:
     rows: int = 32
     splits: int = 32
     span: int = 128
-    tile_kv: int = 32
-    ahead: int = 3
+    tile_kv: int = 16
+    ahead: int = 6
     latency: int = 10
     num_worker_warps: int | None = 8
 
