@@ -41,7 +41,7 @@ class StreamSchedule:
         return self.dims.inter // self.dims.hidden
 
     def pieces(self, packed: int) -> int:
-        """Neighbouring rows of a tile that one warp has: a gate and its factor for each value of a word, and all rows of the stream in a row of `down`."""
+        """Neighbouring rows of a tile that one warp has: a gate and its factor for each value of a word, all rows of the stream in one of `down`."""
         return max(self.fold, 2 * packed)
 
     @property
