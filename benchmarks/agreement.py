@@ -9,13 +9,11 @@ Exits with 1 if answers part at a token that is no tie.
 
 import argparse
 import copy
-import datetime
-import json
 from pathlib import Path
 
 import torch
 
-from tilewright.bench.report import command, versions
+from tilewright.bench.report import tell
 from tilewright.engine import Engine
 from tilewright.engine.engine import Mode
 from tilewright.models import demo_gguf, load
@@ -80,14 +78,8 @@ def main() -> int:
         "equal": len(prompts) - len(parted),
         "prompts": len(prompts),
         "parted": parted,
-        "versions": versions(),
-        "date": datetime.date.today().isoformat(),
-        "command": command(),
     }
-    print(json.dumps(row), flush=True)
-    if given.json:
-        with given.json.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    tell(row, given.json)
     return int(not all(found["tie"] for found in parted))
 
 

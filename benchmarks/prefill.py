@@ -9,8 +9,6 @@ The distance is the Kullback-Leibler divergence of that token's distribution fro
 
 import argparse
 import dataclasses
-import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright.bench.meter import meter_of
-from tilewright.bench.report import command, versions
+from tilewright.bench.report import tell
 from tilewright.engine import Engine
 from tilewright.engine.command import divergence, in_float32, prompts_of
 from tilewright.engine.measure import profiled
@@ -84,15 +82,9 @@ def main() -> int:
         "peer_time_us": {name: round(times[name] * 1e6, 1) for name in ways if name != "tilewright"},
         "kl": {name: float(divergence(truth, found).max()) for name, found in logits.items()},
         "kernels": {name: [dataclasses.asdict(k) for k in found[:12]] for name, found in kernels.items()},
-        "versions": versions(),
         "clocks": said[0],
-        "date": datetime.date.today().isoformat(),
-        "command": command(),
     }
-    print(json.dumps(row), flush=True)
-    if given.json:
-        with given.json.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    tell(row, given.json)
     return 0
 
 

@@ -7,9 +7,7 @@ One JSON object a way. Tokens per second are new tokens over the whole time, pro
 """
 
 import argparse
-import datetime
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright import patch
-from tilewright.bench.report import command, versions
+from tilewright.bench.report import tell
 from tilewright.engine import Engine
 from tilewright.launch import Device
 from tilewright.models import DTYPES, load
@@ -101,11 +99,7 @@ def main() -> int:
         same = sum(a == b for x, y in zip(first, tokens, strict=True) for a, b in zip(x, y, strict=True))
         row |= {"equal_tokens": round(same / (given.users * given.max_new_tokens), 4), "op": "serve", "case": case, "dtype": given.dtype}
         row |= {"gpu": Device.of(next(model.parameters())).name, "page_size": given.page_size}
-        row |= {"versions": versions(), "date": datetime.date.today().isoformat(), "command": command()}
-        print(json.dumps(row), flush=True)
-        if given.json:
-            with given.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        tell(row, given.json)
         gc.collect()
         torch.cuda.empty_cache()
     return 0

@@ -6,7 +6,6 @@ Counted are fusing the weights, compiling, capturing the graph, the prompt and t
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilewright.bench.report import command, versions
+from tilewright.bench.report import tell
 from tilewright.engine import Engine
 from tilewright.engine.command import prompts_of
 from tilewright.launch import Device
@@ -56,12 +55,7 @@ def main() -> int:
             env = os.environ | {"CUDA_TILE_CACHE_DIR": folder}
             done = subprocess.run(same, env=env, stdout=subprocess.PIPE, text=True, check=True)
             case = f"{Path(given.model).name} batch={given.batch} prompt={given.prompt_tokens} cache={cache}"
-            row = {"op": "start", "case": case, "dtype": "bfloat16", **json.loads(done.stdout.splitlines()[-1])}
-            row |= {"versions": versions(), "date": datetime.date.today().isoformat(), "command": command()}
-            print(json.dumps(row), flush=True)
-            if given.json:
-                with given.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            tell({"op": "start", "case": case, "dtype": "bfloat16", **json.loads(done.stdout.splitlines()[-1])}, given.json)
     return 0
 
 

@@ -283,6 +283,21 @@ def test_biases_are_read_one_by_one(which):
     assert re.search(r"\bLDG\.E\.U16", disassembled(Job.of(launches[0], "sm_90").build()))  # ids and weights of the choices are 32 bits wide
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 6, 64, 2048, 1408, BF16, shared=2),
+        Problem(1, 8, 128, 2048, 768, BF16),
+        Problem(1, 4, 32, 2880, 2880, BF16, bias=True, alpha=1.702, limit=7.0, up_offset=1.0),
+    ],
+    ids=["DeepSeek-V2-Lite", "Qwen3-30B-A3B", "gpt-oss-20b"],
+)
+def test_one_token_of_known_models_does_not_spill(problem):
+    with traced(H200) as launches:
+        run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[0])
+    assert not [launch.plan.name for launch in launches if Job.of(launch, "sm_90").run().resources.spills]
+
+
 @pytest.mark.parametrize("ids", [[1, 9, 3], [-1, 7, 9], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("shared", [0, 2])
 def test_blocks_that_walk_add_nothing_for_other_ranks(ids, shared):

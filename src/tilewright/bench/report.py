@@ -168,6 +168,14 @@ def append_jsonl(path: Path, row: str) -> None:
         file.write(row + "\n")
 
 
+def tell(row: dict[str, Any], file: Path | None) -> None:
+    """Prints what a script found as a JSON object, with what it ran on, and appends it to `file` if there is one."""
+    line = json.dumps(row | {"versions": versions(), "date": datetime.date.today().isoformat(), "command": command()})
+    print(line, flush=True)
+    if file:
+        append_jsonl(file, line)
+
+
 @cache
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}

@@ -25,7 +25,8 @@ from .parallel import Group
 from .program import Call, Emit, Frame
 from .weights import Matrix
 
-# Rows up to which rms_norm_matmul takes the place of a norm and a product. Its tensor-core form, for 3 and more, is not timed yet.
+# Rows up to which rms_norm_matmul takes the place of a norm and a product. Its tensor-core form, for 3 and more, loses: Qwen2-7B at batch 16
+# takes 4.44 ms a step with it and 4.20 without (H200).
 MOST_FUSED_ROWS = 1
 
 

@@ -24,7 +24,7 @@ class Plan:
     workspace: (shape, dtype) of each scratch tensor the op passes to this launch and to `then`.
     then: the launch that follows in the same stream (a merge of partial results).
     early: its blocks may be placed while those of the launch before still run; its kernel begins with `overlap_previous`. Not for blocks that
-        walk over tiles: the first free SMs would get more of them than others, and keep them.
+        walk over tiles, unless each fills an SM: the first free SMs would get more of them than others, and keep them.
     """
 
     kernel: Any

@@ -24,18 +24,20 @@ def launch(plan: Plan, *args) -> None:
             watch(plan, args)
     if device.type == "cuda":
         index = device.index
-        early = plan.early and _launches_early(index)
         if index == torch._C._cuda_getDevice():
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            ct.launch(stream, plan.grid, plan.hinted_kernel, args + plan.constants, programmatic_dependent_launch=early)
+            _enqueue(plan, args, index)
         else:
             with torch.cuda.device(index):
-                stream = torch._C._cuda_getCurrentRawStream(index)
-                ct.launch(stream, plan.grid, plan.hinted_kernel, args + plan.constants, programmatic_dependent_launch=early)
+                _enqueue(plan, args, index)
     elif device.type == "cpu":
         from ..interpret import interpret  # numpy code generation: loaded by the first CPU launch, not by the import
 
         interpret(plan.grid, plan.hinted_kernel, args + plan.constants)
+
+
+def _enqueue(plan: Plan, args: tuple, index: int) -> None:
+    stream, early = torch._C._cuda_getCurrentRawStream(index), plan.early and _launches_early(index)
+    ct.launch(stream, plan.grid, plan.hinted_kernel, args + plan.constants, programmatic_dependent_launch=early)
 
 
 @cache

@@ -174,14 +174,14 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
     if c.gathered:
         gathered = (c.tile_m, c.tile_n, c.tile_k, c.group, split_tiles > 0, p.bias, c.latency)
         return Plan(matmul_gathered_kernel, (blocks,), gathered, workspace=workspace, then=reduce, **hints)
-    hints["early"] = early(p.m, c.persistent)
+    begins_early = early(p.m, c.persistent)
     if p.fused:
         # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21, notes/LOG.md).
         unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
         even = (unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
         shape = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0)
         epilogue = (int(p.scaling), p.fast_acc, *even, p.bias, p.residual, p.silu_mul, p.out_scale)
-        return Plan(matmul_fused_kernel, (blocks,), (*shape, *epilogue, c.latency), workspace=workspace, then=reduce, **hints)
+        return Plan(matmul_fused_kernel, (blocks,), (*shape, *epilogue, c.latency), workspace=workspace, then=reduce, early=begins_early, **hints)
     how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, c.whole(p), p.bias, p.tf32, c.latency)
     return Plan(
         matmul_kernel,
@@ -189,5 +189,6 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         (c.tile_m, c.tile_n, c.tile_k, c.group, *how),
         workspace=workspace,
         then=reduce,
+        early=begins_early,
         **hints,
     )

@@ -23,11 +23,15 @@ def _scales(scale_w, expert, part, tile_n, step, TILE_N, TILE_K, SCALING):
     return ct.load(scale_w, where, (1, 1, 1, TILE_K // GROUP), padding_mode=ZERO, allow_tma=False).reshape((TILE_K // GROUP,))
 
 
-def _known(ids, w, TOP_K, TILE_P):
-    """One of the token's experts that this rank has, or -1: read again, from L2, times zero, in place of another rank's."""
+def _own_choices(ids, w, TOP_K, TILE_P):
+    """Places of the token's choices [TILE_P], the expert of each or -1 if this rank has it not, and the largest of these.
+
+    That one is read again, from L2, times zero, in place of another rank's.
+    """
     index = ct.arange(TILE_P, dtype=ct.int32)
     chosen = ct.gather(ids, index, padding_value=-1)
-    return ct.max(ct.where((index < TOP_K) & (chosen < w.shape[0]), chosen, -1))
+    own = ct.where((index < TOP_K) & (chosen >= 0) & (chosen < w.shape[0]), chosen, -1).astype(ct.int32)
+    return index, own, ct.max(own)
 
 
 @ct.kernel
@@ -105,7 +109,7 @@ def moe_one_up_kernel(
     if PERSISTENT:
         tiles = ct.cdiv(h.shape[1], TILE_N)
         own_tiles = TOP_K * tiles
-        instead = ct.maximum(_known(ids, w, TOP_K, TILE_P), 0)
+        instead = ct.maximum(_own_choices(ids, w, TOP_K, TILE_P)[2], 0)
         for unit in range(ct.bid(0), own_tiles, ct.num_blocks(0)):
             slot = unit // tiles
             tile_n = unit - slot * tiles
@@ -157,17 +161,14 @@ def moe_one_down_kernel(
     overlap_previous()
     tile_n = ct.bid(0)
     steps = ct.cdiv(h.shape[1], TILE_K)
-    index = ct.arange(TILE_P, dtype=ct.int32)
-    chosen = ct.gather(ids, index, padding_value=-1)
-    instead = _known(ids, w, TOP_K, TILE_P)
+    index, chosen, instead = _own_choices(ids, w, TOP_K, TILE_P)
     acc = ct.zeros((TILE_N, TILE_K), ct.float32)
     biases = ct.zeros((TILE_N,), ct.float32)
     if ADD_BIAS:  # fetched before the weights are waited for
-        known = (index < TOP_K) & (chosen >= 0) & (chosen < w.shape[0])
-        row = ct.where(known, chosen, -1).astype(ct.int32).reshape((TILE_P, 1))
+        row = chosen.reshape((TILE_P, 1))
         column = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)).reshape((1, TILE_N))
         each = ct.gather(bias, (row, 0, column, 0), padding_value=0).astype(ct.float32)
-        share = ct.where(known, ct.gather(weights, (0, index), padding_value=0), 0.0)
+        share = ct.where(chosen >= 0, ct.gather(weights, (0, index), padding_value=0), 0.0)
         biases = ct.sum(share.reshape((TILE_P, 1)) * each, axis=0)
     units = TOP_K * steps
 
