@@ -11,10 +11,9 @@ from .pack import LARGEST, Weights
 from .program import MATRICES, Dims, Kind, Phase, value_name
 from .run import Clocks, Mega, resident_blocks
 from .schedule import Config
-from .stream_kernel import mega_stream_kernel
+from .stream_kernel import LANES, mega_stream_kernel
 from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
-WIDTH = 128  # words of a row of weights that a warp reads at once: one 16-byte load of each lane
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
 
 
@@ -31,9 +30,12 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
         return "inter is no power of two times hidden"
     if not power(dims.group) or not power(dims.kv_heads):
         return "query heads of a key head, or key heads, are no power of two"
-    fold = dims.inter // dims.hidden
-    if config.rows % max(fold, 2 * packed) or dims.head_dim % config.rows:
-        return f"{config.rows} rows are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
+    fold, rows = dims.inter // dims.hidden, config.rows
+    if config.strips % fold or (dims.hidden // packed * fold) % config.strips:
+        return f"{config.strips} strips do not divide {fold} rows of the stream, a row of `down`"
+    width = strip_width(dims, packed, config)
+    if rows % (2 * packed) or rows % (fold * packed) or dims.head_dim % rows or rows > width:
+        return f"{rows} rows are no multiple of the neighbours in a word, do not divide head_dim, or are more than {width}, a strip's words"
     threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
     if min(dims.hidden // packed, next_pow2(dims.group + 2) * head_words, dims.group * head_words * (packed + 2)) < threads:
         return f"words that are waited for together are fewer than {threads} threads: see `words` in the kernel"
@@ -45,6 +47,11 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     return ""
 
 
+def strip_width(dims: Dims, packed: int, config: StreamConfig) -> int:
+    """Words of a strip that are read at once."""
+    return min(LANES, dims.hidden // packed * (dims.inter // dims.hidden) // config.strips)
+
+
 @dataclass(frozen=True, slots=True)
 class Words:
     """What the phases say, flat; `args` has it as `mega_stream_kernel` does."""
@@ -54,7 +61,6 @@ class Words:
     attended: Tensor
     active: Tensor
     stream: Tensor
-    x: Tensor
     logits: Tensor
     best: Tensor
 
@@ -70,26 +76,28 @@ class Words:
             heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
             parts=words(d.layers * d.kv_heads, next_pow2(packed + 2), splits, d.group * head_words),
             attended=words(d.layers, d.hidden // packed),
-            active=words(d.layers * schedule.fold, d.hidden // packed),
-            stream=words(2 * d.layers, d.hidden),
-            x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
+            active=words(d.layers, d.inter // packed),
+            stream=words(2 * d.layers, d.hidden // packed),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
             best=words(2, schedule.tile_best),
         )
 
     def args(self, schedule: StreamSchedule) -> tuple[Tensor, ...]:
-        """With an axis for the neighbours that a warp has."""
-        packed = packed_in(self.logits.dtype)
-        pieces = schedule.pieces(packed)
+        """As they are read, and as tiles write them."""
+        packed, c = packed_in(self.logits.dtype), schedule.config
+        said = c.rows // packed
+        width = strip_width(schedule.dims, packed, c)
         return (
-            self.heads.unflatten(2, (-1, pieces // packed)),
+            self.heads,
+            self.heads.unflatten(2, (-1, said)),
             self.parts,
             self.attended,
-            self.active.unflatten(1, (-1, pieces // packed // 2)),
-            self.stream.unflatten(1, (-1, pieces)),
-            self.stream.unflatten(1, (-1, pieces // schedule.fold)),
-            self.x,
-            self.logits.view(-1, pieces),
+            self.active.view(len(self.active), c.strips, -1, width),
+            self.active.unflatten(1, (-1, said // 2)),
+            self.stream,
+            self.stream.unflatten(1, (-1, said)),
+            self.stream.unflatten(1, (-1, said // schedule.fold)),
+            self.logits.view(-1, c.rows),
             self.best,
         )
 
@@ -100,7 +108,7 @@ class Words:
     def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
         """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
         d, found = schedule.dims, dict[str, Tensor]()
-        stream = self.stream.to(torch.int32).view(torch.float32).to(self.logits.dtype)
+        stream = self.stream.to(torch.int32).view(self.logits.dtype)
         for phase in program:
             i = min(phase.layer, d.layers - 1)
             if phase.kind is Kind.QKV:
@@ -112,7 +120,7 @@ class Words:
             elif phase.kind is Kind.OUT:
                 found[phase.writes] = stream[2 * i]
             elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.plain(self.active.view(d.layers, -1)[i])
+                found[phase.writes] = self.plain(self.active[i])
             elif phase.kind is Kind.DOWN:
                 found[phase.writes] = stream[2 * i + 1]
             elif phase.kind is Kind.HEAD:
@@ -136,7 +144,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         d.head_dim // 2,
         schedule.fold,
         c.rows,
-        schedule.pieces(packed_in(dtype)),
+        c.strips,
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
@@ -147,7 +155,6 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.tile_kv,
         c.ahead,
         packed_in(dtype),
-        c.latency,
         spin_limit,
     )
     return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
@@ -198,8 +205,7 @@ class StreamMega:
         self._plan = plan(schedule, weights.bases, dtype, spin_limit)
         tiles, attentions, chooses = schedule.extent(program)
         packed = packed_in(dtype)
-        pieces, words = schedule.pieces(packed), weights.dims.hidden // packed
-        width = min(WIDTH, words)
+        strip = weights.dims.inter // packed // config.strips
         # Every block has a tile of the head behind its last attention; without the head it gets a turn for that.
         complete = program[-1].kind >= Kind.HEAD and schedule.counts[4] >= blocks
         self._args = (
@@ -209,8 +215,9 @@ class StreamMega:
             clocks.counters,
             clocks.recent,
             clocks.clock,
-            as_words(weights.whole).view(-1, pieces, words // width, width).permute(2, 0, 1, 3),
-            as_words(weights.embedding).unflatten(1, (-1, pieces // packed)),
+            as_words(weights.whole).view(-1, strip),
+            as_words(weights.embedding),
+            as_words(weights.embedding).unflatten(1, (-1, config.rows // packed)),
             as_words(weights.norms),
             weights.cos,
             weights.sin,
@@ -220,7 +227,6 @@ class StreamMega:
             tiles if complete else tiles + blocks,
             attentions,
             int(chooses),
-            1,
         )
 
     @property

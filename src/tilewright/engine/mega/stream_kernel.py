@@ -18,11 +18,12 @@ import cuda.tile as ct
 from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from ...ops.tiles import gated
-from .arrays import Matrix, Stack, Stacks, Vector, store_inside
+from .arrays import Matrix, Stack, Stacks, Vector
 from .spin import give_up, looks_so_far
-from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32, values_of
+from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32
 
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
+LANES = 128  # words of a strip that a warp reads at once: one 16-byte load of each lane
 
 
 def _load(array, index, shape):
@@ -38,27 +39,29 @@ def mega_stream_kernel(
     COUNTERS: Matrix,
     RECENT: Matrix,
     CLOCK: Vector,
-    W: Stacks,
-    EMBEDDING: Stack,
+    W: Matrix,
+    EMBEDDING: Matrix,
+    EMBEDDED: Stack,
     NORMS: Matrix,
     COS: Matrix,
     SIN: Matrix,
     K: Stacks,
     V: Stacks,
-    HEADS: Stacks,
+    HEADS: Stack,
+    BY_QKV: Stacks,
     PARTS: Stacks,
     ATTENDED: Matrix,
-    ACTIVE: Stack,
+    ACTIVE: Stacks,
+    BY_GATE_UP: Stack,
+    STREAM: Matrix,
     BY_OUT: Stack,
     BY_DOWN: Stack,
-    X: Stack,
     LOGITS: Matrix,
     BEST: Matrix,
     tiles: int,
     end: int,
     attentions: int,
     choices: int,
-    pieces: int,
     tokens: int,
     eps: float,
     scale: float,
@@ -69,7 +72,7 @@ def mega_stream_kernel(
     HALF: ct.Constant[int],
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
-    PIECES: ct.Constant[int],
+    T: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
@@ -80,7 +83,6 @@ def mega_stream_kernel(
     TILE_KV: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
-    LATENCY: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
@@ -112,35 +114,43 @@ def mega_stream_kernel(
     head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
-    WIDTH, T = W.shape[3], R // PIECES
-    QKV_WORDS, ACTIVE_WORDS, DOWN_VALUES = PIECES // PACKED, PIECES // PACKED // 2, PIECES // FOLD  # of a warp
+    PIECES, ROW_STRIPS = R // FOLD, T // FOLD
+    STRIP = W.shape[1]
+    WIDTH = min(LANES, STRIP)
+    CHUNKS = STRIP // WIDTH
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
+    SAID = WIDTH // PACKED  # words that a tile may give; arrays end where it gives fewer
 
-    def words(array, index, shape, number, place, inside, AGAIN):
-        """32-bit values of words as soon as all have the number, but for those not `inside`; and that number, or a larger one.
+    def words(array, indices, shape, number, place, inside):
+        """32-bit values of words as soon as all have the number, but for those not `inside`: a tile for each index; and that number, or a larger one.
 
         At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
         words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
-        AGAIN: the values are looked at once more behind the loop; a large tile that it carries would take shared memory from the weights' ring.
         """
         looks = 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        found = look(array, index, shape)
-        lowest = ct.min(ct.where(inside, number_of(found), number))
+        found, lowest = looked(array, indices, shape, number, inside, 0)
         while lowest < number:
-            found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
-            lowest = ct.min(ct.where(inside, number_of(found), number))
+            found, lowest = looked(array, indices, shape, number, inside, min(lowest, 0))
             if LIMIT:
                 looks = looks + 1
                 if (looks == LIMIT) & (lowest < number):
                     give_up(STUCK, place, block)
                     lowest = number
-        if AGAIN:
-            found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
-        return found.astype(ct.int32), lowest
+        return found, lowest
+
+    def looked(array, indices, shape, number, inside, zero):
+        """One look: values, and the smallest number. zero: 0, known only by the look before, so that no look is taken for that one."""
+        values: tuple = ()
+        numbers = ct.full(shape, 0, ct.int32) + number
+        for n in ct.static_iter(range(len(indices))):
+            seen = look(array, (indices[n][0] + zero, *indices[n][1:]), shape)
+            values = (*values, seen.astype(ct.int32))
+            numbers = ct.minimum(numbers, ct.where(inside, number_of(seen), number))
+        return values, ct.min(numbers)
 
     def normed(planes, weights):
         weights = planes_of(weights, dtype)
@@ -154,35 +164,37 @@ def mega_stream_kernel(
         return bits_of(found, dtype).astype(ct.int32)
 
     def prepare(kind, layer, token, number):
-        """Puts what the weights of a phase are multiplied with into this block's X. The number that was seen."""
-        seen = number
+        """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen."""
         if kind == DOWN:
-            shape = (FOLD, WORDS // ACTIVE_WORDS, ACTIVE_WORDS)
-            found, seen = words(ACTIVE, (layer, 0, 0), shape, number, 8 * layer + 3, True, True)
-            store_inside(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
-        elif kind == OUT:
-            found, seen = words(ATTENDED, (layer, 0), (1, WORDS), number, 8 * layer + 1, True, False)
-            store_inside(X, (block, 0, 0), found.reshape((1, 1, WORDS)))
+            indices: tuple = ()
+            for c in ct.static_iter(range(CHUNKS)):
+                indices = (*indices, (layer, 0, c, 0))
+            found, seen = words(ACTIVE, indices, (1, T, 1, WIDTH), number, 8 * layer + 3, True)
+            x: tuple = ()
+            for c in ct.static_iter(range(CHUNKS)):
+                x = (*x, found[c].reshape((T, WIDTH)))
         else:
-            row, place, norm = 2 * layer - 1, 8 * layer - 4, 2 * layer
-            if kind == GATE_UP:
-                row, place, norm = 2 * layer, 8 * layer + 2, 2 * layer + 1
-            weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
-            if (kind == QKV) & (layer == 0):
-                one = planes_of(_load(EMBEDDING, (token, 0, 0), (1, WORDS // QKV_WORDS, QKV_WORDS)).reshape((1, WORDS)), dtype)
+            seen = number
+            if kind == OUT:
+                found, seen = words(ATTENDED, ((layer, 0),), (1, WORDS), number, 8 * layer + 1, True)
+                row = found[0]
             else:
-                shape = (1, HIDDEN // DOWN_VALUES, DOWN_VALUES)
-                found, seen = words(BY_DOWN, (row, 0, 0), shape, number, place, True, False)
-                one = values_of(found.reshape((1, HIDDEN)), PACKED)
-            store_inside(X, (block, 0, 0), normed(one, weights).reshape((1, 1, WORDS)))
-        return seen
-
-    def dealt(fold):
-        """A row of X in tiles of WIDTH columns, for all rows of a piece."""
-        x: tuple = ()
-        for i in ct.static_iter(range(WORDS // WIDTH)):
-            x = (*x, _load(X, (block, fold, i), (1, 1, WIDTH)).reshape((1, WIDTH)))
-        return x
+                before_row, place, norm = 2 * layer - 1, 8 * layer - 4, 2 * layer
+                if kind == GATE_UP:
+                    before_row, place, norm = 2 * layer, 8 * layer + 2, 2 * layer + 1
+                weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
+                if (kind == QKV) & (layer == 0):
+                    row = _load(EMBEDDING, (token, 0), (1, WORDS))
+                else:
+                    found, seen = words(STREAM, ((before_row, 0),), (1, WORDS), number, place, True)
+                    row = found[0]
+                row = normed(planes_of(row, dtype), weights)
+            strips = row.reshape((ROW_STRIPS, CHUNKS, WIDTH))
+            x: tuple = ()
+            for c in ct.static_iter(range(CHUNKS)):
+                chunk = ct.extract(strips, (0, c, 0), (ROW_STRIPS, 1, WIDTH)).reshape((1, ROW_STRIPS, WIDTH))
+                x = (*x, ct.broadcast_to(chunk, (FOLD, ROW_STRIPS, WIDTH)).reshape((T, WIDTH)))
+        return x, seen
 
     def turned(first, second, cos, sin):
         """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
@@ -225,9 +237,9 @@ def mega_stream_kernel(
             ahead = fetched(0)
         cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
         ROWS = HEADS.shape[1]
-        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1, 1))
-        shape = (1, ROWS, HEAD_WORDS // QKV_WORDS, QKV_WORDS)
-        heads = words(HEADS, (at, 0, 0, 0), shape, number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
+        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
+        shape = (1, ROWS, HEAD_WORDS)
+        heads = words(HEADS, ((at, 0, 0),), shape, number, 8 * layer, inside)[0][0].reshape((ROWS, HEAD_WORDS))
         first = planes_of(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
         second = planes_of(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
         rotated = turned(first, second, cos, sin)
@@ -299,7 +311,7 @@ def mega_stream_kernel(
         at = layer * KV_HEADS + kv_head
         inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((1, TILE_S, 1))
         said = inside.reshape((1, 1, TILE_S, 1)) & (ct.arange(PLANES, dtype=ct.int32) < PACKED + 2).reshape((1, PLANES, 1, 1))
-        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said, True)[0]
+        parts = words(PARTS, ((at, 0, 0, part),), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said)[0][0]
         parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
         planes: tuple = ()
         for n in ct.static_iter(range(PACKED + 2)):
@@ -312,52 +324,55 @@ def mega_stream_kernel(
             found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
-    def product(tile, first, x, sums):
-        """Sums of rows of W times x, those of the last PIECES pieces: [T, WIDTH] of each. Of the tile, `pieces` pieces from `first` on.
-
-        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
-        and lets its producer run on only if no store stands in it. Nor may it know how long the loop is, or it is none: `pieces` is no constant.
-        """
-        for piece in range(pieces):
-            w = ct.load(W, (0, tile, first + piece, 0), (WORDS // WIDTH, T, 1, WIDTH), check_bounds=False, latency=LATENCY)
-            total = ct.zeros((T, WIDTH), ct.float32)
-            for i in ct.static_iter(range(WORDS // WIDTH)):
-                ws, xs = planes_of(ct.extract(w, (i, 0, 0, 0), (1, T, 1, WIDTH)).reshape((T, WIDTH)), dtype), planes_of(x[i], dtype)
-                for n in ct.static_iter(range(PACKED)):
-                    total = total + ws[n] * xs[n]
-            rest: tuple = ()
-            for i in ct.static_iter(range(1, PIECES)):
-                rest = (*rest, sums[i])
-            sums = (*rest, total)
-        return sums
-
-    def there(array, row, unit, COUNT, seen):
-        """A warp's values of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
+    def fetched_weights(tile):
+        """All of a tile, on its way: PIECES times CHUNKS tiles of T strips by WIDTH words."""
         found: tuple = ()
-        for i in ct.static_iter(range(COUNT)):
-            found = (*found, ct.bitcast(look(array, (row + min(seen, 0), unit, i), (1, T, 1)).astype(ct.int32).reshape((T,)), ct.float32))
+        for p in ct.static_iter(range(PIECES)):
+            for c in ct.static_iter(range(CHUNKS)):
+                found = (*found, _load(W, (tile * PIECES + p, c), (T, WIDTH)))
         return found
 
-    def packed(values, first):
-        """Words of PACKED neighbours, from `first` on."""
+    def product(w, x, kind):
+        """Rows of a tile times x: fp32 [1, WIDTH], of which the first R (of `down` PIECES) are rows.
+
+        Each strip puts what it gives to a row into that row's column; one sum over the strips is then all that warps tell each other.
+        """
+        columns = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
+        column, step = ct.arange(T, dtype=ct.int32).reshape((T, 1)) // ROW_STRIPS, FOLD
+        if kind == DOWN:
+            column, step = ct.zeros((T, 1), ct.int32), 1
+        xs: tuple = ()
+        for c in ct.static_iter(range(CHUNKS)):
+            xs = (*xs, planes_of(x[c], dtype))
+        y = ct.zeros((T, WIDTH), ct.float32)
+        for p in ct.static_iter(range(PIECES)):
+            total = ct.zeros((T, WIDTH), ct.float32)
+            for c in ct.static_iter(range(CHUNKS)):
+                ws = planes_of(w[p * CHUNKS + c], dtype)
+                for n in ct.static_iter(range(PACKED)):
+                    total = total + ws[n] * xs[c][n]
+            y = ct.where(columns == column + p * step, ct.sum(total, axis=1, keepdims=True), y)
+        return ct.sum(y, axis=0, keepdims=True)
+
+    def added(y, old):
+        """32-bit words, as int64, of y [1, WIDTH] and what it is added to, words [1, SAID]."""
+        ys, olds = neighbours(y, PACKED), planes_of(old, dtype)
         found: tuple = ()
-        for i in ct.static_iter(range(PACKED)):
-            found = (*found, values[first + i])
+        for n in ct.static_iter(range(PACKED)):
+            found = (*found, ys[n] + olds[n])
         return bits_of(found, dtype)
 
-    token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
-    start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
-    before, seen = -1, 0
-    best, column = empty_best((T,))
-    turns = ct.cdiv(end - block, BLOCKS)
-    sums: tuple = ()
-    for _ in ct.static_iter(range(PIECES)):
-        sums = (*sums, ct.zeros((T, WIDTH), ct.float32))
-    for step in range(tokens * turns * PIECES):
-        turn, piece = step // PIECES, step % PIECES
-        number = epoch + turn // turns + 1
-        position = start + number - 1
-        g = block + turn % turns * BLOCKS
+    def neighbours(y, COUNT):
+        """Every COUNT-th of a row [1, N] from each of the first COUNT on: tiles [1, N / COUNT]."""
+        N = y.shape[1]
+        rows = y.reshape((N // COUNT, COUNT))
+        found: tuple = ()
+        for n in ct.static_iter(range(COUNT)):
+            found = (*found, ct.extract(rows, (0, n), (N // COUNT, 1)).reshape((1, N // COUNT)))
+        return found
+
+    def placed(g):
+        """Of the g-th tile of a token: kind, layer, number in its phase, which tile of W it is, and layers whose attention comes before it."""
         layer = min(g // LAYER, LAYERS)
         unit = g - layer * LAYER
         # `tile`: which of W, where each kind has all layers in a row.
@@ -378,6 +393,22 @@ def mega_stream_kernel(
                     tile = BASES[3] + layer * COUNTS[3] + unit
         if g >= tiles:
             kind, tile, due = NOTHING, 0, attentions
+        return kind, layer, unit, tile, due
+
+    w = fetched_weights(placed(block)[3])
+    token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
+    start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
+    before, seen = -1, 0
+    best, when = empty_best((1, WIDTH))
+    turns = ct.cdiv(end - block, BLOCKS)
+    rows_here = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
+    x: tuple = ()
+    for c in ct.static_iter(range(CHUNKS)):
+        x = (*x, _load(W, (0, c), (T, WIDTH)))
+    for turn in range(tokens * turns):
+        number = epoch + turn // turns + 1
+        position = start + number - 1
+        kind, layer, unit, _, due = placed(block + turn % turns * BLOCKS)
         for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
                 kv_head, split = share // SPLITS, share % SPLITS
@@ -388,63 +419,50 @@ def mega_stream_kernel(
                     merge(other, kv_head, split, ranges, number)
         if (8 * layer + kind != before) & (kind != NOTHING):
             before = 8 * layer + kind
-            seen = prepare(kind, layer, token, number)
-        fold, from_out, from_down = 0, 0, 0
+            x, seen = prepare(kind, layer, token, number)
+        # What is added to, on its way while the weights are multiplied: whoever wrote the words that gave `seen` had read it, so it is there.
+        from_out, from_down = 0, 0
         if kind == DOWN:
-            fold, from_down = piece & (FOLD - 1), unit
+            from_down = unit
         if kind == OUT:
             from_out = unit
-        # What is added to, on its way while the weights are multiplied; of other phases some tile that is there.
-        ours = there(BY_DOWN, 2 * min(layer, LAYERS - 1), from_down, DOWN_VALUES, seen)
-        before_out = there(BY_OUT, max(2 * layer - 1, 0), from_out, PIECES, seen)
-        sums = product(tile, piece, dealt(fold), sums)
-        if (kind != NOTHING) & (piece == PIECES - 1):
-            ys: tuple = ()
-            for i in ct.static_iter(range(PIECES)):
-                ys = (*ys, ct.sum(sums[i], axis=1))
-            if kind == DOWN:
-                for i in ct.static_iter(range(DOWN_VALUES)):
-                    y = ours[i]
-                    for n in ct.static_iter(range(FOLD)):
-                        y = y + ys[i * FOLD + n]
-                    say_fp32(BY_DOWN, (2 * layer + 1, unit, i), rounded(y, dtype), (1, T, 1), number)
-            elif kind == QKV:
-                PER_HEAD = head_dim // R
-                head, part = unit // PER_HEAD, unit % PER_HEAD
-                at, row = head // group, head % group
-                if head >= Q_HEADS:
-                    at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
-                for i in ct.static_iter(range(QKV_WORDS)):
-                    say(HEADS, (layer * KV_HEADS + at, row, part, i), packed(ys, i * PACKED), (1, 1, T, 1), number)
-            elif kind == OUT:
-                for i in ct.static_iter(range(QKV_WORDS)):
-                    embedded = planes_of(_load(EMBEDDING, (token, unit, i), (1, T, 1)).reshape((T,)), dtype)
-                    for n in ct.static_iter(range(PACKED)):
-                        old = before_out[i * PACKED + n]
-                        if layer == 0:
-                            old = embedded[n]
-                        say_fp32(BY_OUT, (2 * layer, unit, i * PACKED + n), rounded(ys[i * PACKED + n] + old, dtype), (1, T, 1), number)
-            elif kind == GATE_UP:
-                active: tuple = ()
-                for i in ct.static_iter(range(PIECES // 2)):
-                    active = (*active, gated(ys[2 * i], ys[2 * i + 1], False))
-                A_ROW = 2 * HIDDEN // R
-                for i in ct.static_iter(range(ACTIVE_WORDS)):
-                    say(ACTIVE, (layer * FOLD + unit // A_ROW, unit % A_ROW, i), packed(active, i * PACKED), (1, T, 1), number)
-            else:
-                for i in ct.static_iter(range(PIECES)):
-                    y = ys[i].astype(dtype)
-                    ct.store(LOGITS, (unit, i), y.reshape((T, 1)), check_bounds=False, allow_tma=False)
-                    best, column = take_better(best, column, y.astype(ct.float32), unit * R + ct.arange(T, dtype=ct.int32) * PIECES + i)
-        if (turn % turns == turns - 1) & (piece == PIECES - 1):
+        behind_out = look(BY_DOWN, (2 * min(layer, LAYERS - 1) + min(seen, 0), from_down, 0), (1, 1, SAID), True).astype(ct.int32).reshape((1, SAID))
+        behind_down = look(BY_OUT, (max(2 * layer - 1, 0) + min(seen, 0), from_out, 0), (1, 1, SAID), True).astype(ct.int32).reshape((1, SAID))
+        y = product(w, x, kind)
+        following = placed(block + min(turn + 1, tokens * turns - 1) % turns * BLOCKS)[3]
+        w = fetched_weights(following)
+        if kind == QKV:
+            PER_HEAD = head_dim // R
+            head, part = unit // PER_HEAD, unit % PER_HEAD
+            at, row = head // group, head % group
+            if head >= Q_HEADS:
+                at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
+            say(BY_QKV, (layer * KV_HEADS + at, row, part, 0), bits_of(neighbours(y, PACKED), dtype), (1, 1, 1, SAID), number, True)
+        elif kind == OUT:
+            if layer == 0:
+                behind_down = ct.load(EMBEDDED, (token, unit, 0), (1, 1, SAID), allow_tma=False, padding_mode=ct.PaddingMode.ZERO).reshape((1, SAID))
+            say(BY_OUT, (2 * layer, unit, 0), added(y, behind_down), (1, 1, SAID), number, True)
+        elif kind == DOWN:
+            say(BY_DOWN, (2 * layer + 1, unit, 0), added(y, behind_out), (1, 1, SAID), number, True)
+        elif kind == GATE_UP:
+            ys = neighbours(y, 2 * PACKED)
+            active: tuple = ()
+            for n in ct.static_iter(range(PACKED)):
+                active = (*active, gated(ys[2 * n], ys[2 * n + 1], False))
+            say(BY_GATE_UP, (layer, unit, 0), bits_of(active, dtype), (1, 1, SAID // 2), number, True)
+        elif kind == HEAD:
+            y = y.astype(dtype)
+            ct.store(LOGITS, (unit, 0), y, allow_tma=False)
+            best, when = take_better(best, when, ct.where(rows_here < R, y.astype(ct.float32), -math.inf), unit)
+        if turn % turns == turns - 1:
             before = -1
             if choices > 0:
-                top, where = first_best(best.reshape((1, T)), column.reshape((1, T)))
+                top, where = first_best(best, when * R + rows_here)
                 say_fp32(BEST, (0, block), top, (1, 1), number)
                 say(BEST, (1, block), where.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (turn < (tokens - 1) * turns):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside, True)[0]
+                    both = words(BEST, ((0, 0),), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)[0][0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()
@@ -453,7 +471,7 @@ def mega_stream_kernel(
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-                best, column = empty_best((T,))
+                best, when = empty_best((1, WIDTH))
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))

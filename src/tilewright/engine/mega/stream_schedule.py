@@ -12,18 +12,18 @@ from .program import MATRICES, Dims, Kind, Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; so many warps' worth of neighbours (`StreamSchedule.pieces`).
+    """rows: of a tile of weights, `hidden` elements each; strips: parts that a piece of it is read in, one a warp.
 
     splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
-    that are on their way at once. latency: hint for the loads of weights.
+    that are on their way at once.
     """
 
     rows: int = 32
+    strips: int = 8
     splits: int = 32
     span: int = 128
     tile_kv: int = 16
     ahead: int = 6
-    latency: int = 10
     num_worker_warps: int | None = 8
 
 
@@ -39,10 +39,6 @@ class StreamSchedule:
     def fold(self) -> int:
         """Rows of `hidden` elements in a row of `down`."""
         return self.dims.inter // self.dims.hidden
-
-    def pieces(self, packed: int) -> int:
-        """Neighbouring rows of a tile that one warp has: a gate and its factor for each value of a word, all rows of the stream in one of `down`."""
-        return max(self.fold, 2 * packed)
 
     @property
     def splits(self) -> int:
