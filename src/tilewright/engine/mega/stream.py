@@ -155,6 +155,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.tile_kv,
         c.ahead,
         packed_in(dtype),
+        c.latency,
         spin_limit,
     )
     return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
@@ -205,6 +206,7 @@ class StreamMega:
         self._plan = plan(schedule, weights.bases, dtype, spin_limit)
         tiles, attentions, chooses = schedule.extent(program)
         packed = packed_in(dtype)
+        width = strip_width(weights.dims, packed, config)
         strip = weights.dims.inter // packed // config.strips
         # Every block has a tile of the head behind its last attention; without the head it gets a turn for that.
         complete = program[-1].kind >= Kind.HEAD and schedule.counts[4] >= blocks
@@ -215,7 +217,7 @@ class StreamMega:
             clocks.counters,
             clocks.recent,
             clocks.clock,
-            as_words(weights.whole).view(-1, strip),
+            as_words(weights.whole).view(-1, strip // width, width),
             as_words(weights.embedding),
             as_words(weights.embedding).unflatten(1, (-1, config.rows // packed)),
             as_words(weights.norms),
@@ -227,6 +229,7 @@ class StreamMega:
             tiles if complete else tiles + blocks,
             attentions,
             int(chooses),
+            config.rows // schedule.fold,
         )
 
     @property

@@ -39,7 +39,7 @@ def mega_stream_kernel(
     COUNTERS: Matrix,
     RECENT: Matrix,
     CLOCK: Vector,
-    W: Matrix,
+    W: Stack,
     EMBEDDING: Matrix,
     EMBEDDED: Stack,
     NORMS: Matrix,
@@ -62,6 +62,7 @@ def mega_stream_kernel(
     end: int,
     attentions: int,
     choices: int,
+    pieces: int,
     tokens: int,
     eps: float,
     scale: float,
@@ -83,6 +84,7 @@ def mega_stream_kernel(
     TILE_KV: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
+    LATENCY: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
@@ -115,9 +117,7 @@ def mega_stream_kernel(
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
     PIECES, ROW_STRIPS = R // FOLD, T // FOLD
-    STRIP = W.shape[1]
-    WIDTH = min(LANES, STRIP)
-    CHUNKS = STRIP // WIDTH
+    CHUNKS, WIDTH = W.shape[1], W.shape[2]
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     CHUNK_TILES = SPAN // TILE_KV
@@ -324,17 +324,11 @@ def mega_stream_kernel(
             found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
-    def fetched_weights(tile):
-        """All of a tile, on its way: PIECES times CHUNKS tiles of T strips by WIDTH words."""
-        found: tuple = ()
-        for p in ct.static_iter(range(PIECES)):
-            for c in ct.static_iter(range(CHUNKS)):
-                found = (*found, _load(W, (tile * PIECES + p, c), (T, WIDTH)))
-        return found
+    def product(tile, x, kind):
+        """Rows of a tile of W times x: fp32 [1, WIDTH], of which the first R (of `down` PIECES) are rows.
 
-    def product(w, x, kind):
-        """Rows of a tile times x: fp32 [1, WIDTH], of which the first R (of `down` PIECES) are rows.
-
+        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
+        and lets its producer run on only if no store stands in it. Nor may it know how long the loop is, or it is none: `pieces` is no constant.
         Each strip puts what it gives to a row into that row's column; one sum over the strips is then all that warps tell each other.
         """
         columns = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
@@ -345,10 +339,11 @@ def mega_stream_kernel(
         for c in ct.static_iter(range(CHUNKS)):
             xs = (*xs, planes_of(x[c], dtype))
         y = ct.zeros((T, WIDTH), ct.float32)
-        for p in ct.static_iter(range(PIECES)):
+        for p in range(pieces):
+            w = ct.load(W, (tile * PIECES + p, 0, 0), (T, CHUNKS, WIDTH), check_bounds=False, latency=LATENCY)
             total = ct.zeros((T, WIDTH), ct.float32)
             for c in ct.static_iter(range(CHUNKS)):
-                ws = planes_of(w[p * CHUNKS + c], dtype)
+                ws = planes_of(ct.extract(w, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)), dtype)
                 for n in ct.static_iter(range(PACKED)):
                     total = total + ws[n] * xs[c][n]
             y = ct.where(columns == column + p * step, ct.sum(total, axis=1, keepdims=True), y)
@@ -395,7 +390,6 @@ def mega_stream_kernel(
             kind, tile, due = NOTHING, 0, attentions
         return kind, layer, unit, tile, due
 
-    w = fetched_weights(placed(block)[3])
     token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
@@ -404,11 +398,11 @@ def mega_stream_kernel(
     rows_here = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
     x: tuple = ()
     for c in ct.static_iter(range(CHUNKS)):
-        x = (*x, _load(W, (0, c), (T, WIDTH)))
+        x = (*x, _load(W, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)))
     for turn in range(tokens * turns):
         number = epoch + turn // turns + 1
         position = start + number - 1
-        kind, layer, unit, _, due = placed(block + turn % turns * BLOCKS)
+        kind, layer, unit, tile, due = placed(block + turn % turns * BLOCKS)
         for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
             for share in range(block, KV_HEADS * SPLITS, BLOCKS):
                 kv_head, split = share // SPLITS, share % SPLITS
@@ -428,9 +422,7 @@ def mega_stream_kernel(
             from_out = unit
         behind_out = look(BY_DOWN, (2 * min(layer, LAYERS - 1) + min(seen, 0), from_down, 0), (1, 1, SAID), True).astype(ct.int32).reshape((1, SAID))
         behind_down = look(BY_OUT, (max(2 * layer - 1, 0) + min(seen, 0), from_out, 0), (1, 1, SAID), True).astype(ct.int32).reshape((1, SAID))
-        y = product(w, x, kind)
-        following = placed(block + min(turn + 1, tokens * turns - 1) % turns * BLOCKS)[3]
-        w = fetched_weights(following)
+        y = product(tile, x, kind)
         if kind == QKV:
             PER_HEAD = head_dim // R
             head, part = unit // PER_HEAD, unit % PER_HEAD

@@ -23,7 +23,8 @@ class StreamConfig:
     splits: int = 32
     span: int = 128
     tile_kv: int = 16
-    ahead: int = 6
+    ahead: int = 1
+    latency: int = 10
     num_worker_warps: int | None = 8
 
 
