@@ -76,28 +76,33 @@ class Words:
             heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
             parts=words(d.layers * d.kv_heads, next_pow2(packed + 2), splits, d.group * head_words),
             attended=words(d.layers, d.hidden // packed),
-            active=words(d.layers, d.inter // packed),
-            stream=words(2 * d.layers, d.hidden // packed),
+            active=words(d.layers, schedule.padded(Kind.GATE_UP) // 2 // packed),
+            stream=words(2 * d.layers, max(schedule.padded(Kind.OUT), schedule.padded(Kind.DOWN) // schedule.fold) // packed),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
             best=words(2, schedule.tile_best),
         )
 
     def args(self, schedule: StreamSchedule) -> tuple[Tensor, ...]:
-        """As they are read, and as tiles write them."""
-        packed, c = packed_in(self.logits.dtype), schedule.config
+        """As they are read, and as tiles write them: a block's stand `blocks` apart, so rows are longer than what is read of them."""
+        d, packed, c = schedule.dims, packed_in(self.logits.dtype), schedule.config
         said = c.rows // packed
         width = strip_width(schedule.dims, packed, c)
+
+        def dealt(rows: Tensor, kind: Kind, words: int) -> Tensor:
+            tiles = schedule.padded(kind) // c.rows
+            return rows[:, : tiles * words].view(len(rows), -1, schedule.blocks, words)
+
         return (
             self.heads,
             self.heads.unflatten(2, (-1, said)),
             self.parts,
             self.attended,
-            self.active.view(len(self.active), c.strips, -1, width),
-            self.active.unflatten(1, (-1, said // 2)),
-            self.stream,
-            self.stream.unflatten(1, (-1, said)),
-            self.stream.unflatten(1, (-1, said // schedule.fold)),
-            self.logits.view(-1, c.rows),
+            self.active[:, : d.inter // packed].view(len(self.active), c.strips, -1, width),
+            dealt(self.active, Kind.GATE_UP, said // 2),
+            self.stream[:, : d.hidden // packed],
+            dealt(self.stream, Kind.OUT, said),
+            dealt(self.stream, Kind.DOWN, said // schedule.fold),
+            self.logits.view(-1),
             self.best,
         )
 
@@ -108,7 +113,7 @@ class Words:
     def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
         """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
         d, found = schedule.dims, dict[str, Tensor]()
-        stream = self.stream.to(torch.int32).view(self.logits.dtype)
+        packed = packed_in(self.logits.dtype)
         for phase in program:
             i = min(phase.layer, d.layers - 1)
             if phase.kind is Kind.QKV:
@@ -118,11 +123,11 @@ class Words:
             elif phase.kind is Kind.ATTENTION:
                 found[value_name("attention", i)] = self.plain(self.attended[i])
             elif phase.kind is Kind.OUT:
-                found[phase.writes] = stream[2 * i]
+                found[phase.writes] = self.plain(self.stream[2 * i, : d.hidden // packed])
             elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.plain(self.active[i])
+                found[phase.writes] = self.plain(self.active[i, : d.inter // packed])
             elif phase.kind is Kind.DOWN:
-                found[phase.writes] = stream[2 * i + 1]
+                found[phase.writes] = self.plain(self.stream[2 * i + 1, : d.hidden // packed])
             elif phase.kind is Kind.HEAD:
                 found[phase.writes] = self.logits[0]
         return found
@@ -145,6 +150,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         schedule.fold,
         c.rows,
         c.strips,
+        c.pair,
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
@@ -204,12 +210,10 @@ class StreamMega:
         self._epoch = torch.zeros(blocks, dtype=torch.int32, device=where)
         self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
         self._plan = plan(schedule, weights.bases, dtype, spin_limit)
-        tiles, attentions, chooses = schedule.extent(program)
         packed = packed_in(dtype)
         width = strip_width(weights.dims, packed, config)
         strip = weights.dims.inter // packed // config.strips
-        # Every block has a tile of the head behind its last attention; without the head it gets a turn for that.
-        complete = program[-1].kind >= Kind.HEAD and schedule.counts[4] >= blocks
+        filled = sum(schedule.turns(phase.kind, width) for phase in program if phase.kind in MATRICES)
         self._args = (
             self._epoch,
             self._stuck,
@@ -219,17 +223,16 @@ class StreamMega:
             clocks.clock,
             as_words(weights.whole).view(-1, strip // width, width),
             as_words(weights.embedding),
-            as_words(weights.embedding).unflatten(1, (-1, config.rows // packed)),
             as_words(weights.norms),
             weights.cos,
             weights.sin,
             *map(as_words, cache),
             *self.values.args(schedule),
-            tiles,
-            tiles if complete else tiles + blocks,
-            attentions,
-            int(chooses),
-            config.rows // schedule.fold,
+            filled + (program[-1].kind is Kind.ATTENTION),  # which comes before the turn behind it
+            filled,
+            sum(phase.kind is Kind.ATTENTION for phase in program),
+            int(program[-1].kind is Kind.CHOOSE),
+            1 << 30,
         )
 
     @property

@@ -41,7 +41,6 @@ def mega_stream_kernel(
     CLOCK: Vector,
     W: Stack,
     EMBEDDING: Matrix,
-    EMBEDDED: Stack,
     NORMS: Matrix,
     COS: Matrix,
     SIN: Matrix,
@@ -52,14 +51,14 @@ def mega_stream_kernel(
     PARTS: Stacks,
     ATTENDED: Matrix,
     ACTIVE: Stacks,
-    BY_GATE_UP: Stack,
+    BY_GATE_UP: Stacks,
     STREAM: Matrix,
-    BY_OUT: Stack,
-    BY_DOWN: Stack,
-    LOGITS: Matrix,
+    BY_OUT: Stacks,
+    BY_DOWN: Stacks,
+    LOGITS: Vector,
     BEST: Matrix,
-    tiles: int,
-    end: int,
+    turns: int,
+    filled: int,
     attentions: int,
     choices: int,
     pieces: int,
@@ -74,6 +73,7 @@ def mega_stream_kernel(
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
     T: ct.Constant[int],
+    PAIR: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
@@ -117,11 +117,20 @@ def mega_stream_kernel(
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
     PIECES, ROW_STRIPS = R // FOLD, T // FOLD
+    LOADS = PIECES // PAIR
     CHUNKS, WIDTH = W.shape[1], W.shape[2]
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
+    MOST, MOST_DOWN = WIDTH // R, WIDTH // PIECES  # tiles of a turn
+    SUBS = (
+        ct.cdiv(ct.cdiv(COUNTS[0], BLOCKS), MOST),
+        ct.cdiv(ct.cdiv(COUNTS[1], BLOCKS), MOST),
+        ct.cdiv(ct.cdiv(COUNTS[2], BLOCKS), MOST),
+        ct.cdiv(ct.cdiv(COUNTS[3], BLOCKS), MOST_DOWN),
+    )
+    UNTIL = (SUBS[0], SUBS[0] + SUBS[1], SUBS[0] + SUBS[1] + SUBS[2], SUBS[0] + SUBS[1] + SUBS[2] + SUBS[3])
     CHUNK_TILES = SPAN // TILE_KV
-    SAID = WIDTH // PACKED  # words that a tile may give; arrays end where it gives fewer
+    SAID, OUT_WORDS, DOWN_WORDS = WIDTH // PACKED, R // PACKED, PIECES // PACKED  # words of a turn, and of a tile
 
     def words(array, indices, shape, number, place, inside):
         """32-bit values of words as soon as all have the number, but for those not `inside`: a tile for each index; and that number, or a larger one.
@@ -324,29 +333,32 @@ def mega_stream_kernel(
             found = (*found, ct.sum(planes[n] * factors, axis=1))
         say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
-    def product(tile, x, kind):
-        """Rows of a tile of W times x: fp32 [1, WIDTH], of which the first R (of `down` PIECES) are rows.
+    def product(tile, count, x, kind):
+        """Rows of `count` tiles of W, each BLOCKS behind the other, times x: fp32 [1, WIDTH], R of each tile (of `down` PIECES).
 
         The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
-        and lets its producer run on only if no store stands in it. Nor may it know how long the loop is, or it is none: `pieces` is no constant.
+        and lets its producer run on only if no store stands in it.
         Each strip puts what it gives to a row into that row's column; one sum over the strips is then all that warps tell each other.
         """
         columns = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
-        column, step = ct.arange(T, dtype=ct.int32).reshape((T, 1)) // ROW_STRIPS, FOLD
+        strips = ct.arange(T, dtype=ct.int32).reshape((T, 1)) // ROW_STRIPS
+        ahead, step = columns - strips, FOLD
         if kind == DOWN:
-            column, step = ct.zeros((T, 1), ct.int32), 1
+            ahead, step = columns + 0 * strips, 1
         xs: tuple = ()
         for c in ct.static_iter(range(CHUNKS)):
             xs = (*xs, planes_of(x[c], dtype))
         y = ct.zeros((T, WIDTH), ct.float32)
-        for p in range(pieces):
-            w = ct.load(W, (tile * PIECES + p, 0, 0), (T, CHUNKS, WIDTH), check_bounds=False, latency=LATENCY)
-            total = ct.zeros((T, WIDTH), ct.float32)
-            for c in ct.static_iter(range(CHUNKS)):
-                ws = planes_of(ct.extract(w, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)), dtype)
-                for n in ct.static_iter(range(PACKED)):
-                    total = total + ws[n] * xs[c][n]
-            y = ct.where(columns == column + p * step, ct.sum(total, axis=1, keepdims=True), y)
+        for i in range(count * LOADS):
+            at = (tile + i // LOADS * BLOCKS) * LOADS + i % LOADS
+            w = ct.load(W, (at, 0, 0), (PAIR * T, CHUNKS, WIDTH), check_bounds=False, latency=LATENCY)
+            for s in ct.static_iter(range(PAIR)):
+                total = ct.zeros((T, WIDTH), ct.float32)
+                for c in ct.static_iter(range(CHUNKS)):
+                    ws = planes_of(ct.extract(w, (s, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)), dtype)
+                    for n in ct.static_iter(range(PACKED)):
+                        total = total + ws[n] * xs[c][n]
+                y = ct.where(ahead == (i * PAIR + s) * step, ct.sum(total, axis=1, keepdims=True), y)
         return ct.sum(y, axis=0, keepdims=True)
 
     def added(y, old):
@@ -366,93 +378,107 @@ def mega_stream_kernel(
             found = (*found, ct.extract(rows, (0, n), (N // COUNT, 1)).reshape((1, N // COUNT)))
         return found
 
-    def placed(g):
-        """Of the g-th tile of a token: kind, layer, number in its phase, which tile of W it is, and layers whose attention comes before it."""
-        layer = min(g // LAYER, LAYERS)
-        unit = g - layer * LAYER
-        # `tile`: which of W, where each kind has all layers in a row.
-        kind, tile, due = HEAD, BASES[4] + unit, layer
+    def share(g, COUNT, sub, MOST_HERE):
+        """This block's first tile of a phase, which begins with tile g of a token, and how many of its tiles its turn `sub` there has."""
+        first = (block + (LAYERS + 1) * LAYER * BLOCKS - g) % BLOCKS
+        return first, max(0, min(MOST_HERE, ct.cdiv(COUNT - first, BLOCKS) - sub * MOST_HERE))
+
+    def placed(at):
+        """Of a turn: kind, layer, number in its phase; of its tiles the first in the phase, how many they are, and the first in W."""
+        layer = min(at // UNTIL[3], LAYERS)
+        sub, g = at - layer * UNTIL[3], layer * LAYER
+        kind, base = HEAD, BASES[4]
+        first, count = share(g, COUNTS[4], sub, MOST)
+        most = MOST
         if layer < LAYERS:
-            if unit < FIRST[1]:
-                kind, tile = QKV, layer * COUNTS[0] + unit
+            if sub < UNTIL[0]:
+                kind, base = QKV, layer * COUNTS[0]
+                first, count = share(g, COUNTS[0], sub, MOST)
+            elif sub < UNTIL[1]:
+                kind, base, sub = OUT, BASES[1] + layer * COUNTS[1], sub - UNTIL[0]
+                first, count = share(g + FIRST[1], COUNTS[1], sub, MOST)
+            elif sub < UNTIL[2]:
+                kind, base, sub = GATE_UP, BASES[2] + layer * COUNTS[2], sub - UNTIL[1]
+                first, count = share(g + FIRST[2], COUNTS[2], sub, MOST)
             else:
-                due = layer + 1
-                if unit < FIRST[2]:
-                    kind, unit = OUT, unit - FIRST[1]
-                    tile = BASES[1] + layer * COUNTS[1] + unit
-                elif unit < FIRST[3]:
-                    kind, unit = GATE_UP, unit - FIRST[2]
-                    tile = BASES[2] + layer * COUNTS[2] + unit
-                else:
-                    kind, unit = DOWN, unit - FIRST[3]
-                    tile = BASES[3] + layer * COUNTS[3] + unit
-        if g >= tiles:
-            kind, tile, due = NOTHING, 0, attentions
-        return kind, layer, unit, tile, due
+                kind, base, sub, most = DOWN, BASES[3] + layer * COUNTS[3], sub - UNTIL[2], MOST_DOWN
+                first, count = share(g + FIRST[3], COUNTS[3], sub, MOST_DOWN)
+        if at >= filled:
+            count = 0
+        return kind, layer, sub, first, count, base + first + sub * most * BLOCKS
 
     token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
-    best, when = empty_best((1, WIDTH))
-    turns = ct.cdiv(end - block, BLOCKS)
-    rows_here = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
+    own = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
+    best, column = empty_best((1, WIDTH))
     x: tuple = ()
     for c in ct.static_iter(range(CHUNKS)):
         x = (*x, _load(W, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)))
-    for turn in range(tokens * turns):
-        number = epoch + turn // turns + 1
+    at, number = 0, epoch + 1
+    for _ in range(tokens * turns):
         position = start + number - 1
-        kind, layer, unit, tile, due = placed(block + turn % turns * BLOCKS)
-        for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
-            for share in range(block, KV_HEADS * SPLITS, BLOCKS):
-                kv_head, split = share // SPLITS, share % SPLITS
+        kind, layer, sub, first, count, tile = placed(at)
+        if (kind == OUT) & (sub == 0) & (layer < attentions):
+            for share_of in range(block, KV_HEADS * SPLITS, BLOCKS):
+                kv_head, split = share_of // SPLITS, share_of % SPLITS
                 ranges = min(SPLITS, position // SPAN + 1)
                 if split < ranges:
-                    attend(other, kv_head, split, ranges, position, number)
+                    attend(layer, kv_head, split, ranges, position, number)
                 if (ranges > 1) & (split < SLICES):
-                    merge(other, kv_head, split, ranges, number)
-        if (8 * layer + kind != before) & (kind != NOTHING):
+                    merge(layer, kv_head, split, ranges, number)
+        if (8 * layer + kind != before) & (count > 0):
             before = 8 * layer + kind
             x, seen = prepare(kind, layer, token, number)
         # What is added to, on its way while the weights are multiplied: whoever wrote the words that gave `seen` had read it, so it is there.
-        from_out, from_down = 0, 0
-        if kind == DOWN:
-            from_down = unit
-        if kind == OUT:
-            from_out = unit
-        behind_out = look(BY_DOWN, (2 * min(layer, LAYERS - 1) + min(seen, 0), from_down, 0), (1, 1, SAID), True).astype(ct.int32).reshape((1, SAID))
-        behind_down = look(BY_OUT, (max(2 * layer - 1, 0) + min(seen, 0), from_out, 0), (1, 1, SAID), True).astype(ct.int32).reshape((1, SAID))
-        y = product(tile, x, kind)
-        if kind == QKV:
-            PER_HEAD = head_dim // R
-            head, part = unit // PER_HEAD, unit % PER_HEAD
-            at, row = head // group, head % group
-            if head >= Q_HEADS:
-                at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
-            say(BY_QKV, (layer * KV_HEADS + at, row, part, 0), bits_of(neighbours(y, PACKED), dtype), (1, 1, 1, SAID), number, True)
-        elif kind == OUT:
+        old = ct.zeros((1, SAID), ct.int32)
+        if (kind == OUT) & (count > 0):
             if layer == 0:
-                behind_down = ct.load(EMBEDDED, (token, unit, 0), (1, 1, SAID), allow_tma=False, padding_mode=ct.PaddingMode.ZERO).reshape((1, SAID))
-            say(BY_OUT, (2 * layer, unit, 0), added(y, behind_down), (1, 1, SAID), number, True)
-        elif kind == DOWN:
-            say(BY_DOWN, (2 * layer + 1, unit, 0), added(y, behind_out), (1, 1, SAID), number, True)
-        elif kind == GATE_UP:
-            ys = neighbours(y, 2 * PACKED)
-            active: tuple = ()
-            for n in ct.static_iter(range(PACKED)):
-                active = (*active, gated(ys[2 * n], ys[2 * n + 1], False))
-            say(BY_GATE_UP, (layer, unit, 0), bits_of(active, dtype), (1, 1, SAID // 2), number, True)
-        elif kind == HEAD:
-            y = y.astype(dtype)
-            ct.store(LOGITS, (unit, 0), y, allow_tma=False)
-            best, when = take_better(best, when, ct.where(rows_here < R, y.astype(ct.float32), -math.inf), unit)
-        if turn % turns == turns - 1:
-            before = -1
+                words_of_row = ct.arange(SAID, dtype=ct.int32)
+                words_of_row = ((words_of_row // OUT_WORDS + sub * MOST) * BLOCKS + first) * OUT_WORDS + words_of_row % OUT_WORDS
+                old = ct.gather(EMBEDDING, (token, words_of_row)).reshape((1, SAID))
+            else:
+                old = look(BY_OUT, (2 * layer - 1 + min(seen, 0), sub, first, 0), (1, MOST, 1, OUT_WORDS), True).astype(ct.int32).reshape((1, SAID))
+        if (kind == DOWN) & (count > 0):
+            old = look(BY_DOWN, (2 * layer + min(seen, 0), sub, first, 0), (1, MOST_DOWN, 1, DOWN_WORDS), True).astype(ct.int32).reshape((1, SAID))
+        y = product(tile, min(count, pieces), x, kind)
+        if count > 0:
+            if kind == QKV:
+                PER_HEAD = head_dim // R
+                bits = bits_of(neighbours(y, PACKED), dtype)
+                for i in ct.static_iter(range(MOST)):
+                    unit = first + (sub * MOST + i) * BLOCKS
+                    if unit < COUNTS[0]:
+                        head, part = unit // PER_HEAD, unit % PER_HEAD
+                        kv_head, row = head // group, head % group
+                        if head >= Q_HEADS:
+                            kv_head, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
+                        some = ct.extract(bits, (0, i), (1, OUT_WORDS))
+                        say(BY_QKV, (layer * KV_HEADS + kv_head, row, part, 0), some, (1, 1, 1, OUT_WORDS), number)
+            elif kind == OUT:
+                say(BY_OUT, (2 * layer, sub, first, 0), added(y, old), (1, MOST, 1, OUT_WORDS), number, True)
+            elif kind == DOWN:
+                say(BY_DOWN, (2 * layer + 1, sub, first, 0), added(y, old), (1, MOST_DOWN, 1, DOWN_WORDS), number, True)
+            elif kind == GATE_UP:
+                ys = neighbours(y, 2 * PACKED)
+                active: tuple = ()
+                for n in ct.static_iter(range(PACKED)):
+                    active = (*active, gated(ys[2 * n], ys[2 * n + 1], False))
+                say(BY_GATE_UP, (layer, sub, first, 0), bits_of(active, dtype), (1, MOST, 1, OUT_WORDS // 2), number, True)
+            else:
+                units = first + (sub * MOST + own // R) * BLOCKS
+                rows, inside = units * R + own % R, units < COUNTS[4]
+                y = y.astype(dtype)
+                ct.scatter(LOGITS, rows, y, mask=inside)
+                best, column = take_better(best, column, ct.where(inside, y.astype(ct.float32), -math.inf), rows)
+        at = at + 1
+        if at == turns:
+            at, before = 0, -1
             if choices > 0:
-                top, where = first_best(best, when * R + rows_here)
+                top, where = first_best(best, column)
                 say_fp32(BEST, (0, block), top, (1, 1), number)
                 say(BEST, (1, block), where.astype(ct.int64), (1, 1), number)
-                if (block == 0) | (turn < (tokens - 1) * turns):
+                if (block == 0) | (number < epoch + tokens):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
                     both = words(BEST, ((0, 0),), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)[0][0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
@@ -463,7 +489,8 @@ def mega_stream_kernel(
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-                best, when = empty_best((1, WIDTH))
+                best, column = empty_best((1, WIDTH))
+            number = number + 1
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))

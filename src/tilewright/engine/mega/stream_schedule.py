@@ -20,6 +20,7 @@ class StreamConfig:
 
     rows: int = 32
     strips: int = 8
+    pair: int = 2
     splits: int = 32
     span: int = 128
     tile_kv: int = 16
@@ -65,6 +66,11 @@ class StreamSchedule:
     def counts(self) -> tuple[int, ...]:
         return tuple(self.tiles(kind) for kind in MATRICES)
 
+    @property
+    def size(self) -> int:
+        """Tiles of a token."""
+        return self.dims.layers * sum(self.counts[:4]) + self.counts[4]
+
     def tile(self, g: int) -> "Work":
         """Which tile of which matrix comes as the g-th in a whole program."""
         layer, unit = divmod(g, sum(self.counts[:4]))
@@ -77,6 +83,10 @@ class StreamSchedule:
             kind, count = next(kinds), next(counts)
         return Work(kind, layer, unit)
 
+    def padded(self, kind: Kind) -> int:
+        """Rows of the stream in a phase of this kind, if every block had as many tiles as the busiest."""
+        return ct.cdiv(self.tiles(kind), self.blocks) * self.blocks * self.config.rows
+
     def queue(self, block: int, program: list[Phase]) -> Iterator["Work"]:
         """What a block does for a token, in its order: a layer's attention comes before the block's first tile behind it."""
         wanted, attended = set(program), 0
@@ -86,7 +96,7 @@ class StreamSchedule:
             layers = (layer for layer in range(attended, due) if Phase(Kind.ATTENTION, layer) in wanted)
             return (Work(Kind.ATTENTION, layer, share) for layer in layers for share in shares)
 
-        for g in range(block, self.dims.layers * sum(self.counts[:4]) + self.counts[4], self.blocks):
+        for g in range(block, self.size, self.blocks):
             work = self.tile(g)
             due = work.layer + (Kind.QKV < work.kind < Kind.HEAD)
             yield from attention(due)
@@ -106,14 +116,14 @@ class StreamSchedule:
         """How many ranges have a key when the new token stands at `position`."""
         return min(self.splits, position // self.config.span + 1)
 
-    def extent(self, program: list[Phase]) -> tuple[int, int, bool]:
-        """Tiles and layers' attentions of a program, the first phases of `phases(dims)`, and whether it chooses a token."""
-        tiles = sum(self.tiles(phase.kind) for phase in program if phase.kind in MATRICES)
-        return tiles, sum(phase.kind is Kind.ATTENTION for phase in program), program[-1].kind is Kind.CHOOSE
+    def turns(self, kind: Kind, columns: int) -> int:
+        """How often a block turns to a phase of this kind, when so many rows are summed at once."""
+        rows = self.config.rows // (self.fold if kind is Kind.DOWN else 1)
+        return ct.cdiv(ct.cdiv(self.tiles(kind), self.blocks), columns // rows)
 
     def balance(self) -> float:
         """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
-        tiles = self.dims.layers * sum(self.counts[:4]) + self.counts[4]
+        tiles = self.size
         return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
 
 
