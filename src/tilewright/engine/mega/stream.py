@@ -37,7 +37,7 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     if rows % (2 * packed) or rows % (fold * packed) or dims.head_dim % rows or rows > width:
         return f"{rows} rows are no multiple of the neighbours in a word, do not divide head_dim, or are more than {width}, a strip's words"
     threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
-    if min(dims.hidden // packed, next_pow2(dims.group + 2) * head_words, dims.group * head_words * (packed + 2)) < threads:
+    if min(dims.hidden // packed, dims.group * head_words * (packed + 2)) < threads:
         return f"words that are waited for together are fewer than {threads} threads: see `words` in the kernel"
     if any(rows * columns // dims.hidden % config.rows for rows, columns in map(dims.shape, MATRICES)):
         return f"a matrix's rows are no multiple of {config.rows}"
@@ -73,7 +73,7 @@ class Words:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         return Words(
-            heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
+            heads=words(d.layers, schedule.padded(Kind.QKV) // packed),
             parts=words(d.layers * d.kv_heads, next_pow2(packed + 2), splits, d.group * head_words),
             attended=words(d.layers, d.hidden // packed),
             active=words(d.layers, schedule.padded(Kind.GATE_UP) // 2 // packed),
@@ -92,9 +92,16 @@ class Words:
             tiles = schedule.padded(kind) // c.rows
             return rows[:, : tiles * words].view(len(rows), -1, schedule.blocks, words)
 
+        # Queries of a key head, and keys and values, each as often as gives every thread a word of its own to look at.
+        head_words, length = d.head_dim // packed, self.heads.shape[1]
+        copies = max(d.group, 32 * (c.num_worker_warps or 0) // head_words)
+        size = d.group * head_words
+        queries = self.heads.as_strided((d.layers, d.kv_heads, copies // d.group, size), (length, size, 0, 1))
+        own = self.heads.as_strided((d.layers, 2 * d.kv_heads, copies, head_words), (length, head_words, 0, 1), d.q_heads * head_words)
         return (
-            self.heads,
-            self.heads.unflatten(2, (-1, said)),
+            queries,
+            own,
+            dealt(self.heads, Kind.QKV, said),
             self.parts,
             self.attended,
             self.active[:, : d.inter // packed].view(len(self.active), c.strips, -1, width),
@@ -117,9 +124,7 @@ class Words:
         for phase in program:
             i = min(phase.layer, d.layers - 1)
             if phase.kind is Kind.QKV:
-                heads = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
-                order = (heads[:, : d.group].flatten(0, 1), heads[:, d.group], heads[:, d.group + 1])
-                found[phase.writes] = self.plain(torch.cat(order))
+                found[phase.writes] = self.plain(self.heads[i, : d.heads * d.head_dim // packed])
             elif phase.kind is Kind.ATTENTION:
                 found[value_name("attention", i)] = self.plain(self.attended[i])
             elif phase.kind is Kind.OUT:
@@ -159,6 +164,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         schedule.slices,
         c.span,
         c.tile_kv,
+        c.tile_long,
         c.ahead,
         packed_in(dtype),
         c.latency,
@@ -232,6 +238,7 @@ class StreamMega:
             filled,
             sum(phase.kind is Kind.ATTENTION for phase in program),
             int(program[-1].kind is Kind.CHOOSE),
+            config.span // config.tile_long,
             1 << 30,
         )
 

@@ -11,6 +11,8 @@ overwritten while somebody may still want it. Keys are dealt to blocks by their 
 Numerics: as `mega_kernel`.
 """
 
+# ruff: noqa: B023 - cuTile inlines a closure where it is called
+
 import math
 
 import cuda.tile as ct
@@ -27,8 +29,8 @@ LANES = 128  # words of a strip that a warp reads at once: one 16-byte load of e
 
 
 def _load(array, index, shape):
-    """A tile that lies inside its array, by the threads that need it."""
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False)
+    """A tile that lies inside its array, by the threads that need it. Left to itself the compiler keeps several steps of a loop on their way."""
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
 
 
 @ct.kernel
@@ -46,7 +48,8 @@ def mega_stream_kernel(
     SIN: Matrix,
     K: Stacks,
     V: Stacks,
-    HEADS: Stack,
+    QUERIES: Stacks,
+    OWN: Stacks,
     BY_QKV: Stacks,
     PARTS: Stacks,
     ATTENDED: Matrix,
@@ -61,6 +64,7 @@ def mega_stream_kernel(
     filled: int,
     attentions: int,
     choices: int,
+    chunk_tiles: int,
     pieces: int,
     tokens: int,
     eps: float,
@@ -82,6 +86,7 @@ def mega_stream_kernel(
     SLICES: ct.Constant[int],
     SPAN: ct.Constant[int],
     TILE_KV: ct.Constant[int],
+    TILE_LONG: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
@@ -113,7 +118,7 @@ def mega_stream_kernel(
     block = ct.bid(0)
     dtype = LOGITS.dtype
     epoch = ct.load(EPOCH, (block,), ())
-    head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
+    group = Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
     PIECES, ROW_STRIPS = R // FOLD, T // FOLD
@@ -129,21 +134,19 @@ def mega_stream_kernel(
         ct.cdiv(ct.cdiv(COUNTS[3], BLOCKS), MOST_DOWN),
     )
     UNTIL = (SUBS[0], SUBS[0] + SUBS[1], SUBS[0] + SUBS[1] + SUBS[2], SUBS[0] + SUBS[1] + SUBS[2] + SUBS[3])
-    CHUNK_TILES = SPAN // TILE_KV
     SAID, OUT_WORDS, DOWN_WORDS = WIDTH // PACKED, R // PACKED, PIECES // PACKED  # words of a turn, and of a tile
 
-    def words(array, indices, shape, number, place, inside):
-        """32-bit values of words as soon as all have the number, but for those not `inside`: a tile for each index; and that number, or a larger one.
+    def words(looks_at, number, place):
+        """What `looks_at` finds as soon as all of it has the number. looks_at: of 0, values and their smallest number.
 
-        At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
-        words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
+        Each word is looked at by one thread or more, each thread by itself, and the smallest number found by all of them together.
         """
         looks = 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        found, lowest = looked(array, indices, shape, number, inside, 0)
+        found, lowest = looks_at(0)
         while lowest < number:
-            found, lowest = looked(array, indices, shape, number, inside, min(lowest, 0))
+            found, lowest = looks_at(min(lowest, 0))  # the look before tells that this is 0: else one look would be taken for the other
             if LIMIT:
                 looks = looks + 1
                 if (looks == LIMIT) & (lowest < number):
@@ -151,62 +154,70 @@ def mega_stream_kernel(
                     lowest = number
         return found, lowest
 
-    def looked(array, indices, shape, number, inside, zero):
-        """One look: values, and the smallest number. zero: 0, known only by the look before, so that no look is taken for that one."""
-        values: tuple = ()
-        numbers = ct.full(shape, 0, ct.int32) + number
-        for n in ct.static_iter(range(len(indices))):
-            seen = look(array, (indices[n][0] + zero, *indices[n][1:]), shape)
-            values = (*values, seen.astype(ct.int32))
-            numbers = ct.minimum(numbers, ct.where(inside, number_of(seen), number))
-        return values, ct.min(numbers)
+    def row_of(array, row, number, place):
+        """A row of WORDS words, as 32-bit values, the sum of its squares in fp32, and the number seen."""
 
-    def normed(planes, weights):
-        weights = planes_of(weights, dtype)
-        squares = planes[0] * planes[0]
-        for i in ct.static_iter(range(1, PACKED)):
-            squares = squares + planes[i] * planes[i]
-        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
-        found: tuple = ()
-        for i in ct.static_iter(range(PACKED)):
-            found = (*found, rounded(planes[i] * rstd, dtype) * weights[i])
-        return bits_of(found, dtype).astype(ct.int32)
+        def looks_at(zero):
+            seen = look(array, (row + zero, 0), (1, WORDS))
+            values = seen.astype(ct.int32)
+            squares = ct.zeros((1, WORDS), ct.float32)
+            planes = planes_of(values, dtype)
+            for n in ct.static_iter(range(PACKED)):
+                squares = squares + planes[n] * planes[n]
+            return (values, ct.sum(squares)), ct.min(number_of(seen))
+
+        return words(looks_at, number, place)
 
     def prepare(kind, layer, token, number):
         """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen."""
+        x: tuple = ()
         if kind == DOWN:
-            indices: tuple = ()
-            for c in ct.static_iter(range(CHUNKS)):
-                indices = (*indices, (layer, 0, c, 0))
-            found, seen = words(ACTIVE, indices, (1, T, 1, WIDTH), number, 8 * layer + 3, True)
-            x: tuple = ()
-            for c in ct.static_iter(range(CHUNKS)):
-                x = (*x, found[c].reshape((T, WIDTH)))
+
+            def looks_at(zero):
+                values: tuple = ()
+                numbers = ct.full((1, T, 1, WIDTH), NOWHERE, ct.int32)
+                for c in ct.static_iter(range(CHUNKS)):
+                    seen = look(ACTIVE, (layer + zero, 0, c, 0), (1, T, 1, WIDTH))
+                    values, numbers = (*values, seen.astype(ct.int32).reshape((T, WIDTH))), ct.minimum(numbers, number_of(seen))
+                return values, ct.min(numbers)
+
+            x, seen = words(looks_at, number, 8 * layer + 3)
         else:
             seen = number
             if kind == OUT:
-                found, seen = words(ATTENDED, ((layer, 0),), (1, WORDS), number, 8 * layer + 1, True)
+                found, seen = row_of(ATTENDED, layer, number, 8 * layer + 1)
                 row = found[0]
             else:
                 before_row, place, norm = 2 * layer - 1, 8 * layer - 4, 2 * layer
                 if kind == GATE_UP:
                     before_row, place, norm = 2 * layer, 8 * layer + 2, 2 * layer + 1
-                weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
+                weights = planes_of(look(NORMS, (norm, 0), (1, WORDS)), dtype)  # relaxed: another load would be put behind the wait
                 if (kind == QKV) & (layer == 0):
                     row = _load(EMBEDDING, (token, 0), (1, WORDS))
+                    planes = planes_of(row, dtype)
+                    squares = ct.zeros((1, WORDS), ct.float32)
+                    for n in ct.static_iter(range(PACKED)):
+                        squares = squares + planes[n] * planes[n]
+                    total = ct.sum(squares)
                 else:
-                    found, seen = words(STREAM, ((before_row, 0),), (1, WORDS), number, place, True)
-                    row = found[0]
-                row = normed(planes_of(row, dtype), weights)
+                    found, seen = row_of(STREAM, before_row, number, place)
+                    row, total = found
+                planes = planes_of(row, dtype)
+                rstd = 1.0 / ct.sqrt(total * (1.0 / HIDDEN) + eps)
+                normed: tuple = ()
+                for n in ct.static_iter(range(PACKED)):
+                    normed = (*normed, rounded(planes[n] * rstd, dtype) * weights[n])
+                row = bits_of(normed, dtype).astype(ct.int32)
             strips = row.reshape((ROW_STRIPS, CHUNKS, WIDTH))
-            x: tuple = ()
             for c in ct.static_iter(range(CHUNKS)):
                 chunk = ct.extract(strips, (0, c, 0), (ROW_STRIPS, 1, WIDTH)).reshape((1, ROW_STRIPS, WIDTH))
                 x = (*x, ct.broadcast_to(chunk, (FOLD, ROW_STRIPS, WIDTH)).reshape((T, WIDTH)))
         return x, seen
 
-    def turned(first, second, cos, sin):
-        """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
+    def turned(words_of_heads, HEADS, cos, sin):
+        """Queries or a key [HEADS, head words], rotated: planes."""
+        first = planes_of(ct.extract(words_of_heads, (0, 0), (HEADS, HALF_WORDS)), dtype)
+        second = planes_of(ct.extract(words_of_heads, (0, 1), (HEADS, HALF_WORDS)), dtype)
         cos, sin = apart(cos.reshape((HALF,)), HALF, dtype), apart(sin.reshape((HALF,)), HALF, dtype)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
@@ -215,81 +226,137 @@ def mega_stream_kernel(
             found = (*found, ct.cat((x, y), axis=1))
         return found
 
-    def attend(layer, kv_head, split, ranges, position, number):
-        """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
-        there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
-        mine = max(0, min(CHUNK_TILES, there - split * CHUNK_TILES))
-        if there > SPLITS * CHUNK_TILES:
+    def heard(layer, kv_head, number):
+        """Queries of a key head, its key and its value of this token, not yet rotated: words [group or 1, head words]."""
+        COPIES = OWN.shape[2]
+
+        def looks_at(zero):
+            queries = look(QUERIES, (layer + zero, kv_head, 0, 0), (1, 1, QUERIES.shape[2], group * HEAD_WORDS)).reshape((COPIES, HEAD_WORDS))
+            key = look(OWN, (layer + zero, kv_head, 0, 0), (1, 1, COPIES, HEAD_WORDS)).reshape((COPIES, HEAD_WORDS))
+            value = look(OWN, (layer + zero, KV_HEADS + kv_head, 0, 0), (1, 1, COPIES, HEAD_WORDS)).reshape((COPIES, HEAD_WORDS))
+            numbers = ct.minimum(number_of(queries), ct.minimum(number_of(key), number_of(value)))
+            return (queries.astype(ct.int32), key.astype(ct.int32), value.astype(ct.int32)), ct.min(numbers)
+
+        queries, key, value = words(looks_at, number, 8 * layer)[0]
+        queries = ct.extract(queries, (0, 0), (group, HEAD_WORDS))
+        return queries, ct.extract(key, (0, 0), (1, HEAD_WORDS)), ct.extract(value, (0, 0), (1, HEAD_WORDS))
+
+    def append(layer, kv_head, position, own_keys, own_v):
+        """This token's key and value, into the cache."""
+        own_k = bits_of(own_keys, dtype).astype(ct.int32)
+        ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
+        ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
+
+    def attend_at_once(layer, kv_head, position, number):
+        """All query heads of a key head over all keys, where they are no more than SPAN: everything at once, so that little waits for another."""
+        last = max(position - 1, 0) // TILE_KV
+        loaded: tuple = ()
+        for i in ct.static_iter(range(SPAN // TILE_KV)):  # on their way before the queries are waited for; past the last tile the last again
+            place, shape = (layer, kv_head, min(i, last), 0), (1, 1, TILE_KV, HEAD_WORDS)
+            loaded = (*loaded, (_load(K, place, shape).reshape((1, TILE_KV, HEAD_WORDS)), _load(V, place, shape).reshape((1, TILE_KV, HEAD_WORDS))))
+        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
+        own_q, own_k, own_v = heard(layer, kv_head, number)
+        q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
+        own = ct.zeros((group, HEAD_WORDS), ct.float32)
+        for n in ct.static_iter(range(PACKED)):
+            own = own + q[n] * own_keys[n]
+        own = ct.sum(own, axis=1, keepdims=True) * scale
+        scores: tuple = ()
+        highest = ct.full((group, TILE_KV), -math.inf, ct.float32)
+        for i in ct.static_iter(range(SPAN // TILE_KV)):
+            keys = planes_of(loaded[i][0], dtype)
+            products = ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32)
+            for n in ct.static_iter(range(PACKED)):
+                products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
+            seen = (i * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < position
+            score = ct.where(seen, ct.sum(products, axis=2) * scale, -math.inf)
+            scores, highest = (*scores, (score, seen)), ct.maximum(highest, score)
+        maximum = ct.maximum(own, ct.max(highest, axis=1, keepdims=True))
+        weight = ct.exp2(own - maximum)
+        below = ct.zeros((group, TILE_KV), ct.float32)
+        mixed: tuple = ()
+        for _ in ct.static_iter(range(PACKED)):
+            mixed = (*mixed, ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32))
+        for i in ct.static_iter(range(SPAN // TILE_KV)):
+            weights = ct.exp2(scores[i][0] - maximum)
+            below = below + weights
+            weights, values = rounded(weights, dtype).reshape((group, TILE_KV, 1)), planes_of(loaded[i][1], dtype)
+            sums: tuple = ()
+            for n in ct.static_iter(range(PACKED)):
+                value = ct.where(scores[i][1].reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+                sums = (*sums, mixed[n] + weights * value)
+            mixed = sums
+        part = 1.0 / (ct.sum(below, axis=1, keepdims=True) + weight)
+        found: tuple = ()
+        for n in ct.static_iter(range(PACKED)):
+            found = (*found, (ct.sum(mixed[n], axis=1) + rounded(weight, dtype) * own_values[n]) * part)
+        say(ATTENDED, (layer, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
+        append(layer, kv_head, position, own_keys, own_v)
+
+    def attend(layer, kv_head, split, position, number):
+        """All query heads of a key head over the keys of one of several ranges, with the token's own where it belongs."""
+        there = ct.cdiv(position, TILE_LONG)  # tiles with a key in the cache
+        mine = max(0, min(chunk_tiles, there - split * chunk_tiles))
+        if there > SPLITS * chunk_tiles:
             mine = ct.cdiv(there - split, SPLITS)
         at = layer * KV_HEADS + kv_head
 
         def start(i):
             tile = split + i * SPLITS
-            if i < CHUNK_TILES:
-                tile = split * CHUNK_TILES + i
+            if i < chunk_tiles:
+                tile = split * chunk_tiles + i
             return tile
 
         def fetched(i):
             """Keys and values of AHEAD tiles, the last again where there are no more."""
             found: tuple = ()
             for n in ct.static_iter(range(AHEAD)):
-                place = (layer, kv_head, start(min(i + n, mine - 1)), 0)
-                found = (*found, _load(K, place, (1, 1, TILE_KV, HEAD_WORDS)), _load(V, place, (1, 1, TILE_KV, HEAD_WORDS)))
+                place, shape = (layer, kv_head, start(min(i + n, mine - 1)), 0), (1, 1, TILE_LONG, HEAD_WORDS)
+                found = (*found, _load(K, place, shape), _load(V, place, shape))
             return found
 
         # On their way before the queries are waited for.
-        nothing = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
+        nothing = ct.zeros((1, 1, TILE_LONG, HEAD_WORDS), ct.int32)
         ahead: tuple = ()
         for _ in ct.static_iter(range(2 * AHEAD)):
             ahead = (*ahead, nothing)
         if mine > 0:
             ahead = fetched(0)
         cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
-        ROWS = HEADS.shape[1]
-        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
-        shape = (1, ROWS, HEAD_WORDS)
-        heads = words(HEADS, ((at, 0, 0),), shape, number, 8 * layer, inside)[0][0].reshape((ROWS, HEAD_WORDS))
-        first = planes_of(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
-        second = planes_of(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
-        rotated = turned(first, second, cos, sin)
-        own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
-        own_values = planes_of(own_v, dtype)
-        q: tuple = ()
-        own_keys: tuple = ()
+        own_q, own_k, own_v = heard(layer, kv_head, number)
+        q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
         total: tuple = ()
         score = ct.zeros((group, 1), ct.float32)
         for n in ct.static_iter(range(PACKED)):
-            q = (*q, ct.extract(rotated[n], (0, 0), (group, HEAD_WORDS)))
-            own_keys = (*own_keys, ct.extract(rotated[n], (group, 0), (1, HEAD_WORDS)))
             score = score + ct.sum(q[n] * own_keys[n], axis=1, keepdims=True)
-            total = (*total, ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32))
+            total = (*total, ct.zeros((group, TILE_LONG, HEAD_WORDS), ct.float32))
         # Each place in a tile has a softmax of its own, so that no thread waits for another's keys; they are joined behind the last tile.
-        maximum, denominator = ct.full((group, TILE_KV), FLOOR, ct.float32), ct.zeros((group, TILE_KV), ct.float32)
+        maximum, denominator = ct.full((group, TILE_LONG), FLOOR, ct.float32), ct.zeros((group, TILE_LONG), ct.float32)
         for some in range(ct.cdiv(mine, AHEAD)):
             now = ahead
             ahead = fetched((some + 1) * AHEAD)
             for j in ct.static_iter(range(AHEAD)):
                 i = some * AHEAD + j
-                keys = planes_of(now[2 * j].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
-                values = planes_of(now[2 * j + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+                keys = planes_of(now[2 * j].reshape((1, TILE_LONG, HEAD_WORDS)), dtype)
+                values = planes_of(now[2 * j + 1].reshape((1, TILE_LONG, HEAD_WORDS)), dtype)
                 products = keys[0] * q[0].reshape((group, 1, HEAD_WORDS))
                 for n in ct.static_iter(range(1, PACKED)):
                     products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
                 last = ct.where(i < mine, position, 0)
-                seen = (start(i) * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < last
+                seen = (start(i) * TILE_LONG + ct.arange(TILE_LONG, dtype=ct.int32)).reshape((1, TILE_LONG)) < last
                 scores = ct.where(seen, ct.sum(products, axis=2) * scale, -math.inf)
                 above = ct.maximum(maximum, scores)
                 weights, factor = ct.exp2(scores - above), ct.exp2(maximum - above)
                 maximum, denominator = above, denominator * factor + weights
-                weights, factor = rounded(weights, dtype).reshape((group, TILE_KV, 1)), factor.reshape((group, TILE_KV, 1))
+                weights, factor = rounded(weights, dtype).reshape((group, TILE_LONG, 1)), factor.reshape((group, TILE_LONG, 1))
                 sums: tuple = ()
                 for n in ct.static_iter(range(PACKED)):
-                    value = ct.where(seen.reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+                    value = ct.where(seen.reshape((1, TILE_LONG, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
                     sums = (*sums, total[n] * factor + weights * value)
                 total = sums
         newest = position // SPAN == split
         if position >= SPAN * SPLITS:
-            newest = position // TILE_KV % SPLITS == split
+            newest = position // TILE_LONG % SPLITS == split
         own = ct.where(newest, score * scale, FLOOR)
         above = ct.maximum(ct.max(maximum, axis=1, keepdims=True), own)
         factor = ct.exp2(maximum - above)
@@ -297,22 +364,14 @@ def mega_stream_kernel(
         denominator = ct.sum(denominator * factor, axis=1, keepdims=True) + weight
         result: tuple = ()
         for n in ct.static_iter(range(PACKED)):
-            mixed = ct.sum(total[n] * factor.reshape((group, TILE_KV, 1)), axis=1)
+            mixed = ct.sum(total[n] * factor.reshape((group, TILE_LONG, 1)), axis=1)
             result = (*result, mixed + rounded(weight, dtype) * own_values[n])
         if newest:
-            own_k = bits_of(own_keys, dtype).astype(ct.int32)
-            ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
-            ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
-        if ranges == 1:
-            found: tuple = ()
-            for n in ct.static_iter(range(PACKED)):
-                found = (*found, result[n] * (1.0 / denominator))
-            say(ATTENDED, (layer, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
-        else:
-            each = ct.zeros((group, HEAD_WORDS), ct.float32)
-            planes = (*result, above + each, denominator + each)
-            for n in ct.static_iter(range(PACKED + 2)):
-                say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
+            append(layer, kv_head, position, own_keys, own_v)
+        each = ct.zeros((group, HEAD_WORDS), ct.float32)
+        planes = (*result, above + each, denominator + each)
+        for n in ct.static_iter(range(PACKED + 2)):
+            say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
 
     def merge(layer, kv_head, part, ranges, number):
         """A slice of a key head's results, from all ranges."""
@@ -320,7 +379,12 @@ def mega_stream_kernel(
         at = layer * KV_HEADS + kv_head
         inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((1, TILE_S, 1))
         said = inside.reshape((1, 1, TILE_S, 1)) & (ct.arange(PLANES, dtype=ct.int32) < PACKED + 2).reshape((1, PLANES, 1, 1))
-        parts = words(PARTS, ((at, 0, 0, part),), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said)[0][0]
+
+        def looks_at(zero):
+            seen = look(PARTS, (at + zero, 0, 0, part), (1, PLANES, TILE_S, EACH))
+            return seen.astype(ct.int32), ct.min(ct.where(said, number_of(seen), number))
+
+        parts = words(looks_at, number, 8 * layer + 1)[0]
         parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
         planes: tuple = ()
         for n in ct.static_iter(range(PACKED + 2)):
@@ -358,7 +422,8 @@ def mega_stream_kernel(
                     ws = planes_of(ct.extract(w, (s, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)), dtype)
                     for n in ct.static_iter(range(PACKED)):
                         total = total + ws[n] * xs[c][n]
-                y = ct.where(ahead == (i * PAIR + s) * step, ct.sum(total, axis=1, keepdims=True), y)
+                y = ct.where(ahead == 0, ct.sum(total, axis=1, keepdims=True), y)
+                ahead = ahead - step
         return ct.sum(y, axis=0, keepdims=True)
 
     def added(y, old):
@@ -420,13 +485,16 @@ def mega_stream_kernel(
         position = start + number - 1
         kind, layer, sub, first, count, tile = placed(at)
         if (kind == OUT) & (sub == 0) & (layer < attentions):
-            for share_of in range(block, KV_HEADS * SPLITS, BLOCKS):
-                kv_head, split = share_of // SPLITS, share_of % SPLITS
-                ranges = min(SPLITS, position // SPAN + 1)
-                if split < ranges:
-                    attend(layer, kv_head, split, ranges, position, number)
-                if (ranges > 1) & (split < SLICES):
-                    merge(layer, kv_head, split, ranges, number)
+            ranges = min(SPLITS, position // SPAN + 1)
+            for mine in range(block, KV_HEADS * SPLITS, BLOCKS):
+                kv_head, split = mine // SPLITS, mine % SPLITS
+                if ranges > 1:
+                    if split < ranges:
+                        attend(layer, kv_head, split, position, number)
+                    if split < SLICES:
+                        merge(layer, kv_head, split, ranges, number)
+                elif split == 0:
+                    attend_at_once(layer, kv_head, position, number)
         if (8 * layer + kind != before) & (count > 0):
             before = 8 * layer + kind
             x, seen = prepare(kind, layer, token, number)
@@ -444,17 +512,8 @@ def mega_stream_kernel(
         y = product(tile, min(count, pieces), x, kind)
         if count > 0:
             if kind == QKV:
-                PER_HEAD = head_dim // R
                 bits = bits_of(neighbours(y, PACKED), dtype)
-                for i in ct.static_iter(range(MOST)):
-                    unit = first + (sub * MOST + i) * BLOCKS
-                    if unit < COUNTS[0]:
-                        head, part = unit // PER_HEAD, unit % PER_HEAD
-                        kv_head, row = head // group, head % group
-                        if head >= Q_HEADS:
-                            kv_head, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
-                        some = ct.extract(bits, (0, i), (1, OUT_WORDS))
-                        say(BY_QKV, (layer * KV_HEADS + kv_head, row, part, 0), some, (1, 1, 1, OUT_WORDS), number)
+                say(BY_QKV, (layer, sub, first, 0), bits, (1, MOST, 1, OUT_WORDS), number, True)
             elif kind == OUT:
                 say(BY_OUT, (2 * layer, sub, first, 0), added(y, old), (1, MOST, 1, OUT_WORDS), number, True)
             elif kind == DOWN:
@@ -480,7 +539,12 @@ def mega_stream_kernel(
                 say(BEST, (1, block), where.astype(ct.int64), (1, 1), number)
                 if (block == 0) | (number < epoch + tokens):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-                    both = words(BEST, ((0, 0),), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside)[0][0]
+
+                    def looks_at(zero):
+                        seen = look(BEST, (zero, 0), (2, TILE_B))
+                        return seen.astype(ct.int32), ct.min(ct.where(inside, number_of(seen), number))
+
+                    both = words(looks_at, number, 8 * LAYERS + HEAD + 1)[0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()

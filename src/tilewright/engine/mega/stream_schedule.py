@@ -14,17 +14,17 @@ from .program import MATRICES, Dims, Kind, Phase
 class StreamConfig:
     """rows: of a tile of weights, `hidden` elements each; strips: parts that a piece of it is read in, one a warp.
 
-    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
-    that are on their way at once.
+    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile.
     """
 
-    rows: int = 32
+    rows: int = 8
     strips: int = 8
     pair: int = 2
     splits: int = 32
-    span: int = 128
-    tile_kv: int = 16
-    ahead: int = 1
+    span: int = 192
+    tile_kv: int = 32
+    tile_long: int = 16
+    ahead: int = 4
     latency: int = 10
     num_worker_warps: int | None = 8
 
@@ -139,7 +139,7 @@ def default_stream_config(device: Device) -> StreamConfig:
     if device.is_cpu:
         return StreamConfig(num_worker_warps=None)
     if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=16, tile_kv=16, ahead=2)
+        return StreamConfig(tile_kv=64)
     if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
-        return StreamConfig(tile_kv=16, ahead=2)
+        return StreamConfig(tile_kv=64)
     return StreamConfig()
