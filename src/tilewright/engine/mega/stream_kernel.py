@@ -422,7 +422,10 @@ def mega_stream_kernel(
                     ws = planes_of(ct.extract(w, (s, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)), dtype)
                     for n in ct.static_iter(range(PACKED)):
                         total = total + ws[n] * xs[c][n]
-                y = ct.where(ahead == 0, ct.sum(total, axis=1, keepdims=True), y)
+                value = ct.sum(total, axis=1, keepdims=True)
+                bits = ct.bitcast(value, ct.int32)
+                ahead = ahead + (bits * (bits + 1) & 1)
+                y = ct.where(ahead == 0, value, y)
                 ahead = ahead - step
         return ct.sum(y, axis=0, keepdims=True)
 
