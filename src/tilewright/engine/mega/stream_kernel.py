@@ -168,8 +168,11 @@ def mega_stream_kernel(
 
         return words(looks_at, number, place)
 
-    def prepare(kind, layer, token, number):
-        """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen."""
+    def prepare(kind, layer, token, norm, number):
+        """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen.
+
+        norm: words of the weights of the norm before it, [1, WORDS].
+        """
         x: tuple = ()
         if kind == DOWN:
 
@@ -188,10 +191,10 @@ def mega_stream_kernel(
                 found, seen = row_of(ATTENDED, layer, number, 8 * layer + 1)
                 row = found[0]
             else:
-                before_row, place, norm = 2 * layer - 1, 8 * layer - 4, 2 * layer
+                before_row, place = 2 * layer - 1, 8 * layer - 4
                 if kind == GATE_UP:
-                    before_row, place, norm = 2 * layer, 8 * layer + 2, 2 * layer + 1
-                weights = planes_of(look(NORMS, (norm, 0), (1, WORDS)), dtype)  # relaxed: another load would be put behind the wait
+                    before_row, place = 2 * layer, 8 * layer + 2
+                weights = planes_of(norm, dtype)
                 if (kind == QKV) & (layer == 0):
                     row = _load(EMBEDDING, (token, 0), (1, WORDS))
                     planes = planes_of(row, dtype)
@@ -247,14 +250,17 @@ def mega_stream_kernel(
         ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
         ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
 
-    def attend_at_once(layer, kv_head, position, number):
-        """All query heads of a key head over all keys, where they are no more than SPAN: everything at once, so that little waits for another."""
+    def cached(layer, kv_head, position):
+        """Keys and values of SPAN positions, on their way: tiles of TILE_KV, past the last the last again."""
         last = max(position - 1, 0) // TILE_KV
-        loaded: tuple = ()
-        for i in ct.static_iter(range(SPAN // TILE_KV)):  # on their way before the queries are waited for; past the last tile the last again
+        found: tuple = ()
+        for i in ct.static_iter(range(SPAN // TILE_KV)):
             place, shape = (layer, kv_head, min(i, last), 0), (1, 1, TILE_KV, HEAD_WORDS)
-            loaded = (*loaded, (_load(K, place, shape).reshape((1, TILE_KV, HEAD_WORDS)), _load(V, place, shape).reshape((1, TILE_KV, HEAD_WORDS))))
-        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
+            found = (*found, _load(K, place, shape), _load(V, place, shape))
+        return found
+
+    def attend_at_once(layer, kv_head, loaded, position, number):
+        """All query heads of a key head over all keys, where they are no more than SPAN: everything at once, so that little waits for another."""
         own_q, own_k, own_v = heard(layer, kv_head, number)
         q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
         own = ct.zeros((group, HEAD_WORDS), ct.float32)
@@ -264,7 +270,7 @@ def mega_stream_kernel(
         scores: tuple = ()
         highest = ct.full((group, TILE_KV), -math.inf, ct.float32)
         for i in ct.static_iter(range(SPAN // TILE_KV)):
-            keys = planes_of(loaded[i][0], dtype)
+            keys = planes_of(loaded[2 * i].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
             products = ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32)
             for n in ct.static_iter(range(PACKED)):
                 products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
@@ -280,7 +286,8 @@ def mega_stream_kernel(
         for i in ct.static_iter(range(SPAN // TILE_KV)):
             weights = ct.exp2(scores[i][0] - maximum)
             below = below + weights
-            weights, values = rounded(weights, dtype).reshape((group, TILE_KV, 1)), planes_of(loaded[i][1], dtype)
+            weights = rounded(weights, dtype).reshape((group, TILE_KV, 1))
+            values = planes_of(loaded[2 * i + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
             sums: tuple = ()
             for n in ct.static_iter(range(PACKED)):
                 value = ct.where(scores[i][1].reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
@@ -322,7 +329,6 @@ def mega_stream_kernel(
             ahead = (*ahead, nothing)
         if mine > 0:
             ahead = fetched(0)
-        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
         own_q, own_k, own_v = heard(layer, kv_head, number)
         q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
         total: tuple = ()
@@ -484,9 +490,16 @@ def mega_stream_kernel(
     for c in ct.static_iter(range(CHUNKS)):
         x = (*x, _load(W, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)))
     at, number = 0, epoch + 1
+    position = start + number - 1
+    cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
+    # What HBM has comes late behind the weights that are under way: so all but words is asked for a turn before it is needed.
+    norm = look(NORMS, (0, 0), (1, WORDS))
+    old = ct.zeros((1, SAID), ct.int32)
+    loaded: tuple = ()
+    for _ in ct.static_iter(range(2 * SPAN // TILE_KV)):
+        loaded = (*loaded, ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32))
+    kind, layer, sub, first, count, tile = placed(0)
     for _ in range(tokens * turns):
-        position = start + number - 1
-        kind, layer, sub, first, count, tile = placed(at)
         if (kind == OUT) & (sub == 0) & (layer < attentions):
             ranges = min(SPLITS, position // SPAN + 1)
             for mine in range(block, KV_HEADS * SPLITS, BLOCKS):
@@ -497,21 +510,30 @@ def mega_stream_kernel(
                     if split < SLICES:
                         merge(layer, kv_head, split, ranges, number)
                 elif split == 0:
-                    attend_at_once(layer, kv_head, position, number)
-        if (8 * layer + kind != before) & (count > 0):
+                    if mine != block:
+                        loaded = cached(layer, kv_head, position)
+                    attend_at_once(layer, kv_head, loaded, position, number)
+        if (8 * layer + kind != before) & (at < filled):
             before = 8 * layer + kind
-            x, seen = prepare(kind, layer, token, number)
-        # What is added to, on its way while the weights are multiplied: whoever wrote the words that gave `seen` had read it, so it is there.
-        old = ct.zeros((1, SAID), ct.int32)
-        if (kind == OUT) & (count > 0):
-            if layer == 0:
-                words_of_row = ct.arange(SAID, dtype=ct.int32)
-                words_of_row = ((words_of_row // OUT_WORDS + sub * MOST) * BLOCKS + first) * OUT_WORDS + words_of_row % OUT_WORDS
-                old = ct.gather(EMBEDDING, (token, words_of_row)).reshape((1, SAID))
+            x, seen = prepare(kind, layer, token, norm, number)
+        at = at + 1
+        kind_next, layer_next, sub_next, first_next, count_next, tile_next = placed(at)
+        norm = look(NORMS, (min(2 * layer_next + kind_next // 2 % 2, 2 * LAYERS), 0), (1, WORDS))
+        old_next = old
+        # Whoever wrote the words that gave `seen` had read these, so they are there.
+        if kind_next == OUT:
+            if layer_next == 0:
+                of_row = ct.arange(SAID, dtype=ct.int32)
+                of_row = ((of_row // OUT_WORDS + sub_next * MOST) * BLOCKS + first_next) * OUT_WORDS + of_row % OUT_WORDS
+                old_next = ct.gather(EMBEDDING, (token, of_row)).reshape((1, SAID))
             else:
-                old = look(BY_OUT, (2 * layer - 1 + min(seen, 0), sub, first, 0), (1, MOST, 1, OUT_WORDS), True).astype(ct.int32).reshape((1, SAID))
-        if (kind == DOWN) & (count > 0):
-            old = look(BY_DOWN, (2 * layer + min(seen, 0), sub, first, 0), (1, MOST_DOWN, 1, DOWN_WORDS), True).astype(ct.int32).reshape((1, SAID))
+                found = look(BY_OUT, (2 * layer_next - 1 + min(seen, 0), sub_next, first_next, 0), (1, MOST, 1, OUT_WORDS), True)
+                old_next = found.astype(ct.int32).reshape((1, SAID))
+        if kind_next == DOWN:
+            found = look(BY_DOWN, (2 * layer_next + min(seen, 0), sub_next, first_next, 0), (1, MOST_DOWN, 1, DOWN_WORDS), True)
+            old_next = found.astype(ct.int32).reshape((1, SAID))
+        if (kind_next == OUT) & (block % SPLITS == 0) & (block < KV_HEADS * SPLITS) & (position < SPAN):
+            loaded = cached(layer_next, block // SPLITS, position)
         y = product(tile, min(count, pieces), x, kind)
         if count > 0:
             if kind == QKV:
@@ -533,7 +555,8 @@ def mega_stream_kernel(
                 y = y.astype(dtype)
                 ct.scatter(LOGITS, rows, y, mask=inside)
                 best, column = take_better(best, column, ct.where(inside, y.astype(ct.float32), -math.inf), rows)
-        at = at + 1
+        old = old_next
+        kind, layer, sub, first, count, tile = kind_next, layer_next, sub_next, first_next, count_next, tile_next
         if at == turns:
             at, before = 0, -1
             if choices > 0:
@@ -557,7 +580,10 @@ def mega_stream_kernel(
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
                 best, column = empty_best((1, WIDTH))
-            number = number + 1
+            number, position = number + 1, position + 1
+            kind, layer, sub, first, count, tile = placed(0)
+            norm = look(NORMS, (0, 0), (1, WORDS))
+            cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
