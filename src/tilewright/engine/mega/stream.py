@@ -111,6 +111,7 @@ class Words:
             dealt(self.stream, Kind.DOWN, said // schedule.fold),
             self.logits.view(-1),
             self.best,
+            torch.zeros(schedule.blocks, 1, c.tile_kv, head_words, dtype=torch.int32, device=self.best.device),
         )
 
     def plain(self, words: Tensor) -> Tensor:

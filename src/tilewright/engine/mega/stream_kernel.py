@@ -60,6 +60,7 @@ def mega_stream_kernel(
     BY_DOWN: Stacks,
     LOGITS: Vector,
     BEST: Matrix,
+    TOUCHED: Stacks,
     turns: int,
     filled: int,
     attentions: int,
@@ -184,6 +185,11 @@ def mega_stream_kernel(
                     values, numbers = (*values, seen.astype(ct.int32).reshape((T, WIDTH))), ct.minimum(numbers, number_of(seen))
                 return values, ct.min(numbers)
 
+            def looks_at_some(zero):
+                seen = look(ACTIVE, (layer + zero, 0, 0, 0), (1, 1, CHUNKS, WIDTH))
+                return (), ct.min(number_of(seen))
+
+            words(looks_at_some, number, 8 * layer + 3)  # all of them are many to look at again and again
             x, seen = words(looks_at, number, 8 * layer + 3)
         else:
             seen = number
@@ -495,9 +501,7 @@ def mega_stream_kernel(
     # What HBM has comes late behind the weights that are under way: so all but words is asked for a turn before it is needed.
     norm = look(NORMS, (0, 0), (1, WORDS))
     old = ct.zeros((1, SAID), ct.int32)
-    loaded: tuple = ()
-    for _ in ct.static_iter(range(2 * SPAN // TILE_KV)):
-        loaded = (*loaded, ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32))
+    touched = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
     kind, layer, sub, first, count, tile = placed(0)
     for _ in range(tokens * turns):
         if (kind == OUT) & (sub == 0) & (layer < attentions):
@@ -510,9 +514,7 @@ def mega_stream_kernel(
                     if split < SLICES:
                         merge(layer, kv_head, split, ranges, number)
                 elif split == 0:
-                    if mine != block:
-                        loaded = cached(layer, kv_head, position)
-                    attend_at_once(layer, kv_head, loaded, position, number)
+                    attend_at_once(layer, kv_head, cached(layer, kv_head, position), position, number)
         if (8 * layer + kind != before) & (at < filled):
             before = 8 * layer + kind
             x, seen = prepare(kind, layer, token, norm, number)
@@ -532,9 +534,14 @@ def mega_stream_kernel(
         if kind_next == DOWN:
             found = look(BY_DOWN, (2 * layer_next + min(seen, 0), sub_next, first_next, 0), (1, MOST_DOWN, 1, DOWN_WORDS), True)
             old_next = found.astype(ct.int32).reshape((1, SAID))
+        loaded: tuple = ()
+        for _ in ct.static_iter(range(2 * SPAN // TILE_KV)):
+            loaded = (*loaded, ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32))
         if (kind_next == OUT) & (block % SPLITS == 0) & (block < KV_HEADS * SPLITS) & (position < SPAN):
             loaded = cached(layer_next, block // SPLITS, position)
         y = product(tile, min(count, pieces), x, kind)
+        for i in ct.static_iter(range(len(loaded))):
+            touched = touched ^ loaded[i]
         if count > 0:
             if kind == QKV:
                 bits = bits_of(neighbours(y, PACKED), dtype)
@@ -588,4 +595,5 @@ def mega_stream_kernel(
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
         put(COUNTERS, (1, 0), look(COUNTERS, (1, 0), (1, 1)) + tokens)
+    ct.store(TOUCHED, (block, 0, 0, 0), touched.reshape((1, 1, TILE_KV, HEAD_WORDS)), allow_tma=False)
     ct.store(EPOCH, (block,), epoch + tokens)
