@@ -137,15 +137,21 @@ def mega_stream_kernel(
     UNTIL = (SUBS[0], SUBS[0] + SUBS[1], SUBS[0] + SUBS[1] + SUBS[2], SUBS[0] + SUBS[1] + SUBS[2] + SUBS[3])
     SAID, OUT_WORDS, DOWN_WORDS = WIDTH // PACKED, R // PACKED, PIECES // PACKED  # words of a turn, and of a tile
 
-    def words(looks_at, number, place):
+    def words(array, one, looks_at, number, place):
         """What `looks_at` finds as soon as all of it has the number. looks_at: of 0, values and their smallest number.
 
+        First one word is waited for, at the index `one`: another for each block, for words that all look at again and again come late to all.
         Each word is looked at by one thread or more, each thread by itself, and the smallest number found by all of them together.
         """
-        looks = 0
+        looks, zero = 0, 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        found, lowest = looks_at(0)
+        elif len(one) > 0:
+            first = number_of(look(array, one, ())).item()
+            while first < number:
+                first = number_of(look(array, (one[0] + min(first, 0), *one[1:]), ())).item()
+            zero = min(first, 0)
+        found, lowest = looks_at(zero)
         while lowest < number:
             found, lowest = looks_at(min(lowest, 0))  # the look before tells that this is 0: else one look would be taken for the other
             if LIMIT:
@@ -167,7 +173,7 @@ def mega_stream_kernel(
                 squares = squares + planes[n] * planes[n]
             return (values, ct.sum(squares)), ct.min(number_of(seen))
 
-        return words(looks_at, number, place)
+        return words(array, (row, block * max(WORDS // BLOCKS, 1) % WORDS), looks_at, number, place)
 
     def prepare(kind, layer, token, norm, number):
         """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen.
@@ -185,12 +191,7 @@ def mega_stream_kernel(
                     values, numbers = (*values, seen.astype(ct.int32).reshape((T, WIDTH))), ct.minimum(numbers, number_of(seen))
                 return values, ct.min(numbers)
 
-            def looks_at_some(zero):
-                seen = look(ACTIVE, (layer + zero, 0, 0, 0), (1, 1, CHUNKS, WIDTH))
-                return (), ct.min(number_of(seen))
-
-            words(looks_at_some, number, 8 * layer + 3)  # all of them are many to look at again and again
-            x, seen = words(looks_at, number, 8 * layer + 3)
+            x, seen = words(ACTIVE, (layer, block % T, block // T % CHUNKS, block % WIDTH), looks_at, number, 8 * layer + 3)
         else:
             seen = number
             if kind == OUT:
@@ -246,7 +247,7 @@ def mega_stream_kernel(
             numbers = ct.minimum(number_of(queries), ct.minimum(number_of(key), number_of(value)))
             return (queries.astype(ct.int32), key.astype(ct.int32), value.astype(ct.int32)), ct.min(numbers)
 
-        queries, key, value = words(looks_at, number, 8 * layer)[0]
+        queries, key, value = words(OWN, (), looks_at, number, 8 * layer)[0]
         queries = ct.extract(queries, (0, 0), (group, HEAD_WORDS))
         return queries, ct.extract(key, (0, 0), (1, HEAD_WORDS)), ct.extract(value, (0, 0), (1, HEAD_WORDS))
 
@@ -396,7 +397,7 @@ def mega_stream_kernel(
             seen = look(PARTS, (at + zero, 0, 0, part), (1, PLANES, TILE_S, EACH))
             return seen.astype(ct.int32), ct.min(ct.where(said, number_of(seen), number))
 
-        parts = words(looks_at, number, 8 * layer + 1)[0]
+        parts = words(PARTS, (), looks_at, number, 8 * layer + 1)[0]
         parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
         planes: tuple = ()
         for n in ct.static_iter(range(PACKED + 2)):
@@ -577,7 +578,7 @@ def mega_stream_kernel(
                         seen = look(BEST, (zero, 0), (2, TILE_B))
                         return seen.astype(ct.int32), ct.min(ct.where(inside, number_of(seen), number))
 
-                    both = words(looks_at, number, 8 * LAYERS + HEAD + 1)[0]
+                    both = words(BEST, (), looks_at, number, 8 * LAYERS + HEAD + 1)[0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()
