@@ -169,6 +169,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.ahead,
         packed_in(dtype),
         c.latency,
+        c.sentinel,
         spin_limit,
     )
     return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)

@@ -21,7 +21,7 @@ from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
 from ...ops.tiles import gated
 from .arrays import Matrix, Stack, Stacks, Vector
-from .spin import give_up, looks_so_far
+from .spin import DEVICE, RELAXED, give_up, looks_so_far
 from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32
 
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
@@ -91,6 +91,7 @@ def mega_stream_kernel(
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
+    SENTINEL: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
@@ -146,10 +147,20 @@ def mega_stream_kernel(
         looks, zero = 0, 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        elif len(one) > 0:
-            first = number_of(look(array, one, ())).item()
+        elif SENTINEL == 1 and len(one) > 0:
+            first = number_of(ct.atomic_max(array, one, 0, memory_order=RELAXED, memory_scope=DEVICE))
             while first < number:
-                first = number_of(look(array, (one[0] + min(first, 0), *one[1:]), ())).item()
+                first = number_of(ct.atomic_max(array, one, 0, memory_order=RELAXED, memory_scope=DEVICE))
+            zero = min(first, 0)
+        elif SENTINEL == 2 and len(one) == 2:
+            first = ct.min(number_of(look(array, (one[0], block % 4), (1, 256))))
+            while first < number:
+                first = ct.min(number_of(look(array, (one[0] + min(first, 0), block % 4), (1, 256))))
+            zero = min(first, 0)
+        elif SENTINEL == 2 and len(one) == 4:
+            first = ct.min(number_of(look(array, (one[0], one[1], 0, 0), (1, 1, CHUNKS, WIDTH))))
+            while first < number:
+                first = ct.min(number_of(look(array, (one[0] + min(first, 0), one[1], 0, 0), (1, 1, CHUNKS, WIDTH))))
             zero = min(first, 0)
         found, lowest = looks_at(zero)
         while lowest < number:

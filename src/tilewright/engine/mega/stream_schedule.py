@@ -26,6 +26,7 @@ class StreamConfig:
     tile_long: int = 16
     ahead: int = 4
     latency: int = 10
+    sentinel: int = 1
     num_worker_warps: int | None = 8
 
 
