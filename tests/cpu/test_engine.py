@@ -260,7 +260,6 @@ def test_a_step_is_a_list_of_calls(name: str) -> None:
             "layers.0.mlp.down",
             "head",
             "argmax",
-            "note",
             "advance",
         ]
         several = [call.name for call in engine.decoder.body_calls(engine._state.frame(2), engine._state.tokens[:2], engine._state.caches)]

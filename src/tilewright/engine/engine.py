@@ -34,6 +34,7 @@ Mode = Literal["eager", "graph", "mega"]
 OnProgress = Callable[[str, int, int], None]
 OnTokens = Callable[[list[list[int]]], None]
 _MARK = "tilewright_engine"
+MOST_CAPTURED_TOKENS = 1024  # of a chunk of prompts: with more, the host keeps ahead of the GPU without a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +269,11 @@ class Engine:
                 self._settle()
 
     def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
-        """Compiles every kernel, and in graph mode captures the graph, that prompts of this number and length will need."""
+        """Compiles every kernel, and in graph mode captures the graphs, that prompts of this number and length will need."""
+        rows = self._checked([[0] * prompt_tokens] * batch, 0)
         with self._here():
-            self._ready(self._checked([[0] * prompt_tokens] * batch, 0), sampling)
+            self._ready(rows, sampling)
+            self._ready(rows, sampling)  # captures the prompt's calls too
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -309,6 +312,12 @@ class Engine:
         if prefill is None:
             self._prefills.clear()  # its buffers are the largest there are
             prefill = self._prefills[shape] = self._compiled_prefill(*shape)
+        elif self.mode == "graph" and prefill.graph is None and prefill.ids.numel() <= MOST_CAPTURED_TOKENS:
+            # Not for the first prompt of a shape: it may be the only one.
+            self._report(f"capturing prefill, {batch} x {shape[1]}", 0, 1)
+            run(prefill.body)
+            prefill.graph = capture(prefill.body, self._pool)
+            self._report(f"capturing prefill, {batch} x {shape[1]}", 1, 1)
         return step, prefill
 
     def _compiled_step(self, batch: int, sampling: Sampling | None) -> _Step:

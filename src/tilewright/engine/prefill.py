@@ -11,13 +11,14 @@ from .program import Call, Frame
 from .state import State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prefill:
-    """The calls that read `q_len` tokens of each sequence of a batch. ids: [batch, q_len]."""
+    """The calls that read `q_len` tokens of each sequence of a batch. ids: [batch, q_len]. graph: of `body`, once it is captured."""
 
     frame: Frame
     ids: Tensor
     body: list[Call]
+    graph: torch.cuda.CUDAGraph | None = None
 
     @staticmethod
     def of(decoder: Decoder, state: State, batch: int, q_len: int, width: int) -> "Prefill":
@@ -40,7 +41,10 @@ class Prefill:
             self.ids.copy_(ids[:, start : start + q_len])
             self.frame.positions.copy_(positions[start : start + q_len])
             self.frame.kv_len.fill_(start + q_len)
-            run(self.body)
+            if self.graph is None:
+                run(self.body)
+            else:
+                self.graph.replay()
             ending = [i for i, row in enumerate(rows) if i not in done and len(row) <= start + q_len]
             done.update(ending)
             if ending:

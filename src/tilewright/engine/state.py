@@ -8,6 +8,7 @@ from torch import Tensor
 from ..launch import must
 from ..ops.argmax import argmax_out
 from ..ops.sample import sample_out
+from .advance import advance
 from .layers import Decoder
 from .pages import Pages
 from .program import Call, Emit, Frame
@@ -98,17 +99,7 @@ class State:
         else:
             top_k, top_p = self.top_k if sampling.top_k else None, self.top_p if sampling.top_p < 1 else None
             yield Call("sample", sample_out, (logits, self.seed, self.clock[1:], self.temperature, top_k, top_p, tokens))
-        yield Call("note", _note, (self.recent[:, : frame.batch], self.clock[:1], tokens))
-        yield Call("advance", _advance, (self.counters, self.clock))
-
-
-def _note(recent: Tensor, row: Tensor, tokens: Tensor) -> None:
-    recent.index_copy_(0, row, tokens[None])
-
-
-def _advance(counters: Tensor, clock: Tensor) -> None:
-    counters.add_(1)
-    clock.add_(1)
+        yield Call("advance", advance, (self.tokens, self.recent, self.counters, self.clock))
 
 
 def cache_bytes(model: Decoder, batch: int, max_len: int) -> int:

@@ -20,5 +20,15 @@ def overlap_previous(WALKS=False):
     are not launched early, and whose successors would take room from them.
     """
     if not WALKS:
-        ct.grid_dependency_control_launch_dependents()
-        ct.grid_dependency_control_wait()
+        let_next_begin()
+        wait_for_previous()
+
+
+def let_next_begin():
+    """The first half of `overlap_previous`: between the two, weights may be read, which no launch writes."""
+    ct.grid_dependency_control_launch_dependents()
+
+
+def wait_for_previous():
+    """The second half."""
+    ct.grid_dependency_control_wait()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from . import rms_norm
-from .early import early, overlap_previous
+from .early import early, let_next_begin, overlap_previous, wait_for_previous
 from .tiles import rounded_sum, silu_mul_of_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,6 +102,10 @@ class Config:
     def tiles(self, p: Problem) -> int:
         return (1 if self.mma else p.rows) * -(-p.n // self.tile_n)
 
+    def whole(self, p: Problem) -> bool:
+        """A block has all of k at once: its weights can come while the launch before ends."""
+        return p.rows == 1 and self.tile_k >= p.k and not (self.mma or self.persistent)
+
 
 # tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: asked
 # for one step more than fits, the compiler keeps two).
@@ -144,6 +148,10 @@ def space(p: Problem, device: Device) -> list[Config]:
         narrow, wide = (Config(n, 256, False, False, 8, occupancy, 4) for n, occupancy in ((16, 3), (32, 2)))
         best = wide if several(narrow) else narrow
         one_by_one.sort(key=lambda c: c != best)
+        if p.k <= 4096 and p.dtype.itemsize == 2:  # 32 KB and 16 KB in registers of four blocks an SM (sm_90, tileiras 13.4: no spills)
+            deep = next_pow2(p.k)
+            spanning = [(16384 // deep if deep < 4096 else 2, 4), (8192 // deep if deep < 4096 else 4, 3)]
+            one_by_one += [Config(n, deep, False, False, 8, occupancy, 4) for n, occupancy in spanning if 2 <= n <= 64]
     if device.arch != "sm_90" or not 2 < p.rows <= MOST_MMA_ROWS or p.dtype is not torch.bfloat16:
         return one_by_one
     # In one round if there are so few; else as evenly as may be, then in wide tiles: each has all rows of x come from L2.
@@ -164,7 +172,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
         shape = (p.residual, p.bias, p.silu_mul, c.persistent, rows, c.tile_n, c.tile_k, c.latency)
         return Plan(rms_norm_matmul_rows_kernel, (blocks + pieces,), shape, **hints)
-    constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.tile_n, c.tile_k, c.latency)
+    constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.whole(p), c.tile_n, c.tile_k, c.latency)
     return Plan(rms_norm_matmul_kernel, (blocks,), constants, **hints)
 
 
@@ -198,6 +206,7 @@ def rms_norm_matmul_kernel(
     ADD_BIAS: ct.Constant[bool],
     SILU_MUL: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
+    WHOLE: ct.Constant[bool],
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     LATENCY: ct.Constant[int],
@@ -205,9 +214,29 @@ def rms_norm_matmul_kernel(
     """A tile of columns of one row of OUT at a time.
 
     X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n], only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
-    n / 2 columns, of pairs of rows of B.
+    n / 2 columns, of pairs of rows of B. WHOLE: one row, all of k in one step, a tile to a block: its weights come while the launch before ends.
     """
-    overlap_previous(PERSISTENT)
+    if WHOLE:
+        let_next_begin()
+        b = ct.load(B, (ct.bid(0), 0), (TILE_N, TILE_K), padding_mode=ZERO, allow_tma=False)
+        weight = ct.load(WEIGHT, (0,), (TILE_K,), padding_mode=ZERO, allow_tma=False)
+        wait_for_previous()
+        x = ct.load(X, (0, 0), (1, TILE_K), padding_mode=ZERO, allow_tma=False)
+        if ADD:
+            x = rounded_sum(x, ct.load(RESIDUAL, (0, 0), (1, TILE_K), padding_mode=ZERO, allow_tma=False))
+            if ct.bid(0) == 0:
+                ct.store(SUM, (0, 0), x, allow_tma=False)
+        x = x.astype(ct.float32)
+        y = ct.sum(b.astype(ct.float32) * (x * (weight.astype(ct.float32) + weight_offset)), axis=1)
+        y = y.reshape((1, TILE_N)) * (1.0 / ct.sqrt(ct.sum(x * x) / X.shape[1] + eps))  # rsqrt is 2 ulp off in fp32
+        y = _behind_product(y, BIAS, ct.bid(0), TILE_N, ADD_BIAS, SILU_MUL)
+        ct.store(OUT, (0, ct.bid(0)), y.astype(OUT.dtype), allow_tma=False)
+    else:
+        overlap_previous(PERSISTENT)
+        _by_steps(X, RESIDUAL, WEIGHT, B, BIAS, OUT, SUM, eps, weight_offset, ADD, ADD_BIAS, SILU_MUL, PERSISTENT, TILE_N, TILE_K, LATENCY)
+
+
+def _by_steps(X, RESIDUAL, WEIGHT, B, BIAS, OUT, SUM, eps, weight_offset, ADD, ADD_BIAS, SILU_MUL, PERSISTENT, TILE_N, TILE_K, LATENCY):
     rows = X.shape[0]
     steps = ct.cdiv(X.shape[1], TILE_K)
 

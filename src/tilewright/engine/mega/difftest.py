@@ -207,14 +207,12 @@ def difftest_command(model: Any, *, layers: int, stop_after: str, position: int,
 
 def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Device, as_json: bool) -> int:
     """whole: of all layers. machine: has run some."""
-    tiles, _, _ = whole.extent(list(phases(whole.dims)))
-    least, most = tiles // whole.blocks, -(-tiles // whole.blocks)
+    least, most = whole.size // whole.blocks, -(-whole.size // whole.blocks)
     c, shares = whole.config, whole.dims.kv_heads * whole.splits
     found = {
         "gpu": device.name,
         "blocks": whole.blocks,
         "rows": c.rows,
-        "piece": c.piece,
         "tiles": [least, most],
         "balance": whole.balance(),
         "ranges": whole.splits,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import cuda.tile as ct
 import torch
 from torch import Tensor
 
@@ -12,16 +11,15 @@ from .pack import LARGEST, Weights
 from .program import MATRICES, Dims, Kind, Phase, value_name
 from .run import Clocks, Mega, resident_blocks
 from .schedule import Config
-from .stream_kernel import mega_stream_kernel
+from .stream_kernel import LANES, mega_stream_kernel
 from .stream_schedule import StreamConfig, StreamSchedule, default_stream_config
 
-WIDTH = 128  # words of a row of weights that a warp reads at once: one 16-byte load of each lane
 PHASES = (Kind.QKV, Kind.ATTENTION, Kind.OUT, Kind.GATE_UP, Kind.DOWN)  # by the number that the kernel gives the words of each: see `place`
 
 
 def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     """What keeps a model from being one stream, or "" if nothing does."""
-    packed = 1 if dtype is torch.float32 else 2
+    packed = packed_in(dtype)
 
     def power(n: int) -> bool:
         return n > 0 and n & (n - 1) == 0
@@ -32,11 +30,14 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
         return "inter is no power of two times hidden"
     if not power(dims.group) or not power(dims.kv_heads):
         return "query heads of a key head, or key heads, are no power of two"
-    fold = dims.inter // dims.hidden
-    if config.rows % (fold * packed) or config.rows % (2 * packed) or dims.head_dim % config.rows:
-        return f"{config.rows} rows are too few for {fold} rows of the stream in a row of `down`, or do not divide head_dim"
+    fold, rows = dims.inter // dims.hidden, config.rows
+    if config.strips % fold or (dims.hidden // packed * fold) % config.strips:
+        return f"{config.strips} strips do not divide {fold} rows of the stream, a row of `down`"
+    width = strip_width(dims, packed, config)
+    if rows % (2 * packed) or rows % (fold * packed) or dims.head_dim % rows or rows > width:
+        return f"{rows} rows are no multiple of the neighbours in a word, do not divide head_dim, or are more than {width}, a strip's words"
     threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
-    if min(dims.hidden // packed, next_pow2(dims.group + 2) * head_words, dims.group * head_words * (packed + 2)) < threads:
+    if min(dims.hidden // packed, dims.group * head_words * (packed + 2)) < threads:
         return f"words that are waited for together are fewer than {threads} threads: see `words` in the kernel"
     if any(rows * columns // dims.hidden % config.rows for rows, columns in map(dims.shape, MATRICES)):
         return f"a matrix's rows are no multiple of {config.rows}"
@@ -46,32 +47,71 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     return ""
 
 
+def strip_width(dims: Dims, packed: int, config: StreamConfig) -> int:
+    """Words of a strip that are read at once."""
+    return min(LANES, dims.hidden // packed * (dims.inter // dims.hidden) // config.strips)
+
+
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the phases say, as `mega_stream_kernel` has it."""
+    """What the phases say, flat; `args` has it as `mega_stream_kernel` does."""
 
     heads: Tensor
     parts: Tensor
+    attended: Tensor
+    active: Tensor
     stream: Tensor
-    x: Tensor
     logits: Tensor
     best: Tensor
 
     @staticmethod
     def of(schedule: StreamSchedule, dtype: torch.dtype, device: torch.device, logits: Tensor | None) -> "Words":
-        d, splits, packed = schedule.dims, next_pow2(schedule.splits), 1 if dtype is torch.float32 else 2
+        d, splits, packed = schedule.dims, next_pow2(schedule.splits), packed_in(dtype)
         head_words = d.head_dim // packed
 
         def words(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         return Words(
-            heads=words(d.layers * d.kv_heads, next_pow2(d.group + 2), head_words),
+            heads=words(d.layers, schedule.padded(Kind.QKV) // packed),
             parts=words(d.layers * d.kv_heads, next_pow2(packed + 2), splits, d.group * head_words),
-            stream=words(d.layers * (schedule.fold + ct.cdiv(3, schedule.fold) * schedule.fold), d.hidden // packed),
-            x=torch.zeros(schedule.blocks, schedule.fold, d.hidden // packed, dtype=torch.int32, device=device),
+            attended=words(d.layers, d.hidden // packed),
+            active=words(d.layers, schedule.padded(Kind.GATE_UP) // 2 // packed),
+            stream=words(2 * d.layers, max(schedule.padded(Kind.OUT), schedule.padded(Kind.DOWN) // schedule.fold) // packed),
             logits=torch.zeros(1, d.vocab, dtype=dtype, device=device) if logits is None else logits,
             best=words(2, schedule.tile_best),
+        )
+
+    def args(self, schedule: StreamSchedule) -> tuple[Tensor, ...]:
+        """As they are read, and as tiles write them: a block's stand `blocks` apart, so rows are longer than what is read of them."""
+        d, packed, c = schedule.dims, packed_in(self.logits.dtype), schedule.config
+        said = c.rows // packed
+        width = strip_width(schedule.dims, packed, c)
+
+        def dealt(rows: Tensor, kind: Kind, words: int) -> Tensor:
+            tiles = schedule.padded(kind) // c.rows
+            return rows[:, : tiles * words].view(len(rows), -1, schedule.blocks, words)
+
+        # Queries of a key head, and keys and values, each as often as gives every thread a word of its own to look at.
+        head_words, length = d.head_dim // packed, self.heads.shape[1]
+        copies = max(d.group, 32 * (c.num_worker_warps or 0) // head_words)
+        size = d.group * head_words
+        queries = self.heads.as_strided((d.layers, d.kv_heads, copies // d.group, size), (length, size, 0, 1))
+        own = self.heads.as_strided((d.layers, 2 * d.kv_heads, copies, head_words), (length, head_words, 0, 1), d.q_heads * head_words)
+        return (
+            queries,
+            own,
+            dealt(self.heads, Kind.QKV, said),
+            self.parts,
+            self.attended,
+            self.active[:, : d.inter // packed].view(len(self.active), c.strips, -1, width),
+            dealt(self.active, Kind.GATE_UP, said // 2),
+            self.stream[:, : d.hidden // packed],
+            dealt(self.stream, Kind.OUT, said),
+            dealt(self.stream, Kind.DOWN, said // schedule.fold),
+            self.logits.view(-1),
+            self.best,
+            torch.zeros(schedule.blocks, 1, c.tile_kv, head_words, dtype=torch.int32, device=self.best.device),
         )
 
     def plain(self, words: Tensor) -> Tensor:
@@ -81,25 +121,27 @@ class Words:
     def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
         """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
         d, found = schedule.dims, dict[str, Tensor]()
+        packed = packed_in(self.logits.dtype)
         for phase in program:
             i = min(phase.layer, d.layers - 1)
-            rows = self.stream.view(d.layers, -1, self.stream.shape[1])[i]
-            fold = schedule.fold
             if phase.kind is Kind.QKV:
-                heads = self.heads.view(d.layers, d.kv_heads, -1, self.heads.shape[2])[i]
-                order = (heads[:, : d.group].flatten(0, 1), heads[:, d.group], heads[:, d.group + 1])
-                found[phase.writes] = self.plain(torch.cat(order))
+                found[phase.writes] = self.plain(self.heads[i, : d.heads * d.head_dim // packed])
             elif phase.kind is Kind.ATTENTION:
-                found[value_name("attention", i)] = self.plain(rows[fold])
+                found[value_name("attention", i)] = self.plain(self.attended[i])
             elif phase.kind is Kind.OUT:
-                found[phase.writes] = self.plain(rows[fold + 1])
+                found[phase.writes] = self.plain(self.stream[2 * i, : d.hidden // packed])
             elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.plain(rows[:fold])
+                found[phase.writes] = self.plain(self.active[i, : d.inter // packed])
             elif phase.kind is Kind.DOWN:
-                found[phase.writes] = self.plain(rows[fold + 2])
+                found[phase.writes] = self.plain(self.stream[2 * i + 1, : d.hidden // packed])
             elif phase.kind is Kind.HEAD:
                 found[phase.writes] = self.logits[0]
         return found
+
+
+def packed_in(dtype: torch.dtype) -> int:
+    """Values of a word."""
+    return 1 if dtype is torch.float32 else 2
 
 
 def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, spin_limit: int) -> Plan:
@@ -113,8 +155,8 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         d.head_dim // 2,
         schedule.fold,
         c.rows,
-        schedule.together,
-        (c.rows // schedule.together).bit_length() - 1,
+        c.strips,
+        c.pair,
         schedule.counts,
         tuple(base // c.rows for base in bases),
         schedule.blocks,
@@ -123,9 +165,11 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         schedule.slices,
         c.span,
         c.tile_kv,
+        c.tile_long,
         c.ahead,
-        1 if dtype is torch.float32 else 2,
+        packed_in(dtype),
         c.latency,
+        c.sentinel,
         spin_limit,
     )
     return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
@@ -174,9 +218,10 @@ class StreamMega:
         self._epoch = torch.zeros(blocks, dtype=torch.int32, device=where)
         self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
         self._plan = plan(schedule, weights.bases, dtype, spin_limit)
-        tiles, attentions, chooses = schedule.extent(program)
-        # Every block has a tile of the head behind its last attention; without the head it gets a turn for that.
-        complete = program[-1].kind >= Kind.HEAD and schedule.counts[4] >= blocks
+        packed = packed_in(dtype)
+        width = strip_width(weights.dims, packed, config)
+        strip = weights.dims.inter // packed // config.strips
+        filled = sum(schedule.turns(phase.kind, width) for phase in program if phase.kind in MATRICES)
         self._args = (
             self._epoch,
             self._stuck,
@@ -184,18 +229,19 @@ class StreamMega:
             clocks.counters,
             clocks.recent,
             clocks.clock,
-            as_words(weights.whole).view(len(weights.whole), -1, min(WIDTH, self.values.stream.shape[1])).transpose(0, 1),
+            as_words(weights.whole).view(-1, strip // width, width),
             as_words(weights.embedding),
             as_words(weights.norms),
             weights.cos,
             weights.sin,
             *map(as_words, cache),
-            *(getattr(self.values, name) for name in ("heads", "parts", "stream", "x", "logits", "best")),
-            tiles,
-            tiles if complete else tiles + blocks,
-            attentions,
-            int(chooses),
-            config.rows // schedule.together,
+            *self.values.args(schedule),
+            filled + (program[-1].kind is Kind.ATTENTION),  # which comes before the turn behind it
+            filled,
+            sum(phase.kind is Kind.ATTENTION for phase in program),
+            int(program[-1].kind is Kind.CHOOSE),
+            config.span // config.tile_long,
+            1 << 30,
         )
 
     @property

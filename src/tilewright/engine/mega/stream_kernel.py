@@ -11,23 +11,26 @@ overwritten while somebody may still want it. Keys are dealt to blocks by their 
 Numerics: as `mega_kernel`.
 """
 
+# ruff: noqa: B023 - cuTile inlines a closure where it is called
+
 import math
 
 import cuda.tile as ct
 
 from ...ops.attention_common import FLOOR
 from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
-from ...ops.tiles import silu_mul_of_pairs
-from .arrays import Matrix, Stack, Stacks, Vector, store_inside
-from .spin import give_up, looks_so_far
+from ...ops.tiles import gated
+from .arrays import Matrix, Stack, Stacks, Vector
+from .spin import DEVICE, RELAXED, give_up, looks_so_far
 from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32
 
 QKV, OUT, GATE_UP, DOWN, HEAD, NOTHING = 0, 1, 2, 3, 4, 5
+LANES = 128  # words of a strip that a warp reads at once: one 16-byte load of each lane
 
 
 def _load(array, index, shape):
-    """A tile that lies inside its array, by the threads that need it."""
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False)
+    """A tile that lies inside its array, by the threads that need it. Left to itself the compiler keeps several steps of a loop on their way."""
+    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
 
 
 @ct.kernel
@@ -45,16 +48,24 @@ def mega_stream_kernel(
     SIN: Matrix,
     K: Stacks,
     V: Stacks,
-    HEADS: Stack,
+    QUERIES: Stacks,
+    OWN: Stacks,
+    BY_QKV: Stacks,
     PARTS: Stacks,
+    ATTENDED: Matrix,
+    ACTIVE: Stacks,
+    BY_GATE_UP: Stacks,
     STREAM: Matrix,
-    X: Stack,
-    LOGITS: Matrix,
+    BY_OUT: Stacks,
+    BY_DOWN: Stacks,
+    LOGITS: Vector,
     BEST: Matrix,
-    tiles: int,
-    end: int,
+    TOUCHED: Stacks,
+    turns: int,
+    filled: int,
     attentions: int,
     choices: int,
+    chunk_tiles: int,
     pieces: int,
     tokens: int,
     eps: float,
@@ -66,8 +77,8 @@ def mega_stream_kernel(
     HALF: ct.Constant[int],
     FOLD: ct.Constant[int],
     R: ct.Constant[int],
-    TOGETHER: ct.Constant[int],
-    HALVINGS: ct.Constant[int],
+    T: ct.Constant[int],
+    PAIR: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
@@ -76,110 +87,158 @@ def mega_stream_kernel(
     SLICES: ct.Constant[int],
     SPAN: ct.Constant[int],
     TILE_KV: ct.Constant[int],
+    TILE_LONG: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
     LATENCY: ct.Constant[int],
+    SENTINEL: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
     """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
 
-    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words], of a key head its
-    queries, key and value, not yet rotated, and STREAM [L * STREAM_ROWS, hidden words], of a layer FOLD rows of `active`, merged attention, and the
-    stream behind attention and behind the MLP; one fp32 or int32 in PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range
-    PACKED planes of weighted values, and its maximum and denominator as often, and BEST [2, TILE_B], the largest logit of each block and where.
-    int32, PACKED values each and no number: W [hidden words / WIDTH, rows, WIDTH], a view of rows of HIDDEN elements: qkv of all layers, out, gate_up
-    (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING, NORMS [2 L + 1, ..], K and V
-    [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles are multiplied with.
+    R rows of W are a tile, read in PIECES pieces of T = R // PIECES rows: piece p has every PIECES-th row from p on, so that T warps have PIECES
+    neighbours each, and what comes of them needs no other warp. Arrays end with an axis that such neighbours lie along.
+
+    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words / QKV_WORDS,
+    QKV_WORDS], of a key head its queries, key and value, not yet rotated, ATTENDED [L, hidden words], merged attention, and ACTIVE [L * FOLD,
+    hidden words / ACTIVE_WORDS, ACTIVE_WORDS]; one value in fp32 in BY_OUT [2 L, HIDDEN / PIECES, PIECES], the residual stream of a layer behind
+    attention, then behind the MLP, and BY_DOWN, the same memory as [2 L, HIDDEN / DOWN_VALUES, DOWN_VALUES]; one fp32 or int32 in PARTS
+    [L * KV_HEADS, power of two, power of two, group * head words], of a range PACKED planes of weighted values, and its maximum and denominator as
+    often, and BEST [2, TILE_B], the largest logit of each block and where.
+    int32, PACKED values each and no number: W [hidden words / WIDTH, rows / PIECES, PIECES, WIDTH], a view of rows of HIDDEN elements: qkv of all
+    layers, out, gate_up (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING [vocab, hidden words / QKV_WORDS,
+    QKV_WORDS], NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles
+    are multiplied with.
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
-    is 8 * layer + number of the phase whose words are missing. LOGITS [1, vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    R rows of W are a tile, read in `pieces` = R // TOGETHER = 2**HALVINGS pieces; COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the
-    head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which gives every block another turn, for attention behind its last tile.
-    choices: 1 to choose tokens. scale: of scores, times log2(e). Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every
-    SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged by as many blocks.
+    is 8 * layer + number of the phase whose words are missing. LOGITS [vocab / PIECES, PIECES]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as
+    `mega_kernel`.
+    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which
+    gives every block another turn, for attention behind its last tile. pieces: 1. choices: 1 to choose tokens. scale: of scores, times log2(e).
+    Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their
+    way at once. SLICES of a key head's result are merged by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
     epoch = ct.load(EPOCH, (block,), ())
-    head_dim, group = 2 * HALF, Q_HEADS // KV_HEADS
+    group = Q_HEADS // KV_HEADS
     WORDS, HEAD_WORDS = HIDDEN // PACKED, 2 * HALF // PACKED
     HALF_WORDS = HEAD_WORDS // 2
-    WIDTH = W.shape[2]
-    STREAM_ROWS = FOLD + ct.cdiv(3, FOLD) * FOLD  # of a layer: FOLD of `active`, so that they are a tile, then ATTENDED, MIDDLE and AFTER
-    ATTENDED, MIDDLE, AFTER = FOLD, FOLD + 1, FOLD + 2
+    PIECES, ROW_STRIPS = R // FOLD, T // FOLD
+    LOADS = PIECES // PAIR
+    CHUNKS, WIDTH = W.shape[1], W.shape[2]
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
-    CHUNK_TILES = SPAN // TILE_KV
+    MOST, MOST_DOWN = WIDTH // R, WIDTH // PIECES  # tiles of a turn
+    SUBS = (
+        ct.cdiv(ct.cdiv(COUNTS[0], BLOCKS), MOST),
+        ct.cdiv(ct.cdiv(COUNTS[1], BLOCKS), MOST),
+        ct.cdiv(ct.cdiv(COUNTS[2], BLOCKS), MOST),
+        ct.cdiv(ct.cdiv(COUNTS[3], BLOCKS), MOST_DOWN),
+    )
+    UNTIL = (SUBS[0], SUBS[0] + SUBS[1], SUBS[0] + SUBS[1] + SUBS[2], SUBS[0] + SUBS[1] + SUBS[2] + SUBS[3])
+    SAID, OUT_WORDS, DOWN_WORDS = WIDTH // PACKED, R // PACKED, PIECES // PACKED  # words of a turn, and of a tile
 
-    def words(array, index, shape, number, place, inside, AGAIN):
-        """32-bit values of words as soon as all have the number, but for those not `inside`; and that number, or a larger one.
+    def words(array, one, looks_at, number, place):
+        """What `looks_at` finds as soon as all of it has the number. looks_at: of 0, values and their smallest number.
 
-        At least as many words as there are threads: each is then looked at by one thread, and the smallest number found by all of them. Of fewer
-        words every warp has copies of its own, sees other numbers than the next warp, and would leave this loop at another look.
-        AGAIN: the values are looked at once more behind the loop; a large tile that it carries would take shared memory from the weights' ring.
+        First one word is waited for, at the index `one`: another for each block, for words that all look at again and again come late to all.
+        Each word is looked at by one thread or more, each thread by itself, and the smallest number found by all of them together.
         """
-        looks = 0
+        looks, zero = 0, 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        found = look(array, index, shape)
-        lowest = ct.min(ct.where(inside, number_of(found), number))
+        elif SENTINEL == 1 and len(one) > 0:
+            first = number_of(ct.atomic_max(array, one, 0, memory_order=RELAXED, memory_scope=DEVICE))
+            while first < number:
+                first = number_of(ct.atomic_max(array, one, 0, memory_order=RELAXED, memory_scope=DEVICE))
+            zero = min(first, 0)
+        elif SENTINEL == 2 and len(one) == 2:
+            first = ct.min(number_of(look(array, (one[0], block % 4), (1, 256))))
+            while first < number:
+                first = ct.min(number_of(look(array, (one[0] + min(first, 0), block % 4), (1, 256))))
+            zero = min(first, 0)
+        elif SENTINEL == 2 and len(one) == 4:
+            first = ct.min(number_of(look(array, (one[0], one[1], 0, 0), (1, 1, CHUNKS, WIDTH))))
+            while first < number:
+                first = ct.min(number_of(look(array, (one[0] + min(first, 0), one[1], 0, 0), (1, 1, CHUNKS, WIDTH))))
+            zero = min(first, 0)
+        found, lowest = looks_at(zero)
         while lowest < number:
-            found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
-            lowest = ct.min(ct.where(inside, number_of(found), number))
+            found, lowest = looks_at(min(lowest, 0))  # the look before tells that this is 0: else one look would be taken for the other
             if LIMIT:
                 looks = looks + 1
                 if (looks == LIMIT) & (lowest < number):
                     give_up(STUCK, place, block)
                     lowest = number
-        if AGAIN:
-            found = look(array, (index[0] + min(lowest, 0), *index[1:]), shape)
-        return found.astype(ct.int32), lowest
+        return found, lowest
 
-    def normed(x, weights):
-        planes, weights = planes_of(x, dtype), planes_of(weights, dtype)
-        squares = planes[0] * planes[0]
-        for i in ct.static_iter(range(1, PACKED)):
-            squares = squares + planes[i] * planes[i]
-        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
-        found: tuple = ()
-        for i in ct.static_iter(range(PACKED)):
-            found = (*found, rounded(planes[i] * rstd, dtype) * weights[i])
-        return bits_of(found, dtype).astype(ct.int32)
+    def row_of(array, row, number, place):
+        """A row of WORDS words, as 32-bit values, the sum of its squares in fp32, and the number seen."""
 
-    def prepare(kind, layer, token, number):
-        """Puts what the weights of a phase are multiplied with into this block's X. The number that was seen."""
-        row, place, norm = STREAM_ROWS * (layer - 1) + AFTER, 8 * layer - 4, 2 * layer
-        if kind == OUT:
-            row, place = STREAM_ROWS * layer + ATTENDED, 8 * layer + 1
-        elif kind == GATE_UP:
-            row, place, norm = STREAM_ROWS * layer + MIDDLE, 8 * layer + 2, 2 * layer + 1
-        seen = number
-        if kind == DOWN:
-            found, seen = words(STREAM, (STREAM_ROWS // FOLD * layer, 0), (FOLD, WORDS), number, 8 * layer + 3, True, True)
-            store_inside(X, (block, 0, 0), found.reshape((1, FOLD, WORDS)))
-        else:
-            weights = _load(NORMS, (norm, 0), (1, WORDS))  # on their way before the words are waited for
-            if (kind == QKV) & (layer == 0):
-                one = _load(EMBEDDING, (token, 0), (1, WORDS))
-            else:
-                one, seen = words(STREAM, (row, 0), (1, WORDS), number, place, True, False)
-            one = ct.where(kind == OUT, one, normed(one, weights))
-            store_inside(X, (block, 0, 0), one.reshape((1, 1, WORDS)))
-        return seen
+        def looks_at(zero):
+            seen = look(array, (row + zero, 0), (1, WORDS))
+            values = seen.astype(ct.int32)
+            squares = ct.zeros((1, WORDS), ct.float32)
+            planes = planes_of(values, dtype)
+            for n in ct.static_iter(range(PACKED)):
+                squares = squares + planes[n] * planes[n]
+            return (values, ct.sum(squares)), ct.min(number_of(seen))
 
-    def dealt(folds):
-        """X for each of TOGETHER rows of W, in tiles of WIDTH columns: each warp has those of its rows. Of the rows of X `folds` take turns.
+        return words(array, (row, block * max(WORDS // BLOCKS, 1) % WORDS), looks_at, number, place)
 
-        Through memory, by indices: a change of layout would take shared memory from the ring of weights.
+    def prepare(kind, layer, token, norm, number):
+        """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen.
+
+        norm: words of the weights of the norm before it, [1, WORDS].
         """
-        rows = (ct.arange(TOGETHER, dtype=ct.int32) & (folds - 1)).reshape((TOGETHER, 1))
         x: tuple = ()
-        for i in ct.static_iter(range(WORDS // WIDTH)):
-            columns = (i * WIDTH + ct.arange(WIDTH, dtype=ct.int32)).reshape((1, WIDTH))
-            x = (*x, ct.gather(X, (block, rows, columns), check_bounds=False))
-        return x
+        if kind == DOWN:
 
-    def turned(first, second, cos, sin):
-        """Both halves of queries or keys, planes [heads, half words], rotated: planes [heads, head words]."""
+            def looks_at(zero):
+                values: tuple = ()
+                numbers = ct.full((1, T, 1, WIDTH), NOWHERE, ct.int32)
+                for c in ct.static_iter(range(CHUNKS)):
+                    seen = look(ACTIVE, (layer + zero, 0, c, 0), (1, T, 1, WIDTH))
+                    values, numbers = (*values, seen.astype(ct.int32).reshape((T, WIDTH))), ct.minimum(numbers, number_of(seen))
+                return values, ct.min(numbers)
+
+            x, seen = words(ACTIVE, (layer, block % T, block // T % CHUNKS, block % WIDTH), looks_at, number, 8 * layer + 3)
+        else:
+            seen = number
+            if kind == OUT:
+                found, seen = row_of(ATTENDED, layer, number, 8 * layer + 1)
+                row = found[0]
+            else:
+                before_row, place = 2 * layer - 1, 8 * layer - 4
+                if kind == GATE_UP:
+                    before_row, place = 2 * layer, 8 * layer + 2
+                weights = planes_of(norm, dtype)
+                if (kind == QKV) & (layer == 0):
+                    row = _load(EMBEDDING, (token, 0), (1, WORDS))
+                    planes = planes_of(row, dtype)
+                    squares = ct.zeros((1, WORDS), ct.float32)
+                    for n in ct.static_iter(range(PACKED)):
+                        squares = squares + planes[n] * planes[n]
+                    total = ct.sum(squares)
+                else:
+                    found, seen = row_of(STREAM, before_row, number, place)
+                    row, total = found
+                planes = planes_of(row, dtype)
+                rstd = 1.0 / ct.sqrt(total * (1.0 / HIDDEN) + eps)
+                normed: tuple = ()
+                for n in ct.static_iter(range(PACKED)):
+                    normed = (*normed, rounded(planes[n] * rstd, dtype) * weights[n])
+                row = bits_of(normed, dtype).astype(ct.int32)
+            strips = row.reshape((ROW_STRIPS, CHUNKS, WIDTH))
+            for c in ct.static_iter(range(CHUNKS)):
+                chunk = ct.extract(strips, (0, c, 0), (ROW_STRIPS, 1, WIDTH)).reshape((1, ROW_STRIPS, WIDTH))
+                x = (*x, ct.broadcast_to(chunk, (FOLD, ROW_STRIPS, WIDTH)).reshape((T, WIDTH)))
+        return x, seen
+
+    def turned(words_of_heads, HEADS, cos, sin):
+        """Queries or a key [HEADS, head words], rotated: planes."""
+        first = planes_of(ct.extract(words_of_heads, (0, 0), (HEADS, HALF_WORDS)), dtype)
+        second = planes_of(ct.extract(words_of_heads, (0, 1), (HEADS, HALF_WORDS)), dtype)
         cos, sin = apart(cos.reshape((HALF,)), HALF, dtype), apart(sin.reshape((HALF,)), HALF, dtype)
         found: tuple = ()
         for i in ct.static_iter(range(PACKED)):
@@ -188,80 +247,140 @@ def mega_stream_kernel(
             found = (*found, ct.cat((x, y), axis=1))
         return found
 
-    def attend(layer, kv_head, split, ranges, position, number):
-        """All query heads of a key head over the keys of one range, with the token's own where it belongs; that is put into the cache."""
-        there = ct.cdiv(position, TILE_KV)  # tiles with a key in the cache
-        mine = max(0, min(CHUNK_TILES, there - split * CHUNK_TILES))
-        if there > SPLITS * CHUNK_TILES:
+    def heard(layer, kv_head, number):
+        """Queries of a key head, its key and its value of this token, not yet rotated: words [group or 1, head words]."""
+        COPIES = OWN.shape[2]
+
+        def looks_at(zero):
+            queries = look(QUERIES, (layer + zero, kv_head, 0, 0), (1, 1, QUERIES.shape[2], group * HEAD_WORDS)).reshape((COPIES, HEAD_WORDS))
+            key = look(OWN, (layer + zero, kv_head, 0, 0), (1, 1, COPIES, HEAD_WORDS)).reshape((COPIES, HEAD_WORDS))
+            value = look(OWN, (layer + zero, KV_HEADS + kv_head, 0, 0), (1, 1, COPIES, HEAD_WORDS)).reshape((COPIES, HEAD_WORDS))
+            numbers = ct.minimum(number_of(queries), ct.minimum(number_of(key), number_of(value)))
+            return (queries.astype(ct.int32), key.astype(ct.int32), value.astype(ct.int32)), ct.min(numbers)
+
+        queries, key, value = words(OWN, (), looks_at, number, 8 * layer)[0]
+        queries = ct.extract(queries, (0, 0), (group, HEAD_WORDS))
+        return queries, ct.extract(key, (0, 0), (1, HEAD_WORDS)), ct.extract(value, (0, 0), (1, HEAD_WORDS))
+
+    def append(layer, kv_head, position, own_keys, own_v):
+        """This token's key and value, into the cache."""
+        own_k = bits_of(own_keys, dtype).astype(ct.int32)
+        ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
+        ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
+
+    def cached(layer, kv_head, position):
+        """Keys and values of SPAN positions, on their way: tiles of TILE_KV, past the last the last again."""
+        last = max(position - 1, 0) // TILE_KV
+        found: tuple = ()
+        for i in ct.static_iter(range(SPAN // TILE_KV)):
+            place, shape = (layer, kv_head, min(i, last), 0), (1, 1, TILE_KV, HEAD_WORDS)
+            found = (*found, _load(K, place, shape), _load(V, place, shape))
+        return found
+
+    def attend_at_once(layer, kv_head, loaded, position, number):
+        """All query heads of a key head over all keys, where they are no more than SPAN: everything at once, so that little waits for another."""
+        own_q, own_k, own_v = heard(layer, kv_head, number)
+        q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
+        own = ct.zeros((group, HEAD_WORDS), ct.float32)
+        for n in ct.static_iter(range(PACKED)):
+            own = own + q[n] * own_keys[n]
+        own = ct.sum(own, axis=1, keepdims=True) * scale
+        scores: tuple = ()
+        highest = ct.full((group, TILE_KV), -math.inf, ct.float32)
+        for i in ct.static_iter(range(SPAN // TILE_KV)):
+            keys = planes_of(loaded[2 * i].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+            products = ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32)
+            for n in ct.static_iter(range(PACKED)):
+                products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
+            seen = (i * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < position
+            score = ct.where(seen, ct.sum(products, axis=2) * scale, -math.inf)
+            scores, highest = (*scores, (score, seen)), ct.maximum(highest, score)
+        maximum = ct.maximum(own, ct.max(highest, axis=1, keepdims=True))
+        weight = ct.exp2(own - maximum)
+        below = ct.zeros((group, TILE_KV), ct.float32)
+        mixed: tuple = ()
+        for _ in ct.static_iter(range(PACKED)):
+            mixed = (*mixed, ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32))
+        for i in ct.static_iter(range(SPAN // TILE_KV)):
+            weights = ct.exp2(scores[i][0] - maximum)
+            below = below + weights
+            weights = rounded(weights, dtype).reshape((group, TILE_KV, 1))
+            values = planes_of(loaded[2 * i + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+            sums: tuple = ()
+            for n in ct.static_iter(range(PACKED)):
+                value = ct.where(scores[i][1].reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+                sums = (*sums, mixed[n] + weights * value)
+            mixed = sums
+        part = 1.0 / (ct.sum(below, axis=1, keepdims=True) + weight)
+        found: tuple = ()
+        for n in ct.static_iter(range(PACKED)):
+            found = (*found, (ct.sum(mixed[n], axis=1) + rounded(weight, dtype) * own_values[n]) * part)
+        say(ATTENDED, (layer, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
+        append(layer, kv_head, position, own_keys, own_v)
+
+    def attend(layer, kv_head, split, position, number):
+        """All query heads of a key head over the keys of one of several ranges, with the token's own where it belongs."""
+        there = ct.cdiv(position, TILE_LONG)  # tiles with a key in the cache
+        mine = max(0, min(chunk_tiles, there - split * chunk_tiles))
+        if there > SPLITS * chunk_tiles:
             mine = ct.cdiv(there - split, SPLITS)
         at = layer * KV_HEADS + kv_head
 
         def start(i):
             tile = split + i * SPLITS
-            if i < CHUNK_TILES:
-                tile = split * CHUNK_TILES + i
+            if i < chunk_tiles:
+                tile = split * chunk_tiles + i
             return tile
 
         def fetched(i):
             """Keys and values of AHEAD tiles, the last again where there are no more."""
             found: tuple = ()
             for n in ct.static_iter(range(AHEAD)):
-                place = (layer, kv_head, start(min(i + n, mine - 1)), 0)
-                found = (*found, _load(K, place, (1, 1, TILE_KV, HEAD_WORDS)), _load(V, place, (1, 1, TILE_KV, HEAD_WORDS)))
+                place, shape = (layer, kv_head, start(min(i + n, mine - 1)), 0), (1, 1, TILE_LONG, HEAD_WORDS)
+                found = (*found, _load(K, place, shape), _load(V, place, shape))
             return found
 
         # On their way before the queries are waited for.
-        nothing = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
+        nothing = ct.zeros((1, 1, TILE_LONG, HEAD_WORDS), ct.int32)
         ahead: tuple = ()
         for _ in ct.static_iter(range(2 * AHEAD)):
             ahead = (*ahead, nothing)
         if mine > 0:
             ahead = fetched(0)
-        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
-        ROWS = HEADS.shape[1]
-        inside = (ct.arange(ROWS, dtype=ct.int32) < group + 2).reshape((1, ROWS, 1))
-        heads = words(HEADS, (at, 0, 0), (1, ROWS, HEAD_WORDS), number, 8 * layer, inside, False)[0].reshape((ROWS, HEAD_WORDS))
-        first = planes_of(ct.extract(heads, (0, 0), (ROWS, HALF_WORDS)), dtype)
-        second = planes_of(ct.extract(heads, (0, 1), (ROWS, HALF_WORDS)), dtype)
-        rotated = turned(first, second, cos, sin)
-        own_v = ct.extract(heads, (group + 1, 0), (1, HEAD_WORDS))
-        own_values = planes_of(own_v, dtype)
-        q: tuple = ()
-        own_keys: tuple = ()
+        own_q, own_k, own_v = heard(layer, kv_head, number)
+        q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
         total: tuple = ()
         score = ct.zeros((group, 1), ct.float32)
         for n in ct.static_iter(range(PACKED)):
-            q = (*q, ct.extract(rotated[n], (0, 0), (group, HEAD_WORDS)))
-            own_keys = (*own_keys, ct.extract(rotated[n], (group, 0), (1, HEAD_WORDS)))
             score = score + ct.sum(q[n] * own_keys[n], axis=1, keepdims=True)
-            total = (*total, ct.zeros((group, TILE_KV, HEAD_WORDS), ct.float32))
+            total = (*total, ct.zeros((group, TILE_LONG, HEAD_WORDS), ct.float32))
         # Each place in a tile has a softmax of its own, so that no thread waits for another's keys; they are joined behind the last tile.
-        maximum, denominator = ct.full((group, TILE_KV), FLOOR, ct.float32), ct.zeros((group, TILE_KV), ct.float32)
+        maximum, denominator = ct.full((group, TILE_LONG), FLOOR, ct.float32), ct.zeros((group, TILE_LONG), ct.float32)
         for some in range(ct.cdiv(mine, AHEAD)):
             now = ahead
             ahead = fetched((some + 1) * AHEAD)
             for j in ct.static_iter(range(AHEAD)):
                 i = some * AHEAD + j
-                keys = planes_of(now[2 * j].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
-                values = planes_of(now[2 * j + 1].reshape((1, TILE_KV, HEAD_WORDS)), dtype)
+                keys = planes_of(now[2 * j].reshape((1, TILE_LONG, HEAD_WORDS)), dtype)
+                values = planes_of(now[2 * j + 1].reshape((1, TILE_LONG, HEAD_WORDS)), dtype)
                 products = keys[0] * q[0].reshape((group, 1, HEAD_WORDS))
                 for n in ct.static_iter(range(1, PACKED)):
                     products = products + keys[n] * q[n].reshape((group, 1, HEAD_WORDS))
                 last = ct.where(i < mine, position, 0)
-                seen = (start(i) * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((1, TILE_KV)) < last
+                seen = (start(i) * TILE_LONG + ct.arange(TILE_LONG, dtype=ct.int32)).reshape((1, TILE_LONG)) < last
                 scores = ct.where(seen, ct.sum(products, axis=2) * scale, -math.inf)
                 above = ct.maximum(maximum, scores)
                 weights, factor = ct.exp2(scores - above), ct.exp2(maximum - above)
                 maximum, denominator = above, denominator * factor + weights
-                weights, factor = rounded(weights, dtype).reshape((group, TILE_KV, 1)), factor.reshape((group, TILE_KV, 1))
+                weights, factor = rounded(weights, dtype).reshape((group, TILE_LONG, 1)), factor.reshape((group, TILE_LONG, 1))
                 sums: tuple = ()
                 for n in ct.static_iter(range(PACKED)):
-                    value = ct.where(seen.reshape((1, TILE_KV, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
+                    value = ct.where(seen.reshape((1, TILE_LONG, 1)), values[n], 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
                     sums = (*sums, total[n] * factor + weights * value)
                 total = sums
         newest = position // SPAN == split
         if position >= SPAN * SPLITS:
-            newest = position // TILE_KV % SPLITS == split
+            newest = position // TILE_LONG % SPLITS == split
         own = ct.where(newest, score * scale, FLOOR)
         above = ct.maximum(ct.max(maximum, axis=1, keepdims=True), own)
         factor = ct.exp2(maximum - above)
@@ -269,22 +388,14 @@ def mega_stream_kernel(
         denominator = ct.sum(denominator * factor, axis=1, keepdims=True) + weight
         result: tuple = ()
         for n in ct.static_iter(range(PACKED)):
-            mixed = ct.sum(total[n] * factor.reshape((group, TILE_KV, 1)), axis=1)
+            mixed = ct.sum(total[n] * factor.reshape((group, TILE_LONG, 1)), axis=1)
             result = (*result, mixed + rounded(weight, dtype) * own_values[n])
         if newest:
-            own_k = bits_of(own_keys, dtype).astype(ct.int32)
-            ct.store(K, (layer, kv_head, position, 0), own_k.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
-            ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
-        if ranges == 1:
-            found: tuple = ()
-            for n in ct.static_iter(range(PACKED)):
-                found = (*found, result[n] * (1.0 / denominator))
-            say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head), bits_of(found, dtype), (1, group * HEAD_WORDS), number)
-        else:
-            each = ct.zeros((group, HEAD_WORDS), ct.float32)
-            planes = (*result, above + each, denominator + each)
-            for n in ct.static_iter(range(PACKED + 2)):
-                say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
+            append(layer, kv_head, position, own_keys, own_v)
+        each = ct.zeros((group, HEAD_WORDS), ct.float32)
+        planes = (*result, above + each, denominator + each)
+        for n in ct.static_iter(range(PACKED + 2)):
+            say_fp32(PARTS, (at, n, split, 0), planes[n], (1, 1, 1, group * HEAD_WORDS), number)
 
     def merge(layer, kv_head, part, ranges, number):
         """A slice of a key head's results, from all ranges."""
@@ -292,7 +403,12 @@ def mega_stream_kernel(
         at = layer * KV_HEADS + kv_head
         inside = (ct.arange(TILE_S, dtype=ct.int32) < ranges).reshape((1, TILE_S, 1))
         said = inside.reshape((1, 1, TILE_S, 1)) & (ct.arange(PLANES, dtype=ct.int32) < PACKED + 2).reshape((1, PLANES, 1, 1))
-        parts = words(PARTS, (at, 0, 0, part), (1, PLANES, TILE_S, EACH), number, 8 * layer + 1, said, True)[0]
+
+        def looks_at(zero):
+            seen = look(PARTS, (at + zero, 0, 0, part), (1, PLANES, TILE_S, EACH))
+            return seen.astype(ct.int32), ct.min(ct.where(said, number_of(seen), number))
+
+        parts = words(PARTS, (), looks_at, number, 8 * layer + 1)[0]
         parts = ct.where(inside, ct.bitcast(parts, ct.float32).reshape((PLANES, TILE_S, EACH)), 0.0)
         planes: tuple = ()
         for n in ct.static_iter(range(PACKED + 2)):
@@ -303,133 +419,177 @@ def mega_stream_kernel(
         found: tuple = ()
         for n in ct.static_iter(range(PACKED)):
             found = (*found, ct.sum(planes[n] * factors, axis=1))
-        say(STREAM, (STREAM_ROWS * layer + ATTENDED, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
+        say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
-    def product(tile, x):
-        """Sums of rows of W times x: [R]. A row is one warp's, so that only its lanes join their sums.
+    def product(tile, count, x, kind):
+        """Rows of `count` tiles of W, each BLOCKS behind the other, times x: fp32 [1, WIDTH], R of each tile (of `down` PIECES).
 
-        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches, and lets its producer
-        run on to the next tile only if no store stands in it. Nor may it know how long the loop is, or it unrolls it: `pieces` is no constant.
+        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
+        and lets its producer run on only if no store stands in it.
+        Each strip puts what it gives to a row into that row's column; one sum over the strips is then all that warps tell each other.
         """
-        sums: tuple = ()
-        for _ in ct.static_iter(range(R // TOGETHER)):
-            sums = (*sums, ct.zeros((TOGETHER, WIDTH), ct.float32))
-        for piece in range(pieces):
-            w = ct.load(W, (0, tile * pieces + piece, 0), (WORDS // WIDTH, TOGETHER, WIDTH), check_bounds=False, latency=LATENCY)
-            total = ct.zeros((TOGETHER, WIDTH), ct.float32)
-            for i in ct.static_iter(range(WORDS // WIDTH)):
-                ws, xs = planes_of(ct.extract(w, (i, 0, 0), (1, TOGETHER, WIDTH)).reshape((TOGETHER, WIDTH)), dtype), planes_of(x[i], dtype)
-                for n in ct.static_iter(range(PACKED)):
-                    total = total + ws[n] * xs[n]
-            rest: tuple = ()
-            for i in ct.static_iter(range(1, R // TOGETHER)):
-                rest = (*rest, sums[i])
-            sums = (*rest, total)
-        ys: tuple = ()
-        for i in ct.static_iter(range(R // TOGETHER)):
-            ys = (*ys, ct.sum(sums[i], axis=1))
-        for _ in ct.static_iter(range(HALVINGS)):
-            joined: tuple = ()
-            for i in ct.static_iter(range(len(ys) // 2)):
-                joined = (*joined, ct.cat((ys[2 * i], ys[2 * i + 1]), axis=0))
-            ys = joined
-        return ys[0]
+        columns = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
+        strips = ct.arange(T, dtype=ct.int32).reshape((T, 1)) // ROW_STRIPS
+        ahead, step = columns - strips, FOLD
+        if kind == DOWN:
+            ahead, step = columns + 0 * strips, 1
+        xs: tuple = ()
+        for c in ct.static_iter(range(CHUNKS)):
+            xs = (*xs, planes_of(x[c], dtype))
+        y = ct.zeros((T, WIDTH), ct.float32)
+        for i in range(count * LOADS):
+            at = (tile + i // LOADS * BLOCKS) * LOADS + i % LOADS
+            w = ct.load(W, (at, 0, 0), (PAIR * T, CHUNKS, WIDTH), check_bounds=False, latency=LATENCY)
+            for s in ct.static_iter(range(PAIR)):
+                total = ct.zeros((T, WIDTH), ct.float32)
+                for c in ct.static_iter(range(CHUNKS)):
+                    ws = planes_of(ct.extract(w, (s, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)), dtype)
+                    for n in ct.static_iter(range(PACKED)):
+                        total = total + ws[n] * xs[c][n]
+                value = ct.sum(total, axis=1, keepdims=True)
+                bits = ct.bitcast(value, ct.int32)
+                ahead = ahead + (bits * (bits + 1) & 1)
+                y = ct.where(ahead == 0, value, y)
+                ahead = ahead - step
+        return ct.sum(y, axis=0, keepdims=True)
 
-    def written(row, i, N, seen):
-        """N words of the stream that must be there: whoever wrote the words that gave `seen` had read them. Nobody waits for them."""
-        return look(STREAM, (row + min(seen, 0), i), (1, N)).astype(ct.int32)
-
-    def added(y, N, old):
-        """Words of y [N] on top of the stream's old words, [1, N / PACKED]."""
-        planes, olds = apart(y, N, dtype), planes_of(old, dtype)
+    def added(y, old):
+        """32-bit words, as int64, of y [1, WIDTH] and what it is added to, words [1, SAID]."""
+        ys, olds = neighbours(y, PACKED), planes_of(old, dtype)
         found: tuple = ()
-        for i in ct.static_iter(range(PACKED)):
-            found = (*found, planes[i] + olds[i])
+        for n in ct.static_iter(range(PACKED)):
+            found = (*found, ys[n] + olds[n])
         return bits_of(found, dtype)
+
+    def neighbours(y, COUNT):
+        """Every COUNT-th of a row [1, N] from each of the first COUNT on: tiles [1, N / COUNT]."""
+        N = y.shape[1]
+        rows = y.reshape((N // COUNT, COUNT))
+        found: tuple = ()
+        for n in ct.static_iter(range(COUNT)):
+            found = (*found, ct.extract(rows, (0, n), (N // COUNT, 1)).reshape((1, N // COUNT)))
+        return found
+
+    def share(g, COUNT, sub, MOST_HERE):
+        """This block's first tile of a phase, which begins with tile g of a token, and how many of its tiles its turn `sub` there has."""
+        first = (block + (LAYERS + 1) * LAYER * BLOCKS - g) % BLOCKS
+        return first, max(0, min(MOST_HERE, ct.cdiv(COUNT - first, BLOCKS) - sub * MOST_HERE))
+
+    def placed(at):
+        """Of a turn: kind, layer, number in its phase; of its tiles the first in the phase, how many they are, and the first in W."""
+        layer = min(at // UNTIL[3], LAYERS)
+        sub, g = at - layer * UNTIL[3], layer * LAYER
+        kind, base = HEAD, BASES[4]
+        first, count = share(g, COUNTS[4], sub, MOST)
+        most = MOST
+        if layer < LAYERS:
+            if sub < UNTIL[0]:
+                kind, base = QKV, layer * COUNTS[0]
+                first, count = share(g, COUNTS[0], sub, MOST)
+            elif sub < UNTIL[1]:
+                kind, base, sub = OUT, BASES[1] + layer * COUNTS[1], sub - UNTIL[0]
+                first, count = share(g + FIRST[1], COUNTS[1], sub, MOST)
+            elif sub < UNTIL[2]:
+                kind, base, sub = GATE_UP, BASES[2] + layer * COUNTS[2], sub - UNTIL[1]
+                first, count = share(g + FIRST[2], COUNTS[2], sub, MOST)
+            else:
+                kind, base, sub, most = DOWN, BASES[3] + layer * COUNTS[3], sub - UNTIL[2], MOST_DOWN
+                first, count = share(g + FIRST[3], COUNTS[3], sub, MOST_DOWN)
+        if at >= filled:
+            count = 0
+        return kind, layer, sub, first, count, base + first + sub * most * BLOCKS
 
     token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
     before, seen = -1, 0
-    best, column = empty_best((1, 1))
-    turns = ct.cdiv(end - block, BLOCKS)
-    for turn in range(tokens * turns):
-        number = epoch + turn // turns + 1
-        position = start + number - 1
-        g = block + turn % turns * BLOCKS
-        layer = min(g // LAYER, LAYERS)
-        unit = g - layer * LAYER
-        # `tile`: which of W, where each kind has all layers in a row.
-        kind, tile, due = HEAD, BASES[4] + unit, layer
-        if layer < LAYERS:
-            if unit < FIRST[1]:
-                kind, tile = QKV, layer * COUNTS[0] + unit
-            else:
-                due = layer + 1
-                if unit < FIRST[2]:
-                    kind, unit = OUT, unit - FIRST[1]
-                    tile = BASES[1] + layer * COUNTS[1] + unit
-                elif unit < FIRST[3]:
-                    kind, unit = GATE_UP, unit - FIRST[2]
-                    tile = BASES[2] + layer * COUNTS[2] + unit
-                else:
-                    kind, unit = DOWN, unit - FIRST[3]
-                    tile = BASES[3] + layer * COUNTS[3] + unit
-        if g >= tiles:
-            kind, tile, due = NOTHING, 0, attentions
-        for other in range((before + 7) // 8, due):  # layers whose attention is due now, and was not at the tile before
-            for share in range(block, KV_HEADS * SPLITS, BLOCKS):
-                kv_head, split = share // SPLITS, share % SPLITS
-                ranges = min(SPLITS, position // SPAN + 1)
-                if split < ranges:
-                    attend(other, kv_head, split, ranges, position, number)
-                if (ranges > 1) & (split < SLICES):
-                    merge(other, kv_head, split, ranges, number)
-        if (8 * layer + kind != before) & (kind != NOTHING):
+    own = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
+    best, column = empty_best((1, WIDTH))
+    x: tuple = ()
+    for c in ct.static_iter(range(CHUNKS)):
+        x = (*x, _load(W, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)))
+    at, number = 0, epoch + 1
+    position = start + number - 1
+    cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
+    # What HBM has comes late behind the weights that are under way: so all but words is asked for a turn before it is needed.
+    norm = look(NORMS, (0, 0), (1, WORDS))
+    old = ct.zeros((1, SAID), ct.int32)
+    touched = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
+    kind, layer, sub, first, count, tile = placed(0)
+    for _ in range(tokens * turns):
+        if (kind == OUT) & (sub == 0) & (layer < attentions):
+            ranges = min(SPLITS, position // SPAN + 1)
+            for mine in range(block, KV_HEADS * SPLITS, BLOCKS):
+                kv_head, split = mine // SPLITS, mine % SPLITS
+                if ranges > 1:
+                    if split < ranges:
+                        attend(layer, kv_head, split, position, number)
+                    if split < SLICES:
+                        merge(layer, kv_head, split, ranges, number)
+                elif split == 0:
+                    attend_at_once(layer, kv_head, cached(layer, kv_head, position), position, number)
+        if (8 * layer + kind != before) & (at < filled):
             before = 8 * layer + kind
-            seen = prepare(kind, layer, token, number)
-        folds = 1
-        if kind == DOWN:
-            folds = FOLD
-        y = product(tile, dealt(folds))
-        if kind != NOTHING:
-            if kind == DOWN:
-                SOME = R // FOLD
-                old = written(STREAM_ROWS * layer + MIDDLE, unit, SOME // PACKED, seen)
-                y = ct.sum(y.reshape((SOME, FOLD)), axis=1)
-                say(STREAM, (STREAM_ROWS * layer + AFTER, unit), added(y, SOME, old), (1, SOME // PACKED), number)
+            x, seen = prepare(kind, layer, token, norm, number)
+        at = at + 1
+        kind_next, layer_next, sub_next, first_next, count_next, tile_next = placed(at)
+        norm = look(NORMS, (min(2 * layer_next + kind_next // 2 % 2, 2 * LAYERS), 0), (1, WORDS))
+        old_next = old
+        # Whoever wrote the words that gave `seen` had read these, so they are there.
+        if kind_next == OUT:
+            if layer_next == 0:
+                of_row = ct.arange(SAID, dtype=ct.int32)
+                of_row = ((of_row // OUT_WORDS + sub_next * MOST) * BLOCKS + first_next) * OUT_WORDS + of_row % OUT_WORDS
+                old_next = ct.gather(EMBEDDING, (token, of_row)).reshape((1, SAID))
             else:
-                if kind == QKV:
-                    PER_HEAD = head_dim // R
-                    head, part = unit // PER_HEAD, unit % PER_HEAD
-                    at, row = head // group, head % group
-                    if head >= Q_HEADS:
-                        at, row = (head - Q_HEADS) % KV_HEADS, group + (head - Q_HEADS) // KV_HEADS
-                    say(HEADS, (layer * KV_HEADS + at, row, part), bits_of(apart(y, R, dtype), dtype), (1, 1, R // PACKED), number)
-                elif kind == OUT:
-                    if layer == 0:
-                        old = _load(EMBEDDING, (token, unit), (1, R // PACKED))
-                    else:
-                        old = written(STREAM_ROWS * (layer - 1) + AFTER, unit, R // PACKED, seen)
-                    say(STREAM, (STREAM_ROWS * layer + MIDDLE, unit), added(y, R, old), (1, R // PACKED), number)
-                elif kind == GATE_UP:
-                    HALF_ROWS = R // 2
-                    y = silu_mul_of_pairs(y.reshape((1, R))).reshape((HALF_ROWS,))
-                    at = (STREAM_ROWS * layer + unit // (HIDDEN // HALF_ROWS), unit % (HIDDEN // HALF_ROWS))
-                    say(STREAM, at, bits_of(apart(y, HALF_ROWS, dtype), dtype), (1, HALF_ROWS // PACKED), number)
-                else:
-                    row = y.astype(dtype).reshape((1, R))
-                    ct.store(LOGITS, (0, unit), row, check_bounds=False, allow_tma=False)
-                    # Found in each tile: kept apart by column, to the end of the head, it would take R registers of every thread.
-                    top, where = first_best(row.astype(ct.float32), unit * R + ct.arange(R, dtype=ct.int32).reshape((1, R)))
-                    best, column = take_better(best, column, top, where)
-        if turn % turns == turns - 1:
-            before = -1
+                found = look(BY_OUT, (2 * layer_next - 1 + min(seen, 0), sub_next, first_next, 0), (1, MOST, 1, OUT_WORDS), True)
+                old_next = found.astype(ct.int32).reshape((1, SAID))
+        if kind_next == DOWN:
+            found = look(BY_DOWN, (2 * layer_next + min(seen, 0), sub_next, first_next, 0), (1, MOST_DOWN, 1, DOWN_WORDS), True)
+            old_next = found.astype(ct.int32).reshape((1, SAID))
+        loaded: tuple = ()
+        for _ in ct.static_iter(range(2 * SPAN // TILE_KV)):
+            loaded = (*loaded, ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32))
+        if (kind_next == OUT) & (block % SPLITS == 0) & (block < KV_HEADS * SPLITS) & (position < SPAN):
+            loaded = cached(layer_next, block // SPLITS, position)
+        y = product(tile, min(count, pieces), x, kind)
+        for i in ct.static_iter(range(len(loaded))):
+            touched = touched ^ loaded[i]
+        if count > 0:
+            if kind == QKV:
+                bits = bits_of(neighbours(y, PACKED), dtype)
+                say(BY_QKV, (layer, sub, first, 0), bits, (1, MOST, 1, OUT_WORDS), number, True)
+            elif kind == OUT:
+                say(BY_OUT, (2 * layer, sub, first, 0), added(y, old), (1, MOST, 1, OUT_WORDS), number, True)
+            elif kind == DOWN:
+                say(BY_DOWN, (2 * layer + 1, sub, first, 0), added(y, old), (1, MOST_DOWN, 1, DOWN_WORDS), number, True)
+            elif kind == GATE_UP:
+                ys = neighbours(y, 2 * PACKED)
+                active: tuple = ()
+                for n in ct.static_iter(range(PACKED)):
+                    active = (*active, gated(ys[2 * n], ys[2 * n + 1], False))
+                say(BY_GATE_UP, (layer, sub, first, 0), bits_of(active, dtype), (1, MOST, 1, OUT_WORDS // 2), number, True)
+            else:
+                units = first + (sub * MOST + own // R) * BLOCKS
+                rows, inside = units * R + own % R, units < COUNTS[4]
+                y = y.astype(dtype)
+                ct.scatter(LOGITS, rows, y, mask=inside)
+                best, column = take_better(best, column, ct.where(inside, y.astype(ct.float32), -math.inf), rows)
+        old = old_next
+        kind, layer, sub, first, count, tile = kind_next, layer_next, sub_next, first_next, count_next, tile_next
+        if at == turns:
+            at, before = 0, -1
             if choices > 0:
-                say_fp32(BEST, (0, block), best, (1, 1), number)
-                say(BEST, (1, block), column.astype(ct.int64), (1, 1), number)
-                if (block == 0) | (turn < (tokens - 1) * turns):
+                top, where = first_best(best, column)
+                say_fp32(BEST, (0, block), top, (1, 1), number)
+                say(BEST, (1, block), where.astype(ct.int64), (1, 1), number)
+                if (block == 0) | (number < epoch + tokens):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-                    both = words(BEST, (0, 0), (2, TILE_B), number, 8 * LAYERS + HEAD + 1, inside, True)[0]
+
+                    def looks_at(zero):
+                        seen = look(BEST, (zero, 0), (2, TILE_B))
+                        return seen.astype(ct.int32), ct.min(ct.where(inside, number_of(seen), number))
+
+                    both = words(BEST, (), looks_at, number, 8 * LAYERS + HEAD + 1)[0]
                     tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
                     columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
                     token = first_best(tops, columns)[1].item()
@@ -438,9 +598,14 @@ def mega_stream_kernel(
                     ct.store(RECENT, (clock, 0), token.astype(ct.int64))
                     ct.store(CLOCK, (0,), clock + 1)
                     ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-                best, column = empty_best((1, 1))
+                best, column = empty_best((1, WIDTH))
+            number, position = number + 1, position + 1
+            kind, layer, sub, first, count, tile = placed(0)
+            norm = look(NORMS, (0, 0), (1, WORDS))
+            cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
         put(COUNTERS, (1, 0), look(COUNTERS, (1, 0), (1, 1)) + tokens)
+    ct.store(TOUCHED, (block, 0, 0, 0), touched.reshape((1, 1, TILE_KV, HEAD_WORDS)), allow_tma=False)
     ct.store(EPOCH, (block,), epoch + tokens)

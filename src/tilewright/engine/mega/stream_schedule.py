@@ -12,19 +12,21 @@ from .program import MATRICES, Dims, Kind, Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each, a multiple of piece: those that are loaded at once, one for each warp.
+    """rows: of a tile of weights, `hidden` elements each; strips: parts that a piece of it is read in, one a warp.
 
-    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile; ahead: tiles of keys, and of values,
-    that are on their way at once. latency: hint for the loads of weights.
+    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile.
     """
 
-    rows: int = 16
-    piece: int = 8
+    rows: int = 8
+    strips: int = 8
+    pair: int = 2
     splits: int = 32
-    span: int = 128
+    span: int = 192
     tile_kv: int = 32
-    ahead: int = 3
+    tile_long: int = 16
+    ahead: int = 4
     latency: int = 10
+    sentinel: int = 1
     num_worker_warps: int | None = 8
 
 
@@ -40,11 +42,6 @@ class StreamSchedule:
     def fold(self) -> int:
         """Rows of `hidden` elements in a row of `down`."""
         return self.dims.inter // self.dims.hidden
-
-    @property
-    def together(self) -> int:
-        """Rows of a piece: with all rows of the stream in a row of `down`."""
-        return min(self.config.rows, max(self.fold, self.config.piece))
 
     @property
     def splits(self) -> int:
@@ -70,6 +67,11 @@ class StreamSchedule:
     def counts(self) -> tuple[int, ...]:
         return tuple(self.tiles(kind) for kind in MATRICES)
 
+    @property
+    def size(self) -> int:
+        """Tiles of a token."""
+        return self.dims.layers * sum(self.counts[:4]) + self.counts[4]
+
     def tile(self, g: int) -> "Work":
         """Which tile of which matrix comes as the g-th in a whole program."""
         layer, unit = divmod(g, sum(self.counts[:4]))
@@ -82,6 +84,10 @@ class StreamSchedule:
             kind, count = next(kinds), next(counts)
         return Work(kind, layer, unit)
 
+    def padded(self, kind: Kind) -> int:
+        """Rows of the stream in a phase of this kind, if every block had as many tiles as the busiest."""
+        return ct.cdiv(self.tiles(kind), self.blocks) * self.blocks * self.config.rows
+
     def queue(self, block: int, program: list[Phase]) -> Iterator["Work"]:
         """What a block does for a token, in its order: a layer's attention comes before the block's first tile behind it."""
         wanted, attended = set(program), 0
@@ -91,7 +97,7 @@ class StreamSchedule:
             layers = (layer for layer in range(attended, due) if Phase(Kind.ATTENTION, layer) in wanted)
             return (Work(Kind.ATTENTION, layer, share) for layer in layers for share in shares)
 
-        for g in range(block, self.dims.layers * sum(self.counts[:4]) + self.counts[4], self.blocks):
+        for g in range(block, self.size, self.blocks):
             work = self.tile(g)
             due = work.layer + (Kind.QKV < work.kind < Kind.HEAD)
             yield from attention(due)
@@ -111,14 +117,14 @@ class StreamSchedule:
         """How many ranges have a key when the new token stands at `position`."""
         return min(self.splits, position // self.config.span + 1)
 
-    def extent(self, program: list[Phase]) -> tuple[int, int, bool]:
-        """Tiles and layers' attentions of a program, the first phases of `phases(dims)`, and whether it chooses a token."""
-        tiles = sum(self.tiles(phase.kind) for phase in program if phase.kind in MATRICES)
-        return tiles, sum(phase.kind is Kind.ATTENTION for phase in program), program[-1].kind is Kind.CHOOSE
+    def turns(self, kind: Kind, columns: int) -> int:
+        """How often a block turns to a phase of this kind, when so many rows are summed at once."""
+        rows = self.config.rows // (self.fold if kind is Kind.DOWN else 1)
+        return ct.cdiv(ct.cdiv(self.tiles(kind), self.blocks), columns // rows)
 
     def balance(self) -> float:
         """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
-        tiles = self.dims.layers * sum(self.counts[:4]) + self.counts[4]
+        tiles = self.size
         return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
 
 
@@ -134,7 +140,7 @@ def default_stream_config(device: Device) -> StreamConfig:
     if device.is_cpu:
         return StreamConfig(num_worker_warps=None)
     if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(rows=8, piece=4, tile_kv=16, ahead=2)
+        return StreamConfig(tile_kv=64)
     if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
-        return StreamConfig(rows=16, tile_kv=16, ahead=2)
+        return StreamConfig(tile_kv=64)
     return StreamConfig()

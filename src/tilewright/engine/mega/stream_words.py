@@ -8,17 +8,21 @@ import cuda.tile as ct
 from .spin import DEVICE, RELAXED
 
 
-def look(array, index, shape):
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1)
+def look(array, index, shape, BOUNDED=False):
+    """BOUNDED: the array may end within the tile, in zeros."""
+    padding = ct.PaddingMode.ZERO if BOUNDED else ct.PaddingMode.UNDETERMINED
+    return ct.load(
+        array, index, shape, check_bounds=BOUNDED, padding_mode=padding, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1
+    )
 
 
-def put(array, index, words):
-    ct.store(array, index, words, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+def put(array, index, words, BOUNDED=False):
+    ct.store(array, index, words, check_bounds=BOUNDED, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
 
 
-def say(array, index, bits, shape, number):
-    """Puts words of these 32-bit values, as int64, and of this number."""
-    put(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape))
+def say(array, index, bits, shape, number, BOUNDED=False):
+    """Puts words of these 32-bit values, as int64, and of this number. BOUNDED: but for those beyond the array's end."""
+    put(array, index, (bits | (ct.astype(number, ct.int64) << 32)).reshape(shape), BOUNDED)
 
 
 def say_fp32(array, index, x, shape, number):
@@ -57,3 +61,5 @@ def apart(y, N, dtype):
         return (y.reshape((1, N)),)
     pairs = y.reshape((N // 2, 2))
     return ct.extract(pairs, (0, 0), (N // 2, 1)).reshape((1, N // 2)), ct.extract(pairs, (0, 1), (N // 2, 1)).reshape((1, N // 2))
+
+

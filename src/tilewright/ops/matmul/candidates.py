@@ -341,6 +341,10 @@ def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
     dot = []
     if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
         dot = [_walking(p, device, _config(tile, dot=True, latency=8)) for tile in _DOT[next_pow2(p.m)]]
+        if p.m == 1 and p.k <= 4096 and p.dtype.itemsize == 2:  # as in rms_norm_matmul
+            deep = next_pow2(p.k)
+            shapes = [(16384 // deep if deep < 4096 else 2, 4), (8192 // deep if deep < 4096 else 4, 3)]
+            dot += [_config((1, n, deep, 1, occupancy, 4), dot=True, latency=8) for n, occupancy in shapes if 2 <= n <= 64]
     # Too few rows of b for the MMA's 64 to a block: a block of 4 or 8 reads on every SM. Two rows cost twice the instructions.
     if p.n <= (16 if p.m == 1 and device.arch == "sm_90" else 8) * device.sms:
         if p.k >= 8192:

@@ -133,6 +133,10 @@ class Config:
         extra_m, extra_n = (self.extra_n, 0) if self.weights_first else (0, self.extra_n)
         return -(-p.m // (self.tile_m + extra_m)) * -(-p.n // (self.tile_n + extra_n))
 
+    def whole(self, p: Problem) -> bool:
+        """A block has one row's k at once: its weights can come while the launch before ends."""
+        return self.dot and p.m == 1 and self.tile_k >= p.k and p.trans_b and not (p.trans_a or self.persistent or self.split > 1 or p.fused)
+
     def steps(self, p: Problem) -> int:
         return -(-p.k // self.tile_k)
 
@@ -178,7 +182,7 @@ def plan(p: Problem, c: Config, device: Device) -> Plan:
         shape = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0)
         epilogue = (int(p.scaling), p.fast_acc, *even, p.bias, p.residual, p.silu_mul, p.out_scale)
         return Plan(matmul_fused_kernel, (blocks,), (*shape, *epilogue, c.latency), workspace=workspace, then=reduce, early=begins_early, **hints)
-    how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, p.bias, p.tf32, c.latency)
+    how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, c.whole(p), p.bias, p.tf32, c.latency)
     return Plan(
         matmul_kernel,
         (blocks,),

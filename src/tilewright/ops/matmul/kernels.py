@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from ..early import overlap_previous
+from ..early import let_next_begin, overlap_previous, wait_for_previous
 from ..scaling import ROW, add_product, row_scales, scaled
 from ..tiles import grouped_tile
 
@@ -26,6 +26,7 @@ def matmul_kernel(
     DOT: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     SPLIT: ct.Constant[bool],
+    WHOLE: ct.Constant[bool],
     BIAS: ct.Constant[bool],
     TF32: ct.Constant[bool],
     LATENCY: ct.Constant[int],
@@ -39,8 +40,25 @@ def matmul_kernel(
     DOT: multiply and sum on the CUDA cores: for very few rows of a.
     PERSISTENT: as many blocks as fit on the device walk over the tiles. Else a block has one: the loop around the loop makes the compiler wait
     for each MMA in turn at some tile sizes.
+    WHOLE: DOT of one row, all of k in one step, a tile to a block: its rows of b come while the launch before ends.
     """
-    overlap_previous(PERSISTENT)
+    if WHOLE:
+        let_next_begin()
+        w = operand(b, ct.bid(0), 0, TILE_N, TILE_K, False, LATENCY, False)
+        wait_for_previous()
+        x = operand(a, 0, 0, 1, TILE_K, False, LATENCY, False)
+        acc = ct.sum(x.astype(ct.float32) * w.astype(ct.float32), axis=1).reshape((1, TILE_N))
+        if BIAS:
+            acc = acc + ct.load(bias, index=(ct.bid(0),), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        ct.store(out, index=(0, ct.bid(0)), tile=acc.astype(out.dtype), allow_tma=False)
+    else:
+        overlap_previous(PERSISTENT)
+        _by_steps(
+            a, b, bias, partial, out, TILE_M, TILE_N, TILE_K, GROUP, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, PERSISTENT, SPLIT, BIAS, TF32, LATENCY
+        )
+
+
+def _by_steps(a, b, bias, partial, out, TILE_M, TILE_N, TILE_K, GROUP, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, PERSISTENT, SPLIT, BIAS, TF32, LATENCY):
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
     block = ct.bid(0)
