@@ -24,7 +24,7 @@ from tilewright.interpret import checking
 from tilewright.launch import Device, counted, traced
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
-SMALL = StreamConfig(rows=8, splits=4, span=8, tile_kv=4, tile_long=4, ahead=2, num_worker_warps=None)
+SMALL = StreamConfig(splits=4, span=4, tile_kv=4, tile_long=2, ahead=2, num_worker_warps=None)
 
 
 def cache_of(d: Dims, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,42 +171,39 @@ def traced_job(gpu: str, spin_limit: int = 0) -> Job:
     return Job.of(launches[0], device.arch)
 
 
-@pytest.mark.parametrize("gpu", ["GB10", "B200"])
+@pytest.mark.parametrize("gpu", ["GB10", "B200", "B300"])
 def test_llama_1b_compiles_without_spills(gpu: str) -> None:
     found = usage(traced_job(gpu).build())
     assert not found.spills
-    assert found.shared_bytes >= 64 << 10
+    assert found.shared_bytes >= (48 << 10 if gpu == "GB10" else 160 << 10)
 
 
 def test_the_binary_holds_what_the_design_relies_on() -> None:
     cubin = traced_job("H200").build()
     found = disassemble(cubin)
-    assert not found.spills
-    assert 128 << 10 <= found.shared_bytes <= 227 << 10  # weights under way: 4.4 TB/s need 40 KB a multiprocessor, a phase's wait three times that
+    assert not found.spills  # a value that is spilled comes back behind the weights that are under way
+    assert 160 << 10 <= found.shared_bytes <= 227 << 10  # weights under way: 4.4 TB/s need 40 KB a multiprocessor, a phase's wait three times that
     assert_blocks_leave_waits_together(cubin, 5)
     sass = disassembled(cubin)
     assert not re.search(r"\bCCTL", sass)  # an acquire would wait for all loads
     assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
     # A full and an empty one for each buffer: with a single buffer nothing is read while it is multiplied.
-    assert len(re.findall(r"SYNCS\.EXCH", sass)) >= 2 * 5
-    # What comes of a tile needs no other warp: no barrier from the weights to the words of all phases.
-    loop = sass[sass.index("PHASECHK") :]
-    words = [m.start() for m in re.finditer(r"STG\.E\.64\.STRONG", loop)][:8]  # down 1, qkv 2, out 4, gate_up 1
-    assert "BAR.SYNC" not in loop[: words[-1]]
+    assert len(re.findall(r"SYNCS\.EXCH", sass)) >= 2 * 3
     # The consumers wait for a full buffer and the producer for an empty one, each with a slow path: for nothing else of each other's.
     assert len(re.findall(r"PHASECHK\.TRANS64\.TRYWAIT", sass)) == 4
     assert sass.count("UTMALDG") <= 4  # the loop is there once
-    # All threads have stored their part of X before any reads its own: the compiler sets no barrier between the two inside an `if`.
-    before = re.findall(r"\bSTG\.E\.128 |\bLDG\.E\.128 |\bBAR\.SYNC", sass[: sass.index("PHASECHK")])
-    last = max(i for i, what in enumerate(before) if what.startswith("STG"))
-    assert before[last + 1] == "BAR.SYNC"
-    assert "LDG.E.128 " in before[last + 2 :]
-    blocks = re.split(r"^(?=\.L_\S+:)", sass, flags=re.MULTILINE)
-    own = [b.split(":", 1)[0] for b in blocks]
-    assert (
-        sum(bool(re.search(rf"BRA `\({re.escape(name)}\)", block)) for name, block in zip(own, blocks, strict=True) if len(block.split(";")) == 2)
-        <= 1
-    )
+    lines = sass.splitlines()
+    loop = next(i for i, line in enumerate(lines) if "PHASECHK" in line)
+    last = next(i for i in range(loop, len(lines)) if "STRONG" in lines[i] and "STG" in lines[i])
+    products = [i for i in range(loop, last) if "FFMA" in lines[i]]
+    # Two pieces of 8 strips: 64 products of a thread each, and no predicates that go round through the stages of the ring (twice the time, H200).
+    assert len(products) <= 140
+    assert products[-1] - loop <= 260
+    assert sum("BAR.SYNC" in line for line in lines[loop:last]) <= 4  # what comes of a turn: one sum over its warps
+    # Keys and the next norm's weights, late behind the weights under way, are asked for before the product of a turn, not where they are needed.
+    assert sum(bool(re.search(r"\bLDG\.E\.128 ", line)) for line in lines[loop - 200 : loop]) >= 12
+    # A block waits by an atomic, one word of its own, before all threads look.
+    assert 2 <= sum("ATOMG" in line for line in lines) <= 8
     assert_blocks_leave_waits_together(traced_job("H200", spin_limit=1000).build(), 5)
     producer = sass[sass.rindex("USETMAXREG.DEALLOC", 0, sass.index("UTMALDG")) : sass.rindex("UTMALDG")]
     assert "STRONG" not in producer  # it waits for nobody's words

@@ -168,8 +168,6 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.tile_long,
         c.ahead,
         packed_in(dtype),
-        c.latency,
-        c.sentinel,
         spin_limit,
     )
     return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
@@ -241,7 +239,7 @@ class StreamMega:
             sum(phase.kind is Kind.ATTENTION for phase in program),
             int(program[-1].kind is Kind.CHOOSE),
             config.span // config.tile_long,
-            1 << 30,
+            LARGEST,
         )
 
     @property

@@ -1,9 +1,10 @@
 """One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
 
-Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's. One loop reads them by TMA, and nothing
-else: the compiler gives it a producer warp, which runs ahead of everything that the other warps wait for, by a ring of buffers. Hence no barrier
-stands anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's number above and the value below (two neighbours
-in 16 bits, or one in fp32), written and read relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's; a block's tiles of one phase are one
+turn, or some if they are many. One loop reads a turn's tiles by TMA, and nothing else: the compiler gives it a producer warp, which runs ahead of
+everything that the other warps wait for, by a ring of buffers. Hence no barrier between blocks stands anywhere: an acquire or a release would hold
+the producer up. A word is 64 bits, the token's number above and the value below (two neighbours in 16 bits, or one in fp32), written and read
+relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
 
 A block writes a phase's words only when it has read those of the phase before, and every block's words are needed for a token: so no word is
 overwritten while somebody may still want it. Keys are dealt to blocks by their position alone; hence who reads a cached key is who wrote it.
@@ -66,7 +67,7 @@ def mega_stream_kernel(
     attentions: int,
     choices: int,
     chunk_tiles: int,
-    pieces: int,
+    most: int,
     tokens: int,
     eps: float,
     scale: float,
@@ -90,32 +91,32 @@ def mega_stream_kernel(
     TILE_LONG: ct.Constant[int],
     AHEAD: ct.Constant[int],
     PACKED: ct.Constant[int],
-    LATENCY: ct.Constant[int],
-    SENTINEL: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
-    """`tokens` tokens, of each the first `tiles` tiles and `attentions` layers' attention. Grid (BLOCKS,), all of them resident.
+    """`tokens` tokens, of each the first `turns` turns, of which `filled` read weights, and `attentions` layers' attention. Grid (BLOCKS,),
+    all resident.
 
-    R rows of W are a tile, read in PIECES pieces of T = R // PIECES rows: piece p has every PIECES-th row from p on, so that T warps have PIECES
-    neighbours each, and what comes of them needs no other warp. Arrays end with an axis that such neighbours lie along.
+    A tile is R rows of W of HIDDEN elements, read in R // FOLD pieces of T strips, a strip for a warp: FOLD rows of R are a piece, or one
+    row of `down`, which is FOLD rows of W. PAIR pieces come at once.
 
-    int64, words: PACKED values of the model's dtype below a token's number in HEADS [L * KV_HEADS, power of two, head words / QKV_WORDS,
-    QKV_WORDS], of a key head its queries, key and value, not yet rotated, ATTENDED [L, hidden words], merged attention, and ACTIVE [L * FOLD,
-    hidden words / ACTIVE_WORDS, ACTIVE_WORDS]; one value in fp32 in BY_OUT [2 L, HIDDEN / PIECES, PIECES], the residual stream of a layer behind
-    attention, then behind the MLP, and BY_DOWN, the same memory as [2 L, HIDDEN / DOWN_VALUES, DOWN_VALUES]; one fp32 or int32 in PARTS
-    [L * KV_HEADS, power of two, power of two, group * head words], of a range PACKED planes of weighted values, and its maximum and denominator as
-    often, and BEST [2, TILE_B], the largest logit of each block and where.
-    int32, PACKED values each and no number: W [hidden words / WIDTH, rows / PIECES, PIECES, WIDTH], a view of rows of HIDDEN elements: qkv of all
-    layers, out, gate_up (which take turns), down (FOLD of these rows make one of its own), head; EMBEDDING [vocab, hidden words / QKV_WORDS,
-    QKV_WORDS], NORMS [2 L + 1, ..], K and V [L, KV_HEADS, max_len, head words]; X [BLOCKS, FOLD, hidden words], each block's own: what its tiles
-    are multiplied with.
-    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT looks, a place
-    is 8 * layer + number of the phase whose words are missing. LOGITS [vocab / PIECES, PIECES]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as
-    `mega_kernel`.
-    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. end: `tiles`, or `tiles` + BLOCKS, which
-    gives every block another turn, for attention behind its last tile. pieces: 1. choices: 1 to choose tokens. scale: of scores, times log2(e).
-    Of SPLITS ranges of keys each has SPAN keys in a row, and beyond SPLITS * SPAN every SPLITS-th tile of TILE_KV keys; AHEAD such tiles are on their
-    way at once. SLICES of a key head's result are merged by as many blocks.
+    int32, PACKED values each: W [strips of all tiles, strip words / WIDTH, WIDTH]: qkv of all layers, out, gate_up (which take turns),
+    down, head; EMBEDDING [vocab, hidden words], NORMS [2 L + 1, hidden words], K and V [L, KV_HEADS, max_len, head words].
+    int64, words of PACKED values below a token's number: QUERIES [L, KV_HEADS, copies, group * head words] and OWN [L, 2 KV_HEADS, copies,
+    head words], keys then values of this token, not yet rotated, both views of one memory, with an axis of copies that gives each thread a
+    word to look at; ATTENDED [L, hidden words], merged attention; ACTIVE [L, T, strip words / WIDTH, WIDTH]; STREAM [2 L, hidden words],
+    the residual stream of a layer behind attention, then behind the MLP. BY_QKV, BY_OUT, BY_GATE_UP, BY_DOWN: what these phases write as [L
+    or 2 L, .., BLOCKS, words of a tile], so that a block's tiles stand in a column; their memory goes on behind what is read of it.
+    int64, words of one fp32 or int32: PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range PACKED planes of
+    weighted values, and its maximum and denominator as often; BEST [2, TILE_B], the largest logit of each block and where.
+    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT
+    looks, a place is 8 * layer + number of the phase whose words are missing; TOUCHED [BLOCKS, 1, TILE_KV, head words], for nobody. LOGITS
+    [vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
+    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. choices: 1 to choose tokens.
+    most: tiles of a turn that are read; fewer than it has give nonsense, and the time that all but weights takes. scale: of scores, times
+    log2(e).
+    SPAN keys, in tiles of TILE_KV, are one block's. Of more, each of SPLITS ranges has SPAN in a row, `chunk_tiles` tiles of TILE_LONG, and
+    beyond SPLITS * SPAN every SPLITS-th tile of TILE_LONG; AHEAD such tiles are on their way at once. SLICES of a key head's result are
+    merged by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -141,26 +142,17 @@ def mega_stream_kernel(
     def words(array, one, looks_at, number, place):
         """What `looks_at` finds as soon as all of it has the number. looks_at: of 0, values and their smallest number.
 
-        First one word is waited for, at the index `one`: another for each block, for words that all look at again and again come late to all.
-        Each word is looked at by one thread or more, each thread by itself, and the smallest number found by all of them together.
+        First one word is waited for, at the index `one`, another for each block: words that all blocks look at again and again come late to all.
+        An atomic does it, whose result is one for the whole block; what a load finds may differ between warps, which would then leave the loop at
+        different looks. Behind it each thread looks at words of its own, and all together find their smallest number.
         """
         looks, zero = 0, 0
         if LIMIT:
             looks = looks_so_far(STUCK, LIMIT)
-        elif SENTINEL == 1 and len(one) > 0:
+        elif len(one) > 0:
             first = number_of(ct.atomic_max(array, one, 0, memory_order=RELAXED, memory_scope=DEVICE))
             while first < number:
                 first = number_of(ct.atomic_max(array, one, 0, memory_order=RELAXED, memory_scope=DEVICE))
-            zero = min(first, 0)
-        elif SENTINEL == 2 and len(one) == 2:
-            first = ct.min(number_of(look(array, (one[0], block % 4), (1, 256))))
-            while first < number:
-                first = ct.min(number_of(look(array, (one[0] + min(first, 0), block % 4), (1, 256))))
-            zero = min(first, 0)
-        elif SENTINEL == 2 and len(one) == 4:
-            first = ct.min(number_of(look(array, (one[0], one[1], 0, 0), (1, 1, CHUNKS, WIDTH))))
-            while first < number:
-                first = ct.min(number_of(look(array, (one[0] + min(first, 0), one[1], 0, 0), (1, 1, CHUNKS, WIDTH))))
             zero = min(first, 0)
         found, lowest = looks_at(zero)
         while lowest < number:
@@ -430,16 +422,16 @@ def mega_stream_kernel(
         """
         columns = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
         strips = ct.arange(T, dtype=ct.int32).reshape((T, 1)) // ROW_STRIPS
-        ahead, step = columns - strips, FOLD
+        until, step = columns - strips, FOLD  # rows until a column's
         if kind == DOWN:
-            ahead, step = columns + 0 * strips, 1
+            until, step = columns + 0 * strips, 1
         xs: tuple = ()
         for c in ct.static_iter(range(CHUNKS)):
             xs = (*xs, planes_of(x[c], dtype))
         y = ct.zeros((T, WIDTH), ct.float32)
         for i in range(count * LOADS):
             at = (tile + i // LOADS * BLOCKS) * LOADS + i % LOADS
-            w = ct.load(W, (at, 0, 0), (PAIR * T, CHUNKS, WIDTH), check_bounds=False, latency=LATENCY)
+            w = ct.load(W, (at, 0, 0), (PAIR * T, CHUNKS, WIDTH), check_bounds=False, latency=10)
             for s in ct.static_iter(range(PAIR)):
                 total = ct.zeros((T, WIDTH), ct.float32)
                 for c in ct.static_iter(range(CHUNKS)):
@@ -447,10 +439,12 @@ def mega_stream_kernel(
                     for n in ct.static_iter(range(PACKED)):
                         total = total + ws[n] * xs[c][n]
                 value = ct.sum(total, axis=1, keepdims=True)
+                # Plus 0, which only the loaded value tells: what depends on the loop alone is computed when the load is started, and its predicates
+                # go round through the stages of the ring, bit by bit: that took twice the time of all else in the loop.
                 bits = ct.bitcast(value, ct.int32)
-                ahead = ahead + (bits * (bits + 1) & 1)
-                y = ct.where(ahead == 0, value, y)
-                ahead = ahead - step
+                until = until + (bits * (bits + 1) & 1)
+                y = ct.where(until == 0, value, y)
+                until = until - step
         return ct.sum(y, axis=0, keepdims=True)
 
     def added(y, old):
@@ -470,6 +464,11 @@ def mega_stream_kernel(
             found = (*found, ct.extract(rows, (0, n), (N // COUNT, 1)).reshape((1, N // COUNT)))
         return found
 
+    def rope_at(position):
+        """Cosines and sines; of the last position where the cache ends, for a token that will not come."""
+        at = min(position, COS.shape[0] - 1)
+        return _load(COS, (at, 0), (1, HALF)), _load(SIN, (at, 0), (1, HALF))
+
     def share(g, COUNT, sub, MOST_HERE):
         """This block's first tile of a phase, which begins with tile g of a token, and how many of its tiles its turn `sub` there has."""
         first = (block + (LAYERS + 1) * LAYER * BLOCKS - g) % BLOCKS
@@ -481,7 +480,7 @@ def mega_stream_kernel(
         sub, g = at - layer * UNTIL[3], layer * LAYER
         kind, base = HEAD, BASES[4]
         first, count = share(g, COUNTS[4], sub, MOST)
-        most = MOST
+        several = MOST
         if layer < LAYERS:
             if sub < UNTIL[0]:
                 kind, base = QKV, layer * COUNTS[0]
@@ -493,11 +492,11 @@ def mega_stream_kernel(
                 kind, base, sub = GATE_UP, BASES[2] + layer * COUNTS[2], sub - UNTIL[1]
                 first, count = share(g + FIRST[2], COUNTS[2], sub, MOST)
             else:
-                kind, base, sub, most = DOWN, BASES[3] + layer * COUNTS[3], sub - UNTIL[2], MOST_DOWN
+                kind, base, sub, several = DOWN, BASES[3] + layer * COUNTS[3], sub - UNTIL[2], MOST_DOWN
                 first, count = share(g + FIRST[3], COUNTS[3], sub, MOST_DOWN)
         if at >= filled:
             count = 0
-        return kind, layer, sub, first, count, base + first + sub * most * BLOCKS
+        return kind, layer, sub, first, count, base + first + sub * several * BLOCKS
 
     token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
     start = look(COUNTERS, (0, 0), (1, 1)).item() - epoch
@@ -509,8 +508,9 @@ def mega_stream_kernel(
         x = (*x, _load(W, (0, c, 0), (T, 1, WIDTH)).reshape((T, WIDTH)))
     at, number = 0, epoch + 1
     position = start + number - 1
-    cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
-    # What HBM has comes late behind the weights that are under way: so all but words is asked for a turn before it is needed.
+    cos, sin = rope_at(position)
+    # What HBM has comes late behind the weights that are under way: so all but words is asked for a turn before it is needed; keys and values only
+    # into L2 (`touched` is for nobody), for they would take the registers of a turn.
     norm = look(NORMS, (0, 0), (1, WORDS))
     old = ct.zeros((1, SAID), ct.int32)
     touched = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
@@ -551,7 +551,7 @@ def mega_stream_kernel(
             loaded = (*loaded, ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32))
         if (kind_next == OUT) & (block % SPLITS == 0) & (block < KV_HEADS * SPLITS) & (position < SPAN):
             loaded = cached(layer_next, block // SPLITS, position)
-        y = product(tile, min(count, pieces), x, kind)
+        y = product(tile, min(count, most), x, kind)
         for i in ct.static_iter(range(len(loaded))):
             touched = touched ^ loaded[i]
         if count > 0:
@@ -602,7 +602,7 @@ def mega_stream_kernel(
             number, position = number + 1, position + 1
             kind, layer, sub, first, count, tile = placed(0)
             norm = look(NORMS, (0, 0), (1, WORDS))
-            cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
+            cos, sin = rope_at(position)
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
         put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))

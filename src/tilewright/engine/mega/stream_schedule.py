@@ -12,9 +12,10 @@ from .program import MATRICES, Dims, Kind, Phase
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """rows: of a tile of weights, `hidden` elements each; strips: parts that a piece of it is read in, one a warp.
+    """rows: of a tile of weights, `hidden` elements each; strips: parts of a piece of it, one a warp; pair: pieces that are read at once.
 
-    splits: most ranges of keys; span: keys that a range has before the next has any; tile_kv: keys of a tile.
+    span: keys that one block attends to at once, in tiles of tile_kv. Of more keys splits: most ranges, of span keys each before any has more;
+    tile_long: keys of a tile there; ahead: such tiles of keys, and of values, that are on their way at once.
     """
 
     rows: int = 8
@@ -25,8 +26,6 @@ class StreamConfig:
     tile_kv: int = 32
     tile_long: int = 16
     ahead: int = 4
-    latency: int = 10
-    sentinel: int = 1
     num_worker_warps: int | None = 8
 
 
@@ -111,7 +110,7 @@ class StreamSchedule:
     def range_of(self, position: int) -> int:
         """The range that a key belongs to."""
         c = self.config
-        return position // c.span if position < c.span * self.splits else position // c.tile_kv % self.splits
+        return position // c.span if position < c.span * self.splits else position // c.tile_long % self.splits
 
     def ranges(self, position: int) -> int:
         """How many ranges have a key when the new token stands at `position`."""
@@ -124,8 +123,7 @@ class StreamSchedule:
 
     def balance(self) -> float:
         """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
-        tiles = self.size
-        return tiles / (ct.cdiv(tiles, self.blocks) * self.blocks)
+        return self.size / (ct.cdiv(self.size, self.blocks) * self.blocks)
 
 
 class Work(NamedTuple):
@@ -139,8 +137,6 @@ class Work(NamedTuple):
 def default_stream_config(device: Device) -> StreamConfig:
     if device.is_cpu:
         return StreamConfig(num_worker_warps=None)
-    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory
-        return StreamConfig(tile_kv=64)
-    if device.arch in ("sm_100", "sm_103"):  # tileiras 13.4 spills the registers of larger tiles there
-        return StreamConfig(tile_kv=64)
+    if device.arch in ("sm_120", "sm_121"):  # 99 KiB of shared memory: one buffer of 16 KiB beside what tiles are exchanged through
+        return StreamConfig(pair=1, tile_kv=16, span=96)
     return StreamConfig()

@@ -61,5 +61,3 @@ def apart(y, N, dtype):
         return (y.reshape((1, N)),)
     pairs = y.reshape((N // 2, 2))
     return ct.extract(pairs, (0, 0), (N // 2, 1)).reshape((1, N // 2)), ct.extract(pairs, (0, 1), (N // 2, 1)).reshape((1, N // 2))
-
-
