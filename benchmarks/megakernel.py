@@ -2,6 +2,7 @@
 
     python benchmarks/megakernel.py Llama-3.2-1B
     python benchmarks/megakernel.py Llama-3.2-1B stream stream:rows=16 phases:depth=3 --position 8192 --phases
+    python benchmarks/megakernel.py Llama-3.2-1B stream phases --json results.jsonl
     python benchmarks/megakernel.py Llama-3.2-1B stream:tokens=16 --soak 100000
 
 A config is "stream" or "phases", which of the two kernels, and what differs from its default; tokens: of one launch, of the stream only.
@@ -13,16 +14,19 @@ multiplies matrices now and then.
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
 from tilewright.bench.ceilings import measure_ceilings
+from tilewright.bench.report import tell
 from tilewright.engine.mega import Config, Dims, Kind, phases
 from tilewright.engine.mega.pack import Weights, one_stream
 from tilewright.engine.mega.program import MATRICES
 from tilewright.engine.mega.run import Clocks, Mega
 from tilewright.engine.mega.stream import StreamMega
 from tilewright.engine.mega.stream_schedule import StreamConfig
+from tilewright.launch import Device
 from tilewright.models.configs import CONFIGS
 
 STEPS, ROUNDS, SOAK_ROUND = 32, 5, 1000
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("config", nargs="*", default=["phases"])
     parser.add_argument("--position", type=int, default=96)
     parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--json", type=Path, help="also append a row for each config here")
     parser.add_argument("--soak", type=int, default=0, metavar="TOKENS")
     options = parser.parse_args()
     c = CONFIGS[options.model]
@@ -144,9 +149,18 @@ def main() -> None:
             bench.soak(mega, tokens, options.soak)
             continue
         us = bench.step_us(mega, tokens)
-        print(
-            f"{options.model} {text}: {us:.1f} us a token, {100 * floor / us:.1f} % of the read rate, balance {mega.schedule.balance():.4f}",
-            flush=True,
+        tell(
+            {
+                "op": "megakernel",
+                "case": f"{options.model} {text} position={options.position}",
+                "dtype": "bfloat16",
+                "gpu": Device.of(weights.embedding).name,
+                "time_us": round(us, 1),
+                "floor_us": round(floor, 1),
+                "read_gbs": round(ceilings.read_gbs),
+                "balance": round(mega.schedule.balance(), 4),
+            },
+            options.json,
         )
         if options.phases and isinstance(config, Config):
             spent = {}

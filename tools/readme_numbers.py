@@ -74,7 +74,7 @@ def table(rows: list[dict]) -> str:
             f"**{geomean(ratios):.2f}x** | {min(ratios):.2f}x | {max(ratios):.2f}x |"
         )
     gpus = sorted({r["gpu"] for r in kernels(rows)})
-    dates = sorted({r["date"] for r in rows})
+    dates = sorted({r["date"] for r in kernels(rows)})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines += ["", f"{', '.join(gpus)}, bf16 unless a case says otherwise, {span}, `tilewright bench`; all rows, losses included: benchmarks/results."]
     return "\n".join(lines)
@@ -107,6 +107,16 @@ def models(rows: list[dict]) -> str:
             ties = sum(found["tie"] for found in r["parted"])
             more.append(f"- Greedy tokens of transformers, {r['case']}: equal in {r['equal']} of {r['prompts']}, in {ties} parted at a tie of bf16.")
     return "\n".join([*lines, "", note, *([""] if more else []), *more])
+
+
+def megakernel(rows: list[dict]) -> str:
+    """A step of the megakernels, and what reading the weights alone takes."""
+    lines = ["| step | a token | reading the weights and keys once, same run | GPU, date |", "|---|---|---|---|"]
+    for r in rows:
+        if r["op"] == "megakernel":
+            share = 100 * r["floor_us"] / r["time_us"]
+            lines.append(f"| {r['case']} | {r['time_us']:.0f} us | {r['floor_us']:.0f} us: {share:.0f} % | {r['gpu']}, {r['date']} |")
+    return "\n".join(lines)
 
 
 def peers(rows: list[dict]) -> str:
@@ -211,6 +221,7 @@ BLOCKS = {
     "docs/tune.md": {"tuned": tuned},
     "docs/learn.md": {"ladder": ladder},
     "docs/engine.md": {"models": models},
+    "docs/megakernel.md": {"megakernel": megakernel},
 }
 
 

@@ -33,7 +33,7 @@ def weights() -> Weights:
 
 
 @pytest.mark.parametrize("position", [0, 21, 300, 2000])
-@pytest.mark.parametrize("config", [Config(), StreamConfig(), StreamConfig(rows=8), StreamConfig(span=32)], ids=str)
+@pytest.mark.parametrize("config", [Config(), StreamConfig(), StreamConfig(rows=32), StreamConfig(span=32)], ids=str)
 def test_every_value_is_within_the_noise_band(weights: Weights, config: Config | StreamConfig, position: int) -> None:
     with torch.inference_mode():
         found = differences(weights, list(phases(weights.dims)), position, config=config)

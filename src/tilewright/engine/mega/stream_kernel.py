@@ -9,7 +9,7 @@ relaxed; who needs a word looks until it has the number. Numbers only grow, so n
 A block writes a phase's words only when it has read those of the phase before, and every block's words are needed for a token: so no word is
 overwritten while somebody may still want it. Keys are dealt to blocks by their position alone; hence who reads a cached key is who wrote it.
 
-Numerics: as `mega_kernel`.
+Numerics: as `mega_kernel`. One kernel is one function, its parts closures over its arrays and constants: hence one long file.
 """
 
 # ruff: noqa: B023 - cuTile inlines a closure where it is called
