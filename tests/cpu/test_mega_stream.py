@@ -100,6 +100,7 @@ def test_what_is_no_stream_runs_phase_by_phase() -> None:
     narrow = Dims(2, 256, 4, 2, 64, 1024, 32768)
     assert "fewer than 256 threads" in why_not(narrow, torch.bfloat16, StreamConfig())
     assert why_not(narrow, torch.bfloat16, StreamConfig(num_worker_warps=4)) == ""
+    assert "2 pieces that are read at once" in why_not(LLAMA_1B, torch.float32, StreamConfig(rows=4))
 
 
 @pytest.mark.parametrize(("gpu", "blocks"), [("H200", 132), ("GB10", 48)])

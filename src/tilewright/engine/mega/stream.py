@@ -34,8 +34,10 @@ def why_not(dims: Dims, dtype: torch.dtype, config: StreamConfig) -> str:
     if config.strips % fold or (dims.hidden // packed * fold) % config.strips:
         return f"{config.strips} strips do not divide {fold} rows of the stream, a row of `down`"
     width = strip_width(dims, packed, config)
-    if rows % (2 * packed) or rows % (fold * packed) or dims.head_dim % rows or rows > width:
-        return f"{rows} rows are no multiple of the neighbours in a word, do not divide head_dim, or are more than {width}, a strip's words"
+    if rows % (2 * packed) or rows % (fold * packed) or rows % (fold * config.pair):
+        return f"{rows} rows are no multiple of the neighbours in a word, or of the {config.pair} pieces that are read at once"
+    if dims.head_dim % rows or rows > width:
+        return f"{rows} rows do not divide head_dim, or are more than {width}, a strip's words"
     threads, head_words = 32 * (config.num_worker_warps or 0), dims.head_dim // packed
     if min(dims.hidden // packed, dims.group * head_words * (packed + 2)) < threads:
         return f"words that are waited for together are fewer than {threads} threads: see `words` in the kernel"
