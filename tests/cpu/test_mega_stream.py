@@ -114,6 +114,13 @@ def test_tiles_are_dealt_evenly(gpu: str, blocks: int) -> None:
     assert small.slices <= 8 < small.splits
 
 
+def test_keys_behind_all_ranges_go_round_by_the_tiles_that_long_ranges_are_read_in() -> None:
+    schedule = StreamSchedule(LLAMA_1B, 132, StreamConfig(span=64, tile_kv=32, tile_long=16))
+    assert schedule.splits == 16
+    assert [schedule.range_of(p) for p in (0, 63, 64, 1023)] == [0, 0, 1, 15]
+    assert [schedule.range_of(p) for p in (1024, 1039, 1040, 1056, 1024 + 256)] == [0, 0, 1, 2, 0]
+
+
 @pytest.mark.parametrize("position", [70, 4000])
 def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> None:
     """Llama-3.2-1B's sizes but for layers and vocabulary: no block waits in vain, no word is overwritten, who reads a key has written it."""
