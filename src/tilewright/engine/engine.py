@@ -314,10 +314,7 @@ class Engine:
             prefill = self._prefills[shape] = self._compiled_prefill(*shape)
         elif self.mode == "graph" and prefill.graph is None and prefill.ids.numel() <= MOST_CAPTURED_TOKENS:
             # Not for the first prompt of a shape: it may be the only one.
-            self._report(f"capturing prefill, {batch} x {shape[1]}", 0, 1)
-            run(prefill.body)
-            prefill.graph = capture(prefill.body, self._pool)
-            self._report(f"capturing prefill, {batch} x {shape[1]}", 1, 1)
+            prefill.graph = self._captured(f"capturing prefill, {batch} x {shape[1]}", prefill.body)
         return step, prefill
 
     def _compiled_step(self, batch: int, sampling: Sampling | None) -> _Step:
@@ -337,12 +334,16 @@ class Engine:
             self._state.begin([1] * batch, sampling or Sampling())
             compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
         if self.mode == "graph":
-            self._report(f"capturing decode, batch {batch}", 0, 1)
             self._state.begin([1] * batch, sampling or Sampling())
-            run(calls)  # equal calls may still differ in how their memory is aligned: nothing is left to compile after this
-            step.graph = capture(calls, self._pool)
-            self._report(f"capturing decode, batch {batch}", 1, 1)
+            step.graph = self._captured(f"capturing decode, batch {batch}", calls)
         return step
+
+    def _captured(self, stage: str, calls: list[Call]) -> torch.cuda.CUDAGraph:
+        self._report(stage, 0, 1)
+        run(calls)  # equal calls may still differ in how their memory is aligned: nothing is left to compile after this
+        graph = capture(calls, self._pool)
+        self._report(stage, 1, 1)
+        return graph
 
     def _mega(self, frame: Frame, *, greedy: bool) -> Mega | StreamMega:
         """The whole step in one kernel, but for the choice where it is drawn by chance."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops.rms_norm import DTYPES, rms_norm
 from ..ops.silu_mul import silu_mul
+from .plugin_rows import norm_takes
 
 NAME = "tilewright"
 LAYERS = "sglang.srt.layers"
@@ -54,4 +55,4 @@ def _silu_mul(theirs: Callable[..., Any], layer: Any, x: Tensor, *rest: Any, **m
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype in DTYPES and x.dtype == weight.dtype and x.shape[-1:] == weight.shape and x.stride(-1) == 1 and weight.is_contiguous()
+    return x.shape[-1:] == weight.shape and norm_takes(x, weight)

@@ -8,7 +8,8 @@ import logging
 
 from torch import Tensor
 
-from ..ops.rms_norm import DTYPES, rms_norm
+from ..ops.rms_norm import rms_norm
+from .plugin_rows import norm_takes
 
 PROVIDER = "tilewright"
 
@@ -30,9 +31,7 @@ def register() -> None:
 
 
 def _norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    if weight is None or variance_size is not None or x.dtype not in DTYPES or x.stride(-1) != 1:
-        return False
-    return x.dtype == weight.dtype and weight.is_contiguous()
+    return weight is not None and variance_size is None and norm_takes(x, weight)
 
 
 def _norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:

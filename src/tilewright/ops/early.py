@@ -2,6 +2,8 @@
 
 import cuda.tile as ct
 
+from ..launch import next_pow2
+
 MOST_EARLY_ROWS = 64  # what a decode step has; launches for more are long beside what they would save
 
 
@@ -11,6 +13,16 @@ def early(rows: int, persistent: bool) -> bool:
     Not blocks that walk over tiles: those that find room first would share an SM, and leave others idle to the end (H200: 8 to 40 % slower).
     """
     return rows <= MOST_EARLY_ROWS and not persistent
+
+
+def whole_tiles(k: int) -> list[tuple[int, int, int]]:
+    """(tile_n, tile_k, occupancy) with all of k, 4096 of 16 bits at most, in one step: 32 KB and 16 KB of a block's weights in registers.
+
+    sm_90, tileiras 13.4: no spills.
+    """
+    deep = next_pow2(k)
+    tiles = [(16384 // deep if deep < 4096 else 2, deep, 4), (8192 // deep if deep < 4096 else 4, deep, 3)]
+    return [tile for tile in tiles if 2 <= tile[0] <= 64]
 
 
 def overlap_previous(WALKS=False):

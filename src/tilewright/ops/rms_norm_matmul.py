@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
 from . import rms_norm
-from .early import early, let_next_begin, overlap_previous, wait_for_previous
+from .early import early, let_next_begin, overlap_previous, wait_for_previous, whole_tiles
 from .tiles import rounded_sum, silu_mul_of_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -148,10 +148,8 @@ def space(p: Problem, device: Device) -> list[Config]:
         narrow, wide = (Config(n, 256, False, False, 8, occupancy, 4) for n, occupancy in ((16, 3), (32, 2)))
         best = wide if several(narrow) else narrow
         one_by_one.sort(key=lambda c: c != best)
-        if p.k <= 4096 and p.dtype.itemsize == 2:  # 32 KB and 16 KB in registers of four blocks an SM (sm_90, tileiras 13.4: no spills)
-            deep = next_pow2(p.k)
-            spanning = [(16384 // deep if deep < 4096 else 2, 4), (8192 // deep if deep < 4096 else 4, 3)]
-            one_by_one += [Config(n, deep, False, False, 8, occupancy, 4) for n, occupancy in spanning if 2 <= n <= 64]
+        if p.k <= 4096 and p.dtype.itemsize == 2:
+            one_by_one += [Config(n, k, False, False, 8, occupancy, 4) for n, k, occupancy in whole_tiles(p.k)]
     if device.arch != "sm_90" or not 2 < p.rows <= MOST_MMA_ROWS or p.dtype is not torch.bfloat16:
         return one_by_one
     # In one round if there are so few; else as evenly as may be, then in wide tiles: each has all rows of x come from L2.

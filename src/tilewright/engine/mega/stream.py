@@ -149,6 +149,7 @@ def packed_in(dtype: torch.dtype) -> int:
 def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, spin_limit: int) -> Plan:
     """Grid and compile-time constants of the launch. bases: first row of each kind of matrix in the stream of weights."""
     d, c = schedule.dims, schedule.config
+    width = strip_width(d, packed_in(dtype), c)
     constants = (
         d.layers,
         d.hidden,
@@ -160,6 +161,7 @@ def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, s
         c.strips,
         c.pair,
         schedule.counts,
+        tuple(schedule.turns(kind, width) for kind in MATRICES[:4]),
         tuple(base // c.rows for base in bases),
         schedule.blocks,
         schedule.tile_best,

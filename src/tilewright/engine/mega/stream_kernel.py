@@ -81,6 +81,7 @@ def mega_stream_kernel(
     T: ct.Constant[int],
     PAIR: ct.Constant[int],
     COUNTS: ct.Constant[tuple],
+    TURNS: ct.Constant[tuple],
     BASES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
     TILE_B: ct.Constant[int],
@@ -111,9 +112,9 @@ def mega_stream_kernel(
     int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT
     looks, a place is 8 * layer + number of the phase whose words are missing; TOUCHED [BLOCKS, 1, TILE_KV, head words], for nobody. LOGITS
     [vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; BASES: where each begins in W. choices: 1 to choose tokens.
-    most: tiles of a turn that are read; fewer than it has give nonsense, and the time that all but weights takes. scale: of scores, times
-    log2(e).
+    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; TURNS: a block's turns in each of the first four; BASES: where
+    each begins in W. choices: 1 to choose tokens. most: tiles of a turn that are read; fewer than it has give nonsense, and the time that
+    all but weights takes. scale: of scores, times log2(e).
     SPAN keys, in tiles of TILE_KV, are one block's. Of more, each of SPLITS ranges has SPAN in a row, `chunk_tiles` tiles of TILE_LONG, and
     beyond SPLITS * SPAN every SPLITS-th tile of TILE_LONG; AHEAD such tiles are on their way at once. SLICES of a key head's result are
     merged by as many blocks.
@@ -130,13 +131,7 @@ def mega_stream_kernel(
     FIRST = (0, COUNTS[0], COUNTS[0] + COUNTS[1], COUNTS[0] + COUNTS[1] + COUNTS[2])  # tile of each kind in a layer
     LAYER = FIRST[3] + COUNTS[3]
     MOST, MOST_DOWN = WIDTH // R, WIDTH // PIECES  # tiles of a turn
-    SUBS = (
-        ct.cdiv(ct.cdiv(COUNTS[0], BLOCKS), MOST),
-        ct.cdiv(ct.cdiv(COUNTS[1], BLOCKS), MOST),
-        ct.cdiv(ct.cdiv(COUNTS[2], BLOCKS), MOST),
-        ct.cdiv(ct.cdiv(COUNTS[3], BLOCKS), MOST_DOWN),
-    )
-    UNTIL = (SUBS[0], SUBS[0] + SUBS[1], SUBS[0] + SUBS[1] + SUBS[2], SUBS[0] + SUBS[1] + SUBS[2] + SUBS[3])
+    UNTIL = (TURNS[0], TURNS[0] + TURNS[1], TURNS[0] + TURNS[1] + TURNS[2], TURNS[0] + TURNS[1] + TURNS[2] + TURNS[3])
     SAID, OUT_WORDS, DOWN_WORDS = WIDTH // PACKED, R // PACKED, PIECES // PACKED  # words of a turn, and of a tile
 
     def words(array, one, looks_at, number, place):
@@ -164,17 +159,21 @@ def mega_stream_kernel(
                     lowest = number
         return found, lowest
 
+    def squared(row):
+        """The sum of squares of a row, 32-bit values [1, WORDS]."""
+        squares = ct.zeros((1, WORDS), ct.float32)
+        planes = planes_of(row, dtype)
+        for n in ct.static_iter(range(PACKED)):
+            squares = squares + planes[n] * planes[n]
+        return ct.sum(squares)
+
     def row_of(array, row, number, place):
         """A row of WORDS words, as 32-bit values, the sum of its squares in fp32, and the number seen."""
 
         def looks_at(zero):
             seen = look(array, (row + zero, 0), (1, WORDS))
             values = seen.astype(ct.int32)
-            squares = ct.zeros((1, WORDS), ct.float32)
-            planes = planes_of(values, dtype)
-            for n in ct.static_iter(range(PACKED)):
-                squares = squares + planes[n] * planes[n]
-            return (values, ct.sum(squares)), ct.min(number_of(seen))
+            return (values, squared(values)), ct.min(number_of(seen))
 
         return words(array, (row, block * max(WORDS // BLOCKS, 1) % WORDS), looks_at, number, place)
 
@@ -207,11 +206,7 @@ def mega_stream_kernel(
                 weights = planes_of(norm, dtype)
                 if (kind == QKV) & (layer == 0):
                     row = _load(EMBEDDING, (token, 0), (1, WORDS))
-                    planes = planes_of(row, dtype)
-                    squares = ct.zeros((1, WORDS), ct.float32)
-                    for n in ct.static_iter(range(PACKED)):
-                        squares = squares + planes[n] * planes[n]
-                    total = ct.sum(squares)
+                    total = squared(row)
                 else:
                     found, seen = row_of(STREAM, before_row, number, place)
                     row, total = found
@@ -532,6 +527,7 @@ def mega_stream_kernel(
             x, seen = prepare(kind, layer, token, norm, number)
         at = at + 1
         kind_next, layer_next, sub_next, first_next, count_next, tile_next = placed(at)
+        # Before qkv and the head a layer's first norm, before gate_up its second; the others have none, and take one for nothing.
         norm = look(NORMS, (min(2 * layer_next + kind_next // 2 % 2, 2 * LAYERS), 0), (1, WORDS))
         old_next = old
         # Whoever wrote the words that gave `seen` had read these, so they are there.

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...launch import Device, next_pow2
+from ..early import whole_tiles
 from ..mma_tiles import loads_wide
 from ..scaling import FP8, GROUP, Scaling
 from .decision import Config, Problem
@@ -342,9 +343,7 @@ def _skinny_configs(p: Problem, device: Device) -> Iterator[Config]:
     if p.m <= MOST_DOT_ROWS and p.trans_b and not p.trans_a:
         dot = [_walking(p, device, _config(tile, dot=True, latency=8)) for tile in _DOT[next_pow2(p.m)]]
         if p.m == 1 and p.k <= 4096 and p.dtype.itemsize == 2:  # as in rms_norm_matmul
-            deep = next_pow2(p.k)
-            shapes = [(16384 // deep if deep < 4096 else 2, 4), (8192 // deep if deep < 4096 else 4, 3)]
-            dot += [_config((1, n, deep, 1, occupancy, 4), dot=True, latency=8) for n, occupancy in shapes if 2 <= n <= 64]
+            dot += [_config((1, n, k, 1, occupancy, 4), dot=True, latency=8) for n, k, occupancy in whole_tiles(p.k)]
     # Too few rows of b for the MMA's 64 to a block: a block of 4 or 8 reads on every SM. Two rows cost twice the instructions.
     if p.n <= (16 if p.m == 1 and device.arch == "sm_90" else 8) * device.sms:
         if p.k >= 8192:
