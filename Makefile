@@ -14,10 +14,11 @@ demo: $(VENV)/.demo ## answer a question with SmolLM2-135M, every kernel ours: i
 test: check ## the whole CPU suite: what CI runs
 	$(BIN)/python -m pytest tests/cpu -q -n 2 --dist worksteal
 
-check: $(VENV)/.dev ## formatting, lint, types
+check: $(VENV)/.dev ## formatting, lint, types, import layers
 	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/ruff check src tests tools benchmarks
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(VENV)/.demo ## benchmark every op on the GPU at hand against its peers
 	$(BIN)/tilewright bench

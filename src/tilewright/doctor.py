@@ -1,4 +1,4 @@
-"""`tilewright doctor`: what this machine can run, one line each, and how to mend what it cannot.
+"""`tilewright doctor`: what this machine can run, one line each, and how to fix what it cannot.
 
 `System` is everything the checks ask of the machine; tests hand in another one.
 """
@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import cuda.tile as ct
 import platformdirs
 import torch
 from rich.console import Console
 
-from .launch import Launch, Plan, launch
+from .launch import Bound, Device, Launch, traced
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 PIP_TOOLCHAIN = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
@@ -45,7 +46,7 @@ INSTALL = "pip install 'tilewright[cuda]'"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: name, "ok" | "warn" | "fail", what was found, and how to mend it."""
+    """One line: name, "ok" | "warn" | "fail", what was found, and how to fix it."""
 
     name: str
     status: str
@@ -63,7 +64,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Tileiras:
-    """The compiler cuTile will call. hands_on_cuda_home: it runs with our CUDA_HOME, whose ptxas and libnvvm it then prefers to its own."""
+    """The compiler that cuTile will call. hands_on_cuda_home: it runs with our CUDA_HOME, and then
+    prefers the ptxas and libnvvm there to its own.
+    """
 
     path: Path
     origin: str
@@ -107,7 +110,7 @@ def doctor_command(as_json: bool = False, *, system: System | None = None, conso
 
 
 def checks(system: System) -> Iterator[Check]:
-    """Every check, in the order in which a broken one explains the next."""
+    """Every check, in an order in which a failure explains the next ones."""
     gpus = system.gpus()
     yield _check_python(system)
     yield _check_torch(system, gpus)
@@ -244,9 +247,11 @@ def _check_optional(system: System) -> Iterator[Check]:
         yield Check(package, "ok", found) if found else Check(package, "warn", f"not installed: `{extra}` needs it", mend)
 
 
-# ------------------------------------------------------------------------------------------------ finding the toolchain
+# ---------------------------------------------------------------------------- finding the toolchain
 def find_tileiras(system: System) -> Tileiras | None:
-    """The compiler, by cuTile's own order: matching pip packages, PATH, CUDA_HOME/bin, an installed toolkit."""
+    """Finds the compiler in cuTile's own order: matching pip packages, PATH, CUDA_HOME/bin, an
+    installed toolkit.
+    """
     versions = {_numbers(system.version(package) or "")[:2] for package in PIP_TOOLCHAIN}
     if len(versions) == 1 and () not in versions and system.cuda_packages:
         path = shutil.which("tileiras", path=str(system.cuda_packages / "bin"))
@@ -267,13 +272,15 @@ def find_tileiras(system: System) -> Tileiras | None:
 
 
 def release(system: System, tool: Path) -> tuple[int, ...]:
-    """(13, 4, 92) of a line "Cuda compilation tools, release 13.4, V13.4.92"; () if the tool does not say."""
+    """(13, 4, 92) of a line "Cuda compilation tools, release 13.4, V13.4.92"; () if the tool does
+    not print it.
+    """
     match = re.search(r"\bV(\d+(?:\.\d+)+)", system.run([str(tool), "--version"]) or "")
     return _numbers(match[1]) if match else ()
 
 
 def toolkit_release(system: System, folder: str) -> tuple[int, ...]:
-    """The version of the toolkit in `folder`, by its ptxas, else by its version.json; () if it is none."""
+    """The version of the toolkit in `folder`, by ptxas, else by version.json; () without one."""
     ptxas = shutil.which("ptxas", path=f"{folder}/bin")
     found = release(system, Path(ptxas)) if ptxas else ()
     if not found:
@@ -295,7 +302,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version)) or "of unknown version"
 
 
-# ------------------------------------------------------------------------------------------------ the machine at hand
+# ------------------------------------------------------------------------------ the machine at hand
 def _version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
@@ -334,7 +341,7 @@ def _gpus() -> list[Gpu]:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The CUDA version that the driver speaks. Starts no context."""
+    """The CUDA version of the driver. Starts no context."""
     try:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         value = ctypes.c_int()
@@ -355,8 +362,8 @@ def _writable(path: Path) -> bool:
 
 
 @ct.kernel
-def doctor_kernel(X, Y, N: ct.Constant[int], STAMP: ct.Constant[int]):
-    """Y = 2 X + 1. STAMP makes a new binary of it, that no cache holds."""
+def doctor_kernel(X: Any, Y: Any, N: ct.Constant[int], STAMP: ct.Constant[int]) -> None:
+    """Y = 2 X + 1. STAMP makes a new binary that no cache holds."""
     x = ct.load(X, index=(ct.bid(0),), shape=(N,))
     ct.store(Y, index=(ct.bid(0),), tile=x * 2 + 1 + (STAMP - STAMP))
 
@@ -364,12 +371,12 @@ def doctor_kernel(X, Y, N: ct.Constant[int], STAMP: ct.Constant[int]):
 def _launch_on(device: torch.device) -> str:
     x = torch.arange(64, dtype=torch.float32, device=device)
     y = torch.full_like(x, torch.nan)
-    launch(_plan(), x, y)
+    _launches(Device.of(x)).run(x, y)
     return "" if torch.equal(y.cpu(), 2 * x.cpu() + 1) else f"wrong result: {y.tolist()[:4]}... for 2 x + 1"
 
 
-def _plan() -> Plan:
-    return Plan(doctor_kernel, (4,), (16, time.time_ns() % (1 << 31)))
+def _launches(device: Device) -> Bound:
+    return Bound([Launch(doctor_kernel, (4,), {"n": 16, "stamp": time.time_ns() % (1 << 31)})], ("x", "y"), device)
 
 
 def _interpret() -> str:
@@ -385,7 +392,9 @@ def _trial_compile(arch: str) -> str:
         from .compile.job import Job
 
         x = torch.empty(64, device="meta")
-        Job.of(Launch(_plan(), (x, x)), arch).build()
+        with traced(Device.for_arch(arch)) as found:
+            _launches(Device.of(x)).run(x, x)
+        Job.of(found[0], arch).build()
         return ""
 
     return _error_of(compiled)

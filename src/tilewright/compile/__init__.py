@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels: a binary for any architecture with no GPU, its registers, spills and instruction mix."""
+"""Compiles kernels for any architecture without a GPU: registers, spills and instruction mix."""
 
 from ..launch.identity import cache_folder
 from .build import compile_launches

@@ -1,13 +1,14 @@
-"""Runs compilations: each distinct one once, from the disk cache if it can, else in as many processes as there are cores."""
+"""Runs each distinct compilation once: from the disk cache, else in one process per core."""
 
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
 
-from ..launch import Launch
+from ..launch import Traced
 from .cache import ResultCache
 from .job import Compiled, Job, one_line
 
@@ -15,24 +16,27 @@ FEW = 3  # so many compilations are over before a pool has started
 
 
 def compile_launches(
-    launches: Sequence[tuple[Launch, str]],
+    launches: Sequence[tuple[Traced, str]],
     *,
     jobs: int | None = None,
     cache: ResultCache | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[Compiled]:
-    """What the compiler makes of each launch, in the order given. Never raises for a kernel that does not compile.
+    """What the compiler makes of each launch, in the order given.
+
+    Never raises for a kernel that does not compile.
 
     Args:
-        launches: what `traced` recorded, with the target of each ("sm_90"); equal compilations are made once.
+        launches: what `traced` recorded, with the target of each ("sm_90"); equal compilations are
+            made once.
         jobs: processes; by default one per core at hand. 1 stays in this process.
         cache: where results are kept; by default the user's cache folder.
         on_done: called with (finished, distinct) after each distinct compilation.
     """
     cache = cache or ResultCache()
-    made: dict[tuple, Compiled] = {}
-    todo: dict[tuple, Job] = {}
-    keys: list[tuple] = []
+    made: dict[tuple[Any, ...], Compiled] = {}
+    todo: dict[tuple[Any, ...], Job] = {}
+    keys: list[tuple[Any, ...]] = []
     for position, (launch, arch) in enumerate(launches):
         try:
             job = Job.of(launch, arch)
@@ -63,8 +67,12 @@ def cores() -> int:
 
 
 def worker_pool(workers: int) -> ProcessPoolExecutor:
-    """Processes that compile. They ignore Ctrl-C, which their parent handles, and end with it, even if it is killed."""
-    # Not by fork: this process may hold a CUDA context and threads. A fork server imports torch once for all workers.
+    """Processes that compile.
+
+    They ignore Ctrl-C, which their parent handles, and end with it, even if it is killed.
+    """
+    # Not by fork: this process may hold a CUDA context and threads. A fork server imports torch
+    # once for all workers.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -87,7 +95,7 @@ def _prepare_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_all(todo: dict[tuple, Job], workers: int):
+def _run_all(todo: dict[tuple[Any, ...], Job], workers: int) -> Iterator[tuple[tuple[Any, ...], Compiled]]:
     workers = min(workers, len(todo))
     if workers <= 1 or len(todo) <= FEW:
         for identity, job in todo.items():

@@ -1,4 +1,4 @@
-"""Results of compilations on disk: one small JSON file each, named by a hash of everything that decides the binary."""
+"""Compilation results on disk: a JSON file each, named by a hash of all that decides the binary."""
 
 import contextlib
 import dataclasses
@@ -11,18 +11,19 @@ from pathlib import Path
 
 import msgspec
 
-from ..interpret.cutile import python_function
-from ..launch.identity import cache_folder, source_digest
+from ..launch.identity import cache_folder, kernel_digest
 from .disassemble import find_tool
 from .job import Compiled, Job
 
-FORMAT = "1"  # raise it when Resources, or the way of reading them, changes
+FORMAT = "2"  # raise it when Resources, or the way of reading them, changes
 
 
 class ResultCache:
-    """Compiled results by job. A folder that cannot be written is no error: everything is then compiled again.
+    """Compiled results by job.
 
-    Readers and writers in any number of processes: a file appears whole, by a rename.
+    If the folder cannot be written, everything is compiled again.
+
+    Any number of processes may read and write: a file appears whole, by a rename.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -36,7 +37,7 @@ class ResultCache:
         return dataclasses.replace(found, cached=True)
 
     def put(self, job: Job, compiled: Compiled) -> None:
-        """Keeps a success. Failures are not kept: most are the environment's, and the next run may have another."""
+        """Keeps a success, not a failure: its cause is often the environment, which may change."""
         if compiled.resources is None:
             return
         path = self._path(job)
@@ -48,7 +49,7 @@ class ResultCache:
 
     def _path(self, job: Job) -> Path:
         digest = hashlib.sha256()
-        for part in (FORMAT, toolchain(), source_digest(python_function(job.find_kernel())), *job.identity):
+        for part in (FORMAT, toolchain(), kernel_digest(job.find_kernel()), *job.identity):
             digest.update(repr(part).encode() + b"\0")
         name = digest.hexdigest()
         return self.folder / name[:2] / f"{name}.json"

@@ -1,4 +1,4 @@
-"""`tilewright compile`: the report as a table for a terminal, lines for a pipe, JSON for a program."""
+"""`tilewright compile`: a table for a terminal, lines for a pipe, JSON for a program."""
 
 import sys
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def compile_command(
     jobs: int | None = None,
     console: Console | None = None,
 ) -> int:
-    """Compiles every kernel of every config of `ops` (all by default) with no GPU and prints what came of it.
+    """Compiles every kernel of every config of `ops` (default: all) and prints the result.
 
     Args:
         arch: targets, comma separated ("sm_90,sm_121"); "" for all that the project supports.
@@ -69,7 +69,7 @@ def compile_command(
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 if the kernel of a default config spills or failed, or if there was nothing to compile; else 0."""
+    """1 if a default config spills or fails, or if there was nothing to compile; else 0."""
     return 1 if not rows or any(row.default and (row.failed or row.spills) for row in rows) else 0
 
 

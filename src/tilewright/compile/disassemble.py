@@ -1,4 +1,4 @@
-"""Registers, stack, shared memory and instruction mix of a cubin, as NVIDIA's own disassembler tells them."""
+"""Registers, stack, shared memory and instructions of a cubin, read with NVIDIA's disassembler."""
 
 import importlib.util
 import os
@@ -11,20 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# "  REG:168 STACK:0 SHARED:214120 LOCAL:0 CONSTANT[0]:1024 ..." after the line " Function <symbol>:"
+# After the line " Function <symbol>:": "  REG:168 STACK:0 SHARED:214120 LOCAL:0 ..."
 USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)")
 # "        /*0360*/               @!P0 UTMALDG.2D [UR12], [UR32], desc[URZ] ;   /* 0x... */"
 OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)", re.MULTILINE)
 MATRIX = re.compile(r"(UTC\w*MMA|[A-Z]*GMMA|[A-Z]MMA)(\d\w*)?")
 
 
+MOST_STACK = 64  # bytes of a thread that a config may spill and still be timed, or be a default
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes of a multiprocessor, and what it is made of.
+    """What one kernel needs of an SM, and its instructions.
 
     registers: per thread at launch; a warp-specialised kernel moves them between its warps later.
-    stack_bytes, local_bytes: per thread, in device memory; anything but zero is a spill (or an array that is indexed at run time).
-    shared_bytes: per block, static, which is all that cuTile uses; from sm_90 on with the 1 KiB that the driver keeps in each block.
+    stack_bytes, local_bytes: per thread, in device memory; spilled registers, or an array that is
+        indexed at run time.
+    shared_bytes: per block, static: cuTile uses no other. From sm_90 on it includes the driver's 1
+        KiB.
     instructions: how often each opcode stands in the code, most frequent first.
     """
 
@@ -36,11 +41,17 @@ class Resources:
 
     @property
     def spills(self) -> bool:
-        return self.stack_bytes + self.local_bytes + self.count("LDL") + self.count("STL") > 0
+        """More than a few registers.
+
+        Fewer are a cost, not a ban.
+        """
+        return self.stack_bytes + self.local_bytes > MOST_STACK
 
     @property
     def matrix(self) -> dict[str, int]:
-        """Tensor-core instructions: HGMMA on Hopper, UTCHMMA on data-centre Blackwell, HMMA elsewhere; Q.. for 8 bits."""
+        """Tensor-core instructions: HGMMA (Hopper), UTCHMMA (data-centre Blackwell), HMMA; Q.. for
+        8 bits.
+        """
         return {name: n for name, n in self.instructions.items() if MATRIX.fullmatch(name)}
 
     def count(self, opcode: str) -> int:
@@ -48,7 +59,10 @@ class Resources:
 
 
 def find_tool(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """A CUDA command-line tool: of the pip packages (nvidia/cu13/bin), else on PATH, else under CUDA_HOME; None if nowhere."""
+    """A CUDA command-line tool, or None.
+
+    Looks in the pip packages (nvidia/cu13/bin), on PATH, then under CUDA_HOME.
+    """
     spec = importlib.util.find_spec("nvidia")
     folders = [str(p) for root in (spec.submodule_search_locations if spec else None) or () for p in sorted(Path(root).glob("cu*/bin"))]
     folders += environ.get("PATH", "").split(os.pathsep)
@@ -58,15 +72,20 @@ def find_tool(name: str, environ: Mapping[str, str] = os.environ) -> Path | None
 
 
 def disassemble(cubin: bytes) -> Resources:
-    """Reads the one kernel of `cubin`. Raises FileNotFoundError, naming the package to install, without cuobjdump or nvdisasm."""
+    """Reads the one kernel of `cubin`.
+
+    Raises FileNotFoundError that names the package to install if cuobjdump or nvdisasm is missing.
+    """
     tool = _needed("cuobjdump")
     return parse(_printed([tool, "-res-usage", "-sass"], cubin, os.environ | {"NVDISASM_PATH": str(_needed("nvdisasm").parent)}))
 
 
 def usage(cubin: bytes) -> Resources:
-    """Registers, stack and shared memory of the one kernel of `cubin`, without its instructions: 2 ms, where disassembling takes 400.
+    """Registers, stack and shared memory of the one kernel of `cubin`.
 
-    Raises FileNotFoundError, naming the package to install, without cuobjdump.
+    Takes 2 ms; disassembling its instructions would take 400.
+
+    Raises FileNotFoundError that names the package to install if cuobjdump is missing.
     """
     return parse(_printed([_needed("cuobjdump"), "-res-usage"], cubin, os.environ))
 
@@ -93,7 +112,7 @@ def parse(text: str) -> Resources:
     lines = USAGE.findall(text)
     if not lines:
         raise ValueError("cuobjdump output must have a line 'REG:.. STACK:.. SHARED:..', got none")
-    # A cubin may hold device functions beside the kernel: the kernel is the one that needs most registers.
+    # A cubin may hold device functions too. The kernel is the one that needs most registers.
     registers, stack, shared, local = (max(int(line[i]) for line in lines) for i in range(4))
     mix = Counter(match["opcode"] for match in OPCODE.finditer(text))
     return Resources(registers, stack, local, shared, dict(mix.most_common()))

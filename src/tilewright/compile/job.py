@@ -1,4 +1,4 @@
-"""One kernel to compile, as data that travels to another process, and what came of it."""
+"""One kernel to compile, as data that another process can receive, and the result."""
 
 import importlib
 import io
@@ -12,21 +12,21 @@ import cuda.tile as ct
 from cuda.tile.compilation import export_kernel
 
 from ..interpret.cutile import python_function
-from ..launch import Launch
+from ..launch import Traced
+from ..launch.launches import HINTS
 from .disassemble import Resources, disassemble
 from .signature import kernel_signature
 
 TIMEOUT_S = 300.0  # of one compilation; the slowest healthy kernel seen takes a tenth of it
-HINTS = ("num_ctas", "occupancy", "num_worker_warps")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What came of one compilation.
+    """The result of one compilation.
 
     resources: None if it failed.
     cubin_bytes: size of the binary, with its line table.
-    compile_s: front end and compiler together; next to nothing where cuTile's own disk cache held the binary already.
+    compile_s: front end and compiler together; almost 0 if cuTile's own disk cache held the binary.
     error: the compiler's complaint on one line, "" if none.
     cached: read from our disk cache.
     """
@@ -60,20 +60,23 @@ class Job:
     symbol: str
 
     @staticmethod
-    def of(launch: Launch, arch: str) -> "Job":
-        """Raises TypeError or OverflowError where the launch itself would."""
-        function = python_function(launch.plan.kernel)
-        args = launch.args + launch.plan.constants
-        symbol = kernel_signature(launch.plan.kernel, args).symbol
-        hints = tuple(getattr(launch.plan, name) for name in HINTS)
+    def of(traced: Traced, arch: str) -> "Job":
+        """Raises TypeError or OverflowError as the launch itself would."""
+        launch, args = traced.launch, tuple(traced.args.values())
+        function = python_function(launch.kernel)
+        symbol = kernel_signature(launch.kernel, args).symbol
+        hints = tuple(getattr(launch, name) for name in HINTS)
         return Job(function.__module__, function.__qualname__, args, hints, arch, symbol or "")
 
     @property
-    def identity(self) -> tuple:
+    def identity(self) -> tuple[Any, ...]:
         return self.module, self.kernel, self.symbol, self.hints, self.arch
 
     def find_kernel(self) -> Any:
-        """The kernel object, in this process. Raises LookupError for one that is not an attribute of its module."""
+        """The kernel object, in this process.
+
+        Raises LookupError for one that is not an attribute of its module.
+        """
         found: Any = importlib.import_module(self.module)
         for name in self.kernel.split("."):
             found = getattr(found, name, None)
@@ -97,7 +100,10 @@ class Job:
         return cubin.getvalue()
 
     def run(self) -> Compiled:
-        """Builds and disassembles. Whatever goes wrong is in the result: one broken kernel must not hide the report of the others."""
+        """Builds and disassembles.
+
+        An error is part of the result: one broken kernel must not hide the others.
+        """
         start = time.perf_counter()
         try:
             cubin = self.build()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..launch import Device, Launch, Plan, traced
+from ..launch import Device, Traced, traced
 from ..testing import op_name, run_op
 from ..testing.cases import cases
 from .build import compile_launches
@@ -23,9 +23,10 @@ HANDFUL = 4  # problems of an op whose every config is compiled
 class Row:
     """One kernel of one config of an op, compiled for one architecture.
 
-    problem, config: as text; the first problem that needs this binary under this config, of `problems` that do.
-    default: `config` is the first of its space, the one an untuned call uses.
-    kernel: "" where the op's own code failed before it launched one.
+    problem, config: as text. `problems` problems need this binary with this config; `problem` is
+        the first.
+    default: `config` is the first of its space, which an untuned call uses.
+    kernel: "" if the op's own code failed before a launch.
     """
 
     op: str
@@ -65,14 +66,16 @@ def compile_ops(
     Args:
         ops: modules of `tilewright.ops`.
         archs: compiler targets; each needs a device in the table of `Device`.
-        defaults_only: only the config an untuned call would use, but for every real and benchmark case.
+        defaults_only: only the config an untuned call would use, but for every real and benchmark
+            case.
         jobs: processes; by default one per core.
-        problems: chooses the problems of an op on a device; by default `representative`, and every case for defaults.
+        problems: chooses the problems of an op on a device; by default `representative`, and every
+            case for defaults.
         cache: see ResultCache. on_done: called with (finished, distinct) as compilations finish.
     Raises: KeyError for an unknown architecture.
     """
     choose = problems or (every_case if defaults_only else representative)
-    pending: list[tuple[Row, Launch | None]] = []
+    pending: list[tuple[Row, Traced | None]] = []
     for op in ops:
         for arch in archs:
             device = Device.for_arch(arch)
@@ -84,7 +87,9 @@ def compile_ops(
 
 
 def every_case(op: ModuleType, device: Device) -> list[Any]:
-    """Every problem that tests on a GPU or the benchmark run, once; without those that the device can't run (8-bit ones on sm_80)."""
+    """Every problem of the GPU tests and the benchmark, once, that the device can run (8-bit ones
+    not on sm_80).
+    """
     return [p for p in dict.fromkeys(cases(op, "bench") + cases(op, "real")) if _possible(op, p, device)]
 
 
@@ -96,8 +101,8 @@ def _possible(op: ModuleType, problem: Any, device: Device) -> bool:
 
 
 def representative(op: ModuleType, device: Device) -> list[Any]:
-    """A handful of problems that between them make an op launch each of its kernels for each dtype, the largest of each kind."""
-    largest: dict[frozenset, Any] = {}
+    """A few large problems that launch each kernel of an op for each dtype."""
+    largest: dict[frozenset[tuple[str, ...]], Any] = {}
     for problem in sorted(every_case(op, device), key=_work, reverse=True):
         try:
             kind = frozenset(_kind(launch) for launch in _launches(op, problem, device, op.space(problem, device)[0]))
@@ -105,7 +110,7 @@ def representative(op: ModuleType, device: Device) -> list[Any]:
             kind = frozenset({("error",)})
         largest.setdefault(kind, problem)
     chosen: list[Any] = []
-    seen: set[tuple] = set()
+    seen: set[tuple[str, ...]] = set()
     for kind, problem in largest.items():
         if len(chosen) < HANDFUL or not kind <= seen:
             chosen.append(problem)
@@ -113,17 +118,14 @@ def representative(op: ModuleType, device: Device) -> list[Any]:
     return chosen
 
 
-def static_ok(plan: Plan, args: Sequence[Any], device: Device) -> bool:
-    """Whether one planned launch compiles for `device` with no spill. For many at once use `compile_launches`.
-
-    args: the launch's arguments before the plan's constants, tensors on any device.
-    """
-    (compiled,) = compile_launches([(Launch(plan, tuple(args)), device.arch)], jobs=1)
+def static_ok(launch: Traced, device: Device) -> bool:
+    """Whether one launch compiles for `device` without a spill. For many use `compile_launches`."""
+    (compiled,) = compile_launches([(launch, device.arch)], jobs=1)
     return compiled.ok
 
 
-def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> Iterator[tuple[Row, Launch | None]]:
-    """One row per launch, its compilation pending; or one with the error of the op's own code, and no launch."""
+def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> Iterator[tuple[Row, Traced | None]]:
+    """A row for each launch, not yet compiled; or one row with the error of the op's own code."""
     configs: list[Any] = [None]
     try:
         configs = op.space(problem, device)[: 1 if defaults_only else None]
@@ -138,31 +140,31 @@ def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> 
             continue
         for launch in launches:
             row = _row(op, problem, config, device, i == 0, Compiled())
-            yield dataclasses.replace(row, kernel=launch.plan.name), launch
+            yield dataclasses.replace(row, kernel=launch.launch.name), launch
 
 
 def _row(op: ModuleType, problem: Any, config: Any, device: Device, default: bool, compiled: Compiled) -> Row:
     return Row(op_name(op), device.arch, "", fields_text(config), fields_text(problem), 1, default, compiled)
 
 
-def _launches(op: ModuleType, problem: Any, device: Device, config: Any) -> list[Launch]:
+def _launches(op: ModuleType, problem: Any, device: Device, config: Any) -> list[Traced]:
     with traced(device) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")), config)
     return launches
 
 
-def _kind(launch: Launch) -> tuple:
-    return launch.plan.name, *(str(a.dtype) for a in launch.args if isinstance(a, torch.Tensor))
+def _kind(launch: Traced) -> tuple[str, ...]:
+    return launch.launch.name, *(str(a.dtype) for a in launch.args.values() if isinstance(a, torch.Tensor))
 
 
 def _work(problem: Any) -> float:
     cost = problem.cost()
-    return cost.size_bytes + cost.flops / 100
+    return float(cost.size_bytes + cost.flops / 100)
 
 
 def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Problems for which a config makes the same binary become one row."""
-    merged: dict[tuple, Row] = {}
+    """One row for all problems for which a config makes the same binary."""
+    merged: dict[tuple[str, ...], Row] = {}
     for row in rows:
         made = row.compiled
         key = row.op, row.arch, row.kernel, row.config, repr((made.resources, made.cubin_bytes, made.error))
@@ -172,7 +174,7 @@ def _merged(rows: Iterable[Row]) -> list[Row]:
 
 
 def fields_text(value: Any) -> str:
-    """`tile_m=128 dtype=bfloat16`: a dataclass without its name and what it leaves open; "" for None."""
+    """`tile_m=128 dtype=bfloat16`: a dataclass without name and None fields; "" for None."""
     if value is None:
         return ""
     fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

@@ -1,4 +1,6 @@
-"""What cuTile's just-in-time compiler would make of a launch's arguments, worked out with no GPU and no driver."""
+"""The signature that cuTile's just-in-time compiler derives from a launch, without GPU or
+driver.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +11,15 @@ from ..interpret.cutile import constraints_of, python_function
 
 
 def kernel_signature(kernel: Any, args: Sequence[Any]) -> KernelSignature:
-    """The signature, symbol included, with which `ct.launch(stream, grid, kernel, args)` would compile `kernel`.
+    """The signature with which `ct.launch(stream, grid, kernel, args)` compiles `kernel`, with its
+    symbol.
 
     Binaries made for it land in cuTile's disk cache under the key that the launch will look up.
 
     Args:
         kernel: a cuTile kernel.
-        args: all its arguments, constants included; tensors on any device, meta too, whose storage is taken to start at an aligned address.
+        args: all its arguments, constants included. Tensors may be on any device, also meta; their
+            storage counts as aligned.
     Raises: TypeError, ValueError or OverflowError as the launch would.
     """
     parameters = constraints_of(kernel, tuple(args), jit=True)
@@ -25,7 +29,10 @@ def kernel_signature(kernel: Any, args: Sequence[Any]) -> KernelSignature:
 
 
 def _needs_v2(parameter: Any) -> bool:
-    """Whether the first calling convention has no word for it. The launcher takes the oldest that will do."""
+    """Whether version 1 of the calling convention cannot express it.
+
+    The launcher takes the oldest that can.
+    """
     if isinstance(parameter, ListConstraint):
         parameter = parameter.element
     constant_shape = isinstance(parameter, ArrayConstraint) and any(n is not None for n in parameter.shape_constant)

@@ -2,7 +2,7 @@
 
 checking(races=True)      WHAT IS WATCHED
  `- interpret(grid, kernel, args)       run.py       specialisation, arguments, blocks in turn
-     |- cutile.typed_ir                 cutile.py    the front end; the only private names of cuda-tile
+     |- cutile.typed_ir                 cutile.py    the front end; cuda-tile's private names
      |- compile_program                 codegen.py   IR operation -> one Python statement
      |- Machine.load, .store, .atomic   memory.py    arrays, views, pointers, bounds
      |   `- Watch.access                checks.py    races, uninitialised reads

@@ -1,8 +1,10 @@
-"""What the interpreter watches for on request: races between blocks, and reads of memory that nobody wrote.
+"""What the interpreter checks on request: races between blocks, and reads of unwritten memory.
 
-Races are found by happens-before, with vector clocks: every block has a clock, a release stores the releasing block's knowledge of all clocks at
-the address, an acquire of that address joins it. Two accesses of one element by different blocks, at least one a write and not both atomic, race
-unless the first happened before the second. Remembered per element: the last write, and two reads that nothing orders.
+Races are found by happens-before with vector clocks. Every block has a clock. A release stores at
+the address what the block knows of all clocks; an acquire of that address joins it. Two accesses of
+one element by different blocks race unless the first happened before the second, both only read, or
+both are atomic. For each element the check remembers the last write and two reads that nothing
+orders.
 """
 
 import sys
@@ -21,7 +23,7 @@ Clock = dict[int, int]  # block -> how far its history is known
 
 
 class Region:
-    """A stretch of memory that one or more arguments reach, cut into units of one size.
+    """A stretch of memory that one or more arguments reach, divided into units of one size.
 
     start, end: byte addresses.
     """
@@ -68,7 +70,10 @@ class Unwritten:
 
 
 class Allocations(TorchFunctionMode):
-    """Marks what torch.empty and its kin return while the mode is on. What PyTorch itself writes afterwards counts as written."""
+    """Marks what torch.empty and its kin return while the mode is on.
+
+    What PyTorch itself writes later counts as written.
+    """
 
     FRESH = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 
@@ -76,7 +81,7 @@ class Allocations(TorchFunctionMode):
         super().__init__()
         self.unwritten = unwritten
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self.FRESH:
             if result.device.type == "cpu" and result.numel():
@@ -95,7 +100,9 @@ class Allocations(TorchFunctionMode):
 
 
 class Access(NamedTuple):
-    """block, time: of its clock; line: of the generated code; atomic: not torn by other atomic accesses."""
+    """block, time: of its clock; line: of the generated code; atomic: not torn by other atomic
+    accesses.
+    """
 
     block: int
     time: int
@@ -104,7 +111,9 @@ class Access(NamedTuple):
 
 
 class History:
-    """Which access (its number, 0 for none) last wrote each unit of a region, and two that read it since, unordered among themselves."""
+    """For each unit of a region: the access that last wrote it (its number, 0 for none), and two
+    later reads that nothing orders.
+    """
 
     def __init__(self, region: Region):
         self.region = region
@@ -133,7 +142,9 @@ class Watch:
         self.histories = [History(region) for region in _regions(buffers)] if races else []
 
     def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
-        """kind: "read", "write", or "atomic" (both at once); sync: its memory order and scope unless weak."""
+        """kind: "read", "write", or "atomic" (both at once); sync: its memory order and scope
+        unless weak.
+        """
         if offset.size == 0:
             return
         for marked in self.unwritten:
@@ -190,7 +201,7 @@ class Watch:
         return number
 
     def _unordered(self, numbers: np.ndarray, clock: Clock) -> list[int]:
-        """The accesses among `numbers` that are another block's and have not happened before now."""
+        """The accesses among `numbers` by other blocks that did not happen before now."""
         first = int(numbers[0])
         present = [first] if (numbers == first).all() else np.unique(numbers).tolist()
         return [n for n in present if n and (a := self.accesses[n]).block != self.block and a.time > clock.get(a.block, 0)]
@@ -221,7 +232,7 @@ def _join(clock: Clock, known: Clock) -> None:
 
 
 def _regions(buffers: Iterable[Buffer]) -> list[Region]:
-    """Disjoint regions that cover the buffers, those that overlap in memory joined."""
+    """Disjoint regions that cover the buffers; buffers that overlap share one."""
     regions: list[Region] = []
     for buffer in sorted(buffers, key=lambda b: b.address):
         size, start = buffer.window.itemsize, buffer.address

@@ -1,7 +1,8 @@
 """The only file of Tilewright that touches private names of cuda-tile.
 
-A kernel and its arguments -> the signature its front end types it for -> typed IR or a signature to compile. What the rest of the project may
-know about an IR value (its dtype, its shape, whether it is a pointer) is asked here, so that a new cuda-tile release is read in one place.
+A kernel and its arguments -> the signature that the front end types -> typed IR, or a signature to
+compile. The rest of the project asks here about an IR value (its dtype, its shape, whether it is a
+pointer). So a new cuda-tile release changes one file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from .version import CUDA_TILE_VERSION
 
 __all__ = [
     "CUDA_TILE_VERSION",
+    "MOST_BLOCKS",
     "compiler_banner",
     "constraints_of",
     "python_function",
@@ -34,12 +36,13 @@ __all__ = [
 
 CALLING_CONVENTION = compilation.CallingConvention.cutile_python_v2()
 BYTECODE_VERSION = compiler._SUPPORTED_VERSIONS[-1]
+MOST_BLOCKS = ((1 << 24) - 1, 65535, 65535)  # of a grid along x (cuTile's limit), y and z (CUDA's)
 MAX_SPECIALISED_RANK = 5  # the JIT assumes nothing about the shape of arrays of higher rank
 Constraint = Any  # one of the public classes of cuda.tile.compilation
 
 
 def compiler_banner() -> str:
-    """What the compiler that cuda-tile would call says of its version; "" where there is none."""
+    """The version line of the compiler that cuda-tile would call; "" if there is none."""
     try:
         return compiler._get_compiler_version_string() or ""
     except FileNotFoundError:
@@ -48,7 +51,8 @@ def compiler_banner() -> str:
 
 def python_function(kernel: Any) -> FunctionType:
     """The function that @ct.kernel decorated."""
-    return kernel._pyfunc
+    function: FunctionType = kernel._pyfunc
+    return function
 
 
 def parameters_of(kernel: Any) -> dict[str, Any]:
@@ -57,15 +61,30 @@ def parameters_of(kernel: Any) -> dict[str, Any]:
     return dict(zip(function.pysig.parameters, function.parameter_annotations, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ arguments -> signature
-def constraints_of(kernel: Any, args: tuple, *, jit: bool = False) -> list[Constraint]:
+def parameter_kinds(kernel: Any) -> dict[str, str]:
+    """Parameter name -> "constant" (ct.Constant), "scalar" (annotated as one) or "array", in
+    order.
+    """
+    signature = kernel._annotated_function.pysig.parameters
+    return {name: _kind(node, signature[name].annotation) for name, node in parameters_of(kernel).items()}
+
+
+def _kind(node: Any, annotation: Any) -> str:
+    if isinstance(node, annotated.LeafAnnotationNode):
+        return "constant" if node.constant else "scalar" if node.scalar is not None or annotation in (bool, int, float) else "array"
+    return _kind(node.each if isinstance(node, annotated.HomogeneousTupleNode) else node.items[0], annotation)
+
+
+# --------------------------------------------------------------------------- arguments -> signature
+def constraints_of(kernel: Any, args: tuple[Any, ...], *, jit: bool = False) -> list[Constraint]:
     """The types the front end gives to `args`.
 
     Args:
         kernel: a function decorated with @ct.kernel.
-        args: its arguments; arrays on any device, "meta" included, none of whose elements are read.
-        jit: assume of an array what the JIT on a GPU assumes (unit strides, extents of 1, divisibility by 16, alignment); otherwise only what
-            the kernel's annotations ask for, so that one signature serves every shape.
+        args: its arguments. Arrays may be on any device, also "meta"; no element is read.
+        jit: assume of an array what the JIT on a GPU assumes: unit strides, extents of 1,
+            divisibility by 16, alignment. Otherwise only what the kernel's annotations ask for, so
+            one signature serves every shape.
     Raises: TypeError, ValueError or OverflowError as a launch would.
     """
     nodes = parameters_of(kernel)
@@ -80,7 +99,7 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 
-def child_nodes(value: tuple, node: Any) -> list[Any]:
+def child_nodes(value: tuple[Any, ...], node: Any) -> list[Any]:
     """The annotation of each item of a tuple argument."""
     if isinstance(node, annotated.HomogeneousTupleNode):
         return [node.each] * len(value)
@@ -136,7 +155,7 @@ def _constraint(value: Any, node: Any, jit: bool, place: str) -> Constraint:
 
 
 def array_dtype(array: Any) -> str:
-    """The name cuda-tile has for the dtype of a tensor or numpy array."""
+    """cuda-tile's name for the dtype of a tensor or numpy array."""
     return _dtype_name(array.dtype)
 
 
@@ -150,11 +169,11 @@ def array_strides(array: Any) -> tuple[int, ...]:
     """Strides in elements."""
     if isinstance(array, np.ndarray):
         return tuple(s // array.itemsize for s in array.strides)
-    return array.stride()
+    return tuple(array.stride())
 
 
 def _array_constraint(arrays: list[Any], node: Any, jit: bool) -> compilation.ArrayConstraint:
-    """One constraint that holds for every array of a list (for a plain argument: of one)."""
+    """One constraint for every array of a list (a plain argument: a list of one)."""
     first, rank = arrays[0], arrays[0].ndim
     node = node if node is not None else ct.ArrayAnnotation()
     for array in arrays:
@@ -209,8 +228,8 @@ def _common(values: list[tuple[int, ...]], wanted: int) -> list[int | None]:
     return [wanted if rank <= MAX_SPECIALISED_RANK and all(v[d] == wanted for v in values) else None for d in range(rank)]
 
 
-def _jit_assumptions(arrays: list[Any], shapes: list, strides: list, bits: int) -> dict[str, Any]:
-    """What cuda-tile's launcher assumes of arrays like these, by the rules of its C++ source."""
+def _jit_assumptions(arrays: list[Any], shapes: list[tuple[int, ...]], strides: list[tuple[int, ...]], bits: int) -> dict[str, Any]:
+    """What cuda-tile's launcher assumes of such arrays, by the rules of its C++ source."""
     rank, step = len(shapes[0]), 128 // bits
     known = rank <= MAX_SPECIALISED_RANK
 
@@ -230,17 +249,19 @@ def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     if array.device.type == "meta":  # as if the allocation were aligned
-        return array.storage_offset() * array.element_size()
-    return array.data_ptr()
+        return int(array.storage_offset() * array.element_size())
+    return int(array.data_ptr())
 
 
-# --------------------------------------------------------------------------------------------------- signature -> typed IR
+# ---------------------------------------------------------------------------- signature -> typed IR
 def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = True, arch: str | None = None) -> ir.Block:
-    """The kernel's body as typed by cuda-tile's front end. Its parameters are the flat ones of `flat_parameters`.
+    """The kernel's body as typed by cuda-tile's front end.
+
+    Its parameters are those of `flat_parameters`.
 
     Args:
-        optimised: exactly the IR that becomes bytecode (multiply-adds fused, loops split); otherwise the IR before the front end's passes,
-            which still assigns to the kernel's own variables.
+        optimised: the IR that becomes bytecode: multiply-adds fused, loops split. Otherwise the IR
+            before these passes, which still assigns to the kernel's own variables.
         arch: compiler target whose dtype support is checked ("sm_90"); None checks none.
     Raises: cuda-tile's own errors for code that does not type.
     """
@@ -272,7 +293,8 @@ def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = Tr
 def flat_parameters(
     names: list[str], constraints: Sequence[Constraint], path: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], Constraint]]:
-    """(name, path, constraint) of every parameter that exists at run time, tuples opened, in the order of the IR's parameters.
+    """(name, path, constraint) of every parameter that exists at run time, with tuples flattened,
+    in the order of the IR's parameters.
 
     path: the argument's index, then indices into tuples.
     """
@@ -284,9 +306,9 @@ def flat_parameters(
             yield name, (*path, index), constraint
 
 
-# ----------------------------------------------------------------------------------------------------- questions about values
+# --------------------------------------------------------------------------- questions about values
 def is_tensor(variable: ir.Var) -> bool:
-    """Whether the value is a tile or a scalar (and not a view, an array, a tuple, a token or None)."""
+    """Whether the value is a tile or a scalar, not a view, array, tuple, token or None."""
     return isinstance(variable.get_type_allow_invalid(), TensorLikeTy)
 
 
@@ -303,7 +325,7 @@ def is_tuple(variable: ir.Var) -> bool:
 
 
 def dtype_of(variable: ir.Var) -> str:
-    return variable.get_type().tensor_dtype().name
+    return str(variable.get_type().tensor_dtype().name)
 
 
 def shape_of(variable: ir.Var) -> tuple[int, ...]:
@@ -311,7 +333,7 @@ def shape_of(variable: ir.Var) -> tuple[int, ...]:
 
 
 def view_of(variable: ir.Var) -> dict[str, Any]:
-    """What a tiled view is: its tile's shape, steps between tiles, axis order, sparse axis, padding mode."""
+    """Of a tiled view: tile shape, steps between tiles, axis order, sparse axis, padding mode."""
     view = variable.get_type()
     shape = tuple(view.tile_shape)
     sparse = view.sparse_dim if isinstance(view, GatherScatterViewTy) else None

@@ -1,4 +1,4 @@
-"""What a kernel's bug looks like to its author."""
+"""The errors that show a kernel's bug to its author."""
 
 import linecache
 
@@ -6,11 +6,12 @@ Place = tuple[str, int, str]  # file, line, function
 
 
 class KernelError(Exception):
-    """A bug that running the kernel showed: an access out of bounds, a race, a read of memory nobody wrote, undefined arithmetic.
+    """A bug found by running the kernel: an access out of bounds, a race, a read of unwritten
+    memory, undefined arithmetic.
 
     what: the bug itself, with the values involved.
     kernel: name of the kernel.
-    places: source places from the statement at fault out to the kernel's own line, (file, line, function) each.
+    places: (file, line, function), from the statement at fault out to the kernel's own line.
     block, grid: the block that was running and the number of blocks.
     """
 

@@ -1,7 +1,8 @@
-"""Number formats: how a tile is held while the interpreter computes, and how memory holds it.
+"""Number formats: how the interpreter holds a tile, and how memory holds it.
 
-Types that numpy lacks, and float16, are "small": their values are kept in a float32 *container* and put back on the grid of the format after
-every operation, so that each result is the one the format would give. Only memory holds their bits. Every other type is its own container.
+Types that numpy lacks, and float16, are "small": a float32 *container* holds their values. After
+every operation the values are rounded to the grid of the format, so each result is what the format
+gives. Only memory holds their bits. Every other type is its own container.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,10 @@ Value = Any  # a numpy array (tile) or numpy scalar
 class Format:
     """A binary floating-point format.
 
-    overflow: what rounding to nearest makes of values past `largest`, infinity included. The two signed 8-bit formats saturate, as the
-        instruction does that cuTile compiles to (F2FP.SATFINITE on sm_90 and sm_100).
-    native: the torch dtype that converts it, None where a table of all its values does.
+    overflow: what rounding to nearest gives for values past `largest`, infinity included. The two
+        signed 8-bit formats saturate, like the instruction that cuTile compiles to (F2FP.SATFINITE
+        on sm_90 and sm_100).
+    native: the torch dtype that converts it; None if a table of all its values does.
     """
 
     bits: int
@@ -77,7 +79,7 @@ def array(x: Tensor) -> Value:
     return x.numpy()[()] if x.ndim == 0 else x.numpy()
 
 
-# ------------------------------------------------------------------------------------------------------------------ rounding
+# ----------------------------------------------------------------------------------------- rounding
 def round_to(x: Value, dtype: str, mode: str = "RN") -> Value:
     """`x` rounded to the grid of `dtype`, in its container."""
     if dtype not in SMALL and (dtype == "float64" or mode == "RN"):
@@ -97,7 +99,7 @@ def round_to(x: Value, dtype: str, mode: str = "RN") -> Value:
 
 
 def _round_to_odd(x: np.ndarray) -> np.ndarray:
-    """float64 -> float32 such that a second rounding, to 22 bits or fewer, equals rounding `x` once."""
+    """float64 -> float32, so that a second rounding to at most 22 bits equals a single one."""
     near = x.astype(np.float32)
     bits = np.atleast_1d(near).view(np.int32)
     back = np.atleast_1d(near).astype(np.float64)
@@ -125,9 +127,9 @@ def _round(x: np.ndarray, f: Format, mode: str) -> np.ndarray:
     return np.where(finite & (r < -f.largest), -np.inf if mode == "RM" else -f.largest, r).astype(np.float32)
 
 
-# ------------------------------------------------------------------------------------------------------------ memory <-> container
+# ----------------------------------------------------------------------------- memory <-> container
 def decode(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """Memory -> container. A type that is its own container comes back as the same memory, not a copy."""
+    """Memory -> container. For a type that is its own container, the same memory, not a copy."""
     if dtype not in SMALL:
         return bits
     if dtype == "float16":
@@ -136,11 +138,12 @@ def decode(bits: np.ndarray, dtype: str) -> np.ndarray:
         return tensor(bits).view(torch.bfloat16).float().numpy()
     if dtype == "tfloat32":
         return bits.view(np.float32)
-    return _values(dtype)[bits]
+    values: np.ndarray = _values(dtype)[bits]
+    return values
 
 
 def encode(x: Value, dtype: str) -> np.ndarray:
-    """Container -> memory, of values that are on the grid of `dtype` already."""
+    """Container -> memory, for values that are already on the grid of `dtype`."""
     if dtype not in SMALL:
         return np.asarray(x, CONTAINER[dtype])
     x = np.asarray(x, np.float32)
@@ -190,7 +193,7 @@ def _codes(dtype: str) -> tuple[np.ndarray, np.ndarray, int]:
     return values[codes], codes, int(nan[0]) if len(nan) else 0
 
 
-# --------------------------------------------------------------------------------------------------------------- conversions
+# -------------------------------------------------------------------------------------- conversions
 def constant(value: Any, dtype: str, shape: tuple[int, ...] = ()) -> Value:
     container = CONTAINER[dtype]
     held = np.asarray(value, object if isinstance(value, int) and dtype == "uint64" else None).astype(container)
@@ -217,7 +220,8 @@ def pack(x: Value, dtype: str) -> np.ndarray:
     """The bytes of a 1-D tile."""
     bits = encode(x, dtype)
     if dtype == "float4_e2m1fn":
-        return bits[0::2] | bits[1::2] << np.uint8(4)
+        pairs: np.ndarray = bits[0::2] | bits[1::2] << np.uint8(4)
+        return pairs
     return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).copy()
 
 

@@ -1,11 +1,11 @@
-"""Memory of an interpreted launch: the arrays, tiled views of them, pointers, and the machine that reads and writes them.
+"""Memory of an interpreted launch: arrays, tiled views, pointers, and their machine.
 
-An offset counts elements from an array argument's first one. Every access is checked against the argument it started from, whatever pointer
-arithmetic lies between.
+An offset counts elements from the first one of an array argument. Every access is checked against
+the argument that its address comes from, through any pointer arithmetic.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,20 +14,17 @@ from .cutile import array_dtype
 from .errors import KernelError
 from .formats import CONTAINER, MEMORY, SMALL, Value, decode, encode, is_float, round_to
 
-if TYPE_CHECKING:
-    from .checks import Watch
-
-# What numpy can share of a torch tensor it has no dtype for.
+# The numpy view of a torch tensor whose dtype numpy lacks.
 _SHARED = {torch.bfloat16: torch.uint16} | {
     getattr(torch, name): torch.uint8 for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
 }
 
 
 class Buffer:
-    """The elements that one array argument may touch: from its first to its last, gaps between rows included.
+    """The elements of one array argument, from its first to its last, with gaps between rows.
 
     window: the argument itself as numpy sees its memory.
-    copies: whether a load must copy, since the kernel may write to this memory.
+    copies: whether a load must copy, because the kernel may write to this memory.
     """
 
     __slots__ = ("_flat", "copies", "dtype", "name", "window")
@@ -57,10 +54,10 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        return self.window.__array_interface__["data"][0]
+        return self.window.ctypes.data
 
     def index(self, offset: int) -> tuple[int, ...]:
-        """The index of the element at an offset; for a layout whose rows overlap, one of them."""
+        """The index of the element at an offset; if rows overlap, one of several."""
         strides = [s // self.window.itemsize for s in self.window.strides]
         r = [0] * len(strides)
         for axis in sorted(range(len(strides)), key=strides.__getitem__, reverse=True):
@@ -97,9 +94,12 @@ class Pointer:
 
 
 class Array:
-    """Base, shape and strides (in elements), as the kernel sees an array; an argument, or made by slicing one.
+    """An array as the kernel sees it: base, shape and strides in elements.
 
-    window: all of it as a numpy array, or None where it reaches out of its buffer (only an access to those elements is a bug).
+    An argument, or a slice of one.
+
+    window: all of it as a numpy array, or None if it reaches out of its buffer. Only an access to
+        those elements is a bug.
     """
 
     __slots__ = ("buffer", "offset", "shape", "strides", "window")
@@ -129,7 +129,7 @@ class Array:
 
 
 class TileView:
-    """How a tiled view cuts an array (static): see `cutile.view_of`."""
+    """How a tiled view divides an array (static): see `cutile.view_of`."""
 
     __slots__ = ("inverse", "lengths", "order", "padding", "plain", "shape", "sparse_axis", "steps", "strides")
 
@@ -146,20 +146,31 @@ View = tuple[Array, TileView]
 Sync = tuple[str, str] | None  # memory order and scope, None for a plain (weak) access
 
 
+class Watcher(Protocol):
+    """Sees every access of one launch. block: the number of the one that runs."""
+
+    block: int
+
+    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
+        """kind: "read", "write", or "atomic" (both at once)."""
+        ...
+
+
 class Machine:
     """The memory operations of one launch, and the block that is running.
 
-    strict: a tile entirely outside its array is an error, and padding left UNDETERMINED is poison (NaN, or an unlikely integer).
+    strict: a tile entirely outside its array is an error, and padding left UNDETERMINED is poison
+        (NaN, or an unlikely integer).
     watch: sees every access, or None.
-    progress: counts changes of memory, so that the scheduler can tell waiting from working.
+    progress: counts changes of memory. So the scheduler can tell waiting from working.
     """
 
-    def __init__(self, grid: tuple[int, int, int], strict: bool = True, watch: "Watch | None" = None):
+    def __init__(self, grid: tuple[int, int, int], strict: bool = True, watch: Watcher | None = None):
         self.grid, self.strict, self.watch = grid, strict, watch
         self.bid: tuple[int, ...] = (0, 0, 0)
         self.progress = 0
 
-    # ------------------------------------------------------------------------------------------------------------ tiles
+    # ---------------------------------------------------------------------------------------- tiles
     def load(self, view: View, index: tuple[Any, ...], inbounds: bool, sync: Sync = None, short: int | None = None) -> Value:
         """`short`: an array axis along which padding is left out (see trim.py)."""
         array, tile = view
@@ -234,7 +245,7 @@ class Machine:
 
     @staticmethod
     def _reaching(array: Array, tile: TileView, corner: list[int]) -> np.ndarray:
-        """The same of an array that reaches out of its buffer: an error where the tile does."""
+        """The same for an array that reaches out of its buffer. An error if the tile does too."""
         shape = [max(0, min(n, extent - start)) for start, n, extent in zip(corner, tile.lengths, array.shape, strict=True)]
         offset = array.offset + sum(start * stride for start, stride in zip(corner, array.strides, strict=True))
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, array.strides, strict=True))
@@ -252,7 +263,7 @@ class Machine:
             return poison(dtype) if self.strict else 0
         return PADDING[tile.padding]
 
-    # --------------------------------------------------------------------------------------------------------- pointers
+    # ------------------------------------------------------------------------------------- pointers
     def load_pointer(self, pointer: Pointer, mask: Value | None, padding: Value | None) -> Value:
         buffer, offset = pointer.buffer, np.asarray(pointer.offset)
         if mask is None or np.all(mask):
@@ -275,7 +286,10 @@ class Machine:
         buffer.flat[offset] = value
 
     def atomic(self, pointer: Pointer, value: Value, mask: Value | None, mode: str, sync: Sync) -> Value:
-        """Read, modify, write; returns the old values. Elements at one address go one after another."""
+        """Read, modify, write.
+
+        Returns the old values. Elements at one address follow one another.
+        """
         buffer, dtype = pointer.buffer, pointer.buffer.dtype
         offset, mask = _addresses(pointer, mask)
         self._touch(buffer, offset[mask], "atomic", sync)
@@ -337,7 +351,7 @@ ATOMIC: dict[str, Callable[[Value, Value], Value]] = {
 
 
 def poison(dtype: str) -> Any:
-    """What padding that no one chose is filled with, so that a result that depends on it shows."""
+    """The value of UNDETERMINED padding: a result that depends on it shows."""
     if is_float(dtype):
         return np.nan
     return True if dtype == "bool_" else -0x55 if dtype[0] == "i" else 0xAA

@@ -1,6 +1,7 @@
 """Arithmetic of tiles: numpy arrays and scalars in their containers (see formats.py).
 
-Transcendental functions and matrix products are PyTorch's: faster than numpy's, and within an ulp of what users compare with.
+Transcendental functions and matrix products are PyTorch's. They are faster than numpy's, and within
+an ulp of what users compare with.
 """
 
 import re
@@ -23,7 +24,7 @@ def flush(x: Value) -> Value:
     return r.astype(np.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------- elementwise
+# -------------------------------------------------------------------------------------- elementwise
 def ceil_divide(a: Value, b: Value) -> Value:
     return a // b + (a % b != 0)
 
@@ -111,9 +112,13 @@ def power_of_integer(base: Value, exponent: Value, dtype: str) -> Value:
     return binary("pow", base, np.asarray(exponent).astype(CONTAINER[dtype]), dtype)
 
 
-# -------------------------------------------------------------------------------------------------------------------- matrices
+# ----------------------------------------------------------------------------------------- matrices
 def mma(x: Value, y: Value, acc: Value, dtype: str) -> Value:
-    """x @ y + acc. An operand short of the other along the contracted axis stands for zeros there (see trim.py)."""
+    """x @ y + acc.
+
+    If an operand is shorter than the other along the contracted axis, the rest of it is zeros (see
+    trim.py).
+    """
     k = max(x.shape[-1], y.shape[-2])
     x, y = _lengthened(x, k, -1), _lengthened(y, k, -2)
     if dtype == "int32":  # every partial sum of int8 products is exact in float64
@@ -140,7 +145,7 @@ def mma_scaled(x: Value, x_scale: Value, y: Value, y_scale: Value, acc: Value) -
     return mma(x, y, acc, "float32")
 
 
-# --------------------------------------------------------------------------------------------------------- reductions and scans
+# ----------------------------------------------------------------------------- reductions and scans
 def reduce_with(body: Body, xs: tuple[Value, ...], axis: int) -> tuple[Value, ...]:
     """A balanced tree of pairs: the extents of tiles are powers of two."""
     xs = tuple(np.moveaxis(np.asarray(x), axis, 0) for x in xs)
@@ -161,7 +166,7 @@ def scan_with(body: Body, xs: tuple[Value, ...], axis: int, reverse: bool) -> tu
     return tuple(np.moveaxis(x[::step], 0, axis) for x in xs)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- shape
+# -------------------------------------------------------------------------------------------- shape
 def broadcast(x: Value, shape: tuple[int, ...]) -> Value:
     if x.shape == shape:
         return x
@@ -187,7 +192,7 @@ def _part(shape: tuple[int, ...], index: tuple[Any, ...], part: tuple[int, ...])
     return tuple(slice(int(i) * n, (int(i) + 1) * n) for i, n in zip(index, part, strict=True))
 
 
-# --------------------------------------------------------------------------------------------------------------------- control
+# ------------------------------------------------------------------------------------------ control
 def steps(start: Any, stop: Any, step: Any) -> Iterator[Any]:
     """The loop variable's values, of the loop variable's own type."""
     if step <= 0:
@@ -213,7 +218,7 @@ def printf(form: str, *args: Value) -> None:
     """C's printf, an array printed as nested lists."""
     values = iter(args)
 
-    def one(match: re.Match) -> str:
+    def one(match: re.Match[str]) -> str:
         if match.group(0) == "%%":
             return "%"
         directive = re.sub(r"(hh|h|ll|l)(?=[a-zA-Z]$)", "", match.group(0)).replace("u", "d")
@@ -221,7 +226,7 @@ def printf(form: str, *args: Value) -> None:
         def show(value: Value) -> str:
             if np.ndim(value):
                 return "[" + ", ".join(map(show, value)) + "]"
-            return directive % (value.item() if hasattr(value, "item") else value)
+            return str(directive % (value.item() if hasattr(value, "item") else value))
 
         return show(next(values))
 

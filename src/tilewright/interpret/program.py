@@ -1,4 +1,4 @@
-"""A kernel specialised for the types of its arguments: what `codegen` makes and `run` runs."""
+"""A kernel specialised for its arguments' types: `codegen` makes it, `run` runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .errors import Place
 class Parameter:
     """A parameter that exists at run time.
 
-    path: where it stands among the arguments: its index, then indices into tuples.
+    path: its place among the arguments: an index, then indices into tuples.
     kind: "array", "list" or "scalar".
     dtype: of a scalar, or of an array's extents.
     """
@@ -26,8 +26,8 @@ class Parameter:
 class Program:
     """A kernel specialised for the types of its arguments.
 
-    function: called once per block with the machine and the parameters; a generator function if `cooperative`: it yields wherever a block may
-        have to wait for another one.
+    function: called once per block with the machine and the parameters. If `cooperative`, it is a
+        generator function that yields wherever a block may have to wait for another one.
     code: the globals of `function`.
     written: indices into `parameters` of arrays that it may write.
     """
@@ -42,5 +42,5 @@ class Program:
     written: frozenset[int]
 
     def places(self, line: int) -> tuple[Place, ...]:
-        """Where line `line` (from 1) of the running code came from: the innermost place first."""
+        """Where line `line` (from 1) of the running code comes from: the innermost place first."""
         return self.line_places[line - 1] if 0 < line <= len(self.line_places) else ()

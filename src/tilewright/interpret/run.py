@@ -21,7 +21,6 @@ from .memory import Array, Buffer, Machine
 from .program import Program
 
 TURN = 64  # waiting points a block may pass before the next block's turn
-MAX_BLOCKS = (1 << 24) - 1  # along one axis of a grid
 INT32_MAX = (1 << 31) - 1
 PATIENCE = 30_000  # waiting points per block, with no change of memory in between, before the launch counts as deadlocked
 
@@ -50,15 +49,22 @@ def checking(
     strict: bool | None = None,
     debug: bool | None = None,
 ) -> Iterator[None]:
-    """Sets how launches inside the context are interpreted. What is not given stays as outside; the default is the first value named below.
+    """Sets how launches inside the context are interpreted.
+
+    An option that is not given keeps its outer value; outside of all contexts it has the first
+    value named below.
 
     Args:
         races: False, or True to raise on accesses of different blocks that nothing orders.
-        order: of blocks: "forward", "reverse", or a seed that shuffles them, and the turns they take where they wait for one another.
-        uninitialised: tensors whose elements may not be read before a kernel wrote them (see also `mark_uninitialised`); True: whatever
-            torch.empty and its kin return inside the context, the memory that ops allocate for themselves included, kept until its end.
-        strict: True: a tile entirely outside its array is an error and UNDETERMINED padding is poison (NaN for floats). False: both read 0.
-        debug: False, or True to run code that has the kernel's own lines and variables, for breakpoints and stepping.
+        order: of blocks: "forward", "reverse", or a seed that shuffles the blocks and their turns
+            at waiting points.
+        uninitialised: tensors whose elements may not be read before a kernel wrote them (see also
+            `mark_uninitialised`). True: all that torch.empty and its kin return inside the context,
+            in ops too, kept until its end.
+        strict: True: a tile entirely outside its array is an error and UNDETERMINED padding is
+            poison (NaN for floats). False: both read 0.
+        debug: True runs code with the kernel's own lines and variables, for breakpoints and
+            stepping.
     """
     if order is not None and order not in ("forward", "reverse") and not isinstance(order, int):
         raise ValueError(f'order must be "forward", "reverse" or a seed, got {order!r}')
@@ -76,15 +82,17 @@ def checking(
 
 
 def mark_uninitialised(*tensors: torch.Tensor) -> None:
-    """Until the surrounding `checking` ends, a read of these tensors' elements before a kernel wrote them raises KernelError."""
+    """Until the surrounding `checking` ends, reading an element of these tensors that no kernel
+    wrote raises KernelError.
+    """
     options = _options.get()
     if options.unwritten is None:
         raise RuntimeError("mark_uninitialised must be called inside `with checking(...)`")
     options.unwritten.extend(map(Unwritten, tensors))
 
 
-# ------------------------------------------------------------------------------------------------------------ specialisation
-_programs: dict[tuple, Program] = {}
+# ----------------------------------------------------------------------------------- specialisation
+_programs: dict[tuple[Any, ...], Program] = {}
 _parameters: dict[Any, tuple[Any, ...]] = {}
 
 
@@ -93,16 +101,16 @@ def compiled_count() -> int:
     return len(_programs)
 
 
-def source(kernel: Any, args: tuple) -> str:
+def source(kernel: Any, args: tuple[Any, ...]) -> str:
     """The Python that a launch with these arguments runs, one statement per tile operation."""
     return _program(kernel, args, _options.get().debug).source
 
 
-def _program(kernel: Any, args: tuple, debug: bool) -> Program:
+def _program(kernel: Any, args: tuple[Any, ...], debug: bool) -> Program:
     nodes = _parameters.get(kernel)
     if nodes is None:
         nodes = _parameters[kernel] = tuple(cutile.parameters_of(kernel).values())
-    key: tuple | None = None
+    key: tuple[Any, ...] | None = None
     if len(nodes) == len(args):
         key = (kernel._pyfunc, debug, *[_type(value, node) for value, node in zip(args, nodes, strict=True)])
         program = _programs.get(key)
@@ -115,7 +123,7 @@ def _program(kernel: Any, args: tuple, debug: bool) -> Program:
 
 
 def _type(value: Any, node: Any) -> Any:
-    """All that the front end may look at in one argument, hashable and made fast."""
+    """All that the front end may look at in one argument, hashable and quick to make."""
     kind = type(value)
     if kind is int or kind is float or kind is bool:
         return (kind, repr(value)) if getattr(node, "constant", False) else kind
@@ -130,7 +138,7 @@ def _type(value: Any, node: Any) -> Any:
     return kind, repr(value)
 
 
-def _array_type(value: Any, node: Any) -> tuple:
+def _array_type(value: Any, node: Any) -> tuple[Any, ...]:
     if node is None or not (node.static_shape_dims or node.static_stride_dims):
         return value.dtype, value.ndim
     rank, strides = value.ndim, cutile.array_strides(value)
@@ -138,8 +146,8 @@ def _array_type(value: Any, node: Any) -> tuple:
     return value.dtype, rank, shape, tuple(strides[d] for d in node.static_stride_dims if -rank <= d < rank)
 
 
-# ---------------------------------------------------------------------------------------------------------------- arguments
-def _bind(program: Program, args: tuple) -> tuple[list[Any], list[Buffer]]:
+# ---------------------------------------------------------------------------------------- arguments
+def _bind(program: Program, args: tuple[Any, ...]) -> tuple[list[Any], list[Buffer]]:
     """The values of the program's parameters, and every buffer among them."""
     values: list[Any] = []
     buffers: list[Buffer] = []
@@ -179,25 +187,29 @@ def _check_extents(buffer: Buffer) -> None:
 
 
 def _extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
-    """The grid with all three axes."""
+    """The grid with all three axes. Raises ValueError for one that no GPU would launch."""
     if len(grid) > 3:
         raise ValueError(f"grid must have at most 3 entries, got {grid}")
-    for axis, n in enumerate(grid):
-        if not 0 <= n <= MAX_BLOCKS:
-            raise ValueError(f"Grid[{axis}] exceeds 24-bit limit: max={MAX_BLOCKS}, got={n}. Use multiple kernel launches for larger workloads.")
+    for axis, (n, most) in enumerate(zip(grid, cutile.MOST_BLOCKS, strict=False)):
+        if not 0 <= n <= most:
+            raise ValueError(f"grid[{axis}] must be in 0..{most}, got {n}: use several launches, or an axis with a higher limit")
     x, y, z = (*grid, 1, 1, 1)[:3]
     return x, y, z
 
 
-# ------------------------------------------------------------------------------------------------------------------- blocks
-def interpret(grid: tuple[int, ...], kernel: Any, args: tuple) -> None:
-    """Runs a kernel on CPU tensors, one block after another; blocks that wait for one another take turns.
+# ------------------------------------------------------------------------------------------- blocks
+def interpret(grid: tuple[int, ...], kernel: Any, args: tuple[Any, ...]) -> None:
+    """Runs a kernel on CPU tensors, block by block.
+
+    Blocks that wait for one another take turns.
 
     Args:
         grid: number of blocks along 1 to 3 axes.
         kernel: a function decorated with @ct.kernel; its hints are ignored.
-        args: its arguments: CPU tensors or numpy arrays, lists and tuples of them, bool, int, float.
-    Raises: cuda-tile's own errors for code that does not type; KernelError where the kernel did something undefined.
+        args: its arguments: CPU tensors or numpy arrays, lists and tuples of them, bool, int,
+            float.
+    Raises: cuda-tile's own errors for code that does not type; KernelError if the kernel did
+        something undefined.
     """
     extents = _extents(grid)
     options = _options.get()
@@ -240,7 +252,7 @@ def _blocks(grid: tuple[int, int, int], order: Order) -> Iterator[tuple[int, int
 
 
 def _run_together(program: Program, machine: Machine, values: list[Any], order: Order) -> None:
-    """Blocks take turns at the points where they may wait for one another, so that locks, flags and barriers make progress."""
+    """Blocks take turns at waiting points, so that locks, flags and barriers make progress."""
     live = deque((bid, program.function(machine, *values)) for bid in _blocks(machine.grid, order))
     dice = random.Random(order) if isinstance(order, int) else None
     waited, progress = 0, machine.progress
@@ -262,7 +274,7 @@ def _run_together(program: Program, machine: Machine, values: list[Any], order: 
 
 
 def _advance(block: Iterator[None], points: int) -> bool:
-    """Runs a block past so many points where it may have to wait. Returns whether it has ended."""
+    """Runs a block past so many waiting points. Returns whether it has ended."""
     for _ in range(points):
         try:
             next(block)
@@ -272,7 +284,7 @@ def _advance(block: Iterator[None], points: int) -> bool:
 
 
 def _locate(error: Exception, program: Program, machine: Machine) -> None:
-    """Tells an error where in the kernel, and in which block, it arose."""
+    """Adds the place in the kernel and the block to an error."""
     line = _line(error.__traceback__, program)
     places = program.places(line)
     if isinstance(error, KernelError):

@@ -1,7 +1,8 @@
-"""Which loads may leave out zeros that only a matrix product would read.
+"""Finds loads that may leave out zeros that only a matrix product would read.
 
-A tile whose extent does not divide the array's is padded up to a power of two. Where the padding is zero and the tile goes nowhere but into one
-product, the part along the contracted axis adds nothing: such a load returns a view of the array, with no copy and no padding to multiply.
+A tile that does not fit into the array is padded. If the padding is zero and only one product reads
+the tile, padding along the contracted axis adds nothing. Such a load returns a view of the array:
+nothing to copy, no padding to multiply.
 """
 
 from collections import Counter
@@ -25,8 +26,8 @@ def short_axes(body: Any) -> Axes:
     return axes
 
 
-def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter) -> Axes:
-    """From a product's operand back to its load; empty where something on the way needs the whole tile."""
+def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter[str]) -> Axes:
+    """From a product's operand to its load; empty if a step between needs the whole tile."""
     axes: Axes = {}
     while axis is not None and uses[value.name] == 1 and (maker := makers.get(value.name)) is not None:
         axes[value.name] = axis
@@ -44,7 +45,7 @@ def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter) 
 
 
 def _same_axis(shape: tuple[int, ...], axis: int, before: tuple[int, ...]) -> int | None:
-    """Where the axis was before a reshape that only added or dropped axes of extent 1."""
+    """The axis before a reshape that only added or dropped axes of extent 1."""
     now = [a for a, n in enumerate(shape) if n != 1]
     was = [a for a, n in enumerate(before) if n != 1]
     if axis not in now or [shape[a] for a in now] != [before[a] for a in was]:

@@ -1,4 +1,7 @@
-"""The cuda-tile releases whose typed IR this interpreter knows. Imported before anything that touches a private name of theirs."""
+"""The cuda-tile releases whose typed IR this interpreter knows.
+
+Imported before anything that uses a private name of cuda-tile.
+"""
 
 from importlib.metadata import version
 
@@ -6,7 +9,7 @@ SUPPORTED = ("1.7",)
 
 
 def require_supported_cuda_tile() -> str:
-    """The installed cuda-tile version. Raises ImportError with one sentence if it is not a supported one."""
+    """The installed cuda-tile version. Raises ImportError if it is not supported."""
     found = version("cuda-tile")
     if ".".join(found.split(".")[:2]) not in SUPPORTED:
         raise ImportError(

@@ -1,7 +1,7 @@
-"""The writing half of the code generator: lines and their places, names, operands.
+"""The code generator's text: lines and their places, names, operands.
 
-Every generated name contains "__", so that none clashes with a name of the kernel. A tile that is only a broadcast of something smaller is kept
-small until an operation needs all of it.
+Every generated name contains "__", so none clashes with a name of the kernel. A broadcast tile
+stays small until an operation needs all of it.
 """
 
 import re
@@ -16,12 +16,13 @@ from .program import Parameter
 
 
 class Writer:
-    """The text of one program so far, and what its names stand for.
+    """The text of one program so far, and the meaning of its names.
 
     inline: IR value -> an expression that stands for it.
-    spread: IR value -> the smaller value that it is a broadcast of, and its own shape.
+    spread: IR value -> the smaller value that it broadcasts, and its own shape.
     origin: IR pointer, array or view -> index of the parameter it comes from.
-    arrays: IR base pointer of an array parameter -> the array's name, its constraint, its IR extents and strides.
+    arrays: IR base pointer of an array parameter -> the array's name, its constraint, its IR
+        extents and strides.
     """
 
     def __init__(self, kernel: Any, debug: bool):
@@ -39,9 +40,12 @@ class Writer:
         self.origin: dict[str, int] = {}
         self.arrays: dict[str, tuple[str, Any, list[Any]]] = {}
 
-    # ----------------------------------------------------------------------------------------------------------- parameters
+    # ----------------------------------------------------------------------------------- parameters
     def declare(self, variables: Iterable[Any], flat: list[tuple[str, tuple[int, ...], Any]]) -> tuple[Parameter, ...]:
-        """Names the parameters; an array's base, shape and strides are read from the array where they are used."""
+        """Names the parameters.
+
+        Code reads an array's base, shape and strides where it uses them.
+        """
         rest, parameters, arguments = list(variables), [], []
         for index, (name, path, constraint) in enumerate(flat):
             argument = self.new_name(name)
@@ -74,7 +78,7 @@ class Writer:
             self.show(variable, self.use(variable))
         return tuple(parameters)
 
-    # -------------------------------------------------------------------------------------------------------------- writing
+    # -------------------------------------------------------------------------------------- writing
     def put(self, text: str, loc: Any = None, indent: int | None = None) -> None:
         self.lines.append("    " * (self.depth if indent is None else indent) + text)
         self.line_places.append(self.places(loc))
@@ -104,7 +108,7 @@ class Writer:
         return name
 
     def keep(self, value: Any, hint: str) -> str:
-        """A name for a value made now."""
+        """Assigns a value to a new name."""
         name = f"{hint}__{len(self.env)}"
         self.env[name] = value
         return name
@@ -131,8 +135,11 @@ class Writer:
     def uses(self, variables: Iterable[Any]) -> str:
         return "(" + "".join(self.use(v) + ", " for v in variables) + ")"
 
+    def targets(self, op: Any) -> str:
+        return "(" + "".join(self.name(v) + ", " for v in op.result_vars) + ")"
+
     def small(self, variable: Any) -> str:
-        """An operand as small as broadcasting may leave it."""
+        """An operand before it is broadcast."""
         return self.spread[variable.name][0] if variable.name in self.spread else self.use(variable)
 
     def out(self, op: Any, expression: str, index: int = 0) -> None:
@@ -141,7 +148,10 @@ class Writer:
         self.show(result, self.name(result), op.loc)
 
     def elementwise(self, op: Any, form: str, *operands: Any) -> None:
-        """`form` with the operands, which numpy broadcasts; the result stays small where all of them are."""
+        """`form` with the operands, which numpy broadcasts.
+
+        The result stays small if all of them are.
+        """
         expression = form.format(*map(self.small, operands))
         shape = cutile.shape_of(op.result_vars[0])
         self.out(op, expression)

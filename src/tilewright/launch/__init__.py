@@ -1,29 +1,37 @@
-"""How a call reaches a processor: device, plan, launch, registration, checks. Written once, not per op."""
+"""How a call reaches a processor: device, decision, launches, registration, checks.
 
-from .check import as_rows, check_tensor, dtype_name, must
+Written once, not per op.
+"""
+
+from .check import argument_error, as_rows, check_out, check_tensor, check_writable, dtype_name, overlap
+from .decision import Choice, Decision, decision_of, decisions, forced_config, forget_plans
 from .device import Cost, Device
-from .plan import Decision, Plan, best_plan, decide, decisions, forced_config, forget_plans
-from .run import Launch, counted, launch, traced
+from .launches import Launch, hints
+from .run import Bound, Traced, counted, traced
 from .torch_op import torch_op
 
 __all__ = [
+    "Bound",
+    "Choice",
     "Cost",
     "Decision",
     "Device",
     "Launch",
-    "Plan",
+    "Traced",
+    "argument_error",
     "as_rows",
-    "best_plan",
+    "check_out",
     "check_tensor",
+    "check_writable",
     "counted",
-    "decide",
+    "decision_of",
     "decisions",
     "dtype_name",
     "forced_config",
     "forget_plans",
-    "launch",
-    "must",
+    "hints",
     "next_pow2",
+    "overlap",
     "torch_op",
     "traced",
 ]

@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .context import traced_device
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -23,7 +25,8 @@ class Device:
     arch: compiler target ("sm_90"), or "cpu".
     sms: streaming multiprocessors (on a CPU: blocks of a persistent grid).
     l2_bytes: size of the last-level cache.
-    memory_gbs: sustained device-memory bandwidth, GB/s (measured where docs/hardware says so, else the data sheet's).
+    memory_gbs: sustained device-memory bandwidth, GB/s. Measured where docs/hardware says so, else
+        the data sheet's.
     tflops: dense bf16 rate with fp32 accumulation, TFLOP/s (likewise).
     """
 
@@ -40,6 +43,11 @@ class Device:
         return self.arch != "sm_80"
 
     @property
+    def has_pdl(self) -> bool:
+        """Whether blocks may start while the launch before still runs: PDL came with Hopper."""
+        return not self.is_cpu and int(self.arch.removeprefix("sm_")) >= 90
+
+    @property
     def is_cpu(self) -> bool:
         return self.arch == "cpu"
 
@@ -51,20 +59,31 @@ class Device:
             return _cuda_device(tensor.device.index)
         if kind == "cpu":
             return CPU
-        from .run import traced_device
-
-        return traced_device()
+        traced: Device = traced_device()
+        return traced
 
     @staticmethod
     def named(name: str) -> "Device":
-        """A device from the table, with no such GPU present. Raises KeyError naming the known ones."""
+        """A device from the table, with no such GPU present.
+
+        Raises: KeyError naming the known ones.
+        """
         if name not in KNOWN:
             raise KeyError(f"device must be one of {sorted(KNOWN)}, got {name!r}")
         return KNOWN[name]
 
     @staticmethod
+    def called(name: str) -> "Device | None":
+        """The device from the table or the machine that has this name, None if there is none."""
+        here = (_cuda_device(index) for index in range(torch.cuda.device_count()))
+        return KNOWN.get(name) or next((device for device in here if device.name == name), None)
+
+    @staticmethod
     def for_arch(arch: str) -> "Device":
-        """The first known device of a compiler target, e.g. "sm_90". Raises KeyError naming the known targets."""
+        """The first known device of a compiler target, e.g. "sm_90".
+
+        Raises: KeyError naming the known targets.
+        """
         for device in KNOWN.values():
             if device.arch == arch:
                 return device
@@ -94,7 +113,8 @@ def _cuda_device(index: int) -> Device:
     arch = f"sm_{properties.major}{properties.minor}"
     squeezed = properties.name.upper().replace(" ", "")
     listed = next((d for d in KNOWN.values() if d.arch == arch and d.name.upper() in squeezed), None)
-    # An unlisted product gets its real SM count and cache, and the rates of its architecture's first listed product.
+    # An unlisted product gets its real SM count and cache. Its rates are those of the first listed
+    # product of its architecture.
     base = listed or next((d for d in KNOWN.values() if d.arch == arch), KNOWN["A100"])
     return Device(
         listed.name if listed else properties.name,

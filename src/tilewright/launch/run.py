@@ -1,105 +1,114 @@
-"""How a planned kernel reaches a processor. The only file that calls ct.launch."""
+"""How planned launches reach a processor. The only file that calls ct.launch."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
 import cuda.tile as ct
 import torch
 
+from .context import CONTEXT, changed
 from .device import Device
-from .plan import Plan
+from .launches import Launch, Step, Values, bind
 
 
-def launch(plan: Plan, *args) -> None:
-    """Run one kernel on the device of its first argument: CUDA compiled, CPU interpreted.
+class Bound:
+    """The launches of one decision, bound to the op's arguments.
 
-    On CUDA: enqueued on the current stream of that device, no synchronisation. Meta tensors run nothing; they are recorded by `traced`.
+    Names are resolved once; each call is positional.
+
+    launches: in order. arguments: names of what `run` takes. device: what they are planned for.
     """
-    device = args[0].device
-    if _watchers:
-        for watch in _watchers:
-            watch(plan, args)
-    if device.type == "cuda":
-        index = device.index
-        if index == torch._C._cuda_getDevice():
-            _enqueue(plan, args, index)
-        else:
-            with torch.cuda.device(index):
-                _enqueue(plan, args, index)
-    elif device.type == "cpu":
-        from ..interpret import interpret  # numpy code generation: loaded by the first CPU launch, not by the import
 
-        interpret(plan.grid, plan.hinted_kernel, args + plan.constants)
+    __slots__ = ("_count", "_ready", "_scratch", "_steps", "arguments", "launches")
+
+    def __init__(self, launches: Sequence[Launch], arguments: Sequence[str], device: Device) -> None:
+        """Raises: ValueError naming kernel and parameter where a name is unknown, missing, given
+        twice or of the wrong kind; naming the kernel where the grid is larger than a GPU launches.
+        """
+        self.launches, self.arguments = tuple(launches), tuple(arguments)
+        self._steps, self._scratch = bind(self.launches, self.arguments)
+        self._ready = [(step.kernel, step.grid, step.pick, step.constants, step.launch.pdl and device.has_pdl) for step in self._steps]
+        self._count = len(self.arguments)
+
+    def __str__(self) -> str:
+        return " -> ".join(map(str, self.launches))
+
+    def run(self, *args: Any) -> None:
+        """Runs the kernels in order on the device of the first argument, a tensor.
+
+        CUDA: compiled, enqueued on the current stream of that device, no synchronisation.
+        CPU: interpreted. Meta tensors run nothing; `traced` records them.
+
+        Args: the op's arguments, in the order of `arguments`; None for one that no launch touches.
+        Raises: TypeError for another number of them.
+        """
+        if len(args) != self._count:
+            raise TypeError(f"run must get {self._count} arguments ({', '.join(self.arguments)}), got {len(args)}")
+        device = args[0].device
+        kind = device.type
+        if kind == "cuda" and device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self.run(*args)
+        if self._scratch is not None:
+            args += self._scratch.allocate(device)
+        if CONTEXT.get() is not None:
+            _tell(self._steps, args)
+        if kind == "cuda":
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            for kernel, grid, pick, constants, pdl in self._ready:
+                ct.launch(stream, grid, kernel, pick(args) + constants, programmatic_dependent_launch=pdl)
+        elif kind == "cpu":
+            from ..interpret import interpret  # numpy code generation: loaded by the first CPU launch, not by the import
+
+            for kernel, grid, pick, constants, _ in self._ready:
+                interpret(grid, kernel, pick(args) + constants)
+        return None
 
 
-def _enqueue(plan: Plan, args: tuple, index: int) -> None:
-    stream, early = torch._C._cuda_getCurrentRawStream(index), plan.early and _launches_early(index)
-    ct.launch(stream, plan.grid, plan.hinted_kernel, args + plan.constants, programmatic_dependent_launch=early)
-
-
-@cache
-def _launches_early(index: int) -> bool:
-    """Programmatic dependent launch came with Hopper."""
-    return torch.cuda.get_device_capability(index) >= (9, 0)
+# -------------------------------------------------------------------------------------- who watches
+def _tell(steps: Sequence[Step], args: Values) -> None:
+    context = CONTEXT.get()
+    for watch in context.on_launch if context else ():
+        for step in steps:
+            watch(step.launch, dict(zip(step.names, step.pick(args) + step.constants, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A launch that was traced: the plan, and the arguments before its constants (meta tensors and scalars)."""
+class Traced:
+    """A launch that was traced.
 
-    plan: Plan
-    args: tuple
+    args: value of every parameter of the kernel, constants included, by its name and in its order.
+    """
 
-
-_watchers: list[Callable[[Plan, tuple], None]] = []
-_tracing_for: list[Device] = []
-
-
-@contextmanager
-def _watching(watch: Callable[[Plan, tuple], None]) -> Iterator[None]:
-    _watchers.append(watch)
-    try:
-        yield
-    finally:
-        _watchers.remove(watch)
+    launch: Launch
+    args: dict[str, Any]
 
 
 @contextmanager
-def counted() -> Iterator[Counter]:
+def counted() -> Iterator[Counter[str]]:
     """Counts launches by kernel name while the context is open."""
-    counts: Counter = Counter()
+    counts: Counter[str] = Counter()
 
-    def count(plan: Plan, args: tuple) -> None:
-        counts[plan.name] += 1
+    def count(launch: Launch, args: dict[str, Any]) -> None:
+        counts[launch.name] += 1
 
-    with _watching(count):
+    with changed(lambda context: {"on_launch": (*context.on_launch, count)}):
         yield counts
 
 
 @contextmanager
-def traced(device: Device) -> Iterator[list[Launch]]:
-    """Collects what ops called on meta tensors would launch on `device`. Runs nothing, needs no such device."""
-    launches: list[Launch] = []
+def traced(device: Device) -> Iterator[list[Traced]]:
+    """Collects what ops called on meta tensors would launch on `device`.
 
-    def record(plan: Plan, args: tuple) -> None:
-        launches.append(Launch(plan, args))
+    Runs nothing, needs no such device.
+    """
+    launches: list[Traced] = []
 
-    _tracing_for.append(device)
-    try:
-        with _watching(record):
-            yield launches
-    finally:
-        _tracing_for.pop()
+    def record(launch: Launch, args: dict[str, Any]) -> None:
+        launches.append(Traced(launch, args))
 
-
-def traced_device() -> Device:
-    if not _tracing_for:
-        raise ValueError("device of a meta tensor must be given by `with traced(Device.named(...))`, got no such context")
-    return _tracing_for[-1]
-
-
-def is_tracing() -> bool:
-    return bool(_tracing_for)
+    with changed(lambda context: {"on_launch": (*context.on_launch, record), "device": device}):
+        yield launches

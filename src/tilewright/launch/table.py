@@ -1,19 +1,19 @@
-"""What the tuner found, read back: problem -> config. Rows are written by tune/store.py; nothing is searched here.
+"""What the tuner found, read back: problem -> config. tune/store.py writes rows.
 
-A row counts where the op's kernels, the compiler and the GPU are the ones that it was measured with, and its config is in the space of the problem
-at hand. Looked for in this order: the very problem in the user's file, then in the table shipped for the GPU, then the nearest problem of both.
+A row holds where three things are what it was measured with: what its config launches for its
+problem, the compiler, and the GPU. So a change of `plan` counts only where it launches something
+else, and a new field of Config or Problem with a default drops nothing. A row is taken for its very
+problem, if its config is legal there: of the user's file, else of the table shipped for the GPU.
 """
 
 import dataclasses
 import enum
-import hashlib
-import inspect
-import math
 import os
 import sys
 import threading
+import typing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,29 +22,29 @@ import msgspec
 import torch
 
 from .device import Device
-from .identity import cache_folder, compiler, source_digest
+from .identity import cache_folder, compiler, launches_digest
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tune" / "tables"
-NEAR = 1.0  # the sizes of two near problems differ by less than a factor of two, all of them together
 Plain = dict[str, Any]
+Key = tuple[str, bytes, str, str, str]
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One tuned problem. The first six fields are its key.
+    """One tuned problem. The first five fields are its key.
 
-    op: where the op's `plan` lives, `rms_norm` of tilewright.ops.rms_norm or tilewright.ops.rms_norm.decision.
-    digest: of the source of its plan and kernels. compiler: versions of cuda-tile and tileiras.
-    problem, config, runner_up: fields as JSON types. time_us, spread_us, default_us, runner_up_us: of one call, in one interleaved run.
+    op: its name. digest: of what the config launches (identity.launches_digest).
+    compiler: versions of cuda-tile and tileiras. problem, config, runner_up: fields as JSON types.
+    time_us, spread_us, default_us, runner_up_us: of one call, in one interleaved run.
     tried, dropped: configs timed, and configs that the compile report or the accuracy rule refused.
-    accuracy: largest rms_ratio and worst_ratio of the outputs, in units of what the accuracy rule allows.
+    accuracy: largest rms_ratio and worst_ratio of the outputs, over what the accuracy rule allows.
     """
 
     op: str
-    digest: str
     problem: Plain
     arch: str
     gpu: str
     compiler: str
+    digest: str
     config: Plain
     time_us: float
     spread_us: float
@@ -57,13 +57,13 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     date: str = ""
 
     @property
-    def key(self) -> tuple:
-        return key_of(self.op, self.digest, self.problem, self.arch, self.gpu, self.compiler)
+    def key(self) -> Key:
+        return key_of(self.op, self.problem, self.arch, self.gpu, self.compiler)
 
 
-def key_of(op: str, digest: str, problem: Plain, arch: str, gpu: str, compiler: str) -> tuple:
+def key_of(op: str, problem: Plain, arch: str, gpu: str, compiler: str) -> Key:
     """What two rows may not share."""
-    return op, digest, msgspec.json.encode(problem), arch, gpu, compiler
+    return op, msgspec.json.encode(problem), arch, gpu, compiler
 
 
 def user_file() -> Path:
@@ -77,7 +77,10 @@ def shipped_file(gpu: str) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, none if there is no such file. Raises ValueError naming the file if it holds anything else."""
+    """The rows of a file, none if there is no such file.
+
+    Raises: ValueError naming the file if it holds anything else.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Row])
     except FileNotFoundError:
@@ -86,20 +89,9 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path} must hold a JSON list of tuned problems, got one that does not decode: {error}") from None
 
 
-def op_of(function: Callable[..., Any]) -> str:
-    """The op that a function of its module or folder belongs to."""
-    parts = function.__module__.split(".")
-    return parts[parts.index("ops") + 1] if "ops" in parts[:-1] else parts[-1]
-
-
-def digest_of(plan: Callable[..., Any], config: Any) -> str:
-    """Of all source that decides what a config launches: the plan, its kernels, what they call, and the class of the config."""
-    return _digest(plan, type(config))  # type: ignore[arg-type]
-
-
-@cache
-def _digest(plan: Any, config: type) -> str:
-    return hashlib.sha256((source_digest(plan) + inspect.getsource(config)).encode()).hexdigest()[:16]
+def digest_of(decision: Any, problem: Any, config: Any, device: Device) -> str:
+    """Of what a config launches for a problem. Raises OSError where there is no source."""
+    return launches_digest(decision.plan(problem, config, device))
 
 
 def plain(value: Any) -> Any:
@@ -115,74 +107,110 @@ def plain(value: Any) -> Any:
     return value
 
 
-def find(plan: Callable[..., Any], problem: Any, configs: Sequence[Any], device: Device) -> tuple[Any, str] | None:
-    """The tuned config for a problem, with the words that say where it comes from; None if there is none.
+def rebuilt(cls: type, fields: Plain) -> Any:
+    """The inverse of `plain`, for a dataclass; a field left out has its default.
 
-    configs: the space of the problem on `device`, not empty.
+    Raises: TypeError, KeyError or AttributeError for other fields.
+    """
+    hints = _hints(cls)
+    return cls(**{name: _typed(hints[name], value) for name, value in fields.items()}) if dataclasses.is_dataclass(cls) else cls(**fields)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    kinds = [part for part in (hint, *typing.get_args(hint)) if isinstance(part, type)]
+    chosen = next((kind for kind in kinds if issubclass(kind, enum.Enum)), None)
+    if chosen and value is not None:
+        return chosen[value] if isinstance(value, str) else chosen(value)
+    if isinstance(value, dict):
+        return rebuilt(next(kind for kind in kinds if dataclasses.is_dataclass(kind)), value)
+    if isinstance(value, str) and torch.dtype in kinds:
+        return getattr(torch, value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def find(decision: Any, problem: Any, configs: Sequence[Any], device: Device) -> tuple[Any, str] | None:
+    """The tuned config for a problem, with where it comes from in words; None if there is none.
+
+    decision: of the op. configs: the legal ones of the problem on `device`, not empty.
     """
     if device.is_cpu or not dataclasses.is_dataclass(problem):
         return None
-    files = [(name, rows) for name, rows in (("user", _rows(user_file())), ("shipped", _rows(shipped_file(device.name)))) if rows]
-    if not files:
-        return None
-    try:
-        here = op_of(plan), digest_of(plan, configs[0]), device.arch, device.name, compiler()
-    except OSError:  # no source to compare with: nothing says that a row still holds
-        return None
-    names = size_names(problem)
-    options, sizes = _parted(plain(problem), names)
-    near = []
-    for name, rows in files:
-        for other, row in rows.by_options(here, names).get(options, ()):
-            apart = distance(sizes, other)
-            if apart < NEAR:
-                near.append((apart, name, row))
-    space = [plain(config) for config in configs] if near else []
-    for apart, name, row in sorted(near, key=lambda found: found[0]):  # stable: yours before the shipped one
-        if row.config in space:
-            where = "" if apart == 0 else ", near " + " ".join(f"{size}={row.problem[size]}" for size in names)
-            return configs[space.index(row.config)], f"{name} table{where}"
+    for name, path in (("user", user_file()), ("shipped", shipped_file(device.name))):
+        try:
+            config = _file(path).of_problems(decision, type(configs[0]), device).get(problem)
+        except OSError:  # no source to compare with: nothing says that a row still holds
+            return None
+        if config in configs:
+            return config, f"{name} table"
     return None
 
 
+def state(row: Row, decision: Any, config_class: type, device: Device | None = None) -> str:
+    """ "holds", or why no call takes a row of the op that `decision` is of.
+
+    device: the row's; by default the one of its name.
+
+    Raises: OSError where there is no source to compare with.
+    """
+    device = device or Device.called(row.gpu)
+    if device is None:
+        return "unknown GPU"
+    try:
+        problem, config = rebuilt(decision.problem, row.problem), rebuilt(config_class, row.config)
+        same = digest_of(decision, problem, config, device) == row.digest
+    except OSError:
+        raise
+    except Exception:  # whatever plan makes of a config that is none of its own any more
+        return "config changed"
+    if not same:
+        return "kernel changed"
+    return "holds" if row.compiler == compiler() else "another compiler"
+
+
 def size_names(problem: Any) -> list[str]:
-    """Fields that are sizes: integers that every Problem of the class must give. Other fields are options, and equal or not."""
+    """Fields that are sizes: integers that every Problem of the class must give.
+
+    Other fields are options, and equal or not.
+    """
     required = [f.name for f in dataclasses.fields(problem) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     return [name for name in required if type(getattr(problem, name)) is int]
-
-
-def distance(a: Sequence[int], b: Sequence[int]) -> float:
-    """How far apart the sizes of two problems are, in factors of two, summed."""
-    return sum(abs(math.log2(x / y)) if x > 0 and y > 0 else math.inf for x, y in zip(a, b, strict=True) if x != y)
-
-
-def _parted(problem: Plain, names: Sequence[str]) -> tuple[bytes, tuple[int, ...]]:
-    """The options of a problem, to compare as a whole, and its sizes."""
-    return msgspec.json.encode({name: value for name, value in problem.items() if name not in names}), tuple(problem[name] for name in names)
 
 
 class _File:
     """The rows of one file, sorted for look-ups: a program meets new sizes all the time."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._groups: dict[tuple, list[Row]] = {}
+    def __init__(self, path: Path, rows: Sequence[Row]) -> None:
+        self.path, self.warned = path, False
+        self._groups: dict[tuple[str, str, str], list[Row]] = {}
         for row in rows:
-            self._groups.setdefault((row.op, row.digest, row.arch, row.gpu, row.compiler), []).append(row)
-        self._sorted: dict[tuple, dict[bytes, list[tuple[tuple[int, ...], Row]]]] = {}
+            self._groups.setdefault((row.op, row.gpu, row.arch), []).append(row)
+        self._holding: dict[tuple[str, str, str], dict[Any, Any]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def of_problems(self, decision: Any, config_class: type, device: Device) -> dict[Any, Any]:
+        """The configs of the rows of one op and GPU that hold, by problem."""
+        here = decision.op, device.name, device.arch
+        if here not in self._holding:
+            rows = self._groups.get(here, ())
+            holding = [row for row in rows if state(row, decision, config_class, device) == "holds"]
+            self._warn(decision.op, rows, holding)
+            self._holding[here] = {rebuilt(decision.problem, row.problem): rebuilt(config_class, row.config) for row in holding}
+        return self._holding[here]
 
-    def by_options(self, here: tuple, names: Sequence[str]) -> dict[bytes, list[tuple[tuple[int, ...], Row]]]:
-        """Rows of one op, GPU and compiler, with their sizes, by their options."""
-        if here not in self._sorted:
-            found: dict[bytes, list[tuple[tuple[int, ...], Row]]] = {}
-            for row in self._groups.get(here, ()):
-                if all(type(row.problem.get(name)) is int for name in names):
-                    options, sizes = _parted(row.problem, names)
-                    found.setdefault(options, []).append((sizes, row))
-            self._sorted[here] = found
-        return self._sorted[here]
+    def _warn(self, op: str, rows: Sequence[Row], holding: Sequence[Row]) -> None:
+        """Once, if more than a tenth of an op's problems have no row that holds.
+
+        Not without a compiler: nothing runs there.
+        """
+        problems, held = ({msgspec.json.encode(row.problem) for row in some} for some in (rows, holding))
+        if 10 * len(problems - held) > len(problems) and not self.warned and "tileiras" in compiler():
+            self.warned = True
+            text = f"{self.path}: {len(problems - held)} of {len(problems)} problems of {op} were tuned with other kernels or another compiler"
+            warnings.warn(f"{text}; untuned defaults take their place until `tilewright tune {op}` has run", stacklevel=2)
 
 
 _loaded: dict[Path, _File] = {}
@@ -195,26 +223,29 @@ def forget() -> None:
         _loaded.clear()
 
 
-def _rows(path: Path) -> _File:
+def _file(path: Path) -> _File:
     """A file, read once a process."""
     with _lock:
         if path not in _loaded:
             try:
-                _loaded[path] = _File(read_rows(path))
+                _loaded[path] = _File(path, read_rows(path))
             except (ValueError, OSError) as error:
                 warnings.warn(f"{error}; it is not used, and `tilewright tune` will set it aside", stacklevel=2)
-                _loaded[path] = _File(())
+                _loaded[path] = _File(path, ())
         return _loaded[path]
 
 
-# ------------------------------------------------------------------------------------------------ TILEWRIGHT_SHOW_PLANS
+# ---------------------------------------------------------------------------- TILEWRIGHT_SHOW_PLANS
 def log_file() -> Path:
     """What `TILEWRIGHT_SHOW_PLANS=log` appends to, and `tilewright tune --from-log` reads."""
     return cache_folder() / "plans.jsonl"
 
 
 def show(op: str, problem: Any, device: Device, config: Any, source: str) -> None:
-    """One line for a decision, where TILEWRIGHT_SHOW_PLANS asks for it: 1 prints to stderr, log appends to `log_file`."""
+    """One line for a decision, where TILEWRIGHT_SHOW_PLANS asks for it.
+
+    1 prints to stderr, log appends to `log_file`.
+    """
     wanted = os.environ.get("TILEWRIGHT_SHOW_PLANS", "")
     if wanted in ("", "0"):
         return

@@ -1,14 +1,15 @@
 """Registration of `<op>_out` functions as torch ops.
 
-`torch.library.Library` and not `torch.library.custom_op`: the latter costs 2 to 4 times the host time per call.
+`torch.library.Library` and not `torch.library.custom_op`: that costs 2 to 4 times the host time.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .run import is_tracing
+from .context import is_tracing
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -17,9 +18,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def torch_op(*, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a function that returns None and writes only into the arguments named by `mutates`.
 
-    Makes `torch.ops.tilewright.<name>` for CPU and CUDA tensors, with a fake implementation (the op allocates nothing its caller sees, so there
-    is nothing to infer), so that it may stand inside torch.compile(fullgraph=True), torch.export and CUDA graph capture. The function returned
-    takes positional arguments; its `.op` is the registered op.
+    Makes `torch.ops.tilewright.<name>` for CPU and CUDA tensors. Its fake implementation does
+    nothing: the op allocates nothing that its caller sees. So the op may stand inside
+    torch.compile(fullgraph=True), torch.export and CUDA graph capture. The function returned takes
+    positional arguments; its `.op` is the registered op.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -29,7 +31,7 @@ def torch_op(*, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Cal
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, function, key)
 
-        def fake(*args, **kwargs) -> None:
+        def fake(*args: Any, **kwargs: Any) -> None:
             if is_tracing():
                 function(*args, **kwargs)
 
@@ -37,9 +39,10 @@ def torch_op(*, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Cal
         op = getattr(torch.ops.tilewright, name).default
 
         @functools.wraps(function)
-        def call(*args) -> None:
-            # Plain eager tensors skip the dispatcher, which costs more host time than all the rest of a call. Everything that must see
-            # the op (torch.compile, export, fake tensors, dispatch modes) goes through it.
+        def call(*args: Any) -> None:
+            # Plain eager tensors skip the dispatcher, which costs more host time than all the rest
+            # of a call. Everything that must see the op (torch.compile, export, fake tensors,
+            # dispatch modes) goes through it.
             if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack():
                 op(*args)
             else:

@@ -1,0 +1,153 @@
+"""What is launched for a problem: the decision of a call."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from .check import argument_error
+from .context import CONTEXT, Context, changed
+from .device import Device
+from .launches import Launch
+from .run import Bound
+
+type_space = Callable[[Any, Device], list[Any]]
+type_plan = Callable[[Any, Any, Device], Sequence[Launch]]
+
+caches: list[Callable[[], None]] = []  # clears of all that remembers a decision
+
+
+class Decision:
+    """How an op decides, as one object.
+
+    A call is `DECISION.launches(device, **fields of its Problem).run(*its arguments)`.
+
+    op: its name. problem: its Problem, a frozen dataclass.
+    arguments: names of what `run` takes, in order; the first is a tensor.
+    space: (problem, device) -> configs, the untuned default first; none if the device can't run it.
+    plan: (problem, config, device) -> launches in order.
+    launches: (device, **fields) -> the bound launches of `problem(**fields)`. Their config is the
+        forced one, else a tuned one, else the first of `space`. Never tunes. Raises ValueError if
+        the device can't run the problem, or where `plan` names what its kernels don't have.
+    """
+
+    launches: Callable[..., Bound]
+
+    def __init__(self, op: str, *, problem: type, arguments: Sequence[str], space: type_space, plan: type_plan) -> None:
+        self.op, self.problem, self.arguments, self.space, self.plan = op, problem, tuple(arguments), space, plan
+        self._known = lru_cache(maxsize=1 << 16)(self._decided)
+        self._bound = lru_cache(maxsize=1 << 12)(self._bind)
+        self.launches = self._written()
+        caches.extend((self._known.cache_clear, self._bound.cache_clear))
+
+    def _written(self) -> Callable[..., Bound]:
+        """`launches`, written out with the Problem's fields as its parameters.
+
+        So Python binds the names: for a known problem a call with 16 of them takes 0.35 us, with
+        **fields 1.7 us.
+        """
+        fields = dataclasses.fields(self.problem)
+        names = ", ".join(field.name for field in fields)
+        parameters = ", ".join(f"{f.name}=defaults[{f.name!r}]" if f.default is not dataclasses.MISSING else f.name for f in fields)
+        scope: dict[str, Any] = {
+            "defaults": {field.name: field.default for field in fields},
+            "context": CONTEXT.get,
+            "known": self._known,
+            "decided_in": self._decided_in,
+        }
+        lines = (
+            f"def launches(device, {parameters}):",
+            "    if context() is None:",
+            f"        return known(device, {names})",
+            f"    return decided_in(context(), device, {names})",
+        )
+        exec("\n".join(lines), scope)
+        launches: Callable[..., Bound] = scope["launches"]
+        return launches
+
+    def _decided_in(self, context: Context, device: Device, *fields: Any) -> Bound:
+        if not (context.forced or context.on_choice):
+            return self._known(device, *fields)
+        problem = self.problem(*fields)
+        config, source = context.forced.get(self.plan), "forced"
+        if config is None:
+            config, source = self.decide(problem, device)
+        for listen in context.on_choice:
+            listen(Choice(self, problem, device, config, source))
+        return self._bound(problem, config, device)
+
+    def _decided(self, device: Device, *fields: Any) -> Bound:
+        from .table import show  # msgspec and the tables: loaded by the first call of an op, not by the import
+
+        problem = self.problem(*fields)
+        config, source = self.decide(problem, device)
+        show(self.op, problem, device, config, source)
+        return self._bound(problem, config, device)
+
+    def _bind(self, problem: Any, config: Any, device: Device) -> Bound:
+        return Bound(self.plan(problem, config, device), self.arguments, device)
+
+    def decide(self, problem: Any, device: Device) -> tuple[Any, str]:
+        """The config of an unforced call and where it comes from.
+
+        Raises: ValueError if the device can't run the problem.
+        """
+        from .table import find
+
+        configs = self.space(problem, device)
+        if not configs:
+            raise argument_error("device", f"one that can run {problem}", f"{device.name} ({device.arch})")
+        legal = getattr(configs, "legal", configs)  # an ordered space is cut; a row may name any legal config
+        return find(self, problem, legal, device) or (configs[0], getattr(configs, "source", "default"))
+
+
+def decision_of(op: Any) -> Decision:
+    """The decision of an op's module."""
+    decision: Decision = op.DECISION
+    return decision
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a decision came to.
+
+    source: "forced", the table that the config came from, else where the order of the space did:
+        "model", "model + 3 neighbours" or "first" of an op that states `Choices` (select/),
+        "default" of another.
+    """
+
+    decision: Decision
+    problem: Any
+    device: Device
+    config: Any
+    source: str
+
+    @property
+    def plan(self) -> type_plan:
+        return self.decision.plan
+
+
+def forget_plans() -> None:
+    """Decides anew from here on, with the tables read anew: after tuning in this process."""
+    from .table import forget
+
+    forget()
+    for clear in caches:
+        clear()
+
+
+@contextmanager
+def decisions() -> Iterator[list[Choice]]:
+    """Collects what ops called inside the context decide, forced configs included."""
+    found: list[Choice] = []
+    with changed(lambda context: {"on_choice": (*context.on_choice, found.append)}):
+        yield found
+
+
+@contextmanager
+def forced_config(plan: Callable[..., Any], config: Any) -> Iterator[None]:
+    """Within the context every call whose op decides with `plan` uses `config`."""
+    with changed(lambda context: {"forced": {**context.forced, plan: config}}):
+        yield

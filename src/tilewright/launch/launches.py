@@ -1,0 +1,234 @@
+"""One kernel launch as data, by names, and what binds it to the arguments of an op."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from .check import argument_error
+
+Shape = tuple[int, ...]
+Values = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, all but its arguments: printable, hashable, made without a GPU.
+
+    Names are those of the kernel's parameters in lower case. A parameter that is no constant takes
+    the op's argument or the scratch array of its name, unless `renames` or `unused` says otherwise.
+
+    kernel: the cuTile kernel object.
+    grid: blocks in x, y, z (1 to 3 entries).
+    constants: values of all `ct.Constant` parameters.
+    num_ctas, occupancy, num_worker_warps: compiler hints; None leaves the compiler's choice.
+    pdl: its blocks may start while those of the launch before still run; its kernel begins with
+        `pdl_overlap`. Not for blocks that walk over tiles, unless each fills an SM: the first free
+        SMs would get more of them than others, and keep them.
+    scratch: (shape, dtype) of arrays that exist for the length of the call. The op's other launches
+        may use them by name.
+    views: (scratch array, shape, strides) of other views of them, likewise.
+    renames: parameter -> the argument or scratch array that it takes.
+    unused: array parameters that the constants leave untouched. An array that the kernel has anyway
+        stands in for them.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+    pdl: bool = False
+    scratch: Mapping[str, tuple[Shape, torch.dtype]] = field(default_factory=dict)
+    views: Mapping[str, tuple[str, Shape, Shape]] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.compiled, self.grid))
+
+    def __str__(self) -> str:
+        given = {**self.constants} | {name: value for name in HINTS if (value := getattr(self, name)) is not None}
+        return " ".join([f"{self.name} grid={self.grid}", *(f"{name}={value}" for name, value in given.items())])
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel._pyfunc.__name__)
+
+    @property
+    def compiled(self) -> Values:
+        """What the compiler sees: kernel, constants, hints. Who shares it shares binaries."""
+        return self.kernel, tuple(self.constants.items()), self.num_ctas, self.occupancy, self.num_worker_warps
+
+    @property
+    def hinted_kernel(self) -> Any:
+        """The kernel object with its hints: one for each set of them.
+
+        cuTile keeps its compiled code on the object.
+        """
+        return hinted(self.kernel, self.num_ctas, self.occupancy, self.num_worker_warps)
+
+
+HINTS = ("num_ctas", "occupancy", "num_worker_warps")
+
+
+def hints(config: Any) -> dict[str, Any]:
+    """The compiler hints that a config has, as keywords of `Launch`."""
+    return {name: getattr(config, name) for name in HINTS if hasattr(config, name)}
+
+
+@cache
+def hinted(kernel: Any, num_ctas: int | None, occupancy: int | None, num_worker_warps: int | None) -> Any:
+    """The kernel with these hints, the same object each time."""
+    given = {name: value for name, value in zip(HINTS, (num_ctas, occupancy, num_worker_warps), strict=True) if value is not None}
+    return kernel.replace_hints(**given) if given else kernel
+
+
+# ------------------------------------------------------------------------------- names -> positions
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launch bound to its arguments: kernel(*pick(arguments + scratch), *constants).
+
+    names: of all the kernel's parameters, in order.
+    """
+
+    launch: Launch
+    kernel: Any
+    grid: tuple[int, ...]
+    pick: Callable[[Values], Values]
+    constants: Values
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What a call allocates behind its arguments: arrays, and then views of them by their index."""
+
+    arrays: tuple[tuple[Shape, torch.dtype], ...]
+    views: tuple[tuple[int, Shape, Shape], ...]
+
+    def allocate(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Uninitialised and stream-ordered; in a capture from the graph's pool."""
+        arrays = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.arrays]
+        return tuple(arrays + [arrays[i].as_strided(shape, strides) for i, shape, strides in self.views])
+
+
+def bind(launches: Sequence[Launch], arguments: Sequence[str]) -> tuple[list[Step], Scratch | None]:
+    """Each launch bound to an op's arguments and the scratch arrays of all, None for none.
+
+    Raises: ValueError naming kernel and parameter for a name that is unknown, missing, given twice
+        or of the wrong kind; naming the kernel for a grid that no GPU would launch.
+    """
+    for launch in launches:
+        _check_grid(launch)
+    arrays = [(name, array) for launch in launches for name, array in launch.scratch.items()]
+    views = [(name, view) for launch in launches for name, view in launch.views.items()]
+    made = [name for name, _ in (*arrays, *views)]
+    names = [*arguments, *made]
+    for name in names:
+        if names.count(name) > 1:
+            raise argument_error(f"{name!r} of {launches[0].name}", "named once among arguments, scratch and views", ", ".join(names))
+    index = {name: i for i, (name, _) in enumerate(arrays)}
+    for name, (source, _, _) in views:
+        if source not in index:
+            raise argument_error(f"view {name!r}", f"of a scratch array, {', '.join(index) or 'of which there is none'}", repr(source))
+    places = {name: i for i, name in enumerate(names)}
+    steps = [_step(launch, places, made) for launch in launches]
+    taken = {source for launch in launches for source in _sources(launch)} | {source for _, (source, _, _) in views}
+    for name in made:
+        if name not in taken:
+            raise argument_error(
+                f"scratch {name!r}", "a parameter of one of the launches, or left out", " and ".join(launch.name for launch in launches)
+            )
+    if not arrays:
+        return steps, None
+    return steps, Scratch(tuple(array for _, array in arrays), tuple((index[source], shape, strides) for _, (source, shape, strides) in views))
+
+
+def _check_grid(launch: Launch) -> None:
+    from ..interpret.cutile import MOST_BLOCKS
+
+    if not 1 <= len(launch.grid) <= 3 or any(n > most for n, most in zip(launch.grid, MOST_BLOCKS, strict=False)):
+        most = " x ".join(map(str, MOST_BLOCKS))
+        raise argument_error(f"grid of {launch.name}", f"at most {most} blocks (call the op on parts of its input)", launch.grid)
+
+
+def _sources(launch: Launch) -> list[str]:
+    return [launch.renames.get(name, name) for name, kind in _parameters(launch.kernel) if kind != "constant" and name not in launch.unused]
+
+
+@cache
+def _parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
+    """(name in lower case, "constant" | "scalar" | "array") of each parameter in order."""
+    from ..interpret.cutile import parameter_kinds  # loaded by the first decision, not by the import
+
+    return tuple((name.lower(), kind) for name, kind in parameter_kinds(kernel).items())
+
+
+def _step(launch: Launch, places: Mapping[str, int], made: Sequence[str]) -> Step:
+    from ..interpret.cutile import parameter_kinds
+
+    parameters = _parameters(launch.kernel)
+    runtime = [(name, kind) for name, kind in parameters if kind != "constant"]
+    constant = [name for name, kind in parameters if kind == "constant"]
+    for name, kind in runtime:
+        if [other for other, _ in runtime].count(name) > 1:
+            raise argument_error(f"{kind} {name!r} of {launch.name}", "told from its other parameters in lower case", "a name that two have")
+    _check_names(launch, dict(runtime), constant)
+    if parameters[len(runtime) :] != tuple((name, "constant") for name in constant):
+        raise argument_error(f"constants of {launch.name}", "its last parameters", ", ".join(name for name, _ in parameters))
+    found: list[int | None] = []
+    for name, kind in runtime:
+        source = launch.renames.get(name, name)
+        if name in launch.unused:
+            found.append(None)
+        elif source not in places:
+            was = "a constant: annotate the parameter with ct.Constant" if name in launch.constants else f"{source!r}, not one of {', '.join(places)}"
+            raise argument_error(f"{kind} {name!r} of {launch.name}", "an argument, a scratch array, or listed in renames or unused", was)
+        elif source in made and kind == "scalar":
+            raise argument_error(f"scalar {name!r} of {launch.name}", "a scalar argument", f"scratch array {source!r}")
+        else:
+            found.append(places[source])
+    stand_in = next((i for i, (_, kind) in zip(found, runtime, strict=True) if i is not None and kind == "array"), None)
+    if stand_in is None:
+        raise argument_error(f"unused of {launch.name}", "without at least one of its arrays, to stand in for the others", launch.unused)
+    indices = [stand_in if i is None else i for i in found]
+    constants = tuple(launch.constants[name] for name in constant)
+    names = tuple(parameter_kinds(launch.kernel))
+    return Step(launch, launch.hinted_kernel, launch.grid, _picker(indices), constants, names)
+
+
+def _check_names(launch: Launch, runtime: Mapping[str, str], constant: Sequence[str]) -> None:
+    """Raises ValueError unless all constants are there.
+
+    Constants, renames and unused must name parameters of their kind.
+    """
+    for name, value in launch.constants.items():
+        if name not in constant:
+            was = f"{'an' if runtime[name] == 'array' else 'a'} {runtime[name]} parameter: pass it as an argument" if name in runtime else "unknown"
+            raise argument_error(f"constant {name!r} of {launch.name}", f"one of {', '.join(constant) or 'none'}", was)
+        if isinstance(value, torch.Tensor):
+            raise argument_error(f"constant {name!r} of {launch.name}", "a number, or no ct.Constant in the kernel", "a tensor")
+    for name in constant:
+        if name not in launch.constants:
+            raise argument_error(f"constant {name!r} of {launch.name}", "given by plan", ", ".join(launch.constants) or "no constants")
+    for name in launch.renames:
+        if name not in runtime:
+            raise argument_error(f"renames of {launch.name}", f"of its parameters {', '.join(runtime)}", repr(name))
+    for name in launch.unused:
+        if runtime.get(name) != "array":
+            raise argument_error(f"unused of {launch.name}", f"of its arrays {', '.join(n for n in runtime if runtime[n] == 'array')}", repr(name))
+        if name in launch.renames:
+            raise argument_error(f"{name!r} of {launch.name}", "in renames or in unused", "in both")
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Values], Values]:
+    """The values at these places of a tuple, as a tuple."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    (index,) = indices  # for one place itemgetter returns no tuple
+    return lambda values: (values[index],)
