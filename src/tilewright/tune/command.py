@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,23 +15,25 @@ from rich.table import Table
 from .. import ops
 from ..bench.report import case_name
 from ..bench.results import geomean
-from ..launch import Device, forget_plans, must
-from ..launch.identity import compiler
-from ..launch.table import Row, digest_of, key_of, log_file, op_of, read_rows, shipped_file
+from ..launch import Device, argument_error, decision_of, forget_plans
+from ..launch import table as tables
+from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import op_name
 from ..testing.cases import cases
 from ..testing.problems import Task, of_file
+from . import raw
 from .search import Found, Workbench, asked, row_key, search
 from .store import Store, encoded
+from .survey import PASS, drawn_tasks, survey
 from .workbench import Gpu
 
 AHEAD = 2  # problems whose configs compile while another is timed
 
 
-def tune_command(
+def tune_command(  # noqa: PLR0913 an option each
     names: list[str] | None = None,
     *,
-    model: str = "",
+    problems: Callable[[Device], Sequence[Task]] | None = None,
     shapes: Path | None = None,
     from_log: bool = False,
     case: str = "",
@@ -43,37 +45,33 @@ def tune_command(
     device: str = "cuda",
     console: Console | None = None,
 ) -> int:
-    """Finds the fastest config of each problem of `names` (all ops by default) on a GPU and stores it.
+    """Finds the fastest config of each problem of `names` (all ops by default) and stores it.
 
     Args:
-        model: what the engine asks to run this model; shapes: of a file of JSON lines; from_log: of the log that TILEWRIGHT_SHOW_PLANS=log wrote.
-            At most one; without any, the benchmark's problems.
+        problems: makes the problems for the GPU. shapes: those of a file of JSON lines.
+            from_log: those of the log that TILEWRIGHT_SHOW_PLANS=log wrote.
+            At most one of the three; without any, the benchmark's problems.
         case: only problems whose name contains this text.
-        configs: only configs with these values, as "tile_m=128,latency=4,latency=5", beside the default; the winner of a part is shown, not stored.
+        configs: only configs with these values, as "tile_m=128,latency=4,latency=5", beside the
+            default. The winner of a part is shown, not stored.
         top: so many of the fastest configs are printed for each problem, and what was dropped.
         again: also those whose row still holds.
         seconds: no problem is begun after as many.
         jobs: compiler processes; by default one per core but one.
-    Returns: 0; 1 if a problem got no row; 2 without a GPU; 130 after Ctrl-C, with all that is done kept.
+    Returns: 0; 1 if a problem got no row; 2 without a GPU; 130 after Ctrl-C, what is done is kept.
     """
     console = console or Console(soft_wrap=True, highlight=False)
-    if sum(map(bool, (model, shapes, from_log))) > 1:
+    if sum(map(bool, (problems, shapes, from_log))) > 1:
         raise ValueError("at most one of --model, --shapes and --from-log must be given")
     began = time.monotonic()
     chosen, wanted = ops.named(names), config_filter(configs)
-    if not torch.cuda.is_available():
-        console.print(
-            "tune needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
-        )
+    where = _gpu(device, console)
+    if where is None:
         return 2
-    where = torch.device(device)
-    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
-    torch.cuda.set_device(where)
     with Gpu(where, jobs=jobs) as bench:
-        if model:
-            from ..engine.problems import of_engine  # the engine and transformers: only here
-
-            tasks = of_engine(model, bench.device)
+        tasks: Sequence[Task]
+        if problems:
+            tasks = problems(bench.device)
         elif shapes or from_log:
             tasks = of_file(shapes or log_file())
         else:
@@ -83,8 +81,66 @@ def tune_command(
         return tune(tasks, bench, store, console, wanted=wanted, top=top, again=again, until=began + seconds)
 
 
+def survey_command(
+    names: list[str] | None = None,
+    *,
+    folder: Path | None = None,
+    seconds: float = math.inf,
+    jobs: int | None = None,
+    device: str = "cuda",
+    console: Console | None = None,
+) -> int:
+    """Times many configs of drawn problems of `names` (all ops by default) and keeps every time.
+
+    folder: of the raw times; by default the user's. seconds, jobs: as of `tune_command`.
+    Returns: as it does.
+    """
+    console = console or Console(soft_wrap=True, highlight=False)
+    until = time.monotonic() + seconds
+    wanted = {op_name(op) for op in ops.named(names)}
+    kinds = [kind for kind in PASS if kind.partition(" ")[0] in wanted]
+    if not kinds:
+        raise ValueError(f"[OP]... must name one of {', '.join(PASS)}, got {', '.join(names or ())}")
+    where = _gpu(device, console)
+    if where is None:
+        return 2
+    with Gpu(where, jobs=jobs) as bench:
+        console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}")
+        tasks = drawn_tasks(kinds, bench.device, bench.compiler)
+        return survey(tasks, bench, folder or raw.user_folder(), console, until=until)
+
+
+def _gpu(device: str, console: Console) -> torch.device | None:
+    """The GPU of this name, made the current one; None, with a word, where there is none."""
+    if not torch.cuda.is_available():
+        console.print(
+            "tune needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
+        )
+        return None
+    where = torch.device(device)
+    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+    torch.cuda.set_device(where)
+    return where
+
+
+def pack_command(target: Path, *, folder: Path | None = None, console: Console | None = None) -> int:
+    """Packs the raw times of a folder (the user's by default) into another, op by op.
+
+    The packed ones can be handed in or shipped.
+    """
+    console = console or Console(soft_wrap=True, highlight=False)
+    source = folder or raw.user_folder()
+    for gpu in raw.gpus_of(source):
+        sizes = {op: raw.pack(source, target, gpu, op) for op in raw.ops_of(source, gpu)}
+        rows, size = (sum(of) for of in zip(*sizes.values(), strict=True))
+        console.print(f"{gpu}: {rows} rows of {len(sizes)} ops, {size / 1024:.0f} KiB, in {target}")
+    return 0
+
+
 def config_filter(text: str) -> Callable[[Any], bool]:
-    """Whether a config has the values of "tile_m=128,latency=4,latency=5": of each field named one of its values. Every config for "".
+    """Whether a config has the values of "tile_m=128,latency=4,latency=5".
+
+    Each field named must have one of its values. "" takes every config.
 
     Raises: ValueError for other text.
     """
@@ -92,7 +148,7 @@ def config_filter(text: str) -> Callable[[Any], bool]:
     for part in filter(None, text.split(",")):
         name, equals, value = part.strip().partition("=")
         if not (name and equals and value):
-            raise must("configs", "values like tile_m=128,latency=4", text)
+            raise argument_error("configs", "values like tile_m=128,latency=4", text)
         allowed.setdefault(name, set()).add(value)
     return lambda config: all(str(getattr(config, name, "")) in values for name, values in allowed.items())
 
@@ -108,14 +164,16 @@ def tune(
     again: bool = False,
     until: float = math.inf,
 ) -> int:
-    """Searches task after task, each stored before the next begins. Returns the exit code as `tune_command` does.
+    """Searches task after task, each stored before the next begins.
 
-    store: None keeps nothing. wanted: the configs to try beside the default. until: on time.monotonic; no problem is begun later.
+    store: None keeps nothing. wanted: the configs to try beside the default.
+    until: on time.monotonic; no problem is begun later.
+    Returns: the exit code as `tune_command` does.
     """
     console.print(
         f"tuning for {bench.device.name} ({bench.device.arch}), {bench.compiler}; {f'rows go to {store.path}' if store else 'nothing is kept'}"
     )
-    held = set() if again or store is None else {row.key for row in store.rows()}
+    held = set() if again or store is None else {row.key for row in store.rows() if state(row) == "holds"}
     todo = [task for task in tasks if not held or _key(task, bench) not in held]
     if len(todo) < len(tasks):
         console.print(f"{len(tasks) - len(todo)} of {len(tasks)} problems are tuned already; --again measures them anew")
@@ -148,6 +206,7 @@ def tune(
                 else:
                     if store:
                         store.add([found.row])
+                        raw.Log(raw.user_folder(), bench.device.name, found.row.op).add(raw_times(op, problem, found, bench))
                     console.print(row_line(found.row))
                     for line in top_lines(found, problem, configs[0], top):
                         console.print(line)
@@ -164,10 +223,22 @@ def tune(
     return 1 if failed else 0
 
 
+def raw_times(op: ModuleType, problem: Any, found: Found, bench: Workbench) -> list[raw.Timed]:
+    """All that a search measured: the raced ones with their spread, the others roughly."""
+    row, spreads = found.row, [round(spread, 3) for spread in found.spreads] + [None] * len(found.times)
+    decision, wanted = decision_of(op), asked(op, problem, bench.device)
+    rows = []
+    for (config, us), spread in zip(found.times, spreads, strict=False):
+        digest = tables.digest_of(decision, wanted, config, bench.device)
+        spill = bench.spill_bytes(op, problem, config)
+        rows.append(raw.Timed(row.problem, plain(config), digest, row.compiler, round(us, 3), spread, spill))
+    return rows
+
+
 def _configs(op: ModuleType, problem: object, device: Device, wanted: Callable[[Any], bool]) -> list[Any]:
     """The default, and the others of the space that are wanted."""
     space = op.space(asked(op, problem, device), device)
-    return space[:1] + [config for config in space[1:] if wanted(config)]
+    return [*space[:1], *filter(wanted, space[1:])]
 
 
 def top_lines(found: Found, problem: Any, default: Any, count: int) -> list[str]:
@@ -180,18 +251,18 @@ def top_lines(found: Found, problem: Any, default: Any, count: int) -> list[str]
     return lines + [f"  dropped {config}: {why}" for config, why in found.dropped[:count]]
 
 
-def _key(task: Task, bench: Workbench) -> tuple | None:
+def _key(task: Task, bench: Workbench) -> Key | None:
     op, problem = task
     wanted = asked(op, problem, bench.device)
     configs = op.space(wanted, bench.device)
-    return key_of(**row_key(op, wanted, configs[0], bench.device, bench.compiler)) if configs else None
+    return key_of(**row_key(op, wanted, bench.device, bench.compiler)) if configs else None
 
 
-# ------------------------------------------------------------------------------------------------ what is stored
+# ----------------------------------------------------------------------------------- what is stored
 def show_command(names: list[str] | None = None, *, console: Console | None = None) -> int:
-    """Prints the rows of the user's file, and of the shipped tables that are for other problems, with what became of each since."""
+    """Prints the user's rows, and shipped rows for other problems, each with its state."""
     console = console or Console(soft_wrap=True, highlight=False)
-    wanted = {op_of(op.plan) for op in ops.named(names)}
+    wanted = {decision_of(op).op for op in ops.named(names)}
     own = Store().rows()
     keys = {row.key for row in own}
     rows = [("user", row) for row in own]
@@ -199,13 +270,12 @@ def show_command(names: list[str] | None = None, *, console: Console | None = No
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("op", "gpu", "problem", "us", "+-", "of default", "config", "runner-up", "from", "state"):
         table.add_column(name, overflow="fold")
-    digests = current_digests()
     for source, row in rows:
         if row.op in wanted:
             gain = f"{row.default_us / row.time_us:.2f}x" if row.default_us else "-"
             second = f"{row.runner_up_us:.1f} us" if row.runner_up_us else "-"
             cells = (row.op, row.gpu, fields(row.problem), f"{row.time_us:.1f}", f"{row.spread_us:.1f}", gain, fields(row.config), second)
-            table.add_row(*cells, source, state(row, digests))
+            table.add_row(*cells, source, state(row))
     console.print(table)
     for line in gain_lines([row for _, row in rows if row.op in wanted]):
         console.print(line)
@@ -229,10 +299,13 @@ def gains_by_op(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 
 def export_command(path: Path, names: list[str] | None = None, *, console: Console | None = None) -> int:
-    """Writes the user's rows that still hold to a file, to import elsewhere or to ship as tune/tables/<gpu>.json."""
+    """Writes the user's rows that still hold to a file.
+
+    It can be imported elsewhere or shipped as tune/tables/<gpu>.json.
+    """
     console = console or Console(soft_wrap=True, highlight=False)
-    wanted, digests = {op_of(op.plan) for op in ops.named(names)}, current_digests()
-    rows = [row for row in Store().rows() if row.op in wanted and state(row, digests) == "holds"]
+    wanted = {decision_of(op).op for op in ops.named(names)}
+    rows = [row for row in Store().rows() if row.op in wanted and state(row) == "holds"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded(rows))
     console.print(f"{len(rows)} rows to {path}")
@@ -240,7 +313,10 @@ def export_command(path: Path, names: list[str] | None = None, *, console: Conso
 
 
 def import_command(path: Path, *, console: Console | None = None) -> int:
-    """Adds the rows of a file to the user's; a row for the same problem, kernel, compiler and GPU is replaced."""
+    """Adds the rows of a file to the user's.
+
+    A row for the same problem, kernel, compiler and GPU is replaced.
+    """
     console = console or Console(soft_wrap=True, highlight=False)
     if not path.exists():
         raise ValueError(f"{path} must exist")
@@ -251,25 +327,19 @@ def import_command(path: Path, *, console: Console | None = None) -> int:
 
 
 def prune_command(*, console: Console | None = None) -> int:
-    """Removes the user's rows that no call can use any more: their kernel's source or the compiler has changed."""
+    """Removes the user's rows that no call can use any more.
+
+    What they launch has changed, or the compiler.
+    """
     console = console or Console(soft_wrap=True, highlight=False)
-    digests = current_digests()
-    console.print(f"{Store().keep(lambda row: state(row, digests) == 'holds')} rows removed")
+    console.print(f"{Store().keep(lambda row: state(row) in ('holds', 'unknown GPU'))} rows removed")
     return 0
 
 
-def current_digests() -> dict[str, str]:
-    """Of each op's kernels as they are now, by op name."""
-    return {op_of(op.plan): digest_of(op.plan, _any_config(op)) for op in ops.ALL}
-
-
-def state(row: Row, digests: dict[str, str]) -> str:
+def state(row: Row) -> str:
     """ "holds", or why no call takes this row."""
-    if row.op not in digests:
-        return "no such op"
-    if row.digest != digests[row.op]:
-        return "kernel changed"
-    return "holds" if row.compiler == compiler() else "another compiler"
+    op = {decision_of(op).op: op for op in ops.ALL}.get(row.op)
+    return "no such op" if op is None else tables.state(row, decision_of(op), op.Config)
 
 
 def row_line(row: Row) -> str:
@@ -278,13 +348,5 @@ def row_line(row: Row) -> str:
     return f"{row.op} {fields(row.problem)} | {row.time_us:9.1f} us +-{row.spread_us:.1f} | {gain} | {counts} | {fields(row.config)}"
 
 
-def fields(plain: dict) -> str:
+def fields(plain: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in plain.items() if value not in (None, False))
-
-
-def _any_config(op: ModuleType) -> object:
-    def configs() -> Iterable[object]:
-        for problem in cases(op, "bench"):
-            yield from op.space(problem, Device.named("H200"))[:1]
-
-    return next(iter(configs()))

@@ -1,11 +1,13 @@
 """One problem -> the fastest config of its space, as a row for the store.
 
-    ready     every config compiled, in the background; one that spills or does not fit is dropped before it runs
-     `- rough    timed as it gets ready, in a few short replays; a loser at its first two calls
-         `- race     the best few beside the default, interleaved round by round on inputs that are not in the L2 cache; the closest once more
-             `- check    the winner under the accuracy rule; a wrong one is dropped and the next takes its place
+    ready     every config compiled, in the background; dropped before it runs if it spills much
+     `- rough    timed as it gets ready, in short replays; a loser at its first two calls
+         `- race     the best few beside the default, interleaved, on inputs that are not in the L2
+             |       cache; the closest once more
+             `- check    the winner under the accuracy rule; if it is wrong the next takes its place
 
-Where compiling and timing happen is a `Workbench`: workbench.py has the one of a GPU, tests hand in one with made-up times.
+Where compiling and timing happen is a `Workbench`. workbench.py has the one of a GPU, tests hand in
+one with made-up times.
 """
 
 import datetime
@@ -21,8 +23,8 @@ import torch
 
 from ..bench.timer import Timing
 from ..compile.job import one_line
-from ..launch import Device, decisions, traced
-from ..launch.table import Row, digest_of, op_of, plain
+from ..launch import Device, decision_of, decisions, traced
+from ..launch.table import Row, digest_of, plain
 from ..testing import Accuracy, op_name, run_op
 
 LOSER = 2.0  # times the best so far: not timed further
@@ -39,6 +41,10 @@ class Clock(Protocol):
 
     def race(self, configs: Sequence[Any]) -> list[Timing]: ...
 
+    def many(self, configs: Sequence[Any]) -> list[Timing | str]:
+        """Short passes over all of them, in turn; why one cannot run in place of its time."""
+        ...
+
 
 class Workbench(Protocol):
     """Where configs are compiled, timed and checked."""
@@ -54,6 +60,14 @@ class Workbench(Protocol):
         """Position of each config once it is compiled, with the reason to drop it, "" for none."""
         ...
 
+    def done(self, op: ModuleType, problem: Any) -> bool:
+        """Whether all that `prepare` began is over."""
+        ...
+
+    def spill_bytes(self, op: ModuleType, problem: Any, config: Any) -> int:
+        """Stack of a config that is ready: what it spills."""
+        ...
+
     def clock(self, op: ModuleType, problem: Any) -> AbstractContextManager[Clock]: ...
 
     def check(self, op: ModuleType, problem: Any, config: Any) -> list[Accuracy]:
@@ -61,7 +75,10 @@ class Workbench(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether anything can still be timed: after a kernel that touched memory it should not have, nothing can in this process."""
+        """Whether anything can still be timed.
+
+        After a kernel that touched memory it should not have, nothing can in this process.
+        """
         ...
 
 
@@ -69,27 +86,31 @@ class Workbench(Protocol):
 class Found:
     """What came of a search.
 
-    row: for the store. times: (config, us) of all that ran, fastest first: the raced ones, then the others by their rough time.
-    dropped: (config, why) of those that were refused.
+    row: for the store. dropped: (config, why) of those that were refused.
+    times: (config, us) of all that ran, fastest first: the raced ones, then the others by their
+        rough time. spreads: us, of the raced ones, in that order.
     """
 
     row: Row
     times: list[tuple[Any, float]]
+    spreads: list[float]
     dropped: list[tuple[Any, str]]
 
 
 def asked(op: ModuleType, problem: Any, device: Device) -> Any:
-    """The problem that the op itself puts together for these inputs: what a call will look up. It may leave out what only a benchmark knows."""
+    """The problem that the op itself puts together for these inputs: what a call will look up.
+
+    It may leave out what only a benchmark knows.
+    """
     with traced(device), decisions() as found, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")))
     return next((d.problem for d in found if d.plan is op.plan), problem)
 
 
-def row_key(op: ModuleType, wanted: Any, config: Any, device: Device, compiler: str) -> dict[str, Any]:
-    """The fields of a row's key. config: any of the op's configs."""
+def row_key(op: ModuleType, wanted: Any, device: Device, compiler: str) -> dict[str, Any]:
+    """The fields of a row's key."""
     return {
-        "op": op_of(op.plan),
-        "digest": digest_of(op.plan, config),
+        "op": decision_of(op).op,
         "problem": plain(wanted),
         "arch": device.arch,
         "gpu": device.name,
@@ -110,7 +131,8 @@ def search(
     Args:
         configs: those to choose from, the default first; by default the op's space.
         on_config: called with (compiled, all) as configs get ready.
-    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons. Also if a config left no GPU to go on with.
+    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons. Also if a
+        config left no GPU to go on with.
     """
     wanted = asked(op, problem, bench.device)
     configs = op.space(wanted, bench.device) if configs is None else configs
@@ -142,7 +164,8 @@ def search(
                 continue
             first, second = order[0], order[1] if len(order) > 1 else None
             row = Row(
-                **row_key(op, wanted, configs[0], bench.device, bench.compiler),
+                **row_key(op, wanted, bench.device, bench.compiler),
+                digest=digest_of(decision_of(op), wanted, configs[first], bench.device),
                 config=plain(configs[first]),
                 time_us=round(times[first].time_us, 3),
                 spread_us=round(times[first].spread_us, 3),
@@ -159,13 +182,14 @@ def search(
             )
             raced = [(configs[i], times[i].time_us) for i in order]
             others = sorted((i for i in rough if i not in times), key=lambda i: rough[i])
-            return Found(row, raced + [(configs[i], rough[i]) for i in others], [(configs[i], why) for i, why in dropped.items()])
+            spreads = [times[i].spread_us for i in order]
+            return Found(row, raced + [(configs[i], rough[i]) for i in others], spreads, [(configs[i], why) for i, why in dropped.items()])
     reasons = "; ".join(f"{configs[i]}: {why}" for i, why in list(dropped.items())[:3])
     raise RuntimeError(f"{name} must have one config that compiles, runs and is right, got none of {len(configs)}: {reasons}")
 
 
 def _finalists(rough: dict[int, float]) -> list[int]:
-    """Those near the best rough time, best first, and the default, so that every row says what it gains."""
+    """Those near the best rough time, best first, and the default: every row says what it gains."""
     best = min(rough.values())
     near = sorted((i for i in rough if rough[i] <= MARGIN * best), key=lambda i: rough[i])[:FINALISTS]
     return near if 0 in near or 0 not in rough else [*near, 0]

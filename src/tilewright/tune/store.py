@@ -1,7 +1,8 @@
 """The file of tuned problems: whole at every moment, whatever is killed and whoever else writes.
 
-A change is written to a file beside it, forced to disk and renamed over it, under a lock that the operating system releases with its process. So a
-reader sees the old rows or the new ones, and a row that `add` has returned for is there.
+A change is written to a file beside it, forced to disk and renamed over it. A lock guards that; the
+operating system releases it with its process. So a reader sees the old rows or the new ones, and a
+row that `add` has returned for is there.
 """
 
 import os
@@ -50,7 +51,7 @@ class Store:
         return FileLock(self.path.with_suffix(".lock"))
 
     def _read(self) -> list[Row]:
-        # Only under the lock: without it the broken file could be another's good one by the time it is moved.
+        # Only under the lock: else the broken file could be another's good one when it is moved.
         try:
             return read_rows(self.path)
         except ValueError as error:
@@ -69,6 +70,9 @@ class Store:
 
 
 def encoded(rows: Iterable[Row]) -> bytes:
-    """A JSON list, one row a line, in the order of their keys: a table in the repository changes only where its rows do."""
+    """A JSON list, one row a line, in the order of their keys.
+
+    So a table in the repository changes only where its rows do.
+    """
     lines = [msgspec.json.encode(row) for row in sorted(rows, key=lambda row: row.key)]
     return b"[\n" + b",\n".join(lines) + b"\n]\n"

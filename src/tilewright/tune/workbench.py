@@ -1,7 +1,7 @@
 """The GPU at hand as a place to compile, time and check configs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -9,31 +9,20 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ..bench.timer import Timing, input_sets, time_interleaved, time_roughly
+from ..bench.timer import Timing, input_sets, time_interleaved, time_many, time_roughly
 from ..compile import Compiled
-from ..compile.build import cores, worker_pool
-from ..compile.disassemble import usage
-from ..compile.job import Job, one_line
-from ..launch import Device, traced
+from ..compile.ahead import Ahead, Built
+from ..launch import Device
 from ..launch.identity import cache_folder, compiler
 from ..testing import Accuracy, check_op, run_op
 
 INPUT_BYTES = 8 << 30
-# What one block may take of a multiprocessor as cuobjdump counts it: from sm_90 on with the 1 KiB that the driver keeps in each block.
+KEPT_BYTES = 64 << 30  # of freed memory that the next problem may use again
+MOST_SPILL_BYTES = 256  # of stack: a few spilled registers cost little, and the clock says how little
+# What one block may take of an SM as cuobjdump counts it. From sm_90 on that includes the 1 KiB
+# that the driver keeps in each block.
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_120": 100 << 10, "sm_121": 100 << 10}
 MOST_SHARED_BYTES = 228 << 10  # sm_90, sm_100, sm_103
-
-
-def compile_one(job: Job) -> Compiled:
-    """Builds: the binary then lies in cuTile's own cache, where the launch in the parent process finds it. Of the report only what `unfit` asks."""
-    try:
-        cubin = job.build()
-        try:
-            return Compiled(usage(cubin), len(cubin))
-        except (OSError, RuntimeError):  # no cuobjdump, or one that is older than the compiler: the clock decides alone
-            return Compiled(cubin_bytes=len(cubin))
-    except Exception as error:  # whatever is wrong with one config, the others are still to be timed
-        return Compiled(error=one_line(error))
 
 
 def unfit(made: Compiled, device: Device) -> str:
@@ -42,7 +31,7 @@ def unfit(made: Compiled, device: Device) -> str:
         return made.error
     if made.resources is None:
         return ""
-    if made.resources.spills:
+    if made.resources.stack_bytes > MOST_SPILL_BYTES:
         return f"spills ({made.resources.stack_bytes} bytes of stack)"
     limit = SHARED_BYTES.get(device.arch, MOST_SHARED_BYTES)
     return f"{made.resources.shared_bytes} bytes of shared memory, must be at most {limit}" if made.resources.shared_bytes > limit else ""
@@ -51,48 +40,38 @@ def unfit(made: Compiled, device: Device) -> str:
 class Gpu:
     """A Workbench on a CUDA device. Use as a context: it holds compiler processes.
 
-    submit: runs a function in the background, as `ProcessPoolExecutor.submit` does; by default in one process per core but one.
+    submit: runs a function in the background, as `ProcessPoolExecutor.submit` does. By default in
+        one process per core but one.
     """
 
-    def __init__(self, where: torch.device, *, jobs: int | None = None, submit: Callable[..., Future] | None = None) -> None:
+    def __init__(self, where: torch.device, *, jobs: int | None = None, submit: Callable[..., Built] | None = None) -> None:
         self.where = where
-        self._pool: ProcessPoolExecutor | None = None
-        if submit is None:
-            self._pool = worker_pool(jobs or max(1, cores() - 1))  # first: it starts while the driver does
-            submit = self._pool.submit
-        self._submit = submit
         self.device = Device.of(torch.empty(0, device=where))
+        self._ahead = Ahead(self.device, jobs=jobs, submit=submit)
         self.compiler = compiler()
-        self._futures: dict[tuple, Future] = {}
-        self._asked: dict[tuple[str, Any], list[list[Future] | str]] = {}  # prepared, not yet ready
+        self._asked: dict[tuple[str, Any], list[list[Built] | str]] = {}  # prepared, not yet ready
+        self._spills: dict[tuple[str, Any, Any], int] = {}
 
     def __enter__(self) -> "Gpu":
         return self
 
     def __exit__(self, *unused: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._ahead.__exit__()
 
     def prepare(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> None:
-        self._asked[op.__name__, problem] = self._ask(op, problem, configs)
+        self._asked[op.__name__, problem] = self._ahead.ask(op, problem, configs)
 
-    def _ask(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> list[list[Future] | str]:
-        """Asks for the binaries of every config; of each its futures, or why its launch cannot even be planned."""
-        asked: list[list[Future] | str] = []
-        for config in configs:
-            try:
-                with traced(self.device) as launches, torch.inference_mode():
-                    run_op(op, problem.inputs(torch.device("meta")), config)
-                asked.append([self._compiled(Job.of(launch, self.device.arch)) for launch in launches])
-            except Exception as error:  # as for a kernel that does not compile
-                asked.append(one_line(error))
-        return asked
+    def done(self, op: ModuleType, problem: Any) -> bool:
+        return all(future.done() for futures in self._asked[op.__name__, problem] if not isinstance(futures, str) for future in futures)
+
+    def spill_bytes(self, op: ModuleType, problem: Any, config: Any) -> int:
+        return self._spills.get((op.__name__, problem, config), 0)
 
     def ready(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> Iterator[tuple[int, str]]:
         reasons: dict[int, str] = {}
-        waiting: dict[int, list[Future]] = {}
+        waiting: dict[int, list[Built]] = {}
         asked = self._asked.pop((op.__name__, problem), None)
-        for i, futures in enumerate(asked or self._ask(op, problem, configs)):
+        for i, futures in enumerate(asked or self._ahead.ask(op, problem, configs)):
             if isinstance(futures, str):
                 reasons[i] = futures
             else:
@@ -103,7 +82,11 @@ class Gpu:
             if not done:
                 wait([f for futures in waiting.values() for f in futures if not f.done()], return_when=FIRST_COMPLETED)
             for i in done:
-                yield i, next(filter(None, (unfit(future.result(), self.device) for future in waiting.pop(i))), "")
+                made = [future.result() for future in waiting.pop(i)]
+                stack = sum(m.resources.stack_bytes for m in made if m.resources)
+                if stack:
+                    self._spills[op.__name__, problem, configs[i]] = stack
+                yield i, next(filter(None, (unfit(m, self.device) for m in made)), "")
 
     @contextmanager
     def clock(self, op: ModuleType, problem: Any) -> Iterator["GpuClock"]:
@@ -112,7 +95,8 @@ class Gpu:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"timing-{torch.cuda.get_device_properties(self.where).uuid}.lock"), torch.inference_mode():
             yield GpuClock(op, problem, self.where, self.device)
-        torch.cuda.empty_cache()
+        if torch.cuda.memory_reserved(self.where) > KEPT_BYTES:
+            torch.cuda.empty_cache()
 
     def check(self, op: ModuleType, problem: Any, config: Any) -> list[Accuracy]:
         torch.cuda.empty_cache()
@@ -126,17 +110,18 @@ class Gpu:
             return False
         return True
 
-    def _compiled(self, job: Job) -> Future:
-        if job.identity not in self._futures:
-            self._futures[job.identity] = self._submit(compile_one, job)
-        return self._futures[job.identity]
+
+def least_us(problem: Any, device: Device) -> float:
+    """What the device needs for a problem at the rates it is known by."""
+    cost = problem.cost()
+    return float(max(cost.size_bytes / device.memory_gbs / 1e3, cost.flops / device.tflops / 1e6))
 
 
 class GpuClock:
     """Times configs of one problem on inputs that rotate through more than the L2 cache."""
 
     def __init__(self, op: ModuleType, problem: Any, where: torch.device, device: Device) -> None:
-        self._op = op
+        self._op, self._least_us = op, least_us(problem, device)
         self._sets = input_sets(lambda: problem.inputs(where), problem.cost().size_bytes, device.l2_bytes, limit_bytes=INPUT_BYTES)
 
     def rough(self, config: Any, give_up_us: float) -> float:
@@ -145,6 +130,9 @@ class GpuClock:
     def race(self, configs: Sequence[Any]) -> list[Timing]:
         times = time_interleaved({str(i): self._call(config) for i, config in enumerate(configs)}, self._sets)
         return [times[str(i)] for i in range(len(configs))]
+
+    def many(self, configs: Sequence[Any]) -> list[Timing | str]:
+        return time_many([self._call(config) for config in configs], self._sets, self._least_us)
 
     def _call(self, config: Any) -> Callable[..., Any]:
         return lambda **inputs: run_op(self._op, inputs, config)

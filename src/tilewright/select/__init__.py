@@ -1,0 +1,13 @@
+"""Which config a call takes where no table says so: one cost model for every op, its constants
+fitted to measured times.
+
+An op states `Choices`: candidates, what is legal, and the work of each; `ordered` does the rest. It
+knows no op and launches nothing.
+"""
+
+from .choose import Choices, Model, Ordered, forget, model_of, ordered
+from .cost import us
+from .rates import Rates, rates
+from .work import Work
+
+__all__ = ["Choices", "Model", "Ordered", "Rates", "Work", "forget", "model_of", "ordered", "rates", "us"]

@@ -1,0 +1,141 @@
+"""The one place that orders configs: legal candidates, by price, corrected by what was measured.
+
+candidates(problem, device)                 the op's data, expanded
+ `- legal(problem, config, device)          what its kernels can do
+     `- work(problem, config, device)       what the launch asks for: Work
+         `- us(work, rates)                 cost.py, with the constants of data/<GPU>.json
+             `- * exp(correction + doubt)   neighbours.py: what near timings say of the price
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ..launch import Device
+from .cost import Array, Prices, Works, us
+from .neighbours import Neighbours, Place
+from .rates import Rates, data_of, rates
+from .rates import forget as forget_rates
+
+P = TypeVar("P")
+C = TypeVar("C")
+MOST = 40  # configs of a space
+FAR_OFF = 0.4  # a config whose modelled time is so much more than the least, in the logarithm, is not worth a look at its neighbours
+
+
+@dataclass(frozen=True)
+class Choices(Generic[P, C]):
+    """What an op states about its configs.
+
+    op: its name, and that of its constants in the data.
+    candidates: every config that may be worth timing; need not be legal.
+    legal: whether the kernels can run it, and the compiler compiles it without spilling much.
+    work: what its launch asks for; several where one launch has unlike parts that follow each
+        other.
+    family: what the model errs alike about, such as dtype, epilogue and tile; by default all of the
+        config.
+    most: how many configs a space has.
+    like: an op whose constants the fit of this one starts from: it does the same with more timings.
+    tie: prices that differ by less (in the logarithm) are alike: of those near the best the one
+        listed first is the default, so that a new size does
+        not compile a new kernel for nothing.
+    """
+
+    op: str
+    candidates: Callable[[P, Device], Iterable[C]]
+    legal: Callable[[P, C, Device], bool]
+    work: Callable[[P, C, Device], Works]
+    family: Callable[[P, C], str] | None = None
+    most: int = MOST
+    tie: float = 0.0
+    like: str = ""
+
+    def family_of(self, problem: P, config: C) -> str:
+        return self.family(problem, config) if self.family else str(config)
+
+    def place(self, problem: P, config: C, work: Works) -> Place:
+        return problem, config, work, self.family_of(problem, config)
+
+    def us(self, problem: P, config: C, device: Device) -> float:
+        """The model's time alone, without neighbours."""
+        return us(self.work(problem, config, device), rates(self.op, device))
+
+
+class Ordered(list[C]):
+    """The best configs, best first.
+
+    source: what the order comes from: "first" (no model), "model" or "model + N neighbours".
+    legal: these and all behind them, any of which a tuned row may name.
+    """
+
+    def __init__(self, configs: Sequence[C], source: str, most: int = MOST) -> None:
+        super().__init__(configs[:most])
+        self.source = source
+        self.legal = configs
+
+
+@dataclass(frozen=True)
+class Model:
+    """What prices the configs of one op on one device. neighbours: its timings, None where there
+    are none. source: in words.
+    """
+
+    rates: Rates
+    neighbours: Neighbours | None
+    source: str
+
+    def price(self, op: Choices[P, C], problem: P, configs: Sequence[C], works: Sequence[Works]) -> tuple[Array, Array]:
+        """Of each config the logarithm of the us that it is expected to take, doubt included, and
+        how many timings near it say so.
+
+        Configs that the model finds much worse than its best are not looked up.
+        """
+        logs = np.log(Prices(works).us(self.rates))
+        counts = np.zeros(len(logs), int)
+        if self.neighbours is None:
+            return logs, counts
+        near = np.flatnonzero(logs <= logs.min() + FAR_OFF).tolist()
+        residual, doubt, counts[near] = self.neighbours.say([op.place(problem, configs[i], works[i]) for i in near])
+        logs += float(residual.max())
+        logs[near] += residual - residual.max() + doubt
+        return logs, counts
+
+
+def ordered(op: Choices[P, C], problem: P, device: Device) -> Ordered[C]:
+    """The configs worth timing, the one for an untuned call first. Deterministic. On a CPU as the
+    op lists them: nothing there is worth a model.
+    """
+    legal = [c for c in dict.fromkeys(op.candidates(problem, device)) if op.legal(problem, c, device)]
+    if device.is_cpu or not legal:
+        return Ordered(legal, "first")
+    model = model_of(op.op, device)
+    works = [op.work(problem, config, device) for config in legal]
+    prices, counts = model.price(op, problem, legal, works)
+    order = ranked(prices.tolist(), op.tie)
+    neighbours = int(counts[order[0]])
+    words = f"{model.source} + {neighbours} neighbour{'s' * (neighbours > 1)}" if neighbours else model.source
+    return Ordered([legal[i] for i in order], words, op.most)
+
+
+def ranked(prices: Sequence[float], tie: float) -> list[int]:
+    """Positions by price, the cheapest first; in front of them the first that ties with it."""
+    order = sorted(range(len(prices)), key=lambda i: (prices[i], i))
+    first = next(i for i, price in enumerate(prices) if price <= prices[order[0]] + tie)
+    return [first, *(i for i in order if i != first)]
+
+
+@cache
+def model_of(op: str, device: Device) -> Model:
+    """The model of an op as `data/` has it. Measured neighbours are only those of the very GPU."""
+    data, source = data_of(device)
+    points = data["points"].get(op) if data["gpu"] == device.name else None
+    return Model(rates(op, device), Neighbours.read(points) if points else None, source)
+
+
+def forget() -> None:
+    """Reads the data again at the next call: after a fit in this process."""
+    model_of.cache_clear()
+    forget_rates()

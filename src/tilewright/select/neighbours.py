@@ -1,0 +1,230 @@
+"""What measured times say beyond the model: a regression on log(measured / modelled) over all
+timings of an op.
+
+Two launches err alike as far as their problems' sizes, options, kinds of launch and configs are
+near
+(`covariance`): a Gaussian process. `tune/fit.py` solves for the weight of each timing and the data
+keeps these, so that a call only sums them up.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from .cost import Works
+from .work import Work
+
+Array = np.ndarray
+Place = tuple[Any, Any, Works, str]  # problem, config, the work of both, their family
+
+# Chosen by cross-validation over the problems of 8 ops (notes/LOG.md): the result is flat around
+# them.
+REACH = 1.5  # of problems: in the logarithm of each size, standard deviation
+STEPS = 2.0  # of configs: a field that doubles is a step, as is a flag
+OTHER_OPTIONS, OTHER_KIND = 0.9, 0.7  # how alike problems of other options, and launches of another kind, are
+SAME_FAMILY = 0.3  # share of the likeness of configs that is being of one family
+# Variances: that near problems share whatever the config (large, so that no config is praised for
+# its problem), that launches of one kind share there, that a config has there, and everywhere.
+OF_PROBLEM, OF_KIND, OF_BOTH, OF_CONFIG = 0.1, 0.02, 0.03, 0.01
+NOISE = 0.002  # variance of a timing
+MOST = 0.7  # a residual beyond says no more
+HALF = 0.5  # how alike a timing must be to count as near
+UNTIMED = 0.1  # doubt about a config that is far from all timed ones, in the logarithm; half of it for a near one of a far problem
+
+
+@dataclass(frozen=True)
+class Places:
+    """Problems and configs as numbers. problem, kind, family, config: of each place, positions in
+    the tables behind them.
+
+    where, option: of each problem the logarithms of its sizes, and the position of its options.
+    """
+
+    problem: Array
+    kind: Array
+    family: Array
+    config: Array
+    where: Array
+    option: Array
+    options: Sequence[str]
+    kinds: Sequence[str]
+    families: Sequence[str]
+    names: Sequence[str]
+    configs: Array
+
+    @classmethod
+    def of(cls, places: Sequence[Place]) -> "Places":
+        tables: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
+        rows = [
+            [table.setdefault(value, len(table)) for table, value in zip(tables, (problem, kind(work), family, config), strict=True)]
+            for problem, config, work, family in places
+        ]
+        problems, kinds, families, configs = tables
+        options: dict[str, int] = {}
+        option = np.array([options.setdefault(options_of(problem), len(options)) for problem in problems], int)
+        found = [numbers(config) for config in configs]
+        names = sorted({name for of in found for name in of})
+        table = np.array([[of.get(name, 0.0) for name in names] for of in found], float)
+        where = np.array([sizes(problem) for problem in problems])
+        problem, of_kind, of_family, of_config = np.array(rows, int).T
+        return cls(problem, of_kind, of_family, of_config, where, option, list(options), list(kinds), list(families), names, table)
+
+    def tables(self, other: "Places") -> tuple[Array, Array, Array]:
+        """How alike, from 0 to 1: problems, kinds of launch and configs of both tables."""
+        apart = np.square(self.where[:, None] - other.where[None]).sum(2)
+        options = np.array([[1.0 if a == b else OTHER_OPTIONS for b in other.options] for a in self.options])
+        kinds = np.array([[1.0 if a == b else OTHER_KIND for b in other.kinds] for a in self.kinds])
+        steps = np.zeros((len(self.configs), len(other.configs)))
+        for name in set(self.names) & set(other.names):
+            mine, theirs = self.configs[:, self.names.index(name)], other.configs[:, other.names.index(name)]
+            steps += np.minimum(np.abs(mine[:, None] - theirs[None, :]), 2.0)
+        return np.exp(apart / (-2 * REACH**2)) * options[self.option][:, other.option], kinds, np.exp(steps / -STEPS)
+
+    def configs_alike(self, other: "Places", configs: Array, of_config: Array, of_family: Array) -> Array:
+        """How alike the configs of these and of others are, a family counted in.
+
+        configs: of the tables. of_config, of_family: positions in the tables of the others.
+        """
+        at = {name: i for i, name in enumerate(other.families)}
+        same = np.array([at.get(name, -1) for name in self.families])[self.family][:, None] == of_family
+        found: Array = (1 - SAME_FAMILY) * configs[self.config][:, of_config] + SAME_FAMILY * same
+        return found
+
+    def alike(self, other: "Places") -> tuple[Array, Array, Array]:
+        """Of each of these and each of the others: problems, kinds of launch, configs."""
+        problems, kinds, configs = self.tables(other)
+        each = self.configs_alike(other, configs, other.config, other.family)
+        return problems[self.problem][:, other.problem], kinds[self.kind][:, other.kind], each
+
+
+def covariance(problems: Array, kinds: Array, configs: Array) -> Array:
+    """Of the residuals of two launches that are so much alike."""
+    return OF_CONFIG * configs + problems * (OF_PROBLEM + kinds * (OF_KIND + OF_BOTH * configs))
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The timings of an op, and the weight of each."""
+
+    places: Places
+    weights: Array
+
+    @classmethod
+    def solved(cls, places: Sequence[Place], residuals: Array) -> "Neighbours":
+        """residuals: log(measured / modelled)."""
+        known = Places.of(places)
+        own = covariance(*known.alike(known))
+        own[np.diag_indices_from(own)] += NOISE
+        return cls(known, np.linalg.solve(own, np.clip(residuals, -MOST, MOST)))
+
+    def say(self, places: Sequence[Place]) -> tuple[Array, Array, Array]:
+        """Of each of the places: what to add to the logarithm of the modelled time, the doubt that
+        is left, and how many timings are near.
+
+        The sum of `covariance` times weight over all timings, of one kind and config together.
+        """
+        asked, known = Places.of(places), self.places
+        problems, kinds, configs = asked.tables(known)
+        of_config, of_family = np.divmod(self._pairs, len(known.families))
+        alike = asked.configs_alike(known, configs, of_config, of_family)  # of each place and pair
+        everywhere = alike @ np.bincount(self._pair, self.weights, len(self._pairs))
+        residual, doubt, near = np.empty(len(alike)), np.empty(len(alike)), np.empty(len(alike), int)
+        for n, of_problem in enumerate(problems[:, known.problem]):
+            here = np.flatnonzero(asked.problem == n)
+            weights = self.weights * of_problem
+            bins = np.bincount(known.kind * len(self._pairs) + self._pair, weights, len(known.kinds) * len(self._pairs))
+            table = bins.reshape(len(known.kinds), -1)
+            of_kind = OF_KIND * table.sum(1) + OF_BOTH * (alike[here] @ table.T)
+            residual[here] = OF_PROBLEM * weights.sum() + (kinds[asked.kind[here]] * of_kind).sum(1)
+            nearest = np.zeros(len(self._pairs))
+            np.maximum.at(nearest, self._pair, of_problem)
+            doubt[here] = UNTIMED * (1 - (alike[here] * (1 + nearest)).max(1) / 2)
+            close = np.flatnonzero(of_problem > HALF)
+            both = alike[here][:, self._pair[close]] * of_problem[close] * kinds[asked.kind[here]][:, known.kind[close]]
+            near[here] = (both > HALF).sum(1)
+        return residual + OF_CONFIG * everywhere, doubt, near
+
+    @cached_property
+    def _paired(self) -> tuple[Array, Array]:
+        pairs, of = np.unique(self.places.config * len(self.places.families) + self.places.family, return_inverse=True)
+        return pairs, of
+
+    @property
+    def _pairs(self) -> Array:
+        """Config and family of the timings, once each, as one number."""
+        return self._paired[0]
+
+    @property
+    def _pair(self) -> Array:
+        """Of each timing, the position among them."""
+        return self._paired[1]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types; the inverse of `read`."""
+        p = self.places
+        sizes_of = [[round(math.exp(x)) for x in where] for where in p.where.tolist()]
+        columns = (p.problem.tolist(), p.kind.tolist(), p.family.tolist(), p.config.tolist(), [float(f"{w:.4g}") for w in self.weights])
+        return {
+            **{name: getattr(p, name) for name in ("options", "kinds", "families", "names")},
+            "problems": [[*of, option] for of, option in zip(sizes_of, p.option.tolist(), strict=True)],
+            "configs": np.round(p.configs, 3).tolist(),
+            "rows": list(map(list, zip(*columns, strict=True))),
+        }
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> "Neighbours":
+        rows, problems = np.array(data["rows"], float), np.array(data["problems"], float)
+        where, option = np.log(np.maximum(problems[:, :-1], 1)), problems[:, -1].astype(int)
+        tables = data["options"], data["kinds"], data["families"], data["names"], np.array(data["configs"], float)
+        problem, of_kind, family, config = rows[:, :-1].astype(int).T
+        return cls(Places(problem, of_kind, family, config, where, option, *tables), rows[:, -1])
+
+
+def kind(work: Works) -> str:
+    """What tells launches apart: waves (1, 2, 3, more), alignment, parts, second launch."""
+    parts = (work,) if isinstance(work, Work) else work
+    waves = sum(-(-part.blocks // part.resident) for part in parts)
+    flags = {128: "", 64: "u", 32: "u"}.get(parts[0].aligned, "o") + ("r" if parts[-1].partial else "") + ("t" if len(parts) > 1 else "")
+    return f"{min(waves, 4)}{flags}"
+
+
+def sizes(problem: Any) -> tuple[float, ...]:
+    """Logarithms of the problem's sizes: integers without a default, which every call gives."""
+    return tuple([math.log(max(getattr(problem, name), 1)) for name in size_names(problem.__class__)])
+
+
+@cache
+def size_names(problems: Any) -> tuple[str, ...]:
+    """Of a class of problems."""
+    given = (f for f in fields(problems) if f.default is MISSING and f.default_factory is MISSING)
+    return tuple(f.name for f in given if f.type in ("int", int))
+
+
+def options_of(problem: Any) -> str:
+    """All of a problem but its sizes."""
+    names = size_names(problem.__class__)
+    return " ".join(str(getattr(problem, f.name)) for f in fields(problem) if f.name not in names)
+
+
+def numbers(config: Any, prefix: str = "") -> dict[str, float]:
+    """A config's fields such that a step of one is about 1: logarithms to the base of 2; what is no
+    number is as far from any other as can be.
+    """
+    if not is_dataclass(config):
+        return {prefix or "value": _number(config)}
+    found: dict[str, float] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        found |= numbers(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: _number(value)}
+    return found
+
+
+def _number(value: Any) -> float:
+    if value is None or isinstance(value, bool):
+        return float(bool(value))
+    return math.log2(value + 1) if isinstance(value, int | float) and value >= 0 else 4.0 * (zlib.crc32(repr(value).encode()) % 4096)

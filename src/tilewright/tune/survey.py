@@ -1,0 +1,180 @@
+"""`tilewright tune --survey`: raw times of many configs of drawn problems, the good ones and the
+bad ones. `--fit` makes costs of them.
+
+Pass after pass draws a few problems of each kind with the next fitting seed, in an order that
+leaves a balanced sample
+whenever it is stopped. While one problem is timed the configs of the next ones compile; whichever
+is compiled first goes first.
+"""
+
+import dataclasses
+import random
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+
+from ..launch import Device, decision_of
+from ..launch.table import digest_of, plain
+from ..select.neighbours import size_names
+from ..testing.drawn import FITTING_SEEDS, draw, mixed, op_of_kind
+from . import raw
+from .search import Workbench, asked
+
+# Problems of a pass, by kind, and the most configs of one problem.
+PASS = {
+    "matmul": 14, "matmul fp8": 9, "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "quantize_fp8": 2,
+    "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
+    "attention": 3, "attention_decode": 3, "mla_decode": 1, "mla": 1, "bmm": 2, "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1,
+    "moe_route": 1, "rms_norm_route": 1, "sample": 1, "dropout": 1,
+}  # fmt: skip
+MOST = {"matmul": 32, "matmul fp8": 24, "bmm": 16, "attention": 12, "attention_decode": 16, "moe": 10}
+MOST_CONFIGS = 12
+AHEAD = 40  # problems whose configs compile while others are timed
+WAIT_S = 0.02
+MOST_CHECKED_FLOPS = 1e11  # of a problem on which a config is checked: its truth is computed in float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem of a survey, as a call would ask it, with the configs to time; those beside the
+    space are held to the accuracy rule.
+    """
+
+    kind: str
+    op: ModuleType
+    problem: Any
+    asked: Any
+    configs: list[Any]
+    beside: frozenset[Any] = frozenset()
+
+    @property
+    def timed(self) -> Any:
+        """What a call asks, with the sizes that its inputs had: a call may ask by buckets, as of a
+        cache's length, and the times are not those of a full one.
+        """
+        return dataclasses.replace(self.asked, **{name: getattr(self.problem, name) for name in size_names(self.asked.__class__)})
+
+
+def candidates(op: ModuleType, problem: Any, device: Device) -> list[Any]:
+    """Every legal config, the default first."""
+    found = op.space(problem, device)
+    return list(getattr(found, "legal", found))
+
+
+def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
+    """The first four and as many of the others as there is room for: two thirds are the same ones
+    wherever they are legal, so that binaries
+    are compiled once for many problems; a third are drawn anew for each problem."""
+    if len(configs) <= most:
+        return list(configs)
+    usual = sorted(configs[4:], key=lambda config: zlib.crc32(str(config).encode()))
+    room = most - 4
+    anew = random.Random(seed).sample(usual[room * 2 // 3 :], room - room * 2 // 3)
+    return [*configs[:4], *usual[: room * 2 // 3], *anew]
+
+
+def drawn_tasks(kinds: Sequence[str], device: Device, compiler: str, seeds: Sequence[int] = FITTING_SEEDS) -> Iterator[Task]:
+    """The problems of pass after pass, without end but that of the seeds."""
+    for seed in seeds:
+        for kind, problem in mixed({kind: draw(kind, PASS[kind], seed) for kind in kinds}):
+            op = op_of_kind(kind)
+            wanted = asked(op, problem, device)
+            configs = candidates(op, wanted, device)
+            if configs:
+                chosen = sampled(configs, MOST.get(kind, MOST_CONFIGS), f"{seed} {wanted}")
+                yield Task(kind, op, problem, wanted, chosen, frozenset(chosen) - frozenset(op.space(wanted, device)))
+
+
+def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Console, *, until: float) -> int:
+    """Times what is not in the files of `folder` yet. Returns the exit code: 1 if the GPU broke,
+    130 after Ctrl-C, with all that was timed kept.
+
+    until: on time.monotonic; nothing is begun later.
+    """
+    known: dict[str, set[bytes]] = {}
+    right: dict[tuple[Any, ...], bool] = {}
+    waiting: list[tuple[Task, list[Any]]] = []
+    began, timed, failed, problems, shown = time.monotonic(), 0, 0, 0, time.monotonic()
+    try:
+        while time.monotonic() < until:
+            while len(waiting) < AHEAD and (task := next(tasks, None)):
+                name = decision_of(task.op).op
+                if name not in known:
+                    known[name] = {row.key for row in raw.read(folder, bench.device.name, name)}
+                todo = [config for config in task.configs if _row(task, config, bench).key not in known[name]]
+                if todo:
+                    bench.prepare(task.op, task.problem, todo)
+                    waiting.append((task, todo))
+                if time.monotonic() > until or any(bench.done(t.op, t.problem) for t, _ in waiting[:1]):
+                    break
+            if not waiting:
+                break
+            i = next((i for i, (task, _) in enumerate(waiting) if bench.done(task.op, task.problem)), None)
+            if i is None:
+                time.sleep(WAIT_S)
+                continue
+            task, todo = waiting.pop(i)
+            rows, refused = _timed(task, todo, bench, right, console)
+            raw.Log(folder, bench.device.name, decision_of(task.op).op).add(rows)
+            known[decision_of(task.op).op].update(row.key for row in rows)
+            timed, failed, problems = timed + sum(row.time_us is not None for row in rows), failed + refused, problems + 1
+            if not bench.alive():
+                broken = next((row for row in rows if row.error), None)
+                console.print(f"the GPU is lost to this process{f': {task.kind} {broken.problem} {broken.config}: {broken.error}' if broken else ''}")
+                console.print("what was timed before is kept; the same command goes on behind it")
+                return 1
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                console.print(f"{shown - began:.0f} s: {timed} timings of {problems} problems, {failed} configs refused")
+    except KeyboardInterrupt:
+        console.print(f"stopped; {timed} timings kept. The same command goes on from here.")
+        return 130
+    took = time.monotonic() - began
+    console.print(f"{timed} timings of {problems} problems in {took:.0f} s, {failed} configs refused; raw times in {folder}")
+    return 0
+
+
+def _timed(task: Task, configs: list[Any], bench: Workbench, right: dict[tuple[Any, ...], bool], console: Console) -> tuple[list[raw.Timed], int]:
+    """The rows of a problem whose configs are compiled, and how many did not compile, run or answer
+    right. right: of the configs known.
+    """
+    fit = {i for i, reason in bench.ready(task.op, task.problem, configs) if not reason}
+    running = [config for i, config in enumerate(configs) if i in fit and right.get((task.kind, config), True)]
+    with bench.clock(task.op, task.problem) as clock:
+        times = clock.many(running)
+        lost = not bench.alive()
+    rows = []
+    for config, found in zip(running, times, strict=True):
+        if isinstance(found, str):
+            if lost:  # the first that failed broke it: the others failed for that
+                rows.append(_row(task, config, bench, error=found))
+                break
+        elif _is_right(task, config, bench, right, console):
+            spread = {"time_us": round(found.time_us, 3), "spread_us": round(found.spread_us, 3)}
+            rows.append(_row(task, config, bench, **spread, spill_bytes=bench.spill_bytes(task.op, task.problem, config)))
+    return rows, len(configs) - sum(row.time_us is not None for row in rows)
+
+
+def _is_right(task: Task, config: Any, bench: Workbench, right: dict[tuple[Any, ...], bool], console: Console) -> bool:
+    """Holds a config that is in no space, which tests have not seen, to the accuracy rule: once, on
+    a problem where that is cheap.
+    """
+    key = task.kind, config
+    if config in task.beside and key not in right and task.problem.cost().flops <= MOST_CHECKED_FLOPS:
+        try:
+            bench.check(task.op, task.problem, config)
+            right[key] = True
+        except AssertionError as error:
+            right[key] = False
+            console.print(f"wrong, not kept: {error}", markup=False)
+    return right.get(key, True)
+
+
+def _row(task: Task, config: Any, bench: Workbench, **found: Any) -> raw.Timed:
+    digest = digest_of(decision_of(task.op), task.asked, config, bench.device)
+    return raw.Timed(plain(task.timed), plain(config), digest, bench.compiler, **found)
