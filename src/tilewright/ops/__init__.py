@@ -62,7 +62,10 @@ ALL = (
 
 
 def named(names: list[str] | None) -> list[ModuleType]:
-    """The op modules of these names, all of them for None or an empty list. Raises ValueError naming the known ones."""
+    """The op modules of these names, all of them for None or an empty list.
+
+    Raises ValueError naming the known ones.
+    """
     known = {op.__name__.rpartition(".")[2]: op for op in ALL}
     for name in names or ():
         if name not in known:

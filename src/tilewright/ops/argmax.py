@@ -1,6 +1,7 @@
 """Argmax: out[i] = the first j with x[i, j] = max(x[i])
 
-A row of a vocabulary is cut into ranges, so that one row fills the GPU; a second kernel merges what the ranges found.
+A row of a vocabulary is cut into ranges, so that one row fills the GPU; a second kernel merges what
+the ranges found.
 
 Source    torch.argmax, whose rules for ties (the first) and NaN (the largest) hold.
 Numerics  Exact.
@@ -8,6 +9,7 @@ Bound     Memory: x read once.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,12 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .early import overlap_previous
-from .first_best import NOWHERE, empty_best, first_best, take_better
-from .tiles import load_tile, of_width
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common.first_best import NOWHERE, empty_best, first_best, take_better
+from .common.pdl import pdl_overlap
+from .common.rows import CPU_TILE, grid_fits, least_tile, stream
+from .common.tiles import load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NEG_INF = ct.PaddingMode.NEG_INF
@@ -50,11 +54,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the rows are walked.
+    """How the rows are tiled.
 
     tile_m, tile_n: rows and columns of a tile; powers of two.
     loads: tiles loaded before the first is looked at.
-    splits: blocks that share a tile of rows; 1 needs no merge and no workspace.
+    num_splits: blocks that share a tile of rows; 1 needs no merge and no scratch memory.
     latency: prefetch hint of the loads, 1 to 10.
     num_worker_warps: warps that compute, 4 or 8.
     """
@@ -62,46 +66,90 @@ class Config:
     tile_m: int
     tile_n: int
     loads: int = 1
-    splits: int = 1
+    num_splits: int = 1
     latency: int = 4
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+LOADS = {4: (8, 4, 2, 1), 8: (4, 2, 1)}  # of a block, by its warps
+# waits decide, which the model knows least of: the first config stays unless another is far better
+TIE = 0.25
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Blocks without a loop, with as many loads as leave blocks to fill the device; then with one,
+    which unrolls by the latency.
+    """
     whole = next_pow2(p.cols)
     if device.is_cpu:
-        tile_m = max(1, min(next_pow2(p.rows), (1 << 20) // whole))
-        return list(dict.fromkeys((Config(tile_m, whole), Config(max(1, tile_m // 4), max(1, whole // 8), 2, splits=2))))
-    vector = 16 // p.dtype.itemsize  # elements of the widest load
-    configs = []
-    for warps, most_loads in ((4, 4), (4, 2), (4, 1), (8, 4), (8, 2), (8, 1), (4, 8)):
-        size = warps * 32 * vector
-        tile_n = min(whole, size)
-        tile_m = min(size // tile_n, next_pow2(p.rows))
-        steps, row_tiles = ct.cdiv(p.cols, tile_n), ct.cdiv(p.rows, tile_m)
-        wanted = ct.cdiv(device.sms * 32, row_tiles * warps)  # splits for which as many blocks exist as run at once
-        loads = max(1, min(most_loads, next_pow2(steps)))
-        while loads > 1 and ct.cdiv(steps, loads) < wanted:
-            loads //= 2  # rather more blocks
-        groups = ct.cdiv(steps, loads)
-        if groups <= MOST_SPLITS and (groups == 1 or groups <= 16 * wanted):
-            configs.append(Config(tile_m, tile_n, loads, groups, num_worker_warps=warps))  # no block has a loop
-        if wanted < groups:
-            # The compiler unrolls the loop by the latency: one load a turn, and a low hint, or it spills (sm_90, sm_121).
-            configs.append(Config(tile_m, tile_n, 1, min(wanted, steps, MOST_SPLITS), latency=1, num_worker_warps=warps))
-    return list(dict.fromkeys(configs))
+        tile_n = min(whole, CPU_TILE)
+        tile_m = max(1, min(next_pow2(p.rows), CPU_TILE // tile_n))
+        yield Config(tile_m, tile_n)
+        yield Config(max(1, tile_m // 4), max(1, tile_n // 8), 2, num_splits=2)
+        return
+    vector = 16 // p.dtype.itemsize
+    few = p.rows * p.cols < device.sms * 32 * 32 * vector  # tiles of 4 warps for half of the device
+    for warps in (8, 4) if few else (4, 8):
+        tile_n = min(whole, warps * 32 * vector)
+        tile_m = max(min(warps * 32 * vector // tile_n, next_pow2(p.rows)), least_tile(p.rows))
+        steps = ct.cdiv(p.cols, tile_n)
+        # splits that fill half of the device
+        fills = device.sms * 32 / warps / ct.cdiv(p.rows, tile_m)
+        filling = [n for n in LOADS[warps] if n == 1 or ct.cdiv(steps, n) >= fills]
+        yield from (Config(tile_m, tile_n, n, ct.cdiv(steps, n), num_worker_warps=warps) for n in filling[:2])
+        yield Config(tile_m, tile_n, 1, min(next_pow2(int(fills)), steps), latency=1, num_worker_warps=warps)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of the launch over ranges, and of the merge."""
-    grid = (c.splits, ct.cdiv(p.rows, c.tile_m)) if c.splits > 1 else (ct.cdiv(p.rows, c.tile_m),)
-    constants = (c.splits, p.cols, c.tile_m, c.tile_n, c.loads, c.latency)
-    if c.splits == 1:
-        return Plan(argmax_kernel, grid, constants, num_worker_warps=c.num_worker_warps, early=True)
-    merge = Plan(argmax_merge_kernel, (p.rows,), (c.splits, next_pow2(c.splits)), early=True)
-    workspace = (((2, p.rows, c.splits), torch.int32),)
-    return Plan(argmax_kernel, grid, constants, None, None, c.num_worker_warps, workspace, merge, early=True)
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """The merge holds one of each split in registers."""
+    row_tiles = ct.cdiv(p.rows, c.tile_m)
+    if c.num_splits == 1:
+        return grid_fits(row_tiles)
+    return c.num_splits <= MOST_SPLITS and grid_fits(c.num_splits, row_tiles) and grid_fits(p.rows)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Groups of loads of a block, which wait for each other, and the merge."""
+    row_tiles, size = ct.cdiv(p.rows, c.tile_m), p.dtype.itemsize
+    groups = ct.cdiv(p.cols, c.tile_n * c.loads * c.num_splits)
+    elements, threads = c.tile_m * c.tile_n, 32 * (c.num_worker_warps or 4)
+    return stream(
+        device,
+        row_tiles * c.num_splits,
+        elements * c.loads * groups,
+        p.cost().size_bytes,
+        c,
+        registers=24 + elements / threads * (2 + c.loads * size / 4),
+        aligned=p.cols * size,
+        operations=OPERATIONS,
+        chain=groups + bool(p.cols % c.tile_n) / 2,
+        partial=16 * p.rows * c.num_splits if c.num_splits > 1 else 0,
+    )
+
+
+def family(p: Problem, c: Config) -> str:
+    return f"{c.num_worker_warps} {c.loads} {c.latency} {c.num_splits > 1}"
+
+
+OPERATIONS = 3  # on an element
+CHOICES = Choices("argmax", candidates, legal, work, family, tie=TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """The launch over ranges of columns, and the merge of what they found."""
+    row_tiles = ct.cdiv(p.rows, c.tile_m)
+    constants = {"splits": c.num_splits, "cols": p.cols, "tile_m": c.tile_m, "tile_n": c.tile_n, "loads": c.loads, "latency": c.latency}
+    if c.num_splits == 1:
+        return (Launch(argmax_kernel, (row_tiles,), constants, **hints(c), pdl=True),)
+    partial = {"partial": ((2, p.rows, c.num_splits), torch.int32)}
+    ranges = Launch(argmax_kernel, (c.num_splits, row_tiles), constants, **hints(c), pdl=True, scratch=partial, renames={"out": "partial"})
+    merge = {"splits": c.num_splits, "tile_s": next_pow2(c.num_splits)}
+    return ranges, Launch(argmax_merge_kernel, (p.rows,), merge, pdl=True)
 
 
 @ct.kernel
@@ -115,11 +163,13 @@ def argmax_kernel(
     LOADS: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """One tile of rows, every SPLITS-th group of LOADS tiles. Grid (row tiles), with SPLITS > 1 (SPLITS, row tiles).
+    """One tile of rows, every SPLITS-th group of LOADS tiles. Grid (row tiles), with SPLITS > 1
+    (SPLITS, row tiles).
 
-    X: [rows, COLS]. OUT: [rows] int64; with SPLITS > 1 int32 [2, rows, SPLITS]: the bits of the largest element, and its column.
+    X: [rows, COLS]. OUT: [rows] int64; with SPLITS > 1 int32 [2, rows, SPLITS]: the bits of the
+        largest element, and its column.
     """
-    overlap_previous()
+    pdl_overlap()
     shape = (TILE_M, TILE_N)
     steps = ct.cdiv(COLS, TILE_N)
     X = of_width(X, COLS)
@@ -144,7 +194,8 @@ def argmax_kernel(
                 best, when = take_group(best, when, group)
         top, column = first_best(best, when * TILE_N + lane)
         if SPLITS == 1:
-            ct.store(OUT, (i,), column.reshape((TILE_M,)).astype(ct.int64), allow_tma=False)  # TMA takes 255 registers
+            # TMA takes 255 registers
+            ct.store(OUT, (i,), column.reshape((TILE_M,)).astype(ct.int64), allow_tma=False)
         else:
             ct.store(OUT, (0, i, split), ct.bitcast(top, ct.int32).reshape((1, TILE_M, 1)), allow_tma=False)
             ct.store(OUT, (1, i, split), column.reshape((1, TILE_M, 1)), allow_tma=False)
@@ -161,8 +212,10 @@ def argmax_kernel(
 
 @ct.kernel
 def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Constant[int]):
-    """One row: the best of its ranges. PARTIAL: [2, rows, SPLITS] of argmax_kernel; OUT: [rows] int64."""
-    overlap_previous()
+    """One row: the best of its ranges. PARTIAL: [2, rows, SPLITS] of argmax_kernel; OUT: [rows]
+    int64.
+    """
+    pdl_overlap()
     i = ct.bid(0)
     PARTIAL = PARTIAL.slice(2, 0, SPLITS)
     both = ct.load(PARTIAL, (0, i, 0), (2, 1, TILE_S), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
@@ -173,30 +226,29 @@ def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Const
     ct.store(OUT, (i,), column.reshape((1,)).astype(ct.int64), allow_tma=False)
 
 
+DECISION = Decision("argmax", problem=Problem, arguments=("x", "out"), space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def argmax_out(x: Tensor, out: Tensor) -> None:
-    """`argmax` of x [rows, cols] into `out` [rows]. No checks, no sync: safe under graph capture."""
+    """`argmax` of x [rows, cols] into `out` [rows]. No checks, no sync: graph-safe."""
     rows, cols = x.shape
-    chosen = best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype)
-    if chosen.then is None:
-        launch(chosen, x, out)
-    else:
-        (partial,) = chosen.scratch(x.device)
-        launch(chosen, x, partial)
-        launch(chosen.then, partial, out)
+    DECISION.launches(Device.of(x), rows=rows, cols=cols, dtype=x.dtype).run(x, out)
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The index of the largest element along the last axis: the first of equals; NaN counts as the largest.
+    """The index of the largest element along the last axis: the first of equals; NaN counts as the
+    largest.
 
     Args:
-        x: [..., cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        x: [..., cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. Copied if
+            its leading axes do not fold into one.
     Returns: [...] int64. Empty if a leading axis is, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise must("x.shape", "[..., cols] with cols at least 1", tuple(x.shape))
+        raise argument_error("x.shape", "[..., cols] with cols at least 1", tuple(x.shape))
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     if out.numel():
         argmax_out(as_rows(x), out.view(-1))

@@ -1,23 +1,27 @@
 """Batched matrix product: out[i] = a[i] @ b[i], where a or b may be one matrix for all i
 
-Source    The definition; scaled 8-bit operands after DeepSeek-V3 2024, arXiv:2412.19437, section 3.3 (ops/scaling.py says what scales mean).
-Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum; scales of a group the sum over its 128 values,
-          which starts from zero.
-Bound     Compute from a few hundred rows and columns on; below that memory: every operand read once, out written once.
+Source    The definition; scaled 8-bit operands after DeepSeek-V3 2024, arXiv:2412.19437, section
+          3.3 (ops/common/scaling.py says what scales mean).
+Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum;
+          scales of a group the sum over its 128 values, which starts from zero.
+Bound     Compute from a few hundred rows and columns on; below that memory: every operand read
+          once, out written once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
-from .early import early, overlap_previous
-from .mma_tiles import Tile, config_of, cpu_tiles, few_rows_tiles, loads_wide, run_us, tiles_for, unranked_tiles
-from .scaling import (
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, dtype_name, hints, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common import gemm_choices
+from .common.gemm_choices import Gemm, Tile, cpu_tiles, tiles_for
+from .common.pdl import pdl_overlap, use_pdl
+from .common.scaling import (
     BLOCK,
     FP8,
     GROUP,
@@ -36,16 +40,15 @@ from .scaling import (
     random_scales,
     row_scales,
     scale_shapes,
-    scale_view,
+    scale_views,
     scaled,
     scaling_of,
     torch_product,
 )
-from .tiles import grouped_tile
+from .common.tiles import grouped_tile
 
 WIDE = (torch.bfloat16, torch.float16)
 OUT = (*WIDE, torch.float32)
-MOST_CONFIGS = 32
 
 
 def reference(
@@ -88,6 +91,17 @@ class Problem:
     scaling: Scaling = Scaling.NONE
     out_dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def gemm(self) -> Gemm:
+        """What it has in common with other products."""
+        options: dict[str, Any] = {
+            "scaling": self.scaling,
+            "fast": fast_sum(self.dtype, self.out_dtype, self.k),
+            "matrices_b": 1 if self.one_b else self.batch,
+        }
+        size = self.m, self.n, self.k, self.dtype, self.cost().size_bytes
+        return Gemm(*size, batch=self.batch, trans_a=self.trans_a, trans_b=self.trans_b, **options)
+
     def cost(self) -> Cost:
         read = (1 if self.one_a else self.batch) * self.m * self.k + (1 if self.one_b else self.batch) * self.k * self.n
         written = self.batch * self.m * self.n * self.out_dtype.itemsize
@@ -110,96 +124,66 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """One way to compute it.
-
-    tile_m, tile_n, tile_k: of one step, powers of two.
-    group: tile rows in a band of the tile order, inside one matrix of the batch (L2 reuse).
-    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a.
-    persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
-    latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
-    """
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    group: int = 8
-    weights_first: bool = False
-    persistent: bool = False
-    latency: int = 5
-    num_ctas: int | None = None
-    occupancy: int = 1
-    num_worker_warps: int | None = None
-
-    def tiles(self, p: Problem) -> int:
-        return p.batch * -(-p.m // self.tile_m) * -(-p.n // self.tile_n)
-
-    def resident(self, device: Device) -> int:
-        """Blocks that the device holds at once."""
-        return max(1, device.sms * self.occupancy // (self.num_ctas or 1))
+class Config(Tile):
+    """One way to compute it: a tile; `group` is inside one matrix of the batch."""
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
-    if p.dtype in FP8 and not device.has_fp8:
-        return []
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """The tiles of every product, persistent too where there is more than a wave."""
     if device.is_cpu:
-        first, second = cpu_tiles(p.m, p.n, p.k, p.scaling)
-        return list(dict.fromkeys((config_of(Config, first, persistent=True), config_of(Config, second, group=2))))
-    configs = sorted(_configs(p, device), key=lambda c: estimate_us(p, c, device))
-    best = configs[0]
-    others = [replace(best, group=4), replace(best, group=16)]
-    if p.scaling is not Scaling.BLOCK:  # whose latency is not free (mma_tiles.py)
-        others.append(replace(best, latency=max(1, best.latency - 1)))
-    unranked = [config_of(Config, tile) for tile in unranked_tiles(device, p.dtype, wide_loads=_layout(p, device)[1]) if tile.tile_m <= max(64, p.m)]
-    others += [replace(c, persistent=walks) for c in unranked for walks in (False, True) if not walks or c.tiles(p) > c.resident(device)]
-    return list(dict.fromkeys((*_few_rows(p, device), best, *others, *configs)))[:MOST_CONFIGS]
+        yield from cpu_tiles(p.gemm, Config)
+    else:
+        yield from (c for c, _ in tiles_for(p.gemm, device, Config))
 
 
-def _few_rows(p: Problem, device: Device) -> list[Config]:
-    """Bound by reading b: first the tiles that cover the output in one round of blocks, whose loads are all under way at once."""
-    k_major, wide = _layout(p, device)
-    tiles = few_rows_tiles(device, p.dtype, p.scaling, p.m, p.k, k_major=k_major, wide_loads=wide)
-    configs = (config_of(Config, tile) for tile in tiles)
-    return sorted((replace(c, persistent=c.tiles(p) > c.resident(device)) for c in configs), key=lambda c: c.persistent)
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Block scales: a step lies in one group of k."""
+    return (p.dtype not in FP8 or device.has_fp8) and (p.scaling is not Scaling.BLOCK or c.tile_k <= GROUP)
 
 
-def _layout(p: Problem, device: Device) -> tuple[bool, bool]:
-    """Whether k is the last axis of both operands, and whether all their rows can be read 16 bytes at a time."""
-    lengths = p.m if p.trans_a else p.k, p.k if p.trans_b else p.n
-    return p.trans_b and not p.trans_a, loads_wide(device, p.dtype, *lengths)
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """What the launch asks for."""
+    return gemm_choices.work(p.gemm, c, device)
 
 
-def _configs(p: Problem, device: Device) -> Iterator[Config]:
-    k_major, wide = _layout(p, device)
-    tiles = tiles_for(device, p.dtype, p.scaling, k_major=k_major, wide_loads=wide, fast=fast_sum(p.dtype, p.out_dtype, p.k))
-    lowest = min(tile.tile_m for tile in tiles)
-    for tile in tiles:
-        if tile.tile_m > max(lowest, next_pow2(p.m)):
-            continue
-        plain = config_of(Config, tile)
-        yield plain
-        if tile.walks and plain.tiles(p) > plain.resident(device):
-            yield replace(plain, persistent=True)
+def family(p: Problem, c: Config) -> str:
+    """What the model errs alike about."""
+    return gemm_choices.family(p.gemm, c)
 
 
-def estimate_us(p: Problem, c: Config, device: Device) -> float:
-    """Time of a config: rounds of tiles, or the memory traffic."""
-    tile = Tile(c.tile_m, c.tile_n, c.tile_k, c.num_ctas, c.occupancy, c.num_worker_warps)
-    us = run_us(tile, c.tiles(p), p.k, p.dtype, p.scaling, device)
-    if not c.persistent:
-        us += 0.5 * -(-c.tiles(p) // c.resident(device))  # a block that comes and goes overlaps less than one that walks
-    return max(us, p.cost().size_bytes / (device.memory_gbs * 1e3)) + 1e-3 * us
+CHOICES = Choices("bmm", candidates, legal, work, family, like="matmul")
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of one launch."""
-    tiles = c.tiles(p)
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """One launch."""
+    tiles = p.gemm.tiles(c)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
-    sums = (int(p.scaling), fast_sum(p.dtype, p.out_dtype, p.k), unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
-    constants = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, *sums, c.persistent, c.latency)
-    return Plan(bmm_kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps, early=early(p.m, c.persistent))
+    constants = {
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "tile_k": c.tile_k,
+        "group_m": c.group,
+        "trans_a": p.trans_a,
+        "trans_b": p.trans_b,
+        "swap_ab": c.swap_ab,
+        "scaling": int(p.scaling),
+        "fast_acc": fast_sum(p.dtype, p.out_dtype, p.k),
+        "even_m": unchecked and p.m % c.tile_m == 0,
+        "even_n": unchecked and p.n % c.tile_n == 0,
+        "persistent": c.persistent,
+        "latency": c.latency,
+    }
+    unused = () if p.scaling else ("scale_a", "scale_b")
+    return (Launch(bmm_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.m, c.persistent), unused=unused),)
+
+
+DECISION = Decision("bmm", problem=Problem, arguments=("a", "b", "scale_a", "scale_b", "out"), space=space, plan=plan)
 
 
 @ct.kernel
@@ -215,7 +199,7 @@ def bmm_kernel(
     GROUP_M: ct.Constant[int],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
-    WEIGHTS_FIRST: ct.Constant[bool],
+    SWAP_AB: ct.Constant[bool],
     SCALING: ct.Constant[int],
     FAST_ACC: ct.Constant[bool],
     EVEN_M: ct.Constant[bool],
@@ -223,21 +207,26 @@ def bmm_kernel(
     PERSISTENT: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
-    """out [batch, m, n], a tile at a time; all tiles of a matrix before those of the next, so that its panels stay in L2.
+    """out [batch, m, n], a tile at a time; all tiles of a matrix before those of the next, so that
+    its panels stay in L2.
 
-    a: [batch or 1, m, k], or [.., k, m] with TRANS_A. b: [batch or 1, k, n], or [.., n, k] with TRANS_B.
-    scale_a, scale_b: [batch or 1, groups, rows] as ops/scaling.py makes them, read only if SCALING asks for them.
-    WEIGHTS_FIRST: accumulate the transpose, with b's columns on the long side of the MMA: for few rows of a.
-    EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded unchecked.
+    a: [batch or 1, m, k], or [.., k, m] with TRANS_A. b: [batch or 1, k, n], or [.., n, k] with
+        TRANS_B.
+    scale_a, scale_b: [batch or 1, groups, rows] as ops/common/scaling.py makes them, read only if
+        SCALING asks for them.
+    SWAP_AB: accumulate the transpose, with b's columns on the long side of the MMA: for few rows of
+        a.
+    EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded
+        unchecked.
     """
-    overlap_previous(PERSISTENT)
+    pdl_overlap(PERSISTENT)
     tiles_m, tiles_n = ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N)
 
     def one_tile(index):
         i = index // (tiles_m * tiles_n)
         tile_m, tile_n = grouped_tile(index - i * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         i_a, i_b = min(i, a.shape[0] - 1), min(i, b.shape[0] - 1)
-        acc = ct.zeros((TILE_N, TILE_M) if WEIGHTS_FIRST else (TILE_M, TILE_N), dtype=ct.float32)
+        acc = ct.zeros((TILE_N, TILE_M) if SWAP_AB else (TILE_M, TILE_N), dtype=ct.float32)
         for step in range(ct.cdiv(a.shape[1 if TRANS_A else 2], TILE_K)):
             if TRANS_A:
                 x = ct.load(a, (i_a, step, tile_m), (1, TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY)
@@ -249,19 +238,19 @@ def bmm_kernel(
                 w = w.reshape((TILE_N, TILE_K)).transpose()
             else:
                 w = ct.load(b, (i_b, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
-            first, second = (w.transpose(), x.transpose()) if WEIGHTS_FIRST else (x, w)
+            first, second = (w.transpose(), x.transpose()) if SWAP_AB else (x, w)
             if SCALING == BLOCK:
                 group = step * TILE_K // GROUP
                 rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY, EVEN_M)
                 columns = block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY, EVEN_N)
-                acc = add_scaled(acc, first, second, *((columns, rows) if WEIGHTS_FIRST else (rows, columns)))
+                acc = add_scaled(acc, first, second, *((columns, rows) if SWAP_AB else (rows, columns)))
             else:
                 acc = add_product(first, second, acc, FAST_ACC)
         if SCALING == ROW or SCALING == TENSOR:
             rows = row_scales(scale_a, i_a, tile_m, TILE_M, SCALING)
             columns = row_scales(scale_b, i_b, tile_n, TILE_N, SCALING)
-            acc = scaled(acc, *((columns, rows) if WEIGHTS_FIRST else (rows, columns)))
-        if WEIGHTS_FIRST:
+            acc = scaled(acc, *((columns, rows) if SWAP_AB else (rows, columns)))
+        if SWAP_AB:
             acc = acc.transpose()
         ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
 
@@ -284,13 +273,21 @@ def bmm_out(
 ) -> None:
     """`bmm` into `out` [batch, m, n]. No checks, no sync: safe under graph capture."""
     batch, m, n = out.shape
-    k = a.shape[1 if trans_a else 2]
-    scaling = known_scaling(scale_a, True)
-    one_a, one_b = a.shape[0] < batch, b.shape[0] < batch
-    fields = (batch, m, n, k, a.dtype, trans_a, trans_b, one_a, one_b, scaling, out.dtype)
-    # Without scales the kernel does not touch them; the operands stand in.
-    scales = (a, b) if scale_a is None or scale_b is None else (scale_view(scale_a, scaling, True), scale_view(scale_b, scaling, True))
-    launch(best_plan(space, plan, Device.of(a), Problem, *fields), a, b, *scales, out)
+    launches = DECISION.launches(
+        Device.of(a),
+        batch=batch,
+        m=m,
+        n=n,
+        k=a.shape[1 if trans_a else 2],
+        dtype=a.dtype,
+        trans_a=trans_a,
+        trans_b=trans_b,
+        one_a=a.shape[0] < batch,
+        one_b=b.shape[0] < batch,
+        scaling=known_scaling(scale_a, True),
+        out_dtype=out.dtype,
+    )
+    launches.run(a, b, *scale_views(scale_a, scale_b, True), out)
 
 
 def bmm(
@@ -306,11 +303,16 @@ def bmm(
     """Matrix products of a batch; an operand with one matrix serves the whole batch.
 
     Args:
-        a: [batch or 1, m, k], or [.., k, m] if trans_a; bf16, fp16, float8_e4m3fn or float8_e5m2; stride 1 in the last axis.
-        b: [batch or 1, k, n], or [.., n, k] if trans_b; dtype and device of a, stride 1 in the last axis.
-        scale_a: fp32, 8-bit operands only: [] or [batch of a], [batch of a, m], or [batch of a, m, ceil(k / 128)].
-        scale_b: fp32, of the same kind: [] or [batch of b], [batch of b, n], or [batch of b, ceil(n / 128), ceil(k / 128)].
-        trans_a, trans_b: the operand is stored transposed; 8-bit operands are fastest with k last (trans_b alone).
+        a: [batch or 1, m, k], or [.., k, m] if trans_a; bf16, fp16, float8_e4m3fn or float8_e5m2;
+            stride 1 in the last axis.
+        b: [batch or 1, k, n], or [.., n, k] if trans_b; dtype and device of a, stride 1 in the last
+            axis.
+        scale_a: fp32, 8-bit operands only: [] or [batch of a], [batch of a, m], or [batch of a, m,
+            ceil(k / 128)].
+        scale_b: fp32, of the same kind: [] or [batch of b], [batch of b, n], or [batch of b, ceil(n
+            / 128), ceil(k / 128)].
+        trans_a, trans_b: the operand is stored transposed; 8-bit operands are fastest with k last
+            (trans_b alone).
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
     Returns: [batch, m, n], contiguous. Nothing in an axis: empty, nothing launched. k = 0: zeros.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -319,13 +321,13 @@ def bmm(
     check_tensor(b, "b", ndim=3, like=a)
     allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
     if out_dtype is not None and out_dtype not in allowed:
-        raise must("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
+        raise argument_error("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
     m, k = (a.shape[2], a.shape[1]) if trans_a else (a.shape[1], a.shape[2])
     n = b.shape[1 if trans_b else 2]
     if b.shape[2 if trans_b else 1] != k:
-        raise must(f"b.shape[{2 if trans_b else 1}]", f"{k}, the k of a {tuple(a.shape)}", b.shape[2 if trans_b else 1])
+        raise argument_error(f"b.shape[{2 if trans_b else 1}]", f"{k}, the k of a {tuple(a.shape)}", b.shape[2 if trans_b else 1])
     if a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
-        raise must("b.shape[0]", f"1 or {a.shape[0]}, the batch of a (or a's 1)", b.shape[0])
+        raise argument_error("b.shape[0]", f"1 or {a.shape[0]}, the batch of a (or a's 1)", b.shape[0])
     scaling_of(a, scale_a, scale_b, m, n, k, batch_a=a.shape[0], batch_b=b.shape[0])
     batch = a.shape[0] if b.shape[0] == 1 else b.shape[0]
     out = torch.empty((batch, m, n), dtype=out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype), device=a.device)

@@ -1,15 +1,19 @@
 """Dropout: out[i] = x[i] / (1 - p) where word[i] >= p * 2**32, else 0
 
-    word[i] is word i % 4 of Philox4x32-10 with the counter i // 4 + offset (64 bits, the upper half of the counter is 0) and the key seed,
-    i the row-major index of the element. It depends on no tile size, so the gradient is `dropout` of the output's gradient with the same
-    p, seed and offset: no mask is stored.
+    word[i] is word i % 4 of Philox4x32-10 with the counter i // 4 + offset (64 bits, the upper half
+    of the counter is 0) and the key seed, i the row-major index of the element. It depends on no
+    tile size, so the gradient is `dropout` of the output's gradient with the same p, seed and
+    offset: no mask is stored.
 
-Source    Srivastava et al. 2014, "Dropout", section 4, scaled when training; Salmon et al. 2011 (Philox).
+Source    Srivastava et al. 2014, "Dropout", section 4, scaled when training; Salmon et al. 2011
+          (Philox).
 Numerics  Product in fp32, rounded once.
-Bound     Memory: x read once, out written once. Ten rounds of Philox make four words: about 19 instructions an element on sm_90.
+Bound     Memory: x read once, out written once. Ten rounds of Philox make four words: about 19
+          instructions an element on sm_90.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -17,8 +21,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .philox import low_high, one_of_four, philox, philox_reference, split_words
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common.philox import low_high, one_of_four, philox, philox_reference, split_words
+from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -29,7 +35,8 @@ def reference(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -
     index = torch.arange(x.numel(), device=x.device)
     counter = index // 4 + (0 if offset is None else offset)
     zero = torch.zeros_like(index)
-    words = torch.stack(philox_reference((*split_words(counter), zero, zero), split_words(seed)))  # [4, x.numel()]
+    # [4, x.numel()]
+    words = torch.stack(philox_reference((*split_words(counter), zero, zero), split_words(seed)))
     word = words.gather(0, (index % 4)[None]).view(x.shape)
     return torch.where(word >= p * 2.0**32, x * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
 
@@ -42,6 +49,7 @@ class Problem:
     dtype: torch.dtype
     has_offset: bool = True
     p: float = 0.1
+    clears: bool = False  # p is so near 1 that no word is kept
 
     def cost(self) -> Cost:
         return Cost(size_bytes=2 * self.size * self.dtype.itemsize, flops=self.size)
@@ -51,16 +59,17 @@ class Problem:
             "x": torch.randn(self.size, dtype=self.dtype, device=device),
             "p": self.p,
             "seed": torch.tensor(0x0123_4567_89AB_CDEF, device=device),
-            "offset": torch.tensor(2**32 - 5, device=device) if self.has_offset else None,  # the counter carries into its second word
+            # the counter carries into its second word
+            "offset": torch.tensor(2**32 - 5, device=device) if self.has_offset else None,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the elements are walked.
+    """How the elements are tiled.
 
     tile: elements of a tile; a power of two, at least 4.
-    persistent: a block walks over many tiles; otherwise it has one.
+    persistent: a block takes many tiles; otherwise it has one.
     latency: prefetch hint of the loads, 1 to 10.
     occupancy: resident blocks per SM.
     num_worker_warps: warps that compute, 4 or 8.
@@ -73,32 +82,54 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    size = max(4, next_pow2(p.size))
+# (loads of 16 bytes of a thread, warps, occupancy, latency of persistent blocks), best first on an
+# H200.
+# An occupancy makes the compiler take 56 registers instead of 126; each load then follows the store
+# before.
+TILES = (
+    *((2, 4), (1, 4), (4, 4), (2, 8), (1, 8), (4, 8), (4, 4, 5), (2, 4, 8)),
+    *((2, 4, 6, 4), (2, 8, 3, 4), (1, 8, 4, 4), (2, 4, 8, 2)),
+)
+OPERATIONS = 28  # on an element; most of them are Philox
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
-        tile = min(size, 1 << 20)
-        return [Config(tile), Config(max(4, tile // 8), persistent=True, occupancy=1)]
-    vector = 16 // p.dtype.itemsize  # elements of the widest load
-    few = p.size < device.sms * 1024 * vector
-    configs = []
-    for loads, warps in ((1, 4), (1, 8), (2, 4)) if few else ((4, 4), (2, 4), (2, 8), (1, 8), (1, 4), (4, 8)):  # H200, 2026-11-21
-        configs.append(Config(loads * warps * 32 * vector, num_worker_warps=warps))
-    if not few:  # 56 registers in place of 126 at four loads, but each load then follows the store before (sm_90)
-        configs += [Config(loads * 128 * vector, occupancy=occupancy, num_worker_warps=4) for loads, occupancy in ((4, 5), (2, 8))]
-    for loads, warps, latency, occupancy in ((2, 4, 4, 6), (2, 8, 4, 3), (1, 8, 4, 4), (2, 4, 2, 8)):
-        tile = loads * warps * 32 * vector
-        if ct.cdiv(p.size, tile) > device.sms * occupancy:
-            configs.append(Config(tile, True, latency, occupancy, warps))
-    return configs
+        tile = min(max(4, next_pow2(p.size)), CPU_TILE)
+        yield Config(tile)
+        yield Config(max(4, tile // 8), persistent=True, occupancy=1)
+        return
+    for loads, warps, *more in TILES:
+        occupancy = more[0] if more else None
+        yield Config(loads * warps * 512 // p.dtype.itemsize, len(more) == 2, more[1] if len(more) == 2 else 4, occupancy, warps)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Persistent blocks have two tiles at least; others fit a grid."""
+    tiles = ct.cdiv(p.size, c.tile)
+    return device.is_cpu or (tiles > device.sms * (c.occupancy or 1) if c.persistent else grid_fits(tiles))
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Tiles of x, each with four words of noise for four elements."""
+    registers = 24 + 3 * c.tile / (32 * (c.num_worker_warps or 4))
+    return stream(device, ct.cdiv(p.size, c.tile), c.tile, p.cost().size_bytes, c, registers=registers, operations=OPERATIONS)
+
+
+CHOICES = Choices("dropout", candidates, legal, work, tie=TILE_TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.size, c.tile)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = (p.has_offset, c.persistent, c.tile, c.latency)
-    return Plan(dropout_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+    constants = {"has_offset": p.has_offset, "clears": p.clears, "persistent": c.persistent, "tile": c.tile, "latency": c.latency}
+    return (Launch(dropout_kernel, (blocks,), constants, **hints(c), unused=() if p.has_offset else ("offset",)),)
 
 
 @ct.kernel
@@ -110,11 +141,15 @@ def dropout_kernel(
     limit: int,
     scale: float,
     HAS_OFFSET: ct.Constant[bool],
+    CLEARS: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     TILE: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """Tiles of TILE elements in order. X, OUT: [size]; SEED, OFFSET: [1] int64. limit: the least word that is kept, as the int32 of its bits."""
+    """Tiles of TILE elements in order. X, OUT: [size]; SEED, OFFSET: [1] int64.
+
+    limit: the least word that is kept, as the int32 of its bits. CLEARS: there is none.
+    """
     least = ct.bitcast(ct.astype(limit, ct.int32), ct.uint32)
     key = low_high(ct.load(SEED, (0,), ()))
     first = ct.arange(TILE // 4, dtype=ct.int64)
@@ -131,6 +166,8 @@ def dropout_kernel(
         low, high = low_high(counter.reshape((TILE // 4, 1)))
         words = philox(low, high, zero, zero, *key)
         keep = one_of_four(words) >= least  # [TILE / 4, 4]
+        if CLEARS:
+            keep = keep & False
         y = ct.where(keep, x.reshape((TILE // 4, 4)).astype(ct.float32) * scale, 0.0).astype(OUT.dtype)
         ct.store(OUT, (index,), y.reshape((TILE,)), check_bounds=not whole, allow_tma=False)
 
@@ -147,37 +184,40 @@ def dropout_kernel(
         one_tile(ct.bid(0))
 
 
+DECISION = Decision("dropout", problem=Problem, arguments=("x", "out", "seed", "offset", "limit", "scale"), space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def dropout_out(x: Tensor, out: Tensor, seed: Tensor, offset: Optional[Tensor], p: float) -> None:
-    """`dropout` into `out`; both [size] and contiguous, seed and offset [1]. No checks, no sync: safe under graph capture."""
-    limit = math.ceil(p * 2.0**32)  # exact: words are integers, and the product only moves the exponent
-    if limit == 2**32:
-        out.zero_()
-        return
-    chosen = best_plan(space, plan, Device.of(x), Problem, x.shape[0], x.dtype, offset is not None)
-    signed = limit - 2**32 if limit >= 2**31 else limit
-    launch(chosen, x, out, seed, seed if offset is None else offset, signed, 1.0 / (1.0 - p))  # without an offset nothing reads the array
+    """`dropout` into `out`; both [size] and contiguous, seed and offset [1]. No checks, no sync:
+    safe under graph capture.
+    """
+    # exact: words are integers, and the product only moves the exponent
+    limit = math.ceil(p * 2.0**32)
+    launches = DECISION.launches(Device.of(x), size=x.shape[0], dtype=x.dtype, has_offset=offset is not None, clears=limit == 2**32)
+    launches.run(x, out, seed, offset, limit - 2**32 if limit >= 2**31 else limit, 1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1 / (1 - p); applied to a gradient with the same seed and offset, its backward.
+    """Zeroes each element with probability p and scales the others by 1 / (1 - p); applied to a
+    gradient with the same seed and offset, its backward.
 
     Args:
         x: any shape; bf16, fp16 or fp32; stride 1 in the last axis. Copied if it is not contiguous.
         p: probability of a zero, 0 to 1.
         seed: [] int64 on the device of x, read when the kernel runs: any value.
-        offset: [] int64 likewise; default 0. A call uses the counters from offset to offset + ceil(x.numel() / 4) - 1: advance it by their
-            number for fresh noise with the same seed.
+        offset: [] int64 likewise; default 0. A call uses the counters from offset to offset +
+            ceil(x.numel() / 4) - 1: advance it by their number for fresh noise with the same seed.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if not 0.0 <= p <= 1.0:
-        raise must("p", "0 to 1", p)
+        raise argument_error("p", "0 to 1", p)
     for name, given in (("seed", seed), *(() if offset is None else (("offset", offset),))):
         check_tensor(given, name, shape=(), dtypes=(torch.int64,))
         if given.device != x.device:
-            raise must(f"{name}.device", x.device, given.device)
+            raise argument_error(f"{name}.device", x.device, given.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         dropout_out(x.contiguous().view(-1), out.view(-1), seed.view(1), None if offset is None else offset.view(1), p)

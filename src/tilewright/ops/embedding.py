@@ -1,11 +1,14 @@
 """Embedding: out[i] = scale * weight[ids[i]]
 
-Source    Vaswani et al. 2017, arXiv:1706.03762, section 3.4 (with scale = sqrt(dim), as Gemma has it).
+Source    Vaswani et al. 2017, arXiv:1706.03762, section 3.4 (with scale = sqrt(dim), as Gemma has
+          it).
 Numerics  Product in fp32, rounded once; with scale 1 the row's own bits.
-Bound     Memory: a row of the weight read and one of out written for each id. An id outside the vocabulary gives a row of NaN.
+Bound     Memory: a row of the weight read and one of out written for each id. An id outside the
+          vocabulary gives a row of NaN.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +16,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .early import overlap_previous
-from .tiles import of_width
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common.pdl import pdl_overlap
+from .common.rows import TILE_TIE, grid_fits, least_tile, stream
+from .common.tiles import of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -30,7 +35,9 @@ def reference(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on. vocab and scale are runtime values, and here for inputs() and cost()."""
+    """What a plan may depend on. vocab and scale are runtime values, and here for inputs() and
+    cost().
+    """
 
     tokens: int
     dim: int
@@ -54,8 +61,9 @@ class Config:
 
     tokens: rows that a block copies, all loaded before the first is stored.
     tile_n: columns of a tile, one a block; a power of two.
-    units: 0, or how many pieces of 16 bytes, counted through all rows, a block copies in place of tiles: rows far from a power of two long then
-        leave no lane idle. tokens and tile_n mean nothing.
+    units: 0, or how many pieces of 16 bytes, counted through all rows, a block copies in place of
+        tiles: rows far from a power of two long then leave no lane idle. tokens and tile_n
+        mean nothing.
     latency: prefetch hint of the loads, 1 to 10.
     num_worker_warps: warps that compute, 4 or 8.
     """
@@ -67,37 +75,62 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+UNITS = (256, 512, 1024)
+# 16 bytes of a thread along a row, and in all
+LOADS = ((1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 8), (1, 4), (8, 8))
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         tile_n = next_pow2(p.dim)
-        return list(dict.fromkeys((Config(min(next_pow2(p.tokens), 16), tile_n), Config(1, max(1, tile_n // 4)))))
-    vector = 16 // p.dtype.itemsize  # elements of the widest load
+        yield Config(max(min(next_pow2(p.tokens), 16), least_tile(p.tokens)), tile_n)
+        yield Config(1, max(1, tile_n // 4))
+        return
+    vector = 16 // p.dtype.itemsize
     width = 4 * 32 * vector  # of a row that four warps load at once
-    whole = next_pow2(p.dim)
-    configs = []
-    many = p.tokens * p.dim > device.sms * 8 * width  # several blocks for each place that there is
-    for loads in (4, 2, 1, 8) if many else (1, 2):
-        # Idle lanes cost a copy little, narrow loads much: no tile is narrower than what four warps load at once.
-        widths = dict.fromkeys(min(whole, n * width) for n in (8, 4, 2, 1) if n <= loads)
-        for tile_n in sorted(widths, key=lambda n: (ct.cdiv(p.dim, n) * n > p.dim * 9 / 8, -n)):
-            tokens = max(1, loads * width // tile_n)
-            configs.append(Config(min(tokens, next_pow2(p.tokens), 16), tile_n, num_worker_warps=4))
-    if many and p.dim % vector == 0:
-        units = [Config(1, vector, n, num_worker_warps=4) for n in (1024, 512, 256)]
-        padded = whole > p.dim and p.dim < width  # 576 and 896 columns of bf16: 64 and 74 % of the copy rate in tiles (H200, 2026-11-21)
-        configs = [*units, *configs] if padded else [*configs, *units]
-    return list(dict.fromkeys(configs))
+    if p.dim % vector == 0 and p.tokens * p.dim > device.sms * 8 * width:
+        yield from (Config(1, vector, units, num_worker_warps=4) for units in UNITS)
+    for across, loads in LOADS:
+        tile_n = min(next_pow2(p.dim), across * width)
+        tokens = min(loads * width // tile_n, next_pow2(p.tokens), 16)
+        yield Config(max(tokens, least_tile(p.tokens, ct.cdiv(p.dim, tile_n))), tile_n, num_worker_warps=4)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of one launch."""
+def _blocks(p: Problem, c: Config) -> int:
     if c.units:
-        unit = 16 // p.dtype.itemsize
-        blocks = ct.cdiv(p.tokens * (p.dim // unit), c.units)
-        return Plan(embedding_units_kernel, (blocks,), (p.dim, unit, c.units, c.latency), num_worker_warps=c.num_worker_warps, early=True)
-    blocks = ct.cdiv(p.tokens, c.tokens) * ct.cdiv(p.dim, c.tile_n)
-    return Plan(embedding_kernel, (blocks,), (p.dim, c.tokens, c.tile_n, c.latency), num_worker_warps=c.num_worker_warps, early=True)
+        return ct.cdiv(p.tokens * p.dim * p.dtype.itemsize // 16, c.units)
+    return ct.cdiv(p.tokens, c.tokens) * ct.cdiv(p.dim, c.tile_n)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    return grid_fits(_blocks(p, c))
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Rows read and written, after a round trip for the ids; idle lanes; and pieces of 16 bytes,
+    each with an id of its own.
+    """
+    elements = c.units * 16 // p.dtype.itemsize or c.tokens * c.tile_n
+    checked = not c.units and p.dim % c.tile_n != 0
+    registers = 24 + elements * p.dtype.itemsize / 4 / 128
+    return stream(device, _blocks(p, c), elements, p.cost().size_bytes, c, registers=registers, chain=1 + checked / 2)
+
+
+CHOICES = Choices("embedding", candidates, legal, work, tie=TILE_TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """Grid and compile-time constants of one launch."""
+    constants = {"dim": p.dim, "latency": c.latency}
+    if c.units:
+        units = {**constants, "unit": 16 // p.dtype.itemsize, "units": c.units}
+        return (Launch(embedding_units_kernel, (_blocks(p, c),), units, **hints(c), pdl=True),)
+    return (Launch(embedding_kernel, (_blocks(p, c),), {**constants, "tokens": c.tokens, "tile_n": c.tile_n}, **hints(c), pdl=True),)
 
 
 @ct.kernel
@@ -111,8 +144,11 @@ def embedding_kernel(
     TILE_N: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """TOKENS rows, TILE_N columns of each. IDS: [tokens]; WEIGHT: [vocab, DIM]; OUT: [tokens, DIM]."""
-    overlap_previous()
+    """TOKENS rows, TILE_N columns of each.
+
+    IDS: [tokens]; WEIGHT: [vocab, DIM]; OUT: [tokens, DIM].
+    """
+    pdl_overlap()
     tiles_n = ct.cdiv(DIM, TILE_N)
     first, j = ct.bid(0) // tiles_n * TOKENS, ct.bid(0) % tiles_n
     tokens, vocab = IDS.shape[0], WEIGHT.shape[0]
@@ -120,7 +156,8 @@ def embedding_kernel(
     rows: tuple = ()
     known: tuple = ()
     for t in ct.static_iter(range(TOKENS)):
-        # Past the last token the last one is copied again and not stored: a load without a branch around it does not wait for the one before.
+        # Past the last token the last one is copied again and not stored: a load without a branch
+        # around it does not wait for the one before.
         token = ct.load(IDS, (min(first + t, tokens - 1),), ())
         inside = (token >= 0) & (token < vocab)
         row = ct.where(inside, token, 0).astype(ct.int32)
@@ -147,8 +184,10 @@ def embedding_units_kernel(
     UNITS: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """UNITS runs of UNIT elements, counted through all rows of OUT. Arrays as of `embedding_kernel`; UNIT divides DIM."""
-    overlap_previous()
+    """UNITS runs of UNIT elements, counted through all rows of OUT. Arrays as of
+    `embedding_kernel`; UNIT divides DIM.
+    """
+    pdl_overlap()
     tokens, vocab = IDS.shape[0], WEIGHT.shape[0]
     unit = ct.bid(0) * UNITS + ct.arange(UNITS, dtype=ct.int32)
     # Past the last token the last one is copied again and not stored.
@@ -163,31 +202,36 @@ def embedding_units_kernel(
     ct.scatter(OUT, (ct.expand_dims(token, 1), at), y, mask=stored, check_bounds=False)
 
 
+DECISION = Decision("embedding", problem=Problem, arguments=("ids", "weight", "out", "scale"), space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def embedding_out(ids: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
-    """`embedding` into `out` [tokens, dim], of ids [tokens]. No checks, no sync: safe under graph capture."""
+    """`embedding` into `out` [tokens, dim], of ids [tokens]. No checks, no sync: safe under graph
+    capture.
+    """
     tokens, dim = out.shape
-    chosen = best_plan(space, plan, Device.of(weight), Problem, tokens, dim, weight.dtype, ids.dtype == torch.int64)
-    launch(chosen, ids, weight, out, scale)
+    DECISION.launches(Device.of(ids), tokens=tokens, dim=dim, dtype=weight.dtype, wide_ids=ids.dtype == torch.int64).run(ids, weight, out, scale)
 
 
 def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     """The rows of a table that the ids name, times `scale`.
 
     Args:
-        ids: [...]; int32 or int64; stride 1 in the last axis. Copied if its axes do not fold into one.
+        ids: [...]; int32 or int64; stride 1 in the last axis. Copied if its axes do not fold into
+            one.
         weight: [vocab, dim]; bf16, fp16 or fp32; on the device of ids; stride 1 in the last axis.
         scale: sqrt(dim) for Gemma.
-    Returns: [..., dim], contiguous, dtype of weight. The row of an id below 0 or from vocab on is NaN; nothing outside the table is
-        read for it. Empty for empty ids, with nothing launched.
+    Returns: [..., dim], contiguous, dtype of weight. The row of an id below 0 or from vocab on is
+        NaN; nothing outside the table is read for it. Empty for empty ids, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(ids, "ids", dtypes=(torch.int32, torch.int64))
     check_tensor(weight, "weight", ndim=2, dtypes=DTYPES)
     if weight.device != ids.device:
-        raise must("weight.device", ids.device, weight.device)
+        raise argument_error("weight.device", ids.device, weight.device)
     if weight.shape[0] == 0:
-        raise must("weight.shape[0]", "at least 1", 0)
+        raise argument_error("weight.shape[0]", "at least 1", 0)
     out = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=ids.device)
     if out.numel():
         embedding_out(ids.reshape(-1), weight, out.view(-1, weight.shape[1]), scale)

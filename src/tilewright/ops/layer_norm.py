@@ -1,8 +1,12 @@
-"""LayerNorm: out = (x - mean) / sqrt(mean((x - mean)**2, -1) + eps) * weight + bias,  mean = mean(x, -1)
+"""LayerNorm: out = (x - mean) / sqrt(variance + eps) * weight + bias
 
-Source    Ba, Kiros and Hinton 2016, arXiv:1607.06450, eq. 3 and 4. Rows too wide for registers: Welford 1962, "Note on a method for calculating
-          corrected sums of squares and products", one running mean for each lane, merged as in Chan, Golub and LeVeque 1979, eq. 2.1.
-Numerics  fp32 from load to store, rounded once. The mean comes before the squares, so a large common part costs no digits.
+    mean = mean(x, -1)        variance = mean((x - mean)**2, -1)
+
+Source    Ba, Kiros and Hinton 2016, arXiv:1607.06450, eq. 3 and 4. Rows too wide for registers:
+          Welford 1962, "Note on a method for calculating corrected sums of squares and products",
+          one running mean for each lane, merged as in Chan, Golub and LeVeque 1979, eq. 2.1.
+Numerics  fp32 from load to store, rounded once. The mean comes before the squares, so a large
+          common part costs no digits.
 Bound     Memory: x read once, out written once; weight and bias stay in L2.
 """
 
@@ -14,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .rows import Config, row_configs
-from .tiles import each_row_tile, load_tile, of_width, vector_chunk
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, torch_op
+from ..select import Ordered
+from .common.rows import Config, legal, row_choices, row_space
+from .common.tiles import each_row_tile, load_tile, of_width, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum
@@ -51,51 +56,42 @@ class Problem:
         }
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    configs = row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
-    if device.arch == "sm_90" and p.dtype.itemsize == 2 and p.rows > 2 * device.sms:
-        configs.insert(0, _measured_best(p))
-        if p.cols == 1024:  # a warp to a row: no shared memory, one square root a row, 19 instructions an element in place of 24
-            configs[1:1] = [Config(4, 256, occupancy=6, num_worker_warps=4), Config(2, 1024, num_worker_warps=4)]
-    return [c for c in dict.fromkeys(configs) if not _spills(p, c)]
-
-
-def _measured_best(p: Problem) -> Config:
-    """Many 16-bit rows on an H200 (2026-11-21, notes/LOG.md): as many blocks an SM as keep its loads busy.
-
-    Between 2048 and 4096 columns weight and bias stay in registers while a block walks over rows.
+def fits(p: Problem, c: Config, device: Device) -> bool:
+    """Persistent loops keep weight and bias in registers: 320 bytes of a thread fit, and half where
+    16 warps share an SM (sm_90, sm_121).
     """
-    whole = next_pow2(p.cols)
-    if p.cols <= 1024:
-        if p.cols % 256 == 0 and p.cols < whole:
-            return Config(4, 256, occupancy=6, num_worker_warps=4)
-        return Config(max(1, 4096 // whole), whole, occupancy=6 if whole == 1024 else None, num_worker_warps=4)
-    if p.cols <= 2048:
-        return Config(1, whole if p.cols == whole else 256, num_worker_warps=4)
-    if p.cols < 4096:
-        return Config(1, 4096, True, True, 6, True, False, 1, 3, 4)
-    if p.cols == 4096:
-        return Config(1, 2048, occupancy=4, num_worker_warps=4)
-    if p.cols <= 20_480:
-        return Config(1, 4096, occupancy=3 if p.cols <= 8192 else 2, num_worker_warps=8)
-    return Config(1, 4096, keep_row=False, num_worker_warps=8)
-
-
-def _spills(p: Problem, c: Config) -> bool:
-    """Persistent loops keep weight and bias in registers: sixteen warps on an SM leave each thread 80 of them (sm_90, sm_121)."""
     warps = c.num_worker_warps or 4
-    kept = (c.tile_m + p.weight + p.bias) * ct.cdiv(p.cols, c.tile_n) * c.tile_n * p.dtype.itemsize
-    return c.persistent and warps * (c.occupancy or 1) >= 16 and kept > 160 * 32 * warps
+    kept = (c.tile_m + p.weight + p.bias) * c.padded(p.cols) * p.dtype.itemsize
+    spills = c.persistent and kept > (160 if warps * (c.occupancy or 1) >= 16 else 320) * 32 * warps
+    return legal(p, c, device) and (device.is_cpu or not spills)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+CHOICES = row_choices("layer_norm", fits, chain=1)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return row_space(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.rows, c.tile_m)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = (p.weight, p.bias, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    constants = {
+        "has_weight": p.weight,
+        "has_bias": p.bias,
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
     kernel = layer_norm_kernel if c.keep_row else layer_norm_reread_kernel
-    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+    unused = tuple(name for name in ("weight", "bias") if not getattr(p, name))
+    return (Launch(kernel, (blocks,), constants, **hints(c), unused=unused),)
 
 
 def _inside(j, COLS, TILE_N):
@@ -120,7 +116,9 @@ def layer_norm_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, OUT: [rows, COLS]; WEIGHT, BIAS: [COLS]."""
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, OUT:
+    [rows, COLS]; WEIGHT, BIAS: [COLS].
+    """
     shape = (TILE_M, TILE_N)
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
     weights: tuple = ()
@@ -149,7 +147,8 @@ def layer_norm_kernel(
             left = left + centred
         # fp32 has no digits to spare: what rounding left in the mean comes out too.
         rest = ct.sum(left, axis=1, keepdims=True) / COLS if X.dtype == ct.float32 else 0.0
-        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
+        # rsqrt is 2 ulp off in fp32
+        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
             y = (xs[j].astype(ct.float32) - mean - rest) * rstd
             if HAS_WEIGHT:
@@ -178,7 +177,9 @@ def layer_norm_reread_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for mean and variance, a second for the result. Arrays and constants as in layer_norm_kernel."""
+    """Rows of any width: one pass for mean and variance, a second for the result. Arrays and
+    constants as in layer_norm_kernel.
+    """
     shape = (TILE_M, TILE_N)
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
@@ -186,9 +187,11 @@ def layer_norm_reread_kernel(
         return load_tile(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def normalise(i, whole):
-        # fp32 has no digits to spare: there all is taken from the mean of the first chunk, so that what is left to round is small.
+        # fp32 has no digits to spare: there all is taken from the mean of the first chunk, so that
+        # what is left to round is small.
         origin = ct.sum(load(i, 0, whole), axis=1, keepdims=True) / min(COLS, TILE_N) if X.dtype == ct.float32 else 0.0
-        # Each lane keeps the mean of its own elements and their squared distance from it; every lane has one element in a whole chunk.
+        # Each lane keeps the mean of its own elements and their squared distance from it; every
+        # lane has one element in a whole chunk.
         lane_mean = ct.zeros(shape, ct.float32)
         squares = ct.zeros(shape, ct.float32)
         for j in range(COLS // TILE_N):
@@ -218,19 +221,25 @@ def layer_norm_reread_kernel(
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
+DECISION = Decision("layer_norm", problem=Problem, arguments=("x", "weight", "bias", "out", "eps"), space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def layer_norm_out(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], out: Tensor, eps: float) -> None:
-    """`layer_norm` into `out`; x and out [rows, cols]. No checks, no sync: safe under graph capture."""
+    """`layer_norm` into `out`; x and out [rows, cols]. No checks, no sync: safe under graph
+    capture.
+    """
     rows, cols = x.shape
-    chosen = best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, weight is not None, bias is not None)
-    launch(chosen, x, x if weight is None else weight, x if bias is None else bias, out, eps)  # x stands in for what the kernel does not touch
+    launches = DECISION.launches(Device.of(x), rows=rows, cols=cols, dtype=x.dtype, weight=weight is not None, bias=bias is not None)
+    launches.run(x, weight, bias, out, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Shifts and scales each row of x to zero mean and unit variance, then applies weight and bias.
 
     Args:
-        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
+            not fold into one.
         weight: [cols], dtype and device of x; default 1.
         bias: [cols], dtype and device of x; default 0.
         eps: added to the variance, so in units of x squared.
@@ -239,7 +248,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
-        raise must("x.dim()", "at least 1", 0)
+        raise argument_error("x.dim()", "at least 1", 0)
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None:
             check_tensor(given, name, shape=(x.shape[-1],), like=x)

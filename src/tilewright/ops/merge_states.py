@@ -1,25 +1,33 @@
-"""Merges attention over several sets of keys: out = sum(w out_i) / sum(w), w = exp(lse_i - max lse), lse = log(sum exp(lse_i)).
+"""Merges attention over several sets of keys.
 
-Source    Milakov and Gimelshein 2018, arXiv:1805.02867 (the state of a softmax); Ye et al. 2024, "Cascade inference" (states as an algebra).
+    out = sum(w out_i) / sum(w)     w = exp(lse_i - max lse)     lse = log(sum exp(lse_i))
+
+Source    Milakov and Gimelshein 2018, arXiv:1805.02867 (the state of a softmax); Ye et al. 2024,
+          "Cascade inference" (states as an algebra).
 Numerics  Weights, sums and lse in fp32; out rounded once at the end.
 Bound     Memory: every state read once, the result written once.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .attention_common import DTYPES, FLOOR, LN2, LOG2E, joined
-from .tiles import load_tile
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common.rows import grid_fits
+from .common.softmax_tiles import DTYPES, FLOOR, LN2, LOG2E, joined
+from .common.tiles import load_tile
 
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
 MOST_STATES = 64
 MOST_COLUMNS = 512
+# Of the candidates: elements of a tile, worker warps, occupancy.
+SIZES = ((2048, 4, 8), (1024, 4, 8), (2048, 4, None), (1024, 4, None), (512, 4, None), (4096, 4, None), (8192, 8, None))
 
 
 def reference(out: Tensor, lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
@@ -55,7 +63,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """tile_m: rows of a block. latency: prefetch hint of its loads, 1 to 10. occupancy, num_worker_warps: compiler hints."""
+    """How a block merges.
+
+    tile_m: rows of a block.
+    latency: prefetch hint of its loads, 1 to 10.
+    occupancy, num_worker_warps: compiler hints.
+    """
 
     tile_m: int
     latency: int = 4
@@ -63,24 +76,65 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Tiles of whole rows."""
     cols, rows = next_pow2(p.cols), next_pow2(p.rows)
     if device.is_cpu:
-        return [Config(min(rows, max(1, (1 << 16) // cols)))]
-    tiles = [max(1, min(size // cols, rows)) for size in (2048, 4096, 1024, 8192)]
-    configs = [Config(tile_m, 4, None, 8 if tile_m * cols > 4096 else 4) for tile_m in tiles]
-    if device.arch == "sm_90" and p.dtype.itemsize == 2 and p.rows >= 16 * 1024:
-        # 64 registers for 80: 8 blocks of an SM have 32 KB under way, 6 have 24. Not timed yet.
-        configs.insert(0, replace(configs[0], occupancy=8))
-    return list(dict.fromkeys(configs))
+        yield Config(min(rows, max(1, (1 << 16) // cols)))
+        return
+    for size, warps, occupancy in SIZES:
+        yield Config(max(1, min(size // cols, rows)), 4, occupancy, warps)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """At an occupancy of 8 a thread has 64 registers: room for 32 bytes of a state."""
+    if not grid_fits(ct.cdiv(p.rows, c.tile_m)):
+        return False
+    return c.occupancy is None or c.tile_m * next_pow2(p.cols) * p.dtype.itemsize <= 4096
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """A block takes state after state; each is a step."""
+    threads, tile = 32 * (c.num_worker_warps or 4), c.tile_m * next_pow2(p.cols)
+    blocks, each = ct.cdiv(p.rows, c.tile_m), tile / threads
+    # Registers of a thread on sm_90. The compiler unrolls the loop over single 16-byte loads.
+    registers = 120 if each * p.dtype.itemsize <= 16 else 40 + each * (1.5 + p.dtype.itemsize / 2)
+    per_sm = c.occupancy or max(1, int(65_536 / threads / registers))
+    checked = p.cols * c.tile_m != tile or (p.rows % c.tile_m > 0 and blocks <= device.sms)
+    return Work(
+        blocks=blocks,
+        resident=device.sms * per_sm,
+        per_sm=per_sm,
+        steps=p.states,
+        flops=4 * tile,
+        kinds=("rows",),
+        serial=max(1.0, each * p.dtype.itemsize / 16) if checked else 1.0,  # checked loads wait for each other
+        fill=c.tile_m * p.cols * p.dtype.itemsize,
+        dram=p.cost().size_bytes,
+        out=tile,
+    )
+
+
+def family(p: Problem, c: Config) -> str:
+    """Operand size, what a thread has of a tile, and the hints."""
+    warps = c.num_worker_warps or 4
+    each = c.tile_m * next_pow2(p.cols) // (32 * warps)
+    return f"{p.dtype.itemsize} {each} {warps} {c.occupancy or ''}{'m' * (p.cols != next_pow2(p.cols))}"
+
+
+CHOICES = Choices("merge_states", candidates, legal, work, family, tie=0.05)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tile_d = next_pow2(p.cols)
-    constants = (p.base2, tile_d == p.cols, c.tile_m, tile_d, c.latency)
-    return Plan(merge_states_kernel, (ct.cdiv(p.rows, c.tile_m),), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps)
+    constants = {"base2": p.base2, "full": tile_d == p.cols, "tile_m": c.tile_m, "tile_d": tile_d, "latency": c.latency}
+    return (Launch(merge_states_kernel, (ct.cdiv(p.rows, c.tile_m),), constants, **hints(c)),)
 
 
 @ct.kernel
@@ -95,9 +149,10 @@ def merge_states_kernel(
     TILE_D: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """TILE_M rows of the result. STATES [states, rows, cols], STATES_LSE [states, rows, 1], OUT [rows, cols], LSE [rows, 1].
+    """TILE_M rows of the result. STATES [states, rows, cols], STATES_LSE [states, rows, 1],
+    OUT [rows, cols], LSE [rows, 1].
 
-    FULL: there are TILE_D columns, so that a tile of whole rows lies inside.
+    FULL: there are TILE_D columns, so a tile of whole rows lies inside.
     """
     i = ct.bid(0)
     to_base2 = 1.0 if BASE2 else LOG2E
@@ -127,33 +182,48 @@ def merge_states_kernel(
         merge(False)
 
 
+DECISION = Decision(
+    "merge_states",
+    problem=Problem,
+    arguments=("states", "states_lse", "out", "lse"),
+    space=space,
+    plan=plan,
+)
+
+
 @torch_op(mutates=("merged_out", "merged_lse"))
 def merge_states_out(out: Tensor, lse: Tensor, merged_out: Tensor, merged_lse: Tensor, base2: bool) -> None:
-    """`merge_states` of out [states, rows, cols] and lse [states, rows] into two more. No checks, no sync: safe under graph capture."""
+    """`merge_states` of out [states, rows, cols] and lse [states, rows] into two more.
+
+    No checks, no sync: safe under graph capture.
+    """
     states, rows, cols = out.shape
-    chosen = best_plan(space, plan, Device.of(out), Problem, states, rows, cols, out.dtype, base2)
-    launch(chosen, out, lse[..., None], merged_out, merged_lse[..., None])
+    launches = DECISION.launches(Device.of(out), states=states, rows=rows, cols=cols, dtype=out.dtype, base2=base2)
+    launches.run(out, lse[..., None], merged_out, merged_lse[..., None])
 
 
 def merge_states(out: Tensor, lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
     """Attention over several disjoint sets of keys, made into attention over all of them.
 
     Args:
-        out: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64 states, 1..512 columns; stride 1 in the last axis.
-        lse: [states, ...] fp32, stride 1 in the last axis; the log of each softmax denominator, -inf (or +inf, as some libraries have it) where a set
-            held no key: its row of out may then be anything.
-        base2: the logs are to base 2, in and out; otherwise natural, as `attention_decode` returns them.
+        out: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64
+            states, 1..512 columns; stride 1 in the last axis.
+        lse: [states, ...] fp32, stride 1 in the last axis; the log of each softmax denominator,
+            -inf (or +inf, as some libraries have it) where a set held no key: its row of out may
+            then be anything.
+        base2: the logs are to base 2, in and out; otherwise natural, as `attention_decode` returns
+            them.
     Returns: the tuple (out [..., cols], lse [...]); 0 and -inf where no set held a key.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(out, "out", dtypes=DTYPES)
     if out.dim() < 2:
-        raise must("out.dim()", "at least 2", out.dim())
+        raise argument_error("out.dim()", "at least 2", out.dim())
     if not 1 <= out.shape[0] <= MOST_STATES or not 1 <= out.shape[-1] <= MOST_COLUMNS:
-        raise must("out.shape", f"1..{MOST_STATES} states of 1..{MOST_COLUMNS} columns", tuple(out.shape))
+        raise argument_error("out.shape", f"1..{MOST_STATES} states of 1..{MOST_COLUMNS} columns", tuple(out.shape))
     check_tensor(lse, "lse", shape=out.shape[:-1], dtypes=(torch.float32,))
     if lse.device != out.device:
-        raise must("lse.device", out.device, lse.device)
+        raise argument_error("lse.device", out.device, lse.device)
     merged_out = torch.empty(out.shape[1:], dtype=out.dtype, device=out.device)
     merged_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=out.device)
     if merged_out.numel():

@@ -1,9 +1,12 @@
-"""Multi-head latent attention of a sequence's newest tokens, absorbed: out = softmax(scale * (q_latent c^T + q_rope r^T)) c, per head.
+"""Multi-head latent attention of a sequence's newest tokens, absorbed: out = softmax(scale *
+(q_latent c^T + q_rope r^T)) c, per head.
 
-All heads read one cache, whose rows are [c | r]: the normalised latent and the rotated key. The kernels are those of `attention_decode`, with
-c as keys and values at once; the up-projections of keys and values are the caller's, folded into q_latent and applied to out.
+All heads read one cache, whose rows are [c | r]: the normalised latent and the rotated key. The
+kernels are those of `attention_decode`, with c as keys and values at once; the up-projections of
+keys and values are the caller's, folded into q_latent and applied to out.
 
-Source    DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, sections 2.1.2 and 2.1.3, with the absorption that 2.1.2 describes.
+Source    DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, sections 2.1.2 and 2.1.3, with the
+          absorption that 2.1.2 describes.
 Numerics  As attention_decode. One softmax over the sum of both products, which is taken in fp32.
 Bound     Memory (the cache, once) to about 100 heads x tokens; beyond that the products.
 """
@@ -14,11 +17,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, must, next_pow2, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_out, check_tensor, next_pow2, torch_op
+from ..select import Choices, Ordered, ordered
 from . import attention_decode as decode
-from .attention_common import check_scale_and_window
-from .attention_decode.calls import MOST_TOKENS, check_decode, launch_decode, no_keys
-from .attention_decode.decision import Config
+from .attention_decode.calls import MOST_TOKENS, check_decode, no_keys
+from .attention_decode.decision import ARGUMENTS, Config
+from .common.softmax_tiles import LOG2E, check_scale_and_window
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -34,7 +38,9 @@ def reference(
     kv_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition, as attention in which every head has the cache as keys and its first columns as values."""
+    """The definition, as attention in which every head has the cache as keys and its first columns
+    as values.
+    """
     q = torch.cat((q_latent, q_rope), -1)
     options: dict[str, Any] = {"v_dim": q_latent.shape[-1], "block_table": block_table, "kv_start": kv_start, "scale": scale}
     found: Any = decode.reference(q, cache[:, None], None, kv_len, return_lse=return_lse, **options)
@@ -43,7 +49,7 @@ def reference(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on; max_len, page_size, has_len and has_start as in attention_decode."""
+    """What plans depend on; max_len, page_size, has_len and has_start as in attention_decode."""
 
     batch: int
     heads: int
@@ -75,14 +81,26 @@ class Problem:
         return inputs | {"block_table": given.get("block_table"), "kv_start": given["kv_start"], "return_lse": self.return_lse}
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    return decode.space(p.decode, device)
+CHOICES: Choices[Problem, Config] = Choices(
+    "mla_decode",
+    lambda p, device: decode.CHOICES.candidates(p.decode, device),
+    lambda p, c, device: decode.CHOICES.legal(p.decode, c, device),
+    lambda p, c, device: decode.CHOICES.work(p.decode, c, device),
+    lambda p, c: decode.CHOICES.family_of(p.decode, c),
+)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of the launch over ranges, and of the merge."""
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """The launch over KV splits and, if there are several, that of the merge."""
     return decode.plan(p.decode, c, device)
+
+
+DECISION = Decision("mla_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
 @torch_op(mutates=("out", "lse"))
@@ -97,14 +115,25 @@ def mla_decode_out(
     kv_start: Optional[Tensor],
     scale: float,
 ) -> None:
-    """`mla_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
+    """`mla_decode` into `out` and, if given, `lse`. No checks, no sync: for graph capture."""
     batch, heads, q_len, latent = q_latent.shape
     page_size = 0 if block_table is None else cache.shape[1]
-    max_len = next_pow2(cache.shape[1] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
-    fields = (batch, heads, max_len, q_latent.dtype, q_len, latent, q_rope.shape[3], page_size, kv_len is not None)
-    chosen = best_plan(space, plan, Device.of(q_latent), Problem, *fields, lse is not None, kv_start is not None)
+    launches = DECISION.launches(
+        Device.of(q_latent),
+        batch=batch,
+        heads=heads,
+        max_len=next_pow2(cache.shape[1] if block_table is None else block_table.shape[1] * page_size),  # a bucket: a growing cache keeps its plan
+        dtype=q_latent.dtype,
+        q_len=q_len,
+        latent=latent,
+        rope=q_rope.shape[3],
+        page_size=page_size,
+        has_len=kv_len is not None,
+        return_lse=lse is not None,
+        has_start=kv_start is not None,
+    )
     cache = cache[:, None]  # [batch or pages, one key head, keys, columns]
-    launch_decode(chosen, q_latent, q_rope, cache, cache[..., :latent], out, lse, None, kv_len, block_table, kv_start, None, scale, None)
+    launches.run(q_latent, q_rope, cache, cache[..., :latent], out, lse, None, None, kv_len, block_table, kv_start, 0, scale * LOG2E)
 
 
 def mla_decode(
@@ -117,40 +146,55 @@ def mla_decode(
     block_table: Tensor | None = None,
     kv_start: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Absorbed latent attention of each sequence's newest tokens over its cache of latents and rotated keys.
+    """Absorbed latent attention of each sequence's newest tokens over its cache of latents and
+    rotated keys.
 
     Args:
-        q_latent: [batch, heads, q_len, latent]; bf16 or fp16; the queries' part without rotation, times the up-projection of the keys; q_len 1..4,
-            latent 64, 128, 256 or 512. The tokens are the sequence's last q_len: the i-th sees the keys up to kv_len - q_len + i.
-        q_rope: [batch, heads, q_len, rope]; the rotated part; rope a power of two, at least 16, less than latent.
-        cache: [batch, max_len, latent + rope], or with a block_table [pages, page_size, latent + rope], page_size a power of two, at least 16; each
-            row the normalised latent and behind it the rotated key; any strides with stride 1 in the last axis.
-        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device: nothing depends on its values here.
-        scale: of the sum of both products. It is the model's, over the dimensions before absorption: 192 ** -0.5 for DeepSeek-V3 without YaRN.
-        block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards. Entries past kv_len may be anything.
-        kv_start: [batch] int32; the first key of each sequence that counts (left padding); default 0.
+        q_latent: [batch, heads, q_len, latent]; bf16 or fp16; the queries' part without rotation,
+            times the up-projection of the keys; q_len 1..4, latent 64, 128, 256 or 512. The tokens
+            are the sequence's last q_len: the i-th sees the keys up to kv_len - q_len + i.
+        q_rope: [batch, heads, q_len, rope]; the rotated part; rope a power of two, at least 16,
+            less than latent.
+        cache: [batch, max_len, latent + rope], or with a block_table [pages, page_size, latent +
+            rope], page_size a power of two, at least 16; each row the normalised latent and behind
+            it the rotated key; any strides with stride 1 in the last axis.
+        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device:
+            nothing depends on its values here.
+        scale: of the sum of both products. It is the model's, over the dimensions before
+            absorption: 192 ** -0.5 for DeepSeek-V3 without YaRN.
+        block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards.
+            Entries past kv_len may be anything.
+        kv_start: [batch] int32; the first key of each sequence that counts (left padding); default
+            0.
         return_lse: also return the natural log of the softmax denominator.
-    Returns: out [batch, heads, q_len, latent], still to be multiplied by the up-projection of the values; with return_lse the tuple (out, lse),
-        lse fp32 [batch, heads, q_len]. A token with no key to see gives 0, its lse -inf. Memory outside the keys may hold anything.
+        out: where the result goes: of its shape, dtype and device, its axes in any order in
+            memory; default a new tensor.
+    Returns: out [batch, heads, q_len, latent], still to be multiplied by the up-projection of the
+        values; with return_lse the tuple (out, lse), lse fp32 [batch, heads, q_len]. A token with
+        no key to see gives 0, its lse -inf. Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q_latent, "q_latent", ndim=4, dtypes=DTYPES)
     batch, heads, q_len, latent = q_latent.shape
     if not 1 <= q_len <= MOST_TOKENS:
-        raise must("q_latent.shape[2]", f"in 1..{MOST_TOKENS}", q_len)
+        raise argument_error("q_latent.shape[2]", f"in 1..{MOST_TOKENS}", q_len)
     if latent not in (64, 128, 256, 512):
-        raise must("q_latent.shape[3]", "64, 128, 256 or 512", latent)
+        raise argument_error("q_latent.shape[3]", "64, 128, 256 or 512", latent)
     check_tensor(q_rope, "q_rope", ndim=4, like=q_latent)
     rope = q_rope.shape[3]
     if q_rope.shape[:3] != q_latent.shape[:3] or rope & (rope - 1) or not 16 <= rope < latent:
-        raise must("q_rope.shape", f"{(batch, heads, q_len)} and a power of two, at least 16 and less than {latent}", tuple(q_rope.shape))
+        raise argument_error("q_rope.shape", f"{(batch, heads, q_len)} and a power of two, at least 16 and less than {latent}", tuple(q_rope.shape))
     check_tensor(cache, "cache", ndim=3, like=q_latent)
     if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):
-        raise must("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
+        raise argument_error("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
     scale = check_scale_and_window(scale, None, latent)
     check_decode(q_latent, cache.shape[1], kv_len, block_table, kv_start, None)
-    out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    if out is None:
+        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    else:
+        check_out(out, q_latent.shape, q_latent.dtype, (q_latent, q_rope, cache))
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_latent.device) if return_lse else None
     if out.numel() and cache.numel() and (block_table is None or block_table.numel()):
         mla_decode_out(q_latent, q_rope, cache, out, lse, kv_len, block_table, kv_start, scale)

@@ -1,14 +1,17 @@
 """Routing of a mixture of experts: which experts each token goes to, and with what weights.
 
-    score = softmax(logits) or sigmoid(logits)        ids = the top_k experts by score + bias        weights = scale * score[ids] / sum(score[ids])
+    score = softmax(logits) or sigmoid(logits)        ids = the top_k experts by score + bias
+    weights = scale * score[ids] / sum(score[ids])
 
-Source    Top-k of a softmax: Shazeer et al. 2017, arXiv:1701.06538. Groups, and sigmoid scores with a bias that only selects: DeepSeek-V2 2024,
-          arXiv:2405.04434, section 2.2.2, and DeepSeek-V3 2024, arXiv:2412.19437, eq. 12 to 16 (a group counts by its best expert, or with a
-          bias by the sum of its two best).
+Source    Top-k of a softmax: Shazeer et al. 2017, arXiv:1701.06538. Groups, and sigmoid scores with
+          a bias that only selects: DeepSeek-V2 2024, arXiv:2405.04434, section 2.2.2, and
+          DeepSeek-V3 2024, arXiv:2412.19437, eq. 12 to 16 (a group counts by its best expert, or
+          with a bias by the sum of its two best).
 Numerics  fp32 throughout. Of equal scores the expert with the lower index comes first.
 Bound     Latency: a few kilobytes for each token, top_k reductions one after the other.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -16,9 +19,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .early import overlap_previous
-from .routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common.pdl import pdl_overlap
+from .common.routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
+from .common.rows import grid_fits, least_tile, stream
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,7 +95,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the tokens are walked.
+    """How the tokens are tiled.
 
     tile_m: tokens of a block, a power of two.
     num_worker_warps: warps that compute, 4 or 8.
@@ -100,24 +105,68 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    lanes = next_pow2(max(1, p.groups)) * next_pow2(p.experts // max(1, p.groups))
+# waits decide, which the model knows least of: the first config stays unless another is far better
+TIE = 0.25
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
-        most = max(1, min(next_pow2(p.tokens), (1 << 18) // lanes))
-        return list(dict.fromkeys((Config(most), Config(max(1, most // 4)))))
-    # Four warps, a token each: no warp waits for another. Two tokens make the compiler spread each lane's load (255 registers, sm_90).
-    sizes = (8, 4, 1, 16) if p.tokens > 32 * device.sms else (4, 8, 1)
-    return [Config(tile_m, 4) for tile_m in sizes if tile_m * lanes <= 4096 or tile_m == 1]
+        most = max(1, min(next_pow2(p.tokens), (1 << 18) // _lanes(p)))
+        yield Config(most)
+        yield Config(max(1, most // 4))
+        return
+    sizes = (4, 8, 1, 16) if _lanes(p) > 32 else (1, 8)
+    yield from (Config(max(tile_m, least_tile(p.tokens)), 4) for tile_m in sizes)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def _lanes(p: Problem) -> int:
+    return next_pow2(max(1, p.groups)) * next_pow2(p.experts // max(1, p.groups))
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    return grid_fits(ct.cdiv(p.tokens, c.tile_m)) and (device.is_cpu or c.tile_m == 1 or c.tile_m * _lanes(p) <= 4096)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Two reductions of all lanes for each expert chosen: shortest with a token to a warp, longest
+    where warps share one.
+    """
+    elements = c.tile_m * _lanes(p)
+    waits: dict[str, Any] = {"steps": p.top_k + p.top_groups, "serial": 2.0 if c.tile_m < 4 and elements > 32 else 0.5 + c.tile_m / 8}
+    registers = 32 + 8 * max(1, elements / 128)
+    return stream(device, ct.cdiv(p.tokens, c.tile_m), elements, p.cost().size_bytes, c, registers=registers, **waits)
+
+
+def family(p: Problem, c: Config) -> str:
+    return f"{c.tile_m} {_lanes(p) > 32} {p.groups > 0}"
+
+
+CHOICES = Choices("moe_route", candidates, legal, work, family, tie=TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     groups = max(1, p.groups)
-    sizes = (groups, p.experts // groups, p.top_groups or groups, p.top_k)
-    tiles = (c.tile_m, next_pow2(groups), next_pow2(p.experts // groups), next_pow2(p.top_k))
-    constants = (p.sigmoid, p.bias, p.normalize, *sizes, *tiles)
-    return Plan(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), constants, num_worker_warps=c.num_worker_warps, early=True)
+    constants = {
+        "sigmoid": p.sigmoid,
+        "add_bias": p.bias,
+        "normalize": p.normalize,
+        "groups": groups,
+        "size": p.experts // groups,
+        "top_groups": p.top_groups or groups,
+        "top_k": p.top_k,
+        "tile_m": c.tile_m,
+        "tile_g": next_pow2(groups),
+        "tile_s": next_pow2(p.experts // groups),
+        "tile_k": next_pow2(p.top_k),
+    }
+    unused = () if p.bias else ("bias",)
+    return (Launch(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), constants, **hints(c), pdl=True, unused=unused),)
 
 
 @ct.kernel
@@ -142,10 +191,11 @@ def moe_route_kernel(
 ):
     """TILE_M tokens, all experts in one tile.
 
-    LOGITS: [tokens, GROUPS, SIZE]; BIAS: [GROUPS, SIZE], read only with ADD_BIAS; the others: [tokens, TOP_K]. IDS count from first_expert.
+    LOGITS: [tokens, GROUPS, SIZE]; BIAS: [GROUPS, SIZE], read only with ADD_BIAS; the others:
+        [tokens, TOP_K]. IDS count from first_expert.
     TILE_G, TILE_S, TILE_K: powers of two, at least GROUPS, SIZE, TOP_K.
     """
-    overlap_previous()
+    pdl_overlap()
     i = ct.bid(0)
     lanes = TILE_G * TILE_S
     x = ct.load(LOGITS.slice(1, 0, GROUPS).slice(2, 0, SIZE), (i, 0, 0), (TILE_M, TILE_G, TILE_S), padding_mode=ZERO, allow_tma=False)
@@ -153,6 +203,9 @@ def moe_route_kernel(
     weights, ids = chosen_experts(x.astype(ct.float32).reshape((TILE_M, lanes)), BIAS, scale, how)
     ct.store(WEIGHTS, (i, 0), weights, allow_tma=False)
     ct.store(IDS, (i, 0), ids - first_expert, allow_tma=False)
+
+
+DECISION = Decision("moe_route", problem=Problem, arguments=("logits", "bias", "weights", "ids", "scale", "first_expert"), space=space, plan=plan)
 
 
 @torch_op(mutates=("weights", "ids"))
@@ -168,14 +221,24 @@ def moe_route_out(
     top_groups: int,
     first_expert: int,
 ) -> None:
-    """`moe_route` into `weights` and `ids`, [tokens, top_k]. No checks, no sync: safe under graph capture."""
+    """`moe_route` into `weights` and `ids`, [tokens, top_k]. No checks, no sync: safe under graph
+    capture.
+    """
     tokens, experts = logits.shape
-    fields = (tokens, experts, ids.shape[1], logits.dtype, sigmoid, bias is not None, normalize, groups, top_groups)
-    shape = (groups or 1, experts // (groups or 1))
-    grouped = logits.unflatten(1, shape)
-    # Without a bias the kernel does not touch it; the logits stand in.
-    rest = (weights, ids, scale, first_expert)
-    launch(best_plan(space, plan, Device.of(logits), Problem, *fields), grouped, grouped if bias is None else bias.view(shape), *rest)
+    launches = DECISION.launches(
+        Device.of(logits),
+        tokens=tokens,
+        experts=experts,
+        top_k=ids.shape[1],
+        dtype=logits.dtype,
+        sigmoid=sigmoid,
+        bias=bias is not None,
+        normalize=normalize,
+        groups=groups,
+        top_groups=top_groups,
+    )
+    grouped = (groups or 1, experts // (groups or 1))
+    launches.run(logits.unflatten(1, grouped), None if bias is None else bias.view(grouped), weights, ids, scale, first_expert)
 
 
 def moe_route(
@@ -193,29 +256,34 @@ def moe_route(
     """Chooses the experts of each token and their weights.
 
     Args:
-        logits: [tokens, experts]; bf16, fp16 or fp32; stride 1 in the last axis. At most 1024 experts.
+        logits: [tokens, experts]; bf16, fp16 or fp32; stride 1 in the last axis. At most 1024
+            experts.
         top_k: experts of a token, 1 to 64.
         sigmoid: scores are sigmoids of the logits instead of their softmax.
         bias: fp32 [experts], contiguous; added to the scores for the choice, not in the weights.
         normalize: divide the weights of a token by their sum.
         scale: factor of all weights, after that.
-        groups: the experts form so many groups of equal size, of which only the best take part; 0 for all experts alike. A group counts by its
-            best expert, or with a bias by the sum of its two best.
-        top_groups: groups that take part; 0 without groups. Together they have at least top_k experts.
-        first_expert: the first of this rank's experts, from which the ids are counted, as `moe` takes them.
-    Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by falling score; of equals the lower index first. A NaN counts as the
-        largest; the ids are always distinct experts, and negative for those before first_expert. Empty without tokens, with nothing launched.
+        groups: the experts form so many groups of equal size, of which only the best take part; 0
+            for all experts alike. A group counts by its best expert, or with a bias by the sum of
+            its two best.
+        top_groups: groups that take part; 0 without groups. Together they have at least top_k
+            experts.
+        first_expert: the first of this rank's experts, from which the ids are counted, as `moe`
+            takes them.
+    Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by falling score; of equals
+        the lower index first. A NaN counts as the largest; the ids are always distinct experts, and
+        negative for those before first_expert. Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
     tokens, experts = logits.shape
     if not 1 <= experts <= MOST_EXPERTS:
-        raise must("logits.shape[1]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
+        raise argument_error("logits.shape[1]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
     check_routing(experts, top_k, groups, top_groups, first_expert)
     if bias is not None:
         check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
         if bias.device != logits.device:
-            raise must("bias.device", logits.device, bias.device)
+            raise argument_error("bias.device", logits.device, bias.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens:

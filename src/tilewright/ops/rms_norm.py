@@ -1,9 +1,12 @@
 """RMSNorm: out = x / sqrt(mean(x**2, -1) + eps) * (weight_offset + weight)
 
-Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4 (their g is weight_offset + weight; Gemma stores g - 1).
-Numerics  Squares, sum and products in fp32, rounded once at the end; with round_before_weight also before the weight (Hugging Face's Llama).
-          With a residual, x + residual rounded to their dtype is what is normalised, and is returned.
-Bound     Memory: x read once, out written once (with a residual two and two); the weight stays in L2.
+Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4 (their g is weight_offset + weight; Gemma
+          stores g - 1).
+Numerics  Squares, sum and products in fp32, rounded once at the end; with round_before_weight also
+          before the weight (Hugging Face's Llama). With a residual, x + residual rounded to their
+          dtype is what is normalised, and is returned.
+Bound     Memory: x read once, out written once (with a residual two and two); the weight stays in
+          L2.
 """
 
 from dataclasses import dataclass
@@ -13,10 +16,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
-from .early import early, overlap_previous
-from .rows import Config, row_configs
-from .tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_out, check_tensor, hints, torch_op
+from ..select import Ordered
+from .common.pdl import pdl_overlap, use_pdl
+from .common.rows import Config, row_choices, row_space
+from .common.tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
@@ -70,18 +74,32 @@ class Problem:
         }
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    return row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
+CHOICES = row_choices("rms_norm")
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return row_space(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.rows, c.tile_m)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = (p.residual, p.round_before_weight, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    constants = {
+        "add": p.residual,
+        "round": p.round_before_weight,
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
     kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
-    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps, early=early(p.rows, c.persistent))
+    unused = () if p.residual else ("residual", "new_residual")
+    return (Launch(kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.rows, c.persistent), unused=unused),)
 
 
 def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):
@@ -98,7 +116,7 @@ def rms_norm_kernel(
     RESIDUAL,
     WEIGHT,
     OUT,
-    SUM,
+    NEW_RESIDUAL,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],
@@ -113,11 +131,11 @@ def rms_norm_kernel(
 ):
     """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
 
-    X, RESIDUAL, OUT, SUM: [rows, COLS]; WEIGHT: [COLS]. ADD: with a residual.
+    X, RESIDUAL, OUT, NEW_RESIDUAL: [rows, COLS]; WEIGHT: [COLS]. ADD: with a residual.
     """
-    overlap_previous(PERSISTENT)
+    pdl_overlap(PERSISTENT)
     shape = (TILE_M, TILE_N)
-    X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
+    X, RESIDUAL, OUT, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(NEW_RESIDUAL, COLS)
     weights: tuple = ()
     for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
         weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
@@ -129,7 +147,7 @@ def rms_norm_kernel(
         xs: tuple = ()
         squares = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA)
+            x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             xs = (*xs, x)
@@ -147,7 +165,7 @@ def rms_norm_reread_kernel(
     RESIDUAL,
     WEIGHT,
     OUT,
-    SUM,
+    NEW_RESIDUAL,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],
@@ -160,10 +178,13 @@ def rms_norm_reread_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for the sum of squares, a second for the result. Arrays and constants as in rms_norm_kernel."""
-    overlap_previous(PERSISTENT)
+    """Rows of any width: one pass for the sum of squares, a second for the result.
+
+    Arrays and constants as in rms_norm_kernel.
+    """
+    pdl_overlap(PERSISTENT)
     shape = (TILE_M, TILE_N)
-    X, RESIDUAL, OUT, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(SUM, COLS)
+    X, RESIDUAL, OUT, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(NEW_RESIDUAL, COLS)
 
     def load(array, i, j, whole):
         return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
@@ -171,16 +192,25 @@ def rms_norm_reread_kernel(
     def normalise(i, whole):
         squares = ct.zeros(shape, ct.float32)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA).astype(ct.float32)
+            x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA).astype(ct.float32)
             squares = squares + x * x
         rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load(SUM if ADD else X, i, j, whole)
+            x = load(NEW_RESIDUAL if ADD else X, i, j, whole)
             weight = vector_chunk(WEIGHT, j, COLS, TILE_N)
             y = _scaled(x, rstd, weight, weight_offset, OUT.dtype, ROUND)
             ct.store(OUT, (i, j), y, check_bounds=not whole, allow_tma=STORE_TMA)
 
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+
+
+DECISION = Decision(
+    "rms_norm",
+    problem=Problem,
+    arguments=("x", "residual", "weight", "out", "new_residual", "eps", "weight_offset"),
+    space=space,
+    plan=plan,
+)
 
 
 @torch_op(mutates=("out", "new_residual"))
@@ -194,26 +224,37 @@ def rms_norm_out(
     weight_offset: float,
     round_before_weight: bool,
 ) -> None:
-    """`rms_norm` into `out` and, with a residual, `new_residual`; all [rows, cols]. No checks, no sync: safe under graph capture."""
+    """`rms_norm` into `out` and, with a residual, `new_residual`; all [rows, cols].
+
+    No checks, no sync: safe under graph capture.
+    """
     rows, cols = x.shape
-    # Without a residual the kernel touches neither of its two arrays; x and out stand in for them.
-    launch(
-        best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, residual is not None, round_before_weight, weight_offset),
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        out if new_residual is None else new_residual,
-        eps,
-        weight_offset,
+    launches = DECISION.launches(
+        Device.of(x),
+        rows=rows,
+        cols=cols,
+        dtype=x.dtype,
+        residual=residual is not None,
+        round_before_weight=round_before_weight,
+        weight_offset=weight_offset,
     )
+    launches.run(x, residual, weight, out, new_residual, eps, weight_offset)
 
 
-@overload
-def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., *, weight_offset: float = ..., round_before_weight: bool = ...) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = ..., *, weight_offset: float = ..., round_before_weight: bool = ..., residual: Tensor
+    x: Tensor, weight: Tensor, eps: float = ..., *, weight_offset: float = ..., round_before_weight: bool = ..., out: Tensor | None = ...
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    round_before_weight: bool = ...,
+    residual: Tensor,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
@@ -223,28 +264,36 @@ def rms_norm(
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scales each row of x to unit root mean square, then by the weight.
 
     Args:
-        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
+            not fold into one.
         weight: [cols], dtype and device of x.
         eps: added to mean(x**2), so in units of x squared.
         weight_offset: added to the weight; 1.0 for Gemma.
         round_before_weight: round to the dtype before the weight too, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
-    Returns: a contiguous tensor shaped like x; with a residual the tuple (that, x + residual). Empty for an empty x, with nothing launched.
+        out: where the normalised rows go: contiguous, shape, dtype and device of x; default a new
+            tensor.
+    Returns: a contiguous tensor shaped like x; with a residual the tuple (that, x + residual).
+        Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
-        raise must("x.dim()", "at least 1", 0)
+        raise argument_error("x.dim()", "at least 1", 0)
     cols = x.shape[-1]
     check_tensor(weight, "weight", shape=(cols,), like=x)
     if residual is not None:
         check_tensor(residual, "residual", shape=x.shape, like=x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = None if residual is None else torch.empty_like(out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        check_out(out, x.shape, x.dtype, (x, weight, residual), contiguous=True)
+    new_residual = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rms_norm_out(
             as_rows(x),

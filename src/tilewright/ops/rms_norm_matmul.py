@@ -1,17 +1,23 @@
-"""RMSNorm and the product behind it in one launch, for a token or a few: out = f(rms_norm(x + residual) @ b.T + bias)
+"""RMSNorm and the product behind it in one launch, for a token or a few: out = f(rms_norm(x +
+residual) @ b.T + bias)
 
-    rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k of b[n, k] * weight[k] * x[k]) / r
+    rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k
+    of b[n, k] * weight[k] * x[k]) / r
 
-f is the identity or, for silu_mul, silu(even column) * odd column. Each block sums the squares of x beside its own products and divides by the root
-at the end, so that no launch, and no block, waits for a norm.
+f is the identity or, for silu_mul, silu(even column) * odd column. Each block sums the squares of x
+beside its own products and divides by the root at the end, so that no launch, and no block, waits
+for a norm.
 
 Source    rms_norm (arXiv:1910.07467, eq. 4) and matmul; the factor of a row taken out of the sum.
-Numerics  Products and sums in fp32, rounded once at the end; x + residual is rounded to the dtype, and is what is normalised. One row: on the CUDA
-          cores, the normed row is not rounded. Several bf16 rows on sm_90: on the tensor cores, for which weight * x is rounded; not in fp16,
-          where it could overflow before the division.
-Bound     Memory: b read once, on the CUDA cores for further rows from L2. The rows of x come from L2 for each tile of columns.
+Numerics  Products and sums in fp32, rounded once at the end; x + residual is rounded to the dtype,
+          and is what is normalised. One row: on the CUDA cores, the normed row is not rounded.
+          Several bf16 rows on sm_90: on the tensor cores, for which weight * x is rounded; not in
+          fp16, where it could overflow before the division.
+Bound     Memory: b read once, on the CUDA cores for further rows from L2. The rows of x come from
+          L2 for each tile of columns.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Optional, overload
 
@@ -20,10 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
 from . import rms_norm
-from .early import early, let_next_begin, overlap_previous, wait_for_previous, whole_tiles
-from .tiles import rounded_sum, silu_mul_of_pairs
+from .common import gemm_choices
+from .common.gemm_choices import Gemm, Tile
+from .common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait, use_pdl, whole_tiles
+from .common.tiles import rounded_sum, silu_mul_of_pairs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # k beyond the edge adds nothing to the sums
@@ -40,7 +49,9 @@ def reference(
     residual: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition; the norm at least in fp32, and rounded before the product as its own op would."""
+    """The definition; the norm at least in fp32, and rounded before the product as its own op
+    would.
+    """
     found = rms_norm.reference(x, weight, eps, weight_offset=weight_offset, residual=residual)
     normed, *total = found if isinstance(found, tuple) else (found,)
     out = F.linear(normed, b, bias)
@@ -107,71 +118,79 @@ class Config:
         return p.rows == 1 and self.tile_k >= p.k and not (self.mma or self.persistent)
 
 
-# tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared memory are filled ahead (sm_90, tileiras 13.4: asked
-# for one step more than fits, the compiler keeps two).
-_SHAPES = ((16, 256, 8, 3, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (32, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
-
-_SMALL_SHAPES = ((8, 512, 8, 2, 4), (16, 256, 4, 2, 4), (8, 512, 8, 3, 4), (8, 256, 8, 2, 4))  # for half the shared memory, or none that loads fill
-
-
+# tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared
+# memory are filled ahead (sm_90,
+# tileiras 13.4: asked for one step more than fits, the compiler keeps two).
+LARGE = ((16, 256, 8, 3, 4), (32, 256, 8, 2, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
+SMALL = ((8, 512, 8, 2, 4), (16, 256, 4, 2, 4), (8, 512, 8, 3, 4), (8, 256, 8, 2, 4))  # for half the shared memory, or none that loads fill
+# The same for all rows at once: 177 to 232 KB of shared memory, and no wait between the MMAs
+# (sm_90, tileiras 13.4).
+ROWS = ((64, 512, 8, 1, 4), (64, 256, 8, 1, 4), (64, 256, 4, 1, 4), (128, 256, 8, 1, 8), (128, 128, 8, 1, 8), (256, 128, 8, 1, 8))
 MOST_MMA_ROWS = 16
-# The same for all rows at once: 177 to 232 KB of shared memory, and no wait between the MMAs (sm_90, tileiras 13.4).
-_ROWS_SHAPES = ((64, 512, 8, 1, 4), (64, 256, 8, 1, 4), (64, 256, 4, 1, 4), (128, 256, 8, 1, 8), (128, 128, 8, 1, 8), (256, 128, 8, 1, 8))
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """All rows at once on the tensor cores, one by one, and one row with all of k in a step."""
     if device.is_cpu:  # few, large tiles: each step of the interpreter is a numpy call
         tile_n, tile_k = min(512, max(2, next_pow2(p.n))), min(1024, next_pow2(p.k))
-        one_by_one = [Config(tile_n, tile_k), Config(min(32, tile_n), min(64, tile_k), persistent=True)]
-        together = [replace(c, mma=True) for c in one_by_one] if 1 < p.rows <= MOST_MMA_ROWS and p.dtype is torch.bfloat16 else []
-        return list(dict.fromkeys((*together, *one_by_one)))
-
-    def several(c: Config) -> bool:
-        return c.tiles(p) > device.sms * c.occupancy
-
-    def idle(c: Config) -> float:
-        """How much longer than its share the busiest block reads, or, where blocks come and go, the busiest SM."""
-        at_once = device.sms * c.occupancy if c.persistent else device.sms
-        return -(-c.tiles(p) // at_once) * at_once / c.tiles(p)
-
-    def with_walking(shapes: tuple[tuple[int, int, int, int, int], ...], mma: bool) -> list[Config]:
-        whole = [Config(n, k, False, mma, latency, occupancy, warps) for n, k, latency, occupancy, warps in shapes]
-        if p.rows == 1:  # a launch whose blocks walk could not be early
-            return whole
-        return [*(replace(c, persistent=True) for c in whole if several(c)), *whole]
-
-    shapes = _SHAPES if device.arch in ("sm_90", "sm_100", "sm_103") else _SMALL_SHAPES
-    # Even to a tenth; then as listed. A block that walks has its next tile's loads under way while it ends one.
-    one_by_one = sorted(with_walking(shapes, False), key=lambda c: (round(idle(c), 1), several(c) and not c.persistent))
-    if device.arch == "sm_90" and p.rows == 1:  # all tiles at once, or wide ones (H200, 2026-11-21)
-        narrow, wide = (Config(n, 256, False, False, 8, occupancy, 4) for n, occupancy in ((16, 3), (32, 2)))
-        best = wide if several(narrow) else narrow
-        one_by_one.sort(key=lambda c: c != best)
-        if p.k <= 4096 and p.dtype.itemsize == 2:
-            one_by_one += [Config(n, k, False, False, 8, occupancy, 4) for n, k, occupancy in whole_tiles(p.k)]
-    if device.arch != "sm_90" or not 2 < p.rows <= MOST_MMA_ROWS or p.dtype is not torch.bfloat16:
-        return one_by_one
-    # In one round if there are so few; else as evenly as may be, then in wide tiles: each has all rows of x come from L2.
-    together = with_walking(_ROWS_SHAPES, True)
-    one_round = [c for c in together if not several(c)]
-    walking = sorted((c for c in together if c.persistent), key=lambda c: (round(idle(c), 1), c.tile_n != 128))
-    few = -(-p.n // 64) <= device.sms
-    return [*(one_round if few else (*walking, *one_round)), *one_by_one]
+        for mma in (True, False):
+            yield from (Config(tile_n, tile_k, mma=mma), Config(min(32, tile_n), min(64, tile_k), persistent=True, mma=mma))
+        return
+    shapes = [(False, shape) for shape in (LARGE if device.arch in ("sm_90", "sm_100", "sm_103") else SMALL)]
+    if device.arch == "sm_90":
+        shapes += [(True, shape) for shape in ROWS]
+    for mma, (n, k, latency, occupancy, warps) in shapes:
+        c = Config(n, k, False, mma, latency, occupancy, warps)
+        yield c
+        if p.rows > 1 and c.tiles(p) > device.sms * occupancy:  # of one row the launch could not be early
+            yield replace(c, persistent=True)
+    if device.arch == "sm_90" and p.rows == 1 and p.k <= 4096 and p.dtype.itemsize == 2:
+        yield from (Config(n, k, latency=8, occupancy=occupancy, num_worker_warps=4) for n, k, occupancy in whole_tiles(p.k))
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of one launch."""
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """On the tensor cores weight * x is rounded, which fp16 could overflow in."""
+    return not c.mma or (1 < p.rows <= MOST_MMA_ROWS and p.dtype is torch.bfloat16)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """What the launch asks for: of one product on the MMA, or of one of each row."""
+    rows = max(8, next_pow2(p.rows)) if c.mma else 1
+    hints_of: dict[str, Any] = {"latency": c.latency, "num_ctas": 1, "occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
+    tile = Tile(rows, c.tile_n, c.tile_k, swap_ab=c.mma, persistent=c.persistent, **hints_of)
+    found = gemm_choices.work(Gemm(p.rows, p.n, p.k, p.dtype, p.cost().size_bytes, gated=p.silu_mul), tile, device)
+    return found if c.mma else replace(found, kinds=("dot", "dot1"), flops=2.0 * c.tile_n * c.tile_k)
+
+
+CHOICES = Choices("rms_norm_matmul", candidates, legal, work, like="matmul")
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """Every config worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """One launch."""
     tiles = c.tiles(p)
     blocks = min(tiles, device.sms * c.occupancy) if c.persistent else tiles
-    hints: dict[str, Any] = {"occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps, "early": early(p.rows, c.persistent)}
-    if c.mma:
-        rows = max(8, next_pow2(p.rows))
-        pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
-        shape = (p.residual, p.bias, p.silu_mul, c.persistent, rows, c.tile_n, c.tile_k, c.latency)
-        return Plan(rms_norm_matmul_rows_kernel, (blocks + pieces,), shape, **hints)
-    constants = (p.residual, p.bias, p.silu_mul, c.persistent, c.whole(p), c.tile_n, c.tile_k, c.latency)
-    return Plan(rms_norm_matmul_kernel, (blocks,), constants, **hints)
+    options = {"add": p.residual, "add_bias": p.bias, "silu_mul": p.silu_mul, "persistent": c.persistent}
+    constants = {**options, "tile_n": c.tile_n, "tile_k": c.tile_k, "latency": c.latency}
+    unused = (*(() if p.residual else ("residual", "sum")), *(() if p.bias else ("bias",)))
+    how = {**hints(c), "pdl": use_pdl(p.rows, c.persistent), "unused": unused}
+    if not c.mma:
+        return (Launch(rms_norm_matmul_kernel, (blocks,), {**constants, "whole": c.whole(p)}, **how),)
+    pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
+    return (Launch(rms_norm_matmul_rows_kernel, (blocks + pieces,), {**constants, "rows": max(8, next_pow2(p.rows))}, **how),)
+
+
+DECISION = Decision(
+    "rms_norm_matmul",
+    problem=Problem,
+    arguments=("x", "residual", "weight", "b", "bias", "out", "sum", "eps", "weight_offset"),
+    space=space,
+    plan=plan,
+)
 
 
 def _rows_tile(X, RESIDUAL, at, shape, ADD, LATENCY):
@@ -211,14 +230,16 @@ def rms_norm_matmul_kernel(
 ):
     """A tile of columns of one row of OUT at a time.
 
-    X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n], only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
-    n / 2 columns, of pairs of rows of B. WHOLE: one row, all of k in one step, a tile to a block: its weights come while the launch before ends.
+    X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n],
+        only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
+    n / 2 columns, of pairs of rows of B. WHOLE: one row, all of k in one step, a tile to a block:
+    its weights come while the launch before ends.
     """
     if WHOLE:
-        let_next_begin()
+        pdl_launch_dependents()
         b = ct.load(B, (ct.bid(0), 0), (TILE_N, TILE_K), padding_mode=ZERO, allow_tma=False)
         weight = ct.load(WEIGHT, (0,), (TILE_K,), padding_mode=ZERO, allow_tma=False)
-        wait_for_previous()
+        pdl_wait()
         x = ct.load(X, (0, 0), (1, TILE_K), padding_mode=ZERO, allow_tma=False)
         if ADD:
             x = rounded_sum(x, ct.load(RESIDUAL, (0, 0), (1, TILE_K), padding_mode=ZERO, allow_tma=False))
@@ -230,7 +251,7 @@ def rms_norm_matmul_kernel(
         y = _behind_product(y, BIAS, ct.bid(0), TILE_N, ADD_BIAS, SILU_MUL)
         ct.store(OUT, (0, ct.bid(0)), y.astype(OUT.dtype), allow_tma=False)
     else:
-        overlap_previous(PERSISTENT)
+        pdl_overlap(PERSISTENT)
         _by_steps(X, RESIDUAL, WEIGHT, B, BIAS, OUT, SUM, eps, weight_offset, ADD, ADD_BIAS, SILU_MUL, PERSISTENT, TILE_N, TILE_K, LATENCY)
 
 
@@ -287,11 +308,13 @@ def rms_norm_matmul_rows_kernel(
     TILE_K: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """All rows of X, at most ROWS, and a tile of columns of OUT at a time, on the tensor cores with B's rows on the long side of the MMA.
+    """All rows of X, at most ROWS, and a tile of columns of OUT at a time, on the tensor cores with
+    B's rows on the long side of the MMA.
 
-    Arrays as in rms_norm_matmul_kernel. Not PERSISTENT, and ADD: the blocks behind those with a tile write a piece of the sum each.
+    Arrays as in rms_norm_matmul_kernel. Not PERSISTENT, and ADD: the blocks behind those with a
+    tile write a piece of the sum each.
     """
-    overlap_previous(PERSISTENT)
+    pdl_overlap(PERSISTENT)
     steps, tiles = ct.cdiv(X.shape[1], TILE_K), ct.cdiv(B.shape[0], TILE_N)
 
     def rows_tile(step):
@@ -343,21 +366,15 @@ def rms_norm_matmul_out(
     weight_offset: float,
     silu_mul: bool,
 ) -> None:
-    """`rms_norm_matmul` into `out` and, with a residual, `new_residual`; all 2-D. No checks, no sync: safe under graph capture."""
-    (rows, k), n = x.shape, b.shape[0]
-    # The kernel touches no array that its constants do not name; x and out stand in.
-    launch(
-        best_plan(space, plan, Device.of(x), Problem, rows, n, k, x.dtype, bias is not None, residual is not None, silu_mul),
-        x,
-        x if residual is None else residual,
-        weight,
-        b,
-        weight if bias is None else bias,
-        out,
-        out if new_residual is None else new_residual,
-        eps,
-        weight_offset,
+    """`rms_norm_matmul` into `out` and, with a residual, `new_residual`; all 2-D.
+
+    No checks, no sync: safe under graph capture.
+    """
+    rows, k = x.shape
+    launches = DECISION.launches(
+        Device.of(x), rows=rows, n=b.shape[0], k=k, dtype=x.dtype, bias=bias is not None, residual=residual is not None, silu_mul=silu_mul
     )
+    launches.run(x, residual, weight, b, bias, out, new_residual, eps, weight_offset)
 
 
 @overload
@@ -387,10 +404,12 @@ def rms_norm_matmul(
     residual: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The product of normed rows and a matrix, in one launch: for a token or, in bf16, a few; for many `rms_norm` and `matmul` are faster.
+    """The product of normed rows and a matrix, in one launch: for a token or, in bf16, a few; for
+    many `rms_norm` and `matmul` are faster.
 
     Args:
-        x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
+            not fold into one.
         weight: [k], the norm's; dtype and device of x.
         b: [n, k], as torch.nn.Linear stores it; likewise, stride 1 in the last axis.
         bias: [n]; likewise.
@@ -398,27 +417,27 @@ def rms_norm_matmul(
         weight_offset: added to the norm's weight; 1.0 for Gemma.
         residual: shape, dtype and device of x; x + residual is normalised.
         silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product; n even.
-    Returns: [..., n] (n / 2 with silu_mul), contiguous; with a residual the tuple (that, x + residual). Empty for an empty x or no columns, with
-        nothing launched.
+    Returns: [..., n] (n / 2 with silu_mul), contiguous; with a residual the tuple (that, x +
+        residual). Empty for an empty x or no columns, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
-        raise must("x.dim()", "at least 1", 0)
+        raise argument_error("x.dim()", "at least 1", 0)
     k = x.shape[-1]
     if k == 0:
-        raise must("x.shape[-1]", "at least 1", 0)
+        raise argument_error("x.shape[-1]", "at least 1", 0)
     check_tensor(weight, "weight", shape=(k,), like=x)
     check_tensor(b, "b", ndim=2, like=x)
     n = b.shape[0]
     if b.shape[1] != k:
-        raise must("b.shape[1]", f"{k}, the k of x", b.shape[1])
+        raise argument_error("b.shape[1]", f"{k}, the k of x", b.shape[1])
     if bias is not None:
         check_tensor(bias, "bias", shape=(n,), like=x)
     if residual is not None:
         check_tensor(residual, "residual", shape=x.shape, like=x)
     if silu_mul and n % 2:
-        raise must("n of b", "even with silu_mul", n)
+        raise argument_error("n of b", "even with silu_mul", n)
     out = torch.empty((*x.shape[:-1], n // 2 if silu_mul else n), dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

@@ -2,12 +2,13 @@
 
     silu(g) = g * sigmoid(g)        gelu(g) = g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 * g**3))
 
-Source    Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU, GEGLU). The tanh form of GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415,
-          with 0.5 * (1 + tanh(z)) = sigmoid(2 * z).
+Source    Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU, GEGLU). The tanh form of GELU: Hendrycks
+          and Gimpel 2016, arXiv:1606.08415, with 0.5 * (1 + tanh(z)) = sigmoid(2 * z).
 Numerics  fp32 from load to store, rounded once.
 Bound     Memory: gate and up read once, out written once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch.nn.functional as F
 from cuda.tile import cdiv
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, next_pow2, torch_op
-from .early import early, overlap_previous
-from .tiles import each_tile, gated, load_tile, of_width
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, torch_op
+from ..select import Choices, Ordered, Work, ordered
+from .common.pdl import pdl_overlap, use_pdl
+from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
+from .common.tiles import each_tile, gated, load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -54,10 +57,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the elements are walked.
+    """How the elements are tiled.
 
     tile_m, tile_n: rows and columns of a tile; powers of two.
-    persistent: a block walks over many tiles; otherwise it has one.
+    persistent: a block takes many tiles; otherwise it has one.
     latency: prefetch hint of the loads, 1 to 10.
     load_tma, store_tma: allow the TMA unit.
     occupancy: resident blocks per SM.
@@ -74,33 +77,33 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+# (loads of 16 bytes of a thread, warps, occupancy and latency of persistent blocks), best first on
+# an H200
+TILES = ((1, 4), (2, 4), (1, 8), (2, 8), (4, 8), (4, 4), (2, 4, 8, 2), (2, 8, 4, 2), (2, 8, 2, 4))
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
-        tile_n = next_pow2(p.cols)
-        tile_m = max(1, min(next_pow2(p.rows), (1 << 20) // tile_n))
-        return [Config(tile_m, tile_n), Config(max(1, tile_m // 4), max(1, tile_n // 4), persistent=True, occupancy=1)]
-    vector = 16 // p.dtype.itemsize  # elements of the widest load
-    if p.rows * p.cols < device.sms * 512 * vector:  # no SM would get four warps' worth: as many small tiles as there are
-        sizes = [(1, 4), (1, 8), (2, 4)]
-    else:
-        sizes = [(2, 4), (1, 4), (2, 8), (1, 8), (4, 8)]
-    configs = []
-    for loads, warps in sizes:
-        size = loads * 32 * warps * vector
+        tile_n = min(next_pow2(p.cols), CPU_TILE)
+        tile_m = max(1, min(next_pow2(p.rows), CPU_TILE // tile_n))
+        yield Config(tile_m, tile_n)
+        yield Config(max(1, tile_m // 4), max(1, tile_n // 4), persistent=True, occupancy=1)
+        return
+    for loads, warps, *persistent in TILES:
+        size = loads * 32 * warps * 16 // p.dtype.itemsize
         for tile_n in _column_tiles(p.cols, size):
-            configs.append(Config(min(size // tile_n, next_pow2(p.rows)), tile_n, num_worker_warps=warps))
-    for occupancy, latency, warps in ((8, 2, 4), (4, 2, 8), (2, 4, 8)):
-        size = 2 * 32 * warps * vector
-        tile_n = _column_tiles(p.cols, size)[0]
-        tile_m = size // tile_n
-        if cdiv(p.rows, tile_m) * cdiv(p.cols, tile_n) > device.sms * occupancy:
-            configs.append(Config(tile_m, tile_n, True, latency, occupancy=occupancy, num_worker_warps=warps))
-    return list(dict.fromkeys(configs))
+            tile_m = min(size // tile_n, next_pow2(p.rows))
+            if persistent:
+                occupancy, latency = persistent
+                yield Config(tile_m, tile_n, True, latency, occupancy=occupancy, num_worker_warps=warps)
+            else:
+                yield Config(tile_m, tile_n, num_worker_warps=warps)
 
 
 def _column_tiles(cols: int, most: int) -> list[int]:
-    """Widths of a tile: the widest that divides cols, if rows of it make whole cache lines; and the widest that pads little."""
+    """Widths of a tile: the widest that divides cols, if rows of it make whole cache lines; and the
+    widest that pads little.
+    """
     divisor = min(cols & -cols, most)
     wide = min(next_pow2(cols), most)
     while cdiv(cols, wide) * wide > cols * 9 / 8 and wide > 256:
@@ -108,12 +111,47 @@ def _column_tiles(cols: int, most: int) -> list[int]:
     return [divisor, wide] if divisor >= 128 and divisor != wide else [wide]
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def _tiles(p: Problem, c: Config) -> int:
+    return cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Persistent blocks have two tiles at least; others fit a grid."""
+    return device.is_cpu or (_tiles(p, c) > device.sms * (c.occupancy or 1) if c.persistent else grid_fits(_tiles(p, c)))
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Tiles of gate and up, the padding of the last ones, and the checks of those."""
+    elements, threads = c.tile_m * c.tile_n, 32 * (c.num_worker_warps or 4)
+    registers = 24 + 2 * elements / threads * p.dtype.itemsize / 4 + elements / threads
+    aligned = (1 + p.fused) * p.cols * p.dtype.itemsize
+    load, checked = 2 * p.dtype.itemsize, p.cols % c.tile_n > 0
+    return stream(device, _tiles(p, c), elements, p.cost().size_bytes, c, registers=registers, aligned=aligned, load=load, checked=checked)
+
+
+CHOICES = Choices("silu_mul", candidates, legal, work, tie=TILE_TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
+    tiles = _tiles(p, c)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = (p.gelu_tanh, c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
-    return Plan(silu_mul_kernel, (blocks,), constants, occupancy=c.occupancy, num_worker_warps=c.num_worker_warps, early=early(p.rows, c.persistent))
+    constants = {
+        "gelu": p.gelu_tanh,
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
+    return (Launch(silu_mul_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.rows, c.persistent)),)
 
 
 @ct.kernel
@@ -131,7 +169,7 @@ def silu_mul_kernel(
     STORE_TMA: ct.Constant[bool],
 ):
     """Tiles in row-major order. GATE, UP, OUT: [rows, COLS]."""
-    overlap_previous(PERSISTENT)
+    pdl_overlap(PERSISTENT)
     shape = (TILE_M, TILE_N)
     GATE, UP, OUT = of_width(GATE, COLS), of_width(UP, COLS), of_width(OUT, COLS)
 
@@ -143,20 +181,24 @@ def silu_mul_kernel(
     each_tile(compute, OUT, COLS, PERSISTENT, TILE_M, TILE_N, False)
 
 
+DECISION = Decision("silu_mul", problem=Problem, arguments=("gate", "up", "out"), space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def silu_mul_out(gate: Tensor, up: Tensor, out: Tensor, gelu_tanh: bool) -> None:
     """`silu_mul` into `out`, all [rows, cols]. No checks, no sync: safe under graph capture."""
     rows, cols = out.shape
     fused = gate.stride(0) == 2 * cols
-    launch(best_plan(space, plan, Device.of(out), Problem, rows, cols, out.dtype, fused, gelu_tanh), gate, up, out)
+    DECISION.launches(Device.of(gate), rows=rows, cols=cols, dtype=out.dtype, fused=fused, gelu_tanh=gelu_tanh).run(gate, up, out)
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Tensor:
     """The activation of gate, times up: the middle of a SwiGLU or GEGLU layer.
 
     Args:
-        gate: [..., cols], or [..., 2 * cols] holding (gate, up) when `up` is not given; bf16, fp16 or fp32; stride 1 in the last axis.
-            Copied if its leading axes do not fold into one, as is `up`.
+        gate: [..., cols], or [..., 2 * cols] holding (gate, up) when `up` is not given; bf16, fp16
+            or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one, as
+            is `up`.
         up: [..., cols], shape, dtype and device of gate; may be a view of the same tensor.
         gelu_tanh: GELU in its tanh form instead of SiLU.
     Returns: [..., cols], contiguous. Empty for an empty gate, with nothing launched.
@@ -164,12 +206,12 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False)
     """
     check_tensor(gate, "gate", dtypes=DTYPES)
     if gate.dim() == 0:
-        raise must("gate.dim()", "at least 1", 0)
+        raise argument_error("gate.dim()", "at least 1", 0)
     shape = tuple(gate.shape)
     if up is not None:
         check_tensor(up, "up", shape=shape, like=gate)
     elif shape[-1] % 2:
-        raise must("gate.shape[-1]", "even where up is not given", shape[-1])
+        raise argument_error("gate.shape[-1]", "even where up is not given", shape[-1])
     else:
         shape = (*shape[:-1], shape[-1] // 2)
     out = torch.empty(shape, dtype=gate.dtype, device=gate.device)

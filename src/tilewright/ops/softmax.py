@@ -1,8 +1,10 @@
 """Softmax over the last axis: out = exp(x - max(x)) / sum(exp(x - max(x)))
 
-Source    For rows too wide for registers the maximum and the sum in one pass: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
+Source    For rows too wide for registers the maximum and the sum in one pass: Milakov and
+          Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 Numerics  fp32 from load to store, rounded once; exp as 2**(log2(e) * t).
-          As in PyTorch: -inf gives 0, and a row of nothing but -inf, or with a NaN or +inf in it, gives NaN.
+          As in PyTorch: -inf gives 0, and a row of nothing but -inf, or with a NaN or +inf in it,
+          gives NaN.
 Bound     Memory: x read once, out written once.
 """
 
@@ -14,9 +16,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Plan, as_rows, best_plan, check_tensor, launch, must, torch_op
-from .rows import Config, row_configs
-from .tiles import each_row_tile, load_tile, of_width
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, torch_op
+from ..select import Ordered
+from .common.rows import Config, row_choices, row_space
+from .common.tiles import each_row_tile, load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = math.log2(math.e)
@@ -43,18 +46,28 @@ class Problem:
         return {"x": 3 * torch.randn(self.rows, self.cols, dtype=self.dtype, device=device)}
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    return row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=False)
+CHOICES = row_choices("softmax", chain=1, like="layer_norm")
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return row_space(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.rows, c.tile_m)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = (c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
-    kernel = softmax_kernel if c.keep_row else softmax_reread_kernel
-    return Plan(kernel, (blocks,), constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+    constants = {
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
+    return (Launch(softmax_kernel if c.keep_row else softmax_reread_kernel, (blocks,), constants, **hints(c)),)
 
 
 @ct.kernel
@@ -69,7 +82,9 @@ def softmax_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, OUT: [rows, COLS]."""
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, OUT:
+    [rows, COLS].
+    """
     shape = (TILE_M, TILE_N)
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
@@ -112,7 +127,9 @@ def softmax_reread_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for maximum and sum, a second for the result. Arrays and constants as in softmax_kernel."""
+    """Rows of any width: one pass for maximum and sum, a second for the result. Arrays and
+    constants as in softmax_kernel.
+    """
     shape = (TILE_M, TILE_N)
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
@@ -123,13 +140,15 @@ def softmax_reread_kernel(
         ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
     def normalise(i, whole):
-        # Maximum and sum per column of the tile: one reduction at the end instead of two for each tile.
+        # Maximum and sum per column of the tile: one reduction at the end instead of two for each
+        # tile.
         top = ct.full(shape, -math.inf, ct.float32)
         total = ct.zeros(shape, ct.float32)
         for j in range(ct.cdiv(COLS, TILE_N)):
             x = load(i, j, whole)
             new_top = ct.maximum(top, x)
-            origin = ct.where(new_top == -math.inf, 0.0, new_top)  # nothing but -inf so far: powers are 0, not NaN
+            # nothing but -inf so far: powers are 0, not NaN
+            origin = ct.where(new_top == -math.inf, 0.0, new_top)
             total = total * ct.exp2((top - origin) * LOG2_E, flush_to_zero=True) + ct.exp2((x - origin) * LOG2_E, flush_to_zero=True)
             top = new_top
         row_top = ct.max(top, axis=1, keepdims=True)
@@ -141,24 +160,28 @@ def softmax_reread_kernel(
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
+DECISION = Decision("softmax", problem=Problem, arguments=("x", "out"), space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def softmax_out(x: Tensor, out: Tensor) -> None:
     """`softmax` into `out`, both [rows, cols]. No checks, no sync: safe under graph capture."""
     rows, cols = x.shape
-    launch(best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype), x, out)
+    DECISION.launches(Device.of(x), rows=rows, cols=cols, dtype=x.dtype).run(x, out)
 
 
 def softmax(x: Tensor) -> Tensor:
     """Exponentials over the last axis, scaled to sum to one.
 
     Args:
-        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
+            not fold into one.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
-        raise must("x.dim()", "at least 1", 0)
+        raise argument_error("x.dim()", "at least 1", 0)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         softmax_out(as_rows(x), as_rows(out))

@@ -1,15 +1,22 @@
-"""Attention of many queries (prefill): out = softmax(scale * q k^T + mask) v, per head, in one pass over the keys.
+"""Attention of many queries (prefill): out = softmax(scale * q k^T + mask) v, per head, in one pass
+over the keys.
 
-With n keys and q_len queries in a sequence, query i sees key j where (causal) j <= i + n - q_len and (window W) j > i + n - q_len - W.
-A row that sees no key gives 0 and lse -inf. With softcap c a score s becomes c tanh(s / c) before the mask; a sink adds exp(sink) to the
-denominator of each row of its head, and nothing to its lse. Codes of 8 bits stand for code * scale of their head.
+With n keys and q_len queries in a sequence, query i sees key j where (causal) j <= i + n - q_len
+and (window W) j > i + n - q_len - W.
+A row that sees no key gives 0 and lse -inf. With softcap c a score s becomes c tanh(s / c) before
+the mask; a sink adds exp(sink) to the denominator of each row of its head, and nothing to its lse.
+Codes of 8 bits stand for code * scale of their head.
 
-Source    Dao et al. 2022, arXiv:2205.14135 (tiles, running softmax); Milakov and Gimelshein 2018, arXiv:1805.02867, alg. 3 (the recurrence).
-Numerics  Scores, running maximum, denominator and accumulator in fp32; weights rounded to the dtype of v before their product with v; out
-          rounded once. Exponentials in base 2, scale * log2(e) folded into one fma. Masked scores are -inf; the running maximum starts at a
-          finite floor, so that a tile with every key masked adds exp2(-inf) = 0 and never computes -inf - -inf. Weights of 8 bits are
-          relative to 2**-8 of the largest, which uses the format's range; on tensor cores their sums have 14 bits within 128 keys.
-Bound     Compute, 4 * head_dim flops per visible score; at head_dim 64 the exponentials are nearly as long as the products.
+Source    Dao et al. 2022, arXiv:2205.14135 (tiles, running softmax); Milakov and Gimelshein 2018,
+          arXiv:1805.02867, alg. 3 (the recurrence).
+Numerics  Scores, running maximum, denominator and accumulator in fp32; weights rounded to the dtype
+          of v before their product with v; out rounded once. Exponentials in base 2, scale *
+          log2(e) folded into one fma. Masked scores are -inf; the running maximum starts at a
+          finite floor, so that a tile with every key masked adds exp2(-inf) = 0 and never computes
+          -inf - -inf. Weights of 8 bits are relative to 2**-8 of the largest, which uses the
+          format's range; on tensor cores their sums have 14 bits within 128 keys.
+Bound     Compute, 4 * head_dim flops per visible score; at head_dim 64 the exponentials are nearly
+          as long as the products.
 """
 
 import math
@@ -18,15 +25,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, next_pow2, torch_op
-from ..attention_common import DTYPES, LOG2E, MAX_HEAD_DIM, check_heads, check_int32, check_per_head, check_scale_and_window
-from ..scaling import FP8
-from .candidates import Config, space
-from .decision import plan
-from .kernel import attention_kernel
-from .problem import Problem
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, dtype_name, next_pow2, torch_op
+from ..common.scaling import FP8
+from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_heads, check_int32, check_per_head, check_scale_and_window
+from .decision import CHOICES, Config, Problem, plan, space
+from .kernels import attention_kernel
 
-__all__ = ["Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
+__all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
 
 MAX_HEAD_DIM_EIGHT = 128  # in 8 bits each step's sums stand in registers beside the running ones
 REFERENCE_SCORES = 1 << 26  # that the reference holds at a time
@@ -52,7 +57,9 @@ def reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition, sequence by sequence: products in the dtype, softmax at least in fp32, as Hugging Face's eager attention does."""
+    """The definition, sequence by sequence: products in the dtype, softmax at least in fp32, as
+    Hugging Face's eager attention does.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = (causal, scale, window, softcap, sinks, q_scale, k_scale, v_scale)
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
@@ -83,9 +90,11 @@ def _one(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: q [q_heads, q_len, head_dim], k [kv_heads, n, head_dim], v [kv_heads, n, v_dim]; out like q with v_dim, lse [q_heads, q_len].
+    """One sequence: q [q_heads, q_len, head_dim], k [kv_heads, n, head_dim], v [kv_heads, n,
+    v_dim]; out like q with v_dim, lse [q_heads, q_len].
 
-    Codes of 8 bits are multiplied as fp32 (weights are rounded to their format all the same), their scales applied to the products.
+    Codes of 8 bits are multiplied as fp32 (weights are rounded to their format all the same), their
+    scales applied to the products.
     """
     (q_heads, q_len, _), n, group = q.shape, k.shape[1], q.shape[0] // k.shape[0]
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
@@ -119,6 +128,13 @@ def _one(
     return out, lse
 
 
+ARGUMENTS = (
+    *("q", "k", "v", "out", "lse", "kv_start", "kv_len", "cu_seqlens_q", "cu_seqlens_kv"),
+    *("sinks", "q_scale", "k_scale", "v_scale", "window", "scale", "cap"),
+)
+DECISION = Decision("attention", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+
+
 @torch_op(mutates=("out", "lse"))
 def attention_out(
     q: Tensor,
@@ -149,31 +165,33 @@ def attention_out(
     (batch, q_heads, q_len, head_dim), kv_heads, kv_tokens, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.shape[0] - 1
-    masks = (causal, window, kv_start is not None, kv_len is not None, varlen)
-    shape = (batch, q_heads, kv_heads, q_len, kv_tokens, head_dim)
-    longest = 0 if max_q_len is None else next_pow2(max_q_len)
-    rest = (lse is not None, 0 if v_dim == head_dim else v_dim, softcap, sinks is not None, keys_last, longest)
-    chosen = best_plan(space, plan, Device.of(q), Problem, *shape, q.dtype, *masks, *rest)
-    # q stands in for the arrays that the kernel's flags say are absent.
-    launch(
-        chosen,
-        q,
-        k,
-        v.mT if keys_last else v,
-        out,
-        q if lse is None else lse,
-        q if kv_start is None else kv_start,
-        q if kv_len is None else kv_len,
-        q if cu_seqlens_q is None else cu_seqlens_q,
-        q if cu_seqlens_kv is None else cu_seqlens_kv,
-        q if sinks is None else sinks,
-        q if q_scale is None else q_scale,
-        q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale,
-        0 if window is None else window,
-        scale * LOG2E if softcap is None else scale / softcap,
-        0.0 if softcap is None else softcap * LOG2E,
+    if window is not None and window >= kv_tokens:
+        window = None  # it hides nothing, and the kernel's 32-bit sums would not hold every such number
+    launches = DECISION.launches(
+        Device.of(q),
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_tokens,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        causal=causal,
+        window=window,
+        has_start=kv_start is not None,
+        has_len=kv_len is not None,
+        varlen=varlen,
+        return_lse=lse is not None,
+        v_dim=0 if v_dim == head_dim else v_dim,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+        keys_last=keys_last,
+        longest=0 if max_q_len is None else next_pow2(max_q_len),
     )
+    to_base_2, cap = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    v = v.mT if keys_last else v
+    sequences = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
+    launches.run(q, k, v, out, lse, *sequences, sinks, q_scale, k_scale, v_scale, window or 0, to_base_2, cap)
 
 
 def attention(
@@ -195,32 +213,46 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention; query head h reads key and value head h // (q_heads // kv_heads).
 
     Args:
-        q: [batch, q_heads, q_len, head_dim]; bf16, fp16, fp32 or float8_e4m3fn; head_dim 1..256, in float8_e4m3fn 1..128; any strides with
-            stride 1 in the last axis.
+        q: [batch, q_heads, q_len, head_dim]; bf16, fp16, fp32 or float8_e4m3fn; head_dim 1..256, in
+            float8_e4m3fn 1..128; any strides with stride 1 in the last axis.
         k: [batch, kv_heads, max_len, head_dim], dtype and device of q; kv_heads divides q_heads.
-        v: [batch, kv_heads, max_len, v_dim], likewise, v_dim in the range of head_dim. In float8_e4m3fn the keys may be the axis of
-            stride 1 instead, and are best so: tensor cores multiply 8-bit weights by values that lie key after key.
-        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query sees all of them. A chunk of a long prompt
-            is the queries of the chunk, the cache, and the kv_len that the cache has with the chunk in it.
+        v: [batch, kv_heads, max_len, v_dim], likewise, v_dim in the range of head_dim. In
+            float8_e4m3fn the keys may be the axis of stride 1 instead, and are best so: tensor
+            cores multiply 8-bit weights by values that lie key after key.
+        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query
+            sees all of them. A chunk of a long prompt is the queries of the chunk, the cache, and
+            the kv_len that the cache has with the chunk in it.
         scale: of q k^T; positive; default head_dim ** -0.5.
-        window: a query sees at most this many keys, its own included.
-        kv_start: [batch] int32; the first key of each sequence (left padding). Queries before it see nothing.
-        kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default max_len. Memory outside may hold anything.
-        cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32, where each sequence begins and the last one ends. With them q is
-            [total_q, q_heads, head_dim], k and v are [total_kv, kv_heads, ...], and there is no kv_start and kv_len.
-        max_q_len: the queries of the longest sequence of cu_seqlens_q, for the choice of tiles alone; default total_q.
+        window: a query sees at most this many keys, its own included; one as long as the keys is
+            none.
+        kv_start: [batch] int32; the first key of each sequence (left padding). Queries before it
+            see nothing.
+        kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default
+            max_len. Memory outside may hold anything.
+        cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32, where each sequence begins and the last
+            one ends. With them q is [total_q, q_heads, head_dim], k and v are [total_kv, kv_heads,
+            ...], and there is no kv_start and kv_len.
+        max_q_len: the queries of the longest sequence of cu_seqlens_q, for the choice of tiles
+            alone; default total_q.
         return_lse: also return the natural log of the softmax denominator.
-        softcap: positive; scores become softcap * tanh(score / softcap), after `scale` and before the mask.
-        sinks: [q_heads] fp32; a score, of the scaled ones and in natural log, that every row of a head has in its denominator and nowhere else.
-        q_scale: [q_heads] fp32, positive; given with float8_e4m3fn and only then: a value of q is its code times its head's scale.
+        softcap: positive; scores become softcap * tanh(score / softcap), after `scale` and before
+            the mask.
+        sinks: [q_heads] fp32; a score, of the scaled ones and in natural log, that every row of a
+            head has in its denominator and nowhere else.
+        q_scale: [q_heads] fp32, positive; given with float8_e4m3fn and only then: a value of q is
+            its code times its head's scale.
         k_scale, v_scale: [kv_heads] fp32, likewise.
-    Returns: out [batch, q_heads, q_len, v_dim], contiguous as [batch, q_len, q_heads, v_dim] (with cu_seqlens as [total_q, q_heads, v_dim]),
-        in q's dtype, for float8_e4m3fn in bf16; with return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len] (with cu_seqlens
-        [q_heads, total_q]), without the sink. A row that sees no key is 0, its lse -inf.
+        out: where the result goes: of its shape, dtype and device, its axes in any order in
+            memory; default a new tensor.
+    Returns: out [batch, q_heads, q_len, v_dim], contiguous as [batch, q_len, q_heads, v_dim] (with
+        cu_seqlens as [total_q, q_heads, v_dim]), in q's dtype, for float8_e4m3fn in bf16; with
+        return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len] (with cu_seqlens [q_heads,
+        total_q]), without the sink. A row that sees no key is 0, its lse -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     varlen = cu_seqlens_q is not None
@@ -229,34 +261,41 @@ def attention(
     check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
     scale = check_scale_and_window(scale, window, q.shape[-1])
     if softcap is not None and not softcap > 0:
-        raise must("softcap", "positive", softcap)
+        raise argument_error("softcap", "positive", softcap)
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q.shape[1])
     _check_scales(q, k, q_scale, k_scale, v_scale)
     stored = torch.bfloat16 if q.dtype in FP8 else q.dtype
+    out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     if cu_seqlens_q is not None:
         check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
         _check_packing(q, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
         if max_q_len is not None and max_q_len < 1 <= q.shape[0]:
-            raise must("max_q_len", "at least 1", max_q_len)
+            raise argument_error("max_q_len", "at least 1", max_q_len)
         _check_values(k, v)
-        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=stored, device=q.device)
+        out_shape = (*q.shape[:2], v.shape[-1])
         lse_shape = (q.shape[1], q.shape[0])
     else:
         batch, q_heads, q_len, head_dim = q.shape
         if k.shape[0] != batch or k.shape[3] != head_dim:
-            raise must("k.shape", (batch, k.shape[1], k.shape[2], head_dim), tuple(k.shape))
+            raise argument_error("k.shape", (batch, k.shape[1], k.shape[2], head_dim), tuple(k.shape))
         if cu_seqlens_kv is not None:
-            raise must("cu_seqlens_kv", "given only with cu_seqlens_q", type(cu_seqlens_kv).__name__)
+            raise argument_error("cu_seqlens_kv", "given only with cu_seqlens_q", type(cu_seqlens_kv).__name__)
         if max_q_len is not None:
-            raise must("max_q_len", "given only with cu_seqlens_q", type(max_q_len).__name__)
+            raise argument_error("max_q_len", "given only with cu_seqlens_q", type(max_q_len).__name__)
         for name, given in (("kv_start", kv_start), ("kv_len", kv_len)):
             if given is not None:
                 check_int32(given, name, q, (batch,))
         _check_values(k, v)
-        out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
+        out_shape = (batch, q_heads, q_len, v.shape[-1])
         lse_shape = (batch, q_heads, q_len)
+    if out is not None:
+        check_out(out, out_shape, stored, (q, k, v))
+    elif varlen:
+        out = torch.empty(out_shape, dtype=stored, device=q.device)
+    else:  # as the projection behind it reads it
+        out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel() and (cu_seqlens_q is None or len(cu_seqlens_q) > 1):
         masks = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, scale, causal, window, max_q_len)
@@ -272,7 +311,7 @@ def _check_values(k: Tensor, v: Any) -> None:
     shape = (*k.shape[:-1], v.shape[-1]) if isinstance(v, Tensor) and v.dim() == k.dim() else k.shape
     most = MAX_HEAD_DIM_EIGHT if k.dtype in FP8 else MAX_HEAD_DIM
     if not 1 <= shape[-1] <= most:
-        raise must("v.shape[-1]", f"in 1..{most}", shape[-1])
+        raise argument_error("v.shape[-1]", f"in 1..{most}", shape[-1])
     if k.dtype in FP8 and k.dim() == 4 and isinstance(v, Tensor) and v.dim() == 4 and v.stride(2) == 1:
         check_tensor(v.mT, "v.mT", shape=(*shape[:2], shape[3], shape[2]), like=k)
     else:
@@ -284,16 +323,16 @@ def _check_scales(q: Tensor, k: Tensor, q_scale: Any, k_scale: Any, v_scale: Any
         if q.dtype in FP8:
             check_per_head(given, name, q, heads)
         elif given is not None:
-            raise must(name, f"None for {dtype_name(q.dtype)}", type(given).__name__)
+            raise argument_error(name, f"None for {dtype_name(q.dtype)}", type(given).__name__)
 
 
 def _check_packing(q: Tensor, kv_start: Any, kv_len: Any, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None) -> None:
     for name, given in (("kv_start", kv_start), ("kv_len", kv_len)):
         if given is not None:
-            raise must(name, "None with cu_seqlens_q", type(given).__name__)
+            raise argument_error(name, "None with cu_seqlens_q", type(given).__name__)
     if cu_seqlens_kv is None:
-        raise must("cu_seqlens_kv", "given with cu_seqlens_q", None)
+        raise argument_error("cu_seqlens_kv", "given with cu_seqlens_q", None)
     check_int32(cu_seqlens_q, "cu_seqlens_q", q, (None,))
     if not len(cu_seqlens_q):
-        raise must("cu_seqlens_q.shape", "(sequences + 1,)", (0,))
+        raise argument_error("cu_seqlens_q.shape", "(sequences + 1,)", (0,))
     check_int32(cu_seqlens_kv, "cu_seqlens_kv", q, tuple(cu_seqlens_q.shape))

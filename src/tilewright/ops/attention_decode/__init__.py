@@ -1,14 +1,18 @@
-"""Attention of each sequence's newest tokens against a long cache: out = softmax(scale * q k^T + mask) v, per head.
+"""Attention of each sequence's newest tokens against a long cache: out = softmax(scale * q k^T +
+mask) v, per head.
 
-The query heads that share a key head, and the tokens, are the rows (or columns) of one tile, so k and v are read once; where v is the first
-columns of k, one tile of keys serves both products. The keys of a sequence are cut into `splits` ranges, one block each; a second kernel merges
-the ranges' results. The ranges come from the length that the device holds, so that a captured graph serves any step.
+The query heads that share a key head, and the tokens, are the rows (or columns) of one tile, so k
+and v are read once; where v is the first columns of k, one tile of keys serves both products. The
+keys of a sequence are divided into KV splits, one block each; a second kernel merges their results.
+The splits come from the length that the device holds, so that a captured graph serves any step.
 
-Source    Dao et al. 2023, "Flash-Decoding for long-context inference" (splits); Shazeer 2019, arXiv:1911.02150 (MQA); Ainslie et al. 2023,
-          arXiv:2305.13245 (GQA); Kwon et al. 2023, arXiv:2309.06180 (pages); Xiao et al. 2024, arXiv:2309.17453 (sinks).
-Numerics  As attention. Partial results are fp32 sums, maxima and denominators, merged with weights exp2(maximum - largest maximum). A sink enters
-          the denominator once, after the merge.
-Bound     Memory: k and v of the visible keys, once. From about 100 rows a key head (128 heads over 512 columns) the products.
+Source    Dao et al. 2023, "Flash-Decoding for long-context inference" (splits); Shazeer 2019,
+          arXiv:1911.02150 (MQA); Ainslie et al. 2023, arXiv:2305.13245 (GQA); Kwon et al. 2023,
+          arXiv:2309.06180 (pages); Xiao et al. 2024, arXiv:2309.17453 (sinks).
+Numerics  As attention. Partial results are fp32 sums, maxima and denominators, merged with weights
+          exp2(maximum - largest maximum). A sink enters the denominator once, after the merge.
+Bound     Memory: k and v of the visible keys, once. From about 100 rows a key head (128 heads over
+          512 columns) the products.
 """
 
 from typing import Optional
@@ -16,13 +20,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, must, next_pow2, torch_op
-from ..attention_common import DTYPES, check_heads, check_scale_and_window
-from .calls import MOST_TOKENS, check_decode, launch_decode, no_keys
-from .decision import Config, Problem, plan, space
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
+from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window
+from .calls import MOST_TOKENS, check_decode, no_keys
+from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "attention_decode",
@@ -88,6 +94,9 @@ def reference(
     return (out, lse) if return_lse else out
 
 
+DECISION = Decision("attention_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+
+
 @torch_op(mutates=("out", "lse", "denominator"))
 def attention_decode_out(
     q: Tensor,
@@ -104,18 +113,36 @@ def attention_decode_out(
     window: Optional[int],
     shared: bool,
 ) -> None:
-    """`attention_decode` into `out` and, if given, `lse`. shared: v is a view of k's first columns. With `denominator`, `lse` is the maximum.
+    """`attention_decode` into `out` and, if given, `lse`. shared: v is a view of k's first columns.
+    With `denominator`, `lse` is the maximum.
 
     No checks, no sync: safe under graph capture.
     """
     batch, q_heads, q_len, head_dim = q.shape
-    kv_heads = k.shape[1]
     page_size = 0 if block_table is None else k.shape[2]
     max_len = next_pow2(k.shape[2] if block_table is None else block_table.shape[1] * page_size)  # a bucket: a growing cache keeps its plan
-    given = (page_size, window, kv_start is not None, kv_len is not None, lse is not None and denominator is None)
-    more = (q_len, v.shape[3], shared, sinks is not None, denominator is None)
-    chosen = best_plan(space, plan, Device.of(q), Problem, batch, q_heads, kv_heads, max_len, head_dim, q.dtype, *given, *more)
-    launch_decode(chosen, q, q, k, v, out, lse, denominator, kv_len, block_table, kv_start, sinks, scale, window)
+    if window is not None and window >= max_len:
+        window = None  # it hides nothing, and the kernel's 32-bit sums would not hold every such number
+    launches = DECISION.launches(
+        Device.of(q),
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=k.shape[1],
+        max_len=max_len,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        page_size=page_size,
+        window=window,
+        has_start=kv_start is not None,
+        has_len=kv_len is not None,
+        return_lse=lse is not None and denominator is None,
+        q_len=q_len,
+        v_dim=v.shape[3],
+        shared=shared,
+        sinks=sinks is not None,
+        normalize=denominator is None,
+    )
+    launches.run(q, q, k, v, out, lse, denominator, sinks, kv_len, block_table, kv_start, window or 0, scale * LOG2E)
 
 
 def attention_decode(
@@ -132,60 +159,77 @@ def attention_decode(
     scale: float | None = None,
     return_lse: bool = False,
     normalize: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Softmax attention of each sequence's newest tokens over its cache; query head h reads key head h // (q_heads // kv_heads).
+    """Softmax attention of each sequence's newest tokens over its cache; query head h reads key
+    head h // (q_heads // kv_heads).
 
     Args:
-        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; q_len 1..4, head_dim 1..512 or 576, in fp32 1..256; stride 1 in the last
-            axis. The tokens are the sequence's last q_len: the i-th sees the keys up to kv_len - q_len + i.
-        k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in the last axis; kv_heads divides q_heads.
-            With a block_table [pages, kv_heads, page_size, head_dim], page_size a power of two, at least 16.
-        v: like k, of 1..512 columns; None: the first v_dim columns of k, which are then read once for both.
-        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device: nothing depends on its values here.
+        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; q_len 1..4, head_dim 1..512 or
+            576, in fp32 1..256; stride 1 in the last axis. The tokens are the sequence's last
+            q_len: the i-th sees the keys up to kv_len - q_len + i.
+        k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in
+            the last axis; kv_heads divides q_heads. With a block_table [pages, kv_heads, page_size,
+            head_dim], page_size a power of two, at least 16.
+        v: like k, of 1..512 columns; None: the first v_dim columns of k, which are then read once
+            for both.
+        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device:
+            nothing depends on its values here.
         v_dim: columns of k that are v, where v is None; at most 512; default all.
-        block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards. Entries past kv_len may be anything.
+        block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards.
+            Entries past kv_len may be anything.
         kv_start: [batch] int32; the first key of each sequence (left padding).
-        window: a token sees only the last `window` keys, its own included.
-        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the softmax and has no value.
+        window: a token sees only the last `window` keys, its own included; one as long as the cache
+            is none.
+        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the
+            softmax and has no value.
         scale: of q k^T; positive; default head_dim ** -0.5.
         return_lse: also return the natural log of the softmax denominator, without the sink.
         normalize: False returns the state of the softmax instead, to be merged with others.
-    Returns: out [batch, q_heads, q_len, columns of v]; with return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len].
-        Without normalize the tuple (total, maximum, denominator), all fp32: maximum of the scaled scores, denominator sum(exp(score - maximum)),
-        total sum(exp(score - maximum) * v). A token with no key to see gives 0 and lse (or maximum) -inf. Memory outside the keys may hold anything.
+        out: where the result goes (without normalize the total): of its shape, dtype and device,
+            its axes in any order in memory; default a new tensor.
+    Returns: out [batch, q_heads, q_len, columns of v]; with return_lse the tuple (out, lse), lse
+        fp32 [batch, q_heads, q_len]. Without normalize the tuple (total, maximum, denominator), all
+        fp32: maximum of the scaled scores, denominator sum(exp(score - maximum)), total
+        sum(exp(score - maximum) * v). A token with no key to see gives 0 and lse (or maximum) -inf.
+        Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
     if not 1 <= q_len <= MOST_TOKENS:
-        raise must("q.shape[2]", f"in 1..{MOST_TOKENS}", q_len)
+        raise argument_error("q.shape[2]", f"in 1..{MOST_TOKENS}", q_len)
     if not (1 <= head_dim <= 512 or head_dim == 576):
-        raise must("q.shape[-1]", "in 1..512, or 576", head_dim)
+        raise argument_error("q.shape[-1]", "in 1..512, or 576", head_dim)
     if q.dtype == torch.float32 and head_dim > 256:
-        raise must("q.shape[-1]", "in 1..256 in float32", head_dim)
+        raise argument_error("q.shape[-1]", "in 1..256 in float32", head_dim)
     check_tensor(k, "k", ndim=4, like=q)
     check_heads(q, k, head_dim)
     scale = check_scale_and_window(scale, window, head_dim)
     if k.shape[3] != head_dim or (block_table is None and k.shape[0] != batch):
-        raise must("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))
+        raise argument_error("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))
     shared = v is None
     if v is None:
         columns = head_dim if v_dim is None else v_dim
         if not 1 <= columns <= min(head_dim, 512):
-            raise must("v_dim", f"in 1..{min(head_dim, 512)}", columns)
+            raise argument_error("v_dim", f"in 1..{min(head_dim, 512)}", columns)
         v = k if columns == head_dim else k[..., :columns]
     else:
         if v_dim is not None:
-            raise must("v_dim", "None where v is given", v_dim)
+            raise argument_error("v_dim", "None where v is given", v_dim)
         check_tensor(v, "v", ndim=4, like=q)
         columns = v.shape[3]
         if v.shape[:3] != k.shape[:3] or not 1 <= columns <= 512:
-            raise must("v.shape", f"{(*k.shape[:3],)} and 1..512 columns", tuple(v.shape))
+            raise argument_error("v.shape", f"{(*k.shape[:3],)} and 1..512 columns", tuple(v.shape))
     check_decode(q, k.shape[2], kv_len, block_table, kv_start, sinks)
     if not normalize and (return_lse or sinks is not None):
-        raise must("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
+        raise argument_error("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
     rows = (batch, q_heads, q_len)
-    out = torch.empty((*rows, columns), dtype=q.dtype if normalize else torch.float32, device=q.device)
+    stored = q.dtype if normalize else torch.float32
+    if out is None:
+        out = torch.empty((*rows, columns), dtype=stored, device=q.device)
+    else:
+        check_out(out, (*rows, columns), stored, (q, k, v))
     lse = torch.empty(rows, dtype=torch.float32, device=q.device) if return_lse or not normalize else None
     denominator = None if normalize else torch.empty(rows, dtype=torch.float32, device=q.device)
     if out.numel() and k.numel() and (block_table is None or block_table.numel()):

@@ -4,51 +4,26 @@ import math
 
 from torch import Tensor
 
-from ...launch import Plan, launch, must
-from ..attention_common import LOG2E, check_int32, check_per_head
+from ...launch import argument_error
+from ..common.softmax_tiles import check_int32, check_per_head
 
 MOST_TOKENS = 4
 
 
 def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None, sinks: Tensor | None) -> None:
-    """Raises TypeError or ValueError unless what is given fits q [batch, q_heads, ...]; page_size counts only with a block_table."""
+    """Raises TypeError or ValueError unless what is given fits q [batch, q_heads, ...]; page_size
+    counts only with a block_table.
+    """
     batch, q_heads = q.shape[:2]
     if block_table is not None:
         check_int32(block_table, "block_table", q, (batch, None))
         if page_size < 16 or page_size & (page_size - 1):
-            raise must("the page size", "a power of two, at least 16", page_size)
+            raise argument_error("the page size", "a power of two, at least 16", page_size)
     for name, given in (("kv_len", kv_len), ("kv_start", kv_start)):
         if given is not None:
             check_int32(given, name, q, (batch,))
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q_heads)
-
-
-def launch_decode(
-    plan: Plan,
-    q: Tensor,
-    q_tail: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    denominator: Tensor | None,
-    kv_len: Tensor | None,
-    block_table: Tensor | None,
-    kv_start: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Launches the kernel over ranges of keys and, if the plan has several, the merge."""
-    partial = None if plan.then is None else plan.scratch(q.device)[0]
-    # q stands in for the arrays that the kernel's flags say are absent.
-    lse, denominator, kv_len, block_table, kv_start, sinks = (q if x is None else x for x in (lse, denominator, kv_len, block_table, kv_start, sinks))
-    window = 0 if window is None else window
-    found = out if partial is None else partial
-    launch(plan, q, q_tail, k, v, found, lse, denominator, sinks, kv_len, block_table, kv_start, window, scale * LOG2E)
-    if plan.then is not None:
-        launch(plan.then, partial, out, lse, denominator, sinks)
 
 
 def no_keys(out: Tensor, lse: Tensor | None, denominator: Tensor | None) -> None:

@@ -1,22 +1,28 @@
-"""What a launch of `attention_decode` may depend on, and what it comes to."""
+"""What a launch of `attention_decode` depends on, which configs it may take, and what each comes
+to.
+"""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Ordered, Work, ordered
+from .candidates import TABLES
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on. max_len: keys a sequence may come to, a power of two or more than it holds; never its length of the moment.
+    """What a plan may depend on. max_len: keys a sequence may come to, a power of two or more than
+    it holds; never its length of the moment.
 
-    page_size: 0 for a contiguous cache. has_start, has_len, sinks: kv_start, kv_len, sinks are given. q_len: newest tokens of a sequence.
+    page_size: 0 for a contiguous cache. has_start, has_len, sinks: kv_start, kv_len, sinks are
+        given. q_len: newest tokens of a sequence.
     v_dim: columns of v, 0 for head_dim. shared: v is the first columns of k.
     """
 
@@ -42,19 +48,21 @@ class Problem:
         """Columns of v."""
         return self.v_dim or self.head_dim
 
-    def _lengths(self) -> list[int]:
-        """Lengths of the sequences: the whole cache, down to a third of it in the last; with several, one has none."""
+    def lengths(self) -> list[int]:
+        """Lengths of the sequences: the whole cache, down to a third of it in the last; with
+        several, one has none.
+        """
         if not self.has_len:
             return [self.max_len] * self.batch
         lengths = [self.max_len - (self.max_len * i * 2) // (3 * self.batch) for i in range(self.batch)]
         return [*lengths[:-1], 0] if 2 < self.batch < 8 else lengths
 
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
         return [(self.max_len * i) // (4 * self.batch) if self.has_start else 0 for i in range(self.batch)]
 
     def cost(self) -> Cost:
         reach = None if self.window is None else self.window + self.q_len - 1
-        keys = sum(max(0, min(n - start, reach or n)) for n, start in zip(self._lengths(), self._starts(), strict=True))
+        keys = sum(max(0, min(n - start, reach or n)) for n, start in zip(self.lengths(), self.starts(), strict=True))
         both = self.head_dim + self.columns
         rows = self.batch * self.q_heads * self.q_len
         elements = keys * self.kv_heads * (self.head_dim if self.shared else both) + rows * both
@@ -67,7 +75,7 @@ class Problem:
         def int32(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        lengths, starts = self._lengths(), self._starts()
+        lengths, starts = self.lengths(), self.starts()
         options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse, "normalize": self.normalize}
         options["kv_len"] = int32(lengths) if self.has_len else None
         options["kv_start"] = int32(starts) if self.has_start else None
@@ -98,29 +106,36 @@ class Problem:
 
 
 MOST_SPLITS, MOST_WIDE_SPLITS = 64, 128  # the merge holds some columns of a row of each in registers
+ALONE = 1 / 3  # time of what the longest block reads beyond the mean: alone it gets more of the memory
+MOST_WAVES = 4  # of blocks, that KV splits are chosen for
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the keys and the query heads are cut and walked.
+    """How the keys and the query heads are divided.
 
-    tile_n: keys of a step; a power of two; in a paged cache a divisor or a multiple of the page size.
-    splits: ranges that the keys of a sequence are cut into; 1 needs no merge and no workspace.
-    keys_first: the keys are the rows of the products and the queries their columns (at least 8); otherwise the queries are rows (at least 16).
+    tile_n: keys of a step; a power of two; in a paged cache a divisor or a multiple of the page
+        size.
+    num_kv_splits: KV splits of a sequence; 1 needs no merge and no workspace.
+    keys_first: the keys are the rows of the products and the queries their columns (at least 8);
+        otherwise the queries are rows (at least 16).
     latency: prefetch hint of the k and v loads, 1 to 10.
     occupancy, num_worker_warps, num_ctas: compiler hints.
-    heads: query heads of a block, a power of two; 0: all that share the key head. 1 is a block per head: each reads the keys for itself.
-    rows: rows (heads x tokens) that the tile of queries has at least, a power of two; those beyond the block's own are zeros.
+    heads: query heads of a block, a power of two; 0: all that share the key head. 1 is a block per
+        head: each reads the keys for itself.
+    rows: rows (heads x tokens) that the tile of queries has at least, a power of two; those beyond
+        the block's own are zeros.
     parts: column parts that k, v and the sums are kept in; a power of two.
     columns: columns of v of a block, a power of two, each block with all scores; 0: all of them.
     late: the denominators are kept key by key and summed after the last step.
-    sliced: keys are read through a view of the sequence's own, zeros behind it, in one loop; not of pages shorter than a tile, nor with a window or
-        kv_start of any pages.
-    paired: sliced, two tiles in a step of the loop; with an odd number of tiles the last is computed twice, once for nothing.
+    sliced: keys are read through a view of the sequence's own, zeros behind it, in one loop; not of
+        pages shorter than a tile, nor with a window or kv_start of any pages.
+    paired: sliced, two tiles in a step of the loop; with an odd number of tiles the last is
+        computed twice, once for nothing.
     """
 
     tile_n: int
-    splits: int
+    num_kv_splits: int
     keys_first: bool = False
     latency: int = 4
     occupancy: int | None = None
@@ -135,198 +150,263 @@ class Config:
     paired: bool = False
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first.
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """The rows of the architecture's table, each with the KV splits that fill a few waves of
+    blocks.
 
-    Nothing that is compiled in depends on max_len, so that a cache that grows while it decodes needs no new kernel: a range or a tile may be
-    longer than the cache, and is then partly or wholly empty.
+    Nothing that is compiled in depends on max_len, so that a cache that grows while it decodes
+    needs no new kernel: a split or a tile may lie behind the cache's end, in part or in whole.
     """
     if device.is_cpu:
-        apart = Config(_tile(128, p), 2, heads=next_pow2(-(-p.q_heads // p.kv_heads // 2)), parts=2, columns=max(16, next_pow2(p.columns) // 2))
-        return [Config(_tile(512, p), 1), Config(_tile(128, p), 3), Config(_tile(256, p), 2, keys_first=True), apart]
-    # Lengths of a batch differ: of much to read, two rounds of short ranges fill the SMs that one round of long ones leaves (12 % on an H200).
-    reach = p.max_len if p.window is None else min(p.max_len, p.window + p.q_len)
-    ragged = p.has_len and reach * p.batch * p.kv_heads * (p.head_dim + (0 if p.shared else p.columns)) * p.dtype.itemsize >= 1 << 28
-    configs = []
-    for shape in _shapes(p, device):
-        blocks = math.prod(plan(p, shape, device).grid)
-        resident = device.sms * (shape.occupancy or 1) // (shape.num_ctas or 1)
-        if p.head_dim > 256:  # ranges of whole tiles, at least one each; partial rows are wide, so rather few
-            tiles = p.max_len // shape.tile_n or 1
-            choices = [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
-            # Up to four tiles a block does one by one in less than a merge takes (DeepSeek-V2-Lite, 132 keys, H200: 1 us).
-            splits = _splits(blocks, resident, choices) if tiles > 4 else 1
-            more = 2 * splits if 2 * splits in choices else max(1, splits // 2)
-        else:
-            splits = _splits(blocks, resident, range(1, MOST_SPLITS + 1))
-            more = min(MOST_SPLITS, 2 * splits)
-        for n in (more, splits) if ragged and 16 < blocks <= resident else (splits, more):
-            if n == 1 or not shape.paired:  # with partial sums on their way out, two tiles a step spill
-                configs.append(replace(shape, tile_n=_tile(shape.tile_n, p), splits=n))
-    return list(dict.fromkeys(configs))
-
-
-def _tile(tile_n: int, p: Problem) -> int:
-    """On a CPU, and where a page is a tile or more, a tile is at most a page."""
-    return min(tile_n, p.page_size) if p.page_size >= 128 else tile_n
-
-
-def _shapes(p: Problem, device: Device) -> list[Config]:
-    """Configs of one range of keys, the default first; those of few rows as measured on an H200 (2026-11-21, notes/LOG.md)."""
+        tile = p.page_size if p.page_size >= 128 else 1 << 30  # a tile is at most a page
+        yield Config(min(512, tile), 1)
+        yield Config(128, 3)
+        yield Config(min(256, tile), 2, keys_first=True)
+        yield Config(128, 2, heads=next_pow2(-(-p.q_heads // p.kv_heads // 2)), parts=2, columns=max(16, next_pow2(p.columns) // 2))
+        return
     tile_q = next_pow2(p.q_len)
-    rows = p.q_heads // p.kv_heads * tile_q
+    table, kind = TABLES[device.arch], _kind(p)
+    for row in table.get(kind, table[kind.removesuffix("_few")]):
+        most = row["heads"] // tile_q
+        c = Config(**{"num_kv_splits": 1, **row, "heads": most if most < p.q_heads // p.kv_heads else 0})
+        for n in _splits(p, c, device):
+            yield replace(c, num_kv_splits=n)
+
+
+def _kind(p: Problem) -> str:
+    """Which rows of the table are for a problem."""
     if p.dtype == torch.float32:
-        # CUDA cores: sums on tensor cores round towards zero, and miss fp32's accuracy by a third (H200, 190 keys).
-        few = 0 if rows <= 16 and tile_q == 1 else 8 // tile_q
-        return [Config(32 if p.head_dim <= 64 else 16, 1, True, 1, 1, 8 if device.arch == "sm_90" else None, heads=few)]
+        return "fp32_64" if p.head_dim <= 64 else "fp32"
+    rows = p.q_heads // p.kv_heads * next_pow2(p.q_len)
+    if p.head_dim <= 256:
+        return ("few" if rows <= 16 else "many") + ("_wide" if p.head_dim > 128 else "")
+    # TMA loads keys of multiples of 8 columns; tiles of few rows need it.
+    few = rows <= 16 and p.head_dim % 8 == 0 and _in_one_loop(p, 64)
+    return "columns" + ("_shared" if p.shared else "") + ("_few" if few and p.shared else "")
+
+
+def _splits(p: Problem, c: Config, device: Device) -> list[int]:
+    """KV splits: of wide columns powers of two, so that each has whole tiles; else what fills 1 to
+    MOST_WAVES waves.
+    """
     if p.head_dim > 256:
-        return _many_columns(p, device, rows, tile_q)
-    if rows > 16:
-        return _many_rows(p, device, rows, tile_q)
-    if device.arch != "sm_90":
-        if p.head_dim > 128:
-            return [Config(64, 1, True, 2, 1)] if device.arch in ("sm_100", "sm_103") else [Config(32, 1, False, 2, 1)]
-        return [Config(64, 1, True, 2, 1), Config(32, 1, False, 2, 1)]
-    if p.head_dim > 128:
-        return [Config(128, 1, True, 4, 1, 8), Config(64, 1, True, 4, 1, 4), Config(128, 1, True, 2, 1, 8), Config(64, 1, False, 2, 1, 8)]
-    one_block, two_blocks = Config(128, 1, True, 8, 1, 8), Config(128, 1, True, 8, 2, 4)
-    shapes = [one_block, two_blocks] if _column_tiles(p)[0] > 64 else [two_blocks]
-    if p.head_dim <= 64 and p.window is None and not p.has_start:  # with a third loop it spills
-        shapes.append(one_block)
-    ahead_once = Config(128, 1, True, 3, 2, 4)
-    short, four_blocks = Config(64, 1, True, 8, 2, 4), Config(64, 1, True, 3, 4, 4)
-    shapes += [ahead_once, short]
-    if rows <= 8:  # more spill with four blocks an SM
-        shapes.append(four_blocks)
-    shapes += [Config(128, 1, False, 8, 1, 8), Config(128, 1, False, 8, 2, 4)]
-    lengths_alone = p.has_len and p.window is None and not p.has_start  # with a third loop it spills
-    if p.batch * p.kv_heads > 2 * device.sms and p.max_len <= 2048:
-        shapes.insert(0, two_blocks)  # many short caches: blocks that end and start overlap
-    elif lengths_alone and p.max_len >= 4096 and 8 < p.batch * p.kv_heads <= device.sms * (2 if p.head_dim <= 64 else 1):
-        shapes.insert(0, ahead_once)  # lengths that differ, in ranges half as long
-    if p.window is not None and p.window <= 256 and four_blocks in shapes:  # a step or two: what counts is how many blocks begin at once
-        shapes.insert(0, four_blocks if p.batch * p.kv_heads > 2 * device.sms else short)
-    if p.page_size in (16, 32):  # keys are gathered page by page: more threads to do it
-        shapes.insert(0, Config(128, 1, True, 8, 2, 8))
-    elif p.page_size == 64:
-        shapes.insert(0, Config(64, 1, True, 4, 2, 4))
-    elif p.page_size >= 128:
-        shapes.insert(0, Config(128, 1, True, 3, 2, 4))
-    return shapes
+        tiles = max(1, p.max_len // c.tile_n)
+        return [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
+    blocks, resident = _blocks(p, c), device.sms * (c.occupancy or 1) // (c.num_ctas or 1)
+    full = [max(1, waves * resident // blocks) for waves in range(1, MOST_WAVES + 1)]
+    return sorted({min(MOST_SPLITS, n) for n in (1, *full, *(1 << n.bit_length() - 1 for n in full))})
 
 
-def _many_rows(p: Problem, device: Device, rows: int, tile_q: int) -> list[Config]:
-    """More than 16 rows of at most 256 columns."""
-
-    def heads(most: int) -> int:
-        return most // tile_q if rows > most else 0
-
-    wide = p.head_dim > 128
-    if device.arch == "sm_90":
-        if wide:
-            keys_first = Config(64, 1, True, 2, 1, 8, heads(32))  # waits for each product where v is k
-            one_loop = Config(64, 1, False, 8, 1, 8, heads(64), 64, 2, late=True, sliced=True)
-            return [one_loop, keys_first] if p.shared and _in_one_loop(p, 64) else [keys_first]
-        if rows <= 32:
-            return [Config(128, 1, True, 8, 1, 8), Config(64, 1, False, 4, 1, 4, rows=64)]
-        one, two = Config(64, 1, False, 2, 1, 4, heads(64), 64), Config(128, 1, False, 2, 1, 8, heads(128), 128)
-        return [two, one] if rows > 64 and not 0 < p.page_size < 128 else [one, two]  # pages shorter than a tile are gathered
-    if device.arch in ("sm_100", "sm_103"):
-        return [Config(64, 1, True, 2, 1, 8, heads(32))] if wide else [Config(64, 1, True, 2, 1, None, heads(32))]
-    if wide:
-        return [Config(32, 1, False, 2 if device.arch == "sm_80" else 1, 1, None, heads(16))]
-    return [Config(32, 1, False, 2, 1, 8 if device.arch == "sm_80" else None, heads(32))]
+def _blocks(p: Problem, c: Config) -> int:
+    """Blocks of one KV split."""
+    heads, _ = rows_of(p, c)
+    return p.batch * p.kv_heads * -(-p.q_heads // p.kv_heads // heads) * (-(-p.columns // c.columns) if c.columns else 1)
 
 
-def _many_columns(p: Problem, device: Device, rows: int, tile_q: int) -> list[Config]:
-    """More than 256 columns: the sums of 64 rows are half of a Hopper SM's registers, and an SM without wgmma holds those of 16 rows in parts."""
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """What the kernels can run without many spills. A loop for masked first tiles (window,
+    kv_start) takes registers.
+    """
+    if device.is_cpu:
+        return True
+    heads, rows = rows_of(p, c)
+    first_masked = p.window is not None or p.has_start
+    if p.dtype == torch.float32:
+        return heads * next_pow2(p.q_len) <= (16 if p.q_len == 1 else 8)
+    if p.head_dim > 128 or device.arch != "sm_90":
+        return (not c.paired or c.num_kv_splits == 1) and (not c.sliced or _in_one_loop(p, c.tile_n))
+    gathers = 0 < p.page_size < 64 and c.keys_first and rows <= 16
+    return (
+        not (c.keys_first and rows > 32)
+        and not (c.occupancy == 4 and rows > 8)
+        and not (c.occupancy == 1 and c.keys_first and p.head_dim <= 64 and first_masked)
+        # Two blocks of eight warps gather keys page by page as fast as memory gives them; others do
+        # not.
+        and gathers == (c.occupancy == 2 and c.num_worker_warps == 8)
+    )
 
-    def heads(most: int) -> int:
-        return most // tile_q if rows > most else 0
 
-    if device.arch == "sm_90":
-        # 64 rows are what wgmma takes. Where v is k, the tile of keys in shared memory serves both products, and two fit (64 keys x 576: 226 KB):
-        # parts are freed one by one, and with these latencies the compiler keeps both tiles and its products in flight (SASS; times: H200).
-        narrow = Config(32, 1, False, 2, 1, 8, heads(64), 64)
-        if not p.shared:
-            return [Config(32, 1, False, 5, 1, 8, heads(64), 64, 2, late=True, sliced=True), narrow]
-        if not _in_one_loop(p, 64):
-            return [narrow, Config(64, 1, False, 6, 1, 8, heads(64), 64, 2)]
-        # 128 heads, 128 x 4096: 314 us, 374 with a loop of its own for partial tiles; in pages of 64 360 and 436.
-        ahead = 5 if p.head_dim == p.columns == 512 else 9  # elsewhere, with 5, each product is waited for
-        shapes = [Config(64, 1, False, latency, 1, 8, heads(64), 64, 4, late=True, sliced=True) for latency in (ahead, 14 - ahead, 10)]
-        # Not timed yet: 10 barriers a pair of tiles in place of 16, and fewer instructions.
-        shapes += [replace(shapes[0], latency=3, parts=parts, paired=True) for parts in (2, 1)]
-        shapes += [replace(shapes[0], late=False), narrow]
-        # Bound by reading the keys: 140 us in place of 156 (16 heads, 128 x 4096). Tiles of 8 rows spill, and so do keys that TMA can't load.
-        if rows <= 16 and p.head_dim % 8 == 0:
-            few = [Config(64, 1, True, 8, 1, 8, parts=2), Config(64, 1, True, 5, 1, 4, parts=2), Config(64, 1, True, 8, 1, 4, parts=4)]
-            if _column_tiles(p)[0] <= 256:  # with parts of 128 columns each product is waited for
-                few.insert(0, Config(64, 1, True, 9, 1, 8))
-            shapes[:0] = [replace(c, rows=16, late=True, sliced=True) for c in few]
-        return shapes
-    if device.arch in ("sm_100", "sm_103"):
-        return [Config(64, 1, True, 2, 1, 8, heads(32))] if p.shared else [Config(64, 1, True, 2, 1, 8, heads(16), parts=2, columns=256)]
-    if device.arch == "sm_80":
-        return [Config(64, 1, False, 2, 1, 8, heads(16), parts=4, columns=128)]
-    return [Config(32, 1, False, 1, 1, None, heads(16), parts=4, columns=64)]
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """What the launch over KV splits, and the merge, ask for."""
+    c = fitted(p, c)
+    _, rows = rows_of(p, c)
+    size, mean, longest = _reach(p)
+    blocks, resident = _blocks(p, c) * c.num_kv_splits, device.sms * (c.occupancy or 1) // (c.num_ctas or 1)
+    steps = max(1, -(-longest // c.tile_n) // c.num_kv_splits + (-(-longest // c.tile_n) % c.num_kv_splits > 0))
+    even, one_wave = max(1.0, mean / c.tile_n / c.num_kv_splits), blocks <= resident
+    columns_k, columns_v = sum(_column_tiles(p)), c.columns or next_pow2(p.columns)
+    return Work(
+        blocks=blocks,
+        resident=resident,
+        per_sm=c.occupancy or 1,
+        # One wave ends with its longest block; of several the mean counts, and what the longest is
+        # behind it.
+        steps=steps if one_wave else even,
+        flops=2 * c.tile_n * rows * (columns_k + columns_v),
+        kinds=("fma" if p.dtype == torch.float32 else "keys_first" if c.keys_first else "queries_first",),
+        # Scores, their maximum and the sums wait for each other. Of 512 columns and more the
+        # compiler keeps products in flight, at some latencies.
+        serial=3.0 if p.head_dim <= 256 else float(c.parts == 4 and c.latency == 5 and not p.head_dim == p.columns == 512),
+        exponentials=c.tile_n * rows,
+        fill=c.tile_n * (columns_k + (0 if p.shared else min(columns_v, p.columns))) * p.dtype.itemsize,
+        dram=size,
+        aligned=64 if 0 < p.page_size < c.tile_n else 128,  # a page shorter than a tile: threads copy it row by row
+        out=rows * p.columns,
+        # Of the first wave it is in the launch. With a masked first loop a block waits for its
+        # pipeline three times.
+        chain=0 if one_wave else 1 + p.has_len + (p.page_size > 0) + 10 * (p.window is not None or p.has_start),
+        ragged=1.0 if one_wave else 1 + ALONE * max(0.0, steps / even - 1),
+        partial=4 * p.batch * c.num_kv_splits * p.q_heads * p.q_len * (p.columns + 2) if c.num_kv_splits > 1 else 0,
+    )
+
+
+@lru_cache(maxsize=256)
+def _reach(p: Problem) -> tuple[int, float, int]:
+    """Bytes that a call moves; keys that a sequence sees, mean and longest."""
+    reach = p.max_len if p.window is None else p.window + p.q_len - 1
+    keys = [max(0, min(n - start, reach)) for n, start in zip(p.lengths(), p.starts(), strict=True)]
+    return p.cost().size_bytes, sum(keys) / len(keys), max(keys)
+
+
+def family(p: Problem, c: Config) -> str:
+    """Launches that the model errs alike about."""
+    how = "c" if not p.page_size else "g" if p.page_size < c.tile_n else "p"
+    how += "r" * p.has_len + f"w{p.window}" + "v" * p.shared
+    options = "l" * c.late + "s" * c.sliced + "2" * c.paired
+    hints = f"{c.latency}{c.occupancy}{c.num_worker_warps} {c.rows} {c.parts} {c.columns}"
+    return f"{p.dtype.itemsize}{how} {next_pow2(p.head_dim)} {c.tile_n}{'k' if c.keys_first else 'q'}{options} {hints}"
+
+
+CHOICES = Choices("attention_decode", candidates, legal, work, family)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
 
 
 def _in_one_loop(p: Problem, tile_n: int) -> bool:
-    """Whether keys can be read through a view of the sequence's own: one of a page has to hold whole tiles, and to begin with the page."""
+    """Whether keys can be read through a view of the sequence's own: one of a page has to hold
+    whole tiles, and to begin with the page.
+    """
     return not p.page_size or (p.page_size >= tile_n and p.window is None and not p.has_start)
 
 
-def _splits(heads: int, resident: int, choices: Sequence[int]) -> int:
-    """The fewest ranges for which the rounds of blocks waste little: `heads` * splits blocks, of which `resident` run at once."""
-
-    def waste(splits: int) -> float:
-        return -(-heads * splits // resident) * resident / (heads * splits)
-
-    most = resident // heads if heads <= resident // 2 else 8
-    possible = [n for n in choices if n <= most]
-    best = min(map(waste, possible))
-    return next(n for n in possible if waste(n) <= 1.05 * best)
+def rows_of(p: Problem, c: Config) -> tuple[int, int]:
+    """Query heads of a block, and the rows (heads x tokens, padded) of its products."""
+    heads = min(c.heads, p.q_heads // p.kv_heads) or p.q_heads // p.kv_heads
+    return heads, max(c.rows, 8 if c.keys_first else 16, next_pow2(heads) * next_pow2(p.q_len))
 
 
 def fitted(p: Problem, c: Config) -> Config:
-    """With no more ranges than the cache has tiles of keys: a tuned config may be that of a longer one."""
-    return replace(c, splits=min(c.splits, max(1, -(-p.max_len // c.tile_n))))
+    """With no more splits than the cache has tiles of keys: a tuned config may be that of a longer
+    one. By the bucket of its length, which a call asks for: times are of the length itself.
+    """
+    return replace(c, num_kv_splits=min(c.num_kv_splits, max(1, -(-next_pow2(p.max_len) // c.tile_n))))
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of the launch over ranges, and of the merge."""
+ARGUMENTS = (
+    *("q", "q_tail", "k", "v", "out", "lse", "denominator"),
+    *("sinks", "kv_len", "block_table", "kv_start", "window", "scale"),
+)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """The launch over KV splits and, if there are several, that of the merge."""
     c = fitted(p, c)
     group, tile_q = p.q_heads // p.kv_heads, next_pow2(p.q_len)
-    heads = min(c.heads, group) or group
-    rows = max(c.rows, 8 if c.keys_first else 16, next_pow2(heads) * tile_q)
+    heads, rows = rows_of(p, c)
     tile_d, tail = _column_tiles(p)
     tile_d = tile_d // c.parts
     # A block with some columns of v has them among its tiles of k if they are whole tiles of it.
     shared = p.shared and (not c.columns or (c.columns % tile_d == 0 and p.columns == tile_d * c.parts))
     tile_v = tile_d if shared else c.columns or next_pow2(p.columns) // c.parts
-    tiles_v = -(-p.columns // tile_v)
     column_blocks = -(-p.columns // c.columns) if c.columns else 1
     sliced = c.sliced and _in_one_loop(p, c.tile_n)
-    flags = (p.page_size, p.window is not None, p.has_start, p.has_len, p.sinks, shared, p.return_lse, p.normalize, c.splits > 1, c.keys_first)
-    columns = (-(-(p.head_dim - tail) // tile_d), tile_d, tail, column_blocks, tiles_v // column_blocks, tile_v)
-    constants = (*flags, group, heads, tile_q, rows, *columns, c.tile_n, c.latency, c.late, sliced, sliced and c.paired)
-    grid = (c.splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
-    if c.splits == 1:
-        return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, early=True)
+    constants = {
+        "page_size": p.page_size,
+        "has_window": p.window is not None,
+        "has_start": p.has_start,
+        "has_len": p.has_len,
+        "has_sinks": p.sinks,
+        "shared": shared,
+        "return_lse": p.return_lse,
+        "normalize": p.normalize,
+        "split_kv": c.num_kv_splits > 1,
+        "keys_first": c.keys_first,
+        "group": group,
+        "heads": heads,
+        "tile_q": tile_q,
+        "rows": rows,
+        "parts": -(-(p.head_dim - tail) // tile_d),
+        "tile_d": tile_d,
+        "tail": tail,
+        "column_blocks": column_blocks,
+        "parts_v": -(-p.columns // tile_v) // column_blocks,
+        "tile_v": tile_v,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "late": c.late,
+        "sliced": sliced,
+        "paired": sliced and c.paired,
+    }
+    grid = (c.num_kv_splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
+    untouched = unused(p)
+    if c.num_kv_splits == 1:
+        return (Launch(attention_decode_kernel, grid, constants, **hints(c), pdl=True, unused=untouched),)
     # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
-    workspace = (((p.batch, c.splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32),)
-    tile_s, merged_v = next_pow2(c.splits), next_pow2(p.columns)
-    # Columns of a block of the merge: all while that makes two blocks for every SM, and no more than fit in registers.
-    while merged_v > 64 and (tile_s * merged_v > 8192 or p.batch * p.q_len * p.q_heads * (next_pow2(p.columns) // merged_v) < 2 * device.sms):
-        merged_v //= 2
-    merge_constants = (p.sinks, p.return_lse, p.normalize, tile_s, merged_v, tile_s == c.splits and p.columns % merged_v == 0)
-    merge = Plan(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // merged_v), p.q_len, p.batch), merge_constants, early=True)
-    return Plan(attention_decode_kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps, workspace, merge, early=True)
+    partial = ((p.batch, c.num_kv_splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32)
+    untouched = tuple(dict.fromkeys((*untouched, "lse", "denominator", "sinks")))  # left to the merge
+    attend = Launch(
+        attention_decode_kernel,
+        grid,
+        constants,
+        **hints(c),
+        pdl=True,
+        scratch={"partial": partial},
+        renames={"out": "partial"},
+        unused=untouched,
+    )
+    return attend, merge(p, c.num_kv_splits, device)
+
+
+def merge(p: Problem, splits: int, device: Device) -> Launch:
+    """The launch that merges the scratch array `partial` of so many KV splits."""
+    tile_s, tile_v = next_pow2(splits), next_pow2(p.columns)
+    # Columns of a block: all while that makes two blocks for every SM, and no more than fit in
+    # registers.
+    while tile_v > 64 and (tile_s * tile_v > 8192 or p.batch * p.q_len * p.q_heads * (next_pow2(p.columns) // tile_v) < 2 * device.sms):
+        tile_v //= 2
+    constants = {
+        "has_sinks": p.sinks,
+        "return_lse": p.return_lse,
+        "normalize": p.normalize,
+        "tile_s": tile_s,
+        "tile_v": tile_v,
+        "whole": tile_s == splits and p.columns % tile_v == 0,
+    }
+    untouched = tuple(name for name in unused(p) if name in ("lse", "denominator", "sinks"))
+    return Launch(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // tile_v), p.q_len, p.batch), constants, pdl=True, unused=untouched)
+
+
+def unused(p: Problem) -> tuple[str, ...]:
+    """Parameters that no launch of the problem touches."""
+    touched = {
+        "q_tail": _column_tiles(p)[1] > 0,
+        "lse": p.return_lse or not p.normalize,
+        "denominator": not p.normalize,
+        "sinks": p.sinks,
+        "kv_len": p.has_len,
+        "block_table": p.page_size > 0,
+        "kv_start": p.has_start,
+    }
+    return tuple(name for name, given in touched.items() if not given)
 
 
 def _column_tiles(p: Problem) -> tuple[int, int]:
-    """The power of two that k's columns are padded to; or, where they are one and a smaller one (576) and v does not reach there, these two."""
+    """The power of two that k's columns are padded to; or, where they are one and a smaller one
+    (576) and v does not reach there, these two.
+    """
     padded = next_pow2(p.head_dim)
     main = padded // 2
     rest = p.head_dim - main

@@ -1,12 +1,14 @@
-"""Tile code of `attention_decode`: one kernel over ranges of keys, one that merges them. `mla_decode` launches the same two."""
+"""Tile code of `attention_decode`: one kernel over KV splits, one that merges them.
+`mla_decode` launches the same two.
+"""
 
 import math
 
 import cuda.tile as ct
 
-from ..attention_common import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
-from ..early import overlap_previous
-from ..tiles import load_tile, rows_from
+from ..common.pdl import pdl_overlap
+from ..common.softmax_tiles import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
+from ..common.tiles import load_tile, rows_from
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -34,7 +36,7 @@ def attention_decode_kernel(
     SHARED: ct.Constant[bool],
     RETURN_LSE: ct.Constant[bool],
     NORMALIZE: ct.Constant[bool],
-    SPLIT: ct.Constant[bool],
+    SPLIT_KV: ct.Constant[bool],
     KEYS_FIRST: ct.Constant[bool],
     GROUP: ct.Constant[int],
     HEADS: ct.Constant[int],
@@ -52,25 +54,34 @@ def attention_decode_kernel(
     SLICED: ct.Constant[bool],
     PAIRED: ct.Constant[bool],
 ):
-    """One block: HEADS query heads of one key head over one range of keys, for a part of v's columns.
+    """One block: HEADS query heads of one key head over one KV split, for a part of v's
+    columns.
 
-    Grid (splits * COLUMN_BLOCKS * row tiles of a key head, kv_heads, batch), the row tiles innermost: they read the same keys.
+    Grid (splits * COLUMN_BLOCKS * row tiles of a key head, kv_heads, batch), the row tiles
+    innermost: they read the same keys.
 
     The ROWS rows of a block's products are its heads x TILE_Q query tokens, the token innermost.
-    Q [batch, kv_heads * GROUP, q_len, columns of k]; K, V [batch, kv_heads, max_len, columns] or [pages, kv_heads, page_size, columns].
-    The columns of k are PARTS tiles of TILE_D and, where TAIL is not 0, one of TAIL, of which the queries are the last TAIL columns of Q_TAIL;
-    those of v COLUMN_BLOCKS times PARTS_V tiles of TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
-    LATE: the denominators are summed over the keys of a tile after the last one. SLICED: keys are read through a view that ends with the sequence,
-    and behind which loads give zeros, so that one loop serves whole and partial tiles: a loop of its own for these takes half of the shared memory,
-    and each tile of the others is then loaded only when the one before it is done with. PAIRED: SLICED, and two tiles a step of the loop: each load
-    has memory of its own, so that the next tile comes while this one is worked on whatever the compiler thinks of it.
-    Without SPLIT: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len]; without NORMALIZE OUT is the fp32 sum, LSE its maximum and
-    DENOMINATOR, like LSE, its denominator. With SPLIT OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]: sum,
-    maximum in base 2 and denominator; SINKS are then left to the merge.
-    SINKS fp32 [q_heads]. int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a flag says is absent is not touched.
+    Q [batch, kv_heads * GROUP, q_len, columns of k]; K, V [batch, kv_heads, max_len, columns] or
+    [pages, kv_heads, page_size, columns].
+    The columns of k are PARTS tiles of TILE_D and, where TAIL is not 0, one of TAIL, of which the
+    queries are the last TAIL columns of Q_TAIL; those of v COLUMN_BLOCKS times PARTS_V tiles of
+    TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
+    LATE: the denominators are summed over the keys of a tile after the last one. SLICED: keys are
+    read through a view that ends with the sequence, and behind which loads give zeros, so that one
+    loop serves whole and partial tiles: a loop of its own for these takes half of the shared
+    memory, and each tile of the others is then loaded only when the one before it is done with.
+    PAIRED: SLICED, and two tiles a step of the loop: each load has memory of its own, so that the
+    next tile comes while this one is worked on whatever the compiler thinks of it.
+    Without SPLIT_KV: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len].
+    Without NORMALIZE OUT is the fp32 sum, LSE its maximum and DENOMINATOR, like LSE, its
+    denominator.
+    With SPLIT_KV OUT holds fp32 partials [batch, splits, q_heads, q_len, columns of v + 2 + pad]:
+    sum, maximum in base 2 and denominator; SINKS are then left to the merge.
+    SINKS fp32 [q_heads]. int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a
+    flag says is absent is not touched.
     scale: of the scores, times log2(e).
     """
-    overlap_previous()
+    pdl_overlap()
     row_tiles = ct.cdiv(GROUP, HEADS)
     split, head, batch = ct.bid(0) // (row_tiles * COLUMN_BLOCKS), ct.bid(1), ct.bid(2)
     column_block = 0 if COLUMN_BLOCKS == 1 else ct.bid(0) // row_tiles % COLUMN_BLOCKS
@@ -83,13 +94,15 @@ def attention_decode_kernel(
     start = 0
     if HAS_START:
         start = max(0, ct.load(KV_START, (batch,), ()))
-    # The first token sees the keys from `begin` on, the last those from `last_begin` on, and up to `end`; each token one more than the one before.
+    # The first token sees the keys from `begin` on, the last those from `last_begin` on, and up to
+    # `end`; each token one more than the one before.
     begin, last_begin = start, start
     if HAS_WINDOW:
         begin, last_begin = max(start, end - last_token - window), max(start, end - window)
     begin = min(begin, end)
 
-    # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys that some row is not to see.
+    # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys
+    # that some row is not to see.
     first, last, origin = begin // TILE_N, ct.cdiv(end, TILE_N), 0
     if SLICED and PAGE_SIZE == 0:
         K, V = rows_from(K, 2, begin, end), rows_from(V, 2, begin, end)
@@ -114,7 +127,9 @@ def attention_decode_kernel(
         return ct.transpose(tile) if KEYS_FIRST else tile
 
     def part(i):
-        """The i-th of k's column parts in the order of this block, to which those that are its part of v come last: the others are free earlier."""
+        """The i-th of k's column parts in the order of this block, to which those that are its part
+        of v come last: the others are free earlier.
+        """
         return i if COLUMN_BLOCKS == 1 or not SHARED else ((column_block + 1) * PARTS_V + i) % PARTS
 
     qs: tuple = ()
@@ -139,7 +154,9 @@ def attention_decode_kernel(
         return tile.reshape((TILE_N, COLUMNS))
 
     def visible(key):
-        """Which rows see which keys, in the shape of the scores; for one token a row or column of it."""
+        """Which rows see which keys, in the shape of the scores; for one token a row or column of
+        it.
+        """
         if TILE_Q == 1:
             seen = ct.expand_dims((key >= begin) & (key < end), 1 - axis)
         else:
@@ -152,7 +169,9 @@ def attention_decode_kernel(
         return seen
 
     def step(j, state, MASKED, MAY_END=False):
-        """With the j-th tile of keys; if MAY_END there may be none, and nothing of what is loaded instead is visible."""
+        """With the j-th tile of keys; if MAY_END there may be none, and nothing of what is loaded
+        instead is visible.
+        """
         accumulators, maximum, denominator = state
         key, at, page = origin + j * TILE_N + ct.arange(TILE_N, dtype=ct.int32), j, batch
         if MAY_END:
@@ -216,7 +235,7 @@ def attention_decode_kernel(
             rows = (*rows, ct.transpose(sums[i]))
         sums, maximum, denominator = rows, maximum.reshape((ROWS, 1)), denominator.reshape((ROWS, 1))
     tile = (1, ROWS // TILE_Q, TILE_Q)  # batch, heads, tokens
-    if SPLIT:
+    if SPLIT_KV:
         columns = V.shape[3]
         OUT = OUT.slice(2, first_head, end_head)
         part, state = OUT.slice(4, 0, columns), OUT.slice(4, columns, columns + 2)
@@ -250,12 +269,14 @@ def attention_decode_merge_kernel(
     TILE_V: ct.Constant[int],
     WHOLE: ct.Constant[bool],
 ):
-    """TILE_V columns of one row of the result from its partials, all of which are in one tile of TILE_S rows.
+    """TILE_V columns of one row of the result from its partials, all of which are in one tile of
+    TILE_S rows.
 
-    Grid (q_heads * blocks of columns, q_len, batch). PARTIAL [batch, splits, q_heads, q_len, columns of v + 2 + pad]; the others as in
-    `attention_decode_kernel`. WHOLE: TILE_S splits and whole tiles of columns; unchecked, the loads do not wait for one another.
+    Grid (q_heads * blocks of columns, q_len, batch). PARTIAL [batch, splits, q_heads, q_len,
+    columns of v + 2 + pad]; the others as in `attention_decode_kernel`. WHOLE: TILE_S splits and
+    whole tiles of columns; unchecked, the loads do not wait for one another.
     """
-    overlap_previous()
+    pdl_overlap()
     columns = OUT.shape[3]
     blocks = ct.cdiv(columns, TILE_V)
     head, column_block, token, batch = ct.bid(0) // blocks, ct.bid(0) % blocks, ct.bid(1), ct.bid(2)
@@ -270,7 +291,9 @@ def attention_decode_merge_kernel(
 
 
 def _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, sums, maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, TMA=True):
-    """The result of a tile of rows [batch, heads, tokens], from a block of columns of their sums (a tuple of parts) and their state [rows, 1]."""
+    """The result of a tile of rows [batch, heads, tokens], from a block of columns of their sums (a
+    tuple of parts) and their state [rows, 1].
+    """
     rows = tile[1] * tile[2]
     factor = 1.0 / ct.where(denominator == 0.0, 1.0, denominator)
     if HAS_SINKS:

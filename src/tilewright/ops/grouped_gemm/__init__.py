@@ -1,13 +1,15 @@
-"""Matrix products of groups of rows, each with a matrix of its own: out[rows of g] = a[rows of g] @ b[g]
+"""Products of groups of rows, each with a matrix of its own: out[rows of g] = a[rows of g] @ b[g]
 
-Source    The expert layers of a mixture of experts. Both forms, contiguous and masked, and the sizes that count, after DeepGEMM (2025);
-          scaled 8-bit operands after DeepSeek-V3 2024, arXiv:2412.19437, section 3.3 (ops/scaling.py says what scales mean).
-Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum; scales of a group the sum over its 128 values,
-          which starts from zero.
-Bound     Compute from a few hundred rows a group on; below that memory: every matrix that has rows is read once.
+Source    The expert layers of a mixture of experts. Both forms, contiguous and masked, and the
+          sizes that count, after DeepGEMM (2025); scaled 8-bit operands after DeepSeek-V3 2024,
+          arXiv:2412.19437, section 3.3 (ops/common/scaling.py says what scales mean).
+Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum;
+          scales of a group the sum over its 128 values, which starts from zero.
+Bound     Compute from a few hundred rows a group on; below that memory: every matrix that has rows
+          is read once.
 
-A first launch turns the sizes of the groups, which only the device knows, into a list of panels of rows; the second computes the tiles of each.
-A third may follow with smaller tiles, for what groups have beyond whole panels.
+A first launch turns the sizes of the groups, which only the device knows, into a list of panels of
+rows; the second computes the tiles of each.
 """
 
 from collections.abc import Sequence
@@ -16,13 +18,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
-from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
-from .decision import Config, Problem, plan, space
+from ...launch import Decision, Device, argument_error, check_tensor, dtype_name, torch_op
+from ..common.scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
+from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 from .lists import launch_list
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "comparable",
@@ -53,7 +57,9 @@ def reference(
     out_dtype: torch.dtype | None = None,
     expected_rows: int | None = None,
 ) -> Tensor:
-    """The definition, a product for each group, on the dequantised operands. Rows of no group are zero."""
+    """The definition, a product for each group, on the dequantised operands. Rows of no group are
+    zero.
+    """
     b = b if trans_b else b.mT
     out_dtype = a.dtype if a.dtype is torch.float64 else out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
     plain = a.dtype is out_dtype and scale_a is None
@@ -72,7 +78,7 @@ def reference(
 
 def _one_of(offsets: Tensor | None, counts: Tensor | None) -> Tensor:
     if (offsets is None) == (counts is None):
-        raise must("offsets, counts", "one of them given", "neither" if offsets is None else "both")
+        raise argument_error("offsets, counts", "one of them given", "neither" if offsets is None else "both")
     return offsets if offsets is not None else counts  # type: ignore[return-value]
 
 
@@ -82,6 +88,10 @@ def comparable(result: Tensor, *, offsets: Tensor | None = None, counts: Tensor 
     sizes = _one_of(offsets, counts)
     ends = sizes[-1] if counts is None else sizes[:, None]
     return torch.where((row < ends)[..., None], result, 0)
+
+
+ARGUMENTS = ("a", "b", "sizes", "scale_a", "scale_b", "out", "rows")
+DECISION = Decision("grouped_gemm", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
 @torch_op(mutates=("out",))
@@ -96,23 +106,29 @@ def grouped_gemm_out(
     trans_b: bool,
     expected_rows: int,
 ) -> None:
-    """`grouped_gemm` into `out` [.., n]. No checks, no sync: safe under graph capture, and a replay follows new offsets or counts."""
+    """`grouped_gemm` into `out` [.., n]. No checks, no sync: safe under graph capture, and a replay
+    follows new offsets or counts.
+    """
     masked = counts is not None
-    groups, rows, n, k = b.shape[0], a.shape[-2], out.shape[-1], a.shape[-1]
     scaling = known_scaling(scale_a, masked)
-    fields = (groups, rows, n, k, a.dtype, masked, trans_b, scaling, out.dtype, expected_rows)
-    p = best_plan(space, plan, Device.of(a), Problem, *fields)
-    lists = p.scratch(a.device)  # of panels, and of rests where the plan has a second launch for them
-    launch(p, _one_of(offsets, counts), lists[0], lists[-1], rows)
-    # Without scales the kernel does not touch them; the panels stand in.
-    scales = (lists[0], lists[0])
-    if scale_a is not None and scale_b is not None:
-        scales = scale_view(scale_a, scaling, masked), scale_view(scale_b, scaling, True)
-    products = p.then
-    for panels in lists:
-        assert products is not None
-        launch(products, panels, a if masked else a[None], b, *scales, out if masked else out[None])
-        products = products.then
+    launches = DECISION.launches(
+        Device.of(a),
+        groups=b.shape[0],
+        rows=a.shape[-2],
+        n=out.shape[-1],
+        k=a.shape[-1],
+        dtype=a.dtype,
+        masked=masked,
+        trans_b=trans_b,
+        scaling=scaling,
+        out_dtype=out.dtype,
+        expected_rows=expected_rows,
+    )
+    scale_a = None if scale_a is None else scale_view(scale_a, scaling, masked)
+    scale_b = None if scale_b is None else scale_view(scale_b, scaling, True)
+    if not masked:
+        a, out = a[None], out[None]
+    launches.run(a, b, _one_of(offsets, counts), scale_a, scale_b, out, a.shape[1])
 
 
 def grouped_gemm(
@@ -127,23 +143,32 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     expected_rows: int | None = None,
 ) -> Tensor:
-    """Multiplies each group of rows by a matrix of its own; the sizes of the groups stay on the device.
+    """Multiplies each group of rows by a matrix of its own; the sizes of the groups stay on the
+    device.
 
-    With `offsets` the groups lie one after the other, as in torch._grouped_mm. With `counts` each has room of its own, and what lies in the
-    room beyond its count is neither used nor written. One of the two is given.
+    With `offsets` the groups lie one after the other, as in torch._grouped_mm. With `counts` each
+    has room of its own, and what lies in the room beyond its count is neither used nor written. One
+    of the two is given.
 
     Args:
-        a: [rows, k] with offsets, [groups, max_rows, k] with counts; bf16, fp16, float8_e4m3fn or float8_e5m2; stride 1 in the last axis.
-        b: [groups, k, n], or [groups, n, k] if trans_b; dtype and device of a, stride 1 in the last axis. At most 1024 groups.
-        offsets: int32 [groups], the end of each group, never decreasing. Rows from the last one on belong to no group. Any sizes, also 0.
+        a: [rows, k] with offsets, [groups, max_rows, k] with counts; bf16, fp16, float8_e4m3fn or
+            float8_e5m2; stride 1 in the last axis.
+        b: [groups, k, n], or [groups, n, k] if trans_b; dtype and device of a, stride 1 in the last
+            axis. At most 1024 groups.
+        offsets: int32 [groups], the end of each group, never decreasing. Rows from the last one on
+            belong to no group. Any sizes, also 0.
         counts: int32 [groups], rows of each group that are used.
-        scale_a: fp32, 8-bit operands only: [], [rows] or [rows, ceil(k / 128)]; with counts [groups] in front, and [groups] or [] for the first.
-        scale_b: fp32, of the same kind: [groups] or [], [groups, n], or [groups, ceil(n / 128), ceil(k / 128)].
+        scale_a: fp32, 8-bit operands only: [], [rows] or [rows, ceil(k / 128)]; with counts
+            [groups] in front, and [groups] or [] for the first.
+        scale_b: fp32, of the same kind: [groups] or [], [groups, n], or [groups, ceil(n / 128),
+            ceil(k / 128)].
         trans_b: b is stored transposed, as weights are; 8-bit operands are fastest so.
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
-        expected_rows: rows of a group on average, where the host knows about how many; decides the tile, nothing else.
-    Returns: [rows, n] or [groups, max_rows, n], contiguous. Rows of no group hold whatever the memory held. Offsets that decrease or leave the
-        rows are clipped, so that nothing outside is touched; no message can tell, since only the device sees them.
+        expected_rows: rows of a group on average, where the host knows about how many; decides the
+            tile, nothing else.
+    Returns: [rows, n] or [groups, max_rows, n], contiguous. Rows of no group hold whatever the
+        memory held. Offsets that decrease or leave the rows are clipped: nothing outside is
+        touched. No message can tell, since only the device sees them.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     out_dtype = _out_dtype(a, out_dtype)
@@ -154,17 +179,17 @@ def grouped_gemm(
     groups = b.shape[0]
     n, k = b.shape[1:] if trans_b else (b.shape[2], b.shape[1])
     if a.shape[-1] != k:
-        raise must("a.shape[-1]", f"{k}, the k of b {tuple(b.shape)}", a.shape[-1])
+        raise argument_error("a.shape[-1]", f"{k}, the k of b {tuple(b.shape)}", a.shape[-1])
     if not 1 <= groups <= MOST_GROUPS:
-        raise must("b.shape[0]", f"1 to {MOST_GROUPS}, the number of groups", groups)
+        raise argument_error("b.shape[0]", f"1 to {MOST_GROUPS}, the number of groups", groups)
     if masked and a.shape[0] != groups:
-        raise must("a.shape[0]", f"{groups}, the groups of b", a.shape[0])
+        raise argument_error("a.shape[0]", f"{groups}, the groups of b", a.shape[0])
     name = "counts" if masked else "offsets"
     check_tensor(sizes, name, shape=(groups,), dtypes=(torch.int32,))
     if sizes.device != a.device:
-        raise must(f"{name}.device", a.device, sizes.device)
+        raise argument_error(f"{name}.device", a.device, sizes.device)
     if expected_rows is not None and expected_rows < 1:
-        raise must("expected_rows", "None or at least 1", expected_rows)
+        raise argument_error("expected_rows", "None or at least 1", expected_rows)
     scaling_of(a, scale_a, scale_b, a.shape[-2], n, k, batch_a=groups if masked else None, batch_b=groups)
     out = torch.empty((*a.shape[:-1], n), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
@@ -186,23 +211,28 @@ def grouped_gemm_list(
 ) -> list[Tensor]:
     """Multiplies pairs of matrices of any shapes in one launch, with nothing concatenated.
 
-    The host lists the tiles of all products and copies the list to the device: not for a captured path, which `grouped_gemm` is for.
+    The host lists the tiles of all products and copies the list to the device. So it can't be
+    captured; `grouped_gemm` can.
 
     Args:
-        a: [m, k] each; bf16, fp16, float8_e4m3fn or float8_e5m2, all the same; stride 1 in the last axis.
-        b: as many: [k, n] each, or [n, k] if trans_b; dtype and device of a, stride 1 in the last axis.
-        scale_a, scale_b: fp32, 8-bit operands only, one for each matrix and all of one kind: [], [m] and [n], or [m, ceil(k / 128)] and
-            [ceil(n / 128), ceil(k / 128)].
+        a: [m, k] each; bf16, fp16, float8_e4m3fn or float8_e5m2, all the same; stride 1 in the last
+            axis.
+        b: as many: [k, n] each, or [n, k] if trans_b; dtype and device of a, stride 1 in the last
+            axis.
+        scale_a, scale_b: fp32, 8-bit operands only, one for each matrix and all of one kind: [],
+            [m] and [n], or [m, ceil(k / 128)] and [ceil(n / 128), ceil(k / 128)].
         trans_b: the matrices of b are stored transposed.
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
-    Returns: a list of [m, n], contiguous. A product without rows or columns is empty, one with k = 0 zero.
-    Raises: TypeError or ValueError naming the argument, what it must be, and what it was; also under graph capture.
+    Returns: a list of [m, n], contiguous. A product without rows or columns is empty, one with
+        k = 0 zero.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was; also
+        under graph capture.
     """
     if not a:
-        raise must("len(a)", "at least 1", 0)
+        raise argument_error("len(a)", "at least 1", 0)
     for name, others in (("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
         if others is not None and len(others) != len(a):
-            raise must(f"len({name})", len(a), len(others))
+            raise argument_error(f"len({name})", len(a), len(others))
     scales_a, scales_b = ([None] * len(a) if s is None else s for s in (scale_a, scale_b))
     out_dtype = _out_dtype(a[0], out_dtype)
     kinds = set()
@@ -212,11 +242,11 @@ def grouped_gemm_list(
         check_tensor(w, f"b[{i}]", ndim=2, like=a[0])
         n, k = w.shape if trans_b else (w.shape[1], w.shape[0])
         if x.shape[1] != k:
-            raise must(f"a[{i}].shape[1]", f"{k}, the k of b[{i}] {tuple(w.shape)}", x.shape[1])
+            raise argument_error(f"a[{i}].shape[1]", f"{k}, the k of b[{i}] {tuple(w.shape)}", x.shape[1])
         kinds.add(scaling_of(x, sa, sb, x.shape[0], n, k))
         out.append(torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device))
     if len(kinds) > 1:
-        raise must("scale_a", "of one kind for all products", ", ".join(sorted(map(str, kinds))))
+        raise argument_error("scale_a", "of one kind for all products", ", ".join(sorted(map(str, kinds))))
     work = [i for i, o in enumerate(out) if o.numel() and a[i].shape[1]]
     for i in set(range(len(a))) - set(work):
         out[i].zero_()
@@ -235,5 +265,5 @@ def _out_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     check_tensor(a, "a", dtypes=(*WIDE, *FP8))
     allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
     if out_dtype is not None and out_dtype not in allowed:
-        raise must("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
+        raise argument_error("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
     return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)

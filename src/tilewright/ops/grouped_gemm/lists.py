@@ -1,18 +1,23 @@
-"""`grouped_gemm` on Python lists: products that share nothing but their dtype and layout, in one launch.
+"""`grouped_gemm` on Python lists: products that share nothing but their dtype and layout, in one
+launch.
 
-Nothing is concatenated. The host, which knows every shape, lists the tiles of all products and copies that list to the device; the kernel takes
-the lists of tensors as they are and looks up each tile's operands. Copying makes it a form for outside of graph capture only.
+Nothing is concatenated. The host, which knows every shape, lists the tiles of all products and
+copies that list to the device; the kernel takes the lists of tensors as they are and looks up each
+tile's operands. Copying makes it a form for outside of graph capture only.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Device, Plan, launch, must
-from ..mma_tiles import Tile, cpu_tiles, loads_wide, run_us, tiles_for
-from ..scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
+from ...launch import Bound, Device, Launch, argument_error, hints
+from ...select import rates, us
+from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tiles_of, work
+from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
+from .candidates import tables
 
 
 @ct.kernel
@@ -30,9 +35,12 @@ def grouped_gemm_list_kernel(
     SCALING: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """One tile a block. tiles: int32 [tiles, 3], of each its product, row and column. The lists: a [m, k], b [k, n] or [n, k], out [m, n].
+    """One tile a block.
 
-    scale_a_list, scale_b_list: [1, groups, rows] as ops/scaling.py makes them, read only if SCALING asks for them.
+    tiles: int32 [tiles, 3], of each its product, row and column.
+    a_list, b_list, out_list: a [m, k], b [k, n] or [n, k], out [m, n].
+    scale_a_list, scale_b_list: [1, groups, rows] as ops/common/scaling.py makes them, read only if
+        SCALING asks for them.
     """
     own = ct.bid(0)
     which, tile_m, tile_n = ct.gather(tiles, (own, 0)), ct.gather(tiles, (own, 1)), ct.gather(tiles, (own, 2))
@@ -56,21 +64,35 @@ def grouped_gemm_list_kernel(
     ct.store(out, (tile_m, tile_n), acc.astype(out.dtype))
 
 
-def list_plan(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, trans_b: bool, scaling: Scaling, device: Device) -> Plan:
-    """The launch for products of these (m, n, k): the tile whose rounds cost least."""
+def list_plan(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, trans_b: bool, scaling: Scaling, device: Device) -> Launch:
+    """The launch for products of these (m, n, k): the tile that costs least, were all of the
+    largest rows, columns and k.
+    """
+    rows, cols, depth = (max(shape[axis] for shape in shapes) for axis in range(3))
+    products = [Gemm(rows, n, k, dtype, 0, scaling=scaling, trans_b=trans_b) for _, n, k in shapes]
+    least_aligned = min(products, key=lambda g: g.pitch)
+    g = replace(least_aligned, n=cols, k=depth)
 
     def count(tile: Tile) -> int:
         return sum(-(-m // tile.tile_m) * -(-n // tile.tile_n) for m, n, _ in shapes)
 
-    rows, cols, depth = (max(shape[axis] for shape in shapes) for axis in range(3))
+    def price(tile: Tile) -> float:
+        return us(replace(work(g, tile, device), blocks=count(tile)), rates("grouped_gemm", device))
+
     if device.is_cpu:
-        tile = cpu_tiles(rows, cols, depth, scaling)[0]
+        tile = next(cpu_tiles(g, Tile))
     else:
-        wide = all(loads_wide(device, dtype, k, k if trans_b else n) for _, n, k in shapes)
-        fitting = tiles_for(device, dtype, scaling, k_major=trans_b, wide_loads=wide)
-        tile = min(fitting, key=lambda t: run_us(t, count(t), depth, dtype, scaling, device))
-    constants = (tile.tile_m, tile.tile_n, tile.tile_k, trans_b, int(scaling), tile.latency)
-    return Plan(grouped_gemm_list_kernel, (count(tile),), constants, tile.num_ctas, tile.occupancy, tile.num_worker_warps)
+        tile = min((tile for tile, _ in tiles_of(tables(least_aligned, device), Tile) if not tile.swap_ab), key=price)
+    constants = {
+        "tile_m": tile.tile_m,
+        "tile_n": tile.tile_n,
+        "tile_k": tile.tile_k,
+        "trans_b": trans_b,
+        "scaling": int(scaling),
+        "latency": tile.latency,
+    }
+    unscaled = {} if scaling else {"scale_a_list": "a_list", "scale_b_list": "b_list"}  # lists that the kernel does not touch
+    return Launch(grouped_gemm_list_kernel, (count(tile),), constants, **hints(tile), renames=unscaled)
 
 
 def tile_list(shapes: Sequence[tuple[int, int, int]], tile_m: int, tile_n: int, device: torch.device) -> Tensor:
@@ -93,10 +115,11 @@ def launch_list(
 ) -> None:
     """All products, none of them empty, in one launch."""
     if a[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        raise must("grouped_gemm_list", "called outside of graph capture: it copies a list of tiles from the host", "a call under capture")
+        raise argument_error("grouped_gemm_list", "called outside of graph capture: it copies a list of tiles from the host", "a call under capture")
     shapes = [(*o.shape, x.shape[1]) for x, o in zip(a, out, strict=True)]
-    plan = list_plan(shapes, a[0].dtype, trans_b, scaling, Device.of(a[0]))
-    tiles = tile_list(shapes, plan.constants[0], plan.constants[1], a[0].device)
-    # Without scales the kernel does not touch them; the operands stand in.
-    views = ([scale_view(s, scaling, False) for s in each] for each in scales) if scales else (list(a), list(b))
-    launch(plan, tiles, list(a), list(b), *views, list(out))
+    device = Device.of(a[0])
+    launch = list_plan(shapes, a[0].dtype, trans_b, scaling, device)
+    tiles = tile_list(shapes, launch.constants["tile_m"], launch.constants["tile_n"], a[0].device)
+    scale_a, scale_b = ([scale_view(s, scaling, False) for s in each] for each in scales) if scales else (None, None)
+    arguments = ("tiles", "a_list", "b_list", "scale_a_list", "scale_b_list", "out_list")
+    Bound((launch,), arguments, device).run(tiles, list(a), list(b), scale_a, scale_b, list(out))

@@ -1,16 +1,22 @@
-"""Writes new keys and values into their cache, and rotates keys and queries on the way, in one launch:
+"""Writes new keys and values into their cache, and rotates keys and queries, in one launch:
 
-    k_cache[b, h, positions[b, t]] = rope(k[b, h, t])       v_cache[b, h, positions[b, t]] = v[b, h, t]       q = rope(q), in place
+    k_cache[b, h, positions[b, t]] = rope(k[b, h, t])
+    v_cache[b, h, positions[b, t]] = v[b, h, t]
+    q = rope(q), in place
 
-A paged cache has row `position % page_size` of page `block_table[b, position // page_size]` instead. A cache of 8-bit codes gets values / scale.
-With q_norm, k_norm or v_norm, each head of q, k or v is normed first: rms_norm(k[b, h, t], k_norm), as Qwen3 does to queries and keys and MLA to
-its latent.
+A paged cache has row `position % page_size` of page `block_table[b, position // page_size]`
+instead. A cache of 8-bit codes gets values / scale.
+With q_norm, k_norm or v_norm, each head of q, k or v is normed first: rms_norm(k[b, h, t], k_norm),
+as Qwen3 does to queries and keys and MLA to its latent.
 
-Source    vLLM's reshape_and_cache (Kwon et al. 2023, arXiv:2309.06180, section 4.3) and the rotation of `rope`, made one.
-Numerics  Values are copied; rotated and normed ones fp32 from load to store, rounded once, also to codes, which saturate; the normed ones with
-          round_before_weight also before the weight, as `rms_norm` has it.
-Bound     Memory: k and v read and written once, q read and written once. For one token a sequence the latency of three loads that wait for
-          each other (position, row of the table, store), and of the launch that rope and two copies no longer need.
+Source    vLLM's reshape_and_cache (Kwon et al. 2023, arXiv:2309.06180, section 4.3) and the
+          rotation of `rope`, made one.
+Numerics  Values are copied; rotated and normed ones fp32 from load to store, rounded once, also to
+          codes, which saturate; the normed ones with round_before_weight also before the weight, as
+          `rms_norm` has it.
+Bound     Memory: k and v read and written once, q read and written once. For one token a sequence
+          the latency of three loads that wait for each other (position, row of the table, store),
+          and of the launch that rope and two copies no longer need.
 """
 
 from typing import Any, Optional
@@ -18,14 +24,25 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
+from ...launch import Decision, Device, argument_error, check_tensor, check_writable, dtype_name, torch_op
 from .. import rms_norm
-from ..attention_common import check_int32
-from ..scaling import FP8
-from .decision import Config, Problem, plan, space
-from .kernel import kv_append_kernel
+from ..common.scaling import FP8
+from ..common.softmax_tiles import check_int32
+from .decision import CHOICES, Config, Problem, plan, space
+from .kernels import kv_append_kernel
 
-__all__ = ["Config", "Problem", "kv_append", "kv_append_kernel", "kv_append_out", "plan", "reference", "space"]
+__all__ = [
+    "CHOICES",
+    "DECISION",
+    "Config",
+    "Problem",
+    "kv_append",
+    "kv_append_kernel",
+    "kv_append_out",
+    "plan",
+    "reference",
+    "space",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,15 +82,15 @@ def reference(
         angle_rows = angle_rows.clamp(0, len(cos) - 1)
         c, s = cos[angle_rows][:, None], sin[angle_rows][:, None]
 
-        def turned(x: Tensor) -> Tensor:
+        def rotate(x: Tensor) -> Tensor:
             part = x[..., : 2 * c.shape[-1]]
             a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
             pair = a * c - b * s, b * c + a * s
             rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
             return torch.cat((rotated.to(x.dtype), x[..., 2 * c.shape[-1] :]), -1)
 
-        k = turned(k)
-        q = None if q is None else turned(q)
+        k = rotate(k)
+        q = None if q is None else rotate(q)
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     for b in range(batch):
         for t in range(tokens):
@@ -88,6 +105,32 @@ def reference(
                         row = (row.to(torch.promote_types(row.dtype, torch.float32)) / scale).clamp(-largest, largest)
                     cache[outer, :, at] = row.to(cache.dtype)
     return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
+
+
+DECISION = Decision(
+    "kv_append",
+    problem=Problem,
+    arguments=(
+        "k",
+        "v",
+        "k_cache",
+        "v_cache",
+        "positions",
+        "block_table",
+        "q",
+        "cos",
+        "sin",
+        "rope_positions",
+        "k_scale",
+        "v_scale",
+        "q_weight",
+        "k_weight",
+        "v_weight",
+        "eps",
+    ),
+    space=space,
+    plan=plan,
+)
 
 
 @torch_op(mutates=("k_cache", "v_cache", "q"))
@@ -111,32 +154,47 @@ def kv_append_out(
     eps: float,
     round_before_weight: bool,
 ) -> None:
-    """`kv_append`; positions and rope_positions [batch, tokens]. No checks, no sync: safe under graph capture."""
+    """`kv_append`; positions and rope_positions [batch, tokens].
+
+    No checks, no sync: safe under graph capture.
+    """
     (batch, kv_heads, tokens, head_dim), v_dim = k.shape, v.shape[3]
-    page_size = 0 if block_table is None else k_cache.shape[2]
-    max_len = k_cache.shape[2] if block_table is None else block_table.shape[1] * page_size
-    shape = (batch, 0 if q is None else q.shape[1], kv_heads, tokens, head_dim, max_len, k.dtype)
-    rest = (page_size, 0 if v_dim == head_dim else v_dim, 0 if cos is None else 2 * cos.shape[1], interleaved)
-    stored = None if k_cache.dtype is k.dtype else k_cache.dtype
-    norm = (rope_positions is not None, v_norm is not None, round_before_weight, q_norm is not None, k_norm is not None)
-    # k stands in for the arrays that the kernel's constants say are absent.
-    launch(
-        best_plan(space, plan, Device.of(k), Problem, *shape, *rest, stored, *norm),
-        k if q is None else q,
+    launches = DECISION.launches(
+        Device.of(k),
+        batch=batch,
+        q_heads=0 if q is None else q.shape[1],
+        kv_heads=kv_heads,
+        tokens=tokens,
+        head_dim=head_dim,
+        max_len=k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),
+        dtype=k.dtype,
+        page_size=0 if block_table is None else k_cache.shape[2],
+        v_dim=0 if v_dim == head_dim else v_dim,
+        rotary_dim=0 if cos is None else 2 * cos.shape[1],
+        interleaved=interleaved,
+        cache_dtype=None if k_cache.dtype is k.dtype else k_cache.dtype,
+        own_rope_positions=rope_positions is not None,
+        v_norm=v_norm is not None,
+        round_before_weight=round_before_weight,
+        q_norm=q_norm is not None,
+        k_norm=k_norm is not None,
+    )
+    launches.run(
         k,
         v,
         k_cache,
         v_cache,
         positions,
-        positions if rope_positions is None else rope_positions,
-        positions if block_table is None else block_table,
-        k if cos is None else cos,
-        k if sin is None else sin,
-        k if k_scale is None else k_scale.view(1),
-        k if v_scale is None else v_scale.view(1),
-        k if q_norm is None else q_norm.view(1, 1, 1, -1),
-        k if k_norm is None else k_norm.view(1, 1, 1, -1),
-        k if v_norm is None else v_norm.view(1, 1, 1, -1),
+        block_table,
+        q,
+        cos,
+        sin,
+        rope_positions,
+        None if k_scale is None else k_scale.view(1),
+        None if v_scale is None else v_scale.view(1),
+        None if q_norm is None else q_norm.view(1, 1, 1, -1),
+        None if k_norm is None else k_norm.view(1, 1, 1, -1),
+        None if v_norm is None else v_norm.view(1, 1, 1, -1),
         eps,
     )
 
@@ -162,25 +220,36 @@ def kv_append(
     eps: float = 1e-6,
     round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Puts new keys and values into their cache, keys rotated and queries rotated in place if there are angles, in one launch.
+    """Puts new keys and values into their cache, keys rotated and queries rotated in place if there
+    are angles, in one launch.
 
-    The compressed cache of MLA, [..., 576] = 512 latent + 64 rotated, is two views of one tensor: k and k_cache the rotated part, v and v_cache
-    the latent.
+    The compressed cache of MLA, [..., 576] = 512 latent + 64 rotated, is two views of one tensor: k
+    and k_cache the rotated part, v and v_cache the latent.
 
     Args:
-        k: [batch, kv_heads, tokens, head_dim]; bf16, fp16 or fp32; any strides with stride 1 in the last axis.
+        k: [batch, kv_heads, tokens, head_dim]; bf16, fp16 or fp32; any strides with stride 1 in the
+            last axis.
         v: [batch, kv_heads, tokens, v_dim], dtype and device of k.
-        k_cache: [batch, kv_heads, max_len, head_dim], in pages [pages, kv_heads, page_size, head_dim]; dtype of k, or float8_e4m3fn. Overwritten.
-        v_cache: the same of v_dim, in the dtype of k_cache. Overwritten.
-        positions: [batch, tokens] int32, for one token also [batch]; where in its sequence each token goes. No two alike in a sequence. One that
-            is negative or not below max_len (or the pages of the table) is not stored.
-        block_table: [batch, max_pages] int32, pages of each sequence; with it the caches are in pages.
-        q: [batch, q_heads, tokens, head_dim], dtype and device of k; only with cos and sin. Overwritten.
-        cos, sin: [max_pos, rotary_dim / 2], dtype of k or fp32. Elements of a head from rotary_dim on are not rotated.
-        rope_positions: like positions; the row of cos and sin of each token, where it is not its position. Clamped to the table.
+        k_cache: [batch, kv_heads, max_len, head_dim], in pages [pages, kv_heads, page_size,
+            head_dim]; dtype of k, or float8_e4m3fn. Overwritten.
+        v_cache: the same of v_dim, in the dtype of k_cache. Overwritten; no element in common with
+            k_cache.
+        positions: [batch, tokens] int32, for one token also [batch]; where in its sequence each
+            token goes. No two alike in a sequence. One that is negative or not below max_len (or
+            the pages of the table) is not stored.
+        block_table: [batch, max_pages] int32, pages of each sequence; with it the caches are in
+            pages.
+        q: [batch, q_heads, tokens, head_dim], dtype and device of k; only with cos and sin.
+            Overwritten.
+        cos, sin: [max_pos, rotary_dim / 2], dtype of k or fp32. Elements of a head from rotary_dim
+            on are not rotated.
+        rope_positions: like positions; the row of cos and sin of each token, where it is not its
+            position. Clamped to the table.
         interleaved: a pair is two neighbours instead of one element of each half.
-        k_scale, v_scale: [] fp32, positive; given with a cache of codes and only then: a value is its code times the scale.
-        q_norm, k_norm: [head_dim], dtype and device of k; each head of q, of k is scaled to unit root mean square and by this weight before it turns.
+        k_scale, v_scale: [] fp32, positive; given with a cache of codes and only then: a value is
+            its code times the scale.
+        q_norm, k_norm: [head_dim], dtype and device of k; each head of q, of k is scaled to unit
+            root mean square and by this weight before it is rotated.
         v_norm: [v_dim], likewise; of v before it is stored.
         eps: of the norms: added to the mean of squares, so in their units.
         round_before_weight: of the norms, as in `rms_norm`.
@@ -197,42 +266,46 @@ def kv_append(
     check_tensor(v_cache, "v_cache", shape=(*k_cache.shape[:3], v.shape[3]), like=k_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != k.device:
-            raise must(f"{name}.device", k.device, cache.device)
-        _check_writable(cache, name)
+            raise argument_error(f"{name}.device", k.device, cache.device)
+    check_writable(k_cache, "k_cache")
+    # Pages of one pool may be handed out to keys and to values: only the very same pages are
+    # refused.
+    apart = block_table is not None and v_cache.data_ptr() != k_cache.data_ptr()
+    check_writable(v_cache, "v_cache", None if apart else k_cache, "k_cache")
     positions = _check_positions(positions, "positions", k)
     if block_table is not None:
         check_int32(block_table, "block_table", k, (batch, None))
     if (cos is None) != (sin is None):
-        raise must("cos and sin", "given together", "cos" if sin is None else "sin")
+        raise argument_error("cos and sin", "given together", "cos" if sin is None else "sin")
     for name, given in (("q", q), ("rope_positions", rope_positions)):
         if given is not None and cos is None:
-            raise must(name, "given only with cos and sin", type(given).__name__)
+            raise argument_error(name, "given only with cos and sin", type(given).__name__)
     if cos is not None:
         check_tensor(cos, "cos", ndim=2, dtypes=(k.dtype, torch.float32))
         if not len(cos) or not 0 < 2 * cos.shape[1] <= head_dim:
-            raise must("cos.shape", f"(at least 1, 1 to {head_dim // 2})", tuple(cos.shape))
+            raise argument_error("cos.shape", f"(at least 1, 1 to {head_dim // 2})", tuple(cos.shape))
         check_tensor(sin, "sin", shape=cos.shape, like=cos)  # type: ignore[arg-type]
         if cos.device != k.device:
-            raise must("cos.device", k.device, cos.device)
+            raise argument_error("cos.device", k.device, cos.device)
     if rope_positions is not None:
         rope_positions = _check_positions(rope_positions, "rope_positions", k)
     if q is not None:
         check_tensor(q, "q", ndim=4, like=k)
         check_tensor(q, "q", shape=(batch, q.shape[1], tokens, head_dim), like=k)
-        _check_writable(q, "q")
+        check_writable(q, "q")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype in FP8:
             check_tensor(scale, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
         elif scale is not None:
-            raise must(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)
+            raise argument_error(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)
     if q_norm is not None and q is None:
-        raise must("q_norm", "given only with q", type(q_norm).__name__)
+        raise argument_error("q_norm", "given only with q", type(q_norm).__name__)
     norms = {"q_norm": (q_norm, head_dim), "k_norm": (k_norm, head_dim), "v_norm": (v_norm, v.shape[3])}
     for name, (weight, dim) in norms.items():
         if weight is not None:
             check_tensor(weight, name, shape=(dim,), like=k)
     if round_before_weight and all(weight is None for weight, _ in norms.values()):
-        raise must("round_before_weight", "False without a norm", round_before_weight)
+        raise argument_error("round_before_weight", "False without a norm", round_before_weight)
     if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
         rope = (q, cos, sin, rope_positions, interleaved)
         kv_append_out(k, v, k_cache, v_cache, positions, block_table, *rope, k_scale, v_scale, q_norm, k_norm, v_norm, eps, round_before_weight)
@@ -246,8 +319,3 @@ def _check_positions(positions: Tensor, name: str, k: Tensor) -> Tensor:
         positions = positions[:, None]
     check_int32(positions, name, k, (batch, tokens))
     return positions
-
-
-def _check_writable(x: Tensor, name: str) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        raise must(name, "free of broadcast axes, being written in place", f"strides {x.stride()} for shape {tuple(x.shape)}")

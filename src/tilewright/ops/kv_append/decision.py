@@ -1,5 +1,6 @@
 """What a launch of `kv_append` may depend on, and what it comes to."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,18 +8,36 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..scaling import FP8
-from .kernel import kv_append_kernel
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Ordered, Work, ordered
+from ..common.scaling import FP8
+from .kernels import kv_append_kernel
+
+# Of the candidates: elements of a tile, tokens of a block, worker warps.
+SIZES = (
+    (512, 1, 4),
+    (1024, 1, 4),
+    (256, 1, 4),
+    (2048, 1, 4),
+    (1024, 4, 4),
+    (2048, 2, 4),
+    (1024, 8, 4),
+    (2048, 4, 8),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a plan may depend on.
 
-    q_heads: 0 without q. max_len: of a sequence. page_size: 0 for a cache in one piece. v_dim: 0 for head_dim. rotary_dim: 0 without rotation.
-    cache_dtype: None for dtype. own_rope_positions: rope_positions are given. q_norm, k_norm, v_norm: which are normed, with round_before_weight as
-    `rms_norm` has it.
+    q_heads: 0 without q.
+    max_len: of a sequence.
+    page_size: 0 for a cache in one piece.
+    v_dim: 0 for head_dim.
+    rotary_dim: 0 without rotation.
+    cache_dtype: None for dtype.
+    own_rope_positions: rope_positions are given.
+    q_norm, k_norm, v_norm: which are normed, with round_before_weight as `rms_norm` has it.
     """
 
     batch: int
@@ -51,14 +70,16 @@ class Problem:
     def cost(self) -> Cost:
         tokens, size = self.batch * self.tokens, self.dtype.itemsize
         held = self.kv_heads * (self.head_dim + self.values_dim) * (size + (1 if self.scaled else size))
-        turned = 2 * self.q_heads * self.rotary_dim * size
-        return Cost(tokens * (held + turned + 2 * self.rotary_dim + 4), 3 * tokens * (self.q_heads + self.kv_heads) * self.rotary_dim)
+        rotated = 2 * self.q_heads * self.rotary_dim * size
+        return Cost(tokens * (held + rotated + 2 * self.rotary_dim + 4), 3 * tokens * (self.q_heads + self.kv_heads) * self.rotary_dim)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         def fresh(heads: int, dim: int) -> Tensor:
-            return torch.randn(self.batch, self.tokens, heads, dim, dtype=self.dtype, device=device).transpose(1, 2)  # as projections leave it
+            # As projections leave it.
+            return torch.randn(self.batch, self.tokens, heads, dim, dtype=self.dtype, device=device).transpose(1, 2)
 
-        # Each sequence at its own place, which need not be the start of a page; with a few, one has nothing to add.
+        # Each sequence at its own place, which need not be the start of a page; with a few, one has
+        # nothing to add.
         start = (torch.arange(self.batch, device=device, dtype=torch.int32) * 7 + 3) % (self.max_len - self.tokens + 1)
         positions = start[:, None] + torch.arange(self.tokens, device=device, dtype=torch.int32)
         if 2 < self.batch < 8:
@@ -97,7 +118,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the new rows are walked.
+    """What a block takes.
 
     tile_h: heads of a tile; a power of two.
     tokens: tokens of a block, whose rows are all fetched before the first is stored.
@@ -111,37 +132,121 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    if p.scaled and not device.has_fp8:
-        return []
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Heads of q, and of k and v, by blocks: how many blocks, and the heads of each.
+
+    even_q, even_kv: tiles end with the heads.
+    """
+
+    q: int
+    kv: int
+    q_tile: int
+    kv_tile: int
+    even_q: bool
+    even_kv: bool
+
+
+def groups(p: Problem, c: Config) -> Groups:
+    """A tile is no larger than its array needs."""
+    q_tile, kv_tile = (min(c.tile_h, next_pow2(heads)) for heads in (p.q_heads, p.kv_heads))
+    q = ct.cdiv(p.q_heads, q_tile) if p.rotary_dim else 0
+    return Groups(q, ct.cdiv(p.kv_heads, kv_tile), q_tile, kv_tile, p.q_heads % q_tile == 0, p.kv_heads % kv_tile == 0)
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Tiles of whole heads, of one token or several."""
     heads = next_pow2(max(p.q_heads if p.rotary_dim else 0, p.kv_heads))
-    widest = next_pow2(max(p.head_dim, p.values_dim))
     if device.is_cpu:
-        return list(dict.fromkeys((Config(heads, min(4, p.tokens)), Config(max(1, heads // 4), 1))))
-
-    def tiled(elements: int, tokens: int, warps: int | None) -> Config:
-        return Config(min(heads, max(1, elements // widest)), tokens, num_worker_warps=warps)
-
-    rows = p.batch * p.tokens
-    if rows < 4 * device.sms:  # latency: small tiles on many processors, of wide values the largest (H200, 2026-11-21)
-        order = (2048, 1024, 512, 256) if widest >= 512 else (1024, 512, 256, 2048) if rows >= 2 * device.sms else (512, 1024, 256, 2048)
-        return list(dict.fromkeys(tiled(elements, 1, 4) for elements in order))
-    configs = [(1024, 4, 4), (2048, 2, 4), (1024, 8, 4), (2048, 4, 8), (1024, 1, 4), (2048, 1, 4)]
-    if widest >= 512:
-        configs.insert(0, (2048, 2, 4))
-    elif p.q_heads & (p.q_heads - 1):  # the last tile of heads is looked at row by row: one token's at a time
-        configs.insert(0, (1024, 1, 4))
-    return list(dict.fromkeys(tiled(elements, min(tokens, p.tokens), warps) for elements, tokens, warps in configs))
+        yield from (Config(heads, min(4, p.tokens)), Config(max(1, heads // 4), 1))
+        return
+    widest = next_pow2(max(p.head_dim, p.values_dim))
+    for elements, tokens, warps in SIZES:
+        yield Config(min(heads, max(1, elements // widest)), min(tokens, p.tokens), num_worker_warps=warps)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Codes need a device that has them."""
+    return device.has_fp8 or not p.scaled
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """A block copies its heads; the position and the row of the table come before the store."""
+    g, threads, size = groups(p, c), 32 * (c.num_worker_warps or 4), p.dtype.itemsize
+    widest = next_pow2(max(p.head_dim, p.values_dim))
+    tile = max(g.q_tile if g.q else 0, g.kv_tile) * widest * c.tokens
+    each = tile / threads
+    per_sm = max(1, min(2048 // threads, int(65_536 / threads / (40 + each * (1 + size / 4)))))
+    # Checked loads wait for each other: where a tile passes the last head, or a half is no power of
+    # two.
+    checked = not (g.even_q and g.even_kv) or p.rotary_dim & (p.rotary_dim - 1)
+    return Work(
+        blocks=(g.q + 2 * g.kv) * ct.cdiv(p.tokens, c.tokens) * p.batch,
+        resident=device.sms * per_sm,
+        per_sm=per_sm,
+        flops=10 * tile,
+        kinds=("rows",),
+        serial=c.tokens * (max(1.0, each / c.tokens * size / 16) if checked else 1.0),
+        fill=tile * size,
+        dram=p.cost().size_bytes,
+        out=tile,
+        chain=1 + (p.page_size > 0),
+    )
+
+
+def family(p: Problem, c: Config) -> str:
+    """Operand size, what the kernel does with it, and what a thread has of a tile."""
+    warps, widest = c.num_worker_warps or 4, next_pow2(max(p.head_dim, p.values_dim))
+    what = "p" * (p.page_size > 0) + "r" * (p.rotary_dim > 0) + "n" * (p.q_norm or p.k_norm or p.v_norm) + "s" * p.scaled
+    g = groups(p, c)
+    even = "" if g.even_q and g.even_kv else "u"
+    return f"{p.dtype.itemsize}{what}{even} {c.tile_h * widest // (32 * warps)}x{c.tokens} {warps}"
+
+
+CHOICES = Choices("kv_append", candidates, legal, work, family)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    kv_tile = min(c.tile_h, next_pow2(p.kv_heads))  # a tile must not lie wholly outside its array
-    q_tile = min(c.tile_h, next_pow2(max(1, p.q_heads)))
-    q_groups, kv_groups = ct.cdiv(p.q_heads, q_tile) if p.rotary_dim else 0, ct.cdiv(p.kv_heads, kv_tile)
-    even = (p.q_heads % q_tile == 0, p.kv_heads % kv_tile == 0)
-    flags = (p.page_size, p.scaled, p.interleaved, p.own_rope_positions, p.q_norm, p.k_norm, p.v_norm, p.round_before_weight, *even)
-    shape = (q_groups, kv_groups, p.head_dim, p.values_dim, p.rotary_dim, q_tile, kv_tile)
-    grid = ((q_groups + 2 * kv_groups) * ct.cdiv(p.tokens, c.tokens), p.batch)
-    return Plan(kv_append_kernel, grid, (*flags, *shape, c.tokens, c.latency), num_worker_warps=c.num_worker_warps, early=True)
+    g = groups(p, c)
+    constants = {
+        "page_size": p.page_size,
+        "scaled": p.scaled,
+        "interleaved": p.interleaved,
+        "own_rope": p.own_rope_positions,
+        "q_norm": p.q_norm,
+        "k_norm": p.k_norm,
+        "v_norm": p.v_norm,
+        "round": p.round_before_weight,
+        "even_q": g.even_q,
+        "even_kv": g.even_kv,
+        "q_groups": g.q,
+        "kv_groups": g.kv,
+        "head_dim": p.head_dim,
+        "v_dim": p.values_dim,
+        "rotary": p.rotary_dim,
+        "q_tile": g.q_tile,
+        "kv_tile": g.kv_tile,
+        "tokens": c.tokens,
+        "latency": c.latency,
+    }
+    given = {
+        "q": p.q_heads,
+        "rope_positions": p.own_rope_positions,
+        "block_table": p.page_size,
+        "cos": p.rotary_dim,
+        "sin": p.rotary_dim,
+        "k_scale": p.scaled,
+        "v_scale": p.scaled,
+        "q_weight": p.q_norm,
+        "k_weight": p.k_norm,
+        "v_weight": p.v_norm,
+    }
+    unused = tuple(name for name, there in given.items() if not there)
+    grid = ((g.q + 2 * g.kv) * ct.cdiv(p.tokens, c.tokens), p.batch)
+    return (Launch(kv_append_kernel, grid, constants, **hints(c), pdl=True, unused=unused),)

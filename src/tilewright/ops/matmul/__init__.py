@@ -1,14 +1,19 @@
-"""Matrix product: out = residual + out_scale * f(a @ b + bias), f the identity or, for silu_mul, silu(even column) * odd column
+"""Matrix product: out = residual + out_scale * f(a @ b + bias), f the identity or, for silu_mul,
+silu(even column) * odd column
 
-8-bit operands come with scales (ops/scaling.py): for the whole matrix, for each row, or for each 1x128 group of a and 128x128 block of b.
+8-bit operands come with scales (ops/common/scaling.py): for the whole matrix, for each row, or for
+each 1x128 group of a and 128x128 block of b.
 
-Source    Tiles in L2-sized bands. What is left of the last round of tiles is split along k, so that every SM has its share: stream-K
-          (Osama et al. 2023, arXiv:2301.03598) with equal parts, and with a second launch for the sum, so that its order, and so every
-          bit, is the same on each run. Block scales: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
-Numerics  Products and sums in fp32, partial tiles in fp32, everything behind the product in fp32, rounded once. float32 operands are multiplied
-          exactly as float32 (CUDA cores); only `tf32=True` rounds them to TF32 (10-bit mantissa) for the tensor cores.
-          8-bit operands: with a bf16 output and k up to 8192 Hopper's tensor cores sum them with about 14 bits, as torch._scaled_mm does with
-          use_fast_accum; else, and with block scales, a fresh sum for each 128 of k is added in fp32: an rms error of 1.2e-4 (H200).
+Source    Tiles in L2-sized bands. What is left of the last round of tiles is split along k, so that
+          every SM has its share: stream-K (Osama et al. 2023, arXiv:2301.03598) with equal parts,
+          and with a second launch for the sum, so that its order, and so every bit, is the same on
+          each run. Block scales: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
+Numerics  Products and sums in fp32, partial tiles in fp32, everything behind the product in fp32,
+          rounded once. float32 operands are multiplied exactly as float32 (CUDA cores); only
+          `tf32=True` rounds them to TF32 (10-bit mantissa) for the tensor cores. 8-bit operands:
+          with a bf16 output and k up to 8192 Hopper's tensor cores sum them with about 14 bits, as
+          torch._scaled_mm does with use_fast_accum; else, and with block scales, a fresh sum for
+          each 128 of k is added in fp32: an rms error of 1.2e-4 (H200).
 Bound     Compute from a few hundred rows on; below that memory: the weights are read once.
 """
 
@@ -18,15 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, as_rows, best_plan, check_tensor, launch, must, torch_op
-from ..scaling import FP8, dequantize, known_scaling, scale_view, scaling_of, torch_product
-from .candidates import space
+from ...launch import Device, argument_error, as_rows, check_tensor, torch_op
+from ..common.scaling import FP8, dequantize, known_scaling, scale_views, scaling_of, torch_product
+from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "matmul",
@@ -60,7 +67,10 @@ def reference(
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The definition; with tf32 a GPU may use TF32, as ours does. 8-bit operands: see `torch_product`."""
+    """The definition; with tf32 a GPU may use TF32, as ours does.
+
+    8-bit operands: see `torch_product`.
+    """
     x, w = a.mT if trans_a else a, b if trans_b else b.mT
     stored = out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
     if a.dtype in FP8:
@@ -99,29 +109,23 @@ def matmul_out(
     out_scale: Tensor | None,
 ) -> None:
     """`matmul` into `out`, all operands 2-D. No checks, no sync: safe under graph capture."""
-    m, n = out.shape
-    if silu_mul:
-        n *= 2
-    k = a.shape[0] if trans_a else a.shape[1]
-    scaling = known_scaling(scale_a)
-    options = (scaling, out.dtype, residual is not None, silu_mul, out_scale is not None)
-    p = best_plan(space, plan, Device.of(a), Problem, m, n, k, a.dtype, trans_a, trans_b, bias is not None, tf32, *options)
-    # The kernels do not touch an argument that the plan does not name; `out` stands in for it.
-    partial = p.scratch(a.device)[0] if p.workspace else out
-    bias = out if bias is None else bias
-    if p.kernel is matmul_kernel or p.kernel is matmul_gathered_kernel:
-        launch(p, a, b, bias, partial, out)
-    else:
-        scales: tuple[Tensor, Tensor] = (out, out)
-        if scale_a is not None and scale_b is not None:
-            scales = scale_view(scale_a, scaling, False), scale_view(scale_b, scaling, False)
-        if p.kernel is matmul_uneven_kernel:
-            launch(p, a, b, *scales, bias, out)
-        else:
-            out_scale = out if out_scale is None else out_scale.view(1)
-            launch(p, a, b, *scales, bias, out if residual is None else residual, out_scale, partial, out)
-    if p.then is not None:
-        launch(p.then, partial, out)
+    launches = DECISION.launches(
+        Device.of(a),
+        m=out.shape[0],
+        n=b.shape[0 if trans_b else 1],
+        k=b.shape[1 if trans_b else 0],
+        dtype=a.dtype,
+        trans_a=trans_a,
+        trans_b=trans_b,
+        bias=bias is not None,
+        tf32=tf32,
+        scaling=known_scaling(scale_a),
+        out_dtype=out.dtype,
+        residual=residual is not None,
+        silu_mul=silu_mul,
+        out_scale=out_scale is not None,
+    )
+    launches.run(a, b, *scale_views(scale_a, scale_b), bias, residual, None if out_scale is None else out_scale.view(1), out)
 
 
 def matmul(
@@ -139,43 +143,50 @@ def matmul(
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Matrix product with what often follows it; `matmul(x, weight, bias, trans_b=True)` is torch.nn.functional.linear.
+    """Matrix product with what often follows it; `matmul(x, weight, bias, trans_b=True)` is
+    torch.nn.functional.linear.
 
     Args:
-        a: [..., m, k] or [k]; [k, m] if trans_a. bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, stride 1 in the last axis.
-        b: [k, n], or [n, k] if trans_b (the faster order of 8-bit operands); dtype and device of a, stride 1 in the last axis.
+        a: [..., m, k] or [k]; [k, m] if trans_a. bf16, fp16, fp32, float8_e4m3fn or float8_e5m2,
+            stride 1 in the last axis.
+        b: [k, n], or [n, k] if trans_b (the faster order of 8-bit operands); dtype and device of a,
+            stride 1 in the last axis.
         bias: [n], dtype of the output.
         trans_a, trans_b: the operand is stored transposed.
         tf32: let float32 operands be rounded to TF32 (10-bit mantissa) for the tensor cores.
-        scale_a, scale_b: fp32 factors of 8-bit operands, on the device of a; both or neither. Of the whole matrix [] and [], of each row [m] and
-            [n], or of each group of 128 along k: [m, ceil(k / 128)] and, for blocks of 128x128, [ceil(n / 128), ceil(k / 128)]. m: the rows of a.
+        scale_a, scale_b: fp32 factors of 8-bit operands, on the device of a; both or neither. Of
+            the whole matrix [] and [], of each row [m] and [n], or of each group of 128 along k:
+            [m, ceil(k / 128)] and, for blocks of 128x128, [ceil(n / 128), ceil(k / 128)]. m: the
+            rows of a.
         residual: like the output, added last.
-        silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product, as gate and up projections whose rows alternate; n even.
+        silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product, as gate and up
+            projections whose rows alternate; n even.
         out_scale: fp32 [], on the device of a: factor of the result before the residual.
         out_dtype: bf16, fp16 or fp32; default the dtype of a, bf16 for 8-bit operands.
-    Returns: [..., m, n] (n / 2 with silu_mul), contiguous. No rows or columns: empty, nothing launched. k = 0: as if the product were 0.
+    Returns: [..., m, n] (n / 2 with silu_mul), contiguous. No rows or columns: empty, nothing
+        launched. k = 0: as if the product were 0.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(a, "a", dtypes=DTYPES)
     check_tensor(b, "b", ndim=2, like=a)
     if a.dim() == 0 or (trans_a and a.dim() != 2):
-        raise must("a.dim()", "2 with trans_a" if trans_a else "at least 1", a.dim())
+        raise argument_error("a.dim()", "2 with trans_a" if trans_a else "at least 1", a.dim())
     if tf32 and a.dtype is not torch.float32:
-        raise must("tf32", f"False for {a.dtype}", tf32)
+        raise argument_error("tf32", f"False for {a.dtype}", tf32)
     k, n = b.shape[::-1] if trans_b else b.shape
     if a.shape[0 if trans_a else -1] != k:
-        raise must(f"a.shape[{0 if trans_a else -1}]", f"{k}, the k of b {tuple(b.shape)}", a.shape[0 if trans_a else -1])
+        raise argument_error(f"a.shape[{0 if trans_a else -1}]", f"{k}, the k of b {tuple(b.shape)}", a.shape[0 if trans_a else -1])
     if out_dtype is None:
         stored = torch.bfloat16 if a.dtype in FP8 else a.dtype
     elif out_dtype in OUTPUTS:
         stored = out_dtype
     else:
-        raise must("out_dtype", "one of bfloat16, float16, float32", out_dtype)
+        raise argument_error("out_dtype", "one of bfloat16, float16, float32", out_dtype)
     columns = n
     if silu_mul:
         columns, odd = divmod(n, 2)
         if odd:
-            raise must("n of b", "even with silu_mul", n)
+            raise argument_error("n of b", "even with silu_mul", n)
     out = torch.empty((a.shape[1], columns) if trans_a else (*a.shape[:-1], columns), dtype=stored, device=a.device)
     if scale_a is not None or scale_b is not None:
         scaling_of(a, scale_a, scale_b, out.numel() // columns if columns else 0, n, k)
@@ -186,7 +197,7 @@ def matmul(
     if out_scale is not None:
         check_tensor(out_scale, "out_scale", shape=(), dtypes=(torch.float32,))
         if out_scale.device != a.device:
-            raise must("out_scale.device", a.device, out_scale.device)
+            raise argument_error("out_scale.device", a.device, out_scale.device)
     if out.numel() == 0:
         return out
     if k == 0:

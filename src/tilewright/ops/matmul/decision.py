@@ -1,14 +1,18 @@
-"""What `matmul` decides from (Problem) and what it decides (Config), and the launches that follow."""
+"""What `matmul` decides from (Problem) and what it decides (Config), and the launches that
+follow.
+"""
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..early import early
-from ..scaling import FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.gemm_choices import Gemm, Tile
+from ..common.pdl import use_pdl
+from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
@@ -19,9 +23,11 @@ REDUCE_PARTS = 8  # partial tiles that it loads at a time
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """out [m, n] = op(a) [m, k] @ op(b) [k, n], where trans_a, trans_b say that the operand is stored transposed.
+    """out [m, n] = op(a) [m, k] @ op(b) [k, n], where trans_a, trans_b say that the operand is
+    stored transposed.
 
-    out_dtype: None for the dtype of a, bf16 for 8-bit ones. silu_mul: out has n / 2 columns. Scaling: see ops/scaling.py.
+    out_dtype: None for the dtype of a, bf16 for 8-bit ones. silu_mul: out has n / 2 columns.
+        Scaling: see ops/common/scaling.py.
     """
 
     m: int
@@ -46,16 +52,25 @@ class Problem:
     @property
     def fused(self) -> bool:
         """Whether it takes the kernel with scales and epilogues."""
-        return self.dtype in FP8 or self.stored is not self.dtype or self.behind
+        return self.dtype in FP8 or self.stored is not self.dtype or self.has_epilogue
 
     @property
-    def behind(self) -> bool:
+    def has_epilogue(self) -> bool:
         """Whether more than scales and a bias stands behind the product."""
         return self.residual or self.silu_mul or self.out_scale
 
     @property
     def fast_acc(self) -> bool:
         return fast_sum(self.dtype, self.stored, self.k)
+
+    @property
+    def gemm(self) -> Gemm:
+        """What it has in common with other products."""
+        return _gemm(self)
+
+    def _made_gemm(self) -> Gemm:
+        options: dict[str, Any] = {"fast": self.fast_acc, "tf32": self.tf32, "gated": self.silu_mul, "scaling": self.scaling}
+        return Gemm(self.m, self.n, self.k, self.dtype, self.cost().size_bytes, trans_a=self.trans_a, trans_b=self.trans_b, **options)
 
     def cost(self) -> Cost:
         out = self.m * (self.n // 2 if self.silu_mul else self.n)
@@ -98,97 +113,107 @@ class Problem:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """One way to compute it.
+@lru_cache(maxsize=64)
+def _gemm(problem: Problem) -> Gemm:
+    """Once for all configs of a problem: they are priced one after the other."""
+    return problem._made_gemm()
 
-    tile_m, tile_n, tile_k: of one step, powers of two; tile_m counts rows of a, tile_n columns of the output.
-    extra_n: columns of a second accumulator beside the first, so that a tile need not be a power of two wide; 0 for none.
-    group: tile rows in a band of the tile order (L2 reuse).
-    weights_first: b's tile is the first operand of the MMA and the accumulator is transposed: for few rows of a. With extra_n the second
-        accumulator then widens tile_m.
-    dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a, not of 8 bits.
-    persistent: blocks that fit on the device at once walk over the tiles; else a block has one tile.
-    split: blocks that share each tile of the last, incomplete round; a second launch adds their fp32 partial tiles. 1: no split.
-    gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows that begin off multiples of 128 bytes.
-    latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size, blocks per SM, warps that compute).
+
+@dataclass(frozen=True, slots=True)
+class Config(Tile):
+    """One way to compute it: a tile, and how it is computed.
+
+    extra_n: columns of a second accumulator beside the first, so that a tile need not be a power of
+        two wide, or that two MMAs take turns; 0 for none. With swap_ab it widens tile_m.
+    dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a, not of 8
+        bits.
+    split_k: blocks that share each tile of the last, incomplete wave; a second launch adds their
+        fp32 partial tiles. 1: no split.
+    fast_runs: the tensor core sums 8-bit products, 8192 of k at a time; fp32 adds these sums. For
+        bf16 outputs and longer k.
+    gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows
+        that begin off multiples of 128 bytes.
     """
 
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    group: int = 8
     extra_n: int = 0
-    weights_first: bool = False
     dot: bool = False
-    persistent: bool = False
-    split: int = 1
+    split_k: int = 1
+    fast_runs: bool = False
     gathered: bool = False
-    latency: int = 5
-    num_ctas: int | None = None
-    occupancy: int = 1
-    num_worker_warps: int | None = None
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Rows of a and columns of the output in a tile, with the extra ones."""
+        return (self.tile_m + self.extra_n, self.tile_n) if self.swap_ab else (self.tile_m, self.tile_n + self.extra_n)
+
+    @property
+    def extra(self) -> int:
+        """See Tile."""
+        return self.extra_n
+
+    @property
+    def form(self) -> str:
+        """See Tile."""
+        return "dot" if self.dot else "gathered" if self.gathered else "uneven" if self.extra_n else ""
 
     def tiles(self, p: Problem) -> int:
-        extra_m, extra_n = (self.extra_n, 0) if self.weights_first else (0, self.extra_n)
-        return -(-p.m // (self.tile_m + extra_m)) * -(-p.n // (self.tile_n + extra_n))
+        """Of the output."""
+        return self.count(p.m, p.n)
 
     def whole(self, p: Problem) -> bool:
         """A block has one row's k at once: its weights can come while the launch before ends."""
-        return self.dot and p.m == 1 and self.tile_k >= p.k and p.trans_b and not (p.trans_a or self.persistent or self.split > 1 or p.fused)
-
-    def steps(self, p: Problem) -> int:
-        return -(-p.k // self.tile_k)
-
-    def resident(self, device: Device) -> int:
-        """Blocks that the device holds at once."""
-        return max(1, device.sms * self.occupancy // (self.num_ctas or 1))
+        return self.dot and p.m == 1 and self.tile_k >= p.k and p.trans_b and not (p.trans_a or self.persistent or self.split_k > 1 or p.fused)
 
     def split_tiles(self, p: Problem, device: Device) -> int:
-        """Tiles of the last, incomplete round if they are split, else 0."""
+        """Tiles of the last, incomplete wave if they are split, else 0."""
         return 0 if self.persistent or self.parts(p) == 1 else self.tiles(p) % self.resident(device)
 
     def parts(self, p: Problem) -> int:
         """Blocks for a split tile, none of them without a step."""
-        return -(-self.steps(p) // -(-self.steps(p) // self.split))
+        steps = -(-p.k // self.tile_k)
+        return -(-steps // -(-steps // self.split_k))
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and constants of the product, and of the sum of partial tiles where there are any. Pure: runs without a GPU."""
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """The product, and the sum of partial tiles where there are any."""
     tiles, split_tiles, parts = c.tiles(p), c.split_tiles(p, device), c.parts(p)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
-    hints: dict[str, Any] = {"num_ctas": c.num_ctas, "occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
-    if c.extra_n:
-        first, second = (c.tile_n, c.tile_m) if c.weights_first else (c.tile_m, c.tile_n)
-        tile = (first, second, c.extra_n, c.tile_k, c.group)
-        operands = (c.weights_first, p.trans_a, p.trans_b, p.bias, int(p.scaling), p.fast_acc)
-        return Plan(matmul_uneven_kernel, (blocks,), (*tile, *operands, c.latency), **hints)
-    reduce: Plan | None = None
-    workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-    if split_tiles:
-        height, width = (c.tile_n, c.tile_m) if c.weights_first else (c.tile_m, c.tile_n)
-        workspace = (((parts, split_tiles, height, width), torch.float32),)
-        rows = min(height, max(1, REDUCE_TILE // width))
-        constants = (c.tile_m, c.tile_n, c.group, c.weights_first, rows, min(REDUCE_PARTS, next_pow2(parts)))
-        reduce = Plan(matmul_reduce_kernel, (split_tiles, height // rows), constants, occupancy=4, early=True)
-    if c.gathered:
-        gathered = (c.tile_m, c.tile_n, c.tile_k, c.group, split_tiles > 0, p.bias, c.latency)
-        return Plan(matmul_gathered_kernel, (blocks,), gathered, workspace=workspace, then=reduce, **hints)
-    begins_early = early(p.m, c.persistent)
-    if p.fused:
-        # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21, notes/LOG.md).
-        unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
-        even = (unchecked and p.m % c.tile_m == 0, unchecked and p.n % c.tile_n == 0)
-        shape = (c.tile_m, c.tile_n, c.tile_k, c.group, p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0)
-        epilogue = (int(p.scaling), p.fast_acc, *even, p.bias, p.residual, p.silu_mul, p.out_scale)
-        return Plan(matmul_fused_kernel, (blocks,), (*shape, *epilogue, c.latency), workspace=workspace, then=reduce, early=begins_early, **hints)
-    how = (p.trans_a, p.trans_b, c.weights_first, c.dot, c.persistent, split_tiles > 0, c.whole(p), p.bias, p.tf32, c.latency)
-    return Plan(
-        matmul_kernel,
-        (blocks,),
-        (c.tile_m, c.tile_n, c.tile_k, c.group, *how),
-        workspace=workspace,
-        then=reduce,
-        early=begins_early,
-        **hints,
+    kernel, constants, optional = _product(p, c, split_tiles > 0)
+    pdl = not (c.extra_n or c.gathered) and use_pdl(p.m, c.persistent)
+    unused = tuple(name for name, used in optional.items() if not used)
+    if not split_tiles:
+        return (Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, unused=(*unused, "partial")),)
+    tile_m, tile_n = c.tile_shape
+    transposed = c.swap_ab != (c.extra_n > 0)  # the uneven side is the rows: the sum loads powers of two of columns
+    height, width = (tile_n, tile_m) if transposed else (tile_m, tile_n)
+    scratch = {"partial": ((parts, split_tiles, height, width), torch.float32)}
+    rows = min(height & -height, max(1, REDUCE_TILE // width))
+    shape = {"tile_m": tile_m, "tile_n": tile_n, "group": c.group, "swap_ab": transposed, "rows": rows}
+    reduce = {**shape, "parts": min(REDUCE_PARTS, next_pow2(parts))}
+    return (
+        Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, scratch=scratch, unused=unused),
+        Launch(matmul_reduce_kernel, (split_tiles, height // rows), reduce, occupancy=4, pdl=True),
     )
+
+
+def _product(p: Problem, c: Config, split: bool) -> tuple[Any, dict[str, Any], dict[str, bool]]:
+    """The product's kernel, its constants, and which of its optional arrays it reads."""
+    given = {"split_k": split, "bias": p.bias, "latency": c.latency, "tile_k": c.tile_k}
+    if c.gathered:
+        return matmul_gathered_kernel, {**given, "tile_m": c.tile_m, "tile_n": c.tile_n, "group": c.group}, {"bias": p.bias}
+    given |= {"trans_a": p.trans_a, "trans_b": p.trans_b, "swap_ab": c.swap_ab}
+    scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), "bias": p.bias}
+    if c.extra_n:
+        first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
+        shape = {"first": first, "second": second, "extra": c.extra_n, "group": c.group, "even": p.m % c.tile_m == 0}
+        return matmul_uneven_kernel, {**given, **shape, "scaling": int(p.scaling), "fast_acc": p.fast_acc}, scaled
+    given |= {"tile_m": c.tile_m, "tile_n": c.tile_n, "dot": c.dot, "persistent": c.persistent}
+    if not p.fused:
+        return matmul_kernel, {**given, "group": c.group, "whole": c.whole(p), "tf32": p.tf32}, {"bias": p.bias}
+    # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21,
+    # notes/LOG.md).
+    unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
+    given |= {"even_m": unchecked and p.m % c.tile_m == 0, "even_n": unchecked and p.n % c.tile_n == 0, "group_m": c.group}
+    given |= {"scaling": int(p.scaling), "fast_acc": p.fast_acc, "run": FAST_SUM // c.tile_k if c.fast_runs else 0}
+    epilogue = {"residual": p.residual, "out_scale": p.out_scale}
+    return matmul_fused_kernel, {**given, **epilogue, "silu_mul": p.silu_mul}, {**scaled, **epilogue}

@@ -1,8 +1,10 @@
-"""Tile code of `matmul` with operands that the threads copy into shared memory, 16 bytes each, in place of the TMA unit."""
+"""Tile code of `matmul` with operands that the threads copy into shared memory, 16 bytes each, in
+place of the TMA unit.
+"""
 
 import cuda.tile as ct
 
-from ..tiles import grouped_tile
+from ..common.tiles import grouped_tile
 from .kernels import ZERO, split_work
 
 UNIT = 8  # elements that a thread copies at once: 16 bytes of 16-bit numbers
@@ -19,19 +21,21 @@ def matmul_gathered_kernel(
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     GROUP: ct.Constant[int],
-    SPLIT: ct.Constant[bool],
+    SPLIT_K: ct.Constant[bool],
     BIAS: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
-    """out [m, n] = a @ b + bias, one tile of `out` (or part of one) to a block; k a multiple of UNIT.
+    """out [m, n] = a @ b + bias, one tile of `out` (or part of one) to a block; k a multiple of
+    UNIT.
 
-    a: [m, k]; b: [n, k]; both of 16 bits. bias, partial and SPLIT as in `matmul_kernel`.
-    For rows that do not begin at multiples of 128 bytes: the TMA unit asks L2 for such a row 128 bytes at a time, each of them in two lines, where
-    the threads of a warp ask at once for all of the 2 * TILE_K bytes of it, in one line more than there are.
+    a: [m, k]; b: [n, k]; both of 16 bits. bias, partial and SPLIT_K as in `matmul_kernel`.
+    For rows that do not begin at multiples of 128 bytes: the TMA unit asks L2 for such a row 128
+    bytes at a time, each of them in two lines, where the threads of a warp ask at once for all of
+    the 2 * TILE_K bytes of it, in one line more than there are.
     """
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     steps = ct.cdiv(a.shape[1], TILE_K)
-    if SPLIT:
+    if SPLIT_K:
         tile, first, last, is_part, part, shared = split_work(ct.bid(0), tiles_m * tiles_n, steps, partial)
     else:
         tile, first, last = ct.bid(0), 0, steps
@@ -48,12 +52,14 @@ def matmul_gathered_kernel(
         acc = ct.mma(x, w.transpose(), acc)
     if BIAS and first == 0:
         acc += ct.load(bias, index=(tile_n,), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-    if SPLIT and is_part:
+    if SPLIT_K and is_part:
         ct.store(partial, index=(part, shared, 0, 0), tile=acc.reshape((1, 1, TILE_M, TILE_N)))
     else:
         ct.store(out, index=(tile_m, tile_n), tile=acc.astype(out.dtype))
 
 
 def _rows(matrix, tile, ROWS):
-    """[ROWS, 1] row indices of a tile; beyond the edge the last row, whose products nobody stores."""
+    """[ROWS, 1] row indices of a tile; beyond the edge the last row, whose products nobody
+    stores.
+    """
     return ct.expand_dims(min(tile * ROWS + ct.arange(ROWS, dtype=ct.int32), matrix.shape[0] - 1), 1)

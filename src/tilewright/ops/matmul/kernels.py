@@ -2,9 +2,9 @@
 
 import cuda.tile as ct
 
-from ..early import let_next_begin, overlap_previous, wait_for_previous
-from ..scaling import ROW, add_product, row_scales, scaled
-from ..tiles import grouped_tile
+from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
+from ..common.scaling import BLOCK, ROW, add_product, block_scales, fresh_product, group_scales, row_scales, scaled
+from ..common.tiles import grouped_tile
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
 
@@ -22,10 +22,10 @@ def matmul_kernel(
     GROUP: ct.Constant[int],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
-    WEIGHTS_FIRST: ct.Constant[bool],
+    SWAP_AB: ct.Constant[bool],
     DOT: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
-    SPLIT: ct.Constant[bool],
+    SPLIT_K: ct.Constant[bool],
     WHOLE: ct.Constant[bool],
     BIAS: ct.Constant[bool],
     TF32: ct.Constant[bool],
@@ -33,53 +33,54 @@ def matmul_kernel(
 ):
     """out [m, n] = a @ b + bias, a tile of `out` at a time.
 
-    a: [m, k], or [k, m] with TRANS_A. b: [k, n], or [n, k] with TRANS_B. bias: [n], read only with BIAS.
-    partial: fp32 [parts, tiles, rows, columns of an accumulator], read and written only with SPLIT: the last `tiles` tiles of `out` are each
-    computed by `parts` blocks, a run of k each, and summed by `matmul_reduce_kernel`.
-    WEIGHTS_FIRST: accumulate the transpose, with b's rows on the long side of the MMA: for few rows of a.
+    a: [m, k], or [k, m] with TRANS_A. b: [k, n], or [n, k] with TRANS_B. bias: [n], read only with
+        BIAS.
+    partial: fp32 [parts, tiles, rows, columns of an accumulator], read and written only with
+    SPLIT_K: the last `tiles` tiles of `out` are each computed by `parts` blocks, a run of k each,
+    and summed by `matmul_reduce_kernel`.
+    SWAP_AB: accumulate the transpose, with b's rows on the long side of the MMA: for few rows of a.
     DOT: multiply and sum on the CUDA cores: for very few rows of a.
-    PERSISTENT: as many blocks as fit on the device walk over the tiles. Else a block has one: the loop around the loop makes the compiler wait
-    for each MMA in turn at some tile sizes.
-    WHOLE: DOT of one row, all of k in one step, a tile to a block: its rows of b come while the launch before ends.
+    PERSISTENT: as many blocks as fit on the device walk over the tiles. Else a block has one: the
+    loop around the loop makes the compiler wait for each MMA in turn at some tile sizes.
+    WHOLE: DOT of one row, all of k in one step, a tile to a block: its rows of b come while the
+        launch before ends.
     """
     if WHOLE:
-        let_next_begin()
+        pdl_launch_dependents()
         w = operand(b, ct.bid(0), 0, TILE_N, TILE_K, False, LATENCY, False)
-        wait_for_previous()
+        pdl_wait()
         x = operand(a, 0, 0, 1, TILE_K, False, LATENCY, False)
         acc = ct.sum(x.astype(ct.float32) * w.astype(ct.float32), axis=1).reshape((1, TILE_N))
         if BIAS:
             acc = acc + ct.load(bias, index=(ct.bid(0),), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
         ct.store(out, index=(0, ct.bid(0)), tile=acc.astype(out.dtype), allow_tma=False)
     else:
-        overlap_previous(PERSISTENT)
-        _by_steps(
-            a, b, bias, partial, out, TILE_M, TILE_N, TILE_K, GROUP, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, PERSISTENT, SPLIT, BIAS, TF32, LATENCY
-        )
+        pdl_overlap(PERSISTENT)
+        _by_steps(a, b, bias, partial, out, TILE_M, TILE_N, TILE_K, GROUP, TRANS_A, TRANS_B, SWAP_AB, DOT, PERSISTENT, SPLIT_K, BIAS, TF32, LATENCY)
 
 
-def _by_steps(a, b, bias, partial, out, TILE_M, TILE_N, TILE_K, GROUP, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, PERSISTENT, SPLIT, BIAS, TF32, LATENCY):
+def _by_steps(a, b, bias, partial, out, TILE_M, TILE_N, TILE_K, GROUP, TRANS_A, TRANS_B, SWAP_AB, DOT, PERSISTENT, SPLIT_K, BIAS, TF32, LATENCY):
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
     block = ct.bid(0)
-    how = (TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, BIAS, TF32, LATENCY)
+    how = (TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, SWAP_AB, DOT, BIAS, TF32, LATENCY)
     if PERSISTENT:
         for tile in range(block, tiles_m * tiles_n, ct.num_blocks(0)):
             tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
             acc = _accumulated(a, b, bias, tile_m, tile_n, 0, steps, how)
-            _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
-    elif SPLIT:
+            _store(out, tile_m, tile_n, acc, SWAP_AB)
+    elif SPLIT_K:
         tile, first, last, is_part, part, shared = split_work(block, tiles_m * tiles_n, steps, partial)
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         acc = _accumulated(a, b, bias, tile_m, tile_n, first, last, how)
         if is_part:
             ct.store(partial, index=(part, shared, 0, 0), tile=acc.reshape((1, 1, *acc.shape)))
         else:
-            _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
+            _store(out, tile_m, tile_n, acc, SWAP_AB)
     else:
         tile_m, tile_n = grouped_tile(block, tiles_m, tiles_n, GROUP)
         acc = _accumulated(a, b, bias, tile_m, tile_n, 0, steps, how)
-        _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
+        _store(out, tile_m, tile_n, acc, SWAP_AB)
 
 
 def operand(matrix, rows, step, ROWS, TILE_K, TRANSPOSED, LATENCY, TMA):
@@ -90,10 +91,11 @@ def operand(matrix, rows, step, ROWS, TILE_K, TRANSPOSED, LATENCY, TMA):
 
 
 def split_work(block, tiles, steps, partial):
-    """What a block does where the last partial.shape[1] tiles are each the work of partial.shape[0] blocks.
+    """What a block does where the last partial.shape[1] tiles are each the work of partial.shape[0]
+    blocks.
 
-    Returns its tile, its k steps first..last, whether they are a part, which part, and of which shared tile. Selected, not branched on: the
-    main loop must be there once.
+    Returns its tile, its k steps first..last, whether they are a part, which part, and of which
+    shared tile. Selected, not branched on: the main loop must be there once.
     """
     parts, shared_tiles = partial.shape[0], partial.shape[1]
     whole = tiles - shared_tiles
@@ -108,11 +110,13 @@ def split_work(block, tiles, steps, partial):
 
 
 def _accumulated(a, b, bias, tile_m, tile_n, first, last, how):
-    """fp32 tile of a @ b over the k steps first..last, and of the bias if the first step is among them."""
-    TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, WEIGHTS_FIRST, DOT, BIAS, TF32, LATENCY = how
+    """fp32 tile of a @ b over the k steps first..last, and of the bias if the first step is among
+    them.
+    """
+    TILE_M, TILE_N, TILE_K, TRANS_A, TRANS_B, SWAP_AB, DOT, BIAS, TF32, LATENCY = how
     if DOT:
         acc = ct.zeros((TILE_M, TILE_N, TILE_K), dtype=ct.float32)
-    elif WEIGHTS_FIRST:
+    elif SWAP_AB:
         acc = ct.zeros((TILE_N, TILE_M), dtype=ct.float32)
     else:
         acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
@@ -123,7 +127,7 @@ def _accumulated(a, b, bias, tile_m, tile_n, first, last, how):
             x, w = x.astype(ct.tfloat32), w.astype(ct.tfloat32)
         if DOT:
             acc += x.astype(ct.float32).reshape((TILE_M, 1, TILE_K)) * w.astype(ct.float32).reshape((1, TILE_N, TILE_K))
-        elif WEIGHTS_FIRST:
+        elif SWAP_AB:
             acc = ct.mma(w, x.transpose(), acc)
         else:
             acc = ct.mma(x, w.transpose(), acc)
@@ -131,12 +135,12 @@ def _accumulated(a, b, bias, tile_m, tile_n, first, last, how):
         acc = ct.sum(acc, axis=2)
     if BIAS and first == 0:
         row = ct.load(bias, index=(tile_n,), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-        acc += row.reshape((TILE_N, 1)) if WEIGHTS_FIRST else row
+        acc += row.reshape((TILE_N, 1)) if SWAP_AB else row
     return acc
 
 
-def _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST):
-    if WEIGHTS_FIRST:
+def _store(out, tile_m, tile_n, acc, SWAP_AB):
+    if SWAP_AB:
         acc = acc.transpose()
     ct.store(out, index=(tile_m, tile_n), tile=acc.astype(out.dtype))
 
@@ -148,62 +152,91 @@ def matmul_uneven_kernel(
     scale_a,
     scale_b,
     bias,
+    partial,
     out,
     FIRST: ct.Constant[int],
     SECOND: ct.Constant[int],
     EXTRA: ct.Constant[int],
     TILE_K: ct.Constant[int],
     GROUP: ct.Constant[int],
-    WEIGHTS_FIRST: ct.Constant[bool],
+    SWAP_AB: ct.Constant[bool],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
+    SPLIT_K: ct.Constant[bool],
     BIAS: ct.Constant[bool],
     SCALING: ct.Constant[int],
     FAST_ACC: ct.Constant[bool],
+    EVEN: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
-    """`matmul_kernel`, one tile to a block, for tiles SECOND + EXTRA long on one side: no power of two, so that the last round is fuller.
+    """`matmul_kernel`, one tile (or part of one) to a block, for tiles SECOND + EXTRA long on one
+    side.
 
-    The first operand of the MMA, of which a tile has FIRST rows, is a, or with WEIGHTS_FIRST b; the other, which is longer than SECOND, fills two
-    accumulators side by side that share each tile of the first. scale_a, scale_b: as ops/scaling.py makes them, for TENSOR and ROW.
+    That is no power of two, so that the last round is fuller, or two halves whose MMAs take turns.
+    The first operand of the MMA, of which a tile has FIRST rows, is a, or with SWAP_AB b; the
+    other, which is longer than SECOND, fills two accumulators side by side that share each tile of
+    the first. scale_a, scale_b: as ops/common/scaling.py makes them. BLOCK: not SWAP_AB; SECOND and
+    EXTRA are halves of one block of b, TILE_K one group; EVEN: the tiles end with the rows of a.
+    SPLIT_K: as in `matmul_kernel`, partial transposed.
     """
     length = SECOND + EXTRA
-    first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if WEIGHTS_FIRST else (a, b, TRANS_A, TRANS_B)
-    scale_1, scale_2 = (scale_b, scale_a) if WEIGHTS_FIRST else (scale_a, scale_b)
+    first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
+    scale_1, scale_2 = (scale_b, scale_a) if SWAP_AB else (scale_a, scale_b)
     # `first` is [rows, k] unless TRANS_FIRST, `second` [k, rows] unless TRANS_SECOND.
     tiles_1 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST)
     rows_2 = second.shape[0 if TRANS_SECOND else 1]
     tiles_2 = ct.cdiv(rows_2, length)
     steps = ct.cdiv(first.shape[0 if TRANS_FIRST else 1], TILE_K)
-    left = _run(second, out, 0, SECOND, FIRST, TILE_K, length, TRANS_SECOND, WEIGHTS_FIRST)
-    right = _run(second, out, SECOND, EXTRA, FIRST, TILE_K, length, TRANS_SECOND, WEIGHTS_FIRST)
-    if WEIGHTS_FIRST:
-        tile_2, tile_1 = grouped_tile(ct.bid(0), tiles_2, tiles_1, GROUP)
+    left = _run(second, out, 0, SECOND, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
+    right = _run(second, out, SECOND, EXTRA, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
+    if SPLIT_K:
+        tile, begin, end, is_part, part, shared = split_work(ct.bid(0), tiles_1 * tiles_2, steps, partial)
     else:
-        tile_1, tile_2 = grouped_tile(ct.bid(0), tiles_1, tiles_2, GROUP)
+        tile, begin, end = ct.bid(0), 0, steps
+    if SWAP_AB:
+        tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)
+    else:
+        tile_1, tile_2 = grouped_tile(tile, tiles_1, tiles_2, GROUP)
     tiles_right = ct.cdiv(rows_2 - SECOND, length)
     right_2 = min(tile_2, tiles_right - 1)  # the last tile may be cut before its right part begins
     acc_left, acc_right = ct.zeros((FIRST, SECOND), dtype=ct.float32), ct.zeros((FIRST, EXTRA), dtype=ct.float32)
-    for step in range(steps):
+    if SCALING == BLOCK:
+        product, factor = ct.zeros((FIRST, EXTRA), dtype=ct.float32), ct.zeros((FIRST, 1), dtype=ct.float32)
+    for step in range(begin, end):
         x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
         if TRANS_SECOND:
             y_left = left[0].load((tile_2, step), latency=LATENCY).transpose()
             y_right = right[0].load((right_2, step), latency=LATENCY).transpose()
         else:
             y_left, y_right = left[0].load((step, tile_2), latency=LATENCY), right[0].load((step, right_2), latency=LATENCY)
-        acc_left, acc_right = add_product(x, y_left, acc_left, FAST_ACC), add_product(x, y_right, acc_right, FAST_ACC)
-    if SCALING:
+        if SCALING == BLOCK:
+            # In this order the compiler starts each MMA ahead of the sum written before it.
+            acc_right = acc_right + product * factor
+            product = fresh_product(x, y_left)
+            rows = group_scales(scale_1, 0, step, tile_1, FIRST, LATENCY, EVEN)
+            factor = (rows * block_scales(scale_2, 0, step, tile_2, length, LATENCY, True)).reshape((FIRST, 1))
+            acc_left = acc_left + product * factor
+            product = fresh_product(x, y_right)
+        else:
+            acc_left, acc_right = add_product(x, y_left, acc_left, FAST_ACC), add_product(x, y_right, acc_right, FAST_ACC)
+    if SCALING == BLOCK:
+        acc_right = acc_right + product * factor
+    elif SCALING:
         rows = row_scales(scale_1, 0, tile_1, FIRST, SCALING)
         acc_left = scaled(acc_left, rows, _scales(scale_2, 0, SECOND, tile_2, length, SCALING))
         acc_right = scaled(acc_right, rows, _scales(scale_2, SECOND, EXTRA, right_2, length, SCALING))
-    if BIAS:
-        if WEIGHTS_FIRST:
+    if BIAS and begin == 0:
+        if SWAP_AB:
             column = ct.load(bias, (tile_1,), (FIRST,), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((FIRST, 1))
             acc_left, acc_right = acc_left + column, acc_right + column
         else:
             acc_left = acc_left + _strip(bias, 0, SECOND, length).load((tile_2,), allow_tma=False).astype(ct.float32)
             acc_right = acc_right + _strip(bias, SECOND, EXTRA, length).load((right_2,), allow_tma=False).astype(ct.float32)
-    if WEIGHTS_FIRST:
+    if SPLIT_K and is_part:
+        ct.store(partial, index=(part, shared, 0, 0), tile=acc_left.transpose().reshape((1, 1, SECOND, FIRST)))
+        rest = partial.slice(2, SECOND, length)
+        ct.store(rest, index=(part, shared, 0, 0), tile=acc_right.transpose().reshape((1, 1, EXTRA, FIRST)))
+    elif SWAP_AB:
         left[1].store((tile_2, tile_1), acc_left.transpose().astype(out.dtype))
         if tile_2 < tiles_right:
             right[1].store((tile_2, tile_1), acc_right.transpose().astype(out.dtype))
@@ -213,21 +246,25 @@ def matmul_uneven_kernel(
             right[1].store((tile_1, tile_2), acc_right.astype(out.dtype))
 
 
-def _run(second, out, START, ROWS, FIRST, TILE_K, STEP, TRANS_SECOND, WEIGHTS_FIRST):
-    """Views of the second operand and of out from row START on, in which neighbouring tiles of ROWS rows are STEP rows apart."""
+def _run(second, out, START, ROWS, FIRST, TILE_K, STEP, TRANS_SECOND, SWAP_AB):
+    """Views of the second operand and of out from row START on, in which neighbouring tiles of ROWS
+    rows are STEP rows apart.
+    """
     axis = 0 if TRANS_SECOND else 1
     part = second.slice(axis, START, second.shape[axis])
     if TRANS_SECOND:
         view = part.tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(STEP, TILE_K))
     else:
         view = part.tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, STEP))
-    if WEIGHTS_FIRST:
+    if SWAP_AB:
         return view, out.slice(0, START, out.shape[0]).tiled_view((ROWS, FIRST), traversal_steps=(STEP, FIRST))
     return view, out.slice(1, START, out.shape[1]).tiled_view((FIRST, ROWS), traversal_steps=(FIRST, STEP))
 
 
 def _strip(vector, START, ROWS, STEP):
-    """A view of a vector from START on, in which neighbouring tiles of ROWS elements are STEP apart."""
+    """A view of a vector from START on, in which neighbouring tiles of ROWS elements are STEP
+    apart.
+    """
     return vector.slice(0, START, vector.shape[0]).tiled_view((ROWS,), padding_mode=ZERO, traversal_steps=(STEP,))
 
 
@@ -246,16 +283,18 @@ def matmul_reduce_kernel(
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     GROUP: ct.Constant[int],
-    WEIGHTS_FIRST: ct.Constant[bool],
+    SWAP_AB: ct.Constant[bool],
     ROWS: ct.Constant[int],
     PARTS: ct.Constant[int],
 ):
-    """Sums the parts of the tiles that `matmul_kernel` split: block (s, i) takes ROWS rows of the s-th of them."""
-    overlap_previous()
+    """Sums the parts of the tiles that `matmul_kernel` split: block (s, i) takes ROWS rows of the
+    s-th of them.
+    """
+    pdl_overlap()
     shared, strip = ct.bid(0), ct.bid(1)
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     tile_m, tile_n = grouped_tile(tiles_m * tiles_n - partial.shape[1] + shared, tiles_m, tiles_n, GROUP)
-    if WEIGHTS_FIRST:
+    if SWAP_AB:
         columns = TILE_M
         tile_n = tile_n * (TILE_N // ROWS) + strip
         inside = tile_n * ROWS < out.shape[1]
@@ -268,4 +307,4 @@ def matmul_reduce_kernel(
         for i in range(ct.cdiv(partial.shape[0], PARTS)):
             part = ct.load(partial, index=(i, shared, strip, 0), shape=(PARTS, 1, ROWS, columns), padding_mode=ZERO, allow_tma=False)
             acc += ct.sum(part.reshape((PARTS, ROWS, columns)), axis=0)
-        _store(out, tile_m, tile_n, acc, WEIGHTS_FIRST)
+        _store(out, tile_m, tile_n, acc, SWAP_AB)

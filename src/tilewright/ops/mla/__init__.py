@@ -1,10 +1,13 @@
-"""Prefill of multi-head latent attention: out = softmax(scale * (q_nope k_nope^T + q_rope k_rope^T) + mask) v, per head.
+"""Prefill of multi-head latent attention: out = softmax(scale * (q_nope k_nope^T + q_rope k_rope^T)
++ mask) v, per head.
 
-Keys and values are expanded (each head has its k_nope and v); k_rope, which carries the positions, is one for all heads, and nothing is
-concatenated. With n keys in a sequence, query i sees key j where (causal) j <= i + n - q_len; a row that sees no key gives 0 and lse -inf.
+Keys and values are expanded (each head has its k_nope and v); k_rope, which carries the positions,
+is one for all heads, and nothing is concatenated. With n keys in a sequence, query i sees key j
+where (causal) j <= i + n - q_len; a row that sees no key gives 0 and lse -inf.
 
-Source    DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19; the walk over the keys as in `attention`.
-Numerics  As in `attention`: scores of both products in one fp32 sum, weights rounded to the dtype of v, out rounded once.
+Source    DeepSeek-V2, arXiv:2405.04434, eq. 9 to 19; the loop over the keys as in `attention`.
+Numerics  As in `attention`: scores of both products in one fp32 sum, weights rounded to the dtype
+          of v, out rounded once.
 Bound     Compute, 2 * (nope_dim + rope_dim + v_dim) flops per visible score.
 """
 
@@ -14,13 +17,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, dtype_name, launch, must, torch_op
-from ..attention_common import LOG2E, check_int32, check_per_head, check_scale_and_window
-from ..scaling import FP8
-from .decision import Config, Problem, plan, space
-from .kernel import mla_kernel
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, dtype_name, torch_op
+from ..common.scaling import FP8
+from ..common.softmax_tiles import LOG2E, check_int32, check_per_head, check_scale_and_window
+from .decision import CHOICES, Config, Problem, plan, space
+from .kernels import mla_kernel
 
-__all__ = ["Config", "Problem", "mla", "mla_kernel", "mla_out", "plan", "reference", "space"]
+__all__ = ["CHOICES", "DECISION", "Config", "Problem", "mla", "mla_kernel", "mla_out", "plan", "reference", "space"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_DIM = 128  # of each of the three parts
@@ -42,7 +45,9 @@ def reference(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition: the parts concatenated, products in the dtype (codes of 8 bits as fp32), softmax at least in fp32."""
+    """The definition: the parts concatenated, products in the dtype (codes of 8 bits as fp32),
+    softmax at least in fp32.
+    """
     q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     weight_dtype, wide = v.dtype, torch.promote_types(q.dtype if q.dtype.itemsize > 1 else torch.float32, torch.float32)
@@ -67,6 +72,10 @@ def reference(
     return (out, lse) if return_lse else out
 
 
+ARGUMENTS = ("q_nope", "q_rope", "k_nope", "k_rope", "v", "out", "lse", "kv_len", "q_scale", "k_scale", "v_scale", "scale")
+DECISION = Decision("mla", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+
+
 @torch_op(mutates=("out", "lse"))
 def mla_out(
     q_nope: Tensor,
@@ -86,24 +95,23 @@ def mla_out(
     """`mla` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
     batch, heads, q_len, nope_dim = q_nope.shape
     keys_last = v.stride(-1) != 1 and v.shape[-1] > 1
-    masks = (causal, kv_len is not None, lse is not None, keys_last)
-    dims = (nope_dim, q_rope.shape[-1], v.shape[-1])
-    # q stands in for the arrays that the kernel's flags say are absent.
-    launch(
-        best_plan(space, plan, Device.of(q_nope), Problem, batch, heads, q_len, k_nope.shape[2], q_nope.dtype, *masks, *dims),
-        q_nope,
-        q_rope,
-        k_nope,
-        k_rope,
-        v.mT if keys_last else v,
-        out,
-        q_nope if lse is None else lse,
-        q_nope if kv_len is None else kv_len,
-        q_nope if q_scale is None else q_scale,
-        q_nope if k_scale is None else k_scale.view(1),
-        q_nope if v_scale is None else v_scale,
-        scale * LOG2E,
+    launches = DECISION.launches(
+        Device.of(q_nope),
+        batch=batch,
+        heads=heads,
+        q_len=q_len,
+        kv_len=k_nope.shape[2],
+        dtype=q_nope.dtype,
+        causal=causal,
+        has_len=kv_len is not None,
+        return_lse=lse is not None,
+        keys_last=keys_last,
+        nope_dim=nope_dim,
+        rope_dim=q_rope.shape[-1],
+        v_dim=v.shape[-1],
     )
+    v, k_scale = v.mT if keys_last else v, None if k_scale is None else k_scale.view(1)
+    launches.run(q_nope, q_rope, k_nope, k_rope, v, out, lse, kv_len, q_scale, k_scale, v_scale, scale * LOG2E)
 
 
 def mla(
@@ -120,23 +128,34 @@ def mla(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention whose scores are the sum of a part without positions and a rotated part, the latter's keys shared by all heads.
+    """Softmax attention whose scores are the sum of a part without positions and a rotated part,
+    the latter's keys shared by all heads.
 
     Args:
-        q_nope: [batch, heads, q_len, nope_dim]; bf16, fp16 or float8_e4m3fn; any strides with stride 1 in the last axis.
-        q_rope: [batch, heads, q_len, rope_dim], dtype and device of q_nope, already rotated. All three dims are 1..128.
+        q_nope: [batch, heads, q_len, nope_dim]; bf16, fp16 or float8_e4m3fn; any strides with
+            stride 1 in the last axis.
+        q_rope: [batch, heads, q_len, rope_dim], dtype and device of q_nope, already rotated. All
+            three dims are 1..128.
         k_nope: [batch, heads, max_len, nope_dim], likewise.
         k_rope: [batch, 1, max_len, rope_dim], likewise, already rotated.
-        v: [batch, heads, max_len, v_dim], likewise. In float8_e4m3fn the keys may be the axis of stride 1 instead, and are best so.
-        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query sees all of them.
+        v: [batch, heads, max_len, v_dim], likewise. In float8_e4m3fn the keys may be the axis of
+            stride 1 instead, and are best so.
+        causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query
+            sees all of them.
         scale: of the scores; positive; default (nope_dim + rope_dim) ** -0.5.
-        kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default max_len. Memory beyond may hold anything.
-        q_scale, v_scale: [heads] fp32, positive; given with float8_e4m3fn and only then: a value is its code times its head's scale.
+        kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default
+            max_len. Memory beyond may hold anything.
+        q_scale, v_scale: [heads] fp32, positive; given with float8_e4m3fn and only then: a value is
+            its code times its head's scale.
         k_scale: [] fp32, likewise, one for k_nope and k_rope.
         return_lse: also return the natural log of the softmax denominator.
-    Returns: out [batch, heads, q_len, v_dim], contiguous as [batch, q_len, heads, v_dim], in q's dtype, for float8_e4m3fn in bf16; with
-        return_lse the tuple (out, lse), lse fp32 [batch, heads, q_len]. A row that sees no key is 0, its lse -inf.
+        out: where the result goes: of its shape, dtype and device, its axes in any order in
+            memory; default a new tensor.
+    Returns: out [batch, heads, q_len, v_dim], contiguous as [batch, q_len, heads, v_dim], in q's
+        dtype, for float8_e4m3fn in bf16; with return_lse the tuple (out, lse), lse fp32 [batch,
+        heads, q_len]. A row that sees no key is 0, its lse -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q_nope, "q_nope", ndim=4, dtypes=DTYPES)
@@ -151,23 +170,26 @@ def mla(
     check_tensor(v.mT if _keys_last(v) else v, "v.mT" if _keys_last(v) else "v", ndim=4, like=q_nope)
     v_dim = v.shape[-1]
     if v.shape[:3] != (batch, heads, max_len):
-        raise must("v.shape", (batch, heads, max_len, v_dim), tuple(v.shape))
+        raise argument_error("v.shape", (batch, heads, max_len, v_dim), tuple(v.shape))
     for name, dim in (("q_nope.shape[-1]", nope_dim), ("q_rope.shape[-1]", rope_dim), ("v.shape[-1]", v_dim)):
         if not 1 <= dim <= MAX_DIM:
-            raise must(name, f"in 1..{MAX_DIM}", dim)
+            raise argument_error(name, f"in 1..{MAX_DIM}", dim)
     scale = check_scale_and_window(scale, None, nope_dim + rope_dim)
     if kv_len is not None:
         check_int32(kv_len, "kv_len", q_nope, (batch,))
     for name, given in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         if q_nope.dtype not in FP8:
             if given is not None:
-                raise must(name, f"None for {dtype_name(q_nope.dtype)}", type(given).__name__)
+                raise argument_error(name, f"None for {dtype_name(q_nope.dtype)}", type(given).__name__)
         elif name == "k_scale":
             check_tensor(given, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
         else:
             check_per_head(given, name, q_nope, heads)  # type: ignore[arg-type]
     stored = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
-    out = torch.empty((batch, q_len, heads, v_dim), dtype=stored, device=q_nope.device).transpose(1, 2)
+    if out is None:
+        out = torch.empty((batch, q_len, heads, v_dim), dtype=stored, device=q_nope.device).transpose(1, 2)
+    else:
+        check_out(out, (batch, heads, q_len, v_dim), stored, (q_nope, q_rope, k_nope, k_rope, v))
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_nope.device) if return_lse else None
     if out.numel() and k_nope.numel():
         mla_out(q_nope, q_rope, k_nope, k_rope, v, out, lse, kv_len, q_scale, k_scale, v_scale, scale, causal)

@@ -1,24 +1,30 @@
-"""The experts of a mixture of experts: out[t] = sum over k of weights[t, k] * down_e(act(gate_e(x[t]), up_e(x[t]))), with e = ids[t, k]
+"""The experts of a mixture of experts: out[t] = sum over k of weights[t, k] * expert_e(x[t])
 
+    e = ids[t, k]       expert_e(x) = down_e(act(gate_e(x), up_e(x)))
     act(gate, up) = gate * sigmoid(alpha * gate) * (up + up_offset), by default silu(gate) * up
                     with a limit of min(gate, limit) and of up between -limit and limit
 
-gate_e, up_e and down_e are linear, with biases if these are given. For a single token also the sum over shared experts, all of weight 1.
+gate_e, up_e and down_e are linear, with biases if these are given. For a single token also the sum
+over shared experts, all of weight 1.
 
-Source    Shazeer et al. 2017, arXiv:1701.06538, eq. 1, with the experts of SwiGLU (arXiv:2002.05202); 8-bit weights and activations after
-          DeepSeek-V3 2024, arXiv:2412.19437, section 3.3; alpha, limit, up_offset and biases after gpt-oss 2025, arXiv:2508.10925. `moe_route`
-          chooses the experts.
-Numerics  Products and sums in fp32. Rounded to the dtype of x: act(gate, up) (for one token times its weight), and each expert's result (for
-          one token only the sum). The sum over k is in fp32 and in the order of k, so equal calls give equal bits. 8-bit weights: where MMAs
-          are what takes time, activations become codes with a scale for each 128 of a row; else the weights are widened, which is exact.
+Source    Shazeer et al. 2017, arXiv:1701.06538, eq. 1, with the experts of SwiGLU
+          (arXiv:2002.05202); 8-bit weights and activations after DeepSeek-V3 2024,
+          arXiv:2412.19437, section 3.3; alpha, limit, up_offset and biases after gpt-oss 2025,
+          arXiv:2508.10925. `moe_route` chooses the experts.
+Numerics  Products and sums in fp32. Rounded to the dtype of x: act(gate, up) (for one token times
+          its weight), and each expert's result (for one token only the sum). The sum over k is in
+          fp32 and in the order of k, so equal calls give equal bits. 8-bit weights: where MMAs are
+          what takes time, activations become codes with a scale for each 128 of a row; else the
+          weights are widened, which is exact.
 Bound     Few tokens: reading each chosen expert's weights once. Many: the products.
 
-        one token             few tokens         many
-        moe_one_up_kernel     moe_few_kernel     moe_count_kernel     tokens of each expert
-                                                 moe_permute_kernel   rows in the order of the experts
-                                                 moe_kernel           act(gate, up)        (8 bit: then moe_quantize_kernel)
-        moe_one_down_kernel   moe_few_kernel     moe_kernel           down
-                              moe_sum_kernel     moe_sum_kernel       over k
+    one token             few tokens       many
+    moe_one_up_kernel     moe_few_kernel   moe_count_kernel      tokens of each expert
+                                           moe_permute_kernel    rows in the order of the experts
+                                           moe_kernel            act(gate, up)
+                                           moe_quantize_kernel   (8 bit)
+    moe_one_down_kernel   moe_few_kernel   moe_kernel            down
+                          moe_sum_kernel   moe_sum_kernel        over k
 """
 
 import math
@@ -28,14 +34,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, Plan, best_plan, check_tensor, dtype_name, launch, must, torch_op
-from ..fp8 import GROUPS, dequantized, quantized
-from ..scaling import GROUP, Scaling, dequantize, scale_shapes
-from .decision import E4M3, Config, Problem, Product, plan, space
+from ...launch import Decision, Device, argument_error, check_tensor, dtype_name, torch_op
+from ..common.fp8 import GROUPS, dequantized, quantized
+from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
+from .choices import CHOICES, space
+from .decision import E4M3, Config, Problem, Product, plan
 from .kernels import moe_few_kernel, moe_kernel
 from .one import moe_one_down_kernel, moe_one_up_kernel
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "Product",
@@ -52,6 +61,7 @@ __all__ = [
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_EXPERTS = 1024
+MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
 MOST_TOP_K = 64
 
 
@@ -72,7 +82,9 @@ def reference(
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
 ) -> Tensor:
-    """The definition, expert by expert. With scales the activations are quantised too, but in float64."""
+    """The definition, expert by expert. With scales the activations are quantised too, but in
+    float64.
+    """
 
     def product(a: Tensor, matrix: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None:
@@ -110,6 +122,11 @@ def _scaling(scale: Tensor | None) -> Scaling:
     return Scaling.NONE if scale is None else Scaling.BLOCK if scale.dim() == 3 else Scaling.ROW
 
 
+_GATE_UP, _DOWN = (tuple(f"{kind}{part}" for kind in ("", "scale_", "bias_", "shared_")) for part in ("gate_up", "down"))
+_ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch: x as a batch of one
+DECISION = Decision("moe", problem=Problem, arguments=_ARGUMENTS, space=space, plan=plan)
+
+
 @torch_op(mutates=("out",))
 def moe_out(
     x: Tensor,
@@ -128,73 +145,38 @@ def moe_out(
     shared_down: Optional[Tensor],
     out: Tensor,
 ) -> None:
-    """`moe` into `out`, with gate_up [experts, 2, inter, hidden], bias_gate_up [experts, 2, inter] and ids [tokens * top_k], all of any strides.
+    """`moe` into `out`, with gate_up [experts, 2, inter, hidden], bias_gate_up [experts, 2, inter]
+    and ids [tokens * top_k], all of any strides.
 
-    No checks, no sync: safe under graph capture, and a replay follows new ids."""
-    tokens, hidden = x.shape
-    experts, _, inter = down.shape
-    sizes = (tokens, weights.shape[1], experts, hidden, inter)
-    options = (_scaling(scale_down), 0 if shared_down is None else len(shared_down), bias_down is not None, alpha, limit or 0.0, up_offset)
-    p = best_plan(space, plan, Device.of(x), Problem, *sizes, x.dtype, *options)
-    matrices = gate_up, down[:, None]
-    # Without scales or biases the kernels do not touch them; the weights stand in.
-    scales = matrices if scale_gate_up is None or scale_down is None else (_parts(scale_gate_up, 2), _parts(scale_down, 1))
-    biases = matrices if bias_gate_up is None or bias_down is None else (bias_gate_up[..., None], bias_down[:, None, :, None])
-    if p.kernel is moe_one_up_kernel:
-        shared = matrices if shared_gate_up is None or shared_down is None else (shared_gate_up, shared_down[:, None])
-        _one(p, x, matrices, scales, biases, shared, weights, ids, out)
-    elif p.kernel is moe_few_kernel:
-        _few(p, x, matrices, scales, biases, weights, ids, out)
-    else:
-        _many(p, x, matrices, scales, biases, weights, ids, out)
-
-
-def _parts(scale: Tensor, parts: int) -> Tensor:
-    """Scales as the kernels take them, [experts, parts, n groups or n, k groups or 1], without a copy."""
-    return (scale if scale.dim() == 3 else scale[..., None]).unflatten(1, (parts, -1))
-
-
-_Pair = tuple[Tensor, Tensor]
+    No checks, no sync: safe under graph capture, and a replay follows new ids.
+    """
+    experts, hidden, inter = down.shape
+    launches = DECISION.launches(
+        Device.of(x),
+        tokens=x.shape[0],
+        top_k=weights.shape[1],
+        experts=experts,
+        hidden=hidden,
+        inter=inter,
+        dtype=x.dtype,
+        scaling=_scaling(scale_down),
+        shared=0 if shared_down is None else len(shared_down),
+        bias=bias_down is not None,
+        alpha=alpha,
+        limit=limit or 0.0,
+        up_offset=up_offset,
+    )
+    gate_ups = gate_up, _parts(scale_gate_up, 2), None if bias_gate_up is None else bias_gate_up[..., None], shared_gate_up
+    biases, shared = (None if t is None else t[:, None] for t in (bias_down, shared_down))
+    downs = down[:, None], _parts(scale_down, 1), None if biases is None else biases[..., None], shared
+    launches.run(x, x[None], weights, ids, *gate_ups, *downs, out)
 
 
-def _one(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, biases: _Pair, shared: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-    (h,) = p.scratch(x.device)
-    launch(p, ids, weights, x, matrices[0], scales[0], biases[0], shared[0], h)
-    assert p.then is not None
-    launch(p.then, ids, weights, h, matrices[1], scales[1], biases[1], shared[1], out)
-
-
-def _few(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, biases: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-    rows, h, y = p.scratch(x.device)
-    launch(p, ids, x[None], matrices[0], scales[0], biases[0], rows, h)
-    second = p.then
-    assert second is not None
-    launch(second, ids, h, matrices[1], scales[1], biases[1], rows, y)
-    assert second.then is not None
-    launch(second.then, y.flatten(0, 1), rows, weights, out)
-
-
-def _many(p: Plan, x: Tensor, matrices: _Pair, scales: _Pair, biases: _Pair, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-    counts, ranks, rows, panels, y, h, *codes = p.scratch(x.device)
-    # The rows of the second product go where those of the first came from. Where nothing is quantised, no scale is touched.
-    x_codes, x_scales, h_codes, h_scales = codes or (y, y, h, h)
-    permute = p.then
-    assert permute is not None
-    first = permute.then
-    assert first is not None
-    second = first.then
-    assert second is not None
-    launch(p, ids, counts, ranks)
-    launch(permute, ids, counts, ranks, x, panels, rows, x_codes, x_scales)
-    launch(first, panels, x_codes, x_scales, matrices[0], scales[0], biases[0], h)
-    if codes:
-        launch(second, panels, h, h_codes, h_scales)
-        second = second.then
-        assert second is not None
-    launch(second, panels, h_codes, h_scales, matrices[1], scales[1], biases[1], y)
-    last = second.then
-    assert last is not None
-    launch(last, y, rows, weights, out)
+def _parts(scale: Tensor | None, parts: int) -> Tensor | None:
+    """Scales as the kernels take them, [experts, parts, n groups or n, k groups or 1], without a
+    copy.
+    """
+    return None if scale is None else (scale if scale.dim() == 3 else scale[..., None]).unflatten(1, (parts, -1))
 
 
 def moe(
@@ -214,30 +196,38 @@ def moe(
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
 ) -> Tensor:
-    """Sends each token through its experts and adds up what they make of it, weighted. Nothing waits for the device.
+    """Sends each token through its experts and adds up what they make of it, weighted. Nothing
+    waits for the device.
 
     Args:
         x: [tokens, hidden]; bf16 or fp16; stride 1 in the last axis.
-        gate_up: [experts, 2 * inter, hidden], the gate's rows first, as Hugging Face stores it; dtype of x, or with scales float8_e4m3fn; stride
-            1 in the last axis. Or [experts, 2, inter, hidden] with any strides but the last: rows that take turns are such a view. At most 1024
-            experts.
+        gate_up: [experts, 2 * inter, hidden], the gate's rows first, as Hugging Face stores it;
+            dtype of x, or with scales float8_e4m3fn; stride 1 in the last axis. Or [experts, 2,
+            inter, hidden] with any strides but the last: rows that take turns are such a view. At
+            most 1024 experts.
         down: [experts, hidden, inter], likewise.
         weights: fp32 [tokens, top_k], top_k at most 64.
-        ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's expert: it adds nothing. Copied unless contiguous.
-            `moe_route` counts them from this rank's first expert if told which that is.
-        scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 * inter / 128, ceil(hidden / 128)] for blocks of
-            128 x 128, where inter must be a multiple of 128.
-        scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter / 128].
-        bias_gate_up: [experts, 2 * inter] or [experts, 2, inter], as gate_up has its rows, dtype of x; added to their products. With three axes
-            any strides.
+        ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's
+            expert: it adds nothing. Copied unless contiguous. `moe_route` counts them from this
+            rank's first expert if told which that is.
+        scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 *
+            inter / 128, ceil(hidden / 128)] for blocks of 128 x 128, where inter must be a multiple
+            of 128.
+        scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter
+            / 128].
+        bias_gate_up: [experts, 2 * inter] or [experts, 2, inter], as gate_up has its rows, dtype of
+            x; added to their products. With three axes any strides.
         bias_down: [experts, hidden], dtype of x; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
-        limit: positive; bounds gate from above and up on both sides before they meet. None for no bounds.
+        limit: positive; bounds gate from above and up on both sides before they meet. None for no
+            bounds.
         up_offset: added to up.
-        shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token, with no scales or biases and the default activation: experts
-            that it passes besides, with a weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
+        shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token, with no
+            scales or biases and the default activation: experts that it passes besides, with a
+            weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
         shared_down: [shared, hidden, inter], likewise; both or neither.
-    Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty without tokens, with nothing launched.
+    Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty
+        without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", ndim=2, dtypes=DTYPES)
@@ -246,33 +236,35 @@ def moe(
     for name, matrix in (("gate_up", gate_up), ("down", down)):
         check_tensor(matrix, name, dtypes=(E4M3,) if scaled else (x.dtype,))
         if matrix.device != x.device:
-            raise must(f"{name}.device", x.device, matrix.device)
+            raise argument_error(f"{name}.device", x.device, matrix.device)
     check_tensor(down, "down", ndim=3)
     experts, _, inter = down.shape
     if not 1 <= experts <= MOST_EXPERTS:
-        raise must("down.shape[0]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
+        raise argument_error("down.shape[0]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
     if down.shape[1] != hidden:
-        raise must("down.shape[1]", f"{hidden}, the hidden size of x", down.shape[1])
+        raise argument_error("down.shape[1]", f"{hidden}, the hidden size of x", down.shape[1])
+    if tokens > MOST_TOKENS:
+        raise argument_error("x.shape[0]", f"at most {MOST_TOKENS} tokens", tokens)
     check_tensor(gate_up, "gate_up", shape=(experts, 2, inter, hidden) if gate_up.dim() == 4 else (experts, 2 * inter, hidden))
     for name, tensor, dtypes in (("weights", weights, (torch.float32,)), ("ids", ids, (torch.int32, torch.int64))):
         check_tensor(tensor, name, ndim=2, dtypes=dtypes)
         if tensor.device != x.device:
-            raise must(f"{name}.device", x.device, tensor.device)
+            raise argument_error(f"{name}.device", x.device, tensor.device)
     if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
-        raise must("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
+        raise argument_error("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
     check_tensor(ids, "ids", shape=tuple(weights.shape))
     if not 0 < alpha < math.inf:
-        raise must("alpha", "positive", alpha)
+        raise argument_error("alpha", "positive", alpha)
     if limit is not None and not 0 < limit < math.inf:
-        raise must("limit", "positive, or None", limit)
+        raise argument_error("limit", "positive, or None", limit)
     if not math.isfinite(up_offset):
-        raise must("up_offset", "finite", up_offset)
+        raise argument_error("up_offset", "finite", up_offset)
     if bias_gate_up is not None or bias_down is not None:
         bias_gate_up = _check_biases(x, bias_gate_up, bias_down, experts, inter)
     if shared_gate_up is not None or shared_down is not None:
         _check_shared(x, shared_gate_up, shared_down, inter, scaled)
         if bias_down is not None or (alpha, limit, up_offset) != (1.0, None, 0.0):
-            raise must("bias_down, alpha, limit and up_offset", "left out with shared experts", (alpha, limit, up_offset))
+            raise argument_error("bias_down, alpha, limit and up_offset", "left out with shared experts", (alpha, limit, up_offset))
     if scaled:
         _check_scales(x, scale_gate_up, scale_down, experts, inter)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
@@ -289,12 +281,13 @@ def moe(
 def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | None, experts: int, inter: int) -> Tensor:
     """bias_gate_up as [experts, 2, inter]."""
     if bias_gate_up is None or bias_down is None:
-        raise must("bias_gate_up" if bias_gate_up is None else "bias_down", "given where the other bias is", None)
+        raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given where the other bias is", None)
     if inter == 0:
-        raise must("down.shape[2]", "at least 1 with biases", 0)
+        raise argument_error("down.shape[2]", "at least 1 with biases", 0)
     check_tensor(bias_down, "bias_down", shape=(experts, x.shape[1]), like=x)
     if isinstance(bias_gate_up, Tensor) and bias_gate_up.dim() == 3:
-        # Its last stride is free, so that it may be a view of biases that take turns; [..., None] has an axis of its own to be checked.
+        # Its last stride is free, so that it may be a view of biases that take turns; [..., None]
+        # has an axis of its own to be checked.
         check_tensor(bias_gate_up[..., None], "bias_gate_up[..., None]", shape=(experts, 2, inter, 1), like=x)
         return bias_gate_up
     check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2 * inter), like=x)
@@ -303,32 +296,32 @@ def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | No
 
 def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, inter: int, scaled: bool) -> None:
     if shared_gate_up is None or shared_down is None:
-        raise must("shared_gate_up" if shared_gate_up is None else "shared_down", "given where the other matrix is", None)
+        raise argument_error("shared_gate_up" if shared_gate_up is None else "shared_down", "given where the other matrix is", None)
     check_tensor(shared_down, "shared_down", ndim=3, like=x)
     tokens, hidden = x.shape
     if len(shared_down) == 0:
-        raise must("shared_down.shape[0]", "at least 1", 0)
+        raise argument_error("shared_down.shape[0]", "at least 1", 0)
     check_tensor(shared_down, "shared_down", shape=(len(shared_down), hidden, inter))
     check_tensor(shared_gate_up, "shared_gate_up", shape=(len(shared_down), 2, inter, hidden), like=x)
     if tokens > 1:
-        raise must("x.shape[0]", "1 with shared experts", tokens)
+        raise argument_error("x.shape[0]", "1 with shared experts", tokens)
     if scaled:
-        raise must("shared_down", "None with 8-bit weights", tuple(shared_down.shape))
+        raise argument_error("shared_down", "None with 8-bit weights", tuple(shared_down.shape))
 
 
 def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | None, experts: int, inter: int) -> None:
     hidden = x.shape[1]
     for name, scale in (("scale_gate_up", scale_gate_up), ("scale_down", scale_down)):
         if scale is None:
-            raise must(name, "given where the other scale is", None)
+            raise argument_error(name, "given where the other scale is", None)
         if not isinstance(scale, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
         if scale.dtype is not torch.float32:
-            raise must(f"{name}.dtype", "float32", dtype_name(scale.dtype))
+            raise argument_error(f"{name}.dtype", "float32", dtype_name(scale.dtype))
         if scale.device != x.device:
-            raise must(f"{name}.device", x.device, scale.device)
+            raise argument_error(f"{name}.device", x.device, scale.device)
         if scale.requires_grad and torch.is_grad_enabled():
-            raise must(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
+            raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
     assert scale_gate_up is not None
     assert scale_down is not None
     scaling = Scaling.BLOCK if scale_gate_up.dim() == 3 else Scaling.ROW
@@ -336,6 +329,6 @@ def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | 
         shapes = {kind: scale_shapes(kind, 1, n, k, batch_a=1, batch_b=experts)[1] for kind in (Scaling.ROW, Scaling.BLOCK)}
         if tuple(scale.shape) != shapes[scaling]:
             known = f"{shapes[Scaling.ROW]} for rows or {shapes[Scaling.BLOCK]} for blocks, both scales alike"
-            raise must(f"{name}.shape", known, tuple(scale.shape))
+            raise argument_error(f"{name}.shape", known, tuple(scale.shape))
     if scaling is Scaling.BLOCK and inter % GROUP:
-        raise must("down.shape[2]", f"a multiple of {GROUP} with scales of blocks", inter)
+        raise argument_error("down.shape[2]", f"a multiple of {GROUP} with scales of blocks", inter)

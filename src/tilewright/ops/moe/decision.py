@@ -1,32 +1,31 @@
 """What `moe` decides from (Problem) and what it decides (Config), and the launches that follow."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..mma_tiles import loads_wide
-from ..scaling import GROUP, Scaling, random_codes, scale_shapes
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.gemm_choices import Gemm, Tile
+from ..common.scaling import GROUP, Scaling, random_codes, scale_shapes
 from .kernels import moe_few_kernel, moe_kernel
 from .lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
 from .one import moe_one_down_kernel, moe_one_up_kernel
 
 E4M3 = torch.float8_e4m3fn
-MOST_FEW = 64  # tokens that the kernels for few of them take at once
 MAP_WIDTH = 128  # panels that a block writes at once
-MOST_CONFIGS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """scaling: of the weights; NONE for weights in x's dtype, else e4m3. bias, alpha, limit, up_offset: as `moe` has them; limit 0 for none.
+    """What a plan may depend on.
 
-    only, foreign: of `inputs` alone: the experts that tokens go to (all of them if empty), and how many of each token's choices are another
-    rank's, with ids outside of 0 to experts - 1.
+    scaling: of the weights; NONE for weights in x's dtype, else e4m3.
+    bias, alpha, limit, up_offset: as `moe` has them; limit 0 for none.
+    only, foreign: of `inputs` alone: the experts that tokens go to (all of them if empty), and how
+        many of each token's choices are another rank's, with ids outside of 0 to experts - 1.
     """
 
     tokens: int
@@ -55,6 +54,15 @@ class Problem:
     @property
     def pairs(self) -> int:
         return self.tokens * self.top_k
+
+    def most_panels(self, tile_m: int) -> int:
+        """Panels of tile_m rows that there could be, whoever chooses what."""
+        return self.pairs // tile_m + min(self.experts, self.pairs)
+
+    def loads_wide(self, device: Device) -> bool:
+        """Whether rows of the weights can be read 16 bytes at a time."""
+        sizes = self.hidden, self.inter
+        return all(Gemm(1, 1, k, self.weight_dtype, 0).loads_wide(device) for k in sizes)
 
     def cost(self) -> Cost:
         each = 3 * self.hidden * self.inter
@@ -89,7 +97,9 @@ class Problem:
         return {name: torch.randn(shape, dtype=self.dtype, device=device) for name, shape in shapes.items()}
 
     def _shared(self, device: torch.device) -> dict[str, Tensor]:
-        """As one MLP's matrices hold several experts: rows of gate and up that take turns, columns of one expert behind those of another."""
+        """As one MLP's matrices hold several experts: rows of gate and up that take turns, columns
+        of one expert behind those of another.
+        """
         shared, wide = self.shared, self.shared * self.inter
         gate_up = torch.randn(wide, 2, self.hidden, dtype=self.dtype, device=device).mul_(self.hidden**-0.5)
         down = torch.randn(self.hidden, wide, dtype=self.dtype, device=device).mul_(self.inter**-0.5)
@@ -105,7 +115,9 @@ class Problem:
 
 
 def _routed(p: Problem) -> Tensor:
-    """int32 [tokens, top_k] on the CPU: distinct experts for each token, the same on every run; twice the same only if `only` has too few."""
+    """int32 [tokens, top_k] on the CPU: distinct experts for each token, the same on every run;
+    twice the same only if `only` has too few.
+    """
     generator = torch.Generator().manual_seed(p.tokens * 1000 + p.experts)
     among = torch.tensor(p.only or range(p.experts), dtype=torch.int32)
     order = torch.rand(p.tokens, len(among), generator=generator).argsort(-1)
@@ -127,11 +139,14 @@ def _used(p: Problem) -> tuple[int, int]:
 class Product:
     """How one of the two products is computed.
 
-    tile_n, tile_k: of one step, powers of two; the first product has a tile of gate and one of up, tile_n columns each.
+    tile_n, tile_k: of one step, powers of two; the first product has a tile of gate and one of up,
+        tile_n columns each.
     group: panels in a band of the tile order (L2 reuse).
-    persistent: blocks that fit on the device at once walk over the tiles; else there is a block for each that there could be.
+    persistent: as many blocks as the device holds at once take tile after tile; else there is a
+        block for each tile that there could be.
     store_tma: let the TMA unit write the result.
-    scales_ahead: of a single token's first product with block scales: fetch a step's scales during the step before.
+    scales_ahead: of a single token's first product with block scales: fetch a step's scales during
+        the step before.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints.
     """
 
@@ -146,6 +161,24 @@ class Product:
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
+    def resident(self, device: Device) -> int:
+        """Blocks that the device holds at once."""
+        return max(1, device.sms * (self.occupancy or 1) // (self.num_ctas or 1))
+
+    def tile(self, tile_m: int, parts: int) -> Tile:
+        """The tile of a block, the columns of all parts together."""
+        return Tile(
+            tile_m,
+            parts * self.tile_n,
+            self.tile_k,
+            self.group,
+            persistent=self.persistent,
+            latency=self.latency,
+            num_ctas=self.num_ctas,
+            occupancy=self.occupancy or 1,
+            num_worker_warps=self.num_worker_warps,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -153,260 +186,157 @@ class Config:
 
     tile_m: rows of a panel, a power of two; with few at least the tokens.
     up, down: the two products.
-    few: no lists; every chosen expert's weights meet all tokens. For a single token the second product adds up the experts as well.
-    weights_first: the weights' rows are on the long side of the MMA; always so with few of two tokens or more.
-    quantized: with 8-bit weights, activations become 8-bit codes too; else the weights are widened on the way to the MMA.
+    few: no lists; every chosen expert's weights meet all tokens. For a single token the second
+        product adds up the experts as well.
+    swap_ab: the weights' rows are on the long side of the MMA; always so with few of two tokens or
+        more.
+    quantized: with 8-bit weights, activations become 8-bit codes too; else the weights are widened
+        on the way to the MMA.
     """
 
     tile_m: int
     up: Product
     down: Product
     few: bool = False
-    weights_first: bool = False
+    swap_ab: bool = False
     quantized: bool = False
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grids and constants of all launches, in order."""
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """All launches, in order."""
     return _many_plan(p, c, device) if not c.few else _one_plan(p, c, device) if p.tokens == 1 else _few_plan(p, c, device)
 
 
-def _sum_plan(p: Problem, device: Device) -> Plan:
+def _sources(p: Problem, c: Config, part: str, **others: str) -> dict[str, Any]:
+    """What a product of `part` ("gate_up" or "down") takes for its parameters, and which of them it
+    leaves untouched.
+    """
+    renames = {"w": part, "scale_w": f"scale_{part}", "bias": f"bias_{part}", **others}
+    used = {"scale_w": bool(p.scaling), "bias": p.bias, "shared": p.shared > 0, "scale_x": c.quantized}
+    unused = tuple(name for name in renames if not used.get(name, True))
+    return {"renames": {name: source for name, source in renames.items() if name not in unused}, "unused": unused}
+
+
+def _activation(p: Problem) -> dict[str, Any]:
+    return {"add_bias": p.bias, "alpha": p.alpha, "limit": p.limit, "up_offset": p.up_offset}
+
+
+def _sum_plan(p: Problem, device: Device, **more: Any) -> Launch:
     tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
-    return Plan(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), (p.top_k, p.hidden, tile_n, 8), num_worker_warps=4, early=True)
+    constants = {"top_k": p.top_k, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
+    return Launch(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), constants, num_worker_warps=4, pdl=True, **more)
 
 
-def _one_plan(p: Problem, c: Config, device: Device) -> Plan:
-    def sizes(how: Product) -> tuple[int, ...]:
-        return (how.tile_n, how.tile_k, int(p.scaling))
+def _one_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    def constants(how: Product) -> dict[str, Any]:
+        sizes = {"tile_n": how.tile_n, "tile_k": how.tile_k, "scaling": int(p.scaling)}
+        return {**sizes, "top_k": p.top_k, "shared": p.shared, "tile_p": next_pow2(p.top_k), "latency": how.latency}
 
-    def hints(how: Product) -> dict[str, Any]:
-        return {"num_ctas": how.num_ctas, "occupancy": how.occupancy, "num_worker_warps": how.num_worker_warps}
-
-    columns = (p.top_k, p.shared, next_pow2(p.top_k), *sizes(c.down), c.down.latency, p.bias)
-    down = Plan(moe_one_down_kernel, (-(-p.hidden // c.down.tile_n),), columns, early=True, **hints(c.down))
-    slots = p.top_k + p.shared
-    h = (((slots, p.inter), p.dtype),)
-    walk = (p.top_k, p.shared, next_pow2(p.top_k), c.up.persistent)
-    constants = (*sizes(c.up), *walk, c.up.latency, c.up.scales_ahead, p.bias, *p.activation)
-    tiles = -(-p.inter // c.up.tile_n)
+    slots, tiles = p.top_k + p.shared, -(-p.inter // c.up.tile_n)
     grid = (min(slots * tiles, device.sms * (c.up.occupancy or 1)), 1) if c.up.persistent else (tiles, slots)
-    # Blocks that walk fill an SM each: they may be placed early.
-    return Plan(moe_one_up_kernel, grid, constants, workspace=h, then=down, early=True, **hints(c.up))
+    # Persistent blocks fill an SM each, so programmatic launch does them no harm.
+    up = Launch(
+        moe_one_up_kernel,
+        grid,
+        {**constants(c.up), "persistent": c.up.persistent, "scales_ahead": c.up.scales_ahead, **_activation(p)},
+        **hints(c.up),
+        pdl=True,
+        scratch={"h": ((slots, p.inter), p.dtype)},
+        **_sources(p, c, "gate_up", shared="shared_gate_up"),
+    )
+    columns, down = -(-p.hidden // c.down.tile_n), {**constants(c.down), "add_bias": p.bias}
+    return up, Launch(moe_one_down_kernel, (columns,), down, **hints(c.down), pdl=True, **_sources(p, c, "down", shared="shared_down"))
 
 
-def _few_plan(p: Problem, c: Config, device: Device) -> Plan:
-    def product(n: int, parts: int, how: Product, then: Plan, workspace: tuple = ()) -> Plan:
-        constants = (p.top_k, c.tile_m, how.tile_n, how.tile_k, parts, next_pow2(p.pairs), int(p.scaling), how.latency, p.bias, *p.activation)
+def _few_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    def product(n: int, parts: int, how: Product, scratch: dict[str, Any], **sources: str) -> Launch:
+        constants = {
+            "top_k": p.top_k,
+            "tile_m": c.tile_m,
+            "tile_n": how.tile_n,
+            "tile_k": how.tile_k,
+            "parts": parts,
+            "tile_p": next_pow2(p.pairs),
+            "scaling": int(p.scaling),
+            "latency": how.latency,
+            **_activation(p),
+        }
         grid = (-(-n // how.tile_n), p.pairs)
-        return Plan(moe_few_kernel, grid, constants, how.num_ctas, how.occupancy, how.num_worker_warps, workspace, then, early=True)
+        return Launch(moe_few_kernel, grid, constants, **hints(how), pdl=True, scratch=scratch, **_sources(p, c, **sources))
 
     rows, h, y = ((p.pairs,), torch.int32), ((p.pairs, c.tile_m, p.inter), p.dtype), ((p.pairs, c.tile_m, p.hidden), p.dtype)
-    return product(p.inter, 2, c.up, product(p.hidden, 1, c.down, _sum_plan(p, device)), (rows, h, y))
+    flat = {"rows_of_y": ("y", (p.pairs * c.tile_m, p.hidden), (p.hidden, 1))}
+    return (
+        product(p.inter, 2, c.up, {"rows": rows, "h": h}, part="gate_up", x="batch", out="h"),
+        product(p.hidden, 1, c.down, {"y": y}, part="down", x="h", out="y"),
+        _sum_plan(p, device, views=flat, renames={"y": "rows_of_y"}),
+    )
 
 
-def _many_plan(p: Problem, c: Config, device: Device) -> Plan:
-    panels = p.pairs // c.tile_m + min(p.experts, p.pairs)  # that there could be, whoever chooses what
+def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    panels = p.most_panels(c.tile_m)
     rows = panels * c.tile_m
 
-    def product(n: int, parts: int, how: Product, then: Plan) -> Plan:
+    def codes(name: str, cols: int) -> dict[str, Any]:
+        return {f"{name}_codes": ((rows, cols), E4M3), f"{name}_scales": ((-(-cols // GROUP), rows), torch.float32)} if c.quantized else {}
+
+    def product(n: int, parts: int, how: Product, scratch: dict[str, Any], **sources: str) -> Launch:
         tiles = panels * -(-n // how.tile_n)
-        blocks = min(tiles, max(1, device.sms * (how.occupancy or 1) // (how.num_ctas or 1))) if how.persistent else tiles
-        sizes = (c.tile_m, how.tile_n, how.tile_k, parts, how.group)
-        constants = (*sizes, c.weights_first, int(p.scaling), c.quantized, how.persistent, how.store_tma, how.latency, p.bias, *p.activation)
-        return Plan(moe_kernel, (blocks,), constants, how.num_ctas, how.occupancy, how.num_worker_warps, then=then)
+        blocks = min(tiles, how.resident(device)) if how.persistent else tiles
+        constants = {
+            "tile_m": c.tile_m,
+            "tile_n": how.tile_n,
+            "tile_k": how.tile_k,
+            "parts": parts,
+            "group_m": how.group,
+            "swap_ab": c.swap_ab,
+            "scaling": int(p.scaling),
+            "quantized": c.quantized,
+            "persistent": how.persistent,
+            "store_tma": how.store_tma,
+            "latency": how.latency,
+            **_activation(p),
+        }
+        return Launch(moe_kernel, (blocks,), constants, **hints(how), scratch=scratch, **_sources(p, c, **sources))
 
-    then = product(p.hidden, 1, c.down, _sum_plan(p, device))
-    if c.quantized:
-        tile_m, tile_n = (min(c.tile_m, 16), GROUP) if not device.is_cpu else (c.tile_m, GROUP)
-        strips = (panels * (c.tile_m // tile_m), -(-p.inter // tile_n))
-        then = Plan(moe_quantize_kernel, strips, (p.inter, c.tile_m, tile_m, tile_n), num_worker_warps=4, then=then)
-    then = product(p.inter, 2, c.up, then)
-    # A width that divides the rows of common models: the parts of a padded tile would be moved like data.
-    copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
-    tiles = (c.tile_m, next_pow2(p.experts), next_pow2(p.top_k), max(GROUP, copied), MAP_WIDTH)
-    grid = (max(p.tokens, p.experts),)
-    then = Plan(moe_permute_kernel, grid, (p.top_k, p.hidden, c.quantized, *tiles), num_worker_warps=4, then=then)
-    ints = tuple(((n,), torch.int32) for n in (p.experts, p.pairs, p.pairs, 1 + panels))
-    wide = (((rows, p.hidden), p.dtype), ((rows, p.inter), p.dtype))
-    codes: tuple = ()
-    if c.quantized:
-        codes = tuple(t for n in (p.hidden, p.inter) for t in (((rows, n), E4M3), ((-(-n // GROUP), rows), torch.float32)))
-    # Longer steps than 1024 ids are no faster, as a block has one row of threads for them.
-    counting = min(next_pow2(p.pairs), 1 << 16 if device.is_cpu else 4096)
-    warps = 8 if counting > 1024 else 4
-    return Plan(moe_count_kernel, (p.experts,), (counting,), num_worker_warps=warps, workspace=(*ints, *wide, *codes), then=then)
-
-
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing on `device`, the one for an untuned call first; all are legal."""
-    if p.scaling and not device.has_fp8:
-        return []
-    if device.is_cpu:
-        return list(dict.fromkeys(_cpu_configs(p)))
-    few = list(_few_configs(p, device))
-    many = list(_many_configs(p, device))
-    ordered = few if p.shared else (*few, *many) if p.tokens <= 16 else (*many, *few)
-    return list(dict.fromkeys(ordered))[:MOST_CONFIGS]
-
-
-def _cpu_configs(p: Problem) -> Iterator[Config]:
-    """Few, large tiles: each step of the interpreter is a numpy call."""
-    deep = GROUP if p.scaling is Scaling.BLOCK else 1024
-    wide = GROUP if p.scaling is Scaling.BLOCK else 512
-
-    def product(n: int, k: int) -> Product:
-        return Product(min(wide, next_pow2(n)), min(deep, next_pow2(k)) if p.scaling is not Scaling.BLOCK else GROUP)
-
-    up, down = product(p.inter, p.hidden), product(p.hidden, p.inter)
-    if p.tokens == 1:
-        yield Config(1, up, down, few=True)
-        narrow = up if p.scaling is Scaling.BLOCK else replace(up, tile_n=min(16, up.tile_n))
-        yield Config(1, replace(narrow, persistent=True), replace(down, tile_k=min(16, down.tile_k)) if p.shared else down, few=True)
-        if p.shared:
-            return
-    elif p.tokens <= 16:
-        yield Config(next_pow2(p.tokens), up, down, few=True)
-    rows = next_pow2(-(-p.pairs // p.experts))
-    yield Config(min(128, max(2, rows)), up, down)
-    yield Config(8, replace(up, persistent=True, group=2), down, weights_first=True)
-    if p.scaling:
-        groups = Config(16, replace(up, tile_k=GROUP), replace(down, tile_k=GROUP, persistent=True), quantized=True)
-        yield groups
-
-
-def _few_configs(p: Problem, device: Device) -> Iterator[Config]:
-    """Bound by reading the weights: as many loads in flight as fit."""
-    if p.tokens > MOST_FEW:
-        return
-    if p.tokens == 1:
-        for up, down in _vector_shapes(p, device):
-            yield Config(1, up, down, few=True)
-        return
-    tile_m = max(_least_rows(device), next_pow2(p.tokens))
-    ups, downs = _reading(p, device, 2), _reading(p, device, 1)
-    for up in ups:
-        yield Config(tile_m, up, downs[0], few=True, weights_first=True)
-    for down in downs[1:]:
-        yield Config(tile_m, ups[0], down, few=True, weights_first=True)
-
-
-def _least_rows(device: Device) -> int:
-    """Columns of the smallest MMA; with 8 of them tileiras 13.4 multiplies some shapes on the CUDA cores of sm_80, and spills."""
-    return 16 if device.arch == "sm_80" else 8
-
-
-def _reading(p: Problem, device: Device, parts: int) -> list[Product]:
-    """Products with the weights first: `parts` times tile_n rows of them."""
-    if not loads_wide(device, p.weight_dtype, p.hidden, p.inter):
-        return [Product(32 // parts, GROUP if p.scaling is Scaling.BLOCK else 64, latency=1, store_tma=False)]
-    large = device.arch in ("sm_90", "sm_100", "sm_103")
-    if p.scaling is Scaling.BLOCK:
-        shapes = [(64, 128, 2, 4), (128, 128, 2, 4), (128, 128, 1, 8)]
-        if device.arch == "sm_90":  # 77 us in place of 122 with two blocks an SM (4 tokens of DeepSeek-V2-Lite, H200); fails to compile on sm_100
-            shapes.insert(0, (64, 128, 4, 4))
-    elif p.scaling:
-        shapes = [(64, 256, 2, 4), (64, 128, 2, 4), (128, 128, 2, 4)]
-        if large:
-            shapes.insert(1, (64, 512, 1, 4))
-    elif large:
-        shapes = [(64, 256, 2, 4), (64, 512, 1, 4), (64, 256, 1, 4), (64, 128, 2, 4), (128, 128, 2, 4), (128, 256, 1, 8)]
-    else:
-        shapes = [(64, 128, 2, 4), (64, 64, 2, 4), (32, 128, 2, 4)]
-    return _products(shapes, parts, device)
-
-
-def _vector_shapes(p: Problem, device: Device) -> Iterator[tuple[Product, Product]]:
-    """The products of a single token, as (rows, tile_k, occupancy, warps) of each part: rows such that all SMs have as many blocks."""
-    if not loads_wide(device, p.weight_dtype, p.hidden, p.inter):
-        narrow = Product(8, GROUP, latency=1, store_tma=False)
-        yield narrow, narrow
-        return
-    if device.arch != "sm_90":
-        ups, downs = [(16, 128, 2, 4), (8, 256, 2, 4)], [(16, 128, 2, 4), (8, 256, 2, 4)]
-    else:
-        ups, downs = [(32, 128, 2, 4), (16, 128, 3, 4), (16, 256, 2, 4), (8, 512, 2, 4)], [(8, 512, 2, 4), (16, 256, 2, 4), (16, 512, 1, 4)]
-
-        def idle(rows: int, occupancy: int) -> float:
-            blocks, slots = (p.top_k + p.shared) * -(-p.inter // rows), device.sms * occupancy
-            return -(-blocks // slots) * slots / blocks
-
-        ups.sort(key=lambda shape: (round(idle(shape[0], shape[2]), 1), -shape[0]))
-        if p.hidden > 16 * device.sms:
-            downs = [downs[1], downs[0], downs[2]]
-    pairs = [(up, downs[0]) for up in ups] + [(ups[0], down) for down in downs[1:]]
-    found = list(zip(_products([up for up, _ in pairs], 1, device), _products([down for _, down in pairs], 1, device), strict=True))
-    if p.scaling is Scaling.BLOCK:
-        yield from ((replace(up, scales_ahead=True), down) for up, down in found)
-        if device.arch == "sm_90":
-            direct = [(8, 512, 2, 4), (8, 256, 2, 4), (8, 512, 1, 4), (16, 512, 1, 4)]
-            yield from ((up, found[0][1]) for up in _products(direct, 1, device))
-    elif device.arch == "sm_90" and not p.scaling and not p.bias:
-        # Walking, a block an SM: the next tile's loads come while one ends. With biases it spills (16 bytes of stack, tileiras 13.4).
-        walking = [replace(up, persistent=True) for up in _products([(32, 128, 1, 8), (16, 256, 1, 8)], 1, device)]
-        # The wide one is 1.6 us faster than blocks that come and go, of the 27 us of DeepSeek-V2-Lite (H200), where its last round is no problem.
-        first = [up for up in walking if idle(up.tile_n, 1) <= 1.15][:1]
-        yield from ((up, found[0][1]) for up in first)
-        yield from found
-        yield from ((up, found[0][1]) for up in walking if up not in first)
-    else:
-        yield from found
-
-
-def _products(shapes: list[tuple[int, int, int, int]], parts: int, device: Device) -> list[Product]:
-    """From (rows of weights, tile_k, occupancy, num_worker_warps)."""
-    hopper = device.arch == "sm_90"
-    latency = 8 if device.arch in ("sm_90", "sm_100", "sm_103") else 3
-    return [
-        Product(n // parts, k, occupancy=occupancy, latency=latency, store_tma=False, num_worker_warps=warps if hopper else None)
-        for n, k, occupancy, warps in shapes
+    # The rows of the second product go where those of the first came from, unless these are codes.
+    sorted_x, h = ("x_codes", "h_codes") if c.quantized else ("y", "h")
+    scratch = {"panels": ((1 + panels,), torch.int32), "rows": ((p.pairs,), torch.int32), "y": ((rows, p.hidden), p.dtype)}
+    launches = [
+        _count_plan(p, device),
+        _permute_plan(p, c, device, {**scratch, **codes("x", p.hidden)}, sorted_x),
+        product(p.inter, 2, c.up, {"h": ((rows, p.inter), p.dtype)}, part="gate_up", x=sorted_x, scale_x="x_scales", out="h"),
     ]
+    if c.quantized:
+        tile_m = c.tile_m if device.is_cpu else min(c.tile_m, 16)
+        constants = {"cols": p.inter, "panel": c.tile_m, "tile_m": tile_m, "tile_n": GROUP}
+        grid, renames = (panels * (c.tile_m // tile_m), -(-p.inter // GROUP)), {"codes": "h_codes", "scale": "h_scales"}
+        launches.append(Launch(moe_quantize_kernel, grid, constants, num_worker_warps=4, scratch=codes("h", p.inter), renames=renames))
+    return *launches, product(p.hidden, 1, c.down, {}, part="down", x=h, scale_x="h_scales", out="y"), _sum_plan(p, device)
 
 
-def _many_configs(p: Problem, device: Device) -> Iterator[Config]:
-    """Rows of an expert on average decide: below about 48 reading the weights counts, above it the MMAs."""
-    rows = p.pairs / p.experts
-    tall = [config for config in _tall_configs(p, device) if config.tile_m <= max(64, 2 * rows)]
-    short = list(_short_configs(p, device)) if rows <= 256 else []
-    yield from (*short, *tall) if rows <= (20 if p.scaling else 48) else (*tall, *short)
+def _count_plan(p: Problem, device: Device) -> Launch:
+    # Longer steps than 1024 ids are no faster, as a block has one row of threads for them.
+    tile = min(next_pow2(p.pairs), 1 << 16 if device.is_cpu else 4096)
+    scratch = {"counts": ((p.experts,), torch.int32), "ranks": ((p.pairs,), torch.int32)}
+    return Launch(moe_count_kernel, (p.experts,), {"tile": tile}, num_worker_warps=8 if tile > 1024 else 4, scratch=scratch)
 
 
-def _short_configs(p: Problem, device: Device) -> Iterator[Config]:
-    ups, downs = _reading(p, device, 2), _reading(p, device, 1)
-    rows = next_pow2(-(-p.pairs * 3 // (2 * p.experts)))  # half of the experts have more than the average
-    for tile_m in dict.fromkeys(max(_least_rows(device), min(64, r)) for r in (rows, 2 * rows, rows // 2)):
-        # With 64 rows of x the MMAs count too: 128 rows of weights beside them.
-        pairs = sorted(zip(ups, downs, strict=True), key=lambda pair: tile_m == 64 and pair[1].tile_n != 128)
-        for up, down in pairs:
-            yield Config(tile_m, up, down, weights_first=True)
-
-
-def _tall_configs(p: Problem, device: Device) -> Iterator[Config]:
-    if not loads_wide(device, p.weight_dtype, p.hidden, p.inter):
-        deep = GROUP if p.scaling is Scaling.BLOCK else 32
-        narrow = Product(32, deep, latency=1, store_tma=False)
-        yield Config(64, narrow, replace(narrow, tile_n=64), quantized=bool(p.scaling) and deep == GROUP)
-        return
-    if p.scaling:
-        large = device.arch in ("sm_90", "sm_100", "sm_103")
-        for tile_m, n, own_warps in ((128, 128, 8), (64, 128, 4), (128, 64, 8)) if large else ((64, 128, 4), (64, 64, 4)):
-            # With latency 8 the compiler keeps six steps in flight on sm_90, with any other two.
-            how = Product(n, GROUP, latency=8 if device.arch == "sm_90" else 3, num_worker_warps=own_warps if device.arch == "sm_90" else None)
-            yield Config(tile_m, replace(how, tile_n=n // 2), how, quantized=True)
-        return
-    for tile_m, n, k, ctas, warps, latency in _MMA[device.arch]:
-        if p.bias and tile_m * n == 256 * 256:
-            continue  # the accumulator begins with the biases, and of these 48 bytes spill (sm_100)
-        how = Product(n, k, latency=latency, num_ctas=ctas, num_worker_warps=warps)
-        if device.arch == "sm_90" and tile_m > 64:  # walking over lower ones it waits for each MMA in turn
-            walking = replace(how, persistent=True, occupancy=1)
-            yield Config(tile_m, replace(walking, tile_n=n // 2), walking)
-        yield Config(tile_m, replace(how, tile_n=n // 2), how)
-
-
-# tile_m, columns of the accumulator, tile_k, num_ctas, num_worker_warps, latency
-_Shapes = tuple[tuple[int, int, int, int | None, int | None, int], ...]
-_HOPPER: _Shapes = ((128, 128, 64, 1, 4, 5), (128, 256, 64, 1, 8, 5), (256, 128, 64, 1, 8, 5), (64, 256, 64, 1, 8, 5), (64, 128, 64, 1, 4, 5))
-_BLACKWELL: _Shapes = ((256, 256, 64, 2, None, 5), (128, 256, 64, None, None, 5), (128, 128, 64, None, None, 5), (64, 128, 64, None, None, 5))
-_SMALL: _Shapes = ((64, 128, 64, None, None, 3), (128, 64, 64, None, None, 3), (128, 128, 32, None, None, 3), (64, 64, 64, None, None, 3))
-_MMA = {"sm_80": _SMALL, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _SMALL, "sm_121": _SMALL}
+def _permute_plan(p: Problem, c: Config, device: Device, scratch: dict[str, Any], sorted_x: str) -> Launch:
+    # A width that divides the rows of common models: the parts of a padded tile would be moved like
+    # data.
+    copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
+    constants = {
+        "top_k": p.top_k,
+        "cols": p.hidden,
+        "quantized": c.quantized,
+        "tile_m": c.tile_m,
+        "tile_e": next_pow2(p.experts),
+        "tile_k": next_pow2(p.top_k),
+        "tile_n": max(GROUP, copied),
+        "width": MAP_WIDTH,
+    }
+    sources = (
+        {"renames": {"sorted_x": sorted_x, "scale_x": "x_scales"}} if c.quantized else {"renames": {"sorted_x": sorted_x}, "unused": ("scale_x",)}
+    )
+    return Launch(moe_permute_kernel, (max(p.tokens, p.experts),), constants, num_worker_warps=4, scratch=scratch, **sources)

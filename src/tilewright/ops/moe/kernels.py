@@ -2,13 +2,15 @@
 
 import cuda.tile as ct
 
-from ..early import overlap_previous
-from ..scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
-from ..tiles import gated, grouped_tile
+from ..common.pdl import pdl_overlap
+from ..common.scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
+from ..common.tiles import gated, grouped_tile
 
 
 def activated(gate, up, ALPHA, LIMIT, UP_OFFSET):
-    """gate * sigmoid(ALPHA * gate) * (up + UP_OFFSET) in fp32; with LIMIT, of gate bounded above and up on both sides."""
+    """gate * sigmoid(ALPHA * gate) * (up + UP_OFFSET) in fp32; with LIMIT, of gate bounded above
+    and up on both sides.
+    """
     if LIMIT:
         gate, up = ct.minimum(gate, LIMIT), ct.maximum(ct.minimum(up, LIMIT), -LIMIT)
     if UP_OFFSET:
@@ -18,14 +20,16 @@ def activated(gate, up, ALPHA, LIMIT, UP_OFFSET):
     return gated(gate, up, False)
 
 
-def _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST, ACTIVATION):
-    """[TILE_M, TILE_N] of the result: the accumulator, or of its first part and its second what `activated` makes."""
+def _finished(acc, PARTS, TILE_M, TILE_N, SWAP_AB, ACTIVATION):
+    """[TILE_M, TILE_N] of the result: the accumulator, or of its first part and its second what
+    `activated` makes.
+    """
     if PARTS == 2:
-        if WEIGHTS_FIRST:
+        if SWAP_AB:
             acc = activated(ct.extract(acc, (0, 0), (TILE_N, TILE_M)), ct.extract(acc, (1, 0), (TILE_N, TILE_M)), *ACTIVATION)
         else:
             acc = activated(ct.extract(acc, (0, 0), (TILE_M, TILE_N)), ct.extract(acc, (0, 1), (TILE_M, TILE_N)), *ACTIVATION)
-    return acc.transpose() if WEIGHTS_FIRST else acc
+    return acc.transpose() if SWAP_AB else acc
 
 
 def _weight_tile(w, expert, tile_n, step, PARTS, TILE_N, TILE_K, LATENCY):
@@ -49,10 +53,13 @@ def _block_scales(scale_w, expert, tile_n, group, PARTS, TILE_N, LATENCY):
 
 
 def of_rows(values, expert, tile_n, PARTS, TILE_N):
-    """fp32 [PARTS * TILE_N]: the scales, or the biases, of the rows of a weight tile; values: [experts, PARTS, n, 1]."""
+    """fp32 [PARTS * TILE_N]: the scales, or the biases, of the rows of a weight tile; values:
+    [experts, PARTS, n, 1].
+    """
     part = ct.arange(PARTS, dtype=ct.int32).reshape((PARTS, 1))
     row = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)).reshape((1, TILE_N))
-    # Not `load`: of an array whose last axis is 1 long, tileiras 13.4 makes loads of two elements, which need not be aligned to two.
+    # Not `load`: of an array whose last axis is 1 long, tileiras 13.4 makes loads of two elements,
+    # which need not be aligned to two.
     return ct.gather(values, (expert, part, row, 0), padding_value=0).reshape((PARTS * TILE_N,)).astype(ct.float32)
 
 
@@ -70,7 +77,7 @@ def moe_kernel(
     TILE_K: ct.Constant[int],
     PARTS: ct.Constant[int],
     GROUP_M: ct.Constant[int],
-    WEIGHTS_FIRST: ct.Constant[bool],
+    SWAP_AB: ct.Constant[bool],
     SCALING: ct.Constant[int],
     QUANTIZED: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
@@ -81,20 +88,25 @@ def moe_kernel(
     LIMIT: ct.Constant[float],
     UP_OFFSET: ct.Constant[float],
 ):
-    """Panels of TILE_M rows of x, each times its expert's weights; with PARTS = 2 what `activated` makes of the two products.
+    """Panels of TILE_M rows of x, each times its expert's weights; with PARTS = 2 what `activated`
+    makes of the two products.
 
-    panels: int32, their number and of each its expert. x: [most rows, k]. w: [experts, PARTS, n, k]. out: [most rows, n].
-    scale_w: fp32 [experts, PARTS, n groups or n, k groups or 1], read only with SCALING. scale_x: [k groups, most rows], only with QUANTIZED:
-    x is codes too; else 8-bit weights are widened to the dtype of x. bias: [experts, PARTS, n, 1], read only with ADD_BIAS.
-    WEIGHTS_FIRST: accumulate the transpose, with the weights' rows on the long side of the MMA: for few rows of x, not with QUANTIZED.
+    panels: int32, their number and of each its expert.
+    x: [most rows, k]. w: [experts, PARTS, n, k]. out: [most rows, n].
+    scale_w: fp32 [experts, PARTS, n groups or n, k groups or 1], read only with SCALING.
+    scale_x: [k groups, most rows], only with QUANTIZED: x is codes too; else 8-bit weights are
+        widened to the dtype of x.
+    bias: [experts, PARTS, n, 1], read only with ADD_BIAS.
+    SWAP_AB: accumulate the transpose, with the weights' rows on the long side of the MMA: for few
+        rows of x, not with QUANTIZED.
     """
     tiles_n = ct.cdiv(out.shape[1], TILE_N)
     total = ct.gather(panels, 0)
     wide = PARTS * TILE_N
 
     def quantized_tile(panel, tile_n, expert):
-        # An accumulator for each part, each with one scale of b a step: with both parts in one tile the compiler keeps two steps in flight
-        # instead of six (sm_90).
+        # An accumulator for each part, each with one scale of b a step: with both parts in one tile
+        # the compiler keeps two steps in flight instead of six (sm_90).
         accs: tuple = ()
         for _ in ct.static_iter(range(PARTS)):
             accs = (*accs, ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
@@ -127,10 +139,10 @@ def moe_kernel(
     def of_columns(values, expert, tile_n):
         """What each of the product's columns has, as the accumulator has them."""
         each = of_rows(values, expert, tile_n, PARTS, TILE_N)
-        return each.reshape((wide, 1)) if WEIGHTS_FIRST else each.reshape((1, wide))
+        return each.reshape((wide, 1)) if SWAP_AB else each.reshape((1, wide))
 
     def plain_tile(panel, tile_n, expert):
-        acc = ct.zeros((wide, TILE_M) if WEIGHTS_FIRST else (TILE_M, wide), dtype=ct.float32)
+        acc = ct.zeros((wide, TILE_M) if SWAP_AB else (TILE_M, wide), dtype=ct.float32)
         if ADD_BIAS and SCALING != ROW:  # added at the end it would spill (sm_90, 128 x 128 on 4 warps)
             acc = acc + of_columns(bias, expert, tile_n)
         for step in range(ct.cdiv(x.shape[1], TILE_K)):
@@ -140,11 +152,11 @@ def moe_kernel(
                 b = b.astype(x.dtype)
             if SCALING == BLOCK:
                 cols = _block_scales(scale_w, expert, tile_n, step * TILE_K // GROUP, PARTS, TILE_N, LATENCY)
-                if WEIGHTS_FIRST:
+                if SWAP_AB:
                     acc = acc + ct.mma(b, a.transpose(), ct.zeros(acc.shape, ct.float32)) * cols.reshape((cols.shape[0], 1))
                 else:
                     acc = acc + ct.mma(a, b.transpose(), ct.zeros(acc.shape, ct.float32)) * cols.reshape((1, cols.shape[0]))
-            elif WEIGHTS_FIRST:
+            elif SWAP_AB:
                 acc = ct.mma(b, a.transpose(), acc)
             else:
                 acc = ct.mma(a, b.transpose(), acc)
@@ -152,7 +164,7 @@ def moe_kernel(
             acc = acc * of_columns(scale_w, expert, tile_n)
             if ADD_BIAS:
                 acc = acc + of_columns(bias, expert, tile_n)
-        return _finished(acc, PARTS, TILE_M, TILE_N, WEIGHTS_FIRST, (ALPHA, LIMIT, UP_OFFSET))
+        return _finished(acc, PARTS, TILE_M, TILE_N, SWAP_AB, (ALPHA, LIMIT, UP_OFFSET))
 
     def one_tile(index):
         panel, tile_n = grouped_tile(index, total, tiles_n, GROUP_M)
@@ -189,16 +201,20 @@ def moe_few_kernel(
     LIMIT: ct.Constant[float],
     UP_OFFSET: ct.Constant[float],
 ):
-    """All tokens, at most TILE_M of them, times the weights of each expert that one of them chose. Grid (column tiles, pairs of token and choice).
+    """All tokens, at most TILE_M of them, times the weights of each expert that one of them chose.
+    Grid (column tiles, pairs of token and choice).
 
-    The first pair that names an expert does its work, for all tokens: the columns of the MMA that nobody asked for cost nothing while the weights
-    are being read, and no list of tokens has to be made first. The first product (PARTS = 2) finds those pairs and writes them into rows; the
+    The first pair that names an expert does its work, for all tokens. The columns of the MMA that
+    nobody asked for cost nothing while the weights are being read, and no list of tokens has to be
+    made first. The first product (PARTS = 2) finds those pairs and writes them into rows; the
     second reads them there.
-    ids, rows: [pairs]; rows[i]: first pair with the expert of pair i, times TILE_M, plus the token of pair i; -1 where there is no such expert.
-    x: [1, tokens, k] or, of the second product, [pairs, TILE_M, k]. w: [experts, PARTS, n, k]. out: [pairs, TILE_M, n].
+    ids, rows: [pairs]; rows[i]: first pair with the expert of pair i, times TILE_M, plus the token
+        of pair i; -1 where there is no such expert.
+    x: [1, tokens, k] or, of the second product, [pairs, TILE_M, k]. w: [experts, PARTS, n, k].
+    out: [pairs, TILE_M, n].
     scale_w, bias: as moe_kernel. TILE_P: a power of two, at least pairs.
     """
-    overlap_previous()
+    pdl_overlap()
     tile_n, pair = ct.bid(0), ct.bid(1)
     wide = PARTS * TILE_N
     own = ct.gather(ids, pair)

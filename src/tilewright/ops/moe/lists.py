@@ -1,17 +1,21 @@
-"""Tile code of `moe` around the products: which rows go where, and the sum over the experts of a token."""
+"""Tile code of `moe` around the products: which rows go where, and the sum over the experts of a
+token.
+"""
 
 import cuda.tile as ct
 
-from ..early import overlap_previous
-from ..fp8 import group_codes
-from ..scaling import GROUP, ZERO
+from ..common.fp8 import group_codes
+from ..common.pdl import pdl_overlap
+from ..common.scaling import GROUP, ZERO
 
 LARGEST = 448  # of the codes of activations, e4m3
 
 
 @ct.kernel
 def moe_count_kernel(ids, counts, ranks, TILE: ct.Constant[int]):
-    """Block e: how often expert e is in ids [pairs], into counts [experts], and the how-manieth each time is, into ranks [pairs]."""
+    """Block e: how often expert e is in ids [pairs], into counts [experts], and how often it came
+    before each time, into ranks [pairs].
+    """
     own = ct.bid(0)
     lanes = ct.arange(TILE, dtype=ct.int32)
     total = ct.zeros((1,), ct.int32)
@@ -43,13 +47,18 @@ def moe_permute_kernel(
     TILE_N: ct.Constant[int],
     WIDTH: ct.Constant[int],
 ):
-    """Block i: the panels of expert i, and the copies of token i to the rows of its experts. Grid: the larger of both numbers.
+    """Block i: the panels of expert i, and the copies of token i to the rows of its experts.
 
-    Each expert's rows begin at a multiple of TILE_M, so that a panel is a whole tile; what lies between is never looked at.
-    ids, ranks: [tokens * TOP_K]. counts: [experts]. x: [tokens, COLS]. panels: int32 [1 + most panels], their number and of each its expert.
-    rows: int32 [tokens * TOP_K], the row of each in sorted_x [most rows, COLS], -1 where there is no such expert.
-    QUANTIZED: sorted_x holds codes, and scale_x [ceil(COLS / 128), most rows] the scales of groups of 128 of them.
-    TILE_E, TILE_K: powers of two, at least experts and TOP_K. TILE_N, WIDTH: columns copied and panels written at once.
+    Grid: the larger of both numbers. Each expert's rows begin at a multiple of TILE_M, so that a
+    panel is a whole tile; what lies between is never looked at.
+    ids, ranks: [tokens * TOP_K]. counts: [experts]. x: [tokens, COLS].
+    panels: int32 [1 + most panels], their number and of each its expert.
+    rows: int32 [tokens * TOP_K], the row of each in sorted_x [most rows, COLS], -1 where there is
+        no such expert.
+    QUANTIZED: sorted_x holds codes, and scale_x [ceil(COLS / 128), most rows] the scales of groups
+        of 128 of them.
+    TILE_E, TILE_K: powers of two, at least experts and TOP_K. TILE_N, WIDTH: columns copied and
+        panels written at once.
     """
     own = ct.bid(0)
     experts = counts.shape[0]
@@ -99,7 +108,9 @@ def moe_quantize_kernel(
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
 ):
-    """Codes of h [most rows, COLS] and scales [ceil(COLS / 128), most rows] of groups of 128, for the panels of PANEL rows that there are."""
+    """Codes of h [most rows, COLS] and scales [ceil(COLS / 128), most rows] of groups of 128, for
+    the panels of PANEL rows that there are.
+    """
     i, j = ct.bid(0), ct.bid(1)
     if i < ct.gather(panels, 0) * (PANEL // TILE_M):
         x = ct.load(h.slice(1, 0, COLS), (i, j), (TILE_M, TILE_N), padding_mode=ZERO, allow_tma=False)
@@ -119,11 +130,13 @@ def moe_sum_kernel(
     TILE_N: ct.Constant[int],
     LOADS: ct.Constant[int],
 ):
-    """out[t] = sum over k, in that order, of weights[t, k] * y[rows[t * TOP_K + k]]. Grid (tokens, column tiles).
+    """out[t] = sum over k, in that order, of weights[t, k] * y[rows[t * TOP_K + k]]. Grid (tokens,
+    column tiles).
 
-    y: [most rows, COLS]; weights: [tokens, TOP_K]; a negative row adds nothing. LOADS: rows loaded before the first is added.
+    y: [most rows, COLS]; weights: [tokens, TOP_K]; a negative row adds nothing. LOADS: rows loaded
+        before the first is added.
     """
-    overlap_previous()
+    pdl_overlap()
     token, j = ct.bid(0), ct.bid(1)
     y, out = y.slice(1, 0, COLS), out.slice(1, 0, COLS)
     acc = ct.zeros((1, TILE_N), ct.float32)

@@ -1,14 +1,18 @@
-"""Tile code of `moe` for a single token: products of a matrix and a vector, on the CUDA cores, as fast as the weights come."""
+"""Tile code of `moe` for a single token: products of a matrix and a vector, on the CUDA cores, as
+fast as the weights come.
+"""
 
 import cuda.tile as ct
 
-from ..early import overlap_previous
-from ..scaling import BLOCK, GROUP, ROW, ZERO
+from ..common.pdl import pdl_overlap
+from ..common.scaling import BLOCK, GROUP, ROW, ZERO
 from .kernels import activated, of_rows
 
 
 def _add_products(acc, x, scales, w, expert, part, tile_n, step, TILE_N, TILE_K, LATENCY):
-    """acc [TILE_N, TILE_K] + one tile of an expert's weights times x fp32 [1, TILE_K] times scales [groups]; sums along k are left for the end."""
+    """acc [TILE_N, TILE_K] + one tile of an expert's weights times x fp32 [1, TILE_K] times scales
+    [groups]; sums along k are left for the end.
+    """
     tile = ct.load(w, (expert, part, tile_n, step), (1, 1, TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
     groups = scales.shape[0]
     each = ct.broadcast_to(scales.reshape((groups, 1)), (groups, TILE_K // groups)).reshape((1, TILE_K)) if groups > 1 else scales
@@ -24,7 +28,8 @@ def _scales(scale_w, expert, part, tile_n, step, TILE_N, TILE_K, SCALING):
 
 
 def _own_choices(ids, w, TOP_K, TILE_P):
-    """Places of the token's choices [TILE_P], the expert of each or -1 if this rank has it not, and the largest of these.
+    """Places of the token's choices [TILE_P], the expert of each or -1 if this rank has it not, and
+    the largest of these.
 
     That one is read again, from L2, times zero, in place of another rank's.
     """
@@ -58,19 +63,24 @@ def moe_one_up_kernel(
     LIMIT: ct.Constant[float],
     UP_OFFSET: ct.Constant[float],
 ):
-    """h[i] = weights[i] * the activation of the i-th choice, zero for another rank's expert. Grid (column tiles, TOP_K + SHARED).
+    """h[i] = weights[i] * the activation of the i-th choice, zero for another rank's expert. Grid
+    (column tiles, TOP_K + SHARED).
 
-    ids: [TOP_K]. weights: [1, TOP_K]. x: [1, k]. w: [experts, 2, n, k]. h: [TOP_K + SHARED, n]. scale_w, bias: as moe_kernel.
-    shared: [SHARED, 2, n, k], experts that every token passes with a weight of one, behind those it chose; not touched if there are none.
-    PERSISTENT: as many blocks as fit on the device, grid (blocks, 1), walk over the tiles, with the next tile's loads under way while they end one.
+    ids: [TOP_K]. weights: [1, TOP_K]. x: [1, k]. w: [experts, 2, n, k]. h: [TOP_K + SHARED, n].
+    scale_w, bias: as moe_kernel.
+    shared: [SHARED, 2, n, k], experts that every token passes with a weight of one, behind those it
+        chose; not touched if there are none.
+    PERSISTENT: grid (blocks, 1), as many as the device holds. Each takes tile after tile, with the
+        next tile's loads under way while it ends one.
     TILE_P: a power of two, at least TOP_K; used only then.
     """
-    overlap_previous()
+    pdl_overlap()
 
     def activation(matrix, expert, tile_n, KIND):
         gate, up = ct.zeros((TILE_N, TILE_K), ct.float32), ct.zeros((TILE_N, TILE_K), ct.float32)
         steps = ct.cdiv(x.shape[1], TILE_K)
-        # Scales do not come through TMA. Those of the next step can be fetched before this one is worked on, but then weights are not.
+        # Scales do not come through TMA. Those of the next step can be fetched before this one is
+        # worked on, but then weights are not.
         if SCALES_AHEAD:
             scales_gate = _scales(scale_w, expert, 0, tile_n, 0, TILE_N, TILE_K, KIND)
             scales_up = _scales(scale_w, expert, 1, tile_n, 0, TILE_N, TILE_K, KIND)
@@ -154,11 +164,12 @@ def moe_one_down_kernel(
 ):
     """The second product and the sum over the experts in one. Grid (column tiles,).
 
-    ids: [TOP_K]. h: [TOP_K + SHARED, k], as moe_one_up_kernel leaves it. w: [experts, 1, n, k]. shared: [SHARED, 1, n, k], likewise. out: [1, n].
+    ids: [TOP_K]. h: [TOP_K + SHARED, k], as moe_one_up_kernel leaves it. w: [experts, 1, n, k].
+    shared: [SHARED, 1, n, k], likewise. out: [1, n].
     scale_w, bias: as moe_kernel. weights: [1, TOP_K], read only with ADD_BIAS: h has them already.
     TILE_P: a power of two, at least TOP_K.
     """
-    overlap_previous()
+    pdl_overlap()
     tile_n = ct.bid(0)
     steps = ct.cdiv(h.shape[1], TILE_K)
     index, chosen, instead = _own_choices(ids, w, TOP_K, TILE_P)

@@ -1,9 +1,11 @@
 """fp8 codes and their scales: value = code * scale, scale = max |value| of a group / largest code
 
-Source    Micikevicius et al. 2022, arXiv:2209.05433 (e4m3, e5m2); groups of 1x128 and blocks of 128x128: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
-Numerics  Scale in fp32, rounded once. Values are multiplied by its reciprocal in fp32 and rounded once, to nearest even.
-          NaN, infinities and groups of zeros: fp8.py.
-Bound     Memory: x read once, codes written once. One scale for a whole tensor needs x a second time, of which the L2 holds the end.
+Source    Micikevicius et al. 2022, arXiv:2209.05433 (e4m3, e5m2); groups of 1x128 and blocks of
+          128x128: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
+Numerics  Scale in fp32, rounded once. Values are multiplied by its reciprocal in fp32 and rounded
+          once, to nearest even. NaN, infinities and groups of zeros: fp8.py.
+Bound     Memory: x read once, codes written once. One scale for a whole tensor needs x a second
+          time, of which the L2 holds the end.
 """
 
 from typing import Any, Optional
@@ -11,12 +13,14 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, as_rows, best_plan, check_tensor, launch, must, torch_op
-from ..fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, scales_for
-from .decision import Config, Problem, plan, space
+from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
+from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, scales_for
+from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_reread_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "comparable",
@@ -55,26 +59,43 @@ def comparable(result: tuple[Tensor, Tensor], *, block: Block, **inputs: Any) ->
     return dequantized(codes, scale, block), scale
 
 
+DECISION = Decision(
+    "quantize_fp8",
+    problem=Problem,
+    arguments=("x", "codes", "scale"),
+    space=space,
+    plan=plan,
+)
+
+
 @torch_op(mutates=("codes", "scale"))
 def quantize_fp8_out(x: Tensor, codes: Tensor, scale: Tensor, block_m: Optional[int], block_n: Optional[int], power_of_two_scales: bool) -> None:
-    """`quantize_fp8` into `codes`, both [rows, cols], and `scale` [column groups, row groups]. No checks, no sync: safe under graph capture."""
+    """`quantize_fp8` into `codes`, both [rows, cols], and `scale` [column groups, row groups].
+
+    No checks, no sync: safe under graph capture.
+    """
     rows, cols = x.shape
-    block = (block_m, block_n)
-    chosen = best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, block, codes.dtype, power_of_two_scales, False)
-    if chosen.then is None:
-        launch(chosen, x, codes, scale)
-        return
-    (partial,) = chosen.scratch(x.device)
-    launch(chosen, x, partial)
-    launch(chosen.then, x, codes, scale, partial)
+    launches = DECISION.launches(
+        Device.of(x),
+        rows=rows,
+        cols=cols,
+        dtype=x.dtype,
+        block=(block_m, block_n),
+        codes=codes.dtype,
+        power_of_two_scales=power_of_two_scales,
+    )
+    launches.run(x, codes, scale)
 
 
 @torch_op(mutates=("codes",))
 def quantize_fp8_given_out(x: Tensor, scale: Tensor, codes: Tensor) -> None:
-    """`quantize_fp8` by a given scale [1, 1] into `codes`. No checks, no sync: safe under graph capture."""
+    """`quantize_fp8` by a given scale [1, 1] into `codes`.
+
+    No checks, no sync: safe under graph capture.
+    """
     rows, cols = x.shape
-    chosen = best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, TENSOR, codes.dtype, False, True)
-    launch(chosen, x, codes, scale, scale)  # its kernel has no partial maxima to read
+    launches = DECISION.launches(Device.of(x), rows=rows, cols=cols, dtype=x.dtype, codes=codes.dtype, given_scale=True)
+    launches.run(x, codes, scale)
 
 
 def quantize_fp8(
@@ -88,20 +109,24 @@ def quantize_fp8(
     """Rounds x to fp8 codes with a scale for each group of values: x is about codes * scale.
 
     Args:
-        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis; [rows, cols] for blocks of 128x128. Copied if its leading axes do not fold
-            into one.
-        block: rows and columns that share a scale: (None, None) all, (1, None) a row, (1, 128) or (128, 128).
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis; [rows, cols] for blocks of
+            128x128. Copied if its leading axes do not fold into one.
+        block: rows and columns that share a scale: (None, None) all, (1, None) a row, (1, 128) or
+            (128, 128).
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
         power_of_two_scales: the scales are powers of two, the next ones up.
-        scale: [] fp32 on x's device, positive; used instead of the largest magnitude of x. What it cannot hold becomes the largest code.
-    Returns: (codes, scale): codes contiguous, shaped like x; scale fp32, [] or x.shape[:-1] or [..., ceil(cols / 128)] or
-        [ceil(rows / 128), ceil(cols / 128)], the latter two with stride 1 along the rows; or `scale` itself. A group of zeros, or with no value,
-        has the scale 2**-126; one with a NaN has NaN for scale and codes; one with an infinity has an infinite scale.
+        scale: [] fp32 on x's device, positive; used instead of the largest magnitude of x. What it
+            cannot hold, infinities included, becomes the largest code of its sign; NaN stays NaN.
+    Returns: (codes, scale): codes contiguous, shaped like x; scale fp32, [] or x.shape[:-1] or
+        [..., ceil(cols / 128)] or [ceil(rows / 128), ceil(cols / 128)], the latter two with stride
+        1 along the rows; or `scale` itself. A group of zeros, or with no value, has the scale
+        2**-126. A group with a NaN or an infinity has NaN for its scale and all its codes: an
+        infinite scale would make finite values 0 and hide them.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES, ndim=2 if block == SQUARES else None)
     if x.dim() == 0:
-        raise must("x.dim()", "at least 1", 0)
+        raise argument_error("x.dim()", "at least 1", 0)
     check_format(block, dtype, BLOCKS)
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     if scale is None:
@@ -111,11 +136,11 @@ def quantize_fp8(
         return codes, scale
     check_tensor(scale, "scale", shape=(), dtypes=(torch.float32,))
     if scale.device != x.device:
-        raise must("scale.device", x.device, scale.device)
+        raise argument_error("scale.device", x.device, scale.device)
     if block != TENSOR:
-        raise must("scale", f"None for block {block}", "a tensor")
+        raise argument_error("scale", f"None for block {block}", "a tensor")
     if power_of_two_scales:
-        raise must("power_of_two_scales", "False where scale is given", True)
+        raise argument_error("power_of_two_scales", "False where scale is given", True)
     if codes.numel():
         quantize_fp8_given_out(as_rows(x), scale.view(1, 1), as_rows(codes))
     return codes, scale

@@ -1,20 +1,23 @@
-"""What `quantize_fp8` decides from (Problem), and the launches that follow. What it decides, Config, is that of rows.py."""
+"""What `quantize_fp8` decides from (Problem), and its launches. Config is that of rows.py."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from cuda.tile import cdiv
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, largest_code
-from ..rows import Config, row_configs
-from ..scaling import GROUP
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Ordered, Work, ordered
+from ..common import flat_tiles, rows
+from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, largest_code
+from ..common.rows import Config
+from ..common.scaling import GROUP
 from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_reread_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
 
-__all__ = ["Config", "Problem", "plan", "space"]
+__all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
-MAX_PARTS = 512  # partial maxima of a tensor that every block of the second launch reads
+MAX_PARTIAL = 512  # partial maxima of a tensor that every block of the second launch reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,110 +49,113 @@ class Problem:
             "block": self.block,
             "dtype": self.codes,
             "power_of_two_scales": self.power_of_two_scales,
-            # some values lie beyond what this scale can hold in e4m3
+            # Some values lie beyond what this scale can hold in e4m3.
             "scale": torch.full((), 4.0 / 448, device=device) if self.given_scale else None,
         }
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Of rows, of squares, or of tiles of any shape."""
+    if p.by_rows:
+        yield from rows.candidates(p, device)
+    elif p.block == SQUARES:
+        yield from _squares(p, device)
+    else:
+        yield from flat_tiles.candidates(p, device, grouped=p.block == GROUPS)
+
+
+def _squares(p: Problem, device: Device) -> Iterator[Config]:
+    """A tile is one block high, and one wide on a GPU."""
+    tile_m, tile_n, wide = min(GROUP, next_pow2(p.rows)), min(GROUP, next_pow2(p.cols)), next_pow2(p.cols)
+    if device.is_cpu:
+        yield from (Config(tile_m, wide), Config(tile_m, max(tile_n, wide // 4), persistent=True, occupancy=1))
+        return
+    yield from (Config(tile_m, tile_n, occupancy=occupancy, num_worker_warps=8) for occupancy in (3, None))
+    yield Config(tile_m, tile_n, num_worker_warps=4)
+    yield from (Config(tile_m, tile_n, True, True, latency, device.arch != "sm_80", False, 1, 2, 8) for latency in (2, 4))
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Whether the device has the codes, and registers hold a thread's share of a tile."""
     if not device.has_fp8:
-        return []
+        return False
     if p.by_rows:
-        return row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
-    if p.block == SQUARES:
-        return _square_configs(p, device)
-    if device.is_cpu:
-        tile_n = max(next_pow2(p.cols), 1)
-        tile_m = max(1, min(next_pow2(p.rows), (1 << 20) // tile_n))
-        quarter = max(tile_n // 4, min(GROUP, tile_n))
-        return list(dict.fromkeys((Config(tile_m, tile_n), Config(max(1, tile_m // 4), quarter, persistent=True, occupancy=1))))
-    return _flat_configs(p, device)
+        return rows.legal(p, c, device)
+    return flat_tiles.legal(p, c, device, most=64 if p.block == GROUPS else 128 if p.block == TENSOR else 256)
 
 
-def _square_configs(p: Problem, device: Device) -> list[Config]:
-    """A tile is one block high; registers allow one or, of 16-bit values, two blocks side by side."""
-    tile_m, tile_n = min(GROUP, next_pow2(p.rows)), min(GROUP, next_pow2(p.cols))
-    if device.is_cpu:
-        wide = next_pow2(p.cols)
-        return list(dict.fromkeys((Config(tile_m, wide), Config(tile_m, max(tile_n, wide // 4), persistent=True, occupancy=1))))
-    configs = [Config(tile_m, tile_n, num_worker_warps=8), Config(tile_m, tile_n, num_worker_warps=8, occupancy=3)]
-    if p.dtype.itemsize == 2:
-        configs.append(Config(tile_m, tile_n, num_worker_warps=4))
-    if cdiv(p.rows, GROUP) * cdiv(p.cols, GROUP) > 2 * device.sms:
-        tma = device.arch != "sm_80"
-        configs += [Config(tile_m, tile_n, True, True, latency, tma, False, 1, 2, 8) for latency in (2, 4)]
-    return configs
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Of rows or of tiles; one scale for all takes a second launch."""
+    if p.by_rows:
+        return rows.work(p, c, device)
+    first = p.block == TENSOR and not p.given_scale
+    return flat_tiles.work(p, c, device, partial=4 * _partials(p, c, device)[0] if first else 0)
 
 
-def _flat_configs(p: Problem, device: Device) -> list[Config]:
-    """Tiles of any shape, of which a thread has some 16-byte loads."""
-    vector = 16 // p.dtype.itemsize
-    few = p.rows * p.cols < device.sms * 512 * vector  # no SM would get four warps' worth
-    sizes = [(1, 4), (1, 8), (2, 4)] if few else [(2, 4), (1, 4), (4, 4), (2, 8), (4, 8), (1, 8)]
-    if p.block == TENSOR and not p.given_scale and not few:
-        sizes = [(4, 8), (8, 8), (4, 4), (2, 8), (2, 4)]  # every block reads the partial maxima: few blocks
-    configs = []
-    for loads, warps in sizes:
-        size = loads * 32 * warps * vector
-        for tile_n in _widths(p, size):
-            configs.append(Config(min(max(1, size // tile_n), next_pow2(p.rows)), tile_n, num_worker_warps=warps))
-    for occupancy, latency, warps in ((8, 2, 4), (4, 2, 8)):
-        size = 2 * 32 * warps * vector
-        tile_n = _widths(p, size)[0]
-        tile_m = max(1, size // tile_n)
-        if cdiv(p.rows, tile_m) * cdiv(p.cols, tile_n) > device.sms * occupancy:
-            configs.append(Config(tile_m, tile_n, True, True, latency, device.arch != "sm_80", occupancy=occupancy, num_worker_warps=warps))
-    return list(dict.fromkeys(configs))
+def family(p: Problem, c: Config) -> str:
+    """What shares a scale, and how a block has it."""
+    what = "given" if p.given_scale else f"{p.block[0]},{p.block[1]}"
+    return f"{what} {rows.family(p, c) if p.by_rows else flat_tiles.family(p, c)}"
 
 
-def _widths(p: Problem, most: int) -> list[int]:
-    """Widths of a tile, best first: no less than a group, no wider than the tile, wasting little."""
-    wide = next_pow2(p.cols)
-    least = min(GROUP, wide)
-    fitting = min(wide, max(most, least))
-    while fitting > max(least, 256) and cdiv(p.cols, fitting) * fitting > p.cols * 9 / 8:
-        fitting //= 2
-    divisor = min(p.cols & -p.cols, fitting)
-    if p.block == GROUPS:
-        # Eight rows and more: their scales fill whole 32-byte sectors.
-        narrow = max(least, min(fitting, most // 8))
-        return list(dict.fromkeys((narrow, least, fitting)))
-    return [divisor] if divisor in (fitting, *range(128, fitting)) else [fitting]
+CHOICES = Choices("quantize_fp8", candidates, legal, work, family, tie=rows.TILE_TIE)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return rows.row_space(CHOICES, p, device) if p.by_rows else ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch, or of two."""
-    hints = (c.num_ctas, c.occupancy, c.num_worker_warps)
-    walk = (c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
-    form = (largest_code(p.codes), p.power_of_two_scales)
+    constants = {
+        "largest": largest_code(p.codes),
+        "power_of_two": p.power_of_two_scales,
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
+    tiles = cdiv(p.rows, c.tile_m) * (1 if p.by_rows else cdiv(p.cols, c.tile_n))
+    blocks = (min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles,)
     if p.by_rows:
-        tiles = cdiv(p.rows, c.tile_m)
-        blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-        return Plan(quantize_fp8_rows_kernel if c.keep_row else quantize_fp8_reread_kernel, (blocks,), (*form, *walk), *hints)
-    tiles = cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
+        kernel = quantize_fp8_rows_kernel if c.keep_row else quantize_fp8_reread_kernel
+        return (Launch(kernel, blocks, constants, **hints(c)),)
     if p.block != TENSOR:
-        groups = (c.tile_m if p.block == SQUARES else 1, min(GROUP, c.tile_n))
-        return Plan(quantize_fp8_kernel, (blocks,), (*form, *groups, *walk), *hints)
-    scaled = Plan(quantize_fp8_scaled_kernel, (blocks,), (*form, p.given_scale, MAX_PARTS, *walk), *hints)
-    if p.given_scale:
-        return scaled
-    tile_m, tile_n = _amax_tile(p, c, device)
-    parts = min(cdiv(p.rows, tile_m) * cdiv(p.cols, tile_n), 2 * device.sms, MAX_PARTS)
-    workspace = (((parts,), torch.float32),)
-    # The compiler unrolls a loop over small tiles the further, the higher the hint: past the registers at 4 (sm_90).
+        groups = {"group_m": c.tile_m if p.block == SQUARES else 1, "group_n": min(GROUP, c.tile_n)}
+        return (Launch(quantize_fp8_kernel, blocks, constants | groups, **hints(c)),)
+    constants |= {"given": p.given_scale, "most_partial": MAX_PARTIAL}
+    unused = ("partial",) if p.given_scale else ()
+    scaled = Launch(quantize_fp8_scaled_kernel, blocks, constants, **hints(c), unused=unused)
+    return (scaled,) if p.given_scale else (_amax(p, c, device), scaled)
+
+
+def _amax(p: Problem, c: Config, device: Device) -> Launch:
+    """The launch that finds the largest magnitude, in parts."""
+    count, tile_m, tile_n = _partials(p, c, device)
+    # The compiler unrolls a loop over small tiles the further, the higher the hint: past the
+    # registers at 4 (sm_90).
     latency = c.latency if tile_m * tile_n * p.dtype.itemsize >= 16_384 else 1
-    amax = (p.cols, tile_m, tile_n, latency, c.load_tma)
-    return Plan(quantize_fp8_amax_kernel, (parts,), amax, 1, None if device.is_cpu else 2, None if device.is_cpu else 8, workspace, scaled)
+    constants = {"cols": p.cols, "tile_m": tile_m, "tile_n": tile_n, "latency": latency, "load_tma": c.load_tma}
+    how: dict[str, Any] = {} if device.is_cpu else {"occupancy": 2, "num_worker_warps": 8}
+    scratch = {"partial": ((count,), torch.float32)}
+    return Launch(quantize_fp8_amax_kernel, (count,), constants, num_ctas=1, scratch=scratch, **how)
 
 
-def _amax_tile(p: Problem, c: Config, device: Device) -> tuple[int, int]:
-    """A loop that only compares keeps the memory busy by large tiles: eight 16-byte loads a thread, fewer where SMs would be left without one."""
-    if device.is_cpu:
-        return c.tile_m, c.tile_n
-    loads = 8
-    while loads > 1 and p.rows * p.cols < 2 * device.sms * loads * 4096 // p.dtype.itemsize:
-        loads //= 2
-    size = loads * 4096 // p.dtype.itemsize  # 256 threads
-    return min(max(1, size // c.tile_n), next_pow2(p.rows)), c.tile_n
+def _partials(p: Problem, c: Config, device: Device) -> tuple[int, int, int]:
+    """Blocks of the first launch of a tensor, and the tile of its loop.
+
+    A loop that only compares keeps the memory busy by large tiles: eight 16-byte loads a thread,
+    fewer where SMs would be left without one.
+    """
+    tile_m = c.tile_m
+    if not device.is_cpu:
+        loads = 8
+        while loads > 1 and p.rows * p.cols < 2 * device.sms * loads * 4096 // p.dtype.itemsize:
+            loads //= 2
+        # A block has 256 threads.
+        tile_m = min(max(1, loads * 4096 // p.dtype.itemsize // c.tile_n), next_pow2(p.rows))
+    return min(cdiv(p.rows, tile_m) * cdiv(p.cols, c.tile_n), 2 * device.sms, MAX_PARTIAL), tile_m, c.tile_n

@@ -2,8 +2,8 @@
 
 import cuda.tile as ct
 
-from ..fp8 import codes_of, group_codes, scale_of
-from ..tiles import each_row_tile, each_tile, load_tile, of_width
+from ..common.fp8 import codes_of, group_codes, scale_of
+from ..common.tiles import each_row_tile, each_tile, load_tile, of_width
 
 ZERO = ct.PaddingMode.ZERO  # padding never is the largest of a group
 
@@ -25,7 +25,9 @@ def quantize_fp8_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Groups that lie within a tile. X, CODES: [rows, COLS]; SCALE: [column groups, row groups]; GROUP_M is 1 or TILE_M."""
+    """Groups that lie within a tile. X, CODES: [rows, COLS]; SCALE: [column groups, row groups];
+    GROUP_M is 1 or TILE_M.
+    """
     X, CODES = of_width(X, COLS), of_width(CODES, COLS)
 
     def compute(i, j, whole):
@@ -52,10 +54,13 @@ def quantize_fp8_rows_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns. X, CODES: [rows, COLS]; SCALE: [1, rows]."""
+    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
+
+    X, CODES: [rows, COLS]; SCALE: [1, rows].
+    """
     X, CODES = of_width(X, COLS), of_width(CODES, COLS)
 
-    def quantise(i, whole):
+    def quantize(i, whole):
         xs: tuple = ()
         amax = ct.zeros((TILE_M, TILE_N), X.dtype)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
@@ -69,7 +74,7 @@ def quantize_fp8_rows_kernel(
             ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
-    each_row_tile(quantise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+    each_row_tile(quantize, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
 @ct.kernel
@@ -87,10 +92,12 @@ def quantize_fp8_reread_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in quantize_fp8_rows_kernel."""
+    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in
+    quantize_fp8_rows_kernel.
+    """
     X, CODES = of_width(X, COLS), of_width(CODES, COLS)
 
-    def quantise(i, whole):
+    def quantize(i, whole):
         amax = ct.zeros((TILE_M, TILE_N), X.dtype)
         for j in range(ct.cdiv(COLS, TILE_N)):
             x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
@@ -102,7 +109,7 @@ def quantize_fp8_reread_kernel(
             ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
-    each_row_tile(quantise, X, COLS, PERSISTENT, TILE_M, TILE_N)
+    each_row_tile(quantize, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
 @ct.kernel
@@ -134,7 +141,7 @@ def quantize_fp8_scaled_kernel(
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
     GIVEN: ct.Constant[bool],
-    PARTS: ct.Constant[int],
+    MOST_PARTIAL: ct.Constant[int],
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
@@ -143,7 +150,8 @@ def quantize_fp8_scaled_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """One scale for all: SCALE [1, 1] if GIVEN, else made of PARTIAL [at most PARTS] and written. X, CODES: [rows, COLS].
+    """One scale for all: SCALE [1, 1] if GIVEN, else made of PARTIAL [at most MOST_PARTIAL] and
+    written. X, CODES: [rows, COLS].
 
     From the end to the start: the end of X is what quantize_fp8_amax_kernel left in the L2.
     """
@@ -152,7 +160,7 @@ def quantize_fp8_scaled_kernel(
     def scale_now():
         if GIVEN:
             return ct.load(SCALE, (0, 0), (1, 1), allow_tma=False)
-        partial = ct.load(PARTIAL, (0,), (PARTS,), padding_mode=ZERO, allow_tma=False)
+        partial = ct.load(PARTIAL, (0,), (MOST_PARTIAL,), padding_mode=ZERO, allow_tma=False)
         scale = scale_of(ct.max(partial, axis=0, keepdims=True, propagate_nan=True).reshape((1, 1)), LARGEST, POWER_OF_TWO)
         if ct.bid(0) == 0:
             ct.store(SCALE, (0, 0), scale)
@@ -162,7 +170,8 @@ def quantize_fp8_scaled_kernel(
 
     def compute(i, j, whole):
         x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
-        scale = first if PERSISTENT else scale_now()  # a block with one tile has its loads under way meanwhile
+        # A block with one tile has its loads under way meanwhile.
+        scale = first if PERSISTENT else scale_now()
         ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
     each_tile(compute, X, COLS, PERSISTENT, TILE_M, TILE_N, not GIVEN)

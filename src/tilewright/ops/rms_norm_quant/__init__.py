@@ -1,10 +1,16 @@
-"""RMSNorm straight to fp8: codes, scale = quantize_fp8(x / sqrt(mean(x**2, -1) + eps) * (weight_offset + weight))
+"""RMSNorm straight to fp8.
 
-Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4; scales for rows or groups of 128 columns: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
-Numerics  fp32 from load to store; the result is rounded once, to the code, and not to x's dtype before. x * weight comes first, so that its largest
-          is known before the root. With round_before_weight the normalised x is rounded to its dtype before the weight; with a residual,
-          x + residual rounded to their dtype is what is normalised, and is returned. Scales: fp8.py.
-Bound     Memory: x read once, codes written once (with a residual two reads, two writes); the weight stays in L2.
+    codes, scale = quantize_fp8(x / sqrt(mean(x**2, -1) + eps) * (weight_offset + weight))
+
+Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4; scales for rows or groups of 128
+          columns: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
+Numerics  fp32 from load to store; the result is rounded once, to the code, and not to x's dtype
+          before. x * weight comes first, so that its largest is known before the root. With
+          round_before_weight the normalised x is rounded to its dtype before the weight; with a
+          residual, x + residual rounded to their dtype is what is normalised, and is returned.
+          Scales: fp8.py.
+Bound     Memory: x read once, codes written once (with a residual two reads, two writes); the
+          weight stays in L2.
 """
 
 from typing import Any, Optional, overload
@@ -12,12 +18,14 @@ from typing import Any, Optional, overload
 import torch
 from torch import Tensor
 
-from ...launch import Device, as_rows, best_plan, check_tensor, launch, must, torch_op
-from ..fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, scales_for
-from .decision import Config, Problem, plan, space
+from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
+from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, scales_for
+from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import rms_norm_quant_kernel, rms_norm_quant_reread_kernel
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "comparable",
@@ -46,7 +54,9 @@ def reference(
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """The definition, at least in fp32 between the roundings that it has. In float64 the codes are not rounded."""
+    """The definition, at least in fp32 between the roundings that it has. In float64 the codes are
+    not rounded.
+    """
     if residual is not None:
         x = residual = x + residual
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -58,12 +68,22 @@ def reference(
 
 
 def comparable(result: tuple[Tensor, ...], *, x: Tensor, block: Block, **inputs: Any) -> tuple[Tensor, ...]:
-    """What the accuracy rule can judge: the values that the codes stand for, the scales, the new residual.
+    """What the accuracy rule can judge: the values that the codes stand for, the scales, the new
+    residual.
 
     Scales in x's dtype: a row's is one number, whose last fp32 bit the order of a sum decides.
     """
     codes, scale, *rest = result
     return dequantized(codes, scale, block), scale.to(x.dtype), *rest
+
+
+DECISION = Decision(
+    "rms_norm_quant",
+    problem=Problem,
+    arguments=("x", "residual", "weight", "codes", "scale", "new_residual", "eps", "weight_offset"),
+    space=space,
+    plan=plan,
+)
 
 
 @torch_op(mutates=("codes", "scale", "new_residual"))
@@ -80,24 +100,25 @@ def rms_norm_quant_out(
     round_before_weight: bool,
     power_of_two_scales: bool,
 ) -> None:
-    """`rms_norm_quant` into `codes` and `new_residual`, [rows, cols], and `scale`, [column groups, rows]; group: columns of one, None for all.
+    """`rms_norm_quant` into `codes` and `new_residual`, [rows, cols], and `scale`,
+    [column groups, rows]; group: columns of one, None for all.
 
     No checks, no sync: safe under graph capture.
     """
     rows, cols = x.shape
-    form = ((1, group), codes.dtype, power_of_two_scales, residual is not None, round_before_weight, weight_offset)
-    # Without a residual the kernel touches neither of its two arrays; x stands in for them.
-    launch(
-        best_plan(space, plan, Device.of(x), Problem, rows, cols, x.dtype, *form),
-        x,
-        x if residual is None else residual,
-        weight,
-        codes,
-        scale,
-        x if new_residual is None else new_residual,
-        eps,
-        weight_offset,
+    launches = DECISION.launches(
+        Device.of(x),
+        rows=rows,
+        cols=cols,
+        dtype=x.dtype,
+        block=(1, group),
+        codes=codes.dtype,
+        power_of_two_scales=power_of_two_scales,
+        residual=residual is not None,
+        round_before_weight=round_before_weight,
+        weight_offset=weight_offset,
     )
+    launches.run(x, residual, weight, codes, scale, new_residual, eps, weight_offset)
 
 
 @overload
@@ -138,10 +159,12 @@ def rms_norm_quant(
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Scales each row of x to unit root mean square, then by the weight, and rounds the result to fp8 codes with scales.
+    """Scales each row of x to unit root mean square, then by the weight, and rounds the result to
+    fp8 codes with scales.
 
     Args:
-        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one.
+        x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
+            not fold into one.
         weight: [cols], dtype and device of x.
         eps: added to mean(x**2), so in units of x squared.
         block: rows and columns that share a scale: (1, None) a row, or (1, 128).
@@ -150,13 +173,14 @@ def rms_norm_quant(
         residual: shape, dtype and device of x; x + residual is normalised.
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
         power_of_two_scales: the scales are powers of two, the next ones up.
-    Returns: (codes, scale), with a residual (codes, scale, x + residual): codes contiguous, shaped like x; scale fp32, x.shape[:-1] or
-        [..., ceil(cols / 128)] with stride 1 along the rows. Zeros have the scale 2**-126; a NaN in a row makes all of it NaN.
+    Returns: (codes, scale), with a residual (codes, scale, x + residual): codes contiguous, shaped
+        like x; scale fp32, x.shape[:-1] or [..., ceil(cols / 128)] with stride 1 along the rows.
+        Zeros have the scale 2**-126; a NaN in a row makes all of it NaN.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
-        raise must("x.dim()", "at least 1", 0)
+        raise argument_error("x.dim()", "at least 1", 0)
     check_tensor(weight, "weight", shape=(x.shape[-1],), like=x)
     if residual is not None:
         check_tensor(residual, "residual", shape=x.shape, like=x)

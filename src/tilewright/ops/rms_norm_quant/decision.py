@@ -1,5 +1,6 @@
-"""What `rms_norm_quant` decides from (Problem), and the launches that follow. What it decides, Config, is that of rows.py."""
+"""What `rms_norm_quant` decides from (Problem), and its launch. Config is that of rows.py."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,13 +8,15 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..fp8 import GROUPS, ROW, Block, largest_code
-from ..rows import Config, row_configs
-from ..scaling import GROUP
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Ordered, Work
+from ..common import rows
+from ..common.fp8 import GROUPS, ROW, Block, largest_code
+from ..common.rows import Config
+from ..common.scaling import GROUP
 from .kernels import rms_norm_quant_kernel, rms_norm_quant_reread_kernel
 
-__all__ = ["Config", "Problem", "plan", "space"]
+__all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +54,57 @@ class Problem:
         }
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first. A tile is no narrower than a group."""
-    if not device.has_fp8:
-        return []
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Those of rows. A tile is no narrower than a group."""
     least = min(GROUP, next_pow2(p.cols)) if p.block == GROUPS else 1
-    configs = row_configs(p.rows, p.cols, p.dtype.itemsize, device, rereads=True)
-    if not device.is_cpu and p.rows > 2 * device.sms and p.dtype.itemsize == 2 and p.cols % 1024 == 0:
-        # The issue rate is nearer than for rms_norm, which writes twice the bytes: few threads with 16-byte loads share the two reductions' cost.
-        if 2048 <= p.cols <= 8192:
-            crowded = device.arch == "sm_90" and p.block == GROUPS and p.cols > 4096 and not p.residual
-            configs.insert(0, Config(1, 1024, occupancy=4 if crowded else None, num_worker_warps=4))
-            # Rows that share the conversion of the weight and a block's start: 16 and 15 instructions an element in place of 18 (sm_90).
-            configs[1:1] = [Config(tile_m, 1024, num_worker_warps=4) for tile_m in (2, 4) if tile_m * p.cols <= 8192]
-        elif device.arch == "sm_90" and 8192 < p.cols <= 16_384:
-            row = Config(1, 1024, occupancy=3, num_worker_warps=8)
-            configs.insert(0, row if p.block == ROW else Config(1, 2048, keep_row=False, occupancy=3, num_worker_warps=8))
-    return list(dict.fromkeys(replace(c, tile_n=max(c.tile_n, least)) for c in configs))
+    yield from (replace(c, tile_n=max(c.tile_n, least)) for c in rows.candidates(p, device))
+    if not device.is_cpu:
+        yield Config(1, 2048, keep_row=False, occupancy=3, num_worker_warps=8)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Whether the device has the codes, and registers hold the rows of a tile."""
+    return device.has_fp8 and rows.legal(p, c, device)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """That of rows. A row is reduced twice, for its root and for its maximum; loads that are
+    checked wait for each other.
+    """
+    return rows.work(p, c, device, chain=1, operations=2 * rows.OPERATIONS)
+
+
+def family(p: Problem, c: Config) -> str:
+    """What shares a scale, and how a block has its rows."""
+    return f"{'g' if p.block == GROUPS else 'r'}{rows.family(p, c)}"
+
+
+CHOICES = Choices("rms_norm_quant", candidates, legal, work, family, tie=rows.TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return rows.row_space(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.rows, c.tile_m)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    group = 0 if p.block == ROW else min(GROUP, c.tile_n)
-    form = (p.residual, p.round_before_weight, largest_code(p.codes), p.power_of_two_scales, group)
-    walk = (c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
+    constants = {
+        "add": p.residual,
+        "round": p.round_before_weight,
+        "largest": largest_code(p.codes),
+        "power_of_two": p.power_of_two_scales,
+        "group_n": 0 if p.block == ROW else min(GROUP, c.tile_n),
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
     kernel = rms_norm_quant_kernel if c.keep_row else rms_norm_quant_reread_kernel
-    return Plan(kernel, (blocks,), (*form, *walk), c.num_ctas, c.occupancy, c.num_worker_warps)
+    unused = () if p.residual else ("residual", "new_residual")
+    return (Launch(kernel, (blocks,), constants, **hints(c), unused=unused),)

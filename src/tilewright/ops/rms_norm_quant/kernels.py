@@ -2,14 +2,17 @@
 
 import cuda.tile as ct
 
-from ..fp8 import codes_of, group_codes, scale_of
-from ..tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
+from ..common.fp8 import codes_of, group_codes, scale_of
+from ..common.tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
 
-ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares and are never the largest
+# Padded columns add nothing to the sum of squares and are never the largest.
+ZERO = ct.PaddingMode.ZERO
 
 
 def _reciprocal_root(squares, eps, COLS):
-    """1 / sqrt(mean + eps) of each row of a tile of sums of squares: the unit's, 2 ulp off, and a Newton step, which needs no branch."""
+    """1 / sqrt(mean + eps) of each row of a tile of sums of squares: the unit's, 2 ulp off, and a
+    Newton step, which needs no branch.
+    """
     mean = ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps
     root = ct.rsqrt(mean)
     better = (0.5 - 0.5 * mean * root * root) * root + root
@@ -17,7 +20,9 @@ def _reciprocal_root(squares, eps, COLS):
 
 
 def _weighted(x, rstd, weight, weight_offset, ROUND):
-    """One tile of the result in fp32; all but the factor rstd of it, unless ROUND puts that before the weight."""
+    """One tile of the result in fp32; all but the factor rstd of it, unless ROUND puts that before
+    the weight.
+    """
     y = x.astype(ct.float32)
     if ROUND:
         y = (y * rstd).astype(x.dtype).astype(ct.float32)
@@ -31,7 +36,7 @@ def rms_norm_quant_kernel(
     WEIGHT,
     CODES,
     SCALE,
-    SUM,
+    NEW_RESIDUAL,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],
@@ -49,11 +54,11 @@ def rms_norm_quant_kernel(
 ):
     """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
 
-    X, RESIDUAL, CODES, SUM: [rows, COLS]; WEIGHT: [COLS]; SCALE: [column groups, rows]. ADD: with a residual. GROUP_N: columns of a group, 0 for
-    the whole row.
+    X, RESIDUAL, CODES, NEW_RESIDUAL: [rows, COLS]; WEIGHT: [COLS]; SCALE: [column groups, rows].
+    ADD: with a residual. GROUP_N: columns of a group, 0 for the whole row.
     """
     shape = (TILE_M, TILE_N)
-    X, RESIDUAL, CODES, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(SUM, COLS)
+    X, RESIDUAL, CODES, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(NEW_RESIDUAL, COLS)
     weights: tuple = ()
     for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
         weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
@@ -65,7 +70,7 @@ def rms_norm_quant_kernel(
         xs: tuple = ()
         squares = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA)
+            x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             xs = (*xs, x)
@@ -99,7 +104,7 @@ def rms_norm_quant_reread_kernel(
     WEIGHT,
     CODES,
     SCALE,
-    SUM,
+    NEW_RESIDUAL,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],
@@ -115,12 +120,13 @@ def rms_norm_quant_reread_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: a pass for the sum of squares and the maximum (two, if ROUND comes between), and one for the codes.
+    """Rows of any width: a pass for the sum of squares and the maximum (two, if ROUND comes
+    between), and one for the codes.
 
     Arrays and constants as in rms_norm_quant_kernel.
     """
     shape = (TILE_M, TILE_N)
-    X, RESIDUAL, CODES, SUM = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(SUM, COLS)
+    X, RESIDUAL, CODES, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(NEW_RESIDUAL, COLS)
 
     def load(array, i, j, whole):
         return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
@@ -130,13 +136,13 @@ def rms_norm_quant_reread_kernel(
         return _weighted(x, rstd, weight, weight_offset, ROUND)
 
     def again(i, j, rstd, whole):
-        return weighted(load(SUM if ADD else X, i, j, whole), j, rstd)
+        return weighted(load(NEW_RESIDUAL if ADD else X, i, j, whole), j, rstd)
 
     def normalise(i, whole):
         squares = ct.zeros(shape, ct.float32)
         amax = ct.zeros(shape, ct.float32)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA)
+            x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
             wide = x.astype(ct.float32)
             squares = squares + wide * wide
             if GROUP_N == 0 and not ROUND:

@@ -1,17 +1,24 @@
-"""Sampling of tokens: out[r] = argmax over the kept j of logits[r, j] / temperature[r] + gumbel[r, j], a draw from the softmax of what is kept
+"""Sampling of tokens: a draw from the softmax of the logits that top_k and top_p keep
 
-    Kept after top_k: logits not below the k-th largest. Kept after top_p too: with q the softmax (of logits / temperature) over what top_k
-    kept, each j for which the q of all larger logits sum to less than top_p. Equal logits are kept or dropped together.
-    gumbel = -log(-log(1 - v)), v = min((word + 1/2) / 2**32, 1 - 2**-24), word the (j % 4)-th of Philox4x32-10 with the counter
-    (j // 4, r, low and high word of offset) and the key seed. It depends on no tile size.
+    out[r] = argmax over the kept j of logits[r, j] / temperature[r] + gumbel[r, j]
 
-Both thresholds are found by search over the bits of a float, which order as floats do: every pass cuts the interval into WAYS + 1, and counts
-(or sums the probabilities of) the logits above each cut.
+    Kept after top_k: logits not below the k-th largest. Kept after top_p too: with q the softmax
+    (of logits / temperature) over what top_k kept, each j for which the q of all larger logits sum
+    to less than top_p. Equal logits are kept or dropped together. gumbel = -log(-log(1 - v)), v =
+    min((word + 1/2) / 2**32, 1 - 2**-24), word the (j % 4)-th of Philox4x32-10 with the counter (j
+    // 4, r, low and high word of offset) and the key seed. It depends on no tile size.
 
-Source    Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (Gumbel-max); Fan, Lewis and Dauphin 2018, arXiv:1805.04833
-          (top-k); Holtzman et al. 2020, arXiv:1904.09751, section 3.1 (top-p); Salmon et al. 2011 (Philox).
-Numerics  fp32. Counts are exact; the sums of top_p are rounded, so where they meet top_p to 1e-6 the last logit kept may be the next one.
-Bound     Latency: a row is read again, from L2, for each of some 10 to 25 passes. Without top_k and top_p twice: memory.
+Both thresholds are found by search over the bits of a float, which order as floats do: every pass
+cuts the interval into WAYS + 1, and counts (or sums the probabilities of) the logits above each
+cut.
+
+Source    Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (Gumbel-max);
+          Fan, Lewis and Dauphin 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020,
+          arXiv:1904.09751, section 3.1 (top-p); Salmon et al. 2011 (Philox).
+Numerics  fp32. Counts are exact; the sums of top_p are rounded, so where they meet top_p to 1e-6
+          the last logit kept may be the next one.
+Bound     Latency: a row is read again, from L2, for each of some 10 to 25 passes. Without top_k and
+          top_p twice: memory.
 """
 
 from typing import Optional
@@ -19,18 +26,20 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
-from ..philox import philox_reference, split_words
-from .decision import Config, Problem, plan, space
-from .kernel import sample_kernel
+from ...launch import Device, argument_error, check_tensor, torch_op
+from ..common.philox import philox_reference, split_words
+from .decision import CHOICES, DECISION, Config, Problem, plan, space
+from .kernels import sample_kernel
 
-__all__ = ["Config", "Problem", "comparable", "plan", "reference", "sample", "sample_kernel", "sample_out", "space"]
+__all__ = ["CHOICES", "DECISION", "Config", "Problem", "comparable", "plan", "reference", "sample", "sample_kernel", "sample_out", "space"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _scores(logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None):
-    """What the draw takes the largest of, -inf where not kept: in the dtype of logits, at least fp32."""
+def _scores(logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """What the draw takes the largest of, -inf where not kept: in the dtype of logits, at least
+    fp32.
+    """
     rows, cols = logits.shape
 
     def per_row(value: Tensor | None, default: float) -> Tensor:
@@ -73,7 +82,9 @@ def reference(
 def comparable(
     result: Tensor, logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None
 ) -> Tensor:
-    """The scores at the indices, in float64 for all: -inf for a logit that should not be kept, but for the 1e-6 in doubt at top_p."""
+    """The scores at the indices, in float64 for all: -inf for a logit that should not be kept, but
+    for the 1e-6 in doubt at top_p.
+    """
     wide = [None if t is None else t.double() for t in (temperature, top_p)]
     scores = _scores(logits.double(), seed, offset, wide[0], top_k, None if wide[1] is None else wide[1] + 1e-6)
     return scores.gather(-1, result[:, None])[:, 0].float()
@@ -89,12 +100,21 @@ def sample_out(
     top_p: Optional[Tensor],
     out: Tensor,
 ) -> None:
-    """`sample` into `out` [rows]; seed and offset [1], the others [1] or [rows]. No checks, no sync: safe under graph capture."""
+    """`sample` into `out` [rows]; seed and offset [1], the others [1] or [rows]. No checks, no
+    sync: safe under graph capture.
+    """
     rows, cols = logits.shape
-    given = (temperature is not None, top_k is not None, top_p is not None, offset is not None)
-    chosen = best_plan(space, plan, Device.of(logits), Problem, rows, cols, logits.dtype, *given)
-    others = (seed if t is None else t for t in (offset, temperature, top_k, top_p))  # seed stands in for what the kernel does not touch
-    launch(chosen, logits, seed, *others, out)
+    launches = DECISION.launches(
+        Device.of(logits),
+        rows=rows,
+        cols=cols,
+        dtype=logits.dtype,
+        temperature=temperature is not None,
+        top_k=top_k is not None,
+        top_p=top_p is not None,
+        offset=offset is not None,
+    )
+    launches.run(logits, seed, offset, temperature, top_k, top_p, out)
 
 
 def sample(
@@ -106,23 +126,28 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> Tensor:
-    """Draws one column of each row from the softmax of its logits, all on the device: nothing depends on the values of the arguments here.
+    """Draws one column of each row from the softmax of its logits, all on the device: nothing
+    depends on the values of the arguments here.
 
     Args:
-        logits: [rows, cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. NaN counts as -inf.
+        logits: [rows, cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. NaN
+            counts as -inf.
         seed: [] int64. The same seed, offset and row give the same draw.
         offset: [] int64; default 0. Another value, another draw: a decode step adds 1.
-        temperature: [] or [rows] fp32; default 1. The first of the largest logits where it is 0 or less.
-        top_k: [] or [rows] int32; only logits not below the k-th largest (equal ones all); all of them where it is 0 or less.
-        top_p: [] or [rows] fp32; of those, the fewest largest whose probabilities, equal ones all, sum to at least top_p; all of them where it
-            is 1 or more, the largest where it is 0 or less.
+        temperature: [] or [rows] fp32; default 1. The first of the largest logits where it is 0 or
+            less.
+        top_k: [] or [rows] int32; only logits not below the k-th largest (equal ones all); all of
+            them where it is 0 or less.
+        top_p: [] or [rows] fp32; of those, the fewest largest whose probabilities, equal ones all,
+            sum to at least top_p; all of them where it is 1 or more, the largest where it is 0 or
+            less.
     Returns: [rows] int64. Empty for no rows, with nothing launched. 0 for a row of -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
     rows, cols = logits.shape
     if cols == 0:
-        raise must("logits.shape[1]", "at least 1", 0)
+        raise argument_error("logits.shape[1]", "at least 1", 0)
     optional = (
         ("offset", offset, torch.int64),
         ("temperature", temperature, torch.float32),
@@ -132,9 +157,9 @@ def sample(
     for name, given, dtype in (("seed", seed, torch.int64), *((n, t, d) for n, t, d in optional if t is not None)):
         check_tensor(given, name, dtypes=(dtype,))
         if given.dim() and (dtype is torch.int64 or given.shape != (rows,)):
-            raise must(f"{name}.shape", "()" if dtype is torch.int64 else f"() or ({rows},)", tuple(given.shape))
+            raise argument_error(f"{name}.shape", "()" if dtype is torch.int64 else f"() or ({rows},)", tuple(given.shape))
         if given.device != logits.device:
-            raise must(f"{name}.device", logits.device, given.device)
+            raise argument_error(f"{name}.device", logits.device, given.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         flat = (None if t is None else t.reshape(-1) for t in (offset, temperature, top_k, top_p))

@@ -1,19 +1,31 @@
 """What a launch of `sample` may depend on, and what it comes to."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..rows import CLUSTER_ARCHS
-from .kernel import sample_kernel
+from ...launch import Cost, Decision, Device, Launch, hints, next_pow2
+from ...select import Choices, Ordered, Work, ordered
+from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, stream
+from .kernels import sample_kernel
+
+# waits decide, which the model knows least of: the first config stays unless another is far better
+TIE = 0.25
+LEAST_COLUMNS = 2048  # of a block of a cluster
+PHILOX = 180  # operations on an element, once: with two logarithms
+REGISTERS = 120  # of a thread
+WAIT = 3.0  # for the load of a tile, beside other waits
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a plan may depend on. per_row: of inputs() alone, one of each parameter a row, and one row greedy."""
+    """What a plan may depend on. per_row: of inputs() alone, one of each parameter a row, and one
+    row greedy.
+    """
 
     rows: int
     cols: int
@@ -45,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a row is walked.
+    """How a row is tiled.
 
     tile_n: columns of a tile; a power of two, at least 4.
     ways: cuts that a pass of a search tries.
@@ -61,28 +73,79 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
     whole = max(4, next_pow2(p.cols))
     if device.is_cpu:
-        return list(dict.fromkeys((Config(whole, 8), Config(max(4, whole // 8), 3))))
-    ctas = [1]
-    if device.arch in CLUSTER_ARCHS:
-        # As many SMs for a row as there are rows to go round, and no more than its columns keep busy.
-        most = max(1, min(8, next_pow2(device.sms // p.rows + 1) // 2, whole // 2048))
-        ctas = list(dict.fromkeys((most, max(1, most // 2), min(8, 2 * most))))
-    searches = p.top_k or p.top_p
-    configs = []
-    for num_ctas in ctas:
-        # The compiler unrolls loops by the latency: more cuts or a higher hint spill (sm_90).
-        for loads, ways, latency in ((1, 8, 1), (1, 4, 1), (1, 4, 2)) if searches else ((1, 1, 4), (2, 1, 4)):
-            tile_n = min(whole, 256 * num_ctas * loads * 16 // p.dtype.itemsize)
-            configs.append(Config(tile_n, ways, latency, num_ctas, 8))
-    return list(dict.fromkeys(configs))
+        yield Config(whole, 8)
+        yield Config(max(4, whole // 8), 3)
+        return
+    # The compiler unrolls loops by the latency: more cuts or a higher hint spill (sm_90).
+    loads = ((1, 8, 1), (1, 4, 1), (1, 4, 2)) if p.top_k or p.top_p else ((2, 1, 4), (1, 1, 4))
+    wanted = math.log2(2 * device.sms / p.rows)  # two clusters share their SMs
+    clusters = [n for n in (8, 4, 2, 1) if n == 1 or (device.arch in CLUSTER_ARCHS and whole >= LEAST_COLUMNS * n)]
+    for num_ctas in sorted(clusters, key=lambda n: abs(wanted - math.log2(n)))[:3]:
+        for vectors, ways, latency in loads:
+            yield Config(min(whole, 256 * num_ctas * vectors * 16 // p.dtype.itemsize), ways, latency, num_ctas, 8)
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of one launch."""
-    shift = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[p.dtype]  # low bits of a float that the dtype does not have
-    constants = (p.offset, p.temperature, p.top_k, p.top_p, p.cols, shift, c.tile_n, c.ways, c.latency)
-    return Plan(sample_kernel, (p.rows,), constants, c.num_ctas, None, c.num_worker_warps, early=True)
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    return c.num_ctas == 1 or next_pow2(p.cols) >= LEAST_COLUMNS * c.num_ctas
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Two passes over a row, and those of each search, which end in sums over the cluster; every
+    tile waits for its load.
+    """
+    bits = 8 * p.dtype.itemsize / math.log2(c.ways + 1) if c.ways > 1 else 0.0
+    passes = 2 + bits * (p.top_k + p.top_p) + p.top_p
+    tiles = -(-p.cols // c.tile_n)
+    return stream(
+        device,
+        p.rows,
+        c.tile_n,
+        p.cost().size_bytes,
+        c,
+        registers=REGISTERS,
+        aligned=p.cols * p.dtype.itemsize,
+        operations=8 + 3 * c.ways + PHILOX / passes,
+        reads=1 / tiles,
+        chain=passes * (1 + c.num_ctas / 8),
+        steps=passes * tiles,
+        serial=WAIT / c.latency**0.5,
+    )
+
+
+def family(p: Problem, c: Config) -> str:
+    return f"{p.top_k + p.top_p} {c.ways} {c.num_ctas}"
+
+
+CHOICES = Choices("sample", candidates, legal, work, family, tie=TIE)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """Grid and compile-time constants of one launch; blocks take several rows where a grid can't
+    have one for each.
+    """
+    constants = {
+        "persistent": p.rows > MOST_BLOCKS[0],
+        "has_offset": p.offset,
+        "has_temperature": p.temperature,
+        "has_top_k": p.top_k,
+        "has_top_p": p.top_p,
+        "cols": p.cols,
+        # low bits of a float that the dtype does not have
+        "shift": {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[p.dtype],
+        "tile_n": c.tile_n,
+        "ways": c.ways,
+        "latency": c.latency,
+    }
+    unused = tuple(name for name in ("offset", "temperature", "top_k", "top_p") if not getattr(p, name))
+    return (Launch(sample_kernel, (min(p.rows, MOST_BLOCKS[0]),), constants, **hints(c), pdl=p.rows <= MOST_BLOCKS[0], unused=unused),)
+
+
+DECISION = Decision("sample", problem=Problem, arguments=("logits", "seed", "offset", "temperature", "top_k", "top_p", "out"), space=space, plan=plan)

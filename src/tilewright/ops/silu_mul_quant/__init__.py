@@ -1,9 +1,13 @@
-"""Gated activation straight to fp8: codes, scale = quantize_fp8(silu(gate) * up), or with gelu_tanh of gelu(gate) * up
+"""Gated activation straight to fp8: codes, scale = quantize_fp8(silu(gate) * up).
+
+With gelu_tanh of gelu(gate) * up.
 
     silu(g) = g * sigmoid(g)        gelu(g) = g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 * g**3))
 
-Source    Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU, GEGLU); scales for rows or groups of 128 columns: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
-Numerics  As silu_mul, but its result stays in fp32: it is rounded once, to the code. Scales: fp8.py.
+Source    Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU, GEGLU); scales for rows or groups of 128
+          columns: DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2.
+Numerics  As silu_mul, but its result stays in fp32: it is rounded once, to the code. Scales:
+          fp8.py.
 Bound     Memory: gate and up read once, codes written once.
 """
 
@@ -13,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, as_rows, best_plan, check_tensor, launch, must, torch_op
-from ..fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, scales_for
-from .decision import Config, Problem, plan, space
+from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
+from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, scales_for
+from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "comparable",
@@ -56,23 +62,44 @@ def reference(
 def comparable(result: tuple[Tensor, Tensor], *, gate: Tensor, block: Block, **inputs: Any) -> tuple[Tensor, Tensor]:
     """What the accuracy rule can judge: the values that the codes stand for, and the scales.
 
-    Scales in gate's dtype: a row's is one number, the last fp32 bits of which are those of one exponential.
+    Scales in gate's dtype: a row's is one number, the last fp32 bits of which are those of one
+    exponential.
     """
     codes, scale = result
     return dequantized(codes, scale, block), scale.to(gate.dtype)
+
+
+DECISION = Decision(
+    "silu_mul_quant",
+    problem=Problem,
+    arguments=("gate", "up", "codes", "scale"),
+    space=space,
+    plan=plan,
+)
 
 
 @torch_op(mutates=("codes", "scale"))
 def silu_mul_quant_out(
     gate: Tensor, up: Tensor, codes: Tensor, scale: Tensor, gelu_tanh: bool, group: Optional[int], power_of_two_scales: bool
 ) -> None:
-    """`silu_mul_quant` into `codes`, like gate and up [rows, cols], and `scale`, [column groups, rows]; group: columns of one, None for all.
+    """`silu_mul_quant` into `codes`, like gate and up [rows, cols], and `scale`,
+    [column groups, rows]; group: columns of one, None for all.
 
     No checks, no sync: safe under graph capture.
     """
     rows, cols = codes.shape
-    form = ((1, group), codes.dtype, power_of_two_scales, gate.stride(0) == 2 * cols, gelu_tanh)
-    launch(best_plan(space, plan, Device.of(gate), Problem, rows, cols, gate.dtype, *form), gate, up, codes, scale)
+    launches = DECISION.launches(
+        Device.of(gate),
+        rows=rows,
+        cols=cols,
+        dtype=gate.dtype,
+        block=(1, group),
+        codes=codes.dtype,
+        power_of_two_scales=power_of_two_scales,
+        fused=gate.stride(0) == 2 * cols,
+        gelu_tanh=gelu_tanh,
+    )
+    launches.run(gate, up, codes, scale)
 
 
 def silu_mul_quant(
@@ -84,28 +111,31 @@ def silu_mul_quant(
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The activation of gate, times up, rounded to fp8 codes with scales: the middle of a SwiGLU or GEGLU layer before an fp8 product.
+    """The activation of gate, times up, rounded to fp8 codes with scales: the middle of a SwiGLU or
+    GEGLU layer before an fp8 product.
 
     Args:
-        gate: [..., cols], or [..., 2 * cols] holding (gate, up) when `up` is not given; bf16, fp16 or fp32; stride 1 in the last axis.
-            Copied if its leading axes do not fold into one, as is `up`.
+        gate: [..., cols], or [..., 2 * cols] holding (gate, up) when `up` is not given; bf16, fp16
+            or fp32; stride 1 in the last axis. Copied if its leading axes do not fold into one, as
+            is `up`.
         up: [..., cols], shape, dtype and device of gate; may be a view of the same tensor.
         gelu_tanh: GELU in its tanh form instead of SiLU.
         block: rows and columns that share a scale: (1, None) a row, or (1, 128).
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
         power_of_two_scales: the scales are powers of two, the next ones up.
-    Returns: (codes, scale): codes [..., cols], contiguous; scale fp32, [...] or [..., ceil(cols / 128)] with stride 1 along the rows. A group of
-        zeros has the scale 2**-126; one with a NaN or an infinity has NaN for scale and codes.
+    Returns: (codes, scale): codes [..., cols], contiguous; scale fp32, [...] or
+        [..., ceil(cols / 128)] with stride 1 along the rows. A group of zeros has the scale
+        2**-126; one with a NaN or an infinity has NaN for scale and codes.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(gate, "gate", dtypes=DTYPES)
     if gate.dim() == 0:
-        raise must("gate.dim()", "at least 1", 0)
+        raise argument_error("gate.dim()", "at least 1", 0)
     shape = tuple(gate.shape)
     if up is not None:
         check_tensor(up, "up", shape=shape, like=gate)
     elif shape[-1] % 2:
-        raise must("gate.shape[-1]", "even where up is not given", shape[-1])
+        raise argument_error("gate.shape[-1]", "even where up is not given", shape[-1])
     else:
         shape = (*shape[:-1], shape[-1] // 2)
     check_format(block, dtype, BLOCKS)

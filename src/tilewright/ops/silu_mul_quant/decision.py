@@ -1,21 +1,35 @@
-"""What `silu_mul_quant` decides from (Problem), and the launches that follow. What it decides, Config, is that of rows.py."""
+"""What `silu_mul_quant` decides from (Problem), and its launch. Config is that of rows.py."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from cuda.tile import cdiv
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
-from ..fp8 import GROUPS, ROW, Block, largest_code
-from ..rows import Config, row_configs
-from ..scaling import GROUP
+from ...launch import Cost, Device, Launch, hints
+from ...select import Choices, Ordered, Work, ordered
+from ..common import flat_tiles, rows
+from ..common.fp8 import GROUPS, ROW, Block, largest_code
+from ..common.rows import Config
+from ..common.scaling import GROUP
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
 
-__all__ = ["Config", "Problem", "plan", "space"]
+__all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
-MAX_KEPT = 64  # fp32 results that a thread may hold of its row
+# Of whole rows beside those of rows.py: tile_n, keep_row, num_ctas, occupancy. The compiler gives
+# registers to as many blocks as keep the loads of an SM busy.
+ROWS = (
+    (1024, False, 1, None),
+    (2048, True, 1, 3),
+    (2048, True, 1, 2),
+    (2048, True, 2, 2),
+    (1024, True, 1, None),
+    (2048, True, 1, None),
+    (4096, True, 1, None),
+)
+MOST_KEPT = 104  # fp32 results of a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,64 +57,70 @@ class Problem:
         return {**halves, "gelu_tanh": self.gelu_tanh, **form}
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first."""
-    if not device.has_fp8:
-        return []
-    return _row_configs(p, device) if p.block == ROW else _group_configs(p, device)
-
-
-def _row_configs(p: Problem, device: Device) -> list[Config]:
-    """Rows kept in registers as fp32 results; or computed twice, from gate and up that come from L2 the second time."""
-    if device.is_cpu:
-        return row_configs(p.rows, p.cols, 4, device, rereads=True)
-    configs = []
-    if device.arch == "sm_90" and 2048 < p.cols <= 32_768:  # H200, 2026-11-21: registers for as many blocks an SM as keep its loads busy
-        if p.cols <= 8192:
-            configs.append(Config(1, 1024, keep_row=False, num_worker_warps=8))
-        elif p.cols <= 20_480:
-            configs.append(Config(1, 2048, occupancy=3 if p.cols <= 16_384 else 2, num_worker_warps=8))
-        else:
-            configs.append(Config(1, 2048, num_ctas=2, occupancy=2, num_worker_warps=8))
-    for tile_n in (1024, 2048, 4096):
-        padded = cdiv(p.cols, tile_n) * tile_n
-        if padded <= MAX_KEPT * 256 and padded < 2 * p.cols:
-            configs.append(Config(1, tile_n, num_worker_warps=8))
-    configs += row_configs(p.rows, p.cols, 4, device, rereads=True)
-    if p.cols > 4096:
-        configs += [Config(1, tile_n, keep_row=False, num_worker_warps=8) for tile_n in (2048, 4096)]
-    return list(dict.fromkeys(configs))
-
-
-def _group_configs(p: Problem, device: Device) -> list[Config]:
-    """Tiles of whole groups, of which a thread has some 16-byte loads of each operand."""
-    wide = next_pow2(p.cols)
-    least = min(GROUP, wide)
-    if device.is_cpu:
-        tile_m = max(1, min(next_pow2(p.rows), (1 << 20) // wide))
-        return list(dict.fromkeys((Config(tile_m, wide), Config(max(1, tile_m // 4), max(least, wide // 4), persistent=True, occupancy=1))))
-    vector = 16 // p.dtype.itemsize
-    few = p.rows * p.cols < device.sms * 512 * vector  # no SM would get four warps' worth
-    sizes = [(1, 4), (1, 8), (2, 4)] if few else [(2, 4), (1, 4), (2, 8), (1, 8), (4, 8)]
-    configs = []
-    for loads, warps in sizes:
-        size = loads * 32 * warps * vector
-        fitting = min(wide, max(size, least))
-        while fitting > max(least, 256) and cdiv(p.cols, fitting) * fitting > p.cols * 9 / 8:
-            fitting //= 2
-        # Eight rows and more: their scales fill whole 32-byte sectors.
-        for tile_n in dict.fromkeys((max(least, min(fitting, size // 8)), least, fitting)):
-            configs.append(Config(min(max(1, size // tile_n), next_pow2(p.rows)), tile_n, num_worker_warps=warps))
-    return list(dict.fromkeys(configs))
-
-
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Grid and compile-time constants of one launch."""
-    form = (p.gelu_tanh, largest_code(p.codes), p.power_of_two_scales)
-    walk = (c.persistent, p.cols, c.tile_m, c.tile_n, c.latency, c.load_tma, c.store_tma)
-    tiles = cdiv(p.rows, c.tile_m) * (1 if p.block == ROW else cdiv(p.cols, c.tile_n))
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    hints = (c.num_ctas, c.occupancy, c.num_worker_warps)
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Of rows, or of tiles of any shape."""
     if p.block == GROUPS:
-        return Plan(silu_mul_quant_kernel, (blocks,), (*form, min(GROUP, c.tile_n), *walk), *hints)
-    return Plan(silu_mul_quant_rows_kernel if c.keep_row else silu_mul_quant_reread_kernel, (blocks,), (*form, *walk), *hints)
+        yield from flat_tiles.candidates(p, device, grouped=True)
+        return
+    yield from rows.candidates(_results(p), device)
+    if not device.is_cpu:
+        yield from (Config(1, tile_n, keep, num_ctas=ctas, occupancy=occupancy, num_worker_warps=8) for tile_n, keep, ctas, occupancy in ROWS)
+
+
+def _results(p: Problem) -> Problem:
+    """What a block keeps of its rows: results in fp32."""
+    return replace(p, dtype=torch.float32)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Whether the device has the codes, and registers hold a thread's share of a tile."""
+    if not device.has_fp8 or (c.num_ctas > 1 and device.arch not in rows.CLUSTER_ARCHS):
+        return False
+    if p.block == GROUPS:
+        return flat_tiles.legal(p, c, device, most=64)
+    kept = c.kept(p.cols)
+    fits = kept <= MOST_KEPT and (c.occupancy or 1) * c.threads * (rows.OWN_REGISTERS + kept) <= rows.REGISTERS
+    return rows.legal(_results(p), c, device) or (fits and c.tile_m == 1 and not c.persistent and c.padded(p.cols) < 2 * p.cols)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Of tiles; or of rows in fp32, with the bytes of gate, up and the codes."""
+    if p.block == GROUPS:
+        return flat_tiles.work(p, c, device, operands=2)
+    found, share = rows.work(_results(p), c, device), p.cost().size_bytes / _results(p).cost().size_bytes
+    return replace(found, dram=found.dram * share, fill=found.fill * share)
+
+
+def family(p: Problem, c: Config) -> str:
+    """How a block has its tile."""
+    return flat_tiles.family(p, c) if p.block == GROUPS else f"r{rows.family(p, c)}"
+
+
+CHOICES = Choices("silu_mul_quant", candidates, legal, work, family, tie=rows.TILE_TIE, like="silu_mul")
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first."""
+    return rows.row_space(CHOICES, p, device) if p.block == ROW else ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """Grid and compile-time constants of one launch."""
+    tiles = cdiv(p.rows, c.tile_m) * (1 if p.block == ROW else cdiv(p.cols, c.tile_n))
+    blocks = (min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles,)
+    constants = {
+        "gelu": p.gelu_tanh,
+        "largest": largest_code(p.codes),
+        "power_of_two": p.power_of_two_scales,
+        "persistent": c.persistent,
+        "cols": p.cols,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "latency": c.latency,
+        "load_tma": c.load_tma,
+        "store_tma": c.store_tma,
+    }
+    if p.block == GROUPS:
+        return (Launch(silu_mul_quant_kernel, blocks, constants | {"group_n": min(GROUP, c.tile_n)}, **hints(c)),)
+    kernel = silu_mul_quant_rows_kernel if c.keep_row else silu_mul_quant_reread_kernel
+    return (Launch(kernel, blocks, constants, **hints(c)),)

@@ -1,12 +1,13 @@
-"""Tile code of `silu_mul_quant`: groups within a tile, whole rows kept in registers, and rows computed twice."""
+"""Tile code of `silu_mul_quant`: groups within a tile, rows in registers, rows computed twice."""
 
 import cuda.tile as ct
 
-from ..fp8 import codes_of, group_codes, scale_of
-from ..scaling import GROUP
-from ..tiles import each_row_tile, each_tile, gated, load_tile, of_width
+from ..common.fp8 import codes_of, group_codes, scale_of
+from ..common.scaling import GROUP
+from ..common.tiles import each_row_tile, each_tile, gated, load_tile, of_width
 
-# The end of a row in halves, quarters, ... of a tile, so that rows of a multiple of 128 are read unchecked to their end.
+# The end of a row in halves, quarters, ... of a tile, so that rows of a multiple of 128 are read
+# unchecked to their end.
 PARTS = (2, 4, 8, 16, 32)
 ZERO = ct.PaddingMode.ZERO  # zero times zero is zero: never the largest of a group
 
@@ -25,7 +26,9 @@ def _row_max(x):
 
 
 def _with_ends(largest, arrays, i, COLS, TILE_N, whole, how):
-    """The largest of whole rows, and what of them lies behind the last whole tile: (column tile, fp32 results), narrower and narrower."""
+    """The largest of whole rows, and what of them lies behind the last whole tile: (column tile,
+    fp32 results), narrower and narrower.
+    """
     ends: tuple = ()
     for part in ct.static_iter(PARTS):
         if whole and COLS * part // TILE_N % 2 == 1:
@@ -53,7 +56,9 @@ def silu_mul_quant_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Groups that lie within a tile, tiles in row-major order. GATE, UP, CODES: [rows, COLS]; SCALE: [column groups, rows]."""
+    """Groups that lie within a tile, tiles in row-major order. GATE, UP, CODES: [rows, COLS];
+    SCALE: [column groups, rows].
+    """
     shape = (TILE_M, TILE_N)
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
 
@@ -84,7 +89,9 @@ def silu_mul_quant_rows_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """The results of a tile of rows are kept in registers, in chunks of TILE_N columns. GATE, UP, CODES: [rows, COLS]; SCALE: [1, rows]."""
+    """The results of a tile of rows are kept in registers, in chunks of TILE_N columns. GATE, UP,
+    CODES: [rows, COLS]; SCALE: [1, rows].
+    """
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
     arrays = (GATE, UP, CODES)
     how = (GELU, TILE_M, LATENCY, LOAD_TMA, STORE_TMA)
@@ -125,7 +132,9 @@ def silu_mul_quant_reread_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in silu_mul_quant_rows_kernel."""
+    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in
+    silu_mul_quant_rows_kernel.
+    """
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
     arrays = (GATE, UP, CODES)
     how = (GELU, TILE_M, LATENCY, LOAD_TMA, STORE_TMA)

@@ -1,12 +1,17 @@
-"""Attention of a few new tokens over the cached rows that lists of indices name: out = softmax(scale * q k^T, sink) v, per head.
+"""Attention of a few new tokens over the cached rows that lists of indices name: out =
+softmax(scale * q k^T, sink) v, per head.
 
-All heads share one key head; v is the first columns of k. A token's list names rows of a paged cache; a second list may name rows of another
-cache, and one softmax covers both (DeepSeek-V4: a window, and compressed keys that an indexer chose). Two algorithms: one kernel that reads the rows
-where they are; or one that brings the rows of each token together, without gaps and 16 bits wide, in front of the kernels of attention_decode.
+All heads share one key head; v is the first columns of k. A token's list names rows of a paged
+cache; a second list may name rows of another cache, and one softmax covers both (DeepSeek-V4: a
+window, and compressed keys that an indexer chose). Two algorithms: one kernel that reads the rows
+where they are; or one that brings the rows of each token together, without gaps and 16 bits wide,
+in front of the kernels of attention_decode.
 
-Source    DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1 (DeepSeek sparse attention); the layouts of 8-bit caches are those of FlashMLA.
+Source    DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1 (DeepSeek sparse attention); the layouts of
+          8-bit caches are those of FlashMLA.
 Numerics  As attention_decode. 8-bit columns are code * scale in fp32, rounded to bf16.
-Bound     Memory: the rows that are named, once; gathered ones are written and read once more. From about 100 heads the products.
+Bound     Memory: the rows that are named, once; gathered ones are written and read once more. From
+          about 100 heads the products.
 """
 
 from typing import Any, Optional
@@ -14,16 +19,16 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must, torch_op
+from ...launch import Decision, Device, argument_error, check_tensor, torch_op
 from .. import attention_decode as decode
-from ..attention_common import LOG2E, check_int32, check_per_head, check_scale_and_window
-from ..attention_decode.calls import launch_decode
-from .decision import Config, Problem, plan, space
-from .fused_kernel import sparse_decode_kernel
-from .kernel import sparse_decode_gather_kernel
+from ..common.softmax_tiles import LOG2E, check_int32, check_per_head, check_scale_and_window
+from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
+from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv
 
 __all__ = [
+    "CHOICES",
+    "DECISION",
     "Config",
     "Problem",
     "pack_kv",
@@ -77,6 +82,9 @@ def reference(
     return (out, lse) if return_lse else out
 
 
+DECISION = Decision("sparse_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+
+
 @torch_op(mutates=("out", "lse"))
 def sparse_decode_out(
     q: Tensor,
@@ -92,36 +100,36 @@ def sparse_decode_out(
     scale: float,
     q_len: int,
 ) -> None:
-    """`sparse_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture.
+    """`sparse_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph
+    capture.
 
-    The tokens of all sequences are one axis: q, out [tokens, q_heads, 1, columns], lse [tokens, q_heads, 1], indices [tokens, entries], lengths
-    [tokens] or, one for the q_len tokens of each sequence, [batch]. Both lengths are given or none, as far as there are two lists.
+    The tokens of all sequences are one axis: q, out [tokens, q_heads, 1, columns], lse [tokens,
+    q_heads, 1], indices [tokens, entries], lengths [tokens] or, one for the q_len tokens of each
+    sequence, [batch]. Both lengths are given or none, as far as there are two lists.
     """
     tokens, q_heads, _, head_dim = q.shape
-    more_topk = 0 if extra_indices is None else extra_indices.shape[1]
-    cache_dtype = CODE if cache.dtype == torch.uint8 else None
-    fields = (tokens // q_len, q_heads, indices.shape[1], more_topk, head_dim, q.dtype, cache_dtype, q_len, out.shape[3])
-    chosen = best_plan(space, plan, Device.of(q), Problem, *fields, topk_length is not None, sinks is not None, lse is not None)
-    # Arrays that are given stand in for those that the kernels' flags say are absent.
-    first = _arrays(indices, topk_length, cache)
-    second = first if extra_cache is None or extra_indices is None else _arrays(extra_indices, extra_length, extra_cache)
-    if chosen.kernel is sparse_decode_kernel:
-        lse, sinks = q if lse is None else lse, q if sinks is None else sinks
-        found = out if chosen.then is None else chosen.scratch(q.device)[0]
-        launch(chosen, *first, *second, q, found, lse, sinks, scale * LOG2E)
-        if chosen.then is not None:
-            launch(chosen.then, found, out, lse, q, sinks)
-        return
-    assert chosen.then is not None
-    keys, count = chosen.scratch(q.device)
-    launch(chosen, *first, *second, keys, count)
-    k = keys[:, None]  # [tokens, one key head, rows, columns]
-    launch_decode(chosen.then, q, q, k, k[..., : out.shape[3]], out, lse, None, count, None, None, sinks, scale, None)
+    launches = DECISION.launches(
+        Device.of(q),
+        batch=tokens // q_len,
+        q_heads=q_heads,
+        topk=indices.shape[1],
+        more_topk=0 if extra_indices is None else extra_indices.shape[1],
+        head_dim=head_dim,
+        dtype=q.dtype,
+        cache_dtype=CODE if cache.dtype == torch.uint8 else None,
+        q_len=q_len,
+        v_dim=out.shape[3],
+        has_length=topk_length is not None,
+        sinks=sinks is not None,
+        return_lse=lse is not None,
+    )
+    first, second = (indices, topk_length, *_parts(cache)), (extra_indices, extra_length, *_parts(extra_cache))
+    launches.run(q, *first, *second, out, lse, sinks, 0, scale * LOG2E)
 
 
-def _arrays(indices: Tensor, length: Tensor | None, cache: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the kernel takes of one list and its cache; the cache stands in for scales and rotated columns that it has not apart."""
-    return indices, indices if length is None else length, *(parts(cache) if cache.dtype == torch.uint8 else (cache, cache, cache))
+def _parts(cache: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Keys, and of an 8-bit cache scales and rotated columns."""
+    return parts(cache) if cache is not None and cache.dtype == torch.uint8 else (cache, None, None)
 
 
 def sparse_decode(
@@ -138,49 +146,57 @@ def sparse_decode(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of new tokens over the rows of one or two caches that their lists name; all heads share the rows.
+    """Softmax attention of new tokens over the rows of one or two caches that their lists name; all
+    heads share the rows.
 
     Args:
-        q: [batch, q_heads, q_len, head_dim]; bf16 or fp16; head_dim a multiple of 64 up to 512, or 576; batch * q_len up to 65535; stride 1 in the
-            last axis. Copied if batch and q_len are no multiple of one stride, as where tokens lie within heads: q made as
-            [batch, q_len, q_heads, head_dim] and transposed is not.
-        cache: [pages, page_size, head_dim], dtype and device of q, any strides with stride 1 in the last axis. Or, for bf16 queries, uint8
-            [pages, page_size, 656] (head_dim 576) or [pages, page_size, 584] (head_dim 512), as `pack_kv` makes them.
-        indices: [batch, q_len, topk] int32; the rows a token sees, each as page * page_size + row. A negative one, or one from
-            pages * page_size on, is a hole.
-        topk_length: [batch] or [batch, q_len] int32; how many entries of a list count; default all. Entries behind them may be anything. Read on
-            the device: nothing depends on its values here.
-        scale: of q k^T. It is the model's: 512 ** -0.5 for DeepSeek-V4, for absorbed queries over the dimensions before absorption.
-        extra_cache, extra_indices, extra_length: a second cache in the format of the first (its pages may be of another size), with its lists and
-            lengths; the softmax is over both. Its length is given where topk_length is.
+        q: [batch, q_heads, q_len, head_dim]; bf16 or fp16; head_dim a multiple of 64 up to 512, or
+            576; batch * q_len up to 65535; stride 1 in the last axis. Copied if batch and q_len are
+            no multiple of one stride, as where tokens lie within heads: q made as [batch, q_len,
+            q_heads, head_dim] and transposed is not.
+        cache: [pages, page_size, head_dim], dtype and device of q, any strides with stride 1 in the
+            last axis. Or, for bf16 queries, uint8 [pages, page_size, 656] (head_dim 576) or [pages,
+            page_size, 584] (head_dim 512), as `pack_kv` makes them.
+        indices: [batch, q_len, topk] int32; the rows a token sees, each as page * page_size + row.
+            A negative one, or one from pages * page_size on, is a hole.
+        topk_length: [batch] or [batch, q_len] int32; how many entries of a list count; default all.
+            Entries behind them may be anything. Read on the device: nothing depends on its values
+            here.
+        scale: of q k^T. It is the model's: 512 ** -0.5 for DeepSeek-V4, for absorbed queries over
+            the dimensions before absorption.
+        extra_cache, extra_indices, extra_length: a second cache in the format of the first (its
+            pages may be of another size), with its lists and lengths; the softmax is over both. Its
+            length is given where topk_length is.
         v_dim: columns of the rows that are their values; at most 512; default all up to 512.
-        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the softmax and has no value.
+        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the
+            softmax and has no value.
         return_lse: also return the natural log of the softmax denominator, without the sink.
-    Returns: out [batch, q_heads, q_len, v_dim], a transposed [batch, q_len, q_heads, v_dim]; with return_lse the tuple (out, lse), lse fp32
-        [batch, q_heads, q_len]. A token with no row to see gives 0 and lse -inf. Rows that no list names may hold anything.
+    Returns: out [batch, q_heads, q_len, v_dim], a transposed [batch, q_len, q_heads, v_dim]; with
+        return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len]. A token with no row to
+        see gives 0 and lse -inf. Rows that no list names may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
     tokens = batch * q_len
     if head_dim % 64 or not (64 <= head_dim <= 512 or head_dim == 576):
-        raise must("q.shape[-1]", "a multiple of 64 up to 512, or 576", head_dim)
+        raise argument_error("q.shape[-1]", "a multiple of 64 up to 512, or 576", head_dim)
     if tokens > MOST_TOKENS:
-        raise must("q.shape[0] * q.shape[2]", f"at most {MOST_TOKENS}", tokens)
+        raise argument_error("q.shape[0] * q.shape[2]", f"at most {MOST_TOKENS}", tokens)
     _check_scope(q, "cache", cache, "indices", indices, "topk_length", topk_length)
     if (extra_cache is None) != (extra_indices is None):
-        raise must("extra_indices", "given where extra_cache is", "only one of the two")
+        raise argument_error("extra_indices", "given where extra_cache is", "only one of the two")
     if extra_cache is not None and extra_indices is not None:
         _check_scope(q, "extra_cache", extra_cache, "extra_indices", extra_indices, "extra_length", extra_length)
         if extra_cache.dtype != cache.dtype:
-            raise must("extra_cache.dtype", cache.dtype, extra_cache.dtype)
+            raise argument_error("extra_cache.dtype", cache.dtype, extra_cache.dtype)
         if (extra_length is None) != (topk_length is None):
-            raise must("extra_length", "given where topk_length is", "only one of the two")
+            raise argument_error("extra_length", "given where topk_length is", "only one of the two")
     elif extra_length is not None:
-        raise must("extra_length", "None without an extra_cache", tuple(extra_length.shape))
+        raise argument_error("extra_length", "None without an extra_cache", tuple(extra_length.shape))
     columns = min(head_dim, 512) if v_dim is None else v_dim
     if not 1 <= columns <= min(head_dim, 512):
-        raise must("v_dim", f"in 1..{min(head_dim, 512)}", columns)
+        raise argument_error("v_dim", f"in 1..{min(head_dim, 512)}", columns)
     scale = check_scale_and_window(scale, None, head_dim)
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q_heads)
@@ -212,18 +228,18 @@ def _check_scope(q: Tensor, cache_name: str, cache: Tensor, name: str, indices: 
         check_packed(cache, cache_name)
         if q.dtype != torch.bfloat16 or COLUMNS[cache.shape[2]] != head_dim:
             given = f"{tuple(cache.shape)} for {q.dtype} queries of {head_dim} columns"
-            raise must(f"{cache_name}.shape[2]", "656 for bf16 queries of 576 columns, 584 for those of 512", given)
+            raise argument_error(f"{cache_name}.shape[2]", "656 for bf16 queries of 576 columns, 584 for those of 512", given)
     else:
         check_tensor(cache, cache_name, ndim=3, like=q)
         if cache.shape[2] != head_dim:
-            raise must(f"{cache_name}.shape[2]", head_dim, cache.shape[2])
+            raise argument_error(f"{cache_name}.shape[2]", head_dim, cache.shape[2])
     if cache.device != q.device:
-        raise must(f"{cache_name}.device", q.device, cache.device)
+        raise argument_error(f"{cache_name}.device", q.device, cache.device)
     if not cache.numel():
-        raise must(f"{cache_name}.shape", "of at least one row", tuple(cache.shape))
+        raise argument_error(f"{cache_name}.shape", "of at least one row", tuple(cache.shape))
     check_int32(indices, name, q, (batch, q_len, None))
     if not indices.shape[2]:
-        raise must(f"{name}.shape[2]", "at least 1", 0)
+        raise argument_error(f"{name}.shape[2]", "at least 1", 0)
     if length is not None:
         per_token = isinstance(length, Tensor) and length.dim() == 2
         check_int32(length, length_name, q, (batch, q_len) if per_token else (batch,))

@@ -1,28 +1,41 @@
-"""What the launches of `sparse_decode` may depend on, and what they come to."""
+"""What the launches of `sparse_decode` depend on, which configs they may take, and what each comes
+to.
+"""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
+from ...select import Choices, Ordered, Work, ordered
 from .. import attention_decode as decode
 from ..attention_decode.decision import fitted
-from .fused_kernel import sparse_decode_kernel
-from .kernel import sparse_decode_gather_kernel
+from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import BYTES, CODE, GROUP, pack_kv, parts
 
 PAGE = 64  # rows of a page of `inputs`
 UNUSED = 2147480000  # an index that is in no cache
+
+ROWS = 64  # heads of a block that reads the rows where they are: what wgmma takes
+# Of such a block tile_n, latency, late. Late denominators leave 4 of a step's 7 barriers.
+IN_PLACE = {"sm_90": ((64, 8, True), (64, 8, False), (32, 4, True), (32, 4, False), (32, 8, True), (32, 8, False), (32, 2, False))}
+GATHERED = (8, 4, 16, 32)  # entries of a block that gathers
+GATHERING_BLOCKS = 8  # of them on an SM
+MOST_DECODES = 8  # configs of attention_decode behind the gathering
+WIDENING = 5  # time of widening a code, in exponentials
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a plan may depend on.
 
-    topk, more_topk: entries of a token's list, and of its second list, 0 without. cache_dtype: None where it is dtype; float8_e4m3fn for the packed
-    layout of head_dim. has_length: lengths are given; the lists of `inputs` have holes then. v_dim: columns of v, 0 for the first 512 at most.
+    topk, more_topk: entries of a token's list, and of its second list, 0 without. cache_dtype: None
+        where it is dtype; float8_e4m3fn for the packed
+    layout of head_dim. has_length: lengths are given; the lists of `inputs` have holes then. v_dim:
+    columns of v, 0 for the first 512 at most.
     """
 
     batch: int
@@ -55,7 +68,9 @@ class Problem:
         return decode.Problem(*shape, return_lse=self.return_lse, v_dim=self.columns, shared=True, sinks=self.sinks)
 
     def _lengths(self, topk: int) -> list[int]:
-        """Of the sequences' lists: all entries, down to a third in the last; with several sequences, one has none."""
+        """Of the sequences' lists: all entries, down to a third in the last; with several
+        sequences, one has none.
+        """
         if not self.has_length:
             return [topk] * self.batch
         lengths = [topk - (topk * i * 2) // (3 * self.batch) for i in range(self.batch)]
@@ -71,7 +86,9 @@ class Problem:
         return Cost(moved, 2 * keys * self.q_heads * both)
 
     def _scope(self, topk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A cache of twice the rows that a sequence's list may name, indices into it, and lengths; rows that no entry names are NaN."""
+        """A cache of twice the rows that a sequence's list may name, indices into it, and lengths;
+        rows that no entry names are NaN.
+        """
         pages = -(-2 * topk // PAGE)
         own = torch.arange(self.batch, device=device)[:, None, None] * (pages * PAGE)
         indices = own + torch.rand(self.batch, self.q_len, pages * PAGE, device=device).argsort(-1)[..., :topk]
@@ -111,10 +128,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How rows are gathered, and how the attention walks them.
+    """How rows are gathered, and how the attention reads them.
 
-    rows: entries of a list that one block gathers; a power of two. 0: nothing is gathered, the attention reads the rows where they are.
-    decode: of the attention, as in attention_decode; where nothing is gathered, its tile_n, splits, latency, rows and hints count.
+    rows: entries of a list that one block gathers; a power of two. 0: nothing is gathered, the
+        attention reads the rows where they are.
+    decode: of the attention, as in attention_decode; where nothing is gathered, its tile_n, splits,
+        latency, rows and hints count.
     latency: prefetch hint of the gathering loads, 1 to 10.
     num_worker_warps: compiler hint of the gathering kernel.
     """
@@ -125,63 +144,152 @@ class Config:
     num_worker_warps: int | None = 4
 
 
-def space(p: Problem, device: Device) -> list[Config]:
-    """Every config worth timing, the untuned default first; none for 8-bit caches where the device has no such format."""
-    if p.cache_dtype is CODE and not device.has_fp8 and not device.is_cpu:
-        return []
-    decodes = list(dict.fromkeys(_fewer_splits(p, c) for c in decode.space(p.decode, device)))
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Rows gathered, then the best configs of attention_decode; or read where they are."""
     if device.is_cpu:
         # Each row is several calls of numpy either way, and code for each is generated.
-        return [Config(8, decodes[0]), Config(4, decodes[1]), *(Config(0, decode.Config(64, n, rows=16, late=n > 1)) for n in (1, 2))]
-    # Few rows: short pieces, so that there is a block for every SM.
-    sizes = (8, 4, 16) if p.batch * p.q_len * p.keys < 16 * 2 * device.sms else (16, 8, 32)
-    gathered = [*(Config(sizes[0], c) for c in decodes), *(Config(n, decodes[0]) for n in sizes[1:])]
-    fused = _fused(p, device)
-    # Widening codes in the loop of 128 heads costs more than rows gathered first (H200, 2026-11-21: 128 x 2048 rows 1536 and 368 us); of 64 heads it
-    # is 31.4 for 33.7 us at 16 sequences, and at 1 and 128 again the slower.
-    widened_once = p.cache_dtype is not None and (p.q_heads > 64 or not 4 <= p.batch * p.q_len < 64)
-    return [*gathered, *fused] if widened_once else [*fused, *gathered]
+        decodes = decode.space(p.decode, device)
+        yield from (Config(8, decodes[0]), Config(4, decodes[1]))
+        yield from (Config(0, decode.Config(64, n, rows=16, late=n > 1)) for n in (1, 2))
+        return
+    waves = max(1, device.sms // (p.batch * p.q_len * -(-p.q_heads // ROWS)))
+    for tile_n, latency, late in IN_PLACE.get(device.arch, ()):
+        c = decode.Config(tile_n, min(waves, -(-p.keys // 64)), latency=latency, occupancy=1, num_worker_warps=8, rows=ROWS, late=late)
+        yield Config(0, _fewer_splits(p, c))
+    for c in decode.space(p.decode, device)[:MOST_DECODES]:
+        yield from (Config(rows, _fewer_splits(p, c)) for rows in GATHERED)
 
 
-def _fused(p: Problem, device: Device) -> list[Config]:
-    """Configs that gather nothing: Hopper keeps its wgmma, and holds the sums of 64 heads."""
-    if device.arch != "sm_90":
-        return []
-    tiles = p.batch * p.q_len * -(-p.q_heads // 64)
-    splits = min(max(1, device.sms // tiles), -(-p.keys // 64))
-    # (tile_n, latency, late). 64 rows of codes beside their widened values take more registers than there are; so do, beside partial results or
-    # queries of 576 columns, the tiles of 32 rows that the compiler keeps in flight at latency 2. Late denominators first: 2 to 5 % less
-    # time with bf16 rows, of whose 7 barriers a step 4 are left (H200, 2026-11-21).
-    walks = (
-        [(64, 8, True), (64, 8, False), (32, 4, True), (32, 4, False)] if p.cache_dtype is None else [(32, 8, True), (32, 8, False), (32, 2, False)]
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """What the kernels can run without many spills; 8-bit caches only where the device has the
+    format.
+    """
+    if device.is_cpu:
+        return True
+    if p.cache_dtype is CODE and not device.has_fp8:
+        return False
+    how = c.decode
+    if c.rows:
+        return True
+    if p.cache_dtype is not None:  # 64 rows of codes beside their widened values, or the codes of 128 heads, take too many registers
+        return how.tile_n == 32 and how.latency != 4 and p.q_heads <= ROWS
+    # At latency 2 the tiles in flight take the registers of partial results, and of wider queries.
+    return (how.tile_n, how.latency) != (32, 8) and (how.latency != 2 or (how.num_kv_splits == 1 and p.head_dim <= 512))
+
+
+def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
+    """What gathering and the attention ask for, or the attention alone."""
+    how, tokens = fitted(p.decode, c.decode), p.batch * p.q_len
+    stored = p.head_dim * p.dtype.itemsize if p.cache_dtype is None else BYTES[p.head_dim]
+    if c.rows:
+        blocks, widened = tokens * -(-p.keys // c.rows), p.head_dim * p.dtype.itemsize
+        gather = Work(
+            blocks=blocks,
+            resident=device.sms * GATHERING_BLOCKS,
+            per_sm=GATHERING_BLOCKS,
+            fill=c.rows * stored,
+            dram=tokens * p.keys * (stored + widened),
+            chain=3,  # the list's entries, the rows, and how many entries before name one
+        )
+        return gather, decode.CHOICES.work(p.decode, how, device)  # type: ignore[return-value]
+    per_block = -(-p.keys // how.num_kv_splits)
+    widening = WIDENING * p.head_dim if p.cache_dtype is not None else 0
+    partial = 4 * tokens * how.num_kv_splits * p.q_heads * (p.columns + 2) if how.num_kv_splits > 1 else 0
+    attend = Work(
+        blocks=how.num_kv_splits * -(-p.q_heads // how.rows) * tokens,
+        resident=device.sms,
+        steps=-(-per_block // how.tile_n),
+        flops=2 * how.tile_n * how.rows * (p.head_dim + p.columns),
+        kinds=("queries_first",),
+        exponentials=how.tile_n * (how.rows + widening),
+        fill=how.tile_n * stored,
+        dram=p.cost().size_bytes,
+        aligned=64,
+        out=how.rows * p.columns,
+        partial=partial,
     )
-    if p.cache_dtype is None and splits == 1 and p.head_dim <= 512:
-        walks.append((32, 2, False))
-    shapes = [decode.Config(n, splits, latency=latency, occupancy=1, num_worker_warps=8, rows=64, late=late) for n, latency, late in walks]
-    return [Config(0, _fewer_splits(p, shape)) for shape in shapes]
+    return (attend,)
+
+
+CHOICES = Choices("sparse_decode", candidates, legal, work)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing, the untuned default first; none where the device cannot run the
+    problem.
+    """
+    return ordered(CHOICES, p, device)
 
 
 def _fewer_splits(p: Problem, c: decode.Config) -> decode.Config:
-    """The config without ranges that would be empty: unlike a cache, a list can't grow."""
+    """The config without splits that would be empty: unlike a cache, a list can't grow."""
     tiles = -(-p.keys // c.tile_n)
-    each = -(-tiles // c.splits)
-    return replace(c, splits=-(-tiles // each))
+    each = -(-tiles // c.num_kv_splits)
+    return replace(c, num_kv_splits=-(-tiles // each))
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
-    """Gathering, and behind it the launches of attention_decode; or one kernel for both, and behind it the merge of attention_decode."""
+ARGUMENTS = (
+    *("q", "indices", "length", "keys", "scales", "rope", "more_indices", "more_length", "more_keys", "more_scales", "more_rope"),
+    *("out", "lse", "sinks", "window", "scale"),
+)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """Gathering, then the launches of attention_decode; or one kernel for both, then its merge."""
     tokens = p.batch * p.q_len
-    attend = decode.plan(p.decode, c.decode, device)
+    attend, *merge = decode.plan(p.decode, c.decode, device)
     group = 0 if p.cache_dtype is None else GROUP[BYTES[p.head_dim]]
     if not c.rows:
-        how = fitted(p.decode, c.decode)
-        grid = (how.splits * -(-p.q_heads // how.rows), tokens)
-        flags = (p.has_length, p.more_topk > 0, p.sinks, p.return_lse, how.splits > 1)
-        ahead = how.tile_n > 32 or p.cache_dtype is not None
-        fused = (*flags, p.q_heads, how.rows, p.head_dim, group, p.columns, how.tile_n, ahead, how.latency, how.late)
-        return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=fused, early=False)
-    pieces = -(-p.topk // c.rows) + -(-p.more_topk // c.rows)
-    count = min(1024, max(16, next_pow2(max(p.topk, p.more_topk))))
-    constants = (p.has_length, p.more_topk > 0, p.head_dim, group, c.rows, count, c.latency)
-    workspace = (((tokens, p.keys, p.head_dim), p.dtype), ((tokens,), torch.int32))
-    return Plan(sparse_decode_gather_kernel, (pieces, tokens), constants, None, None, c.num_worker_warps, workspace, attend)
+        return _fused_launch(p, fitted(p.decode, c.decode), group, attend), *merge
+    shape, strides = (tokens, 1, p.keys, p.head_dim), (p.keys * p.head_dim, p.keys * p.head_dim, p.head_dim, 1)
+    gather = Launch(
+        sparse_decode_gather_kernel,
+        (-(-p.topk // c.rows) + -(-p.more_topk // c.rows), tokens),
+        {
+            "has_length": p.has_length,
+            "more": p.more_topk > 0,
+            "columns": p.head_dim,
+            "group": group,
+            "rows": c.rows,
+            "list": min(1024, max(16, next_pow2(max(p.topk, p.more_topk)))),
+            "latency": c.latency,
+        },
+        num_worker_warps=c.num_worker_warps,
+        scratch={"gathered": ((tokens, p.keys, p.head_dim), p.dtype), "count": ((tokens,), torch.int32)},
+        views={"k": ("gathered", shape, strides), "v": ("gathered", (*shape[:3], p.columns), strides)},
+        renames={"out": "gathered"},
+        unused=_absent(p, group),
+    )
+    renames = {**attend.renames, "kv_len": "count"} | ({} if "q_tail" in attend.unused else {"q_tail": "q"})
+    return gather, replace(attend, renames=renames), *merge
+
+
+def _fused_launch(p: Problem, how: decode.Config, group: int, attend: Launch) -> Launch:
+    """One kernel in place of gathering and `attend`."""
+    constants = {
+        "has_length": p.has_length,
+        "more": p.more_topk > 0,
+        "has_sinks": p.sinks,
+        "return_lse": p.return_lse,
+        "split_kv": how.num_kv_splits > 1,
+        "heads": p.q_heads,
+        "rows": how.rows,
+        "columns": p.head_dim,
+        "group": group,
+        "v_columns": p.columns,
+        "tile_n": how.tile_n,
+        "ahead": how.tile_n > 32 or p.cache_dtype is not None,
+        "latency": how.latency,
+        "late": how.late,
+    }
+    grid = (how.num_kv_splits * -(-p.q_heads // how.rows), p.batch * p.q_len)
+    untouched = (*_absent(p, group), *(name for name in ("lse", "sinks") if name in attend.unused))
+    return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=constants, pdl=False, unused=untouched)
+
+
+def _absent(p: Problem, group: int) -> tuple[str, ...]:
+    """Parameters of lists and caches that neither kernel touches."""
+    one = () if p.has_length else ("length",)
+    one = one if group else (*one, "scales", "rope")
+    other = [f"more_{name}" for name in one] if p.more_topk else [f"more_{name}" for name in ("indices", "length", "keys", "scales", "rope")]
+    return (*one, *other)

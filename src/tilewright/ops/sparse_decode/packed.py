@@ -1,8 +1,11 @@
-"""Caches of 8-bit keys: pages of uint8 [pages, page_size, bytes of a row], in one of two layouts that `bytes of a row` names.
+"""Caches of 8-bit keys: pages of uint8 [pages, page_size, bytes of a row], in one of two layouts
+that `bytes of a row` names.
 
-656 of 576 columns (DeepSeek-V3.2): 512 e4m3 codes, 4 fp32 scales of 128 columns each, 64 bf16 rotated columns.
-584 of 512 columns (DeepSeek-V4): 448 e4m3 codes, 64 bf16 rotated columns; behind all rows of a page, for each row 7 scales of 64 columns each
-(ue8m0: the exponent byte of a power of two) and a zero. Pages begin a multiple of 576 bytes apart.
+656 of 576 columns (DeepSeek-V3.2): 512 e4m3 codes, 4 fp32 scales of 128 columns each, 64 bf16
+rotated columns.
+584 of 512 columns (DeepSeek-V4): 448 e4m3 codes, 64 bf16 rotated columns; behind all rows of a
+page, for each row 7 scales of 64 columns each (ue8m0: the exponent byte of a power of two) and a
+zero. Pages begin a multiple of 576 bytes apart.
 
     column = code * scale
 """
@@ -10,7 +13,7 @@
 import torch
 from torch import Tensor
 
-from ...launch import must
+from ...launch import argument_error
 
 CODE = torch.float8_e4m3fn
 LARGEST = 448.0  # of the codes
@@ -23,9 +26,11 @@ DATA = 576  # bytes of a row in front of a page's scales, in the narrow layout
 
 
 def parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [pages, page_size, 512], scales (fp32 [.., .., 4], uint8 [.., .., 8]) and rotated columns [.., .., 64], as views of the cache.
+    """Codes [pages, page_size, 512], scales (fp32 [.., .., 4], uint8 [.., .., 8]) and rotated
+    columns [.., .., 64], as views of the cache.
 
-    The last 64 of the codes and the last of the scales are none in the 584-byte layout: kernels read powers of two.
+    The last 64 of the codes and the last of the scales are none in the 584-byte layout: kernels
+    read powers of two.
     """
     pages, page_size, width = cache.shape
     if width == WIDE:
@@ -36,20 +41,23 @@ def parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_kv(rows: Tensor) -> Tensor:
-    """Rows of keys as a cache of 8-bit codes: the 656-byte layout for 576 columns, the 584-byte layout for 512.
+    """Rows of keys as a cache of 8-bit codes: the 656-byte layout for 576 columns, the 584-byte
+    layout for 512.
 
     Args:
-        rows: [pages, page_size, 576 or 512]; floating point, the last 64 columns the rotated ones; page_size even.
-    Returns: uint8 [pages, page_size, 656 or 584] on the device of rows. In the 584-byte layout only its pages, not its rows, are runs of memory,
-        page_size * 584 bytes rounded up to a multiple of 576 apart. Scales: largest magnitude of the group / 448, in the 584-byte layout at least
+        rows: [pages, page_size, 576 or 512]; floating point, the last 64 columns the rotated ones;
+            page_size even.
+    Returns: uint8 [pages, page_size, 656 or 584] on the device of rows. In the 584-byte layout only
+        its pages, not its rows, are runs of memory, page_size * 584 bytes rounded up to a multiple
+        of 576 apart. Scales: largest magnitude of the group / 448, in the 584-byte layout at least
         1e-4 and rounded up to a power of two.
     Raises: ValueError naming the argument, what it must be, and what it was.
     """
     if rows.dim() != 3 or rows.shape[2] not in BYTES:
-        raise must("rows.shape", "(pages, page_size, 576 or 512)", tuple(rows.shape))
+        raise argument_error("rows.shape", "(pages, page_size, 576 or 512)", tuple(rows.shape))
     pages, page_size, columns = rows.shape
     if page_size % 2:
-        raise must("rows.shape[1]", "even", page_size)
+        raise argument_error("rows.shape[1]", "even", page_size)
     width = BYTES[columns]
     apart = -(-page_size * width // DATA) * DATA if width == NARROW else page_size * width
     cache = torch.zeros(pages, apart, dtype=torch.uint8, device=rows.device).as_strided((pages, page_size, width), (apart, width, 1))
@@ -74,7 +82,8 @@ def unpack_kv(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
     Args:
         cache: uint8 [pages, page_size, 656 or 584], as `pack_kv` makes it; any page stride.
-        dtype: of the result; bf16 holds every column of the 584-byte layout exactly, and rounds those of the 656-byte one.
+        dtype: of the result; bf16 holds every column of the 584-byte layout exactly, and rounds
+            those of the 656-byte one.
     Returns: [pages, page_size, 576 or 512].
     Raises: ValueError naming the argument, what it must be, and what it was.
     """
@@ -89,13 +98,15 @@ def unpack_kv(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def check_packed(cache: Tensor, name: str) -> None:
-    """Raises ValueError unless the cache is in one of the two layouts, its pages and rows where 16-byte accesses find them."""
+    """Raises ValueError unless the cache is in one of the two layouts, its pages and rows where
+    16-byte accesses find them.
+    """
     if cache.dtype != torch.uint8 or cache.dim() != 3 or cache.shape[2] not in COLUMNS:
-        raise must(name, "uint8 [pages, page_size, 656 or 584]", f"{cache.dtype} {tuple(cache.shape)}")
+        raise argument_error(name, "uint8 [pages, page_size, 656 or 584]", f"{cache.dtype} {tuple(cache.shape)}")
     width = cache.shape[2]
     if cache.shape[1] % 2:
-        raise must(f"{name}.shape[1]", "even", cache.shape[1])
+        raise argument_error(f"{name}.shape[1]", "even", cache.shape[1])
     if cache.shape[1] > 1 and cache.stride()[1:] != (width, 1):
-        raise must(f"{name}.stride()[1:]", (width, 1), cache.stride()[1:])
+        raise argument_error(f"{name}.stride()[1:]", (width, 1), cache.stride()[1:])
     if cache.stride(0) % 16 or cache.storage_offset() % 16:
-        raise must(f"{name}.stride(0) and storage_offset()", "multiples of 16", (cache.stride(0), cache.storage_offset()))
+        raise argument_error(f"{name}.stride(0) and storage_offset()", "multiples of 16", (cache.stride(0), cache.storage_offset()))

@@ -1,6 +1,8 @@
-"""What the attention ops share: softmax over keys that arrive tile by tile, and the checks of their arguments.
+"""What the attention ops share: softmax over keys that arrive tile by tile, and the checks of their
+arguments.
 
-State of a row of that softmax: the running maximum of its scaled scores, in base 2, and the denominator sum(exp2(score - maximum)).
+State of a row of that softmax: the running maximum of its scaled scores, in base 2, and the
+denominator sum(exp2(score - maximum)).
 """
 
 import math
@@ -9,7 +11,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import check_tensor, dtype_name, must
+from ...launch import argument_error, check_tensor, dtype_name
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
@@ -20,10 +22,14 @@ FLOOR = -3.0e38  # below every score, and finite: a masked score minus it is -in
 
 
 def product(x, y, accumulator, TF32X3):
-    """accumulator + x @ y. TF32X3: fp32 operands as a leading and a trailing TF32 part each, without the product of the trailing ones.
+    """accumulator + x @ y.
 
-    That keeps fp32's accuracy on tensor cores (Ootomo and Yokota 2022, arXiv:2203.03341): 2 * 11 bits of each operand count, and the sum is added
-    to the accumulator outside the tensor cores, which round towards zero.
+    TF32X3: fp32 operands as a leading and a trailing TF32 part each, without the product of the
+    trailing ones.
+
+    That keeps fp32's accuracy on tensor cores (Ootomo and Yokota 2022, arXiv:2203.03341): 2 * 11
+    bits of each operand count, and the sum is added to the accumulator outside the tensor cores,
+    which round towards zero.
     """
     if TF32X3:
         x_high, y_high = x.astype(ct.tfloat32), y.astype(ct.tfloat32)
@@ -35,12 +41,16 @@ def product(x, y, accumulator, TF32X3):
 
 
 def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=0, LATE=False):
-    """Takes in one tile of scores, whose keys lie along AXIS; -inf where masked. `scale` brings a score to base 2.
+    """Takes in one tile of scores, whose keys lie along AXIS; -inf where masked.
 
-    Returns the tile's weights relative to the new maximum, rounded to dtype; the factor that brings earlier sums to that maximum; the new
-    maximum and denominator. PARTS > 1 makes the weights in that many column parts (AXIS 1): fewer registers are live. SHIFT: the state's maximum
-    is kept that much below the true one, so that weights are at most 2**SHIFT; nothing else in the state's meaning changes. LATE: the denominator has
-    the shape of the scores, to be summed along AXIS after the last tile: one reduction less between a tile's two products.
+    `scale` brings a score to base 2.
+
+    Returns the tile's weights relative to the new maximum, rounded to dtype; the factor that brings
+    earlier sums to that maximum; the new maximum and denominator. PARTS > 1 makes the weights in
+    that many column parts (AXIS 1): fewer registers are live. SHIFT: the state's maximum is kept
+    that much below the true one, so that weights are at most 2**SHIFT; nothing else in the state's
+    meaning changes. LATE: the denominator has the shape of the scores, to be summed along AXIS
+    after the last tile: one reduction less between a tile's two products.
     """
     largest = ct.max(scores, axis=AXIS, keepdims=True) * scale
     if SHIFT:
@@ -64,9 +74,11 @@ def softmax_step(scores, maximum, denominator, scale, dtype, AXIS, PARTS, SHIFT=
 
 
 def merged(sums, maxima, denominators, to_base2):
-    """The states of rows over several sets of keys, stacked along axis 0, as one: sums [sets, ..., columns], the others [sets, ..., 1].
+    """The states of rows over several sets of keys, stacked along axis 0, as one: sums [sets, ...,
+    columns], the others [sets, ..., 1].
 
-    to_base2: what brings the maxima to base 2. Returns sum, maximum and denominator with an axis 0 of length 1.
+    to_base2: what brings the maxima to base 2. Returns sum, maximum and denominator with an axis 0
+        of length 1.
     """
     largest = ct.maximum(ct.max(maxima, axis=0, keepdims=True), FLOOR)
     weights = ct.exp2((maxima - largest) * to_base2)
@@ -74,14 +86,18 @@ def merged(sums, maxima, denominators, to_base2):
 
 
 def joined(sums, maximum, denominator, more, more_maximum, more_denominator, to_base2):
-    """Two states of the same rows as one, as `merged` does: sums [rows, columns], the others [rows, 1]; the first maximum is not -inf."""
+    """Two states of the same rows as one, as `merged` does: sums [rows, columns], the others [rows,
+    1]; the first maximum is not -inf.
+    """
     largest = ct.maximum(maximum, more_maximum)
     shrink, weight = ct.exp2((maximum - largest) * to_base2), ct.exp2((more_maximum - largest) * to_base2)
     return sums * shrink + more * weight, largest, denominator * shrink + more_denominator * weight
 
 
 def sink_factor(maximum, denominator, sink):
-    """What normalises rows whose softmax sees, beside the keys, a score `sink` (in base 2) that has no value. Any sink, infinities too."""
+    """What normalises rows whose softmax sees, beside the keys, a score `sink` (in base 2) that has
+    no value. Any sink, infinities too.
+    """
     total = denominator + ct.exp2(sink - maximum)  # infinite for a sink far above the scores: nothing of them is left
     return 1.0 / ct.where(total == 0.0, 1.0, total)
 
@@ -99,37 +115,41 @@ def visible_scores(q_len: int, n: int, causal: bool, window: int | None) -> int:
 
 
 def check_heads(q: Tensor, k: Tensor, most: int = MAX_HEAD_DIM) -> None:
-    """Raises ValueError unless q's heads (axis 1) are a multiple of k's and the head_dim is in 1..most."""
+    """Raises ValueError unless q's heads (axis 1) are a multiple of k's and the head_dim is in
+    1..most.
+    """
     if not 1 <= q.shape[-1] <= most:
-        raise must("q.shape[-1]", f"in 1..{most}", q.shape[-1])
+        raise argument_error("q.shape[-1]", f"in 1..{most}", q.shape[-1])
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise must("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
+        raise argument_error("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
 
 
 def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None, ...]) -> None:
-    """Raises TypeError or ValueError unless `tensor` is int32 of that shape (None: any length) on the device of `like`; any strides."""
+    """Raises TypeError or ValueError unless `tensor` is int32 of that shape (None: any length) on
+    the device of `like`; any strides.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int32:
-        raise must(f"{name}.dtype", "int32", dtype_name(tensor.dtype))
+        raise argument_error(f"{name}.dtype", "int32", dtype_name(tensor.dtype))
     if tensor.device != like.device:
-        raise must(f"{name}.device", like.device, tensor.device)
+        raise argument_error(f"{name}.device", like.device, tensor.device)
     if tensor.dim() != len(shape):
-        raise must(f"{name}.dim()", len(shape), tensor.dim())
+        raise argument_error(f"{name}.dim()", len(shape), tensor.dim())
     for n, was in zip(shape, tensor.shape, strict=True):
         if n is not None and n != was:
             wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
-            raise must(f"{name}.shape", wanted, tuple(tensor.shape))
+            raise argument_error(f"{name}.shape", wanted, tuple(tensor.shape))
 
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
     """The scale to use. Raises ValueError unless both are positive where given."""
     if window is not None and window < 1:
-        raise must("window", "at least 1", window)
+        raise argument_error("window", "at least 1", window)
     if scale is None:
         return head_dim**-0.5
     if not scale > 0:
-        raise must("scale", "positive", scale)
+        raise argument_error("scale", "positive", scale)
     return scale
 
 
@@ -137,4 +157,4 @@ def check_per_head(tensor: Tensor, name: str, like: Tensor, heads: int) -> None:
     """Raises TypeError or ValueError unless `tensor` is fp32 [heads] on the device of `like`."""
     check_tensor(tensor, name, shape=(heads,), dtypes=(torch.float32,))
     if tensor.device != like.device:
-        raise must(f"{name}.device", like.device, tensor.device)
+        raise argument_error(f"{name}.device", like.device, tensor.device)

@@ -1,6 +1,8 @@
-"""Philox4x32-10, a random number generator without state: four 32-bit words of (counter, key); shared by dropout and sample.
+"""Philox4x32-10, a random number generator without state: four 32-bit words of (counter, key);
+shared by dropout and sample.
 
-Source    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 and table 2.
+Source    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3 and table
+          2.
 """
 
 import cuda.tile as ct
@@ -13,7 +15,9 @@ WORD = 0xFFFFFFFF
 
 
 def philox_reference(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The definition: four int64 tensors of values below 2**32, from a counter of four and a key of two such tensors."""
+    """The definition: four int64 tensors of values below 2**32, from a counter of four and a key of
+    two such tensors.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -45,6 +49,8 @@ def low_high(x):
 
 
 def one_of_four(words):
-    """Four tiles [n, 1], interleaved to one [n, 4]: every thread keeps the words that it made (no shuffle on sm_90)."""
+    """Four tiles [n, 1], interleaved to one [n, 4]: every thread keeps the words that it made (no
+    shuffle on sm_90).
+    """
     column = ct.arange(4, dtype=ct.int32).reshape((1, 4))
     return ct.where(column < 2, ct.where(column == 0, words[0], words[1]), ct.where(column == 2, words[2], words[3]))

@@ -4,13 +4,16 @@ import math
 
 import cuda.tile as ct
 
+from ...launch import next_pow2
+
 LOG2_E = math.log2(math.e)
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
 def grouped_tile(index, tiles_m, tiles_n, group):
-    """Row and column of the index-th tile of a grid walked in bands of `group` tile rows, each band column by column.
+    """Row and column of the index-th tile of a grid walked in bands of `group` tile rows, each band
+    column by column.
 
     Blocks that run at the same time then share a few row and column panels, which stay in L2.
     """
@@ -23,7 +26,8 @@ def grouped_tile(index, tiles_m, tiles_n, group):
 def of_width(matrix, cols):
     """The matrix [rows, cols], with its width known when compiling.
 
-    A bound that is only known when running puts each wide load into a branch of its own, with its conversion: one load in flight per thread.
+    A bound that is only known when running puts each wide load into a branch of its own, with its
+    conversion: one load in flight per thread.
     """
     return matrix.slice(1, 0, cols)
 
@@ -31,13 +35,15 @@ def of_width(matrix, cols):
 def rows_from(array, axis, first, end):
     """The array from `first` to `end` along an axis, for a `first` that is only known when running.
 
-    64 bits wide: `slice` multiplies it by the stride in the wider of their types, and rows of 4 GB are 2**31 elements of 16 bits.
+    64 bits wide: `slice` multiplies it by the stride in the wider of their types, and rows of 4 GB
+    are 2**31 elements of 16 bits.
     """
     return array.slice(axis, ct.astype(first, ct.int64), end)
 
 
 def load_tile(array, index, shape, padding, whole, latency, tma):
-    """A tile of an array. whole: it lies inside, so nothing is checked or padded (tileiras 13.4 fails if given a padding it does not need).
+    """A tile of an array. whole: it lies inside, so nothing is checked or padded (tileiras 13.4
+    fails if given a padding it does not need).
 
     Checked, each wide load stands in a branch of its own and waits for the one before.
     """
@@ -47,7 +53,9 @@ def load_tile(array, index, shape, padding, whole, latency, tma):
 
 
 def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
-    """Calls compute(i, whole) for every row tile i of this block; whole, a constant: the tile lies inside the matrix [rows, COLS]."""
+    """Calls compute(i, whole) for every row tile i of this block; whole, a constant: the tile lies
+    inside the matrix [rows, COLS].
+    """
     if PERSISTENT:
         for i in range(ct.bid(0), ct.num_tiles(matrix, 0, (TILE_M, TILE_N)), ct.num_blocks(0)):
             compute(i, TILE_M == 1 and COLS % TILE_N == 0)
@@ -62,7 +70,9 @@ def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
 
 
 def each_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N, BACKWARDS):
-    """Calls compute(i, j, whole) for every tile of this block, row by row; whole, a constant: the tile lies inside the matrix [rows, COLS]."""
+    """Calls compute(i, j, whole) for every tile of this block, row by row; whole, a constant: the
+    tile lies inside the matrix [rows, COLS].
+    """
     tiles_n = ct.cdiv(COLS, TILE_N)
     tiles = ct.num_tiles(matrix, 0, (TILE_M, TILE_N)) * tiles_n
 
@@ -85,7 +95,9 @@ def each_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N, BACKWARDS):
 
 
 def vector_chunk(VECTOR, j, COLS, TILE_N):
-    """[TILE_N]: chunk j of a vector of COLS elements, such as a weight that every row is multiplied by; zeros behind its end."""
+    """[TILE_N]: chunk j of a vector of COLS elements, such as a weight that every row is multiplied
+    by; zeros behind its end.
+    """
     return ct.load(VECTOR.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
 
 
@@ -95,7 +107,9 @@ def rounded_sum(x, more):
 
 
 def sum_tile(load, X, RESIDUAL, SUM, i, j, ADD, whole, STORE_TMA):
-    """Tile (i, j) of X; if ADD, of X + RESIDUAL, rounded, which is put into SUM too. load(array, i, j, whole): how one is read."""
+    """Tile (i, j) of X; if ADD, of X + RESIDUAL, rounded, which is put into SUM too. load(array, i,
+    j, whole): how one is read.
+    """
     x = load(X, i, j, whole)
     if ADD:
         x = rounded_sum(x, load(RESIDUAL, i, j, whole))
@@ -120,20 +134,52 @@ def silu_mul_of_pairs(y):
     return gate / (1.0 + ct.exp(-gate)) * up
 
 
-def load_pairs(X, at, pair, INTERLEAVED, HALF, padding, whole, latency, tma):
-    """The first 2 * HALF elements of rows of X [.., .., .., columns], in the tile `at`, as they come: a tuple for `turned_pairs`.
+def along(axis, size, first):
+    """The indices first .. first + size - 1 as a tile of four axes, for a gather."""
+    return (ct.arange(size, dtype=ct.int32) + first).reshape(ct.static_eval((1,) * axis + (size,) + (1,) * (3 - axis)))
 
-    pair: shape of the tile of each pair's first elements, its width a power of two from HALF on. INTERLEAVED: a pair is two neighbours instead
-    of one element of each half. Slices bound the tiles, so that a half that is no power of two is not read past its end.
+
+def load_pairs(X, at, pair, INTERLEAVED, HALF, whole, latency):
+    """The first 2 * HALF elements of rows of X [.., .., .., columns], in the tile `at`, as they
+    come: a tuple for `rotate_pairs`.
+
+    pair: shape of the tile of each pair's first elements, its width a power of two from HALF on;
+    one index of the first axis. INTERLEAVED: a pair is two neighbours instead of one element of
+    each half. whole: the tile lies inside. What does not is zero.
     """
     if INTERLEAVED:
-        return (load_tile(X.slice(3, 0, 2 * HALF), at, (*pair[:3], 2 * pair[3]), padding, whole, latency, tma),)
-    first = load_tile(X.slice(3, 0, HALF), at, pair, padding, whole, latency, tma)
-    return first, load_tile(X.slice(3, HALF, 2 * HALF), at, pair, padding, whole, latency, tma)
+        return (_load_columns(X, at, pair, 0, 2 * HALF, whole, latency),)
+    return _load_columns(X, at, pair, 0, HALF, whole, latency), _load_columns(X, at, pair, HALF, HALF, whole, latency)
 
 
-def turned_pairs(x, pair, cos, sin):
-    """The loaded pairs (a, b) as (a cos - b sin, b cos + a sin): two tiles of shape `pair` in fp32."""
+def _load_columns(X, at, pair, first, count, whole, latency):
+    """A tile of columns first .. first + count - 1.
+
+    One that does not lie inside is gathered: the compiler makes predicates of a gather's masks, so
+    that loads stay wide and all run together. What `ct.load` checks is loaded vector by vector,
+    each in a branch that waits for the one before.
+    """
+    if whole:
+        shape = (*pair[:3], count)
+        return ct.load(X.slice(3, first, first + count), at, shape, check_bounds=False, latency=latency, allow_tma=False)
+    index, inside = _lanes(X, at, pair, first, count)
+    return ct.gather(X, index, mask=inside, check_bounds=False, latency=latency)
+
+
+def _lanes(X, at, pair, first, count):
+    """Indices of the elements of a tile, and which of them there are."""
+    heads, rows = along(1, pair[1], at[1] * pair[1]), along(2, pair[2], at[2] * pair[2])
+    columns = along(3, ct.static_eval(next_pow2(count)), 0)
+    inside = (columns < count) & (heads < X.shape[1])
+    if pair[2] > 1:  # a tile of one row is not behind the end
+        inside = inside & (rows < X.shape[2])
+    return (at[0], heads, rows, columns + first), inside
+
+
+def rotate_pairs(x, pair, cos, sin):
+    """The loaded pairs (a, b) as (a cos - b sin, b cos + a sin): two tiles of shape `pair` in
+    fp32.
+    """
     if len(x) == 1:
         x = x[0].astype(ct.float32).reshape((*pair, 2))
         first = ct.extract(x, (0, 0, 0, 0, 0), (*pair, 1)).reshape(pair)
@@ -143,13 +189,21 @@ def turned_pairs(x, pair, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-def store_pairs(X, at, turned, INTERLEAVED, HALF, whole, tma):
-    """Puts what `turned_pairs` made into the first 2 * HALF elements of rows of X, rounded."""
+def store_pairs(X, at, turned, INTERLEAVED, HALF, whole):
+    """Puts what `rotate_pairs` made into the first 2 * HALF elements of rows of X, rounded."""
     left, right = turned
     pair = left.shape
     if INTERLEAVED:
-        x = ct.cat((left.reshape((*pair, 1)), right.reshape((*pair, 1))), 4).reshape((*pair[:3], 2 * pair[3])).astype(X.dtype)
-        ct.store(X.slice(3, 0, 2 * HALF), at, x, check_bounds=not whole, allow_tma=tma)
+        x = ct.cat((left.reshape((*pair, 1)), right.reshape((*pair, 1))), 4).reshape((*pair[:3], 2 * pair[3]))
+        _store_columns(X, at, pair, 0, 2 * HALF, x, whole)
     else:
-        ct.store(X.slice(3, 0, HALF), at, left.astype(X.dtype), check_bounds=not whole, allow_tma=tma)
-        ct.store(X.slice(3, HALF, 2 * HALF), at, right.astype(X.dtype), check_bounds=not whole, allow_tma=tma)
+        _store_columns(X, at, pair, 0, HALF, left, whole)
+        _store_columns(X, at, pair, HALF, HALF, right, whole)
+
+
+def _store_columns(X, at, pair, first, count, x, whole):
+    if whole:
+        ct.store(X.slice(3, first, first + count), at, x.astype(X.dtype), check_bounds=False, allow_tma=False)
+    else:
+        index, inside = _lanes(X, at, pair, first, count)
+        ct.scatter(X, index, x.astype(X.dtype), mask=inside, check_bounds=False)

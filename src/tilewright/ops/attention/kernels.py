@@ -2,9 +2,18 @@
 
 import cuda.tile as ct
 
-from ..attention_common import LOG2E, sink_factor
-from ..attention_tiles import columns, item_of_walk, normaliser_and_lse, packed_tile, softmax_over_keys, store_rows, summed_products, turned_columns
-from ..tiles import rows_from
+from ..common.attention_tiles import (
+    columns,
+    item_of_block,
+    normaliser_and_lse,
+    packed_tile,
+    softmax_over_keys,
+    store_rows,
+    summed_products,
+    transposed_columns,
+)
+from ..common.softmax_tiles import LOG2E, sink_factor
+from ..common.tiles import rows_from
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 
@@ -18,8 +27,8 @@ def attention_kernel(
     LSE,
     KV_START,
     KV_LEN,
-    CU_Q,
-    CU_KV,
+    CU_SEQLENS_Q,
+    CU_SEQLENS_KV,
     SINKS,
     Q_SCALE,
     K_SCALE,
@@ -51,23 +60,27 @@ def attention_kernel(
     LATENCY: ct.Constant[int],
     TF32X3: ct.Constant[bool],
 ):
-    """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch), with VARLEN (query tiles + sequences, q_heads); persistent: blocks
-    that stride over all of these.
+    """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch), with VARLEN (query
+    tiles + sequences, q_heads); persistent: blocks that stride over all of these.
 
-    Q [batch, q_heads, q_len, head_dim]; K [batch, kv_heads, kv_len, head_dim]; V [batch, kv_heads, kv_len, v_dim], with KEYS_LAST
-    [batch, kv_heads, v_dim, kv_len]; OUT [batch, q_heads, q_len, v_dim]; LSE [batch, q_heads, q_len].
-    int32: KV_START, KV_LEN [batch]; CU_Q, CU_KV [batch + 1], for arrays whose batch axis is 1. fp32: SINKS, Q_SCALE [q_heads]; K_SCALE, V_SCALE
-    [kv_heads]. What a flag says is absent is not touched.
-    scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e). MASKED: some tile of keys may be partly hidden.
+    Q [batch, q_heads, q_len, head_dim]; K [batch, kv_heads, kv_len, head_dim]; V [batch, kv_heads,
+    kv_len, v_dim], with KEYS_LAST [batch, kv_heads, v_dim, kv_len]; OUT [batch, q_heads, q_len,
+    v_dim]; LSE [batch, q_heads, q_len].
+    int32: KV_START, KV_LEN [batch]; CU_SEQLENS_Q, CU_SEQLENS_KV [batch + 1], for arrays whose batch
+        axis is 1.
+    fp32: SINKS, Q_SCALE [q_heads]; K_SCALE, V_SCALE [kv_heads]. What a flag says is absent is not
+        touched.
+    scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e). MASKED: some tile of
+        keys may be partly hidden.
     WIDTH_K, REST_K, WIDTH_V, REST_V: columns of the one or two tiles that hold head_dim and v_dim.
     """
     tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     KEY_AXIS = 3 if KEYS_LAST else 2
     if VARLEN:
-        batch, tile = packed_tile(CU_Q, tile, TILE_M)
+        batch, tile = packed_tile(CU_SEQLENS_Q, tile, TILE_M)
         # Slices end where the sequence ends: beyond, loads give zeros and stores do nothing.
-        first_q, end_q = ct.load(CU_Q, (batch,), ()), ct.load(CU_Q, (batch + 1,), ())
-        first_kv, end_kv = ct.load(CU_KV, (batch,), ()), ct.load(CU_KV, (batch + 1,), ())
+        first_q, end_q = ct.load(CU_SEQLENS_Q, (batch,), ()), ct.load(CU_SEQLENS_Q, (batch + 1,), ())
+        first_kv, end_kv = ct.load(CU_SEQLENS_KV, (batch,), ()), ct.load(CU_SEQLENS_KV, (batch + 1,), ())
         Q, OUT = rows_from(Q, 2, first_q, end_q), rows_from(OUT, 2, first_q, end_q)
         K, V = rows_from(K, 2, first_kv, end_kv), rows_from(V, KEY_AXIS, first_kv, end_kv)
         if RETURN_LSE:
@@ -92,7 +105,7 @@ def attention_kernel(
             own = own * (ct.load(Q_SCALE, (head,), ()) * ct.load(K_SCALE, (kv_head,), ()))
 
         def scores_of(j, TILE):
-            scores = summed_products(q, turned_columns(K, batch, kv_head, j, K_WIDTHS, TILE, LATENCY), TF32X3)
+            scores = summed_products(q, transposed_columns(K, batch, kv_head, j, K_WIDTHS, TILE, LATENCY), TF32X3)
             if SOFTCAP:
                 # The approximation is off by 2**-11, less than a score that was rounded to 16 bits.
                 scores = ct.tanh(scores * own, rounding_mode=FULL if TF32X3 or Q.dtype == ct.float32 else APPROX)
@@ -120,7 +133,7 @@ def attention_kernel(
         shape = (tiles, Q.shape[1], Q.shape[0])
         items = tiles * shape[1] * shape[2]
         for item in range(ct.bid(0), items, ct.num_blocks(0)):
-            attend(*item_of_walk(item, shape, CAUSAL))
+            attend(*item_of_block(item, shape, CAUSAL))
     elif not VARLEN:
         attend(tile, head, batch)
     elif 0 <= tile < tiles:

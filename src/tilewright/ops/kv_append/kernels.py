@@ -3,15 +3,17 @@
 import cuda.tile as ct
 
 from ...launch import next_pow2
-from ..early import overlap_previous
-from ..fp8 import codes_of
-from ..tiles import load_pairs, load_tile, store_pairs, turned_pairs
+from ..common.fp8 import codes_of
+from ..common.pdl import pdl_overlap
+from ..common.tiles import load_pairs, load_tile, rotate_pairs, store_pairs
 
 ZERO = ct.PaddingMode.ZERO
 
 
 def _slot(position, b, CACHE, BLOCK_TABLE, PAGE_SIZE):
-    """(first index into the cache, row, whether there is such a row) of a sequence's position; the indices are inside in any case."""
+    """(first index into the cache, row, whether there is such a row) of a sequence's position; the
+    indices are inside in any case.
+    """
     rows = CACHE.shape[2]
     if PAGE_SIZE:
         rows = BLOCK_TABLE.shape[1] * PAGE_SIZE
@@ -78,14 +80,17 @@ def kv_append_kernel(
     TOKENS: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """TOKENS tokens of a group of heads of q, k or v. Grid (groups of q, k and v x blocks of tokens, batch), the groups fastest.
+    """TOKENS tokens of a group of heads of q, k or v. Grid (groups of q, k and v x blocks of
+    tokens, batch), the groups fastest.
 
-    Q, K, V [batch, heads, tokens, dim]; K_CACHE, V_CACHE [batch, kv_heads, max_len, dim] or [pages, kv_heads, PAGE_SIZE, dim].
-    int32: POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE [batch, max_pages]. COS, SIN [max_pos, ROTARY / 2]. K_SCALE, V_SCALE fp32 [1].
-    Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask for. What a flag or a size of 0 says is absent is
-    not touched. EVEN: tiles end with the heads.
+    Q, K, V [batch, heads, tokens, dim]; K_CACHE, V_CACHE [batch, kv_heads, max_len, dim], in pages
+    [pages, kv_heads, PAGE_SIZE, dim]; int32 POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE
+    [batch, max_pages]; COS, SIN [max_pos, ROTARY / 2]; fp32 K_SCALE, V_SCALE [1].
+    It has 35 parameters, since a launch for each option would cost a decode step more.
+    Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask
+    for. What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
     """
-    overlap_previous()
+    pdl_overlap()
     GROUPS, HALF = Q_GROUPS + 2 * KV_GROUPS, ROTARY // 2
     TILE_HALF = ct.static_eval(next_pow2(HALF))
     group, first, b = ct.bid(0) % GROUPS, ct.bid(0) // GROUPS * TOKENS, ct.bid(1)
@@ -102,12 +107,15 @@ def kv_append_kernel(
         return codes_of(x.astype(ct.float32), ct.load(SCALE, (0,), ()), ct.float8_e4m3fn) if SCALED else x.astype(K.dtype)
 
     def fetched(X, outer, group, token, TILE_H, EVEN, REST):
-        """(tiles of the columns that turn, tiles of the others) of one token's TILE_H heads. REST: the others are wanted."""
+        """(tiles of the columns that are rotated, tiles of the others) of one token's TILE_H heads.
+        REST:
+        the others are wanted.
+        """
         pairs: tuple = ()
         rest: tuple = ()
         if ROTARY:
             whole = EVEN and HALF == TILE_HALF
-            pairs = load_pairs(X, (outer, group, token, 0), (1, TILE_H, 1, TILE_HALF), INTERLEAVED, HALF, ZERO, whole, LATENCY, False)
+            pairs = load_pairs(X, (outer, group, token, 0), (1, TILE_H, 1, TILE_HALF), INTERLEAVED, HALF, whole, LATENCY)
         if REST and ROTARY < HEAD_DIM:
             rest = (_rows(X, outer, group, token, HEAD_DIM, ROTARY, TILE_H, EVEN, LATENCY),)
         return pairs, rest
@@ -131,7 +139,7 @@ def kv_append_kernel(
 
         return scaled(x[0], weight[0]), scaled(x[1], weight[1])
 
-    def turn_q(group, first, COUNT):
+    def rotate_q(group, first, COUNT):
         pair, whole = (1, Q_TILE, 1, TILE_HALF), EVEN_Q and HALF == TILE_HALF
         weight: tuple = ()
         if Q_NORM:
@@ -141,7 +149,7 @@ def kv_append_kernel(
             loaded = (*loaded, fetched(Q, b, group, first + t, Q_TILE, EVEN_Q, Q_NORM))
         for t in ct.static_iter(range(COUNT)):
             pairs, rest = normed(loaded[t], weight, HEAD_DIM) if Q_NORM else loaded[t]
-            store_pairs(Q, (b, group, first + t, 0), turned_pairs(pairs, pair, *angles(first + t)), INTERLEAVED, HALF, whole, False)
+            store_pairs(Q, (b, group, first + t, 0), rotate_pairs(pairs, pair, *angles(first + t)), INTERLEAVED, HALF, whole)
             if Q_NORM and ROTARY < HEAD_DIM:
                 even = EVEN_Q and rest[0].shape[3] == HEAD_DIM - ROTARY
                 part = Q.slice(3, ROTARY, HEAD_DIM)
@@ -157,17 +165,17 @@ def kv_append_kernel(
             loaded = (*loaded, fetched(K, b, group, first + t, KV_TILE, EVEN_KV, True))
         for t in ct.static_iter(range(COUNT)):
             pairs, rest = normed(loaded[t], weight, HEAD_DIM) if K_NORM else loaded[t]
-            turned: tuple = ()
+            rotated: tuple = ()
             if ROTARY:
-                left, right = turned_pairs(pairs, pair, *angles(first + t))
+                left, right = rotate_pairs(pairs, pair, *angles(first + t))
                 if not SCALED:  # rounded as q is, and the codes are those of the exact rotation
-                    turned = (left, right)
+                    rotated = (left, right)
                 else:
-                    turned = (encoded(left, K_SCALE), encoded(right, K_SCALE))
+                    rotated = (encoded(left, K_SCALE), encoded(right, K_SCALE))
             outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, K_CACHE, BLOCK_TABLE, PAGE_SIZE)
             if held:
                 if ROTARY:
-                    store_pairs(K_CACHE, (outer, group, row, 0), turned, INTERLEAVED, HALF, whole, False)
+                    store_pairs(K_CACHE, (outer, group, row, 0), rotated, INTERLEAVED, HALF, whole)
                 if ROTARY < HEAD_DIM:
                     even = EVEN_KV and rest[0].shape[3] == HEAD_DIM - ROTARY
                     part = K_CACHE.slice(3, ROTARY, HEAD_DIM)
@@ -198,7 +206,7 @@ def kv_append_kernel(
         if Q_GROUPS == 0:
             append(group, first, COUNT)
         elif group < Q_GROUPS:
-            turn_q(group, first, COUNT)
+            rotate_q(group, first, COUNT)
         else:
             append(group - Q_GROUPS, first, COUNT)
 

@@ -1,16 +1,19 @@
 """Values as fp8 codes and scales: what quantize_fp8, rms_norm_quant and silu_mul_quant share.
 
-    value = code * scale        scale = max |value| of a group / largest code        code = round(value / scale)
+    value = code * scale
+    scale = max |value| of a group / largest code        code = round(value / scale)
 
-`block` says which rows and columns make a group; the scales' shapes and their layout are those of scaling.py:
+`block` says which rows and columns make a group; the scales' shapes and their layout are those of
+scaling.py:
 
     (None, None)   []                                   the tensor
     (1, None)      [rows]                               a row
     (1, 128)       [rows, ceil(cols / 128)]             128 columns of a row
     (128, 128)     [ceil(rows / 128), ceil(cols / 128)] a square
 
-A scale is a normal number of fp32: the group's maximum counts as no less than largest code * 2**-126, so a group of zeros has codes 0 and scale
-2**-126. A NaN or an infinity makes the scale and all codes of its group NaN. Scales that are powers of two are the next one up, exactly, by the
+A scale is a normal number of fp32: the group's maximum counts as no less than largest code *
+2**-126, so a group of zeros has codes 0 and scale 2**-126. A NaN or an infinity makes the scale and
+all codes of its group NaN. Scales that are powers of two are the next one up, exactly, by the
 exponent's bits.
 """
 
@@ -19,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import must
+from ...launch import argument_error
 from .scaling import FP8, GROUP, Scaling, empty_scales
 
 Block = tuple[int | None, int | None]
@@ -39,15 +42,17 @@ def largest_code(dtype: torch.dtype) -> int:
 def check_format(block: Block, dtype: torch.dtype, blocks: tuple[Block, ...]) -> None:
     """Raises ValueError unless an op that takes `blocks` can make such codes."""
     if block not in blocks:
-        raise must("block", "one of " + ", ".join(map(str, blocks)), block)
+        raise argument_error("block", "one of " + ", ".join(map(str, blocks)), block)
     if dtype not in FP8:
-        raise must("dtype", "torch.float8_e4m3fn or torch.float8_e5m2", dtype)
+        raise argument_error("dtype", "torch.float8_e4m3fn or torch.float8_e5m2", dtype)
 
 
 def scales_for(x: Tensor, shape: tuple[int, ...], block: Block) -> tuple[Tensor, Tensor | None]:
-    """Uninitialised scales for values of `shape` on x's device: as the caller gets them, and as kernels take them, [groups, rows].
+    """Uninitialised scales for values of `shape` on x's device: as the caller gets them, and as
+    kernels take them, [groups, rows].
 
-    Where there are no values, the scales are those of zeros, and the second is None: nothing is to be launched.
+    Where there are no values, the scales are those of zeros, and the second is None: nothing is to
+    be launched.
     """
     rows = 1
     for n in shape[:-1]:
@@ -74,7 +79,8 @@ def scales_for(x: Tensor, shape: tuple[int, ...], block: Block) -> tuple[Tensor,
 def quantized(values: Tensor, block: Block, dtype: torch.dtype, power_of_two_scales: bool, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes and scales of fp32 or float64 values [..., cols].
 
-    In float64 the codes are not rounded: code * scale is the value itself, from which every rounding is a distance.
+    In float64 the codes are not rounded: code * scale is the value itself, from which every
+    rounding is a distance.
     """
     largest = largest_code(dtype)
     if scale is None:
@@ -126,8 +132,9 @@ def _each(scale: Tensor, values: Tensor, block: Block) -> Tensor:
 def scale_of(amax, LARGEST, POWER_OF_TWO):
     """The scale of groups of which `amax` is the largest magnitude."""
     amax = ct.maximum(amax, LARGEST * TINY, propagate_nan=True)
-    # The quotient rounded to nearest, with no branch for the numbers that cannot be here, as a division has: it keeps the groups of a tile apart.
-    # Both lines below are one fused multiply-add. An infinity gives inf - inf.
+    # The quotient rounded to nearest, with no branch for the numbers that cannot be here, as a
+    # division has: it keeps the groups of a tile apart. Both lines below are one fused
+    # multiply-add. An infinity gives inf - inf.
     near = amax * (1.0 / LARGEST)
     scale = (amax - near * LARGEST) * (1.0 / LARGEST) + near
     if POWER_OF_TWO:
@@ -138,12 +145,15 @@ def scale_of(amax, LARGEST, POWER_OF_TWO):
 
 def codes_of(values, scale, dtype):
     """Rounded, and kept within the format by the conversion itself, which saturates."""
-    # The approximate reciprocal is off by an ulp of fp32, which moves only what lies that close to the middle of two codes.
+    # The approximate reciprocal is off by an ulp of fp32, which moves only what lies that close to
+    # the middle of two codes.
     return (values * ct.truediv(1.0, scale, rounding_mode=APPROX, flush_to_zero=True)).astype(dtype)
 
 
 def group_codes(values, dtype, GROUP_M, GROUP_N, LARGEST, POWER_OF_TWO):
-    """Codes of a tile of values [M, N], and the scales [N / GROUP_N, M / GROUP_M] of its groups; GROUP_M is 1 or M."""
+    """Codes of a tile of values [M, N], and the scales [N / GROUP_N, M / GROUP_M] of its groups;
+    GROUP_M is 1 or M.
+    """
     M, N = values.shape
     groups = values.reshape((M, N // GROUP_N, GROUP_N))
     # In the format of the values: two 16-bit ones are compared at once.

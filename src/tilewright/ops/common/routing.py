@@ -1,4 +1,6 @@
-"""How a token's experts are chosen from its logits: the definition, and the tile code that `moe_route` and `rms_norm_route` share."""
+"""How a token's experts are chosen from its logits: the definition, and the tile code that
+`moe_route` and `rms_norm_route` share.
+"""
 
 import math
 
@@ -6,7 +8,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ...launch import argument_error
 
 MOST_EXPERTS = 1024
 MOST_TOP_K = 64
@@ -51,27 +53,31 @@ def scores_of(logits: Tensor, sigmoid: bool, bias: Tensor | None) -> tuple[Tenso
 def check_routing(experts: int, top_k: int, groups: int, top_groups: int, first_expert: int) -> None:
     """Raises ValueError for a choice that can't be made."""
     if not 1 <= top_k <= min(experts, MOST_TOP_K):
-        raise must("top_k", f"1 to {min(experts, MOST_TOP_K)}", top_k)
+        raise argument_error("top_k", f"1 to {min(experts, MOST_TOP_K)}", top_k)
     if groups < 0 or (groups and experts % groups):
-        raise must("groups", f"0 or a divisor of {experts}, the number of experts", groups)
+        raise argument_error("groups", f"0 or a divisor of {experts}, the number of experts", groups)
     if not groups and top_groups:
-        raise must("top_groups", "0 without groups", top_groups)
+        raise argument_error("top_groups", "0 without groups", top_groups)
     if groups and not 1 <= top_groups <= groups:
-        raise must("top_groups", f"1 to {groups}, the number of groups", top_groups)
+        raise argument_error("top_groups", f"1 to {groups}, the number of groups", top_groups)
     if groups and top_groups * (experts // groups) < top_k:
-        raise must("top_groups", f"enough groups of {experts // groups} experts for top_k = {top_k}", top_groups)
+        raise argument_error("top_groups", f"enough groups of {experts // groups} experts for top_k = {top_k}", top_groups)
     if not 0 <= first_expert < experts:
-        raise must("first_expert", f"0 to {experts - 1}", first_expert)
+        raise argument_error("first_expert", f"0 to {experts - 1}", first_expert)
 
 
 def _order_keys(values):
-    """int32 that compare as the fp32 values do, NaN above all: integers have no NaN that would compare false with itself."""
+    """int32 that compare as the fp32 values do, NaN above all: integers have no NaN that would
+    compare false with itself.
+    """
     bits = ct.bitcast(ct.where(ct.isnan(values), math.nan, values + 0.0), ct.int32)  # one NaN, and no negative zero
     return ct.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def experts_and_groups(GROUPS, SIZE, TILE_G, TILE_S):
-    """The lanes of a tile of all experts, GROUPS x SIZE padded to TILE_G x TILE_S: int32 [1, lanes] of their experts, and which are any."""
+    """The lanes of a tile of all experts, GROUPS x SIZE padded to TILE_G x TILE_S: int32 [1, lanes]
+    of their experts, and which are any.
+    """
     group = ct.arange(TILE_G, dtype=ct.int32).reshape((1, TILE_G, 1))
     member = ct.arange(TILE_S, dtype=ct.int32).reshape((1, 1, TILE_S))
     lanes = TILE_G * TILE_S
@@ -79,9 +85,12 @@ def experts_and_groups(GROUPS, SIZE, TILE_G, TILE_S):
 
 
 def chosen_experts(x, BIAS, scale, how):
-    """Weights, scaled, and ids [TILE_M, TILE_K] of logits x fp32 [TILE_M, lanes]. BIAS: [GROUPS, SIZE], read only with ADD_BIAS.
+    """Weights, scaled, and ids [TILE_M, TILE_K] of logits x fp32 [TILE_M, lanes].
 
-    how: (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S, TILE_K), constants.
+    BIAS: [GROUPS, SIZE], read only with ADD_BIAS.
+
+    how: (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S,
+        TILE_K), constants.
     """
     SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, TILE_M, TILE_G, TILE_S, TILE_K = how
     lanes = TILE_G * TILE_S

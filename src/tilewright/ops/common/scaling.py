@@ -2,17 +2,20 @@
 
     value = code * scale        out[i, j] = sum_k a[i, k] * sa(i, k) * b[j, k] * sb(j, k)
 
-Codes are e4m3 or e5m2, scales fp32. The shape of a scale tensor says what each of its elements belongs to (a [m, k]; b seen as [n, k]):
+Codes are e4m3 or e5m2, scales fp32. The shape of a scale tensor says what each of its elements
+belongs to (a [m, k]; b seen as [n, k]):
 
     kind     scale_a                scale_b
     TENSOR   []                     []                                one for the matrix
     ROW      [m]                    [n]                               one for each row
-    BLOCK    [m, ceil(k / 128)]     [ceil(n / 128), ceil(k / 128)]    one for each 1x128 group of a, each 128x128 block of b
+    BLOCK    [m, ceil(k / 128)]     [ceil(n / 128), ceil(k / 128)]    each 1x128 of a, 128x128 of b
 
-A batch of matrices puts its axis in front; TENSOR may then also be [], one for all of them. Group scales are best stored with stride 1 along the
-rows and the other stride a multiple of 4 elements (`empty_scales`): the scales of a tile of rows are then one wide load. Any strides work.
+A batch of matrices puts its axis in front; TENSOR may then also be [], one for all of them. Group
+scales are best stored with stride 1 along the rows and the other stride a multiple of 4 elements
+(`empty_scales`): the scales of a tile of rows are then one wide load. Any strides work.
 
-A scale may be negative; zero makes its values zero, NaN makes them NaN (an infinity too, where it meets a zero): no value is checked or clamped.
+A scale may be negative; zero makes its values zero, NaN makes them NaN (an infinity too, where it
+meets a zero): no value is checked or clamped.
 """
 
 from enum import IntEnum
@@ -21,7 +24,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import dtype_name, must
+from ...launch import argument_error, dtype_name
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROUP = 128  # values that share a scale along k
@@ -49,7 +52,9 @@ TENSOR, ROW, BLOCK = map(int, (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK))
 def scale_shapes(
     scaling: Scaling, m: int, n: int, k: int, *, batch_a: int | None = None, batch_b: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of scale_a and scale_b. batch_a, batch_b: matrices of a batch; None for a single one, which has no batch axis."""
+    """Shapes of scale_a and scale_b. batch_a, batch_b: matrices of a batch; None for a single one,
+    which has no batch axis.
+    """
     groups, blocks = -(-k // GROUP), -(-n // GROUP)
     own_a, own_b = {Scaling.TENSOR: ((), ()), Scaling.ROW: ((m,), (n,)), Scaling.BLOCK: ((m, groups), (blocks, groups))}[scaling]
     return (own_a if batch_a is None else (batch_a, *own_a)), (own_b if batch_b is None else (batch_b, *own_b))
@@ -69,7 +74,7 @@ def scaling_of(
     if scale_a is None and scale_b is None:
         return Scaling.NONE
     if a.dtype not in FP8:
-        raise must("scale_a" if scale_a is not None else "scale_b", f"None for {dtype_name(a.dtype)} operands", "a tensor")
+        raise argument_error("scale_a" if scale_a is not None else "scale_b", f"None for {dtype_name(a.dtype)} operands", "a tensor")
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         _check_scale(a, name, scale)
     assert scale_a is not None
@@ -78,12 +83,12 @@ def scaling_of(
         if _fits(scale_a, scaling, batch_a):
             break
     else:
-        raise must("scale_a.shape", _allowed(0, m, n, k, batch_a, batch_b), tuple(scale_a.shape))
+        raise argument_error("scale_a.shape", _allowed(0, m, n, k, batch_a, batch_b), tuple(scale_a.shape))
     expected = scale_shapes(scaling, m, n, k, batch_a=batch_a, batch_b=batch_b)
     for name, scale, shape in (("scale_a", scale_a, expected[0]), ("scale_b", scale_b, expected[1])):
         if tuple(scale.shape) != shape and not (scaling is Scaling.TENSOR and scale.dim() == 0):
             kinds = _allowed(int(name == "scale_b"), m, n, k, batch_a, batch_b)
-            raise must(f"{name}.shape", f"{shape} ({scaling.name}, by the axes of scale_a; allowed are {kinds})", tuple(scale.shape))
+            raise argument_error(f"{name}.shape", f"{shape} ({scaling.name}, by the axes of scale_a; allowed are {kinds})", tuple(scale.shape))
     return scaling
 
 
@@ -91,8 +96,11 @@ FAST_SUM = 8192  # products that one sum of 14 bits may have
 
 
 def fast_sum(dtype: torch.dtype, out_dtype: torch.dtype, k: int) -> bool:
-    """Whether sums may have what Hopper's tensor cores give 8-bit operands (14 bits): enough under the rounding of a bf16 output, up to 8192
-    of k (at 16384 the worst element of 29 million is 1.25 of what the accuracy rule allows)."""
+    """Whether sums may have the 14 bits that Hopper's tensor cores give 8-bit operands.
+
+    They are enough under the rounding of a bf16 output, up to 8192 of k. At 16384 the worst element
+    of 29 million is 1.25 of what the accuracy rule allows.
+    """
     return dtype in FP8 and out_dtype is torch.bfloat16 and k <= FAST_SUM
 
 
@@ -107,15 +115,15 @@ def _fits(scale: Tensor, scaling: Scaling, batch: int | None) -> bool:
 
 def _check_scale(a: Tensor, name: str, scale: Tensor | None) -> None:
     if scale is None:
-        raise must(name, "given where the other operand's scale is", None)
+        raise argument_error(name, "given where the other operand's scale is", None)
     if not isinstance(scale, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
     if scale.dtype is not torch.float32:
-        raise must(f"{name}.dtype", "float32", dtype_name(scale.dtype))
+        raise argument_error(f"{name}.dtype", "float32", dtype_name(scale.dtype))
     if scale.device != a.device:
-        raise must(f"{name}.device", a.device, scale.device)
+        raise argument_error(f"{name}.device", a.device, scale.device)
     if scale.requires_grad and torch.is_grad_enabled():
-        raise must(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
+        raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
 
 
 def _allowed(which: int, m: int, n: int, k: int, batch_a: int | None, batch_b: int | None) -> str:
@@ -124,7 +132,9 @@ def _allowed(which: int, m: int, n: int, k: int, batch_a: int | None, batch_b: i
 
 
 def empty_scales(shape: tuple[int, ...], device: torch.device | str, *, scaling: Scaling) -> Tensor:
-    """Uninitialised fp32 scales in the layout that kernels read best: those of BLOCK with stride 1 along the rows."""
+    """Uninitialised fp32 scales in the layout that kernels read best: those of BLOCK with stride 1
+    along the rows.
+    """
     if scaling is not Scaling.BLOCK:
         return torch.empty(shape, dtype=torch.float32, device=device)
     *batch, rows, groups = shape
@@ -169,10 +179,12 @@ def dequantize(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def torch_product(x: Tensor, w: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
-    """x @ w.mT of 8-bit matrices as PyTorch has it, for references: its own 8-bit product where there is one (e4m3 on CUDA), whose sums have
-    the few bits that the tensor cores keep; elsewhere the fp32 product of the dequantised matrices, float64 for float64.
+    """x @ w.mT of 8-bit matrices as PyTorch has it, for references: its own 8-bit product where
+    there is one (e4m3 on CUDA), whose sums have the few bits that the tensor cores keep; elsewhere
+    the fp32 product of the dequantised matrices, float64 for float64.
 
-    Args: x [.., m, k], w [.., n, k] and their scales as in the module. Returns: [.., m, n], fp32 or float64.
+    Args: x [.., m, k], w [.., n, k] and their scales as in the module. Returns: [.., m, n], fp32 or
+        float64.
     """
     if x.device.type != "cuda" or x.dtype is not torch.float8_e4m3fn:
         return torch.matmul(dequantize(x, scale_a), dequantize(w, scale_b).mT)
@@ -205,7 +217,9 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def scale_view(scale: Tensor, scaling: Scaling, batched: bool) -> Tensor:
-    """The scales as the kernels take them, without a copy: [batch, groups, rows], axes that the kind lacks of length 1."""
+    """The scales as the kernels take them, without a copy: [batch, groups, rows], axes that the
+    kind lacks of length 1.
+    """
     if scaling is Scaling.BLOCK:
         return scale.mT if batched else scale.mT[None]
     if scaling is Scaling.ROW:
@@ -213,11 +227,24 @@ def scale_view(scale: Tensor, scaling: Scaling, batched: bool) -> Tensor:
     return scale.view(-1, 1, 1)
 
 
-# --- tile code. A scale array is what `scale_view` made; `batch` is the index of the matrix, `tile` that of the tile of WIDTH rows.
+def scale_views(scale_a: Tensor | None, scale_b: Tensor | None, batched: bool = False) -> tuple[Tensor | None, Tensor | None]:
+    """Both operands' scales as the kernels take them; None stays None."""
+    if scale_a is None or scale_b is None:
+        return None, None
+    scaling = known_scaling(scale_a, batched)
+    return scale_view(scale_a, scaling, batched), scale_view(scale_b, scaling, batched)
+
+
+# --- tile code. A scale array is what `scale_view` made; `batch` is the index of the matrix, `tile`
+# that of the tile of WIDTH rows.
 
 
 def add_product(x, w, acc, FAST_ACC):
-    """acc + x @ w. FAST_ACC: the sum of 8-bit products may stay in the tensor core, with the bits it has (14 on Hopper)."""
+    """acc + x @ w.
+
+    FAST_ACC: the sum of 8-bit products may stay in the tensor core, with the bits it has (14 on
+    Hopper).
+    """
     if FAST_ACC:
         return ct.mma(x, w, acc, use_fast_acc=True)
     return ct.mma(x, w, acc)
@@ -233,8 +260,10 @@ def row_scales(scales, batch, tile, WIDTH, SCALING):
 def group_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
     """[WIDTH] scales of a tile of a's rows in one group of k (BLOCK).
 
-    LATENCY: the hint of the operands' loads in the same loop, 8 at best: with another one the compiler keeps two steps in flight instead of six.
-    WHOLE: the tile lies inside; unchecked, the load costs a loop of 8 warps a tenth less (1037 against 934 TFLOP/s, 4096 x 4096 x 7168, H200).
+    LATENCY: the hint of the operands' loads in the same loop, 8 at best: with another one the
+        compiler keeps two steps in flight instead of six.
+    WHOLE: the tile lies inside; unchecked, the load costs a loop of 8 warps a tenth less (1037
+        against 934 TFLOP/s, 4096 x 4096 x 7168, H200).
     """
     if WHOLE:
         tile = ct.load(scales, (batch, group, tile), (1, 1, WIDTH), check_bounds=False, latency=LATENCY, allow_tma=False)
@@ -244,7 +273,8 @@ def group_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
 
 
 def block_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
-    """[1], or [WIDTH] if the tile has more than one block: scales of a tile of b's rows in one group of k (BLOCK).
+    """[1], or [WIDTH] if the tile has more than one block: scales of a tile of b's rows in one
+    group of k (BLOCK).
 
     WIDTH: a power of two. LATENCY, WHOLE: as of `group_scales`.
     """
@@ -262,16 +292,24 @@ def block_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
 
 
 def scaled(acc, rows, columns):
-    """acc [i, j] * rows[i] * columns[j]; rows and columns may have length 1. The whole epilogue of TENSOR and ROW."""
+    """acc [i, j] * rows[i] * columns[j]; rows and columns may have length 1.
+
+    The whole epilogue of TENSOR and ROW.
+    """
     return acc * rows.reshape((rows.shape[0], 1)) * columns.reshape((1, columns.shape[0]))
 
 
-def add_scaled(acc, x, w, rows, columns):
-    """acc + (x @ w) scaled: a step of BLOCK, in which x and w lie in one group of k.
+def fresh_product(x, w):
+    """x @ w of one group of k, from zero.
 
-    The product starts from zero, so that what the tensor core sums (with fewer bits than fp32 on Hopper) is never longer than a group: the
-    compiler need not cut it once more, which `use_fast_acc` tells it.
+    The tensor core (with fewer bits than fp32 on Hopper) never sums more than a group, so the
+    compiler need not cut the sum once more, which `use_fast_acc` tells it.
     """
-    part = ct.mma(x, w, ct.zeros(acc.shape, dtype=ct.float32), use_fast_acc=True)
-    # The scales first: where the tile has one block of b, that leaves one fused multiply-add for each element.
-    return acc + part * (rows.reshape((rows.shape[0], 1)) * columns.reshape((1, columns.shape[0])))
+    return ct.mma(x, w, ct.zeros((x.shape[0], w.shape[1]), dtype=ct.float32), use_fast_acc=True)
+
+
+def add_scaled(acc, x, w, rows, columns):
+    """acc + (x @ w) scaled: a step of BLOCK, in which x and w lie in one group of k."""
+    # The scales first: where the tile has one block of b, that leaves one fused multiply-add for
+    # each element.
+    return acc + fresh_product(x, w) * (rows.reshape((rows.shape[0], 1)) * columns.reshape((1, columns.shape[0])))

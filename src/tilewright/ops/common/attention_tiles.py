@@ -1,25 +1,30 @@
-"""Tile code of `attention` and `mla`: one tile of queries walks over the tiles of keys that it sees.
+"""Tile code of `attention` and `mla`: one tile of queries meets the tiles of keys that it
+sees.
 
-A head_dim that is no power of two is two tiles, the first of the largest power of two below it (192 = 128 + 64): nothing is padded up to 256.
+A head_dim that is no power of two is two tiles, the first of the largest power of two below it (192
+= 128 + 64): nothing is padded up to 256.
 """
 
 import math
 
 import cuda.tile as ct
 
-from ..launch import next_pow2
-from .attention_common import FLOOR, LN2, product, softmax_step
+from ...launch import next_pow2
+from .softmax_tiles import FLOOR, LN2, product, softmax_step
 
 ZERO = ct.PaddingMode.ZERO
-# Weights of 8 bits are made up to 2**8, of which e4m3 holds 448: its least number is then 2**-17 of the largest weight.
+# Weights of 8 bits are made up to 2**8, of which e4m3 holds 448: its least number is then 2**-17 of
+# the largest weight.
 SHIFT = 8
 
 
 def packed_tile(CU, place, TILE):
-    """(sequence, its tile of TILE rows) at a place of a grid that covers packed sequences, which begin at CU [sequences + 1], int32.
+    """(sequence, its tile of TILE rows) at a place of a grid that covers packed sequences, which
+    begin at CU [sequences + 1], int32.
 
-    The places of sequence i begin at CU[i] // TILE + i: as many as it has tiles, or one more, so a tile may lie behind the sequence's last or, where
-    CU[0] > 0, before the first. Rows // TILE + sequences of them are all.
+    The places of sequence i begin at CU[i] // TILE + i: as many as it has tiles, or one more, so a
+    tile may lie behind the sequence's last or, where CU[0] > 0, before the first. Rows // TILE +
+    sequences of them are all.
     """
     low, high = 0, CU.shape[0] - 1
     while high - low > 1:
@@ -31,19 +36,23 @@ def packed_tile(CU, place, TILE):
     return low, place - (ct.load(CU, (low,), ()) // TILE + low)
 
 
-def walkers(grid: tuple[int, int, int], resident: int, causal: bool) -> tuple[int]:
-    """The grid of blocks that walk over the items of `grid` (tiles, heads, batch), of which `resident` fit the device at a time."""
+def persistent_grid(grid: tuple[int, int, int], resident: int, causal: bool) -> tuple[int]:
+    """The grid of persistent blocks that share the items of `grid` (tiles, heads, batch), of which
+    `resident` fit the device at a time.
+    """
     tiles = grid[0]
     if causal and tiles <= resident:
-        resident -= resident % tiles  # so that the rounds of `item_of_walk` pair a long tile with a short one
+        resident -= resident % tiles  # so that the waves of `item_of_block` pair a long tile with a short one
     return (min(math.prod(grid), resident),)
 
 
-def item_of_walk(item, shape, CAUSAL):
-    """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items of `shape`; of the last one behind them.
+def item_of_block(item, shape, CAUSAL):
+    """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items
+    of `shape`; of the last one behind them.
 
-    The tiles of a head stand side by side, so that its keys are read once from memory: one tile of each head after the other would read them for
-    each tile anew. Every other round, where it is whole, runs backwards: under a causal mask short tiles then follow long ones in each block.
+    The tiles of a head stand side by side, so that its keys are read once from memory: one tile of
+    each head after the other would read them for each tile anew. Every other wave, where it is
+    whole, runs backwards: under a causal mask short tiles then follow long ones in each block.
     """
     (tiles, heads, batches), blocks = shape, ct.num_blocks(0)
     begin = item // blocks * blocks
@@ -57,14 +66,18 @@ def item_of_walk(item, shape, CAUSAL):
 
 
 def widths_of(dim: int, least: int, pad: bool = False) -> tuple[int, int]:
-    """Widths of the one or two tiles (the second 0), `least` or more, that hold `dim` columns; with `pad` one, a power of two."""
+    """Widths of the one or two tiles (the second 0), `least` or more, that hold `dim` columns; with
+    `pad` one, a power of two.
+    """
     whole = max(least, next_pow2(dim))
     first, second = whole // 2, max(least, next_pow2(dim - whole // 2))
     return (whole, 0) if pad or second >= first else (first, second)
 
 
 def columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY, ROWS_LAST=False):
-    """Rows [row * TILE, + TILE) of ARRAY [batch, heads, rows, columns] as one or two tiles [TILE, width]; ROWS_LAST: rows are its last axis."""
+    """Rows [row * TILE, + TILE) of ARRAY [batch, heads, rows, columns] as one or two tiles [TILE,
+    width]; ROWS_LAST: rows are its last axis.
+    """
     order = (0, 1, 3, 2) if ROWS_LAST else (0, 1, 2, 3)
     tiles: tuple = ()
     for i in ct.static_iter(range(2)):
@@ -75,7 +88,7 @@ def columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY, ROWS_LAST=False):
     return tiles
 
 
-def turned_columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY):
+def transposed_columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY):
     """The same rows as one or two tiles [width, TILE]."""
     tiles: tuple = ()
     for i in ct.static_iter(range(2)):
@@ -100,13 +113,17 @@ def summed_products(lefts, rights, TF32X3):
 def softmax_over_keys(
     scores_of, values_of, first, n, window, scale, dtype, WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3
 ):
-    """(sums of weights @ values, one tile for each of WIDTHS; maximum; denominator) of TILE_M queries over the keys 0..n that they see.
+    """(sums of weights @ values, one tile for each of WIDTHS; maximum; denominator) of TILE_M
+    queries over the keys 0..n that they see.
 
-    scores_of(j, TILE): the scores of the j-th TILE keys, [TILE_M, TILE] in fp32, which `scale` brings to base 2. values_of(j, TILE): a tuple of
-    their values, [TILE, width] each. first: the last key that the first query sees under a causal mask. dtype: of the weights.
-    Steps are TILE_N keys long where every query sees all of them, else TAIL_N, a divisor. MASKED: there are such steps.
+    scores_of(j, TILE): the scores of the j-th TILE keys, [TILE_M, TILE] in fp32, which `scale`
+    brings to base 2. values_of(j, TILE): a tuple of their values, [TILE, width] each. first: the
+    last key that the first query sees under a causal mask. dtype: of the weights.
+    Steps are TILE_N keys long where every query sees all of them, else TAIL_N, a divisor. MASKED:
+    there are such steps.
     """
-    # Steps of TILE_N: from `whole_from` to `whole_to`. Steps of TAIL_N: from `begin` on before them, to `end` behind them.
+    # Steps of TILE_N: from `whole_from` to `whole_to`. Steps of TAIL_N: from `begin` on before
+    # them, to `end` behind them.
     ratio = TILE_N // TAIL_N
     begin, end, whole_from, whole_to = 0, ct.cdiv(n, TAIL_N), 0, n // TILE_N
     if CAUSAL:
@@ -139,15 +156,17 @@ def softmax_over_keys(
         new: tuple = ()
         for i in ct.static_iter(range(len(values))):
             if dtype == ct.float8_e4m3fn:
-                # A product of one step in the tensor cores' short sums; over the steps in fp32, and the factor comes with the addition.
+                # A product of one step in the tensor cores' short sums; over the steps in fp32, and
+                # the factor comes with the addition.
                 part = ct.mma(weights, values[i], ct.zeros((TILE_M, WIDTHS[i]), dtype=ct.float32), use_fast_acc=True)
                 new = (*new, sums[i] * factor + part)
             else:
                 new = (*new, product(weights, values[i], sums[i] * factor, TF32X3))
         return new, maximum, denominator
 
-    # A loop for the whole tiles apart from those for the partly hidden ones: a branch in one loop keeps the compiler from overlapping
-    # the softmax of a step with the products of the next (H200, causal, 1k to 4k queries: 10 to 25 % slower).
+    # A loop for the whole tiles apart from those for the partly hidden ones: a branch in one loop
+    # keeps the compiler from overlapping the softmax of a step with the products of the next (H200,
+    # causal, 1k to 4k queries: 10 to 25 % slower).
     if HAS_WINDOW:
         for j in range(begin, min(whole_from * ratio, end)):
             state = step(j, state, TAIL_N, True)
@@ -160,15 +179,20 @@ def softmax_over_keys(
 
 
 def normaliser_and_lse(maximum, denominator, dtype):
-    """What sums are multiplied by, and the natural-log lse; 0 and -inf where no key was seen. dtype: of the sums once they are stored."""
+    """What sums are multiplied by, and the natural-log lse; 0 and -inf where no key was seen.
+    dtype: of the sums once they are stored.
+    """
     seen = ct.where(denominator == 0.0, 1.0, denominator)
-    # Exact to the last bit, a division is 20 instructions and a branch at the end of a block, where nothing hides them; this is off by 2**-23.
+    # Exact to the last bit, a division is 20 instructions and a branch at the end of a block, where
+    # nothing hides them; this is off by 2**-23.
     inverse = 1.0 / seen if dtype == ct.float32 else ct.truediv(1.0, seen, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     return inverse, (maximum + ct.log2(denominator)) * LN2
 
 
 def store_rows(OUT, batch, head, tile, sums, normaliser, WIDTHS, TILE_M):
-    """sums * normaliser, rounded, into the tile-th TILE_M rows of OUT [batch, heads, rows, columns]."""
+    """sums * normaliser, rounded, into the tile-th TILE_M rows of OUT [batch, heads, rows,
+    columns].
+    """
     for i in ct.static_iter(range(len(sums))):
         out = (sums[i] * normaliser).astype(OUT.dtype).reshape((1, 1, TILE_M, WIDTHS[i]))
         ct.store(OUT, (batch, head, tile, WIDTHS[0] // WIDTHS[i] * i), out)

@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from ..attention_tiles import columns, item_of_walk, normaliser_and_lse, softmax_over_keys, store_rows, summed_products, turned_columns
+from ..common.attention_tiles import columns, item_of_block, normaliser_and_lse, softmax_over_keys, store_rows, summed_products, transposed_columns
 
 
 @ct.kernel
@@ -38,12 +38,16 @@ def mla_kernel(
     PARTS: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """TILE_M queries of one head at a time. Grid (query tiles, heads, batch); persistent: blocks that stride over all of these.
+    """TILE_M queries of one head at a time. Grid (query tiles, heads, batch); persistent: blocks
+    that stride over all of these.
 
-    Q_NOPE, Q_ROPE [batch, heads, q_len, ...]; K_NOPE [batch, heads, kv_len, nope_dim]; K_ROPE [batch, 1, kv_len, rope_dim];
-    V [batch, heads, kv_len, v_dim], with KEYS_LAST [batch, heads, v_dim, kv_len]; OUT [batch, heads, q_len, v_dim]; LSE [batch, heads, q_len].
-    KV_LEN int32 [batch]; fp32: Q_SCALE, V_SCALE [heads], K_SCALE [1]. What a flag says is absent is not touched.
-    scale: of the scores, times log2(e). MASKED: some tile of keys may be partly hidden. Widths: of the one or two tiles that hold a part.
+    Q_NOPE, Q_ROPE [batch, heads, q_len, ...]; K_NOPE [batch, heads, kv_len, nope_dim]; K_ROPE
+    [batch, 1, kv_len, rope_dim]; V [batch, heads, kv_len, v_dim], with KEYS_LAST [batch, heads,
+    v_dim, kv_len]; OUT [batch, heads, q_len, v_dim]; LSE [batch, heads, q_len].
+    KV_LEN int32 [batch]; fp32: Q_SCALE, V_SCALE [heads], K_SCALE [1]. What a flag says is absent is
+    not touched.
+    scale: of the scores, times log2(e). MASKED: some tile of keys may be partly hidden. Widths: of
+        the one or two tiles that hold a part.
     """
     tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     if HAS_LEN:
@@ -62,7 +66,7 @@ def mla_kernel(
             own = own * (ct.load(Q_SCALE, (head,), ()) * ct.load(K_SCALE, (0,), ()))
 
         def scores_of(j, TILE):
-            k = turned_columns(K_NOPE, batch, head, j, NOPES, TILE, LATENCY) + turned_columns(K_ROPE, batch, 0, j, ROPES, TILE, LATENCY)
+            k = transposed_columns(K_NOPE, batch, head, j, NOPES, TILE, LATENCY) + transposed_columns(K_ROPE, batch, 0, j, ROPES, TILE, LATENCY)
             return summed_products(q, k, False)
 
         def values_of(j, TILE):
@@ -83,7 +87,7 @@ def mla_kernel(
     if PERSISTENT:
         shape = (tiles, Q_NOPE.shape[1], Q_NOPE.shape[0])
         for item in range(ct.bid(0), tiles * shape[1] * shape[2], ct.num_blocks(0)):
-            here = item_of_walk(item, shape, CAUSAL)
+            here = item_of_block(item, shape, CAUSAL)
             attend(queries(*here), *here)
     else:
         attend(queries(tile, head, batch), tile, head, batch)

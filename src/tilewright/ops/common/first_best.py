@@ -8,12 +8,17 @@ NOWHERE = 2**31 - 1
 
 
 def empty_best(shape):
-    """The state of lanes that have seen nothing: the largest element, and in which step it came (0 where all are -inf)."""
+    """The state of lanes that have seen nothing: the largest element, and in which step it came (0
+    where all are -inf).
+    """
     return ct.full(shape, -math.inf, ct.float32), ct.zeros(shape, ct.int32)
 
 
 def take_better(best, when, x, step):
-    """The state after x, which came in `step`, later than all before. NaN is the largest, as in torch; of equals the first stays."""
+    """The state after x, which came in `step`, later than all before.
+
+    NaN is the largest, as in torch; of equals the first stays.
+    """
     take = (x > best) | (ct.isnan(x) & ~ct.isnan(best))
     return ct.where(take, x, best), ct.where(take, step, when)
 

@@ -1,0 +1,3 @@
+"""What several ops share: tile code, rows of a matrix, scales, products, softmax, programmatic
+launch.
+"""

@@ -1,0 +1,96 @@
+"""Tiles of products that compile well, by architecture and kind of operands, as text that
+`gemm_choices.tiles_of` reads.
+
+A latency that asks for as many steps as shared memory holds leaves no room for the step that the
+tensor cores still read: the compiler then waits for each step's MMAs (`DEPBAR.LE gsb0, 0x0`).
+"""
+
+FEW = 64  # rows of a up to which the product is bound by reading b
+MOST_DOT_ROWS = 4
+LEAST_SUM_ROWS, MOST_SUM_ROWS = 33, 192
+# Up to 32 rows. Rows of a that are not there take the room of loads of b: 1.1 TB/s in tiles of 64 x
+# 64, 2.5 in these (16 x 2048 x 8192, H200).
+HOPPER_FEW = (
+    "0x64x512 4w 8l psb, 0x64x256 4w 8l psb, 0x64x256 4w 2o 8l psb, 0x64x128 4w 2o 8l psb, 0x128x256 8w 8l psb, 0x128x128 4w 2o 8l psb,"
+    "0x128x128 8w 8l psb, 0x128x64 4w 2o 8l psb, 0x256x128 8w 8l psb, 0x256x64 8w 8l psb, 16x32x256 4w 8l ps, 16x32x256 4w 2o 8l ps,"
+    "64x8x512 4w 8l ps, 64x16x512 4w 8l ps"
+)
+# From 33 to 192 rows, as a sum of two powers of two: 48, 80, 96, 144, 160, 192.
+HOPPER_SUMS = (
+    "0x64x128 4w 2o 4l sbu +0, 0x64x128 4w 2o 3l sbu +0, 0x64x128 4w 4l sbu +0, 0x64x128 4w 2o 2l sbu +0, 0x128x64 4w 5l sbu +0,"
+    "0x128x128 8w 3l sbu +0"
+)
+HOPPER_BATCH = (  # up to 64
+    "64x64x512 4w 8l psb, 64x64x256 4w 8l psb, 64x64x128 4w 2o 8l psb, 64x128x256 8w 8l psb, 64x128x128 8w 8l psb, 64x64x128 4w 2o 8l ps,"
+    "64x16x512 4w 8l ps, 64x32x256 4w 8l ps, 64x32x512 4w 8l ps, 64x32x128 4w 2o 8l ps, 64x64x256 4w 8l ps, 64x64x256 4w 2c 8l ps,"
+    "64x64x512 4w 8l ps, 64x128x128 8w 8l ps, 64x128x128 4w 4c 8l ps, 64x256x64 8w 8l ps, 64x64x128 4w 2o 3l sb, 64x64x128 4w 2o 3l s,"
+    "64x32x128 4w 2o 3l s, 64x128x128 8w 4l sb"
+)
+HOPPER = (
+    "256x256x64 8w 2c 5l ps, 128x256x64 8w 6l p, 128x256x64 8w 5l ps, 128x256x64 8w 4l ps, 256x128x64 8w 5l ps, 256x128x64 8w 2c 5l s,"
+    "128x128x64 8w 5l s, 128x128x128 8w 5l s, 128x128x64 4w 5l ps, 128x128x64 4w 2o 2l s, 64x256x64 8w 5l ps, 256x64x64 8w 5l ps,"
+    "64x128x128 8w 5l ps, 128x64x128 8w 5l ps, 128x64x64 4w 2o 5l ps, 64x64x128 4w 2o 5l ps, 64x128x64 4w 5l s, 64x128x64 4w 2o 5l s,"
+    "64x64x128 8w 6l s, 64x32x256 4w 8l s, 64x16x256 4w 8l s, 128x128x64 4w 6l +16, 128x128x64 4w 6l +32, 128x128x64 4w 5l +64,"
+    "128x128x64 4w 6l b +16, 128x128x64 4w 5l bs +32, 128x128x64 4w 5l bs +64, 64x256x64 8w 4l s, 128x64x128 8w 4l s, 64x128x128 8w 4l s,"
+    "64x128x64 8w 4l +128, 128x128x64 8w 4l +64, 128x256x64 8w 4l b +64"
+)
+HOPPER_GATHERED = (
+    "128x128x128 4w 3l gs, 128x128x64 4w 4l gs, 128x128x64 4w 2o 2l gs, 64x128x128 4w 4l gs, 64x128x128 4w 2o 2l gs, 64x64x128 4w 2o 3l gs,"
+    "128x256x64 8w 3l gs, 256x128x64 8w 4l gs"
+)
+HOPPER_FP8_FEW = (  # up to 192 rows
+    "0x64x512 4w 2o 8l sb, 0x64x512 4w 4l sb, 0x64x256 4w 2o 3l sb, 0x128x256 8w 4l sb, 0x64x256 4w 2o 3l sbu +0, 0x64x256 4w 4l sbu +0,"
+    "0x128x128 4w 5l sbu +0"
+)
+HOPPER_FP8 = (
+    "64x16x512 4w 8l s, 64x32x512 4w 4l s, 64x64x512 4w 4l s, 64x128x256 8w 6l s, 128x64x256 8w 5l s, 64x128x128 4w 4l +64,"
+    "64x128x128 4w 2o 2l +64, 128x128x128 4w 6l p, 128x128x128 8w 6l p, 128x128x128 4w 6l +16, 128x128x128 4w 6l +64, 128x256x128 8w 4l p,"
+    "128x256x128 8w 6l p, 256x256x128 8w 2c 4l p, 128x256x128 8w 6l b +32, 64x128x128 4w 2o 8l s, 64x64x256 4w 6l s, 64x256x128 8w 6l p,"
+    "64x64x512 4w 4l sb, 64x128x256 8w 6l sb, 64x256x128 8w 4l ps, 64x128x256 8w 4l s, 64x128x128 4w 5l s, 128x64x128 8w 5l s,"
+    "64x128x128 8w 4l +128, 128x128x128 8w 4l +64, 128x256x128 8w 4l b +64, 128x128x128 4w 5l bs +32, 128x128x128 4w 5l bs +64,"
+    "64x64x256 4w 2o 3l sb, 64x64x256 4w 2o 3l s, 64x32x256 4w 2o 3l s"
+)
+# Sums of more bits than the tensor core's, for fp32 and fp16 outputs; runs of short ones for bf16
+# outputs and long k.
+HOPPER_FP8_PRECISE = (
+    "64x16x256 4w 8l s, 64x32x256 4w 8l s, 64x64x256 4w 6l s, 128x64x128 8w 6l s, 128x128x128 8w 6l p, 64x256x128 8w 6l p, 64x128x128 4w 2o 8l s,"
+    "64x64x512 4w 4l sb, 64x128x256 8w 6l sb, 64x256x128 8w 4l s, 64x64x256 4w 2o 3l sb, 128x256x128 8w 6l r, 128x256x128 8w 4l rp,"
+    "128x128x128 8w 6l rp, 256x128x128 8w 4l r, 64x256x128 8w 4l rps, 64x128x128 4w 2o 8l rs, 64x64x256 4w 2o 3l rsb, 64x64x512 4w 4l rsb,"
+    "64x128x256 8w 4l rsb"
+)
+# Scales inside the loop: two accumulators, and latency 8 (ops/common/scaling.py).
+HOPPER_BLOCK = (
+    "128x128x128 8w 8l ps, 64x64x128 4w 2o 8l s, 64x64x128 4w 4o 8l s, 64x128x128 4w 2o 8l ps, 64x32x128 4w 2o 8l s, 256x128x128 8w 2c 8l p,"
+    "128x64x128 8w 8l s, 128x64x128 8w 5l s +64, 128x64x128 8w 6l s +64, 128x64x128 8w 8l s +64, 64x64x128 4w 2o 5l s +64,"
+    "64x64x128 4w 2o 6l s +64, 128x128x256 8w 4l s, 128x128x256 8w 8l s"
+)
+HOPPER_BLOCK_FEW = "0x64x128 4w 4o 8l sb, 0x64x128 4w 2o 8l sb, 0x128x128 8w 8l sb"  # up to 32 rows
+BLACKWELL = (
+    "256x256x64 2c 5l ps, 128x256x64 5l ps, 256x128x64 2c 5l ps, 128x128x64 5l ps, 128x128x128 5l ps, 128x64x128 5l ps, 256x256x64 4c 5l p,"
+    "512x256x64 4c 5l p, 512x256x64 8c 5l p, 256x512x64 4c 5l p, 128x128x32 5l p, 128x64x256 5l p, 64x64x512 3l p, 64x128x128 5l p,"
+    "32x128x128 5l p, 128x32x256 5l p"
+)
+BLACKWELL_FEW = "64x32x256 8l p, 64x64x128 8l p, 16x32x256 2o 8l p"
+# tileiras 13.4 can't take pairs of columns out of tensor memory "make_tmem_copy": tiles that stay
+# in registers.
+BLACKWELL_GATED = "32x128x128 8w 4l, 32x128x64 4l, 16x64x128 4l"
+BLACKWELL_FP8 = "128x128x128 5l p, 256x128x128 2c 5l p, 128x64x128 5l p, 64x128x128 5l"
+CONSUMER = (
+    "128x64x64 2o 3l ps, 64x128x64 2o 3l ps, 128x128x32 3l ps, 64x64x64 2o 3l ps, 256x64x32 8w 3l p, 64x256x32 8w 3l p, 32x64x128 2o 3l p,"
+    "64x32x128 2o 3l p, 32x32x256 2o 3l p, 32x32x512 2l p, 64x64x32 4o 3l p, 512x32x32 8w 2l p, 32x512x32 8w 2l p"
+)
+CONSUMER_FP8 = "64x128x128 3l, 64x64x128 2o 3l, 128x64x128 3l"
+AMPERE = "128x128x32 2o 3l ps, 64x128x64 2o 3l ps, 64x64x64 2o 3l ps"
+SMALL_FEW = "16x32x256 2o 8l p, 16x64x128 2o 8l p, 64x64x64 2o 8l p"
+TURNED_FP8 = "64x64x64 3l p, 64x32x64 3l p"  # operands without k last are transposed on the way to the tensor cores
+NARROW = "64x64x32 1l ps, 32x32x64 1l ps"  # rows that begin off 16 bytes: an element at a time
+DOT = {
+    1: "1x8x512 4w 2o 8l pd, 1x4x1024 4w 2o 8l pd, 1x8x512 4w 8l pd, 1x16x256 4w 3o 8l pd, 1x8x1024 8w 8l pd",
+    2: "2x4x1024 8w 8l pd, 2x8x512 4w 2o 8l pd, 2x8x512 8w 8l pd, 2x16x256 4w 2o 8l pd, 4x8x512 8w 8l pd",
+    4: "4x8x512 8w 8l pd, 4x4x512 8w 2o 8l pd",
+}
+TF32, TF32_HOPPER = "64x64x16 1l ps", "128x128x32 8w 3l ps, 128x64x32 8w 3l ps, 64x64x32 8w 3l ps"
+FLOAT32, FLOAT32_HOPPER = "64x64x8 1l ps, 32x32x16 1l ps, 32x32x8 1l ps", "64x128x8 8w 3l ps, 64x64x16 8w 3l ps, 32x64x16 8w 3l ps"
+
+MANY = {"sm_80": AMPERE, "sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL, "sm_120": CONSUMER, "sm_121": CONSUMER}
+FEWER = {"sm_100": BLACKWELL_FEW, "sm_103": BLACKWELL_FEW}

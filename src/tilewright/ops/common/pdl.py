@@ -1,0 +1,52 @@
+"""Launches that begin while the one before still runs: programmatic dependent launch."""
+
+import cuda.tile as ct
+
+from ...launch import next_pow2
+
+MOST_PDL_ROWS = 64  # what a decode step has; launches for more are long beside what they would save
+
+
+def use_pdl(rows: int, persistent: bool) -> bool:
+    """Whether blocks may be placed while the launch before still runs (`Plan.pdl`).
+
+    Not blocks that walk over tiles: those that find room first would share an SM, and leave others
+    idle to the end (H200: 8 to 40 % slower).
+    """
+    return rows <= MOST_PDL_ROWS and not persistent
+
+
+def whole_tiles(k: int) -> list[tuple[int, int, int]]:
+    """(tile_n, tile_k, occupancy) with all of k, 4096 of 16 bits at most, in one step: 32 KB and 16
+    KB of a block's weights in registers.
+
+    sm_90, tileiras 13.4: no spills.
+    """
+    deep = next_pow2(k)
+    tiles = [(16384 // deep if deep < 4096 else 2, deep, 4), (8192 // deep if deep < 4096 else 4, deep, 3)]
+    return [tile for tile in tiles if 2 <= tile[0] <= 64]
+
+
+def pdl_overlap(PERSISTENT=False):
+    """The first line of a kernel that may be launched with PDL.
+
+    It lets the next launch begin, then waits until the launch before has ended. Nothing may be read
+    or written in front of it. Without PDL it does nothing. In persistent kernels (PERSISTENT) it
+    does nothing either: they are not launched with PDL, and the next launch would take room from
+    them.
+    """
+    if not PERSISTENT:
+        pdl_launch_dependents()
+        pdl_wait()
+
+
+def pdl_launch_dependents():
+    """The first half of `pdl_overlap`: between the two, weights may be read, which no launch
+    writes.
+    """
+    ct.grid_dependency_control_launch_dependents()
+
+
+def pdl_wait():
+    """The second half."""
+    ct.grid_dependency_control_wait()

@@ -1,0 +1,169 @@
+"""What `rms_norm_route` decides from (Problem), what it decides (Config), and its launch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Ordered, Work, ordered
+from .kernels import rms_norm_route_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on. scale, first_expert: of `inputs` alone."""
+
+    tokens: int
+    experts: int
+    k: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+    residual: bool = False
+    round_before_weight: bool = False
+    sigmoid: bool = False
+    bias: bool = False
+    normalize: bool = True
+    groups: int = 0
+    top_groups: int = 0
+    router_bias: bool = False
+    scale: float = 1.0
+    first_expert: int = 0
+
+    def cost(self) -> Cost:
+        rows = self.tokens * self.k * (4 if self.residual else 2)
+        return Cost((self.experts * self.k + rows) * self.dtype.itemsize + 8 * self.tokens * self.top_k, 2 * self.tokens * self.experts * self.k)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=self.dtype, device=device)
+
+        return {
+            "x": randn(self.tokens, self.k),
+            "weight": randn(self.k),
+            "router": randn(self.experts, self.k).mul_(2 * self.k**-0.5),
+            "top_k": self.top_k,
+            "eps": 1e-6,
+            "round_before_weight": self.round_before_weight,
+            "residual": randn(self.tokens, self.k) if self.residual else None,
+            "router_bias": randn(self.experts) if self.router_bias else None,
+            "sigmoid": self.sigmoid,
+            "bias": 0.1 * torch.randn(self.experts, device=device) if self.bias else None,
+            "normalize": self.normalize,
+            "scale": self.scale,
+            "groups": self.groups,
+            "top_groups": self.top_groups,
+            "first_expert": self.first_expert,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the experts are dealt.
+
+    tile_e: experts of a block, a power of two.
+    tile_k: elements of a row in one load, a power of two; the whole row and the block's part of the
+        router stay in registers.
+    num_worker_warps: warps that compute, 4 or 8.
+    """
+
+    tile_e: int
+    tile_k: int
+    num_worker_warps: int | None = None
+
+
+MOST_KEPT = 128  # elements of the router in a thread's registers
+CPU_TILES = ((64, 4096), (4, 64))  # experts of a block and elements of a load, at most
+# Experts of a block, warps. Two a block: more blocks only queue at the counter, fewer read longer.
+TILES = ((2, 4), (4, 4), (1, 4), (4, 8), (8, 8), (1, 8))
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Each tile with the longest load that pads nothing, and with one that pads little and needs
+    fewer.
+    """
+    experts, whole = next_pow2(p.experts), next_pow2(p.k)
+    if device.is_cpu:
+        yield from (Config(min(tile_e, experts), min(tile_k, whole)) for tile_e, tile_k in CPU_TILES)
+        return
+    exact = min(whole, max(256, p.k & -p.k), 2048)
+    for tile_k in dict.fromkeys((exact, *(t for t in (1024, 512) if exact < t < p.k))):
+        yield from (Config(tile_e, tile_k, warps) for tile_e, warps in TILES)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Whether a thread's part of the router fits its registers."""
+    return device.is_cpu or c.tile_e * p.k <= MOST_KEPT * 32 * (c.num_worker_warps or 4) or (c.tile_e, c.num_worker_warps) == (1, 8)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Reading the router, and round trips that follow each other: loads, norm, counter, choice."""
+    threads = 32 * (c.num_worker_warps or 4)
+    kept = c.tile_e * p.k / threads
+    per_sm = max(1, min(2048 // threads, REGISTERS // (threads * (LEAST_REGISTERS + int(kept)))))
+    parts, size = -(-p.experts // c.tile_e), p.dtype.itemsize
+    checked = -(-p.k // c.tile_k) if p.k % c.tile_k or p.experts % c.tile_e else 0
+    return Work(
+        blocks=parts * p.tokens,
+        resident=device.sms * per_sm,
+        per_sm=per_sm,
+        flops=2.0 * (c.tile_e + 1) * p.k,
+        kinds=("rows",),
+        fill=(c.tile_e + 2.0) * p.k * size,
+        dram=p.cost().size_bytes,
+        chain=2.0 + threads / 128 + checked + parts / COUNTED,
+    )
+
+
+REGISTERS = 1 << 16  # of an SM
+LEAST_REGISTERS = 64  # of a thread that keeps nothing
+COUNTED = 64.0  # blocks that pass one counter in a memory round trip
+
+
+def family(p: Problem, c: Config) -> str:
+    """The tile, and whether its loads are checked."""
+    return f"{c.tile_e} {c.num_worker_warps} {'checked' if p.k % c.tile_k else ''}"
+
+
+CHOICES = Choices("rms_norm_route", candidates, legal, work, family, tie=0.1)
+
+
+def space(p: Problem, device: Device) -> Ordered[Config]:
+    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
+    return ordered(CHOICES, p, device)
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """Grid and compile-time constants of one launch."""
+    groups = max(1, p.groups)
+    constants = {
+        "add": p.residual,
+        "biased": p.router_bias,
+        "round": p.round_before_weight,
+        "sigmoid": p.sigmoid,
+        "add_bias": p.bias,
+        "normalize": p.normalize,
+        "groups": groups,
+        "size": p.experts // groups,
+        "top_groups": p.top_groups or groups,
+        "top_k": p.top_k,
+        "k": p.k,
+        "tile_e": c.tile_e,
+        "tile_k": c.tile_k,
+        "tile_g": next_pow2(groups),
+        "tile_s": next_pow2(p.experts // groups),
+        "tile_p": next_pow2(p.top_k),
+    }
+    optional = {"residual": p.residual, "new_residual": p.residual, "router_bias": p.router_bias, "bias": p.bias}
+    launch = Launch(
+        rms_norm_route_kernel,
+        (-(-p.experts // c.tile_e), p.tokens),
+        constants,
+        **hints(c),
+        pdl=True,
+        scratch={"logits": ((p.tokens, p.experts), torch.float32)},
+        unused=tuple(name for name, given in optional.items() if not given),
+    )
+    return (launch,)

@@ -1,0 +1,179 @@
+"""Rotary position embedding, in place: each pair (a, b) of the first rotary_dim elements of a head
+becomes (a cos - b sin, b cos + a sin).
+
+    half-split (Llama):           pair j is (x[j], x[j + rotary_dim / 2])
+    interleaved (GPT-J, DeepSeek): pair j is (x[2 j], x[2 j + 1])
+
+Source    Su et al. 2021, arXiv:2104.09864, eq. 34.
+Numerics  fp32 from load to store, rounded once. From positions: the angle position * inv_freq, its
+          cosine and sine in fp32, times `scaling`.
+Bound     Memory: the rotated part of q and k read and written once.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ...launch import Decision, Device, argument_error, check_tensor, check_writable, torch_op
+from .decision import CHOICES, Config, Problem, grid, lanes, plan, space, work
+from .kernels import rope_kernel, rope_positions_kernel
+
+__all__ = [
+    "CHOICES",
+    "DECISION",
+    "Config",
+    "Problem",
+    "grid",
+    "lanes",
+    "plan",
+    "reference",
+    "rope",
+    "rope_kernel",
+    "rope_out",
+    "rope_positions_kernel",
+    "space",
+    "work",
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The definition, not in place."""
+    if positions is not None and inv_freq is not None:
+        angle = positions[..., None].to(inv_freq.dtype) * inv_freq
+        cos, sin = angle.cos() * scaling, angle.sin() * scaling
+    if cos is None or sin is None:
+        raise argument_error("the angles", "cos and sin, or positions and inv_freq", "neither")
+    c, s = cos[:, None], sin[:, None]
+    half = c.shape[-1]
+
+    def rotated(x: Tensor) -> Tensor:
+        part = x[..., : 2 * half]
+        a, b = part.unflatten(-1, (half, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
+        pair = (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
+        return torch.cat((torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), x[..., 2 * half :]), -1)
+
+    return rotated(q), rotated(k)
+
+
+DECISION = Decision(
+    "rope",
+    problem=Problem,
+    arguments=("q", "k", "cos", "sin", "positions", "inv_freq", "scaling"),
+    space=space,
+    plan=plan,
+)
+
+
+@torch_op(mutates=("q", "k"))
+def rope_out(
+    q: Tensor,
+    k: Tensor,
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    positions: Optional[Tensor],
+    inv_freq: Optional[Tensor],
+    scaling: float,
+    interleaved: bool,
+) -> None:
+    """`rope`, into q and k themselves. No checks, no sync: safe under graph capture."""
+    batch, q_heads, seq_len, head_dim = q.shape
+    launches = DECISION.launches(
+        Device.of(q),
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=k.shape[1],
+        seq_len=seq_len,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        rotary_dim=2 * (inv_freq if cos is None else cos).shape[-1],  # type: ignore[union-attr]
+        heads_inside=seq_len == 1 or q.stride(1) < q.stride(2),
+        interleaved=interleaved,
+        from_positions=cos is None,
+    )
+    launches.run(q, k, cos, sin, positions, inv_freq, scaling)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotates q and k in place, in one launch, by cos and sin or by positions and inverse
+    frequencies.
+
+    Args:
+        q: [batch, q_heads, seq_len, head_dim]; bf16, fp16 or fp32; any strides with 1 in the last
+            axis. Overwritten.
+        k: [batch, kv_heads, seq_len, head_dim], dtype and device of q, likewise. Overwritten; no
+            element in common with q.
+        cos, sin: [1 or batch, seq_len, rotary_dim / 2], dtype of q or fp32. Elements of a head from
+            rotary_dim on stay as they are.
+        positions: [1 or batch, seq_len], int32 or int64.
+        inv_freq: [rotary_dim / 2], fp32: radians per position.
+        scaling: factor of cosine and sine (transformers' attention_scaling); with positions only,
+            cos and sin contain it already.
+        interleaved: a pair is two neighbours instead of one element of each half.
+    Returns: (q, k), the tensors it was given.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    batch, _, seq_len, head_dim = q.shape
+    check_tensor(k, "k", ndim=4, like=q)
+    if (k.shape[0], *k.shape[2:]) != (batch, seq_len, head_dim):
+        raise argument_error("k.shape", f"({batch}, kv_heads, {seq_len}, {head_dim})", tuple(k.shape))
+    check_writable(q, "q")
+    check_writable(k, "k", q, "q")
+    if cos is not None and sin is not None and positions is None and inv_freq is None:
+        _check_angles(q, cos, sin)
+        if scaling != 1.0:
+            raise argument_error("scaling", "1.0 with cos and sin, which contain it", scaling)
+    elif positions is not None and inv_freq is not None and cos is None and sin is None:
+        _check_positions(q, positions, inv_freq)
+    else:
+        given = [name for name, x in (("cos", cos), ("sin", sin), ("positions", positions), ("inv_freq", inv_freq)) if x is not None]
+        raise argument_error("the angles", "cos and sin, or positions and inv_freq", ", ".join(given) or "neither")
+    if q.numel() or k.numel():
+        rope_out(q, k, cos, sin, positions, inv_freq, scaling, interleaved)
+    return q, k
+
+
+def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
+    batch, _, seq_len, head_dim = q.shape
+    check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32))
+    if cos.device != q.device:
+        raise argument_error("cos.device", q.device, cos.device)
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len or not 0 < 2 * cos.shape[2] <= head_dim:
+        raise argument_error("cos.shape", f"(1 or {batch}, {seq_len}, 1 to {head_dim // 2})", tuple(cos.shape))
+    check_tensor(sin, "sin", shape=cos.shape, like=cos)
+
+
+def _check_positions(q: Tensor, positions: Tensor, inv_freq: Tensor) -> None:
+    batch, _, seq_len, head_dim = q.shape
+    check_tensor(positions, "positions", ndim=2, dtypes=(torch.int32, torch.int64))
+    if positions.shape[0] not in (1, batch) or positions.shape[1] != seq_len:
+        raise argument_error("positions.shape", f"(1 or {batch}, {seq_len})", tuple(positions.shape))
+    check_tensor(inv_freq, "inv_freq", ndim=1, dtypes=(torch.float32,))
+    if not 0 < 2 * inv_freq.shape[0] <= head_dim:
+        raise argument_error("inv_freq.shape", f"(1 to {head_dim // 2},)", tuple(inv_freq.shape))
+    for name, x in (("positions", positions), ("inv_freq", inv_freq)):
+        if x.device != q.device:
+            raise argument_error(f"{name}.device", q.device, x.device)

@@ -1,0 +1,185 @@
+"""Tile code of `sample`."""
+
+import math
+
+import cuda.tile as ct
+
+from ..common.first_best import empty_best, first_best, take_better
+from ..common.pdl import pdl_overlap
+from ..common.philox import low_high, one_of_four, philox
+from ..common.tiles import load_tile, of_width
+
+NEG_INF = ct.PaddingMode.NEG_INF
+LOG2_E = math.log2(math.e)
+SMALL = 2.0**-10  # below it three terms of -log(1 - v) are exact in fp32, and 1 - v is not
+
+
+def _mirrored(bits):
+    """int32 bits of a float to an integer that orders as floats do, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _order(x, SHIFT):
+    """Place of a float scalar in the order, int64, in units of 2**SHIFT."""
+    return (_mirrored(ct.bitcast(x, ct.int32)) >> SHIFT).astype(ct.int64)
+
+
+def _smallest(place, SHIFT):
+    """The smallest float at a place; NaN beyond the infinities, and for a 16-bit dtype at the place
+    of -inf.
+    """
+    return ct.bitcast(_mirrored((place << SHIFT).astype(ct.int32)), ct.float32)
+
+
+def _add_each(*numbers):
+    """The sums, pair by pair, of two lists of as many numbers, given one after the other."""
+    sums: tuple = ()
+    for n in ct.static_iter(range(len(numbers) // 2)):
+        sums = (*sums, numbers[n] + numbers[n + len(numbers) // 2])
+    return sums
+
+
+def _exponential(word):
+    """-log(1 - v) of a uint32 tile, v = min((word + 1/2) / 2**32, 1 - 2**-24)."""
+    v = ct.minimum(word.astype(ct.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+    return ct.where(v < SMALL, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -ct.log(1.0 - v))
+
+
+@ct.kernel
+def sample_kernel(
+    LOGITS,
+    SEED,
+    OFFSET,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    OUT,
+    PERSISTENT: ct.Constant[bool],
+    HAS_OFFSET: ct.Constant[bool],
+    HAS_TEMPERATURE: ct.Constant[bool],
+    HAS_TOP_K: ct.Constant[bool],
+    HAS_TOP_P: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    SHIFT: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    WAYS: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """One row, or with PERSISTENT several.
+
+    LOGITS: [rows, COLS]; SEED, OFFSET: [1] int64; TEMPERATURE, TOP_P fp32 and TOP_K int32: [1] or
+        [rows]; OUT: [rows] int64.
+    """
+    pdl_overlap(PERSISTENT)
+    shape = (1, TILE_N)
+    steps = ct.cdiv(COLS, TILE_N)
+    LOGITS = of_width(LOGITS, COLS)
+
+    def draw_from(row):
+        def parameter(ARRAY):
+            return ct.load(ARRAY, (min(row, ARRAY.shape[0] - 1),), ())
+
+        def logits(j):
+            x = load_tile(LOGITS, (row, j), shape, NEG_INF, COLS % TILE_N == 0, LATENCY, False).astype(ct.float32)
+            return ct.where(ct.isnan(x), -math.inf, x)
+
+        temperature = 1.0
+        if HAS_TEMPERATURE:
+            temperature = parameter(TEMPERATURE)
+        drawn = temperature > 0.0
+        inverse = 1.0 / (temperature if drawn else 1.0)
+
+        tops = ct.full(shape, -math.inf, ct.float32)
+        for j in range(steps):
+            tops = ct.maximum(tops, logits(j))
+        top = ct.max(tops)
+        # -0.0 is another place in the order, but no other value
+        top = ct.where(top == 0.0, 0.0, top)
+
+        def below_top(x):
+            """(x - top) / temperature, and 0 for the top itself where that is infinite."""
+            return ct.where(x == top, 0.0, (x - top) * inverse)
+
+        def amounts(x, COUNT):
+            """What a logit adds to a sum: 1, or its probability without the common divisor."""
+            return ct.full(shape, 1.0, ct.float32) if COUNT else ct.exp2(below_top(x) * LOG2_E, flush_to_zero=True)
+
+        def sums_from(low, step, COUNT):
+            """Over the logits from each of the places low + step, low + 2 * step, ..."""
+            cuts: tuple = ()
+            sums: tuple = ()
+            for n in ct.static_iter(range(WAYS)):
+                cuts = (*cuts, _smallest(low + (n + 1) * step, SHIFT))
+                sums = (*sums, ct.zeros(shape, ct.float32))
+            for j in range(steps):
+                x = logits(j)
+                amount = amounts(x, COUNT)
+                new: tuple = ()
+                for n in ct.static_iter(range(WAYS)):
+                    new = (*new, sums[n] + ct.where(x >= cuts[n], amount, 0.0))
+                sums = new
+            zeros: tuple = ()
+            for n in ct.static_iter(range(WAYS)):
+                zeros = (*zeros, 0.0)
+            # one reduction for all: each is several barriers of the cluster
+            return ct.reduce(sums, 1, _add_each, zeros)
+
+        def search(low, high, target, COUNT):
+            """The highest place from which the sum is still at least target: so it is from low, and
+            is not from high.
+            """
+            while high - low > 1:
+                step = (high - low + WAYS) // (WAYS + 1)
+                totals = sums_from(low, step, COUNT)
+                enough = ct.zeros((), ct.int64)
+                exact = ct.full((), False, ct.bool_)
+                for n in ct.static_iter(range(WAYS)):
+                    enough = enough + (totals[n].item() >= target).astype(ct.int64)
+                    exact = exact | (totals[n].item() == target)
+                low, high = low + enough * step, min(high, low + (enough + 1) * step)
+                if COUNT:
+                    # just the wanted ones lie above: nothing is left to decide
+                    high = ct.where(exact, low + 1, high)
+            return low
+
+        lowest = _order(ct.full((), -math.inf, ct.float32), SHIFT)
+        highest = _order(top, SHIFT)
+        place = lowest
+        if HAS_TOP_K:
+            k = parameter(TOP_K)
+            if (k > 0) & (k < COLS) & drawn:
+                place = search(lowest, highest + 1, k.astype(ct.float32), True)
+        if HAS_TOP_P:
+            p = parameter(TOP_P)
+            if (p < 1.0) & drawn:
+                least = _smallest(place, SHIFT)
+                kept = ct.zeros(shape, ct.float32)
+                for j in range(steps):
+                    x = logits(j)
+                    kept = kept + ct.where((x < least) | (x == -math.inf), 0.0, amounts(x, False))
+                target = p * ct.sum(kept)
+                place = search(place, highest + 1, target, False) if target > 0.0 else highest
+        least = _smallest(place, SHIFT)
+
+        key = low_high(ct.load(SEED, (0,), ()))
+        draw = low_high(ct.load(OFFSET, (0,), ()) if HAS_OFFSET else ct.zeros((), ct.int64))
+        quads = ct.arange(TILE_N // 4, dtype=ct.int32).reshape((TILE_N // 4, 1))
+        rows = ct.full((TILE_N // 4, 1), 0, ct.uint32) + ct.astype(row, ct.uint32)
+
+        best, when = empty_best(shape)
+        for j in range(steps):
+            x = logits(j)
+            score = below_top(x)
+            if drawn:
+                words = philox((quads + j * (TILE_N // 4)).astype(ct.uint32), rows, *draw, *key)
+                score = score - ct.log(_exponential(one_of_four(words)).reshape(shape))
+            score = ct.where((x < least) | (x == -math.inf), -math.inf, score)
+            best, when = take_better(best, when, score, j)
+        _, column = first_best(best, when * TILE_N + ct.arange(TILE_N, dtype=ct.int32).reshape(shape))
+        ct.store(OUT, (row,), column.reshape((1,)).astype(ct.int64))
+
+    if PERSISTENT:
+        for row in range(ct.bid(0), LOGITS.shape[0], ct.num_blocks(0)):
+            draw_from(row)
+    else:
+        draw_from(ct.bid(0))
