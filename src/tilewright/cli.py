@@ -1,4 +1,4 @@
-"""`tilewright <verb>`. Thin: each verb reads its options and calls one function of a room, imported when the verb runs."""
+"""`tilewright <verb>`: a verb reads its options, then imports and calls one function."""
 
 import contextlib
 import functools
@@ -24,6 +24,9 @@ DeviceName = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", show_default=False)]
 
+SUITES = ("playbook", "llm", "seeds", "decode")
+ENGINES = ("mega", "graph", "eager", "transformers")
+
 _state = {"traceback": False}
 
 
@@ -33,7 +36,10 @@ def options(traceback: Annotated[bool, typer.Option("--traceback", help="On an e
 
 
 def verb(function: Callable[..., int]) -> Callable[..., None]:
-    """Makes a command of a function that returns its exit code; an expected error becomes one line on stderr and exit code 1."""
+    """Makes a command of a function that returns its exit code.
+
+    An expected error becomes one line on stderr and exit code 1.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -64,19 +70,19 @@ def demo(
     dtype: Dtype = "",
     as_json: Json = False,
 ) -> int:
-    """Ask SmolLM2-135M-Instruct a question, with every kernel ours, and compare the tokens with stock transformers.
+    """Ask SmolLM2-135M-Instruct a question, with every kernel ours, and compare the tokens with
+    stock transformers.
 
     Exits with 1 if the two differ.
     """
     from .models import demo_gguf
-    from .models.command import answer_command, device_and_dtype
+    from .models.command import Question, answer_command, device_and_dtype
 
-    where, number_type = device_and_dtype(device, dtype)
-    return answer_command(demo_gguf(), question, where, number_type, max_new_tokens, as_json=as_json)
+    return answer_command(demo_gguf(), *device_and_dtype(device, dtype), Question(question, max_new_tokens), as_json=as_json)
 
 
 @verb
-def generate(
+def generate(  # noqa: PLR0913 an option each
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="A Hugging Face folder, a .gguf file, or a config's name (random weights).")],
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt itself.", show_default=False)] = "",
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file with the prompt; - reads stdin.", show_default=False)] = None,
@@ -99,50 +105,46 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the model's chat template.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Write text greedily, as it comes; or, with --prompt-tokens, measure how fast: times, kernels, share of the bandwidth floor."""
-    if [bool(prompt), prompt_file is not None, prompt_tokens > 0].count(True) != 1:
-        raise ValueError("exactly one of --prompt, --prompt-file and --prompt-tokens must be given")
-    if engine not in ("mega", "graph", "eager", "transformers"):
-        raise ValueError(f"--engine must be mega, graph, eager or transformers, got {engine!r}")
-    if engine == "mega" and batch != 1:
-        raise ValueError(f"--batch must be 1 with --engine mega, got {batch}")
-    if compiled and not (compare and prompt_tokens):
-        raise ValueError("--compiled must come with --compare and --prompt-tokens")
-    if batch != 1 and not prompt_tokens:
-        raise ValueError(f"--batch must be 1 with a text, got {batch}")
-    if tp > 1 and engine not in ("graph", "eager"):
-        raise ValueError(f"--engine must be graph or eager with --tp, got {engine!r}")
-    if tp > 1 and (compiled or (compare and not prompt_tokens)):
-        raise ValueError("--compare must come with --prompt-tokens and without --compiled where --tp is given")
-    if tp > 1 and ":" in device:
-        raise ValueError(f"--device must be cuda or cpu with --tp, which takes the first GPUs, got {device!r}")
-    if nccl and tp == 1:
-        raise ValueError("--nccl must come with --tp 2 or more")
+    """Write text greedily, as it comes; or, with --prompt-tokens, measure how fast: times, kernels,
+    share of the bandwidth floor.
+    """
+    _refuse(
+        {
+            "exactly one of --prompt, --prompt-file and --prompt-tokens must be given": bool(prompt) + bool(prompt_file) + (prompt_tokens > 0) != 1,
+            f"--engine must be {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, got {engine!r}": engine not in ENGINES,
+            f"--batch must be 1 with --engine mega, got {batch}": engine == "mega" and batch != 1,
+            "--compiled must come with --compare and --prompt-tokens": compiled and not (compare and prompt_tokens),
+            f"--batch must be 1 with a text, got {batch}": batch != 1 and not prompt_tokens,
+            f"--engine must be graph or eager with --tp, got {engine!r}": tp > 1 and engine not in ("graph", "eager"),
+            "--compare must come with --prompt-tokens and without --compiled where --tp is given": tp > 1
+            and (compiled or (compare and not prompt_tokens)),
+            f"--device must be cuda or cpu with --tp, which takes the first GPUs, got {device!r}": tp > 1 and ":" in device,
+            "--nccl must come with --tp 2 or more": nccl and tp == 1,
+        }
+    )
     if prompt_file:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
-    from .models.command import answer_command, answer_of_rank, device_and_dtype, load_and_say
+    from .models.command import Question, answer_command, answer_of_rank, device_and_dtype, load_and_say
 
     where, number_type = device_and_dtype(device, dtype)
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
+    question = Question(prompt, max_new_tokens, raw=raw, engine=engine, stock=compare)
     with _full_gpu_explained():
-        if tp > 1:
-            from .engine.command import measure_ranks_command
-            from .engine.ranks import run_ranks
+        if not prompt_tokens and tp == 1:
+            return answer_command(model, where, number_type, question, as_json=as_json)
+        from .engine.command import Sizes, measure_command, measure_rank, tell
+        from .engine.ranks import run_ranks
 
-            options: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
-            if not prompt_tokens:
-                return int(run_ranks(answer_of_rank, model, prompt, number_type, max_new_tokens, raw, as_json, engine, **options))
-            options |= {"batch": batch, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
-            return measure_ranks_command(model, dtype=number_type, **options, engine=engine, compare=compare, as_json=as_json)
+        ranks: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
         if not prompt_tokens:
-            return answer_command(model, prompt, where, number_type, max_new_tokens, stock=compare, raw=raw, as_json=as_json, engine=engine)
-        from .engine.command import measure_command
-
+            return int(run_ranks(answer_of_rank, model, number_type, question, as_json, **ranks))
+        sizes = Sizes(batch, prompt_tokens, max_new_tokens)
+        if tp > 1:
+            return tell(run_ranks(measure_rank, model, number_type, sizes, engine, compare, **ranks), as_json=as_json)
         loaded = load_and_say(model, where, number_type, quiet=as_json)
         baselines = ("eager", "compiled") if compiled else ("eager",) if compare else ()
-        sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
-        return measure_command(loaded, **sizes, engine=engine, baselines=baselines, as_json=as_json)
+        return measure_command(loaded, sizes, engine=engine, baselines=baselines, as_json=as_json)
 
 
 @verb
@@ -159,7 +161,7 @@ def serve(
     device: DeviceName = "",
     dtype: Dtype = "",
 ) -> int:
-    """Serve a model to OpenAI clients, many users at once: transformers' server and scheduler, our kernels."""
+    """Serve a model to many OpenAI clients: transformers' server and scheduler, our kernels."""
     from .models.command import device_and_dtype, load_and_say
     from .models.serve import serve_command
 
@@ -168,7 +170,7 @@ def serve(
 
 
 @verb
-def bench(
+def bench(  # noqa: PLR0913 an option each
     ops: Ops = None,
     json_file: JsonFile = None,
     case: Annotated[str, typer.Option("--case", help="Only cases whose name contains this text.", show_default=False)] = "",
@@ -183,12 +185,33 @@ def bench(
     seconds: Annotated[
         float, typer.Option("--seconds", min=0, help="Begin no case after as many; what is done is kept.", show_default=False)
     ] = float("inf"),
+    draw: Annotated[
+        int, typer.Option("--draw", metavar="N", min=0, help="N problems drawn with each --seed instead of the listed ones.", show_default=False)
+    ] = 0,
+    seed: Annotated[
+        list[int] | None, typer.Option("--seed", metavar="S", help="Of --draw, not 1000 to 1999; may be repeated.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
 ) -> int:
     """Time ops on a GPU: one line a case; --json appends JSON lines."""
+    _refuse(
+        {
+            f"--suite must be one of {', '.join(SUITES)}, got {suite!r}": suite not in ("", *SUITES),
+            "--draw and --seed must come together, and without --suite": bool(suite and (draw or seed)),
+        }
+    )
+    how: Any = {"json_file": json_file, "case": case, "peers": peers, "seconds": seconds, "device": device}
+    if suite == "decode":
+        from .engine.suite import decode_command
+
+        return decode_command(**how)
     from .bench.command import bench_command
 
-    return bench_command(ops, json_file=json_file, case=case, suite=suite, peers=peers, defaults=defaults, seconds=seconds, device=device)
+    if suite == "llm":
+        from .engine.problems import of_all
+
+        return bench_command(ops, problems=of_all, defaults=defaults, **how)
+    return bench_command(ops, suite=suite, draw=draw, draw_seeds=seed or (), defaults=defaults, **how)
 
 
 @verb
@@ -199,14 +222,16 @@ def report(
         list[Path] | None, typer.Option("--against", metavar="FILE", help="Older results to compare with; may be repeated.", show_default=False)
     ] = None,
 ) -> int:
-    """Draw results: one HTML page with roofline, peers, scaling, platforms and what changed, and its drawings as PNG files."""
+    """Draw results: one HTML page with roofline, peers, scaling, platforms and what changed, and
+    its drawings as PNG files.
+    """
     from .bench.page import report_command
 
     return report_command(results, out=out, against=against or ())
 
 
 @verb
-def tune(
+def tune(  # noqa: PLR0913 an option each
     ops: Ops = None,
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="What the engine asks to run this model, e.g. Llama-3.1-8B.", show_default=False)
@@ -235,12 +260,33 @@ def tune(
     ] = None,
     import_file: Annotated[Path | None, typer.Option("--import", metavar="FILE", help="Add the rows of FILE.", show_default=False)] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove rows whose kernel or compiler has changed.")] = False,
+    survey: Annotated[
+        bool, typer.Option("--survey", help="Time many configs of drawn problems and keep every time; resumes. No row is stored.")
+    ] = False,
+    raw: Annotated[
+        Path | None,
+        typer.Option("--raw", metavar="FOLDER", help="Where raw times are, with --survey, --pack and --fit.", show_default=False),
+    ] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", metavar="FOLDER", help="Pack the raw times into FOLDER, to hand in.", show_default=False)
+    ] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the cost model to raw times, those that ship by default; needs no GPU.")] = False,
 ) -> int:
     """Find the fastest config of each problem on this GPU and store it, for every later call."""
     from .tune import command
 
-    if sum(map(bool, (show, export, import_file, prune))) > 1:
-        raise ValueError("at most one of --show, --export, --import and --prune must be given")
+    if sum(map(bool, (show, export, import_file, prune, survey, pack, fit))) > 1:
+        raise ValueError("at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given")
+    if raw and not (survey or pack or fit):
+        raise ValueError("--raw must come with --survey, --pack or --fit")
+    if survey:
+        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device)
+    if pack:
+        return command.pack_command(pack, folder=raw)
+    if fit:
+        from .tune.fit import fit_command
+
+        return fit_command(ops, folder=raw)
     if show:
         return command.show_command(ops)
     if export:
@@ -249,9 +295,14 @@ def tune(
         return command.import_command(import_file)
     if prune:
         return command.prune_command()
+    problems = None
+    if model:
+        from .engine.problems import of_engine  # the engine and transformers: only here
+
+        problems = functools.partial(of_engine, model)
     return command.tune_command(
         ops,
-        model=model,
+        problems=problems,
         shapes=shapes,
         from_log=from_log,
         case=case,
@@ -287,7 +338,9 @@ def compile(
     defaults: Annotated[bool, typer.Option("--defaults", help="Default configs only, not every config of the space.")] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
 ) -> int:
-    """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions; exits with 1 if a default config spills."""
+    """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions;
+    exits with 1 if a default config spills.
+    """
     from .compile.command import compile_command
 
     return compile_command(ops, arch=arch, json_file=json_file, defaults=defaults, jobs=jobs)
@@ -304,7 +357,9 @@ def learn(
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw rates over sequence lengths, as PNG.", show_default=False)] = None,
     json_file: JsonFile = None,
 ) -> int:
-    """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted and compiled without one."""
+    """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted
+    and compiled without one.
+    """
     from .learn.command import learn_command
 
     words = [word.strip() for word in seq.split(",")] if seq else []
@@ -314,7 +369,7 @@ def learn(
 
 
 @verb
-def difftest(
+def difftest(  # noqa: PLR0913 an option each
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As of generate; a config's name takes random weights.")] = "Llama-3.2-1B",
     layers: Annotated[int, typer.Option("--layers", metavar="N", help="Only the first N layers. Default: all.", show_default=False)] = 0,
     stop_after: Annotated[
@@ -329,7 +384,9 @@ def difftest(
     dtype: Dtype = "",
     as_json: Json = False,
 ) -> int:
-    """Run one token through the megakernel and its reference machine and compare every intermediate value; exit with 1 if one breaks the rule."""
+    """Run one token through the megakernel and its reference machine and compare every intermediate
+    value; exit with 1 if one breaks the rule.
+    """
     from .engine.mega.difftest import difftest_command
     from .models.command import device_and_dtype, load_and_say
 
@@ -339,10 +396,19 @@ def difftest(
 
 @verb
 def doctor(as_json: Json = False) -> int:
-    """Say what on this machine works and how to mend what does not: GPU, driver, compiler, versions, caches."""
+    """Say what works on this machine and how to fix what does not: GPU, driver, compiler,
+    caches.
+    """
     from .doctor import doctor_command
 
     return doctor_command(as_json=as_json)
+
+
+def _refuse(rules: dict[str, bool]) -> None:
+    """Raises ValueError with the first message that holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise ValueError(message)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Peers of the attention ops: functions of the same keyword arguments as the op; which op takes which is in peers.py."""
+"""Peers of the attention ops: functions of the same keyword arguments as the op.
+
+Which op takes which is in peers.py.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,10 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..ops.sparse_decode import unpack_kv
 
 Inputs = dict[str, Any]
+Result = Tensor | tuple[Tensor, ...]
 
 
 def sdpa(backend: SDPBackend | None) -> Callable[..., Any]:
-    def call(q, k, v, *, causal=True, scale=None, **unused):
+    def call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, **unused: Any) -> Result:
         grouped = q.shape[1] != k.shape[1]
         if backend is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -35,7 +39,7 @@ def plain_attention(inputs: Inputs) -> bool:
 def _block_mask(q_len: int, kv_len: int, causal: bool, window: int | None, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def seen(b, h, i, j):
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         last = i + kv_len - q_len
         shown = (j <= last) if causal else (j >= 0)
         return shown if window is None else shown & (j > last - window)
@@ -48,22 +52,41 @@ def _compiled_flex(softcap: float | None) -> Callable[..., Any]:
     """flex_attention of torch.compile; a sink scales its output by what the log-sum-exp says."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    def capped(score, b, h, i, j):
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    def call(q, k, v, block_mask, scale, sinks):
-        how = {"score_mod": None if softcap is None else capped, "block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    def call(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float | None, sinks: Tensor | None) -> Tensor:
+        how: Any = {
+            "score_mod": None if softcap is None else capped,
+            "block_mask": block_mask,
+            "scale": scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
         if sinks is None:
-            return flex_attention(q, k, v, **how)
+            out: Tensor = flex_attention(q, k, v, **how)
+            return out
         out, lse = flex_attention(q, k, v, return_lse=True, **how)
-        return (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(q.dtype)
+        scaled: Tensor = (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(q.dtype)
+        return scaled
 
     return torch.compile(call, dynamic=False)
 
 
-def flex_attention(q, k, v, *, causal=True, scale=None, window=None, softcap=None, sinks=None, **unused):
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    **unused: Any,
+) -> Tensor:
     mask = _block_mask(q.shape[2], k.shape[2], causal, window, q.device) if causal or window is not None else None
-    return _compiled_flex(softcap)(q, k, v, mask, scale, sinks)
+    out: Tensor = _compiled_flex(softcap)(q, k, v, mask, scale, sinks)
+    return out
 
 
 def flexible_attention(inputs: Inputs) -> bool:
@@ -76,8 +99,10 @@ def flexible_attention(inputs: Inputs) -> bool:
 _joined: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
 
-def sdpa_mla(q_nope, q_rope, *, k_nope, k_rope, v, causal=True, scale=None, **unused):
-    """SDPA has one product for the scores: it gets the parts concatenated, once and outside the time that is measured."""
+def sdpa_mla(
+    q_nope: Tensor, q_rope: Tensor, *, k_nope: Tensor, k_rope: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, **unused: Any
+) -> Tensor:
+    """SDPA has one product for the scores: it gets the parts joined, once and outside the time."""
     known = _joined.get(q_nope.data_ptr())
     if known is None or known[0] is not q_nope:
         if len(_joined) >= 64:
@@ -94,36 +119,37 @@ def plain_mla(inputs: Inputs) -> bool:
 
 
 def kv_append(
-    k,
-    v,
-    k_cache,
-    v_cache,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     *,
-    positions,
-    block_table=None,
-    q=None,
-    cos=None,
-    sin=None,
-    interleaved=False,
-    k_scale=None,
-    v_scale=None,
-    q_norm=None,
-    k_norm=None,
-    v_norm=None,
-    eps=1e-6,
-    round_before_weight=False,
-):
+    positions: Tensor,
+    block_table: Tensor | None = None,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    v_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    round_before_weight: bool = False,
+) -> Result:
     """As engines compose it: rotate, norm, and put rows into the cache by index."""
     batch, _, tokens, _ = k.shape
-    normed = [
-        x if weight is None else torch.nn.functional.rms_norm(x, weight.shape, weight, eps) for x, weight in ((q, q_norm), (k, k_norm), (v, v_norm))
-    ]
-    k, v = normed[1:]
+
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
+
+    k, v = normed(k, k_norm), normed(v, v_norm)
     positions = positions.view(batch, tokens)
-    if cos is not None:
+    if cos is not None and sin is not None:
         c, s = cos[positions][:, None], sin[positions][:, None]
 
-        def turned(x):
+        def turned(x: Tensor) -> Tensor:
             rotated, rest = x[..., : 2 * c.shape[-1]], x[..., 2 * c.shape[-1] :]
             a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
             pair = a * c - b * s, b * c + a * s
@@ -131,11 +157,11 @@ def kv_append(
 
         k = turned(k)
         if q is not None:
-            q.copy_(turned(normed[0]))
+            q.copy_(turned(normed(q, q_norm)))
     outer, row = torch.arange(batch, device=k.device)[:, None], positions
     if block_table is not None:
         outer, row = block_table.gather(1, (positions // k_cache.shape[2]).long()), positions % k_cache.shape[2]
-    if k_scale is not None:
+    if k_scale is not None and v_scale is not None:
         k, v = k.float() / k_scale, v.float() / v_scale
     k_cache[outer, :, row] = k.transpose(1, 2).to(k_cache.dtype)
     v_cache[outer, :, row] = v.transpose(1, 2).to(v_cache.dtype)
@@ -143,31 +169,63 @@ def kv_append(
 
 
 def sdpa_decode(backend: SDPBackend) -> Callable[..., Any]:
-    def call(q, k, v=None, kv_len=None, *, scale=None, **unused):
+    def call(q: Tensor, k: Tensor, v: Tensor | None = None, kv_len: Tensor | None = None, *, scale: float | None = None, **unused: Any) -> Result:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, k if v is None else v, scale=scale, enable_gqa=True)
 
     return call
 
 
-def _as_rows(q, k, v, v_dim):
-    """The heads of a key head as its query rows, which for one token is the same attention: [batch, kv_heads, group, columns], and v."""
+def _as_rows(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, Tensor]:
+    """q as [batch, kv_heads, group, columns], and v.
+
+    The query heads of a key head become its rows: for one token that is the same attention.
+    """
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k[..., :v_dim] if v is None else v
 
 
-def sdpa_rows_decode(q, k, v=None, kv_len=None, *, v_dim=None, scale=None, **unused):
-    rows, v = _as_rows(q, k, v, v_dim)
+def sdpa_rows_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    *,
+    v_dim: int | None = None,
+    scale: float | None = None,
+    **unused: Any,
+) -> Tensor:
+    rows, values = _as_rows(q, k, v, v_dim)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # the only fused one for more than 256 columns
-        return F.scaled_dot_product_attention(rows, k, v, scale=scale).reshape(*q.shape[:3], -1)
+        return F.scaled_dot_product_attention(rows, k, values, scale=scale).reshape(*q.shape[:3], -1)
 
 
-def bmm_decode(q, k, v=None, kv_len=None, *, v_dim=None, scale=None, **unused):
-    rows, v = _as_rows(q, k, v, v_dim)
+def bmm_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    *,
+    v_dim: int | None = None,
+    scale: float | None = None,
+    **unused: Any,
+) -> Tensor:
+    rows, values = _as_rows(q, k, v, v_dim)
     scores = torch.matmul(rows, k.mT) * (q.shape[3] ** -0.5 if scale is None else scale)
-    return torch.matmul(scores.softmax(-1), v).reshape(*q.shape[:3], -1)
+    return torch.matmul(scores.softmax(-1), values).reshape(*q.shape[:3], -1)
 
 
-def flex_decode(q, k, v=None, kv_len=None, *, v_dim=None, window=None, sinks=None, scale=None, **unused):
+def flex_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    *,
+    v_dim: int | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    **unused: Any,
+) -> Tensor:
     return flex_attention(q, k, k[..., :v_dim] if v is None else v, causal=True, scale=scale, window=window, sinks=sinks)
 
 
@@ -194,7 +252,7 @@ _whole_queries: dict[int, tuple[Tensor, Tensor]] = {}
 def mla_as_decode(call: Callable[..., Any]) -> Callable[..., Any]:
     """The queries in one tensor, joined once and outside the time that is measured."""
 
-    def mla(q_latent, q_rope, cache, kv_len=None, *, scale, **unused):
+    def mla(q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Tensor | None = None, *, scale: float, **unused: Any) -> Any:
         known = _whole_queries.get(q_latent.data_ptr())
         if known is None or known[0] is not q_latent:
             if len(_whole_queries) >= 64:
@@ -205,12 +263,24 @@ def mla_as_decode(call: Callable[..., Any]) -> Callable[..., Any]:
     return mla
 
 
-def sparse_decode(q, cache, indices, topk_length=None, *, scale, extra_cache=None, extra_indices=None, sinks=None, v_dim=None, **unused):
-    """Rows by index, 8-bit ones widened after that, two batched products, and a column for the sink."""
+def sparse_decode(
+    q: Tensor,
+    cache: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None = None,
+    *,
+    scale: float,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
+    v_dim: int | None = None,
+    **unused: Any,
+) -> Tensor:
+    """Rows by index, widened if they are 8-bit, two batched products, a column for the sink."""
     batch, q_heads, q_len, head_dim = q.shape
     chosen = []
     for rows, lists in ((cache, indices), (extra_cache, extra_indices)):
-        if rows is not None:
+        if rows is not None and lists is not None:
             rows = unpack_kv(rows, q.dtype) if rows.dtype == torch.uint8 else rows
             chosen.append(rows.view(-1, head_dim)[lists.view(batch * q_len, -1)])
     k = torch.cat(chosen, 1)  # [tokens, rows, columns]
@@ -229,7 +299,7 @@ def plain_mla_decode(inputs: Inputs) -> bool:
     return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table", "kv_start"))
 
 
-def merge_states(out, lse, *, base2=False):
+def merge_states(out: Tensor, lse: Tensor, *, base2: bool = False) -> Result:
     weights = torch.softmax(lse * 0.6931471805599453 if base2 else lse, 0)
     total = torch.logsumexp(lse * 0.6931471805599453 if base2 else lse, 0)
     return (weights[..., None] * out).sum(0).to(out.dtype), total * 1.4426950408889634 if base2 else total

@@ -4,27 +4,35 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cuda.tile as ct
 import torch
 from rich.console import Console
 
 from .. import ops
+from ..compile.ahead import Ahead
+from ..compile.job import one_line
 from ..launch import Device
 from ..testing import op_name
 from ..testing.cases import cases
-from .ceilings import Ceilings, measure_ceilings
-from .measure import measure_case
-from .meter import Meter, meter_of
+from ..testing.drawn import draw_all
+from ..testing.problems import Task
+from .ceilings import measure_ceilings
+from .drawn import check_seeds, judged
+from .measure import Setup, measure_case
+from .meter import meter_of
 from .published import beside
 from .report import Row, append_jsonl, case_name, summary, versions
-from .suites import SUITES, Table, formatted, llm, playbook, seeds
+from .stopwatch import Stopwatch, told, total
+from .suites import SUITES, Table, formatted, playbook, seeds
 
 
-def bench_command(
+def bench_command(  # noqa: PLR0913 an option each
     names: list[str] | None = None,
     *,
     json_file: Path | None = None,
@@ -34,22 +42,65 @@ def bench_command(
     defaults: bool = False,
     seconds: float = math.inf,
     device: str = "cuda",
+    draw: int = 0,
+    draw_seeds: Sequence[int] = (),
+    problems: Callable[[Device], Sequence[Task]] | None = None,
 ) -> int:
-    """Benchmarks ops (all by default) on a GPU. Returns the exit code: 1 when an answer was wrong, 2 without a GPU.
+    """Benchmarks ops (all by default) on a GPU.
 
-    case: only cases whose name contains this text. suite: the cases of a suite instead of the ops' own. defaults: untuned configs, whatever the
-    tables hold. seconds: no case is begun after as many. json_file: appended to as each case is measured.
+    Args:
+        json_file: each case is appended to it as it is measured.
+        case: only cases whose name contains this text.
+        suite: the cases of one of SUITES instead of the ops' own.
+        peers: other libraries are timed beside us.
+        defaults: untuned configs, whatever the tables hold.
+        seconds: no case is begun after as many.
+        draw: as many drawn problems of each of `draw_seeds` instead; none of FITTING_SEEDS.
+        problems: makes the cases for the GPU instead.
+    Returns: the exit code: 1 when an answer was wrong, 2 without a GPU.
     """
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     console = Console(soft_wrap=True, highlight=False)
     chosen = ops.named(names)
     if suite and suite not in SUITES:
         raise ValueError(f"--suite must be one of {', '.join(SUITES)}, got {suite!r}")
+    if bool(draw) != bool(draw_seeds) or (draw and (suite or problems)):
+        raise ValueError("--draw and --seed must come together, and without --suite")
+    check_seeds(draw_seeds)
+    setup = ready(device, console)
+    if setup is None:
+        return 2
+    where = setup.device
+    here = Device.of(torch.empty(0, device=where))
+    with torch.inference_mode(), meter_of(f"GPU-{torch.cuda.get_device_properties(where).uuid}") as meter:
+        setup = dataclasses.replace(setup, meter=meter, peers=peers, warm=not draw)
+        run = _Run(console, setup, defaults, json_file, case, began + seconds)
+        if suite == "playbook":
+            for table in playbook():
+                if (table.op in {op_name(op) for op in chosen} or not names) and time.monotonic() < run.until:
+                    run.table(table)
+        elif draw:
+            run.drawn([(seed, *task) for seed in draw_seeds for task in draw_all([op_name(op) for op in chosen], draw, seed)], here)
+        else:
+            tasks = problems(here) if problems else seeds() if suite == "seeds" else [(op, p) for op in chosen for p in cases(op, "bench")]
+            run.all((op, problem) for op, problem in tasks if op in chosen)
+    for line in [line for of in judged(map(dataclasses.asdict, run.rows)) for line in of.lines()] if draw else summary(run.rows):
+        console.print(line, markup=False)
+    console.print(told(total([run.watch.seconds, *(row.took_s for row in run.rows)]), time.monotonic() - began))
+    console.print(json.dumps({"cases": len(run.rows), "wrong": run.wrong, "ceilings": dataclasses.asdict(setup.ceilings)}))
+    return 1 if run.wrong else 0
+
+
+def ready(device: str, console: Console) -> Setup | None:
+    """The GPU of this name with its ceilings, both printed; None, with a word, for no GPU.
+
+    The GPU becomes the current one.
+    """
     if not torch.cuda.is_available():
         console.print(
             "bench needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
         )
-        return 2
+        return None
     where = torch.device(device)
     if where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
@@ -60,26 +111,7 @@ def bench_command(
         f"ceilings: copy {ceilings.copy_gbs:.0f} GB/s, read {ceilings.read_gbs:.0f} GB/s, "
         f"bf16 matmul {ceilings.tflops:.0f} TFLOP/s, launch {ceilings.launch_us:.2f} us"
     )
-    if suite == "decode":
-        from ..engine.suite import decode_suite  # the engine and transformers: only here
-
-        rows = decode_suite(console, where, ceilings, case=case, peers=peers, until=until, json_file=json_file)
-        console.print(json.dumps({"cases": len(rows), "wrong": 0, "ceilings": dataclasses.asdict(ceilings)}))
-        return 0
-    here = Device.of(torch.empty(0, device=where))
-    with torch.inference_mode(), meter_of(f"GPU-{torch.cuda.get_device_properties(where).uuid}") as meter:
-        run = _Run(console, where, ceilings, meter, peers, defaults, json_file, case, until)
-        if suite == "playbook":
-            for table in playbook():
-                if (table.op in {op_name(op) for op in chosen} or not names) and time.monotonic() < run.until:
-                    run.table(table)
-        else:
-            tasks = {"llm": lambda: llm(here), "seeds": seeds, "": lambda: [(op, p) for op in chosen for p in cases(op, "bench")]}[suite]()
-            run.all((op, problem) for op, problem in tasks if op in chosen)
-    for line in summary(run.rows):
-        console.print(line)
-    console.print(json.dumps({"cases": len(run.rows), "wrong": run.wrong, "ceilings": dataclasses.asdict(ceilings)}))
-    return 1 if run.wrong else 0
+    return Setup(where, ceilings)
 
 
 @dataclasses.dataclass
@@ -87,16 +119,14 @@ class _Run:
     """One run of the benchmark: how to measure, and what came of it."""
 
     console: Console
-    where: torch.device
-    ceilings: Ceilings
-    meter: Meter
-    peers: bool
+    setup: Setup
     defaults: bool
     json_file: Path | None
     case: str
     until: float = math.inf  # on time.monotonic
     rows: list[Row] = dataclasses.field(default_factory=list)
     wrong: int = 0
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
     def all(self, tasks: Iterable[tuple[ModuleType, Any]]) -> None:
         for op, problem in tasks:
@@ -106,19 +136,38 @@ class _Run:
                     return
                 self.one(op, problem)
 
-    def one(self, op: ModuleType, problem: Any) -> Row | None:
-        """Measures, prints and keeps one case; None for a wrong answer."""
+    def drawn(self, tasks: Sequence[tuple[int, ModuleType, Any]], here: Device) -> None:
+        """Measures drawn problems, each with its seed. All kernels compile in the background."""
+        wanted = [task for task in tasks if self.case in f"{op_name(task[1])} {case_name(task[2])}"]
+        with Ahead(here) as ahead:
+            with self.watch.phase("planning"):
+                asked = [ahead.ask(op, problem, [op.space(problem, here)[0] if self.defaults else None])[0] for _, op, problem in wanted]
+            for (seed, op, problem), futures in zip(wanted, asked, strict=True):
+                if time.monotonic() > self.until:
+                    self.console.print("out of time; the rest is not measured")
+                    return
+                if not isinstance(futures, str):
+                    with self.watch.phase("waiting for our compiler"):
+                        wait(futures)
+                try:
+                    self.one(op, problem, seed)
+                except (RuntimeError, ct.TileError) as error:  # of one problem: the others are still to be measured
+                    self.console.print(f"{op_name(op)} {case_name(problem)} | FAILED: {one_line(error)}", style="red", markup=False)
+                    self.wrong += 1
+                    torch.cuda.synchronize()  # raises where the GPU is lost
+
+    def one(self, op: ModuleType, problem: Any, seed: int | None = None) -> Row | None:
+        """Measures, prints and keeps one case; None for a wrong answer. seed: it was drawn with."""
         config = None
         try:
             if self.defaults:
-                config = op.space(problem, Device.of(torch.empty(0, device=self.where)))[0]
-            row = measure_case(op, problem, self.where, self.ceilings, config=config, with_peers=self.peers, meter=self.meter)
+                config = op.space(problem, Device.of(torch.empty(0, device=self.setup.device)))[0]
+            row = measure_case(op, problem, self.setup, config=config)
         except AssertionError as error:
             self.console.print(f"{op_name(op)} {case_name(problem)} | WRONG, not timed: {error}", style="red")
             self.wrong += 1
             return None
-        if self.defaults:
-            row = dataclasses.replace(row, source="default")
+        row = dataclasses.replace(row, source="default" if self.defaults else row.source, draw_seed=seed)
         self.console.print(row.line())
         for figure in beside(dataclasses.asdict(row)):
             value = "" if figure.metric == "ratio" else " published"
@@ -130,7 +179,7 @@ class _Run:
         return row
 
     def table(self, table: Table) -> None:
-        """Measures a table of the playbook and prints it as the playbook does, with our peers beside us."""
+        """Measures a table of the playbook and prints it as the playbook does, with our peers."""
         try:
             problems = table.problems()
         except (LookupError, ValueError, TypeError, AttributeError) as error:

@@ -1,4 +1,7 @@
-"""The drawings of the report: each a matplotlib figure in two inks, which the page turns into its own colours."""
+"""The drawings of the report: each a matplotlib figure in two inks.
+
+The page turns the inks into its own colours.
+"""
 
 import io
 import math
@@ -56,7 +59,10 @@ def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def roofline(rows: Sequence[Row]) -> Drawing:
-    """Every kernel: rate over intensity, under the roofs measured in its own run. Rows round rates to 0.01, so the very smallest are left out."""
+    """Every kernel: rate over intensity, under the roofs measured in its own run.
+
+    Rows round rates to 0.01, so the very smallest are left out.
+    """
     with rc_context(STYLE):
         drawing, ax = _drawing(9.5, 5.4)
         looks = colours(dict.fromkeys(row["op"] for row in rows))
@@ -109,8 +115,11 @@ def peer_bars(against: Sequence[Against]) -> Drawing:
     return drawing
 
 
-def _curves(ax: Any, rows: Sequence[Row], x: str, y: str, series: dict[str, tuple], peer: str) -> None:
-    """One curve a series, ours solid and the peer dashed. series: label -> values of the problem fields that mark it."""
+def _curves(ax: Any, rows: Sequence[Row], x: str, y: str, series: dict[str, tuple[Any, ...]], peer: str) -> None:
+    """One curve a series, ours solid and the peer dashed.
+
+    series: label -> values of the problem fields that mark it.
+    """
     looks = colours(series)
     for label, marks in series.items():
         mine = sorted((row for row in rows if marks == _marks(row, x)), key=lambda row: row["problem"][x])
@@ -128,14 +137,14 @@ def _curves(ax: Any, rows: Sequence[Row], x: str, y: str, series: dict[str, tupl
     ax.minorticks_off()
 
 
-def _marks(row: Row, x: str) -> tuple:
+def _marks(row: Row, x: str) -> tuple[Any, ...]:
     problem = row["problem"]
     varies = {x, "batch", "kv_len"} if x == "q_len" else {x}  # tokens are kept while sequences grow
     return tuple((name, str(value)) for name, value in sorted(problem.items()) if name not in varies)
 
 
-def _named(rows: Sequence[Row], x: str, label: Any) -> dict[str, tuple]:
-    named: dict[str, tuple] = {}
+def _named(rows: Sequence[Row], x: str, label: Any) -> dict[str, tuple[Any, ...]]:
+    named: dict[str, tuple[Any, ...]] = {}
     for row in rows:
         named.setdefault(label(row["problem"]), _marks(row, x))
     return named
@@ -193,7 +202,10 @@ def size_curves(rows: Sequence[Row]) -> Drawing | None:
 
 
 def platforms(rows: Sequence[Row]) -> Drawing:
-    """Causal attention of the documents (fp16, batch 4, 32 heads, dim 128), published, with our measured rows: rate, and share of each roof."""
+    """Causal attention of the documents (fp16, batch 4, 32 heads, dim 128) and our rows of it.
+
+    Each has its rate and its share of its machine's roof.
+    """
     groups: dict[str, list[Figure]] = {}
     for figure in figures():
         if figure.op == "attention" and figure.metric == "TFLOP/s" and figure.problem.get("causal"):
@@ -226,7 +238,7 @@ def platforms(rows: Sequence[Row]) -> Drawing:
 
 
 def regression(found: Sequence[Change]) -> Drawing:
-    """Every case that was measured twice, sorted by what became of it; the three zones by colour."""
+    """Every case that was measured twice, sorted by its change; the three zones by colour."""
     shades = {"slower": "#d1495b", "same": "#8a8f98", "faster": "#2f9e6e"}
     with rc_context(STYLE):
         drawing, ax = _drawing(9.5, 3.6)

@@ -1,7 +1,11 @@
-"""What is called of FlashInfer: its batch wrappers where it has them, planned once for the lengths, and its in-place norms and rotation."""
+"""What is called of FlashInfer: its batch wrappers where it has them, else its functions.
+
+A wrapper is planned once for the lengths. Norms and rotation are in place.
+"""
 
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +22,7 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def rms_norm(x, weight, eps, *, weight_offset=0.0, residual=None, **unused):
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, residual: Tensor | None = None, **unused: Any) -> Any:
     lib = module("flashinfer")
     if residual is None:
         return (lib.gemma_rmsnorm if weight_offset else lib.rmsnorm)(x, weight, eps)
@@ -26,11 +30,11 @@ def rms_norm(x, weight, eps, *, weight_offset=0.0, residual=None, **unused):
     return x, residual
 
 
-def layer_norm(x, weight, bias, eps):
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
     return module("flashinfer.norm").layernorm(x, wide(weight), wide(bias), eps)
 
 
-def silu_mul(gate, up=None, *, gelu_tanh=False):
+def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Any:
     lib = module("flashinfer")
     return (lib.gelu_tanh_and_mul if gelu_tanh else lib.silu_and_mul)(gate)
 
@@ -41,14 +45,14 @@ def _angles(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     return torch.cat((cos[0], sin[0]), -1).float(), torch.arange(cos.shape[1], dtype=torch.int32, device=cos.device).repeat(batch)
 
 
-def rope(q, k, cos, sin, *, interleaved=False, **unused):
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **unused: Any) -> Any:
     table, positions = _angles(cos, sin, len(q))
     rows = (x.transpose(1, 2).view(len(positions), -1) for x in (q, k))
     module("flashinfer").apply_rope_with_cos_sin_cache_inplace(positions, *rows, q.shape[3], table, is_neox=not interleaved)
     return q, k
 
 
-# ------------------------------------------------------------------------------------------------ attention
+# ---------------------------------------------------------------------------------------- attention
 @kept
 def _rows(x: Tensor, lengths: list[int] | None = None) -> Tensor:
     """[batch, heads, tokens, columns] as [all tokens, heads, columns]."""
@@ -63,7 +67,8 @@ def _joined_rows(x: Tensor, rope: Tensor, lengths: list[int] | None = None) -> T
 
 @kept
 def _on_host(lengths: Tensor) -> list[int]:
-    return lengths.tolist()
+    known: list[int] = lengths.tolist()
+    return known
 
 
 def _lengths(kv_len: Tensor | None, batch: int, longest: int) -> list[int]:
@@ -75,33 +80,55 @@ def _starts(lengths: list[int]) -> Tensor:
 
 
 @kept
-def _planned_prefill(q, k, v, q_starts, kv_starts, causal, scale):
+def _planned_prefill(q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, kv_starts: Tensor, causal: bool, scale: float | None) -> Any:
     wrapper = module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device))
     heads_and_columns = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     wrapper.plan(q_starts.cpu(), kv_starts.cpu(), *heads_and_columns, causal=causal, sm_scale=scale, q_data_type=q.dtype)
     return wrapper
 
 
-def _prefill(q, k, v, lengths, causal, scale):
+def _prefill(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], causal: bool, scale: float | None) -> Any:
     """Of rows, `lengths` keys a sequence, and as many queries in each."""
     starts = _starts([len(q) // len(lengths)] * len(lengths)), _starts(lengths)
     return _planned_prefill(q, k, v, *starts, causal, scale).run(q, k, v).unflatten(0, (len(lengths), -1)).transpose(1, 2)
 
 
-def attention(q, k, v, *, causal=True, scale=None, kv_len=None, cu_seqlens_q=None, cu_seqlens_kv=None, **unused):
-    if cu_seqlens_q is not None:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_len: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    **unused: Any,
+) -> Any:
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         return _planned_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, causal, scale).run(q, k, v)
     lengths = _lengths(kv_len, len(k), k.shape[2])
     return _prefill(_rows(q), _rows(k, lengths), _rows(v, lengths), lengths, causal, scale)
 
 
-def mla(q_nope, q_rope, *, k_nope, k_rope, v, causal=True, scale=None, kv_len=None, **unused):
+def mla(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    *,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_len: Tensor | None = None,
+    **unused: Any,
+) -> Any:
     lengths = _lengths(kv_len, len(v), v.shape[2])
     return _prefill(_joined_rows(q_nope, q_rope), _joined_rows(k_nope, k_rope, lengths), _rows(v, lengths), lengths, causal, scale)
 
 
 def _pages_of(lengths: list[int], page_size: int, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Its lists of pages: where each sequence's begin, their numbers, and the tokens in its last."""
+    """Its lists of pages: where each sequence begins, the page numbers, tokens in the last page."""
     counts = [-(-n // page_size) for n in lengths]
     numbers = torch.cat([row[:count] for row, count in zip(table.cpu(), counts, strict=True)]).int()
     last = torch.tensor([n - page_size * max(0, count - 1) for n, count in zip(lengths, counts, strict=True)], dtype=torch.int32)
@@ -113,12 +140,18 @@ def _page_size(tokens: int) -> int:
 
 
 def _table(batch: int, pages: int, stride: int) -> Tensor:
-    """Of a cache without pages, seen as pages: those of a sequence follow each other, `stride` after those of the one before."""
+    """The block table of a cache without pages, seen as pages.
+
+    Pages of a sequence follow each other, `stride` after those of the sequence before.
+    """
     return torch.arange(pages)[None] + stride * torch.arange(batch)[:, None]
 
 
 def _as_pages(cache: Tensor) -> Tensor:
-    """[batch, heads, tokens, columns] as overlapping pages [pages, heads, page, columns], a head `tokens` rows after the one before."""
+    """[batch, heads, tokens, columns] as overlapping pages [pages, heads, page, columns].
+
+    A head lies `tokens` rows after the one before.
+    """
     batch, heads, tokens, columns = cache.shape
     page = _page_size(tokens)
     count = ((batch - 1) * heads + 1) * tokens // page
@@ -126,7 +159,7 @@ def _as_pages(cache: Tensor) -> Tensor:
 
 
 @kept
-def _planned_decode(q, k, kv_len, block_table, scale):
+def _planned_decode(q: Tensor, k: Tensor, kv_len: Tensor | None, block_table: Tensor | None, scale: float | None) -> Any:
     (batch, q_heads, q_len, head_dim), (_, kv_heads, tokens, _) = q.shape, k.shape
     tensor_cores = q_len > 1 or q_heads >= TENSOR_CORES_FROM * kv_heads
     wrapper = module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "HND", use_tensor_cores=tensor_cores)
@@ -140,14 +173,16 @@ def _planned_decode(q, k, kv_len, block_table, scale):
     return wrapper
 
 
-def attention_decode(q, k, v, kv_len=None, *, block_table=None, scale=None, **unused):
+def attention_decode(
+    q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None = None, *, block_table: Tensor | None = None, scale: float | None = None, **unused: Any
+) -> Any:
     wrapper = _planned_decode(q, k, kv_len, block_table, scale)
     caches = (k, v) if block_table is not None else (_as_pages(k), _as_pages(v))
     return wrapper.run(_rows(q), caches).unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
 @kept
-def _planned_mla_decode(q_latent, q_rope, cache, kv_len, block_table, scale):
+def _planned_mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Tensor | None, block_table: Tensor | None, scale: float) -> Any:
     lib = module("flashinfer.mla")
     (batch, heads, q_len, latent), tokens = q_latent.shape, cache.shape[1]
     if block_table is None:
@@ -175,7 +210,9 @@ def _planned_mla_decode(q_latent, q_rope, cache, kv_len, block_table, scale):
     return wrapper
 
 
-def mla_decode(q_latent, q_rope, cache, kv_len=None, *, scale, block_table=None, **unused):
+def mla_decode(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Tensor | None = None, *, scale: float, block_table: Tensor | None = None, **unused: Any
+) -> Any:
     wrapper = _planned_mla_decode(q_latent, q_rope, cache, kv_len, block_table, scale)
     pages = cache if block_table is not None else cache.view(-1, _page_size(cache.shape[1]), cache.shape[2])
     out = wrapper.run(query=(_rows(q_latent), _rows(q_rope)), kv_cache=pages)
@@ -188,6 +225,6 @@ def _by_row(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(2).clone(memory_format=torch.contiguous_format)
 
 
-def merge_states(out, lse, **unused):
+def merge_states(out: Tensor, lse: Tensor, **unused: Any) -> Any:
     merged, total = module("flashinfer").merge_states(_by_row(out), _by_row(lse))
     return merged[:, 0], total[:, 0]

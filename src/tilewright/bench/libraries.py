@@ -1,6 +1,8 @@
-"""Other kernel libraries as peers, where they are installed: same dtype, same mathematics, nothing copied or converted inside the time.
+"""Other kernel libraries as peers, where they are installed.
 
-They are imported when a benchmark first asks for an op's peers. One whose call fails, or whose result is not ours, is named in the row, untimed.
+They compute the same mathematics in the same dtype. Nothing is copied or converted inside the time.
+A library is imported when a benchmark first asks for an op's peers. One whose call fails, or whose
+result is not ours, is named in the row, untimed.
 """
 
 import importlib
@@ -17,7 +19,8 @@ from torch import Tensor
 from ..launch import next_pow2
 from . import flashinfer_calls as flashinfer
 from . import library_calls as calls
-from .peers import Inputs, Peer
+from .attention_peers import Inputs
+from .peers import Peer
 
 STRAY = 0.05  # distance of two results, RMS over RMS, from which they are not the same computation; fp8 products differ by 0.01
 LIBRARIES = {
@@ -64,7 +67,7 @@ def backend_of(name: str) -> str:
 
 
 def strays(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
-    """In what the two results differ so much that they are not the same computation; "" if they are."""
+    """What differs so much that two results are not of one computation; "" if nothing does."""
     for mine, other in zip(ours, theirs, strict=False):
         if mine.shape != other.shape:
             return f"computes something else: shape {tuple(other.shape)}, ours {tuple(mine.shape)}"
@@ -77,7 +80,7 @@ def strays(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------ what each takes
+# ---------------------------------------------------------------------------------- what each takes
 Applies = Callable[[Inputs], bool]
 
 
@@ -91,7 +94,7 @@ def _without(*names: str) -> Applies:
 
 
 def _half(name: str) -> Applies:
-    """Whether an input has 16 bits: for fp32 libraries take TF32 where we don't, or have no kernel."""
+    """Whether an input has 16 bits. In fp32 libraries use TF32 unlike us, or have no kernel."""
     return lambda inputs: inputs[name].dtype in (torch.bfloat16, torch.float16)
 
 
@@ -104,14 +107,14 @@ def _flashinfer_norm(inputs: Inputs) -> bool:
 
 
 def _heads_inside(inputs: Inputs) -> bool:
-    """Whether q and k lie in memory as projections leave them, where rope of other libraries is in place."""
+    """Whether q and k lie in memory as projections leave them: rope of others is in place."""
     return all(inputs[name].transpose(1, 2).is_contiguous() for name in ("q", "k"))
 
 
 def _whole_heads(inputs: Inputs) -> bool:
     """Whether two powers of two of columns, cosines' and sines', make a head."""
     half = inputs["cos"].shape[-1]
-    return 2 * half == inputs["q"].shape[3] and half == next_pow2(half)
+    return bool(2 * half == inputs["q"].shape[3] and half == next_pow2(half))
 
 
 def _same_dtype_out(inputs: Inputs) -> bool:
@@ -119,7 +122,7 @@ def _same_dtype_out(inputs: Inputs) -> bool:
 
 
 def _same_batch(inputs: Inputs) -> bool:
-    return inputs["a"].shape[0] == inputs["b"].shape[0]
+    return bool(inputs["a"].shape[0] == inputs["b"].shape[0])
 
 
 def _columns(*known: int) -> Applies:
@@ -137,7 +140,7 @@ def _dense_prefill(inputs: Inputs) -> bool:
 
 
 def _square(inputs: Inputs) -> bool:
-    return inputs["q_nope"].shape[2] == inputs["k_nope"].shape[2]
+    return bool(inputs["q_nope"].shape[2] == inputs["k_nope"].shape[2])
 
 
 def _one_token(name: str) -> Applies:

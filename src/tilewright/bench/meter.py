@@ -1,4 +1,4 @@
-"""Clocks and power of a GPU while something runs on it: from NVML if it can be imported, else from nvidia-smi, else nothing."""
+"""Clocks and power of a GPU while something runs: from NVML, else nvidia-smi, else nothing."""
 
 import contextlib
 import statistics
@@ -27,7 +27,8 @@ class Sample:
 class Meter:
     """Samples in the background between `with` and its end.
 
-    read: returns SM clock, memory clock (MHz) and power (W), each or None; or None where there is nothing to read, and no thread is started.
+    read: returns SM clock, memory clock (MHz) and power (W), each or None.
+        None where there is nothing to read; no thread is started then.
     """
 
     def __init__(self, read: Reader | None, period_s: float = NVML_PERIOD_S) -> None:
@@ -68,7 +69,10 @@ class Meter:
 
 
 def summarised(samples: list[Sample]) -> str:
-    """`1755..1980 MHz, 3201 MHz, 412 W`: lowest and highest SM clock, memory clock, mean power; "" for no sample."""
+    """`1755..1980 MHz, 3201 MHz, 412 W`, "" for no sample.
+
+    That is lowest and highest SM clock, memory clock, mean power.
+    """
     sm, memory, power = ([v for s in samples if (v := getattr(s, name)) is not None] for name in ("sm_mhz", "memory_mhz", "power_w"))
     parts = []
     if sm:
@@ -81,7 +85,10 @@ def summarised(samples: list[Sample]) -> str:
 
 
 def meter_of(uuid: str) -> Meter:
-    """The meter of the GPU of this UUID ("GPU-..."); it reads nothing where neither NVML nor nvidia-smi answers."""
+    """The meter of the GPU of this UUID ("GPU-...").
+
+    It reads nothing where neither NVML nor nvidia-smi answers.
+    """
     nvml = _nvml_reader(uuid)
     return Meter(nvml) if nvml else Meter(_smi_reader(uuid), SMI_PERIOD_S)
 

@@ -1,6 +1,7 @@
-"""`tilewright report`: one HTML page that needs nothing beside it, and its drawings as PNG files. No JavaScript."""
+"""`tilewright report`: one self-contained HTML page without JavaScript, and PNG files."""
 
 import html
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,15 @@ MEASURED, PUBLISHED = '<span class="tag measured">measured</span>', '<span class
 
 
 def report_command(paths: Sequence[Path], *, out: Path = Path("report"), against: Sequence[Path] = (), console: Console | None = None) -> int:
-    """Writes `out`/index.html and a PNG of each drawing from result files (JSON lines, as `tilewright bench --json` appends them).
+    """Writes `out`/index.html and a PNG of each drawing from result files.
+
+    Those are JSON lines, as `tilewright bench --json` appends them.
 
     Args:
         paths: result files; of each case the last row counts.
         out: a folder; made if need be.
-        against: older result files for the comparison; by default the rows of `paths` that later ones replaced.
+        against: older result files to compare with.
+            By default the rows of `paths` that later ones replaced.
     Returns: 0. Raises: ValueError for a file that holds anything else, or no row.
     """
     console = console or Console(soft_wrap=True, highlight=False)
@@ -99,7 +103,7 @@ def page(rows: Sequence[Row], found: Sequence[Change], sources: Sequence[str]) -
     return text, shown
 
 
-# ------------------------------------------------------------------------------------------------ parts
+# -------------------------------------------------------------------------------------------- parts
 def _e(value: Any) -> str:
     return html.escape(str(value))
 
@@ -135,7 +139,7 @@ def _summary(rows: Sequence[Row], against: Sequence[Against]) -> str:
         compute = max((row["tflops"] for row in mine if row["bound"] == "compute"), default=None)
         memory = max((row["gbs"] for row in mine if row["bound"] == "memory"), default=None)
         rate = " / ".join(([f"{compute:.0f} TFLOP/s"] if compute else []) + ([f"{memory / 1000:.2f} TB/s"] if memory else []))
-        roof = sorted(row["roof_pct"] for row in mine)[len(mine) // 2]
+        roof = statistics.median(row["roof_pct"] for row in mine)
         tuned = sum("table" in row.get("source", "") for row in mine)
         peers = ", ".join(f"<span class=pair>{_e(a.peer)} {_ratio(a.mean)}</span>" for a in against if a.op == op)
         lines.append((_e(op), str(len(mine)), rate, f"{roof:.0f} %", str(tuned), peers or "-"))
@@ -148,14 +152,17 @@ def _backends(rows: Sequence[Row]) -> str:
 
 
 def _platforms(rows: Sequence[Row]) -> str:
-    """Published tables with what we measured of the same problems, each figure marked, in its unit and as a share of its machine's roof."""
+    """Published tables with what we measured of the same problems.
+
+    Each figure is marked, in its unit and as a share of its machine's roof.
+    """
     note = _caption(
         "Published figures are their documents' own and were not run again; their share of the roof takes the data sheet's dense 16-bit rate "
         "(8-bit: twice that) or bandwidth. Measured ones are held to the roofs measured in the same run. Where a document times fp16, a bf16 row of "
         "ours may stand in, and a row of another batch where the very one is not measured."
     )
-    series: dict[tuple, list[Figure]] = {}
-    single: dict[tuple, list[Figure]] = {}
+    series: dict[tuple[Any, ...], list[Figure]] = {}
+    single: dict[tuple[Any, ...], list[Figure]] = {}
     for figure in figures():
         fixed = tuple((name, value) for name, value in figure.problem.items() if name not in LENGTHS)
         if figure.metric == "TFLOP/s" and len(fixed) < len(figure.problem):
@@ -168,7 +175,7 @@ def _platforms(rows: Sequence[Row]) -> str:
     return f"{note}{tables}<h3>Other published figures</h3>{others}"
 
 
-def _over_lengths(op: str, fixed: tuple, group: Sequence[Figure], rows: Sequence[Row]) -> str:
+def _over_lengths(op: str, fixed: tuple[Any, ...], group: Sequence[Figure], rows: Sequence[Row]) -> str:
     """One problem at several sequence lengths: a line a kernel, a column a length."""
     lengths = sorted({figure.problem["q_len"] for figure in group})
     lines = []

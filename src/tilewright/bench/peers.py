@@ -1,6 +1,7 @@
-"""Who we are compared with: per op, functions of the same keyword arguments as the op, in the same dtype and math mode.
+"""Who we are compared with: per op, functions of the same keyword arguments as the op.
 
-A peer that a machine lacks, or that does not take the problem, is left out by its `applies`; it is never slowed down.
+They have the op's dtype and math mode. A peer that a machine lacks, or that does not take the
+problem, is left out by its `applies`; it is never slowed down.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..ops.scaling import FAST_SUM
+from ..ops.common.scaling import FAST_SUM
 from .attention_peers import (
     Inputs,
+    Result,
     bmm_decode,
     flex_attention,
     flex_decode,
@@ -37,6 +39,7 @@ from .attention_peers import (
     sdpa_takes,
     sparse_decode,
 )
+from .moe_peers import batched_moe, grouped_moe, moe_route, plain_moe, rms_norm_route
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,9 @@ class Peer:
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile of the composition, one graph per shape (its best)."""
-    compiled: dict[tuple, Callable[..., Any]] = {}
+    compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def call(**inputs):
+    def call(**inputs: Any) -> Any:
         key = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in inputs.values())
         if key not in compiled:
             torch._dynamo.reset()
@@ -60,10 +63,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# --- norms, activations, rope: composed as transformers does, and the fused torch function where there is one
+# --- norms, activations, rope: as transformers composes them, and torch's fused function if any
 
 
-def _rms_norm(x, weight, eps=1e-6, *, weight_offset=0.0, round_before_weight=False, residual=None):
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0, round_before_weight: bool = False, residual: Tensor | None = None
+) -> Result:
     if residual is not None:
         x = residual = x + residual
     h = x.float()
@@ -72,7 +77,7 @@ def _rms_norm(x, weight, eps=1e-6, *, weight_offset=0.0, round_before_weight=Fal
     return h if residual is None else (h, residual)
 
 
-def _fused_rms_norm(x, weight, eps=1e-6, **unused):
+def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **unused: Any) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -80,16 +85,26 @@ def _plain_rms_norm(inputs: Inputs) -> bool:
     return inputs.get("residual") is None and not inputs.get("weight_offset")
 
 
-def _silu_mul(gate, up=None, *, gelu_tanh=False):
+def _silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, -1)
     return (F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)) * up
 
 
-def _rope(q, k, cos=None, sin=None, *, positions=None, inv_freq=None, scaling=1.0, interleaved=False):
+def _rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    scaling: float = 1.0,
+    interleaved: bool = False,
+) -> Result:
     cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((sin, sin), -1)[:, None]
 
-    def turned(x):
+    def turned(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
@@ -104,7 +119,9 @@ def _llama_rope(inputs: Inputs) -> bool:
 # --- fp8 codes and scales: the composition, which torch.compile fuses as far as it can
 
 
-def _codes(values, block, dtype, power_of_two_scales, scale=None):
+def _codes(
+    values: Tensor, block: tuple[int, int], dtype: torch.dtype, power_of_two_scales: bool, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     largest = torch.finfo(dtype).max
     if scale is not None:
         return (values.float() * (1 / scale)).clamp(-largest, largest).to(dtype), scale
@@ -120,13 +137,22 @@ def _codes(values, block, dtype, power_of_two_scales, scale=None):
     return codes, scale.view(scale.shape[0], scale.shape[2])
 
 
-def _quantize_fp8(x, *, block, dtype, power_of_two_scales=False, scale=None):
+def _quantize_fp8(x: Tensor, *, block: tuple[int, int], dtype: torch.dtype, power_of_two_scales: bool = False, scale: Tensor | None = None) -> Result:
     return _codes(x, block, dtype, power_of_two_scales, scale)
 
 
 def _rms_norm_quant(
-    x, weight, eps=1e-6, *, block, weight_offset=0.0, round_before_weight=False, residual=None, dtype=None, power_of_two_scales=False
-):
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    block: tuple[int, int],
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    residual: Tensor | None = None,
+    dtype: torch.dtype,
+    power_of_two_scales: bool = False,
+) -> Result:
     if residual is not None:
         x = residual = x + residual
     h = x.float()
@@ -137,7 +163,9 @@ def _rms_norm_quant(
     return found if residual is None else (*found, residual)
 
 
-def _rms_norm_matmul(x, weight, b, bias=None, *, eps=1e-6, residual=None, silu_mul=False):
+def _rms_norm_matmul(
+    x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None = None, *, eps: float = 1e-6, residual: Tensor | None = None, silu_mul: bool = False
+) -> Result:
     if residual is not None:
         x = residual = x + residual
     out = F.linear(F.rms_norm(x, weight.shape, weight, eps), b, bias)
@@ -146,7 +174,9 @@ def _rms_norm_matmul(x, weight, b, bias=None, *, eps=1e-6, residual=None, silu_m
     return out if residual is None else (out, residual)
 
 
-def _silu_mul_quant(gate, up=None, *, gelu_tanh=False, block, dtype, power_of_two_scales=False):
+def _silu_mul_quant(
+    gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False, block: tuple[int, int], dtype: torch.dtype, power_of_two_scales: bool = False
+) -> Result:
     if up is None:
         gate, up = gate.chunk(2, -1)
     return _codes(_silu_mul(gate.float(), up.float(), gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
@@ -155,7 +185,7 @@ def _silu_mul_quant(gate, up=None, *, gelu_tanh=False, block, dtype, power_of_tw
 # --- matmul
 
 
-def _cublas(a, b, bias=None, *, trans_a=False, trans_b=False, tf32=False):
+def _cublas(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False) -> Tensor:
     a, b = a.mT if trans_a else a, b.mT if trans_b else b
     torch.backends.cuda.matmul.allow_tf32 = tf32
     if bias is None:
@@ -163,7 +193,7 @@ def _cublas(a, b, bias=None, *, trans_a=False, trans_b=False, tf32=False):
     return torch.addmm(bias, a, b)
 
 
-def _cublas_bmm(a, b, *, trans_a=False, trans_b=False, **unused):
+def _cublas_bmm(a: Tensor, b: Tensor, *, trans_a: bool = False, trans_b: bool = False, **unused: Any) -> Tensor:
     return torch.matmul(a.mT if trans_a else a, b.mT if trans_b else b)
 
 
@@ -184,7 +214,7 @@ def _inner_groups(scale: Tensor) -> Tensor:
     return scale.contiguous()
 
 
-def _scaled_mm(a, b, bias=None, *, trans_b=False, scale_a, scale_b, **unused):
+def _scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_b: bool = False, scale_a: Tensor, scale_b: Tensor, **unused: Any) -> Tensor:
     if scale_a.dim() == 1:
         scale_a, scale_b = scale_a[:, None], scale_b[None]
     elif scale_a.dim() == 2:
@@ -199,7 +229,7 @@ def _scaled_matmul(inputs: Inputs) -> bool:
     return inputs["a"].dtype is torch.float8_e4m3fn and bool(inputs.get("trans_b")) and not any(inputs.get(name) is not None for name in behind)
 
 
-def _grouped_mm(a, b, offsets=None, counts=None, *, trans_b=False, **unused):
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, counts: Tensor | None = None, *, trans_b: bool = False, **unused: Any) -> Tensor:
     if counts is not None:  # it has no masked form: it gets the used rows packed, once and outside the time that is measured
         known = _packed.get(a.data_ptr())
         if known is None or known[0] is not a:
@@ -218,21 +248,29 @@ def _plain_grouped_gemm(inputs: Inputs) -> bool:
 # --- dropout, embedding, sampling
 
 
-def _dropout(x, p, seed, offset=None):
+def _dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> Tensor:
     return F.dropout(x, p, training=True)
 
 
-def _layer_norm(x, weight=None, bias=None, eps=1e-5):
+def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def _embedding(ids, weight, *, scale=1.0):
+def _embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     rows = F.embedding(ids, weight)
     return rows if scale == 1.0 else rows * scale
 
 
-def _sample(logits, seed, offset=None, *, temperature=None, top_k=None, top_p=None):
-    """Sort, cut, and the race of exponentials: as inference engines compose it where parameters are tensors."""
+def _sample(
+    logits: Tensor,
+    seed: Tensor,
+    offset: Tensor | None = None,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+) -> Tensor:
+    """Sort, cut, and the race of exponentials: as engines compose it for parameters in tensors."""
     x = logits.float()
     if temperature is not None:
         x = x / temperature.reshape(-1, 1)
@@ -247,72 +285,6 @@ def _sample(logits, seed, offset=None, *, temperature=None, top_k=None, top_p=No
             rising = rising.masked_fill(below, -torch.inf)
         x = torch.empty_like(x).scatter_(-1, order, rising)
     return (x.softmax(-1) / torch.empty_like(x).exponential_()).argmax(-1)
-
-
-# --- mixtures of experts
-
-
-def _moe_route(logits, top_k, *, sigmoid=False, bias=None, normalize=True, scale=1.0, groups=0, top_groups=0, first_expert=0):
-    """As transformers' models compose it."""
-    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
-    chosen_by = scores if bias is None else scores + bias
-    if groups:
-        each = chosen_by.unflatten(-1, (groups, -1))
-        best = each.amax(-1) if bias is None else each.topk(2, -1).values.sum(-1)
-        kept = torch.zeros_like(best).scatter_(-1, best.topk(top_groups, -1, sorted=False).indices, 1.0)
-        chosen_by = each.masked_fill(kept[..., None] == 0, 0.0).flatten(-2)
-    ids = chosen_by.topk(top_k, -1).indices
-    weights = scores.gather(-1, ids)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scale, ids.int() - first_expert
-
-
-def _rms_norm_route(x, weight, router, top_k, *, eps=1e-6, round_before_weight=False, residual=None, router_bias=None, **choice):
-    if residual is not None:
-        x = residual = x + residual
-    h = F.rms_norm(x, weight.shape, weight, eps)
-    return *_moe_route(F.linear(h.float(), router.float(), None if router_bias is None else router_bias.float()), top_k, **choice), h, residual
-
-
-def _expert_act(both, alpha, limit, up_offset):
-    gate, up = both.chunk(2, -1)
-    if (alpha, limit, up_offset) == (1.0, None, 0.0):
-        return F.silu(gate) * up
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
-
-
-def _plus(y, bias, experts):
-    return y if bias is None else y + bias[experts]
-
-
-def _grouped_moe(x, gate_up, down, *, weights, ids, alpha, limit, up_offset, bias_gate_up=None, bias_down=None, **unused):
-    """As transformers' experts with grouped products: sorted by expert, two products, back in the order of the tokens, summed."""
-    top_k = ids.shape[1]
-    flat = ids.reshape(-1)
-    order = flat.argsort()
-    offsets = torch.histc(flat[order].float(), bins=len(down), min=0, max=len(down) - 1).cumsum(0, dtype=torch.int32)
-    both = _plus(torch._grouped_mm(x[order // top_k], gate_up.mT, offs=offsets), bias_gate_up, flat[order])
-    y = _plus(torch._grouped_mm(_expert_act(both, alpha, limit, up_offset), down.mT, offs=offsets), bias_down, flat[order])
-    y = y * weights.reshape(-1)[order, None]
-    return y[order.argsort()].view(*ids.shape, -1).sum(1).to(x.dtype)
-
-
-def _batched_moe(x, gate_up, down, *, weights, ids, alpha, limit, up_offset, bias_gate_up=None, bias_down=None, **unused):
-    """As transformers' experts with batched products: the chosen weights, copied for each token."""
-    flat = ids.reshape(-1)
-    rows = x.repeat_interleave(ids.shape[1], 0)
-    both = _plus(torch.bmm(gate_up[flat], rows[..., None])[..., 0], bias_gate_up, flat)
-    y = _plus(torch.bmm(down[flat], _expert_act(both, alpha, limit, up_offset)[..., None])[..., 0], bias_down, flat)
-    y = y * weights.reshape(-1, 1)
-    return y.view(*ids.shape, -1).sum(1).to(x.dtype)
-
-
-def _plain_moe(inputs: Inputs) -> bool:
-    plain = inputs["scale_down"] is None and inputs.get("shared_down") is None
-    return plain and inputs["x"].dtype is torch.bfloat16 and all(n % 8 == 0 for n in inputs["down"].shape[1:])
 
 
 PEERS: dict[str, tuple[Peer, ...]] = {
@@ -339,12 +311,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
     "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
     "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
-    "moe_route": (Peer("torch.eager", _moe_route), Peer("torch.compile", _compiled(_moe_route))),
-    "rms_norm_route": (Peer("torch.eager", _rms_norm_route), Peer("torch.compile", _compiled(_rms_norm_route))),
+    "moe_route": (Peer("torch.eager", moe_route), Peer("torch.compile", _compiled(moe_route))),
+    "rms_norm_route": (Peer("torch.eager", rms_norm_route), Peer("torch.compile", _compiled(rms_norm_route))),
     "moe": (
-        Peer("grouped_mm", _grouped_moe, _plain_moe),
+        Peer("grouped_mm", grouped_moe, plain_moe),
         # It copies the weights of each choice: 16 tokens of Mixtral would need 11 GB for that.
-        Peer("transformers", _batched_moe, lambda inputs: _plain_moe(inputs) and len(inputs["x"]) <= 16),
+        Peer("transformers", batched_moe, lambda inputs: plain_moe(inputs) and len(inputs["x"]) <= 16),
     ),
     "attention": (
         Peer("cudnn", sdpa(SDPBackend.CUDNN_ATTENTION), plain_attention),

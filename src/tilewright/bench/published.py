@@ -1,4 +1,4 @@
-"""Figures that others published, as data (bench/published/*.json), and the rows of ours that measure the same."""
+"""Figures that others published, as data (bench/published/*.json), and our rows of the same."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..launch import Device
-from ..ops.scaling import Scaling
+from ..ops.common.scaling import Scaling
 
 FOLDER = Path(__file__).resolve().parent / "published"
 HALVES = ("float16", "bfloat16")  # one rate on every tensor core
@@ -20,8 +20,9 @@ RATES = {"TFLOP/s": "tflops", "GB/s": "gbs", "us": "time_us", "tokens/s": "token
 class Figure:
     """One published number.
 
-    document, table: where it stands. hardware: as the document calls it; device: ours of that name, "" for a ratio of two.
-    op, problem: what of ours computes the same, "" and {} for none; the fields that the document tells. metric: unit of value.
+    document, table: where it stands. metric: unit of value.
+    hardware: as the document calls it. device: ours of that name, "" for a ratio of two.
+    op, problem: what of ours computes the same, "" and {} for none; the fields that are told.
     """
 
     document: str
@@ -35,7 +36,7 @@ class Figure:
     value: float
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """Figures of one key are the same computation."""
         return self.op, tuple(self.problem.items())
 
@@ -49,7 +50,10 @@ class Figure:
         return None
 
     def roof_pct(self) -> float | None:
-        """Share of the data sheet's roof of its hardware: dense 16-bit rate (twice that for 8 bits), or memory bandwidth."""
+        """Share of the data sheet's roof of its hardware.
+
+        That is the dense 16-bit rate (twice that for 8 bits), or the memory bandwidth.
+        """
         if not self.device:
             return None
         device, rate = Device.named(self.device), self.tflops()
@@ -58,7 +62,10 @@ class Figure:
         return 100 * self.value / device.memory_gbs if self.metric == "GB/s" else None
 
     def measures_the_same(self, row: Mapping[str, Any], but: str = "") -> bool:
-        """Whether a result row computes this problem; 16-bit formats count as one. but: a field that may differ."""
+        """Whether a result row computes this problem; 16-bit formats count as one.
+
+        but: a field that may differ.
+        """
         if not self.op or row["op"] != self.op:
             return False
         if "model" in self.problem:
@@ -93,7 +100,10 @@ def beside(row: Mapping[str, Any]) -> list[Figure]:
 
 
 def best_row(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row that measures the same: of the very dtype if there is one, else the newest; for want of any, one that only has another batch."""
+    """The row that measures the same: of the very dtype if there is one, else the newest.
+
+    Without any, one that differs only in its batch.
+    """
     rows = list(rows)
     same = [row for row in rows if figure.measures_the_same(row)] or [row for row in rows if figure.measures_the_same(row, but="batch")]
     exact = [row for row in same if row.get("dtype") == figure.problem.get("dtype")]

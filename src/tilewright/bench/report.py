@@ -7,7 +7,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,20 +19,26 @@ from ..launch import dtype_name
 from ..launch.table import plain
 from ..testing import Accuracy
 from .ceilings import Ceilings
+from .timer import Timing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One case of one op on one GPU. Times in microseconds, rates in GB/s and TFLOP/s.
 
-    roof_pct: the least possible time (bytes or flops over the measured ceiling, whichever is larger) as a percentage of ours.
+    roof_pct: the least possible time as a percentage of ours. The least time is that of the bytes
+        or of the flops at the measured ceiling, whichever is larger.
     bound: "memory" or "compute", whichever gives that least time.
     peers: name -> their time / ours, so above 1 ours is faster.
     absent: name -> error of a peer that could not run the case.
-    source: where the config came from: "default" (space()[0]), "user table" or "shipped table", "search" for one that was given.
-    warm_us, peer_warm_us: on one set of inputs, again and again, where that fits in the L2 cache: what a call right behind another sees.
+    source: where the config came from: a table, else what ordered the space (launch.Choice);
+        "search" for one that was given.
+    warm_us, peer_warm_us: on one set of inputs, again and again, where it fits in the L2 cache.
+        A call right behind another sees that.
     backends: peer -> library, backend and version.
     clocks: SM and memory clock and board power, sampled while the case ran.
+    draw_seed: of a problem that was drawn.
+    took_s: seconds of wall time by phase.
     """
 
     op: str
@@ -62,6 +68,8 @@ class Row:
     warm_us: float | None = None
     peer_warm_us: dict[str, float] = dataclasses.field(default_factory=dict)
     backends: dict[str, str] = dataclasses.field(default_factory=dict)
+    draw_seed: int | None = None
+    took_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:
         rate = f"{self.gbs:7.0f} GB/s" if self.bound == "memory" else f"{self.tflops:5.0f} TFLOP/s"
@@ -78,62 +86,68 @@ class Row:
         return json.dumps(dataclasses.asdict(self))
 
 
-def make_row(
-    *,
-    op: str,
-    problem: Any,
-    gpu: str,
-    time_us: float,
-    spread_us: float,
-    written_bytes: int,
-    peer_us: dict[str, float],
-    absent: dict[str, str],
-    config: Any,
-    source: str,
-    found: Iterable[Accuracy],
-    ceilings: Ceilings,
-    clocks: str,
-    warm_us: float | None,
-    peer_warm_us: dict[str, float],
-    backends: dict[str, str],
-) -> Row:
-    cost = problem.cost()
-    # Ops that write a fair share of their traffic are held to the copy rate, the others to the read rate.
-    memory_gbs = ceilings.copy_gbs if 4 * written_bytes >= cost.size_bytes else ceilings.read_gbs
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of timing one case.
+
+    times, warm: of "ours" and of each peer, on inputs from memory and on inputs in the L2 cache;
+    warm is empty where they do not fit. written_bytes: of our outputs.
+    found: what the accuracy rule said.
+    The others are fields of `Row`.
+    """
+
+    times: Mapping[str, Timing]
+    warm: Mapping[str, Timing] = dataclasses.field(default_factory=dict)
+    written_bytes: int = 0
+    config: Any = None
+    source: str = "default"
+    found: Sequence[Accuracy] = ()
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
+    clocks: str = ""
+    backends: dict[str, str] = dataclasses.field(default_factory=dict)
+    took_s: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def make_row(op: str, problem: Any, gpu: str, ceilings: Ceilings, measured: Measured) -> Row:
+    """The row of a case. op, gpu: their names."""
+    cost, ours = problem.cost(), measured.times["ours"]
+    # An op that writes a quarter of its traffic is held to the copy rate, another to the read rate.
+    memory_gbs = ceilings.copy_gbs if 4 * measured.written_bytes >= cost.size_bytes else ceilings.read_gbs
     tflops = ceilings.tflops * (2 if problem.dtype.itemsize == 1 else 1)  # tensor cores multiply 8-bit operands twice as fast
     memory_us, compute_us = cost.size_bytes / memory_gbs / 1e3, cost.flops / tflops / 1e6
-    found = list(found)
+    peer_us = {name: timing.time_us for name, timing in measured.times.items() if name != "ours"}
     return Row(
         op=op,
         case=case_name(problem),
         problem=plain(problem),
         dtype=dtype_name(problem.dtype),
         gpu=gpu,
-        time_us=round(time_us, 3),
-        spread_us=round(spread_us, 3),
-        gbs=round(cost.size_bytes / time_us / 1e3, 1),
-        tflops=round(cost.flops / time_us / 1e6, 2),
-        roof_pct=round(100 * max(memory_us, compute_us) / time_us, 1),
+        time_us=round(ours.time_us, 3),
+        spread_us=round(ours.spread_us, 3),
+        gbs=round(cost.size_bytes / ours.time_us / 1e3, 1),
+        tflops=round(cost.flops / ours.time_us / 1e6, 2),
+        roof_pct=round(100 * max(memory_us, compute_us) / ours.time_us, 1),
         bound="memory" if memory_us >= compute_us else "compute",
         floor_us=round(max(memory_us, compute_us), 3),
         launch_us=round(ceilings.launch_us, 2),
-        peers={name: round(t / time_us, 4) for name, t in peer_us.items()},
+        peers={name: round(t / ours.time_us, 4) for name, t in peer_us.items()},
         peer_us={name: round(t, 3) for name, t in peer_us.items()},
-        absent=absent,
-        config=str(config),
-        source=source,
+        absent=measured.absent,
+        config=str(measured.config),
+        source=measured.source,
         accuracy={
-            "rms_ratio": round(max((a.rms_ratio for a in found), default=math.nan), 3),
-            "worst_ratio": round(max((a.worst_ratio for a in found), default=math.nan), 3),
+            "rms_ratio": round(max((a.rms_ratio for a in measured.found), default=math.nan), 3),
+            "worst_ratio": round(max((a.worst_ratio for a in measured.found), default=math.nan), 3),
         },
         ceilings={k: round(v, 1) for k, v in dataclasses.asdict(ceilings).items()},
         versions=versions(),
-        clocks=clocks,
+        clocks=measured.clocks,
         date=datetime.date.today().isoformat(),
         command=command(),
-        warm_us=None if warm_us is None else round(warm_us, 3),
-        peer_warm_us={name: round(t, 3) for name, t in peer_warm_us.items()},
-        backends=backends,
+        warm_us=round(measured.warm["ours"].time_us, 3) if measured.warm else None,
+        peer_warm_us={name: round(t.time_us, 3) for name, t in measured.warm.items() if name != "ours"},
+        backends=measured.backends,
+        took_s={name: round(seconds, 3) for name, seconds in measured.took_s.items()},
     )
 
 
@@ -169,7 +183,7 @@ def append_jsonl(path: Path, row: str) -> None:
 
 
 def tell(row: dict[str, Any], file: Path | None) -> None:
-    """Prints what a script found as a JSON object, with what it ran on, and appends it to `file` if there is one."""
+    """Prints what a script found as a JSON object, with what it ran on; appends it to `file`."""
     line = json.dumps(row | {"versions": versions(), "date": datetime.date.today().isoformat(), "command": command()})
     print(line, flush=True)
     if file:
@@ -191,7 +205,10 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this run as a user would type it, less where the results went: `tilewright`, or a script of benchmarks/."""
+    """The command line of this run as a user would type it, without the file of the results.
+
+    It is one of `tilewright` or of a script of benchmarks/.
+    """
     words = list(sys.argv[1:])
     if "--json" in words:
         at = words.index("--json")

@@ -1,4 +1,4 @@
-"""Result files read back: the newest row of each case, what it replaced, and the numbers that pages are made of."""
+"""Result files read back: the newest row of each case, what it replaced, and pages' numbers."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Key = tuple[str, str, str]  # op, case, gpu
 SAME = 0.03  # two runs of one kernel differ by less
 
 
@@ -31,8 +32,8 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 def replaced(rows: Iterable[Row]) -> list[Row]:
     """Of each case that was measured more than once, the row before the last."""
-    last: dict[tuple, Row] = {}
-    before: dict[tuple, Row] = {}
+    last: dict[Key, Row] = {}
+    before: dict[Key, Row] = {}
     for row in rows:
         if row["key"] in last:
             before[row["key"]] = last[row["key"]]
@@ -42,7 +43,10 @@ def replaced(rows: Iterable[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A case in two runs. ratio: old time over new, above 1 is faster. zone: "faster", "same" or "slower"."""
+    """A case in two runs. ratio: old time over new, above 1 is faster.
+
+    zone: "faster", "same" or "slower".
+    """
 
     row: Row
     old: Row
@@ -51,7 +55,10 @@ class Change:
 
 
 def changes(new: Iterable[Row], old: Iterable[Row]) -> list[Change]:
-    """Cases in both, slowest first. They are the same within 3 % or the spread of the two runs, whichever is larger."""
+    """Cases in both, slowest first.
+
+    Two times are the same within 3 % or the spread of the two runs, whichever is larger.
+    """
     before = {row["key"]: row for row in old}
     found = []
     for row in new:
@@ -85,7 +92,7 @@ class Against:
 
 
 def against_peers(rows: Iterable[Row]) -> list[Against]:
-    """Geometric mean, worst and best ratio (their time / ours) of every op and peer; losses included."""
+    """Geometric mean, worst and best ratio (their time / ours) of every op and peer."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         for peer, ratio in row.get("peers", {}).items():
@@ -94,10 +101,14 @@ def against_peers(rows: Iterable[Row]) -> list[Against]:
 
 
 def kernels(rows: Iterable[Row]) -> list[Row]:
-    """Rows of single ops: those of whole models have tokens instead of a roof, and a ladder's early steps are slow on purpose."""
-    return [row for row in rows if "roof_pct" in row and row.get("tflops") is not None and not is_step(row)]
+    """Rows of single ops on listed problems.
+
+    Whole models have tokens instead of a roof. A ladder's early steps are slow on purpose.
+    """
+    ops = (row for row in rows if "roof_pct" in row and row.get("tflops") is not None and not is_step(row))
+    return [row for row in ops if row.get("draw_seed") is None]
 
 
 def is_step(row: Row) -> bool:
     """Whether a row is a step of `tilewright learn`."""
-    return row["op"].startswith("learn ")
+    return str(row["op"]).startswith("learn ")

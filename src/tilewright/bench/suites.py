@@ -1,4 +1,4 @@
-"""Named sets of problems: what the playbook's benchmarks run, what models run, and what the documents published."""
+"""Named sets of problems: what the playbook's benchmarks run, and what the documents published."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,13 +6,12 @@ from types import ModuleType
 from typing import Any
 
 from .. import ops
-from ..launch import Device
-from ..models.configs import CONFIGS
+from ..launch.table import rebuilt
 from ..testing import op_name
-from ..testing.problems import rebuilt
 from .published import figures
 
-SUITES = ("playbook", "llm", "seeds", "decode")
+SUITES = ("playbook", "seeds")
+Lines = tuple[tuple[int, dict[str, Any]], ...]  # (value of x, problem as JSON types)
 POWERS = (1024, 2048, 4096, 8192, 16_384)
 
 
@@ -20,7 +19,8 @@ POWERS = (1024, 2048, 4096, 8192, 16_384)
 class Table:
     """One table of the playbook's benchmarks.
 
-    title, script: as it prints them. x: name of the column that varies, with each value's problem as JSON types. metric: TFLOPS or GBps.
+    title, script: as it prints them. metric: TFLOPS or GBps.
+    x: name of the column that varies. lines: each of its values with a problem.
     """
 
     title: str
@@ -28,10 +28,13 @@ class Table:
     op: str
     x: str
     metric: str
-    lines: tuple[tuple[int, dict[str, Any]], ...] = field(repr=False)
+    lines: Lines = field(repr=False)
 
     def problems(self) -> list[tuple[int, ModuleType, Any]]:
-        """Each x with the op and its Problem. Raises LookupError if there is no such op, ValueError or TypeError if it has no such problem."""
+        """Each x with the op and its Problem.
+
+        Raises: LookupError if there is no such op, ValueError or TypeError for no such problem.
+        """
         known = {op_name(op): op for op in ops.ALL}
         if self.op not in known:
             raise LookupError(f"no op {self.op}")
@@ -41,10 +44,10 @@ class Table:
 
 def playbook() -> list[Table]:
     """Every kernel of the playbook's matrix on the shapes of TileGym's benchmarks."""
-    return list(_playbook())
+    return [*_attention_tables(), *_matmul_tables(), *_row_tables()]
 
 
-def _playbook() -> Iterator[Table]:
+def _attention_tables() -> Iterator[Table]:
     def attention(length: int, dtype: str, causal: bool) -> dict[str, Any]:
         sizes = {"batch": 4, "q_heads": 32, "kv_heads": 32, "q_len": length, "kv_len": length, "head_dim": 128}
         return sizes | {"dtype": dtype, "causal": causal}
@@ -62,6 +65,10 @@ def _playbook() -> Iterator[Table]:
         lines = tuple((n, token | {"max_len": n}) for n in (256, 512, *POWERS, 11_043))
         title = f"mla-decoding-performance-float16-head_dim={latent}-split_kv=True-GBps"
         yield Table(title, "bench_mla_decoding.py", "mla_decode", "kv_seq_len", "GBps", lines)
+
+
+def _matmul_tables() -> Iterator[Table]:
+    lines: Lines
     for dtype, options in (("float16", {"trans_b": False}), ("float8_e5m2", {"scaling": "TENSOR"})):
         lines = tuple((n, {"m": n, "n": n, "k": n, "dtype": dtype, **options}) for n in (*POWERS, 32_768))
         yield Table(f"matmul-performance-{dtype}-TFLOPS", "bench_matrix_multiplication.py", "matmul", "M=N=K", "TFLOPS", lines)
@@ -73,6 +80,10 @@ def _playbook() -> Iterator[Table]:
             shared = {"groups": groups, "dtype": dtype, **options}
             lines = tuple((n, shared | {"rows": groups * n, "n": n, "k": n}) for n in POWERS[:3])
             yield Table(f"group-gemm-group{groups}-{dtype}-TFLOPS", "bench_group_gemm.py", "grouped_gemm", "M=N=K", "TFLOPS", lines)
+
+
+def _row_tables() -> Iterator[Table]:
+    lines: Lines
     for dtype in ("float16", "bfloat16"):
         lines = tuple((n, {"rows": 4096, "cols": n, "dtype": dtype}) for n in POWERS)
         yield Table(f"rmsnorm-M4096-{dtype}-GBps", "bench_rmsnorm.py", "rms_norm", "N", "GBps", lines)
@@ -91,15 +102,11 @@ def _playbook() -> Iterator[Table]:
         yield Table(f"softmax-M4096-{dtype}-GBps", "bench_softmax.py", "softmax", "N", "GBps", lines)
 
 
-def llm(device: Device) -> list[tuple[ModuleType, Any]]:
-    """Every problem that the engine asks to run the known models, once."""
-    from ..engine.problems import of_engine  # the engine and transformers: only here
-
-    return list(dict.fromkeys(task for name in CONFIGS for task in of_engine(name, device)))
-
-
 def seeds() -> list[tuple[ModuleType, Any]]:
-    """Every problem with a published figure that an op can run, once. Those of whole models are `tilewright generate`'s."""
+    """Every problem with a published figure that an op can run, once.
+
+    Figures of whole models are those of `tilewright generate`.
+    """
     known = {op_name(op): op for op in ops.ALL}
     found = []
     for figure in figures():
@@ -117,7 +124,7 @@ def _untold(op: str, plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def formatted(table: Table, columns: dict[str, dict[int, float]]) -> str:
-    """The table as the playbook's benchmarks print it: title, numbered lines, one column a library."""
+    """The table as the playbook's benchmarks print it: title, numbered lines, library columns."""
     names = [table.x, *columns]
     lines = [[f"{float(x):.1f}", *(f"{values[x]:.6f}" if x in values else "nan" for values in columns.values())] for x, _ in table.lines]
     widths = [max(len(row[i]) for row in (names, *lines)) for i in range(len(names))]

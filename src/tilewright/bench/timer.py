@@ -1,14 +1,16 @@
 """GPU time of several contenders, interleaved.
 
-Each contender is captured into a CUDA graph that calls it on rotating input sets (more than three times the L2 cache where memory allows), so that
-the host's launch cost is not in the number and no contender finds its inputs in the cache. The graphs are replayed in turn, round after round, so
-that a clock that drops under load drops for all of them.
+Each contender is captured into a CUDA graph that calls it on rotating input sets (more than three
+times the L2 cache where memory allows). So the host's launch cost is not in the number, and no
+contender finds its inputs in the cache. The graphs are replayed in turn, round after round: a clock
+that drops under load drops for all of them.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +21,28 @@ ROUNDS = 15
 REPLAY_TARGET_US = 1500.0
 MAX_CALLS = 400
 ROUGH_TARGET_US = 400.0
+PASSES = 5  # over many contenders
+MOST_PASS_CALLS = 64  # of a graph of such a pass
 HOST_US = 100.0  # more than any op's host time: an eager call that takes longer is held up by the GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """time_us: median over rounds of the time of one call. spread_us: half the distance between the 20th and 80th percentile."""
+    """Time of one call. time_us: median over rounds.
+
+    spread_us: half the distance between the 20th and 80th percentile.
+    """
 
     time_us: float
     spread_us: float
 
 
 def input_sets(make: Callable[[], dict[str, Any]], set_bytes: int, l2_bytes: int, limit_bytes: int = 24 << 30) -> list[dict[str, Any]]:
-    """Enough input sets that a round trip through them touches more than three times the L2 cache; at least two, at most 64.
+    """Input sets that a round trip touches more than three times the L2 cache with: 2 to 64.
 
-    set_bytes: what a call touches of a set. limit_bytes: of memory, where a set may be far larger than that: a cache that one token is written to.
+    set_bytes: what a call touches of a set.
+    limit_bytes: of memory. A set may be far larger than what a call touches of it: a cache that one
+        token is written to.
     """
     wanted = 1 + math.ceil(3 * l2_bytes / max(1, set_bytes))
     sets = [make()]
@@ -74,6 +83,40 @@ def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: fl
     return statistics.median(_elapsed_us(graph.replay) / calls for _ in range(3))
 
 
+def time_many(calls: Sequence[Contender], sets: Sequence[dict[str, Any]], least_us: float) -> list[Timing | str]:
+    """GPU time per call of many contenders, in short passes over all of them.
+
+    One that cannot be run or captured has its error on one line instead.
+
+    least_us: no call can be faster; it says how many a graph needs.
+    """
+    graphs: list[tuple[Any, int, int] | str] = []
+    pool = None if not calls else torch.cuda.graph_pool_handle()  # one: they never run at once
+    for call in calls:
+        try:
+            once = _eager_us(call, sets)
+            fitting = math.ceil(ROUGH_TARGET_US / max(least_us, 2.0))
+            wanted = len(sets) if once > 10 * least_us + HOST_US else min(MOST_PASS_CALLS, max(4, fitting, len(sets)))
+            count = math.ceil(wanted / len(sets)) * len(sets)
+            graph = _capture(call, sets, count, pool, warm=False)
+            repeats = max(1, min(8, round(ROUGH_TARGET_US / max(1.0, _elapsed_us(graph.replay)))))
+            graphs.append((graph, count, repeats))
+        except Exception as error:  # what a launch, a compilation and a capture raise
+            graphs.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(PASSES):
+        for found, times in zip(graphs, samples, strict=True):
+            if not isinstance(found, str):
+                graph, count, repeats = found
+                times.append(_elapsed_us(partial(_replay, graph, repeats)) / (count * repeats))
+    return [found if isinstance(found, str) else _summary(times) for found, times in zip(graphs, samples, strict=True)]
+
+
+def _replay(graph: torch.cuda.CUDAGraph, repeats: int) -> None:
+    for _ in range(repeats):
+        graph.replay()
+
+
 def launch_floor_us() -> float:
     """GPU time of the smallest kernel in a graph: no call can be faster."""
     x = torch.zeros(1, device="cuda")
@@ -95,16 +138,17 @@ def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:
     return math.ceil(calls / len(sets)) * len(sets) if calls > len(sets) else max(calls, min(len(sets), 4))
 
 
-def _capture(call: Contender, sets: Sequence[dict[str, Any]], calls: int) -> torch.cuda.CUDAGraph:
+def _capture(call: Contender, sets: Sequence[dict[str, Any]], calls: int, pool: Any = None, *, warm: bool = True) -> torch.cuda.CUDAGraph:
+    """warm: calls each set once before. Peers need it that prepare something for each set."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for inputs in sets:
+        for inputs in sets if warm else sets[:1]:
             call(**inputs)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for i in range(calls):
             call(**sets[i % len(sets)])
     graph.replay()
@@ -118,7 +162,7 @@ def _elapsed_us(run: Callable[[], Any]) -> float:
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def _summary(values: list[float]) -> Timing:

@@ -1,6 +1,7 @@
 """The accuracy rule. One function, used by tests, `tilewright verify`, the tuner and the benchmark.
 
-Truth is the reference in float64. With PyTorch's own result in the same dtype beside it, ours must hold both
+Truth is the reference in float64. Beside it stands PyTorch's own result in the same dtype.
+Ours must hold both
     RMS error     <= 2 * PyTorch's RMS error + eps/4 * RMS(truth)
     worst element <= 2 * PyTorch's worst error + 1 ulp of the truth there
 A global score alone does not see one wrong 16x16 tile; the second line does.
@@ -15,7 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """rms_ratio, worst_ratio: our error over what the rule allows; the rule holds where both are <= 1.
+    """How far off a result is.
+
+    rms_ratio, worst_ratio: our error over what the rule allows; the rule holds where both are <= 1.
 
     worst_index, ours, truth: the element furthest over (or nearest to) its bound.
     """
@@ -52,7 +55,8 @@ def accuracy(ours: Tensor, theirs: Tensor, truth: Tensor) -> Accuracy:
         raise ValueError(f"ours.dtype must be {theirs.dtype}, got {ours.dtype}")
     if truth.numel() == 0:
         return Accuracy(0.0, 0.0, (), 0.0, 0.0)
-    # torch.ldexp (2.11) launches on the current GPU whatever its arguments' is: an illegal memory access, or wrong bounds.
+    # torch.ldexp (2.11) launches on the current GPU whatever its arguments' is: an illegal memory
+    # access, or wrong bounds.
     with torch.cuda.device(truth.device) if truth.is_cuda else nullcontext():
         return _judged(ours, theirs, truth)
 

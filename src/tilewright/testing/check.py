@@ -1,4 +1,4 @@
-"""Runs one op on one problem and judges every output. Tests, verify, tuner and benchmark all call this."""
+"""Runs one op on one problem and judges every output, for tests, verify, tuner and benchmark."""
 
 import zlib
 from collections.abc import Callable
@@ -19,13 +19,15 @@ def op_name(op: ModuleType) -> str:
 
 
 def public_function(op: ModuleType) -> Callable[..., Any]:
-    return getattr(op, op_name(op))
+    function: Callable[..., Any] = getattr(op, op_name(op))
+    return function
 
 
 def seeded_inputs(op: ModuleType, problem: Any, device: torch.device) -> dict[str, Any]:
     """The problem's inputs, the same on every run: the seed is a hash of the case's id."""
     torch.manual_seed(zlib.crc32(f"{op_name(op)}-{problem}".encode()))
-    return problem.inputs(device)
+    inputs: dict[str, Any] = problem.inputs(device)
+    return inputs
 
 
 def outputs(result: Any) -> list[Tensor]:
@@ -44,7 +46,8 @@ def check_op(op: ModuleType, problem: Any, device: torch.device, config: Any = N
     Raises: AssertionError naming op, problem, config and the worst element.
     """
     inputs = seeded_inputs(op, problem, device)
-    # An op whose results can't be compared as they are (codes with scales, indices) says what of them can: `comparable(result, **inputs)`.
+    # Some results can't be compared as they are: codes with scales, indices. Their op says what can
+    # be: `comparable(result, **inputs)`.
     comparable = getattr(op, "comparable", lambda result, **inputs: result)
 
     def referred(change: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -2,7 +2,10 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,9 +18,10 @@ from .quantised import quantised_distances
 
 
 def verify_command(names: list[str] | None = None, *, quick: bool = False, json_file: Path | None = None, device: str = "") -> int:
-    """Checks ops (all by default), one line each with the worst ratio to the bound. Returns the exit code: 1 if any config is wrong.
+    """Checks ops (all by default), one line each with the worst ratio to the bound.
 
-    Small odd shapes run with every config of the space, real model shapes with the default (on a CPU only the small ones).
+    Small odd shapes run with every config of the space, real model shapes with the default. A CPU
+    runs only the small ones. Returns the exit code: 1 if any config is wrong.
     quick: defaults only. device: "cuda", "cpu"; by default a GPU if there is one.
     """
     console = Console(soft_wrap=True, highlight=False)
@@ -26,7 +30,7 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
         where = torch.device("cuda", torch.cuda.current_device())
     here = Device.of(torch.empty(0, device=where))
     console.print(f"verify on {here.name} ({here.arch}): RMS and worst element as a share of what the accuracy rule allows")
-    lines: list[dict] = []
+    lines: list[dict[str, Any]] = []
     for op in ops.named(names):
         start, runs, worst, failures = time.perf_counter(), 0, (0.0, 0.0), []
         for problem, config in _runs(op, here, quick):
@@ -55,7 +59,8 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
     return 1 if any(line["failures"] for line in lines) else 0
 
 
-def _runs(op, here: Device, quick: bool):
+def _runs(op: ModuleType, here: Device, quick: bool) -> Iterator[tuple[Any, Any]]:
+    """Problems, each with a config to force or None."""
     for problem in cases(op, "small"):
         yield problem, None
         if not quick:

@@ -12,7 +12,10 @@ MARGIN_BYTES = 4096  # keeps the alignment that a fresh allocation has
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within the context torch.empty and its kin return NaN (integers: the largest value), by PyTorch's own debug switch."""
+    """Within the context torch.empty and its kin return NaN (integers: the largest value).
+
+    It is PyTorch's own debug switch.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = debug_switch.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -26,7 +29,7 @@ def poisoned_empty() -> Iterator[None]:
 
 
 def embed(tensor: Tensor) -> Tensor:
-    """A copy of `tensor`, same strides, in the middle of memory filled with NaN (integers: the smallest value)."""
+    """A copy of `tensor`, same strides, within memory of NaN (integers: the smallest value)."""
     if tensor.numel() == 0:
         return tensor
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,5 +1,8 @@
-"""How far a product of 8-bit operands is from that of the operands before they were quantised. The accuracy rule judges ours against the
-dequantised operands; this is what quantising itself costs, reported beside it."""
+"""How far a product of 8-bit operands is from that of the operands before they were quantised.
+
+The accuracy rule judges ours against the dequantised operands. This is what quantising itself
+costs, reported beside it.
+"""
 
 import torch
 from torch import Tensor
@@ -16,13 +19,19 @@ SCALINGS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int |
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
-    """1 - 2 sum(x y) / sum(x^2 + y^2), in float64: 0 for equal tensors, about half the squared relative error. The figure that DeepGEMM reports."""
+    """1 - 2 sum(x y) / sum(x^2 + y^2), in float64. The figure that DeepGEMM reports.
+
+    0 for equal tensors, about half the squared relative error.
+    """
     x, y = x.double(), y.double()
     return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
 
 
 def quantised_distances(device: torch.device, m: int = 256, n: int = 512, k: int = 1024) -> dict[str, float]:
-    """calc_diff of `quantize_fp8` and `matmul` from the product in float64, by the kind of scales; a [m, k] and b [n, k] bf16, normal."""
+    """calc_diff of `quantize_fp8` and `matmul` from the product in float64, by the kind of scales.
+
+    a is [m, k] and b [n, k], bf16, normal.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, k, generator=generator).to(device, torch.bfloat16) for rows in (m, n))
     truth = a.double() @ b.double().T

@@ -1,6 +1,7 @@
-"""Problems of real models and the odd sizes that break kernels. One file per op, each with the same three lists:
+"""Problems of real models and the odd sizes that break kernels: one file per op with three lists.
 
-small   seconds in the interpreter: odd, prime, tiny, ragged. CPU tests, and `verify` on a GPU with every config of the space.
+small   seconds in the interpreter: odd, prime, tiny, ragged. CPU tests, and `verify` on a GPU with
+        every config of the space.
 real    shapes of real models: `verify` and tests/gpu.
 bench   what `tilewright bench` times.
 """

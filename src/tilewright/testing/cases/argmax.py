@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.argmax import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -34,3 +35,8 @@ bench = [
     Problem(16_384, 4096, BF16),
     Problem(8192, 128, FP32),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.model().vocab if s.odds(0.8) else s.log(100, 32_768)
+    return Problem(rows=s.rows(512), cols=cols, dtype=FP32 if s.odds(0.3) else s.dtype())

@@ -1,10 +1,12 @@
-"""Prefill attention of real models, and the shapes that break kernels: ragged, empty, padded, q_len != kv_len."""
+"""Prefill attention of real models, and odd shapes: ragged, empty, padded, q_len != kv_len."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
 from ...ops.attention import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN, SINGLE, EIGHT = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -77,3 +79,14 @@ bench += [
     Problem(4, 64, 8, 4096, 4096, 64, BRAIN, window=128, has_sinks=True),
     Problem(4, 32, 8, 8192, 8192, 128, BRAIN, window=1024),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    q_heads, kv_heads, head_dim = s.heads()
+    batch, q_len = s.prompts(32_768, 16_384)
+    before = s.log(64, 16_384) if s.odds(0.1) and batch <= 4 else 0  # keys of a prompt's part that came first
+    options: dict[str, Any] = {"v_dim": 128, "head_dim": 192} if head_dim == 128 and s.odds(0.05) else {"head_dim": head_dim}
+    if s.odds(0.08):
+        options["window"] = s.choice((128, 512, 1024, 4096))
+    shape: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": q_len + before, "dtype": s.dtype()}
+    return Problem(**shape, causal=bool(before) or "window" in options or s.odds(0.8), **options)

@@ -1,10 +1,12 @@
-"""Decode attention of real models, and the shapes that break kernels: empty, one key, padded, windowed, shuffled pages."""
+"""Decode attention of real models, and odd shapes: empty, one key, padded, window, mixed pages."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
 from ...ops.attention_decode import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -79,3 +81,16 @@ bench += [
     Problem(8, 32, 8, 8192, 128, BRAIN, has_len=False, q_len=4),
     Problem(16, 64, 8, 8192, 64, BRAIN, has_len=False, window=128, sinks=True),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    q_heads, kv_heads, head_dim = s.heads()
+    batch, max_len = s.cache((3 << 30) // (4 * kv_heads * head_dim))
+    kinds: dict[str, dict[str, Any]] = {
+        "even": {"has_len": False},
+        "ragged": {},
+        "paged": {"page_size": s.choice((16, 64, 256))},
+        "drafted": {"has_len": False, "q_len": s.choice((2, 3, 4))},
+    }
+    options = kinds[s.one_of({"even": 0.7, "ragged": 0.1, "paged": 0.12, "drafted": 0.08})]
+    return Problem(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_len=max_len, head_dim=head_dim, dtype=s.dtype(), **options)

@@ -5,7 +5,8 @@ from itertools import product
 import torch
 
 from ...ops.bmm import Problem
-from ...ops.scaling import Scaling
+from ...ops.common.scaling import Scaling
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,3 +52,13 @@ bench = [
     Problem(128, 16, 512, 128, BF16),
     Problem(128, 16, 128, 512, BF16, trans_b=True),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    dtype = s.dtype()
+    if s.odds(0.3):  # latent attention: queries into the latent space, results out of it
+        up = s.odds(0.5)
+        n, k = (128, 512) if up else (512, 128)
+        return Problem(batch=s.choice((16, 32, 64, 128)), m=s.rows(1024), n=n, k=k, dtype=dtype, trans_b=up, out_dtype=dtype)
+    m, n, k = (s.log(64, 4096, 8) for _ in range(3))
+    return Problem(batch=s.log(2, 128), m=m, n=n, k=k, dtype=dtype, out_dtype=dtype, **s.some(trans_a=0.1, trans_b=0.5))

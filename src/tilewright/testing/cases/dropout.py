@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.dropout import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -18,7 +19,8 @@ small = [
     Problem(70_001, BF16),
 ]
 
-# tokens * width: attention and MLP outputs of GPT-2 small and BERT-large, Llama-3.1-8B; attention weights of BERT-large
+# tokens * width: attention and MLP outputs of GPT-2 small and BERT-large, Llama-3.1-8B; attention
+# weights of BERT-large
 real = [
     *(Problem(tokens * cols, dtype) for tokens, cols, dtype in ((1024, 768, FP32), (8 * 512, 1024, FP16), (509, 4096, BF16), (8192, 4096, BF16))),
     Problem(8 * 16 * 512 * 512, FP16, False),
@@ -31,3 +33,8 @@ bench = [
     Problem(16_384 * 4096, FP32),
     Problem(65_536 * 4096, FP32),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.hidden()
+    return Problem(size=s.rows(min(1 << 17, (1 << 28) // cols)) * cols, dtype=FP32 if s.odds(0.2) else s.dtype())

@@ -1,11 +1,13 @@
 """Problems of `grouped_gemm`."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
+from ...ops.common.scaling import Scaling
 from ...ops.grouped_gemm import Problem
-from ...ops.scaling import Scaling
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,3 +58,29 @@ bench = [
     ),
     *(Problem(8, 32_768, 4096, 4096, E4M3, scaling=scaling) for scaling in (TENSOR, ROW)),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    return Problem(**_drawn(s), dtype=BF16)
+
+
+def drawn_fp8(s: Sizes) -> Problem:
+    scaling = s.one_of({TENSOR: 0.2, ROW: 0.2, BLOCK: 0.6})
+    while True:
+        shape = _drawn(s)
+        if shape["n"] % 128 == shape["k"] % 128 == 0:
+            return Problem(**shape, dtype=E4M3, scaling=scaling)
+
+
+def _drawn(s: Sizes) -> dict[str, Any]:
+    """The experts of one GPU, and many or few tokens for them.
+
+    A third of the draws have room for each expert's tokens.
+    """
+    e = s.moe()
+    groups = max(2, e.experts // s.choice((1, 2, 4, 8)))
+    n, k = s.choice(((2 * e.inter, e.hidden), (e.hidden, e.inter)))
+    each = s.rows(4096)
+    if s.odds(0.33):
+        return {"groups": groups, "rows": max(128, 128 * -(-2 * each // 128)), "n": n, "k": k, "masked": True, "expected_rows": each}
+    return {"groups": groups, "rows": max(groups, round(groups * each * (0.8 + 0.4 * s.random()))), "n": n, "k": k}

@@ -1,4 +1,4 @@
-"""New keys and values of real models, one token a sequence and many, and the shapes that break kernels."""
+"""New keys and values of real models, one token a sequence and many, and odd shapes."""
 
 from itertools import product
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ...ops.kv_append import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN, SINGLE, EIGHT = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -50,3 +51,12 @@ bench += [
     Problem(8, 0, 32, 4096, 128, 8192, BRAIN, page_size=64),
     Problem(8, 0, 32, 4096, 128, 8192, BRAIN, page_size=64, cache_dtype=EIGHT),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    q_heads, kv_heads, head_dim = s.heads()
+    batch, tokens = (s.rows(256), 1) if s.odds(0.6) else s.prompts(32_768, 8192)
+    max_len = max(1024, 1 << tokens.bit_length()) + s.log(1, 1024)
+    shape: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "tokens": tokens, "head_dim": head_dim, "max_len": max_len}
+    paged: dict[str, Any] = {"page_size": s.choice((16, 64, 256))} if s.odds(0.3) else {}
+    return Problem(**shape, dtype=s.dtype(), rotary_dim=head_dim, **paged, **(_QK_NORM if s.odds(0.2) else {}))

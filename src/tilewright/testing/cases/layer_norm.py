@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.layer_norm import Problem
+from ..sizes import NORMED, Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -21,7 +22,8 @@ small = [
     Problem(1, 65_537, FP32),
 ]
 
-# (rows, cols): BERT-base and GPT-2, BERT-large, GPT-2 XL, Phi-2, OPT-6.7B, Falcon-40B, GPT-3; ViT's patches; Cohere's without bias
+# (rows, cols): BERT-base and GPT-2, BERT-large, GPT-2 XL, Phi-2, OPT-6.7B, Falcon-40B, GPT-3; ViT's
+# patches; Cohere's without bias
 real = [
     *(Problem(rows, cols, BF16) for rows, cols in product((1, 509), (768, 1024, 1600, 2560, 4096, 8192, 12_288))),
     *(Problem(rows, cols, BF16, bias=False) for rows, cols in ((4, 8192), (1000, 4096), (64, 12_288))),
@@ -42,3 +44,9 @@ bench = [
     Problem(16_384, 4096, BF16, bias=False),
     Problem(16_384, 4096, FP32),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.width(NORMED)
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=FP32 if s.odds(0.1) else s.dtype(), bias=not s.odds(0.2))

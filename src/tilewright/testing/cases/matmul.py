@@ -5,8 +5,9 @@ from itertools import product
 
 import torch
 
+from ...ops.common.scaling import Scaling
 from ...ops.matmul import Problem
-from ...ops.scaling import Scaling
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -21,7 +22,7 @@ DEEPSEEK = ((2112, 7168), (576, 7168), (24_576, 1536), (32_768, 512), (7168, 16_
 
 
 def _drawn(count: int, seed: int) -> list[Problem]:
-    """Shapes nobody tuned for: m from 1 to 16384, n and k multiples of 8, all evenly in their logarithm."""
+    """Shapes nobody tuned for: m from 1 to 16384, n and k multiples of 8, all log-uniform."""
     draw = random.Random(seed)
 
     def one(dtype: torch.dtype) -> Problem:
@@ -109,3 +110,15 @@ bench = [
     *(Problem(m, n, k, E4M3, scaling=s) for s, (n, k), m in product((TENSOR, ROW, BLOCK), DEEPSEEK, (64, 128, 4096))),
     *(Problem(320, 32_576, 7168, E4M3, scaling=s) for s in (TENSOR, ROW, BLOCK)),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    n, k = s.linear()
+    return Problem(m=s.rows(8192), n=n, k=k, dtype=s.dtype(), **s.some(bias=0.1))
+
+
+def drawn_fp8(s: Sizes) -> Problem:
+    scaling = s.choice((TENSOR, ROW, BLOCK))
+    multiple = 128 if scaling is BLOCK else 16
+    n, k = s.deep_linear(multiple) if s.odds(0.25) else s.linear(multiple)
+    return Problem(m=s.rows(8192), n=n, k=k, dtype=E4M3, scaling=scaling)

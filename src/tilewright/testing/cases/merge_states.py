@@ -1,8 +1,9 @@
-"""Merges of cascades and split contexts, and the shapes that break kernels: one state, odd counts, empty sets."""
+"""Merges of cascades and split contexts, and odd shapes: one state, odd counts, empty sets."""
 
 import torch
 
 from ...ops.merge_states import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -31,3 +32,8 @@ bench = [
     Problem(8, 32 * 8192, 128, BRAIN),
     Problem(3, 32 * 16384, 64, BRAIN),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    states, cols = s.log(2, 16), s.choice((64, 80, 96, 128, 192, 256, 512))
+    return Problem(states=states, rows=s.log(32, (1 << 28) // (states * cols)), cols=cols, dtype=SINGLE if s.odds(0.3) else BRAIN)

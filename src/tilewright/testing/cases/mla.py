@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.mla import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN, EIGHT = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
@@ -26,3 +27,8 @@ real = [
 
 bench = [Problem(4, 16, seq_len, seq_len, BRAIN, causal=causal) for causal, seq_len in product((True, False), (1024, 2048, 4096, 8192))]
 bench += [Problem(4, 16, seq_len, seq_len, EIGHT, keys_last=True) for seq_len in (4096, 8192)]
+
+
+def drawn(s: Sizes) -> Problem:
+    batch, q_len = s.prompts(16_384, 8192)
+    return Problem(batch=batch, heads=s.choice((16, 32, 64, 128)), q_len=q_len, kv_len=q_len, dtype=BRAIN)

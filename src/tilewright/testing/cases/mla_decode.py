@@ -1,8 +1,14 @@
-"""Latent attention of DeepSeek's models while decoding, and the shapes that break kernels: odd heads, several tokens, shuffled pages."""
+"""Latent attention of DeepSeek's models while decoding.
+
+And odd shapes: odd heads, several tokens, shuffled pages.
+"""
+
+from typing import Any
 
 import torch
 
 from ...ops.mla_decode import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -33,3 +39,10 @@ bench = [
     Problem(128, 128, 4096, BRAIN, page_size=64, has_len=False),
     Problem(128, 128, 4096, BRAIN, q_len=2, has_len=False),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    batch, max_len = s.cache((3 << 30) // (2 * 576))
+    heads, paged = s.choice((8, 16, 32, 64, 128)), s.odds(0.1)
+    options: dict[str, Any] = {"page_size": 64} if paged else {"has_len": s.odds(0.2)}
+    return Problem(batch=batch, heads=heads, max_len=max_len, dtype=BRAIN, q_len=2 if s.odds(0.05) else 1, **options)

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from ...ops.common.scaling import Scaling
 from ...ops.moe import Problem
-from ...ops.scaling import Scaling
+from ..sizes import Sizes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ROW, BLOCK = Scaling.ROW, Scaling.BLOCK
@@ -58,3 +59,14 @@ bench = [
     Problem(1, *DEEPSEEK_V2_LITE, shared=2),
     *(Problem(tokens, *GPT_OSS_20B, **_OSS) for tokens in _TOKENS),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    return Problem(tokens=s.rows(8192), **s.moe()._asdict(), dtype=BF16)
+
+
+def drawn_fp8(s: Sizes) -> Problem:
+    while True:
+        e = s.moe()
+        if e.hidden % 128 == e.inter % 128 == 0:
+            return Problem(tokens=s.rows(8192), **e._asdict(), dtype=BF16, scaling=s.one_of({ROW: 0.3, BLOCK: 0.7}))

@@ -1,8 +1,11 @@
 """Problems of `moe_route`."""
 
+from typing import Any
+
 import torch
 
 from ...ops.moe_route import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -19,7 +22,7 @@ small = [
 ]
 
 # DeepSeek-V2-Lite, -V2, -V3, Qwen3-30B-A3B, Mixtral-8x7B
-_MODELS: tuple[tuple[int, int, dict], ...] = (
+_MODELS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (64, 6, {"normalize": False}),
     (160, 6, {"normalize": False, "groups": 8, "top_groups": 3, "scale": 16.0}),
     (256, 8, {"sigmoid": True, "bias": True, "groups": 8, "top_groups": 4, "scale": 2.5}),
@@ -30,3 +33,8 @@ _MODELS: tuple[tuple[int, int, dict], ...] = (
 real = [Problem(tokens, experts, top_k, FP32, **how) for experts, top_k, how in _MODELS for tokens in (1, 100)]
 
 bench = [Problem(tokens, experts, top_k, FP32, **how) for experts, top_k, how in _MODELS for tokens in (1, 16, 512, 4096)]
+
+
+def drawn(s: Sizes) -> Problem:
+    experts, top_k, how = s.choice(_MODELS)
+    return Problem(tokens=s.rows(16_384), experts=experts, top_k=top_k, dtype=FP32, **how)

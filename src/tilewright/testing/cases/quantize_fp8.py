@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.quantize_fp8 import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
@@ -26,7 +27,8 @@ small = [
     Problem(256, 256, FP32, SQUARES, E5M2, power_of_two_scales=True),
 ]
 
-# (rows, cols): activations of SmolLM2, Qwen2.5-0.5B, Qwen2-7B, Llama-3.1-8B and DeepSeek-V3; weights as squares
+# (rows, cols): activations of SmolLM2, Qwen2.5-0.5B, Qwen2-7B, Llama-3.1-8B and DeepSeek-V3;
+# weights as squares
 real = [
     *(Problem(rows, cols, BF16, block) for rows, cols, block in product((1, 509), (576, 896, 3584, 4096, 7168, 18_944), (ROW, GROUPS))),
     *(Problem(rows, cols, BF16, TENSOR) for rows, cols in ((1, 4096), (1000, 3584), (4096, 14_336))),
@@ -49,3 +51,12 @@ bench = [
     Problem(65_536, 4096, BF16, GROUPS, power_of_two_scales=True),
     Problem(16_384, 7168, FP32, GROUPS),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    block = s.one_of({ROW: 0.35, GROUPS: 0.35, TENSOR: 0.2, SQUARES: 0.1})
+    cols = s.inter() if s.odds(0.3) else s.hidden()
+    if block == SQUARES:  # weights
+        return Problem(rows=s.linear()[0], cols=cols, dtype=s.dtype(), block=block)
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=s.dtype(), block=block, power_of_two_scales=s.odds(0.1))

@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.rms_norm import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -21,7 +22,8 @@ small = [
     Problem(1, 65_536, FP32),
 ]
 
-# (rows, cols): a decode step and a prompt of SmolLM2, Qwen2.5-0.5B, Qwen2-7B, Llama-3.1-8B, Qwen2.5-14B, Llama-3.1-70B; Qwen3's q_norm over heads
+# (rows, cols): a decode step and a prompt of SmolLM2, Qwen2.5-0.5B, Qwen2-7B, Llama-3.1-8B,
+# Qwen2.5-14B, Llama-3.1-70B; Qwen3's q_norm over heads
 real = [
     *(Problem(rows, cols, BF16, round_before_weight=True) for rows, cols in product((1, 509), (576, 896, 3584, 4096, 5120, 8192))),
     *(Problem(rows, cols, BF16, residual=True) for rows, cols in ((4, 4096), (1000, 3584), (64, 8192))),
@@ -43,3 +45,9 @@ bench = [
     *(Problem(rows, 128, BF16) for rows in (32, 32 * 8192)),
     Problem(16_384, 4096, FP32),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.choice((64, 96, 128, 256)) if s.odds(0.1) else s.hidden()
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=s.dtype(), **s.some(residual=0.3, round_before_weight=0.4))

@@ -6,6 +6,7 @@ from itertools import product
 import torch
 
 from ...ops.rms_norm_matmul import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -37,3 +38,8 @@ bench = [
     *_SMOLLM2_135M,
     *_HEADS,
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    n, k = s.linear()
+    return Problem(rows=s.rows(16), n=n - n % 2, k=k, dtype=s.dtype(), **s.some(bias=0.1, residual=0.5, silu_mul=0.3))

@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.rms_norm_quant import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
@@ -23,7 +24,8 @@ small = [
     Problem(2, 28_672, BF16, GROUPS),
 ]
 
-# (rows, cols): a decode step and a prompt of SmolLM2, Qwen2.5-0.5B, Qwen2-7B, Llama-3.1-8B, DeepSeek-V3
+# (rows, cols): a decode step and a prompt of SmolLM2, Qwen2.5-0.5B, Qwen2-7B, Llama-3.1-8B,
+# DeepSeek-V3
 real = [
     *(Problem(rows, cols, BF16, block) for rows, cols, block in product((1, 509), (576, 896, 3584, 4096, 7168), (ROW, GROUPS))),
     *(Problem(rows, cols, BF16, block, residual=True) for rows, cols, block in product((4, 1000), (3584, 8192), (ROW, GROUPS))),
@@ -42,3 +44,9 @@ bench = [
     *(Problem(rows, 7168, BF16, block, residual=True) for block, rows in product((ROW, GROUPS), (64, 16_384))),
     *(Problem(16_384, 14_336, BF16, block) for block in (ROW, GROUPS)),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.hidden()
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=s.dtype(), block=s.choice((ROW, GROUPS)), **s.some(residual=0.4, power_of_two_scales=0.1))

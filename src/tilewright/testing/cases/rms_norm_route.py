@@ -3,6 +3,7 @@
 import torch
 
 from ...ops.rms_norm_route import Problem
+from ..sizes import EXPERTS, Sizes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -26,3 +27,8 @@ real = [
 ]
 
 bench = real
+
+
+def drawn(s: Sizes) -> Problem:
+    e = s.choice(EXPERTS)
+    return Problem(tokens=s.rows(16), experts=e.experts, k=e.hidden, top_k=e.top_k, dtype=BF16, residual=True)

@@ -1,10 +1,12 @@
 """Problems of `rope`."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
 from ...ops.rope import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -35,6 +37,10 @@ real = [
     Problem(2, 32, 32, 129, 96, BF16),  # Phi-3-mini
     Problem(1, 16, 16, 257, 256, FP16, rotary_dim=64, interleaved=True),  # GPT-J
     Problem(2, 16, 1, 100, 64, BF16, interleaved=True),  # DeepSeek-V2-Lite's rotary part
+    # Heads, lengths and halves that no tile divides
+    Problem(3, 25, 5, 333, 64, BF16),
+    Problem(2, 16, 16, 201, 80, BF16),
+    Problem(1, 128, 8, 77, 192, BF16, rotary_dim=64),
     Problem(1, *LLAMA_8B[:2], 1000, 128, FP32, heads_inside=False),
     Problem(1, *LLAMA_8B[:2], 4096, 128, FP32, from_positions=True),
 ]
@@ -51,3 +57,11 @@ bench = [
     Problem(4, *LLAMA_8B[:2], 8192, 128, BF16, heads_inside=False),
     Problem(8, 16, 1, 8192, 64, BF16, interleaved=True),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    q_heads, kv_heads, head_dim = s.heads()
+    batch, seq_len = (s.rows(256), 1) if s.odds(0.3) else s.prompts(1 << 17, 16_384)
+    options: dict[str, Any] = s.some(from_positions=0.1, interleaved=0.05) | ({"rotary_dim": head_dim // 2} if s.odds(0.05) else {})
+    shape: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "seq_len": seq_len, "head_dim": head_dim, "dtype": s.dtype()}
+    return Problem(**shape, heads_inside=not s.odds(0.1), **options)

@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.sample import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -35,3 +36,7 @@ bench = [
     ),
     *(Problem(rows, 128_256, BF16, top_k=True, top_p=True) for rows in (1, 16, 64, 256)),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    return Problem(rows=s.rows(256), cols=s.model().vocab, dtype=FP32 if s.odds(0.7) else s.dtype(), **s.some(top_k=0.5, top_p=0.5))

@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.silu_mul import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -38,3 +39,9 @@ bench = [
     Problem(8192, 9216, BF16, gelu_tanh=True),
     Problem(8192, 14_336, FP32),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.inter()
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=s.dtype(), **s.some(fused=0.4, gelu_tanh=0.15))

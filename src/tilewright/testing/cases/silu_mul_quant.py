@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.silu_mul_quant import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E5M2 = torch.float8_e5m2
@@ -41,3 +42,9 @@ bench = [
     *(Problem(8192, cols, BF16, block) for block, cols in product((ROW, GROUPS), (18_944, 28_672))),
     *(Problem(8192, 14_336, BF16, block, fused=True) for block in (ROW, GROUPS)),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.inter()
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=s.dtype(), block=s.choice((ROW, GROUPS)), **s.some(fused=0.4, power_of_two_scales=0.1))

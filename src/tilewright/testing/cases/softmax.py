@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from ...ops.softmax import Problem
+from ..sizes import Sizes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -19,7 +20,8 @@ small = [
     Problem(1, 65_536, BF16),
 ]
 
-# rows of attention scores, the routers of Mixtral, Qwen3-MoE and DeepSeek-V3, the vocabularies of Llama-2, Llama-3 and Qwen2
+# rows of attention scores, the routers of Mixtral, Qwen3-MoE and DeepSeek-V3, the vocabularies of
+# Llama-2, Llama-3 and Qwen2
 real = [
     *(Problem(rows, cols, BF16) for rows, cols in ((32 * 128, 128), (509, 1000), (4096, 4096), (64, 16_384), (300, 28_672))),
     *(Problem(rows, cols, FP32) for rows, cols in ((4096, 8), (1000, 128), (7, 256))),
@@ -34,3 +36,9 @@ bench = [
     *(Problem(rows, cols, FP32) for rows, cols in ((1, 128_256), (16, 151_936), (1024, 151_936), (8192, 4096))),
     Problem(8192, 128, FP32),
 ]
+
+
+def drawn(s: Sizes) -> Problem:
+    cols = s.model().vocab if s.odds(0.25) else s.log(100, 32_768)
+    rows = s.rows(min(1 << 17, (1 << 28) // cols))
+    return Problem(rows=rows, cols=cols, dtype=FP32 if s.odds(0.3) else s.dtype())

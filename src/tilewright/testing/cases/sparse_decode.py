@@ -1,10 +1,14 @@
-"""Sparse attention of DeepSeek's models while decoding: a window and chosen keys, 16-bit and 8-bit caches; and the shapes that break kernels."""
+"""Sparse attention of DeepSeek's models while decoding: a window and chosen keys, and odd shapes.
+
+Caches have 16 or 8 bits.
+"""
 
 from typing import Any
 
 import torch
 
 from ...ops.sparse_decode import Problem
+from ..sizes import Sizes
 
 HALF, BRAIN, CODE = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
@@ -46,3 +50,10 @@ real = [
 
 bench = [model(batch, cache) for model in (flash, pro, v32) for cache in (None, CODE) for batch in (1, 16, 128)]
 bench.append(flash(64, CODE, q_len=2))  # with a drafted token
+
+
+def drawn(s: Sizes) -> Problem:
+    cache_dtype = CODE if s.odds(0.5) else None
+    heads, topk, more_topk, head_dim, sinks = s.choice(((64, 128, 512, 512, True), (128, 128, 1024, 512, True), (128, 2048, 0, 576, False)))
+    shape: dict[str, Any] = {"q_heads": heads // s.choice((1, 1, 2, 4)), "topk": topk, "more_topk": more_topk, "head_dim": head_dim}
+    return Problem(batch=s.rows(192), **shape, dtype=BRAIN, cache_dtype=cache_dtype, sinks=sinks)
