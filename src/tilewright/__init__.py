@@ -1,4 +1,4 @@
-"""LLM kernels in cuTile Python: one source for NVIDIA GPUs from Hopper to Blackwell and, interpreted, for a machine without a GPU."""
+"""LLM kernels in cuTile Python: one source, compiled for NVIDIA GPUs or interpreted on a CPU."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""When things happened, without waiting for them."""
+"""Times of events, without waiting for them."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Clock:
-    """Times between marks, on a GPU by events: no waiting."""
+    """Times between marks; on a GPU by events, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -16,7 +16,7 @@ class Clock:
         self.mark()
 
     def mark(self, steps: int = 1) -> None:
-        """steps: how many lie between the last mark and this one, all equally long."""
+        """steps: how many equally long steps lie between the last mark and this one."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -26,7 +26,7 @@ class Clock:
         self._steps.append(steps)
 
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """The time of each step."""
         if self._cuda:
             torch.cuda.synchronize()
             times = [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]

@@ -1,4 +1,6 @@
-"""`tilewright generate --prompt-tokens N`: random prompts of one length, timed, with kernels, floor and distance from transformers."""
+"""`tilewright generate --prompt-tokens N`: times random prompts of one length; kernels, floor,
+distance from transformers.
+"""
 
 import dataclasses
 import datetime
@@ -8,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,40 +22,45 @@ from torch import Tensor
 
 from ..bench.ceilings import measure_ceilings
 from ..bench.report import command, versions
-from ..launch import Device, must
+from ..launch import Device, argument_error
 from ..models import Loaded, load, patch
 from .engine import Engine, Mode, OnProgress
 from .measure import Run, run_engine, run_transformers
 from .parallel import Group
-from .ranks import run_ranks
 
 KERNELS_SHOWN = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Distance:
-    """Kullback-Leibler divergence of next-token distributions from those of the same weights in fp32, over all new tokens: mean and largest."""
+    """Kullback-Leibler divergence of next-token distributions from those of the same weights in
+    fp32: mean and maximum over all new tokens.
+    """
 
     mean: float
     worst: float
 
 
-def measure_command(
-    loaded: Loaded,
-    *,
-    batch: int,
-    prompt_tokens: int,
-    max_new_tokens: int,
-    engine: str,
-    baselines: tuple[str, ...],
-    as_json: bool,
-) -> int:
-    """Times `engine` ("eager", "graph", "mega", "transformers" for the patched model) beside unpatched transformers. Returns the exit code: 1 if the
-    graph's tokens are not those of the eager engine. The megakernel, whose sums run in another order, is only compared with the graph.
-
-    baselines: of "eager" and "compiled" (static cache, on a GPU), those to run.
+class Sizes(NamedTuple):
+    """Sizes of a timed generation. batch: prompts. prompt_tokens, max_new_tokens: tokens read and
+    written for each.
     """
-    _check_sizes(batch, prompt_tokens, max_new_tokens)
+
+    batch: int
+    prompt_tokens: int
+    max_new_tokens: int
+
+
+def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], as_json: bool) -> int:
+    """Times `engine` beside unpatched transformers: "eager", "graph", "mega", or "transformers" for
+    the patched model. Returns the exit code: 1 if the graph's tokens are not those of the eager
+    engine. The megakernel sums in another order; its tokens are compared with the graph's, without
+    an exit code.
+
+    baselines: which of "eager" and "compiled" (static cache, on a GPU) to run.
+    """
+    batch, prompt_tokens, max_new_tokens = sizes
+    _check_sizes(*sizes)
     model, device = loaded.model, loaded.model.device
     prompts = prompts_of(model, batch, prompt_tokens)
     errors = Console(stderr=True)
@@ -85,7 +92,7 @@ def measure_command(
     }
     for mode in modes.get(engine, ()):
         name = f"tilewright {mode}"
-        with ready_engine(model, (batch, prompt_tokens, max_new_tokens), mode, errors) as (ours, took_s):
+        with ready_engine(model, sizes, mode, errors) as (ours, took_s):
             start_s = took_s
             runs.append(run_engine(ours, name, prompts, max_new_tokens))
             step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
@@ -95,14 +102,14 @@ def measure_command(
     if given is not None:
         distances = _distances(model, prompts, given, logits)
     floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None and step_bytes else None
-    case = case_of(loaded, batch, prompt_tokens, max_new_tokens)
+    case = case_of(loaded, *sizes)
     measured = Measured(runs, distances, floor_ms, case, start_s, list(rows_of(runs, distances, floor_ms, case, model, start_s)))
-    return _told(measured, as_json=as_json)
+    return tell(measured, as_json=as_json)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What a measurement found. floor_ms: of a step; None on a CPU. rows: the JSON lines."""
+    """The results of a measurement. floor_ms: of a step; None on a CPU. rows: the JSON lines."""
 
     runs: list[Run]
     distances: dict[str, Distance]
@@ -112,8 +119,8 @@ class Measured:
     rows: list[dict[str, Any]]
 
 
-def _told(found: Measured, *, as_json: bool) -> int:
-    """Prints it. Returns the exit code."""
+def tell(found: Measured, *, as_json: bool) -> int:
+    """Prints the results. Returns the exit code."""
     for line in found.rows:
         if as_json:
             print(json.dumps(line))
@@ -125,30 +132,13 @@ def _told(found: Measured, *, as_json: bool) -> int:
     return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])
 
 
-def measure_ranks_command(
-    source: str,
-    *,
-    ranks: int,
-    device: str,
-    dtype: torch.dtype,
-    direct: bool | None,
-    batch: int,
-    prompt_tokens: int,
-    max_new_tokens: int,
-    engine: str,
-    compare: bool,
-    as_json: bool,
-) -> int:
-    """As `measure_command`, of engines of `ranks` processes. compare: beside the same engine on one device, which has the whole model before."""
-    sizes = (batch, prompt_tokens, max_new_tokens)
-    found = run_ranks(measure_rank, source, dtype, sizes, engine, compare, ranks=ranks, device=device, direct=direct)
-    return _told(found, as_json=as_json)
+def measure_rank(group: Group, device: torch.device, source: str, dtype: torch.dtype, sizes: Sizes, engine: str, compare: bool) -> Measured | None:
+    """As `measure_command`, in each process of an engine of several.
 
+    Returns the results of rank 0.
 
-def measure_rank(
-    group: Group, device: torch.device, source: str, dtype: torch.dtype, sizes: tuple[int, int, int], engine: str, compare: bool
-) -> Measured | None:
-    """What `measure_ranks_command` does in each process. Returns: what rank 0 found."""
+    compare: first run the same engine on one device with the whole model.
+    """
     from transformers.utils import logging as transformers_logging
 
     batch, prompt_tokens, max_new_tokens = sizes
@@ -201,7 +191,9 @@ def measure_rank(
 def ready_engine(
     model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None, *, room: int = 0
 ) -> Iterator[tuple[Engine, float]]:
-    """An engine that has compiled what these sizes need, and the seconds that took. room: tokens its cache has space for, if more."""
+    """An engine that has compiled what these sizes need, and the seconds this took. room: minimum
+    length of its cache in tokens.
+    """
     batch, prompt_tokens, max_new_tokens = sizes
     with _progress(errors) as on_progress:
         start = time.perf_counter()
@@ -214,7 +206,7 @@ def ready_engine(
 def _check_sizes(batch: int, prompt_tokens: int, max_new_tokens: int) -> None:
     for name, value in (("--batch", batch), ("--prompt-tokens", prompt_tokens), ("--max-new-tokens", max_new_tokens - 1)):
         if value < 1:
-            raise must(name, "at least 1" if name != "--max-new-tokens" else "at least 2", value)
+            raise argument_error(name, "at least 1" if name != "--max-new-tokens" else "at least 2", value)
 
 
 def prompts_of(model: Any, batch: int, tokens: int) -> Tensor:
@@ -227,7 +219,7 @@ def case_of(loaded: Loaded, batch: int, prompt_tokens: int, max_new_tokens: int)
 
 
 def collect() -> None:
-    """So that the next run's memory is its own."""
+    """Frees memory, so that the next run's memory is its own."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -251,13 +243,14 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 
 
 def _stock_logits(model: Any, prompts: Tensor, given: Tensor) -> Tensor:
-    """[batch, new, vocab]: what the model itself expects behind the prompts and behind each given token."""
+    """The model's own logits [batch, new, vocab] after the prompts and after each given token."""
     with torch.inference_mode():
-        return model(torch.cat((prompts, given), 1), logits_to_keep=given.shape[1] + 1).logits
+        logits: Tensor = model(torch.cat((prompts, given), 1), logits_to_keep=given.shape[1] + 1).logits
+    return logits
 
 
 def _distances(model: Any, prompts: Tensor, given: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
-    """Against the model's own weights in fp32. The model is in fp32 for the time of the call."""
+    """Distances from the model's own weights in fp32. During the call the model is in fp32."""
     with in_float32(model):
         return _distances_from(_stock_logits(model, prompts, given), logits)
 
@@ -285,7 +278,7 @@ def in_float32(model: Any) -> Iterator[None]:
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Parameters alone: `model.to` would round the frequencies of the rotation too."""
+    """Casts parameters only: `model.to` would round the frequencies of the rotation too."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -1,16 +1,16 @@
-"""The least a decode step must read: the floor that its time is held against."""
+"""The least that a decode step must read: the floor of its time."""
 
 import math
 
-from .layers import Decoder, Experts
+from .layers import Decoder
+from .mlp import Experts
 from .state import cache_bytes
 
 
 def step_bytes(decoder: Decoder, batch: int, kv_len: int) -> int:
-    """Bytes of weights and keys that one step of `batch` sequences with `kv_len` keys each reads, everything once.
-
-    Of a mixture of experts, the experts that so many tokens hit on average, if each token chose its own at random.
-    Of several ranks: what one of them reads.
+    """Bytes of weights and keys that one step of `batch` sequences with `kv_len` keys each reads,
+    everything once. A mixture of experts counts the experts that so many tokens choose on average,
+    if each chooses at random. With several ranks: the bytes of one.
     """
     weights = decoder.head.weight.nbytes
     for layer in decoder.layers:

@@ -1,7 +1,9 @@
-"""`Engine(model).generate(prompts, ...)`: prompts are read in chunks, then each decode step is one program, or one CUDA graph.
+"""`Engine(model).generate(prompts, ...)`: reads prompts in chunks, then runs each decode step as
+one program or one CUDA graph.
 
-Sequences of different lengths stand side by side from position 0 on. A shorter prompt is padded behind its end; what the padding leaves in the cache
-lies beyond the sequence's own length, where nobody looks, until the tokens that come next overwrite it.
+Sequences of different lengths all begin at position 0. A shorter prompt is padded at its end. The
+padding's keys lie in the cache beyond the sequence's length, where nothing reads them; the next
+tokens overwrite them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..launch import Device, must
+from ..launch import Device, argument_error
 from ..models.shard import Shard, shard_of
 from .clock import Clock
 from .cost import step_bytes
@@ -25,7 +27,7 @@ from .mega.stream import StreamMega, mega_of
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
-from .program import Call, Frame
+from .program import Call, StepBuffers
 from .read import read
 from .state import SLOTS, Sampling, State, cache_bytes
 from .weights import Fusion
@@ -39,7 +41,9 @@ MOST_CAPTURED_TOKENS = 1024  # of a chunk of prompts: with more, the host keeps 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """tokens: of each prompt, the token that stopped it included. first_token_s: from the call to the first tokens. step_s: of each decode step."""
+    """tokens: the new tokens of each prompt, with the token that stopped it. first_token_s: from
+    the call to the first tokens. step_s: the time of each decode step.
+    """
 
     tokens: list[list[int]]
     first_token_s: float
@@ -48,12 +52,13 @@ class Generated:
 
 @dataclass(slots=True)
 class _Step:
-    """One token for each sequence of a batch size: the frame, all calls of a step, and those behind the last layer, with which a prompt ends too.
+    """One token for each sequence of a batch size: the buffers, all calls of a step, and those
+    behind the last layer, with which a prompt ends too.
 
-    many: does as many steps as it is told in one launch, where there is such a kernel.
+    many: runs a given number of steps in one launch, if there is such a kernel.
     """
 
-    frame: Frame
+    buffers: StepBuffers
     calls: list[Call]
     tail: list[Call]
     graph: torch.cuda.CUDAGraph | None = None
@@ -61,9 +66,11 @@ class _Step:
 
 
 class Engine:
-    """Text from one transformers model, fast: its own weights, fused in place, and every step of our kernels on buffers made beforehand."""
+    """Generates text from one transformers model: its own weights, fused in place, and our kernels
+    on buffers allocated beforehand.
+    """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 options by keyword
         self,
         model: Any,
         *,
@@ -80,56 +87,46 @@ class Engine:
     ) -> None:
         """Takes over a model's weights and makes the cache.
 
-        The model itself goes on working: the parameters that are fused become views of the fused matrices, so that weights are held once.
-        `close()`, or the end of a `with` block, gives it back as it was.
+        The model itself keeps working: its fused parameters become views of the fused matrices, so
+        weights are held once. `close()`, or the end of a `with` block, restores it.
 
         Args:
-            model: a transformers causal language model of one of `MODEL_TYPES`, in eval mode, on one device.
+            model: a transformers causal language model of one of `MODEL_TYPES`, in eval mode, on
+                one device.
             max_batch: sequences at once.
             max_len: tokens of a sequence, prompt included.
-            mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step, and chooses the same tokens. "mega" runs a decode
-                step of one sequence (`max_batch` 1) as one persistent kernel, for the models that docs/megakernel.md names.
+            mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step,
+                and chooses the same tokens. "mega" runs a decode step of one sequence (`max_batch`
+                1) as one persistent kernel, for the models that docs/megakernel.md names.
             prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
-            check_every: decode steps between two looks at the tokens, which are the only waits for the device.
-            cache: "static" sets max_len tokens aside for each sequence; "paged" gives a sequence pages as it grows, from a pool for all of them,
-                and takes them back when it ends.
+            check_every: decode steps between two reads of the tokens by the host, the only waits
+                for the device.
+            cache: "static" reserves max_len tokens for each sequence. "paged" gives a sequence
+                pages from a common pool as it grows, and takes them back when it ends.
             page_size: tokens of a page, a power of two, at least 16; default 64. Only with "paged".
-            cache_tokens: tokens of the pool; default max_batch * max_len, with which it can't run out. Only with "paged".
-            on_progress: called with (stage, done, all) while weights are fused, kernels compiled and graphs captured.
-            group: the processes that hold the model together, where `load` gave each a shard of it. All make the same calls with the same
-                arguments, and get the same tokens.
+            cache_tokens: tokens of the pool; default max_batch * max_len, with which it can't run
+                out. Only with "paged".
+            on_progress: called with (stage, done, all) while weights are fused, kernels compiled
+                and graphs captured.
+            group: the processes that share the model; `load` gave each a shard of it. All make the
+                same calls with the same arguments, and get the same tokens.
         Raises:
-            TypeError, ValueError: naming the argument, what it must be, and what it was; the model is unchanged.
-            MemoryError: the cache does not fit; says how much was needed and what to lower.
+            TypeError, ValueError: naming the argument, what it must be, and what it was; the model
+                is unchanged.
+            MemoryError: the cache does not fit. The error says how much was needed and what to
+                lower.
         """
-        from transformers import PreTrainedModel
-
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-        if _MARK in model.__dict__:
-            raise must("model", "without an engine", "one that another Engine holds: close() that one first")
-        if mode not in ("eager", "graph", "mega"):
-            raise must("mode", '"eager", "graph" or "mega"', repr(mode))
-        if mode == "graph" and model.device.type != "cuda":
-            raise must("mode", '"eager" on a CPU: a CUDA graph needs an NVIDIA GPU', '"graph"')
         for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
             if value < 1:
-                raise must(name, "at least 1", value)
-        wanted, held = Shard() if group is None else group.shard, shard_of(model)
-        if held != wanted:
-            raise must("model", f"loaded with {wanted}, as this engine's group is", held)
-        if mode == "mega":
-            if group is not None:
-                raise must("mode", '"eager" or "graph" with a group', '"mega"')
-            if max_batch != 1:
-                raise must("max_batch", '1 with mode="mega"', max_batch)
-            refuse(model, Device.of(next(model.parameters())))
+                raise argument_error(name, "at least 1", value)
+        _check_model(model, group)
+        _check_mode(mode, model, max_batch, group)
         page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
         self._model: Any = model
         self._fusion: Fusion = Fusion()
-        self._steps: dict[tuple, _Step] = {}
+        self._steps: dict[tuple[Any, ...], _Step] = {}
         self._pages: Pages | None = None
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
@@ -158,7 +155,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Frees cache, buffers and graphs, and gives each module of the model its own weights again. A second call does nothing."""
+        """Frees cache, buffers and graphs, and restores the weights of each module.
+
+        A second call does nothing.
+        """
         if self._model is None:
             return
         self._steps.clear()
@@ -179,13 +179,15 @@ class Engine:
 
     @property
     def cache_tokens_held(self) -> int:
-        """Tokens of the cache that sequences hold now: of a cache in pages those of the pages they were given, else all."""
+        """Tokens of the cache that sequences hold now: those of their pages; else all."""
         if self._pages is None:
             return self.max_batch * self._state.max_len
         return self._pages.in_use * self._pages.page_size
 
     def step_bytes(self, batch: int, kv_len: int) -> int:
-        """The least that a decode step of `batch` sequences with `kv_len` keys reads: weights once, and the keys and values."""
+        """Bytes that a decode step of `batch` sequences with `kv_len` keys must read: weights once,
+        keys and values.
+        """
         return step_bytes(self.decoder, batch, kv_len)
 
     def generate(
@@ -206,11 +208,12 @@ class Engine:
             stop: tokens that end a sequence.
             on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
         Returns: the tokens and their times.
-        Raises: ValueError for prompts that do not fit; MemoryError on a full GPU, or where the pages are used up, with what to lower.
+        Raises: ValueError for prompts that do not fit; MemoryError if the GPU is full or the pages
+            are used up. It says what to lower.
         """
         rows = self._checked(prompts, max_new_tokens)
         if max_new_tokens < 1:
-            raise must("max_new_tokens", "at least 1", max_new_tokens)
+            raise argument_error("max_new_tokens", "at least 1", max_new_tokens)
         ending = set(stop)
         tokens: list[list[int]] = [[] for _ in rows]
         try:
@@ -241,7 +244,7 @@ class Engine:
         return Generated(tokens, first, steps[: max(map(len, tokens)) - 1])
 
     def logits(self, prompts: Sequence[Sequence[int]] | Tensor, continuations: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """What the model expects behind each prompt, and behind each further token of a given continuation.
+        """The model's logits after each prompt, and after each token of a given continuation.
 
         Args:
             prompts: token ids of each.
@@ -251,10 +254,10 @@ class Engine:
         given = [list(c) for c in continuations] if continuations is not None else [[] for _ in prompts]
         rows = self._checked(prompts, len(given[0]) + 1)
         if len(given) != len(rows) or len({len(c) for c in given}) != 1:
-            raise must("continuations", f"{len(rows)} lists of equal length", [len(c) for c in given])
+            raise argument_error("continuations", f"{len(rows)} lists of equal length", [len(c) for c in given])
         with self._here():
             step, prefill = self._ready(rows, None)
-            out = step.frame.buffer("logits", step.frame.batch, self.decoder.vocab)
+            out = step.buffers.tensor("logits", step.buffers.batch, self.decoder.vocab)
             try:
                 self._hold(rows, len(given[0]), len(given[0]))
                 self._start(rows, step, prefill, None)
@@ -269,7 +272,9 @@ class Engine:
                 self._settle()
 
     def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
-        """Compiles every kernel, and in graph mode captures the graphs, that prompts of this number and length will need."""
+        """Compiles every kernel that prompts of this number and length need; in graph mode also
+        captures the graphs.
+        """
         rows = self._checked([[0] * prompt_tokens] * batch, 0)
         with self._here():
             self._ready(rows, sampling)
@@ -277,7 +282,9 @@ class Engine:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """What calls run in: no gradients, and the model's GPU current, as capturing wants it."""
+        """The context of all calls: no gradients, and the model's GPU as the current one, which
+        capturing needs.
+        """
         device = self.decoder.embedding.device
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
@@ -287,15 +294,15 @@ class Engine:
 
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
         if self._model is None:
-            raise must("the engine", "open", "one that was closed")
+            raise argument_error("the engine", "open", "one that was closed")
         rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(p) for p in prompts]
         if not 1 <= len(rows) <= self.max_batch:
-            raise must("the number of prompts", f"1 to max_batch = {self.max_batch}", len(rows))
+            raise argument_error("the number of prompts", f"1 to max_batch = {self.max_batch}", len(rows))
         for row in rows:
             if not row or len(row) + more > self.max_len:
-                raise must("a prompt and what follows it", f"at least 1 token and at most max_len = {self.max_len}", f"{len(row)} + {more}")
+                raise argument_error("a prompt and what follows it", f"at least 1 token and at most max_len = {self.max_len}", f"{len(row)} + {more}")
             if min(row) < 0 or max(row) >= len(self.decoder.embedding):
-                raise must("token ids", f"0 to {len(self.decoder.embedding) - 1}", f"{min(row)} to {max(row)}")
+                raise argument_error("token ids", f"0 to {len(self.decoder.embedding) - 1}", f"{min(row)} to {max(row)}")
         return rows
 
     def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[_Step, Prefill]:
@@ -318,18 +325,18 @@ class Engine:
         return step, prefill
 
     def _compiled_step(self, batch: int, sampling: Sampling | None) -> _Step:
-        frame = self._state.frame(batch)
-        choice = list(self._state.choose_calls(frame, self.decoder.vocab, sampling))
-        tail = [*self.decoder.head_calls(frame), *choice]
+        buffers = self._state.buffers(batch)
+        choice = list(self._state.choose_calls(buffers, self.decoder.vocab, sampling))
+        tail = [*self.decoder.head_calls(buffers), *choice]
         many = None
         if self.mode == "mega":
             greedy = sampling is None or sampling.temperature == 0
-            mega = self._mega(frame, greedy=greedy)
+            mega = self._mega(buffers, greedy=greedy)
             calls = [Call("mega", mega.step, ()), *([] if greedy else choice)]
             many = mega.step if greedy and isinstance(mega, StreamMega) else None
         else:
-            calls = [*self.decoder.body_calls(frame, self._state.tokens[:batch], self._state.caches), *tail]
-        step = _Step(frame, calls, tail, many=many)
+            calls = [*self.decoder.body_calls(buffers, self._state.tokens[:batch], self._state.caches), *tail]
+        step = _Step(buffers, calls, tail, many=many)
         for part in (tail, calls):
             self._state.begin([1] * batch, sampling or Sampling())
             compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
@@ -345,12 +352,12 @@ class Engine:
         self._report(stage, 1, 1)
         return graph
 
-    def _mega(self, frame: Frame, *, greedy: bool) -> Mega | StreamMega:
+    def _mega(self, buffers: StepBuffers, *, greedy: bool) -> Mega | StreamMega:
         """The whole step in one kernel, but for the choice where it is drawn by chance."""
         assert isinstance(self._fusion, LayerStacks)
         weights, state = Weights.of(self.decoder, self._fusion), self._state
         clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
-        logits = frame.buffer("logits", 1, self.decoder.vocab)
+        logits = buffers.tensor("logits", 1, self.decoder.vocab)
         return mega_of(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits)
 
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
@@ -360,13 +367,13 @@ class Engine:
 
     def _start(self, rows: list[list[int]], step: _Step, prefill: Prefill, sampling: Sampling | None) -> None:
         """Reads the prompts and chooses the first token of each sequence."""
-        rows = rows + [[0]] * (step.frame.batch - len(rows))
-        prefill.read(rows, step.frame)
+        rows = rows + [[0]] * (step.buffers.batch - len(rows))
+        prefill.read(rows, step.buffers)
         self._state.begin([len(row) for row in rows], sampling or Sampling())
         run(step.tail)
 
     def _take(self, step: _Step, most: int) -> int:
-        """Does one step, or up to `most` at once. Returns how many."""
+        """Runs one step, or up to `most` at once. Returns how many."""
         if step.many is not None:
             step.many(most)
             return most
@@ -377,13 +384,15 @@ class Engine:
         return 1
 
     def _hold(self, rows: list[list[int]], taken: int, most: int, ended: Sequence[bool] = ()) -> None:
-        """Pages for the steps up to the next look at the tokens. taken: steps so far. most: steps in all."""
+        """Reserves pages for the steps until the host next reads the tokens. taken: steps so far.
+        most: steps in all.
+        """
         if self._pages is not None:
             more = min(taken + self._check_every, most)
             self._pages.hold([0 if i < len(ended) and ended[i] else len(row) + more for i, row in enumerate(rows)])
 
     def _settle(self) -> None:
-        """After the last step, and after Ctrl-C: nothing runs on behind the caller's back, and no page is held."""
+        """After the last step, and after Ctrl-C: waits for the device and frees all pages."""
         if self.decoder.embedding.is_cuda:
             torch.cuda.synchronize()
         if self._pages is not None:
@@ -420,9 +429,36 @@ class Engine:
         )
 
 
+def _check_model(model: Any, group: Group | None) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    if _MARK in model.__dict__:
+        raise argument_error("model", "without an engine", "one that another Engine holds: close() that one first")
+    wanted, held = Shard() if group is None else group.shard, shard_of(model)
+    if held != wanted:
+        raise argument_error("model", f"loaded with {wanted}, as this engine's group is", held)
+
+
+def _check_mode(mode: str, model: Any, max_batch: int, group: Group | None) -> None:
+    if mode not in ("eager", "graph", "mega"):
+        raise argument_error("mode", '"eager", "graph" or "mega"', repr(mode))
+    if mode == "graph" and model.device.type != "cuda":
+        raise argument_error("mode", '"eager" on a CPU: a CUDA graph needs an NVIDIA GPU', '"graph"')
+    if mode == "mega":
+        if group is not None:
+            raise argument_error("mode", '"eager" or "graph" with a group', '"mega"')
+        if max_batch != 1:
+            raise argument_error("max_batch", '1 with mode="mega"', max_batch)
+        refuse(model, Device.of(next(model.parameters())))
+
+
 @contextmanager
 def _own() -> Iterator[None]:
-    """For tensors that outlive a call, whatever mode the caller is in: an inference tensor can be no parameter's data."""
+    """Context for tensors that outlive a call: not in inference mode, since an inference tensor
+    cannot be a parameter's data.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -432,7 +468,10 @@ def _gib(size: int) -> str:
 
 
 def _extend(mine: list[int], new: list[int], ending: set[int]) -> list[int]:
-    """Appends tokens up to the first that ends the sequence, none if it has ended. Returns what was appended."""
+    """Appends tokens up to the first that ends the sequence; none if it has ended.
+
+    Returns the appended tokens.
+    """
     start = len(mine)
     for token in new:
         if mine and mine[-1] in ending:

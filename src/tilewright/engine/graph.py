@@ -16,7 +16,7 @@ def run(calls: list[Call]) -> None:
 
 
 def compile_kernels(calls: list[Call], on_call: OnCall | None = None) -> None:
-    """Runs the calls that need kernels of their own, so that none is compiled later. What they write is of no use."""
+    """Runs one call for each kernel, so that none is compiled later. The results are not used."""
     first = distinct(calls)
     for done, call in enumerate(first):
         if on_call is not None:
@@ -27,10 +27,14 @@ def compile_kernels(calls: list[Call], on_call: OnCall | None = None) -> None:
 
 
 def capture(calls: list[Call], pool: Any) -> torch.cuda.CUDAGraph:
-    """One graph of all calls. They must have run before: nothing may be compiled while capturing."""
+    """Captures all calls in one graph.
+
+    They must have run before: nothing may compile during capture.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Only this thread's calls may break it: NCCL's watchdog asks after events from a thread of its own.
+    # thread_local: NCCL's watchdog queries events from its own thread, and must not break the
+    # capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run(calls)
     return graph

@@ -1,4 +1,4 @@
-"""A whole generation, timed: transformers' own and ours."""
+"""Times whole generations: transformers' own and ours."""
 
 import statistics
 import time
@@ -27,10 +27,12 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to write the same number of tokens behind the same prompts.
+    """One run: the same number of new tokens for the same prompts.
 
-    tokens: [batch][new]. seconds: of the whole call, the median of a few. first_token_s: until the first tokens. step_s: of each later step.
-    memory_bytes: most that was allocated, weights included; 0 on a CPU. kernels, clocks: of one more call, which is not timed.
+    tokens: [batch][new]. seconds: of the whole call, the median of a few. first_token_s: until the
+        first tokens. step_s: of each later step.
+    memory_bytes: peak of allocated memory, weights included; 0 on a CPU. kernels, clocks: of one
+        more call, which is not timed.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Run:
         return sum(times) if times else None
 
     def step_ms(self, percent: int) -> float:
-        """The time of a decode step that `percent` of all steps do not exceed."""
+        """The percentile of the times of decode steps."""
         ordered = sorted(self.step_s)
         return 1e3 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
 
@@ -68,16 +70,20 @@ def _engine_times(engine: Engine, prompts: Tensor, new: int) -> tuple[list[list[
 
 
 def run_transformers(model: Any, name: str, prompts: Tensor, new: int, **options: Any) -> Run:
-    """`model.generate`, greedily. options: as `cache_implementation="static"`, with which transformers compiles on a GPU."""
+    """`model.generate`, greedily. options: for example `cache_implementation="static"`, for which
+    transformers compiles on a GPU.
+    """
 
     def generate(streamer: Any = None) -> list[list[int]]:
         mask = torch.ones_like(prompts)
         greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "eos_token_id": None}
         with torch.inference_mode():
             out = model.generate(prompts, attention_mask=mask, max_new_tokens=new, streamer=streamer, **greedy, **options)
-        return out[:, prompts.shape[1] :].tolist()
+        tokens: list[list[int]] = out[:, prompts.shape[1] :].tolist()
+        return tokens
 
-    # The times of single tokens come from a call of their own: handing them over waits for each.
+    # The times of single tokens come from a separate call: handing tokens over waits for each of
+    # them.
     generate()
     steps = _Steps()
     start = time.perf_counter()
@@ -87,7 +93,9 @@ def run_transformers(model: Any, name: str, prompts: Tensor, new: int, **options
 
 
 class _Steps:
-    """transformers' streamer protocol: `put` is called with the prompt, then with each step's tokens, on the host."""
+    """transformers' streamer protocol: `put` is called with the prompt, then with each step's
+    tokens, on the host.
+    """
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -114,21 +122,20 @@ def _measured(name: str, device: torch.device, call: Callable[[], tuple[list[lis
     timed = (name, tokens, statistics.median(seconds), first, steps, memory)
     if not cuda:
         return Run(*timed, _counted(call))
-    # Not while timing: reading the clocks takes the interpreter's lock.
+    # Not while timing: reading the clocks takes Python's global lock.
     with meter_of(f"GPU-{torch.cuda.get_device_properties(device).uuid}") as meter, meter.watching() as said:
         call()
     return Run(*timed, profiled(call), said[0])
 
 
 def profiled(call: Callable[[], Any]) -> list[Kernel]:
-    """The kernels of a call on a GPU, by the time they took."""
-    from torch.autograd import DeviceType
+    """The kernels of a call on a GPU, slowest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    events = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
+    events = [e for e in found.key_averages() if e.device_type.name == "CUDA"]
     return sorted((Kernel(e.key, e.count, e.self_device_time_total / 1e3) for e in events), key=lambda k: -(k.cuda_ms or 0))
 
 

@@ -1,7 +1,8 @@
-"""A cache in pages: which page of the pool holds which tokens of which sequence.
+"""A cache in pages: which sequence holds which pages of the pool.
 
-The host decides, the device reads: a decode step finds its pages in a table on the device, so that one captured graph serves any step. The host
-writes that table only where it has just waited for the device anyway, and gives each sequence the pages of the steps up to the next such wait.
+The host writes the block table, the device reads it. So one captured graph serves any step. The
+host writes only when it has just waited for the device anyway. It then gives each sequence the
+pages for all steps until the next such wait.
 """
 
 from collections.abc import Sequence
@@ -9,18 +10,19 @@ from typing import Literal
 
 import torch
 
-from ..launch import must
+from ..launch import argument_error
 
 CacheKind = Literal["static", "paged"]
 PAGE_SIZE = 64
 
-# The page that no sequence is given. Where the table has no page of a sequence's own (padding behind a prompt, sequences that have ended and run
-# on until the batch does), it names this one: what is written there is never read by a sequence that counts.
+# The page that no sequence gets. The table names it where a sequence has no page of its own:
+# padding after a prompt, and sequences that have ended but run on until the batch ends. No sequence
+# that counts reads it.
 NOBODYS = 0
 
 
 class Pages:
-    """The pages of a pool, and the table [sequences, max_pages] of those that each sequence holds.
+    """The pages of a pool, and the block table [sequences, max_pages].
 
     count: pages, NOBODYS included. table: int32, on the device.
     """
@@ -44,13 +46,16 @@ class Pages:
         return sum(map(len, self._held))
 
     def hold(self, tokens: Sequence[int]) -> None:
-        """Gives each sequence the pages for so many tokens; takes all back from those with none, and from sequences beyond the list.
+        """Gives each sequence the pages for its number of tokens.
 
-        Call it only when the device has run all that was enqueued: the table is copied from memory that the next call changes.
+        A sequence with 0 tokens, or beyond the list, loses its pages.
+
+        Call it only after the device has run everything enqueued: the copy of the table reads
+        memory that the next call changes.
 
         Args:
-            tokens: for each sequence; where it holds more already, it keeps them.
-        Raises: MemoryError, with nothing given or taken: the pool has too few pages.
+            tokens: for each sequence; a sequence that holds more keeps them.
+        Raises: MemoryError: the pool has too few pages; nothing has changed.
         """
         wanted = [-(-n // self.page_size) for n in tokens] + [0] * (len(self._held) - len(tokens))
         missing = [max(0, n - len(held)) for n, held in zip(wanted, self._held, strict=True)]
@@ -76,25 +81,25 @@ class Pages:
 
 
 def pool_shape(cache: str, page_size: int | None, cache_tokens: int | None, mode: str, max_batch: int, max_len: int) -> tuple[int, int]:
-    """Tokens of a page, and pages with the one that is NOBODYS; (1, 0) for a static cache.
+    """Tokens of a page, and number of pages with NOBODYS; (1, 0) for a static cache.
 
-    Raises: ValueError for what is not to be had, or makes no sense together. The arguments are those of `Engine`.
+    Raises: ValueError for bad values or combinations. The arguments are those of `Engine`.
     """
     if cache not in ("static", "paged"):
-        raise must("cache", '"static" or "paged"', repr(cache))
+        raise argument_error("cache", '"static" or "paged"', repr(cache))
     if cache == "static":
         for name, value in (("page_size", page_size), ("cache_tokens", cache_tokens)):
             if value is not None:
-                raise must(name, 'given only with cache="paged"', value)
+                raise argument_error(name, 'given only with cache="paged"', value)
         return 1, 0
     if mode == "mega":
-        raise must("cache", '"static" with mode="mega": the megakernel reads one sequence, row by row', '"paged"')
+        raise argument_error("cache", '"static" with mode="mega": the megakernel reads one sequence, row by row', '"paged"')
     page_size = PAGE_SIZE if page_size is None else page_size
     if page_size < 16 or page_size & (page_size - 1):
-        raise must("page_size", "a power of two, at least 16", page_size)
+        raise argument_error("page_size", "a power of two, at least 16", page_size)
     whole = max_batch * -(-max_len // page_size)
     if cache_tokens is None:
         return page_size, whole + 1
     if cache_tokens < page_size:
-        raise must("cache_tokens", f"at least one page of {page_size}", cache_tokens)
+        raise argument_error("cache_tokens", f"at least one page of {page_size}", cache_tokens)
     return page_size, min(cache_tokens // page_size, whole) + 1

@@ -1,11 +1,13 @@
-"""Several processes as one engine: what they say to each other in a step.
+"""Several processes as one engine: the calls of a step that join their parts.
 
-Every rank runs the same calls on its part of the weights (models/shard.py), and the calls here join the parts: a sum after the attention and after
-the MLP of each layer, and the logits, of which every rank then has all, so that all choose the same token. They are calls like others: they can be
-captured in a CUDA graph.
+Every rank runs the same calls on its part of the weights (models/shard.py). The calls here join the
+parts: a sum after the attention and after the MLP of each layer, and a gather of the logits. Then
+every rank has all logits and chooses the same token. A CUDA graph can capture these calls like all
+others.
 
-Sums go through NCCL (gloo on CPUs). Those of a decode step are a few hundred kilobytes at most, where waiting is what takes time: between GPUs that
-reach each other's memory, each rank reads all parts itself and adds them up in the order of the ranks, in one launch.
+Sums go through NCCL (gloo on CPUs). Those of a decode step have a few hundred kilobytes at most, so
+their time is waiting. If the GPUs reach each other's memory, each rank reads all parts itself and
+adds them in the order of the ranks, in one launch.
 """
 
 from dataclasses import dataclass
@@ -15,23 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..launch import must
+from ..launch import argument_error
 from ..models.shard import Shard
-from .program import Call, Emit, Frame
+from .program import Call, Emit, StepBuffers
 
-# Above, NCCL, whose ranks read less. An estimate, not measured: each of 4 GPUs reads 3 x 512 KiB, at 400 GB/s in 4 us, which is what waiting takes.
+# Larger sums go through NCCL, because its ranks read less. The limit is an estimate, not measured:
+# each of 4 GPUs reads 3 x 512 KiB, in 4 us at 400 GB/s, as long as the waiting takes.
 MOST_DIRECT_BYTES = 512 * 1024
 _DIRECT_DTYPES = (torch.bfloat16, torch.float32)  # that torch's one_shot_all_reduce takes
-# torch 2.13 has it under another name and warns at the old one.
+# torch 2.13 has another name for it and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The processes that hold one model together. Every one makes the same calls in the same order.
+    """The processes that share one model.
 
-    process_group: of torch.distributed, whose ranks are the model's shards: nccl on GPUs, gloo on CPUs.
-    direct: sums of decode steps by reading the other GPUs' memory.
+    All make the same calls in the same order.
+
+    process_group: of torch.distributed, nccl on GPUs, gloo on CPUs. Its ranks are the model's
+        shards.
+    direct: sum in decode steps by reading the other GPUs' memory.
     """
 
     process_group: Any
@@ -39,19 +45,19 @@ class Group:
 
     @staticmethod
     def of(process_group: Any = None, *, direct: bool | None = None) -> "Group":
-        """A group of processes that torch.distributed has brought together.
+        """The group of processes of torch.distributed.
 
         Args:
             process_group: None for all processes.
-            direct: None where all ranks are on this host and each of its GPUs reaches the memory of each other one.
+            direct: None: if all ranks are on this host and their GPUs reach each other's memory.
         Raises: ValueError: torch.distributed is not initialised, or `direct` without NCCL.
         """
         if not dist.is_initialized():
-            raise must("torch.distributed", "initialised (init_process_group) before Group.of", "not initialised")
+            raise argument_error("torch.distributed", "initialised (init_process_group) before Group.of", "not initialised")
         found = process_group if process_group is not None else dist.group.WORLD
         nccl = "nccl" in dist.get_backend(found)
         if direct and not nccl:
-            raise must("direct", "False without NCCL", True)
+            raise argument_error("direct", "False without NCCL", True)
         return Group(found, nccl and _all_reach_each_other(dist.get_world_size(found)) if direct is None else direct)
 
     @property
@@ -59,9 +65,11 @@ class Group:
         """This process's part of the model."""
         return Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
-    def share(self, frame: Frame, y: Tensor) -> Tensor:
-        """Where a rank's term of a sum goes before `sum_calls` makes `y` of it: y itself, or memory that the other ranks read."""
-        if not self.direct or frame.q_len > 1 or y.nbytes > MOST_DIRECT_BYTES or y.dtype not in _DIRECT_DTYPES:
+    def share(self, buffers: StepBuffers, y: Tensor) -> Tensor:
+        """Where a rank writes its term of a sum, for `sum_calls` to make `y` of it: y itself, or
+        memory that the other ranks read.
+        """
+        if not self.direct or buffers.q_len > 1 or y.nbytes > MOST_DIRECT_BYTES or y.dtype not in _DIRECT_DTYPES:
             return y
         import torch.distributed._symmetric_memory as symmetric
 
@@ -76,10 +84,10 @@ class Group:
         else:
             yield Call(f"{name}.sum", self._sum_directly, (share, y))
 
-    def gather_calls(self, name: str, frame: Frame, part: Tensor, whole: Tensor) -> Emit:
+    def gather_calls(self, name: str, buffers: StepBuffers, part: Tensor, whole: Tensor) -> Emit:
         """whole [rows, columns of all ranks]: the parts [rows, columns] side by side."""
         ranks = self.shard.ranks
-        gathered = frame.buffer(f"{name}.gathered", ranks, *part.shape, dtype=part.dtype)
+        gathered = buffers.tensor(f"{name}.gathered", ranks, *part.shape, dtype=part.dtype)
         yield Call(f"{name}.gather", self._gather, (part, gathered))
         yield Call(f"{name}.arrange", _arrange, (gathered.transpose(0, 1), whole.unflatten(1, (ranks, -1))))
 

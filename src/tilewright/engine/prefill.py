@@ -1,4 +1,4 @@
-"""Reading prompts: the same calls on chunks of equal length, one after the other."""
+"""Prefill: reads prompts with the same calls on chunks of equal length."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,17 @@ from torch import Tensor
 
 from .graph import run
 from .layers import Decoder
-from .program import Call, Frame
+from .program import Call, StepBuffers
 from .state import State
 
 
 @dataclass(slots=True)
 class Prefill:
-    """The calls that read `q_len` tokens of each sequence of a batch. ids: [batch, q_len]. graph: of `body`, once it is captured."""
+    """The calls that read `q_len` tokens of each sequence of a batch. ids: [batch, q_len]. graph:
+    of `body`, once it is captured.
+    """
 
-    frame: Frame
+    buffers: StepBuffers
     ids: Tensor
     body: list[Call]
     graph: torch.cuda.CUDAGraph | None = None
@@ -27,20 +29,22 @@ class Prefill:
         positions = torch.zeros(batch, q_len, dtype=torch.int32, device=device)
         kv_len = torch.full((batch,), q_len, dtype=torch.int32, device=device)
         ids = torch.zeros(batch, q_len, dtype=torch.int64, device=device)
-        frame = Frame(batch, q_len, positions, kv_len, width, decoder.embedding.dtype, device, state.block_table(batch))
-        return Prefill(frame, ids, list(decoder.body_calls(frame, ids.view(-1), state.caches)))
+        buffers = StepBuffers(batch, q_len, positions, kv_len, width, decoder.embedding.dtype, device, state.block_table(batch))
+        return Prefill(buffers, ids, list(decoder.body_calls(buffers, ids.view(-1), state.caches)))
 
-    def read(self, rows: list[list[int]], into: Frame) -> None:
-        """Fills the cache. rows: a prompt for each sequence of the batch. into: the frame whose buffers get what its last token became."""
-        q_len, width, device = self.frame.q_len, self.frame.max_keys, self.ids.device
+    def read(self, rows: list[list[int]], into: StepBuffers) -> None:
+        """Fills the cache. rows: a prompt for each sequence of the batch. into: buffers that get
+        what its last token became.
+        """
+        q_len, width, device = self.buffers.q_len, self.buffers.max_keys, self.ids.device
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         positions = torch.arange(width, dtype=torch.int32, device=device)
         done: set[int] = set()
         for start in range(0, width, q_len):
             start = min(start, width - q_len)  # the last chunk reads some tokens again rather than being of another length
             self.ids.copy_(ids[:, start : start + q_len])
-            self.frame.positions.copy_(positions[start : start + q_len])
-            self.frame.kv_len.fill_(start + q_len)
+            self.buffers.positions.copy_(positions[start : start + q_len])
+            self.buffers.kv_len.fill_(start + q_len)
             if self.graph is None:
                 run(self.body)
             else:
@@ -51,5 +55,5 @@ class Prefill:
                 source = torch.tensor([i * q_len + len(rows[i]) - 1 - start for i in ending], device=device)
                 target = torch.tensor(ending, device=device)
                 for name in ("x", "y"):
-                    found, last = self.frame.made(name), into.made(name)
+                    found, last = self.buffers.made(name), into.made(name)
                     last.index_copy_(0, target, found.index_select(0, source))

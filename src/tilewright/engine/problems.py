@@ -1,10 +1,12 @@
-"""What the engine asks of the ops when it runs a known model, found by making its calls on meta tensors. Tuner and benchmark take it."""
+"""The problems of a known model in the engine, found by running its calls on meta tensors.
+
+Tuner and benchmark use them.
+"""
 
 import torch
 
 from .. import ops
 from ..launch import Device, decisions, traced
-from ..launch.table import op_of
 from ..models.configs import CONFIGS
 from ..testing import op_name
 from ..testing.problems import Task
@@ -25,8 +27,8 @@ def of_engine(name: str, device: Device) -> list[Task]:
 
     Args:
         name: a key of models.configs.CONFIGS.
-        device: the GPU that they are for.
-    Raises: KeyError naming the known models; ImportError without transformers.
+        device: the GPU that will run them.
+    Raises: KeyError that names the known models; ImportError without transformers.
     """
     if name not in CONFIGS:
         raise KeyError(f"model must be one of {', '.join(CONFIGS)}, got {name!r}")
@@ -43,14 +45,19 @@ def of_engine(name: str, device: Device) -> list[Task]:
     for context in CONTEXTS:
         for batch in STEPS:
             state = State(decoder, batch, context, 1)
-            frame = state.frame(batch)
-            calls += decoder.body_calls(frame, state.tokens[:batch], state.caches)
-            calls += decoder.head_calls(frame)
-            calls += [call for call in state.choose_calls(frame, decoder.vocab, None) if call.name == "argmax"]
+            buffers = state.buffers(batch)
+            calls += decoder.body_calls(buffers, state.tokens[:batch], state.caches)
+            calls += decoder.head_calls(buffers)
+            calls += [call for call in state.choose_calls(buffers, decoder.vocab, None) if call.name == "argmax"]
     for length in PROMPTS:
         calls += Prefill.of(decoder, State(decoder, 1, max(PROMPTS), 1), 1, length, length).body
     with traced(device), decisions() as found, torch.inference_mode():
         for call in distinct(calls):
             call()
     known = {op_name(op): op for op in ops.ALL}
-    return list(dict.fromkeys((known[op_of(d.plan)], d.problem) for d in found))
+    return list(dict.fromkeys((known[d.decision.op], d.problem) for d in found))
+
+
+def of_all(device: Device) -> list[Task]:
+    """Every problem that the engine asks to run any of the known models, once."""
+    return list(dict.fromkeys(task for name in CONFIGS for task in of_engine(name, device)))

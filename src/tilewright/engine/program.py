@@ -1,12 +1,15 @@
 """A step of a model as data: a list of op calls whose arguments are fixed.
 
-All that changes between two steps (token ids, positions, lengths) lives in device tensors that the calls read. So the same list can be run call by
-call, or captured once in a CUDA graph and replayed.
+All that changes between two steps (token ids, positions, lengths) lives in device tensors that the
+calls read. So the same list can be run call by call, or captured once in a CUDA graph and replayed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from inspect import Signature, signature
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -18,32 +21,51 @@ class Call:
 
     name: str
     op: Callable[..., Any]
-    args: tuple
+    args: tuple[Any, ...]
 
     def __call__(self) -> None:
         self.op(*self.args)
 
+    @staticmethod
+    def of(name: str, op: Callable[..., Any], /, **arguments: Any) -> "Call":
+        """With arguments by their names in `op`; one that is left out is its default, or None where
+        it is optional. They are put in order here, once: the call itself is positional.
+
+        Raises: TypeError for a name that `op` does not have, or one that is missing.
+        """
+        found, defaults = _signature(op)
+        return Call(name, op, found.bind(**{**defaults, **arguments}).args)
+
     @property
-    def kind(self) -> tuple:
-        """Equal for calls that run the same compiled kernels: the op, its scalars, and the layout of its tensors."""
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls of the same compiled kernels: op, scalars, layout of tensors."""
         return (self.op, *((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in self.args))
 
 
+@cache
+def _signature(op: Callable[..., Any]) -> tuple[Signature, dict[str, Any]]:
+    """The signature of an op and what its arguments are by default."""
+    found = signature(op, eval_str=True)
+    optional = {name: None for name, p in found.parameters.items() if NoneType in get_args(p.annotation)}
+    return found, optional | {name: p.default for name, p in found.parameters.items() if p.default is not p.empty}
+
+
 def distinct(calls: Iterable[Call]) -> list[Call]:
-    """The first call of each kind: what must run once so that every kernel is compiled."""
+    """The first call of each kind. After these have run, every kernel is compiled."""
     return list({call.kind: call for call in reversed(list(calls))}.values())[::-1]
 
 
 @dataclass(slots=True)
-class Frame:
-    """What the calls of one program share.
+class StepBuffers:
+    """The fixed tensors of one program, which its calls share.
 
     batch, q_len: sequences, and tokens of each.
     positions: int32 [batch, q_len], where each token stands in its sequence.
     kv_len: int32 [batch], keys of each sequence once this program has appended its own.
-    max_keys: what kv_len can be at most.
+    max_keys: maximum of kv_len.
     dtype, device: of activations.
-    block_table: int32 [batch, max_pages], the pages of each sequence's cache; None for a cache with a row for each sequence.
+    block_table: int32 [batch, max_pages], the pages of each sequence's cache; None for a cache with
+        a row for each sequence.
     """
 
     batch: int
@@ -54,27 +76,29 @@ class Frame:
     dtype: torch.dtype
     device: torch.device
     block_table: Tensor | None = None
-    _buffers: dict[str, Tensor] = field(default_factory=dict)
+    _tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return self.batch * self.q_len
 
-    def buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of this name, made on first use. Layers that ask for the same name share it: they run one after the other."""
-        found = self._buffers.get(name)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor of this name, made on first use. Layers share it by its name: they run one
+        after the other.
+        """
+        found = self._tensors.get(name)
         if found is None:
-            found = self._buffers[name] = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
-        assert found.shape == shape, f"buffer {name} is {tuple(found.shape)} and was asked for as {shape}"
+            found = self._tensors[name] = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        assert found.shape == shape, f"tensor {name} is {tuple(found.shape)} and was asked for as {shape}"
         return found
 
     def held(self, cache: Tensor) -> Tensor:
-        """Of a cache what this frame's sequences may touch: their rows, or all pages."""
+        """Of a cache what the step's sequences may touch: their rows, or all pages."""
         return cache[: self.batch] if self.block_table is None else cache
 
     def made(self, name: str) -> Tensor:
-        """The buffer of this name, which some call already asked for."""
-        return self._buffers[name]
+        """The tensor of this name, which some call already asked for."""
+        return self._tensors[name]
 
 
 Emit = Iterator[Call]

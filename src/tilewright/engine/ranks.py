@@ -1,4 +1,7 @@
-"""`run_ranks(function, ...)`: one process for each rank, on this host; when one fails or is interrupted, none is left behind."""
+"""`run_ranks(function, ...)`: one process for each rank, on this host.
+
+If one fails or is interrupted, all end.
+"""
 
 import contextlib
 import datetime
@@ -16,32 +19,33 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from ..launch import must
+from ..launch import argument_error
 from .parallel import Group
 
-# A rank may load, compile or run the comparison of the command line for so long while the others wait for it.
+# The others wait so long while one rank loads, compiles or runs the comparison of the command line.
 PATIENCE = datetime.timedelta(minutes=20)
 TIDYING_S = 30.0
 _KNOWN = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError, RuntimeError, torch.OutOfMemoryError)  # arrive as they are
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str = "cuda", direct: bool | None = None, start: str = "spawn") -> Any:
-    """Calls `function(group, device, *args)` in `ranks` new processes and returns what rank 0's call returned.
+    """Calls `function(group, device, *args)` in `ranks` new processes and returns what rank 0's
+    call returned.
 
     Args:
-        function, args: what pickle takes; device is cuda:RANK, or cpu.
-        ranks: processes, on GPUs one for each.
+        function, args: must be picklable; device is cuda:RANK, or cpu.
+        ranks: processes; on GPUs one for each GPU.
         device: "cuda" (NCCL) or "cpu" (gloo).
         direct: as in `Group.of`.
-        start: how processes start, as multiprocessing has it; with GPUs "spawn".
+        start: multiprocessing's start method; with GPUs "spawn".
     Raises:
         ValueError: fewer GPUs than ranks.
-        Whatever the first rank to fail raised; the others are ended first.
+        The error of the first rank that failed, after the others have ended.
     """
     if ranks < 1:
-        raise must("ranks", "at least 1", ranks)
+        raise argument_error("ranks", "at least 1", ranks)
     if device == "cuda" and ranks > torch.cuda.device_count():
-        raise must("ranks", f"at most {torch.cuda.device_count()}, the GPUs of this machine", ranks)
+        raise argument_error("ranks", f"at most {torch.cuda.device_count()}, the GPUs of this machine", ranks)
     with tempfile.TemporaryDirectory(prefix="tilewright-ranks-") as name:
         folder = Path(name)
         told = (ranks, device, direct, folder, function, args)
@@ -52,7 +56,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
                     break  # all ranks are done, and what a GPU's library does at the end of a process takes too long
             failed = next(((rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode), None)
         finally:
-            # Not asked to end: after a failure or Ctrl-C in one of them the others wait for it, on a GPU without end.
+            # Killed, not asked to end: after a failure or Ctrl-C in one rank the others wait for
+            # it, on a GPU for ever.
             for p in processes:
                 p.kill()
                 p.join()
@@ -63,7 +68,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         return pickle.loads((folder / "result").read_bytes())
 
 
-def _rank(rank: int, ranks: int, device: str, direct: bool | None, folder: Path, function: Callable[..., Any], args: tuple) -> None:
+def _rank(rank: int, ranks: int, device: str, direct: bool | None, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once: a handler would run when the GPU is done, which waits for the other ranks
     where = torch.device("cpu")
     if device == "cuda":
@@ -87,7 +92,10 @@ def _rank(rank: int, ranks: int, device: str, direct: bool | None, folder: Path,
 
 
 def _report(folder: Path, rank: int, error: Exception) -> None:
-    """Notes the first failure, the cause: what follows in other ranks is a lost connection."""
+    """Stores the first failure, which is the cause.
+
+    Failures of other ranks are lost connections.
+    """
     told = error if type(error) in _KNOWN else RuntimeError(f"{type(error).__name__}: {error}")
     told.add_note(f"in rank {rank}:\n{''.join(traceback.format_exception(error))}")
     written = folder / f"error.{rank}"

@@ -1,4 +1,4 @@
-"""A transformers model as a `Decoder`: its own weights, in the shapes that the engine's calls take."""
+"""Reads a transformers model as a `Decoder`, with its own weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import must
-from .layers import Activation, Attention, Decoder, Experts, GatedMlp, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
+from ..launch import argument_error
+from .layers import Attention, Decoder, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
+from .mlp import Activation, Experts, GatedMlp
 from .parallel import Group
 from .weights import Fusion, Matrix
 
@@ -16,7 +17,9 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None], group: Group | None = None) -> Decoder:
-    """The model's weights; those that are fused are replaced in the model by views, through `fusion`.
+    """The model as a `Decoder`.
+
+    `fusion` replaces fused weights in the model by views.
 
     group: of the ranks that hold the other parts.
 
@@ -24,9 +27,9 @@ def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, i
     """
     config = model.config
     if config.model_type not in MODEL_TYPES:
-        raise must("model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", config.model_type)
+        raise argument_error("model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", config.model_type)
     if not hasattr(model, "lm_head"):
-        raise must("model", "a causal language model, with an lm_head", type(model).__name__)
+        raise argument_error("model", "a causal language model, with an lm_head", type(model).__name__)
     _check(model, config)
     stem = model.model
     deepseek = config.model_type in _DEEPSEEK
@@ -51,23 +54,23 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", *_SPARSE)
 
 def _check(model: Any, config: Any) -> None:
     if config.hidden_act != "silu":
-        raise must("model.config.hidden_act", "silu", config.hidden_act)
+        raise argument_error("model.config.hidden_act", "silu", config.hidden_act)
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in _FIXED_ROPE:
-        raise must("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
+        raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
-            raise must(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
+            raise argument_error(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
     dtypes = {p.dtype for p in model.parameters()}
     if len(dtypes) > 1:
-        raise must("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
+        raise argument_error("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
     if config.model_type in _DEEPSEEK:
         if config.kv_lora_rank not in _LATENTS:
-            raise must("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
+            raise argument_error("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
         if config.qk_rope_head_dim not in _ROPE_DIMS:
-            raise must("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
+            raise argument_error("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
     if config.model_type in _SPARSE and model.dtype is torch.float32:
-        raise must("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
+        raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
 def _norm(module: Any) -> Norm:
@@ -125,7 +128,9 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
 
 
 def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
-    """Stored are [experts, hidden, 2 * inter] and [experts, inter, hidden], with columns of gate and up, and their biases, that take turns."""
+    """gpt-oss stores [experts, hidden, 2 * inter] and [experts, inter, hidden], with interleaved
+    columns (and biases) of gate and up.
+    """
     experts, router = module.experts, module.router
     count = len(experts.down_proj)
     gate_up = fusion.transposed(experts.gate_up_proj).unflatten(1, (-1, 2)).transpose(1, 2)

@@ -1,26 +1,27 @@
-"""What changes from step to step, all of it on the device: the tokens, where they stand, the cache, and the last tokens chosen."""
+"""What changes from step to step, all on the device: tokens, positions, cache."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ..launch import argument_error
 from ..ops.argmax import argmax_out
 from ..ops.sample import sample_out
 from .advance import advance
 from .layers import Decoder
 from .pages import Pages
-from .program import Call, Emit, Frame
+from .program import Call, Emit, StepBuffers
 
 SLOTS = 64  # the cache's length is a multiple: the kernels' fast loads want 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn, as `tilewright.sample` has it.
+    """How a token is drawn, as in `tilewright.sample`.
 
-    temperature: 0 takes the likeliest. top_k: 0 for all. top_p: 1 for all. seed: equal seeds draw equal tokens.
+    temperature: 0 takes the likeliest. top_k: 0 for all. top_p: 1 for all. seed: equal seeds draw
+        equal tokens.
     """
 
     temperature: float = 1.0
@@ -30,20 +31,24 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise must("temperature", "0 or more", self.temperature)
+            raise argument_error("temperature", "0 or more", self.temperature)
         if self.top_k < 0:
-            raise must("top_k", "0 (all) or more", self.top_k)
+            raise argument_error("top_k", "0 (all) or more", self.top_k)
         if not 0 < self.top_p <= 1:
-            raise must("top_p", "above 0 and at most 1", self.top_p)
+            raise argument_error("top_p", "above 0 and at most 1", self.top_p)
 
 
 class State:
     """The device tensors that a decode program reads and writes.
 
-    tokens: int64 [batch], the last token of each sequence. counters: int32 [2, batch], its position, and the keys once it is appended.
-    recent: int64 [rows, batch], the tokens chosen since the host last read them. clock: int64 [2], the row of `recent` that comes next, and the
-    number of draws. caches: of each layer, what its attention keeps. stacks: with `stacked`, all layers' caches of one sequence as two tensors
-    [layers, kv_heads, max_len, head_dim], of which `caches` has views. pages: of caches in pages, who holds which.
+    tokens: int64 [batch], the last token of each sequence.
+    counters: int32 [2, batch], its position, and the number of keys once it is appended.
+    recent: int64 [rows, batch], the tokens chosen since the host last read them.
+    clock: int64 [2], the next row of `recent`, and the number of draws.
+    caches: the cache of each layer.
+    stacks: with `stacked`, all layers' caches of one sequence as two tensors [layers, kv_heads,
+        max_len, head_dim]; `caches` are views of them.
+    pages: for caches in pages, the pages of each sequence.
     """
 
     stacks: tuple[Tensor, Tensor]
@@ -59,7 +64,7 @@ class State:
         self.temperature = torch.ones(1, device=device)
         self.top_k = torch.zeros(1, dtype=torch.int32, device=device)
         self.top_p = torch.ones(1, device=device)
-        # Zeros: a key that was never written is masked, but a NaN in its value would survive a weight of 0.
+        # Zeros: an unwritten key is masked, but a NaN in its value would survive a weight of 0.
         self.max_len, self.pages = max_len, pages
         if stacked:
             (shape, _) = model.layers[0].attention.cache_shapes(1, max_len)
@@ -73,16 +78,16 @@ class State:
         ]
 
     def block_table(self, batch: int) -> Tensor | None:
-        """Pages of the first `batch` sequences; None where the cache has none."""
+        """The block table of the first `batch` sequences; None for a cache without pages."""
         return None if self.pages is None else self.pages.table[:batch]
 
-    def frame(self, batch: int) -> Frame:
+    def buffers(self, batch: int) -> StepBuffers:
         """One token for each of the first `batch` sequences."""
         positions, kv_len = self.counters[0, :batch, None], self.counters[1, :batch]
-        return Frame(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device, self.block_table(batch))
+        return StepBuffers(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device, self.block_table(batch))
 
     def begin(self, lengths: list[int], sampling: Sampling) -> None:
-        """The state before the first token behind prompts of these lengths is chosen."""
+        """Sets the state for prompts of these lengths, before their first new token is chosen."""
         self.counters.zero_()
         self.counters[:, : len(lengths)].copy_(torch.tensor([[n - 1 for n in lengths], lengths]))
         self.clock.zero_()
@@ -91,15 +96,16 @@ class State:
         self.top_k.fill_(sampling.top_k)
         self.top_p.fill_(sampling.top_p)
 
-    def choose_calls(self, frame: Frame, vocab: int, sampling: Sampling | None) -> Emit:
-        """Chooses a token from the frame's logits, notes it, and moves on by one position."""
-        logits, tokens = frame.buffer("logits", frame.batch, vocab), self.tokens[: frame.batch]
+    def choose_calls(self, buffers: StepBuffers, vocab: int, sampling: Sampling | None) -> Emit:
+        """Chooses a token from the step's logits, notes it, and moves on by one position."""
+        logits, tokens = buffers.tensor("logits", buffers.batch, vocab), self.tokens[: buffers.batch]
         if sampling is None or sampling.temperature == 0:
-            yield Call("argmax", argmax_out, (logits, tokens))
+            yield Call.of("argmax", argmax_out, x=logits, out=tokens)
         else:
             top_k, top_p = self.top_k if sampling.top_k else None, self.top_p if sampling.top_p < 1 else None
-            yield Call("sample", sample_out, (logits, self.seed, self.clock[1:], self.temperature, top_k, top_p, tokens))
-        yield Call("advance", advance, (self.tokens, self.recent, self.counters, self.clock))
+            how = {"seed": self.seed, "offset": self.clock[1:], "temperature": self.temperature, "top_k": top_k, "top_p": top_p}
+            yield Call.of("sample", sample_out, logits=logits, out=tokens, **how)
+        yield Call.of("advance", advance, tokens=self.tokens, recent=self.recent, counters=self.counters, clock=self.clock)
 
 
 def cache_bytes(model: Decoder, batch: int, max_len: int) -> int:

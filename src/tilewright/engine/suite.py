@@ -1,13 +1,16 @@
-"""`tilewright bench --suite decode`: one token at a time, by transformers and by each mode of the engine, against the rate at which a kernel reads.
+"""`tilewright bench --suite decode`: one token at a time, by transformers and each mode of the
+engine, beside the read rate of a kernel.
 
-A mode that does not run a model is named with its reason. Rows have op `decode` and, beside what `tilewright generate` measures, the bytes that a
-step reads over its time, that rate's share of the read rate of the same run, and the time that the kernels themselves took.
+A mode that cannot run a model is named with the reason. Rows have op `decode` and what `tilewright
+generate` measures. They add the bytes that a step reads over its time, the share of the read rate
+measured in the same run, and the time of the kernels alone.
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..bench.ceilings import Ceilings
+from ..bench.command import ready
 from ..bench.report import append_jsonl
 from ..models import Loaded, load
 from .command import case_of, collect, prompts_of, ready_engine, rows_of
@@ -25,7 +29,7 @@ from .measure import Run, profiled, run_engine, run_transformers
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A config's name; tokens read, and tokens written behind them; room: tokens that the cache has space for, at least."""
+    """A config's name, the tokens to read and to write. room: minimum tokens of the cache."""
 
     model: str
     prompt: int = 32
@@ -42,10 +46,28 @@ CASES = (
 MODES: tuple[Mode, ...] = ("eager", "graph", "mega")
 
 
+def decode_command(*, json_file: Path | None = None, case: str = "", peers: bool = True, seconds: float = math.inf, device: str = "cuda") -> int:
+    """Measures the cases whose name contains `case`. Returns the exit code: 2 without a GPU.
+
+    seconds: no case is begun after as many.
+    """
+    until = time.monotonic() + seconds
+    console = Console(soft_wrap=True, highlight=False)
+    setup = ready(device, console)
+    if setup is None:
+        return 2
+    rows = decode_suite(console, setup.device, setup.ceilings, case=case, peers=peers, until=until, json_file=json_file)
+    console.print(json.dumps({"cases": len(rows), "wrong": 0, "ceilings": asdict(setup.ceilings)}))
+    return 0
+
+
 def decode_suite(
     console: Console, where: torch.device, ceilings: Ceilings, *, case: str = "", peers: bool = True, until: float, json_file: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measures and prints each case whose name contains `case`; none is begun after `until` (time.monotonic). Returns the rows."""
+    """Measures and prints each case whose name contains `case`.
+
+    No case begins after `until` (time.monotonic). Returns the rows.
+    """
     found = []
     for one in CASES:
         if case not in f"decode {one.model} batch=1 prompt={one.prompt} new={one.new}":
@@ -65,7 +87,9 @@ def decode_suite(
 
 
 def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Console, *, peers: bool = True) -> Iterator[dict[str, Any]]:
-    """One row for each mode that runs the model. peers: beside transformers, eager and, on a GPU, compiled with CUDA graphs."""
+    """One row for each mode that runs the model. peers: also time transformers, eager and on a GPU
+    compiled with CUDA graphs.
+    """
     model = loaded.model
     model.generation_config.eos_token_id = None  # a checkpoint's stop token would end a timed run at random
     prompts, cuda = prompts_of(model, 1, case.prompt), model.device.type == "cuda"
@@ -97,7 +121,9 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
 
 
 def kernel_us(engine: Engine, prompts: Tensor, new: int, run: Run) -> float | None:
-    """Time that a step's kernels take by the profiler: of the whole text less that of its first half, so that the prompt is not in it."""
+    """Time of a step's kernels, by the profiler: that of the whole text minus that of its first
+    half, so without the prompt.
+    """
     if run.cuda_ms is None:
         return None
     half = new // 2
@@ -106,7 +132,7 @@ def kernel_us(engine: Engine, prompts: Tensor, new: int, run: Run) -> float | No
 
 
 def line(row: dict[str, Any]) -> str:
-    """The row as one line: rate, bandwidth and its share, kernels' own time, first token, ratio to each peer."""
+    """The row as one line: rate, bandwidth and share, kernel time, first token, ratios."""
     kernels = "kernels not timed" if row["kernel_us"] is None else f"kernels {row['kernel_us']:.1f} us"
     peers = " ".join(f"{name} {ratio:.2f}x" for name, ratio in row["peers"].items())
     equal = " ".join(f"{name.removeprefix('tilewright ')} {100 * share:.0f} %" for name, share in row["equal_tokens"].items())

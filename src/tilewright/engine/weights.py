@@ -1,5 +1,6 @@
-"""Weights of several Linear modules as one matrix, not held twice: the modules' own parameters become views of it."""
+"""Fuses weights of Linear modules into one matrix, held once: their parameters become views."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,26 +21,32 @@ class Matrix:
 
 @dataclass(slots=True)
 class Fusion:
-    """Fuses and turns weights in place. The model goes on working, on the same memory; `undo` gives each parameter its own again."""
+    """Fuses and transposes weights in place.
+
+    The model keeps working on the same memory. `undo` gives each parameter memory of its own again.
+    """
 
     _parameters: list[Tensor] = field(default_factory=list)
 
     def stacked(self, *linears: nn.Linear) -> Matrix:
-        """One matrix of the rows of each, one module after the other."""
+        """One matrix with the rows of each module in order."""
         return self._fused(linears, lambda parts: torch.cat(parts), lambda whole: list(whole.split([m.out_features for m in linears])))
 
     def alternating(self, first: nn.Linear, second: nn.Linear) -> Matrix:
-        """One matrix whose even rows are those of `first` and whose odd rows those of `second`."""
+        """One matrix with interleaved rows: even rows from `first`, odd rows from `second`."""
         return self._fused((first, second), lambda parts: torch.stack(parts, 1).flatten(0, 1), lambda whole: [whole[0::2], whole[1::2]])
 
     def transposed(self, parameter: Tensor) -> Tensor:
-        """The same with its last two axes exchanged, contiguous; the parameter becomes a view of it."""
+        """The parameter with its last two axes exchanged, contiguous.
+
+        The parameter becomes a view of it.
+        """
         turned = parameter.data.transpose(-2, -1).contiguous()
         parameter.data = turned.transpose(-2, -1)
         self._parameters.append(parameter)
         return turned
 
-    def _fused(self, linears, join, views) -> Matrix:
+    def _fused(self, linears: Sequence[nn.Linear], join: Callable[[list[Tensor]], Tensor], views: Callable[[Tensor], list[Tensor]]) -> Matrix:
         biases = [m.bias for m in linears if m.bias is not None]
         if biases and len(biases) != len(linears):
             raise ValueError(f"modules that are fused must all have a bias or none, got {len(biases)} of {len(linears)}")

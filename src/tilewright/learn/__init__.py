@@ -14,8 +14,10 @@ def ladders(subject: str, seq_lens: Sequence[int] = ()) -> tuple[Ladder, ...]:
 
     Args:
         subject: "attention" or "gemm".
-        seq_lens: a ladder of attention for each; by default one of 2048, the length that every published table has.
-    Raises: KeyError naming the subjects that there are; ValueError for lengths below 1, or given with the other subject.
+        seq_lens: makes a ladder of attention for each; by default one of 2048, the length in every
+            published table.
+    Raises: KeyError that names the subjects; ValueError for lengths below 1, or for lengths with
+        "gemm".
     """
     if subject == "attention":
         return tuple(map(_attention, seq_lens or (2048,)))

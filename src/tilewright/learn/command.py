@@ -1,20 +1,21 @@
-"""`tilewright learn`: every step of a ladder checked, timed on a GPU, and shown with what the compiler made of it."""
+"""`tilewright learn`: checks and times every step of a ladder, and shows its compiled resources."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ..bench.ceilings import measure_ceilings
-from ..bench.measure import measure_case
+from ..bench.measure import Setup, measure_case
 from ..bench.peers import Peer
 from ..bench.published import Figure
 from ..bench.report import Row, append_jsonl, case_name
 from ..compile import Compiled, compile_launches
-from ..launch import Device, must, traced
+from ..launch import Device, argument_error, traced
 from ..testing import check_op, op_name, public_function, run_op
 from . import SEQ_LENS, Ladder, Step, ladders
 
@@ -29,26 +30,29 @@ def learn_command(
     json_file: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Walks up the ladders of `subject`.
+    """Runs the ladders of `subject`, step by step.
 
-    Without a GPU every step is interpreted for its answer, and compiled for `arch` (sm_90 by default) for its resources: there are no times then.
+    Without a GPU there are no times: every step is interpreted, for its answer, and compiled for
+    `arch` (default sm_90), for its resources.
 
     Args:
         subject: see `ladders`.
         seq_lens: see `ladders`; with `plot` all of SEQ_LENS by default.
-        arch: a target ("sm_121") whose resources to show instead of times, on a machine with a GPU too.
-        json_file: a row of each timed step is appended to it. plot: a PNG of rates over lengths is written there.
+        arch: a target ("sm_121"): show its resources instead of times, also on a machine with a
+            GPU.
+        json_file: gets a row for each timed step. plot: gets a PNG of rates over lengths.
     Returns: 1 if a step's answer is wrong, else 0.
-    Raises: KeyError for an unknown subject or architecture; ValueError for files that would hold times where there are none.
+    Raises: KeyError for an unknown subject or architecture; ValueError if there are no times to
+        write into the files.
     """
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     timed = torch.cuda.is_available() and not arch
     if plot and subject != "attention":
-        raise must("plot", "asked for attention, which has many lengths", subject)
+        raise argument_error("plot", "asked for attention, which has many lengths", subject)
     for name, file in (("json", json_file), ("plot", plot)):
         if file and not timed:
-            raise must(name, "asked where steps are timed: on a GPU and without --arch", file)
+            raise argument_error(name, "asked where steps are timed: on a GPU and without --arch", file)
     chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()))
     if not timed:
         return 1 if _untimed(chosen, _target(arch or "sm_90"), console) else 0
@@ -64,7 +68,7 @@ def learn_command(
 def _target(arch: str) -> Device:
     device = Device.for_arch(arch)
     if device.is_cpu:
-        raise must("arch", "a GPU's", arch)
+        raise argument_error("arch", "a GPU's", arch)
     return device
 
 
@@ -76,7 +80,7 @@ def _gpu() -> tuple[torch.device, Device]:
 
 def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -> tuple[list[Row], int]:
     where, device = _gpu()
-    ceilings = measure_ceilings(where)
+    setup = Setup(where, measure_ceilings(where))
     rows, wrong = [], 0
     for ladder in chosen:
         compiled = _compiled(ladder, device)
@@ -88,7 +92,7 @@ def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -
             config = step.config_for(ladder.problem, device)
             try:
                 with torch.inference_mode():
-                    row = measure_case(ladder.op, ladder.problem, where, ceilings, config=config, beside=(users,))
+                    row = measure_case(ladder.op, ladder.problem, setup, config=config, beside=(users,))
             except AssertionError as error:
                 console.print(f"{step.name} | WRONG, not timed: {error}", style="red")
                 wrong += 1
@@ -110,7 +114,7 @@ def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -
 
 def _untimed(chosen: Sequence[Ladder], device: Device, console: Console) -> int:
     console.print(f"No GPU is timed here: every step is interpreted on a small problem, and compiled for {device.arch}.\n")
-    answers: dict[tuple, str] = {}  # lengths share steps
+    answers: dict[tuple[Any, ...], str] = {}  # lengths share steps
     for ladder in chosen:
         compiled = _compiled(ladder, device)
         console.print(f"{ladder.name}: {case_name(ladder.problem)}, compiled for {device.arch}", style="bold")
@@ -173,7 +177,7 @@ def _rate(tflops: float | None) -> str:
 
 
 def _show(console: Console, ladder: Ladder, table: Table, compiled: dict[str, Compiled]) -> None:
-    """The table, and below it what in it is wrong with a binary."""
+    """The table, and below it what is wrong with a binary."""
     console.print(table)
     for step in ladder.steps:
         made = compiled[step.name].resources
@@ -185,7 +189,7 @@ def _show(console: Console, ladder: Ladder, table: Table, compiled: dict[str, Co
 
 
 def _explain(console: Console, chosen: Sequence[Ladder]) -> None:
-    """What each step changes and whose figures stand beside ours, once for ladders of the same steps."""
+    """What each step changes, and the source of the figures beside ours; once for equal steps."""
     for ladder in {ladder.steps: ladder for ladder in chosen}.values():
         console.print(f"{ladder.name}, what each step changes", style="bold")
         ideas = Table.grid(padding=(0, 2, 0, 0))

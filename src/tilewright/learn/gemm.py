@@ -1,14 +1,18 @@
-"""The GEMM ladders: naive tiles, swizzle, persistent blocks, a tuned pipeline, and the shape that 8 warps allow; bf16, fp8, fp8 with block scales.
+"""The GEMM ladders for bf16, fp8, and fp8 with block scales.
 
-Every step is a Config of `ops.matmul`, so that a step can be tried on any problem: the kernel is the same source.
-Source of the story: a note on an fp8 GEMM of 320 x 32576 x 7168 in cuTile on a B200, whose figures stand beside ours.
+The steps: naive tiles, grouped tile order, persistent blocks, a tuned pipeline, and the tile that 8
+warps allow.
+
+Every step is a Config of the same kernel, `ops.matmul`, so it can be tried on any problem. The
+steps come from a note on an fp8 GEMM of 320 x 32576 x 7168 in cuTile on a B200; its figures stand
+beside ours.
 """
 
 import torch
 
 from ..ops import matmul
+from ..ops.common.scaling import Scaling
 from ..ops.matmul import Config, Problem
-from ..ops.scaling import Scaling
 from .ladder import Ladder, Step
 
 E4M3 = torch.float8_e4m3fn
@@ -62,14 +66,15 @@ FP8 = Ladder(
         Step(
             "8 warps",
             "weights first: 256 columns of the output by 160 rows, of which 320 are two tiles and not two and a half",
-            Config(128, 256, 128, extra_n=32, weights_first=True, latency=6, num_ctas=1, num_worker_warps=8),
+            Config(128, 256, 128, extra_n=32, swap_ab=True, latency=6, num_ctas=1, num_worker_warps=8),
             ("FP8 GEMM, DeepGEMM",),
         ),
     ),
     matmul,
 )
 
-# Scales inside the loop: each step's product stands in registers beside the running sums until it is scaled and added.
+# Scales inside the loop: the product of a step stands in registers beside the running sums until it
+# is scaled and added.
 BLOCK_SCALES = Ladder(
     "gemm, fp8 with block scales",
     matmul,

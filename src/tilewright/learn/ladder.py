@@ -12,7 +12,8 @@ from ..testing import op_name
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """idea: what it changes, in one sentence. config: of the ladder's op, or a function of problem and device that gives it.
+    """One step. idea: what it changes, in one sentence. config: of the ladder's op, or a function
+    of problem and device that returns it.
 
     published: names of the kernels, in bench/published, that others timed with the same ideas.
     """
@@ -28,9 +29,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """op: what the steps are configs of: an op of the library, or a module of learn that looks like one and whose configs name a kernel each.
+    """One problem and the steps that solve it. op: the steps are its configs; an op of the library,
+    or a module of learn with the same names and one kernel for each config.
 
-    problem: what a GPU is timed on. small: the same kernels on a size that an interpreter is quick with.
+    problem: what a GPU is timed on. small: a problem for the same kernels that the interpreter
+        computes quickly.
     library: the op that a user calls for this problem.
     """
 
@@ -42,7 +45,10 @@ class Ladder:
     library: ModuleType
 
     def published(self, step: Step) -> list[Figure]:
-        """What others measured at this step on this very problem; shown beside ours and never mixed with it."""
+        """What others measured at this step on exactly this problem.
+
+        It is shown beside ours, never mixed in.
+        """
         asked = self.problem if self.op is self.library else self.problem.for_library()
         row = {"op": op_name(self.library), "problem": plain(asked)}
         return [figure for figure in figures() if figure.kernel in step.published and figure.tflops() and figure.measures_the_same(row)]

@@ -1,4 +1,4 @@
-"""Where in a model: our kernels inside transformers models, and the ways to load one."""
+"""Our kernels inside transformers models, and the ways to load one."""
 
 from .configs import CONFIGS
 from .generate import Comparison, Generation, compare, encode, generate

@@ -1,9 +1,11 @@
-"""Our attention behind transformers' AttentionInterface, with a mask that is two numbers per sequence.
+"""Our attention for transformers' AttentionInterface, with a mask of two numbers per sequence.
 
-transformers asks a registered mask function for "the mask" once per forward and hands what it returned to every attention call. Ours returns
-no [q_len, kv_len] matrix but an int32 tensor `span` [batch, 1, 1, 2] of (kv_start, kv_len): the first key that is not left padding, and the
-number of keys in the cache that count. Both stay on the device, so a DynamicCache, a StaticCache (keys allocated to the end, counted by a
-device tensor) and a captured graph all work with no synchronisation. It has four axes because transformers passes a 4-D mask on untouched.
+transformers asks a registered function for the mask once per forward, and passes it to every
+attention call. Ours returns no [q_len, kv_len] matrix but an int32 tensor `span` [batch, 1, 1, 2]
+of (kv_start, kv_len): the first key that is not left padding, and the number of keys in the cache
+that count. Both stay on the device. So a DynamicCache, a StaticCache (keys allocated to the end,
+counted by a device tensor) and a captured graph work without synchronisation. The tensor has four
+axes because transformers passes a 4-D mask on unchanged.
 """
 
 from typing import Any
@@ -11,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import must
+from ..launch import argument_error
 from ..ops.attention import attention
 from ..ops.attention_decode import attention_decode
 from ..ops.bmm import bmm
 from ..ops.mla_decode import mla_decode
 from .forwards import NAME
 
-# Arguments of the attention call that change nothing in what it must compute.
+# Arguments of the attention call that do not change its result.
 _INERT = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict"}
 
 
 def register() -> None:
-    """Makes `NAME` known to transformers. Models that do not ask for it by name notice nothing."""
+    """Makes `NAME` known to transformers. Only models that ask for it by name use it."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -31,7 +33,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, span_mask)
 
 
-def span_mask(
+def span_mask(  # noqa: PLR0913 transformers names the arguments
     *,
     batch_size: int,
     q_length: int,
@@ -45,25 +47,32 @@ def span_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **unused: Any,
 ) -> Tensor:
-    """The span of keys that count, from what transformers knows when it builds masks. The names are transformers'.
+    """The span of keys that count.
+
+    The names of the arguments are transformers'.
 
     Args:
-        batch_size, q_length, kv_length: sizes of this forward; kv_length is what the cache will return.
+        batch_size, q_length, kv_length: sizes of this forward; kv_length counts the keys that the
+            cache will return.
         q_offset: position of the first query; an int, or a 0-d device tensor of a static cache.
-        kv_offset: position of the first key that the cache returns; above 0 once a sliding-window cache has dropped keys.
+        kv_offset: position of the first key that the cache returns; above 0 once a sliding-window
+            cache has dropped keys.
         attention_mask: [batch, seen + q_length] bool, False on padding; None without padding.
-        use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip: how transformers marks masks other than plain causal ones.
-    Returns: int32 [batch, 1, 1, 2] of (kv_start, kv_len), counted in the keys that the cache returns.
+        use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip: transformers' marks of masks
+            that are not plain causal ones.
+    Returns: int32 [batch, 1, 1, 2] of (kv_start, kv_len), counted in the keys that the cache
+        returns.
     Raises: ValueError for a mask that two numbers per sequence cannot express.
     """
     compiling = torch.compiler.is_compiling()
     if allow_is_bidirectional_skip is not None:
-        raise must("is_causal", "True", False)
+        raise argument_error("is_causal", "True", False)
     if use_vmap:
-        raise must("the mask", "causal with left padding", "one combined with a mask function of the caller")
-    # While tracing, transformers marks every forward that has neither mask nor cache as packed, because it may not look at position_ids.
+        raise argument_error("the mask", "causal with left padding", "one combined with a mask function of the caller")
+    # While tracing, transformers may not look at position_ids. So it marks every forward without
+    # mask and cache as packed.
     if not allow_is_causal_skip and q_length > 1 and not compiling and not torch.compiler.is_exporting():
-        raise must("the mask", "causal with left padding", "packed sequences or blocks of tokens: give each sequence its own row")
+        raise argument_error("the mask", "causal with left padding", "packed sequences or blocks of tokens: give each sequence its own row")
 
     span = torch.empty(2, batch_size, dtype=torch.int32, device=device)  # so that each of the two [batch] rows is contiguous
     span[0] = 0 if attention_mask is None else (_left_padding(attention_mask) - kv_offset).clamp(min=0)
@@ -72,7 +81,10 @@ def span_mask(
 
 
 def _left_padding(attention_mask: Tensor) -> Tensor:
-    """Number of padding tokens before each sequence; fails, on a GPU asynchronously, where there is padding inside one."""
+    """Number of padding tokens before each sequence.
+
+    Fails if a sequence has padding inside, on a GPU asynchronously.
+    """
     seen = attention_mask.to(torch.int8)
     begins = (seen.diff(dim=-1) > 0).sum(-1) + seen[:, 0]
     torch._assert_async(
@@ -81,7 +93,7 @@ def _left_padding(attention_mask: Tensor) -> Tensor:
     return seen.argmax(-1).to(torch.int32)
 
 
-def attention_forward(
+def attention_forward(  # noqa: PLR0913 transformers names the arguments
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -95,34 +107,39 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """The attention call of every transformers model. The names are transformers'.
+    """The attention call of every transformers model.
+
+    The names of the arguments are transformers'.
 
     Args:
         query: [batch, q_heads, q_len, head_dim].
-        key: [batch, kv_heads, kv_len allocated, head_dim]. value: likewise, maybe of another head_dim. Of latent
-            attention they may be the cache's own, [batch, 1, kv_len, ...]: latents and rotated keys.
-        attention_mask: what `span_mask` returned; None where the model has none (every key counts).
+        key: [batch, kv_heads, kv_len allocated, head_dim]. value: the same, perhaps with another
+            head_dim. For latent attention they may be the cache itself, [batch, 1, kv_len, ...]:
+            latents and rotated keys.
+        attention_mask: what `span_mask` returned; None if the model has none (every key counts).
         sliding_window: keys that a query sees, itself included; None for all before it.
-        softcap: scores are bent to stay within it (Gemma-2); None for as they are.
-        s_aux: [q_heads], a score that each row has in its denominator alone (gpt-oss's sinks).
-        other: must be None or False, but for arguments that do not bear on the result.
-    Returns: [batch, q_len, q_heads, head_dim], and no attention weights: they are never in memory.
-    Raises: ValueError for anything asked that our kernels do not compute.
+        softcap: bound on the scores (Gemma-2); None for no bound.
+        s_aux: [q_heads], sinks (gpt-oss): a score that counts only in each row's denominator.
+        other: must be None or False, unless it does not change the result.
+    Returns: [batch, q_len, q_heads, head_dim], and None: attention weights are never in memory.
+    Raises: ValueError for what our kernels do not compute.
     """
     if dropout:
-        raise must("attention dropout", "0 (call model.eval())", dropout)
+        raise argument_error("attention dropout", "0 (call model.eval())", dropout)
     if is_causal is False:
-        raise must("is_causal", "True", is_causal)
+        raise argument_error("is_causal", "True", is_causal)
     for name, given in other.items():
         if name not in _INERT and given is not None and given is not False:
-            raise must(name, "None: tilewright's attention does not compute it; patch(model, attention=False) keeps transformers'", _brief(given))
+            raise argument_error(
+                name, "None: tilewright's attention does not compute it; patch(model, attention=False) keeps transformers'", _brief(given)
+            )
     q_len = query.shape[2]
     kv_start = kv_len = None
     out: Any  # a tensor: the lse is not asked for
     if attention_mask is not None:
         if attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
             got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
-            raise must("attention_mask", "a 2-D padding mask, or int32 [batch, 1, 1, 2] of (kv_start, kv_len)", got)
+            raise argument_error("attention_mask", "a 2-D padding mask, or int32 [batch, 1, 1, 2] of (kv_start, kv_len)", got)
         kv_start, kv_len = attention_mask[:, 0, 0].unbind(-1)
     if key.shape[3] != query.shape[3]:  # latents: see `unexpanded`
         if q_len == 1:
@@ -141,7 +158,9 @@ def attention_forward(
 def _attend_latents(
     module: Any, query: Tensor, latents: Tensor, k_rope: Tensor, kv_start: Tensor | None, kv_len: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Absorbed: keys' up-projection applied to the query, values' to the result, so that no latent is expanded. [batch, 1, heads, v_dim]."""
+    """Absorbed: applies the keys' up-projection to the query and the values' to the result, so no
+    latent is expanded. Returns [batch, 1, heads, v_dim].
+    """
     nope, rope, latent = module.qk_nope_head_dim, module.qk_rope_head_dim, latents.shape[3]
     k_up, v_up = module.kv_b_proj.weight.view(-1, nope + module.v_head_dim, latent).split((nope, module.v_head_dim), 1)
     q_nope, q_rope = query.split((nope, rope), 3)

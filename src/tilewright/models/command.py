@@ -1,7 +1,11 @@
-"""`tilewright demo` and `generate`: loads a model, lets it answer, prints. Loading is `serve`'s and `difftest`'s too."""
+"""`tilewright demo` and `generate`: loads a model, lets it answer, prints.
+
+`serve` and `difftest` use the loading too.
+"""
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,10 @@ from .shard import shard_of
 
 
 def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """What --device and --dtype say; by default a GPU if there is one, and the dtype that suits. Raises ValueError on anything else."""
+    """Parses --device and --dtype.
+
+    Default: a GPU if there is one, and the dtype that suits it. Raises ValueError on anything else.
+    """
     kind, _, index = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
@@ -32,7 +39,9 @@ def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype
 
 
 def load_and_say(model: str | Path, where: torch.device, dtype: torch.dtype, *, quiet: bool = False, group: Any = None) -> Loaded:
-    """Loads a model, with a bar on a terminal and one line about it on stdout. group: an engine's Group, of which this rank's part is loaded."""
+    """Loads a model, with a progress bar on a terminal and one line on stdout. group: an engine's
+    Group; loads this rank's part.
+    """
     logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
     logging.set_verbosity_error()
     start = time.perf_counter()
@@ -49,32 +58,40 @@ def load_and_say(model: str | Path, where: torch.device, dtype: torch.dtype, *, 
     return loaded
 
 
-def answer_command(
-    model: str | Path,
-    prompt: str,
-    where: torch.device,
-    dtype: torch.dtype,
-    max_new_tokens: int,
-    *,
-    as_json: bool,
-    stock: bool = True,
-    raw: bool = False,
-    engine: str = "transformers",
-    group: Any = None,
-) -> int:
-    """Loads, generates, prints; the exit code says whether a comparison that was asked for came out equal. group: only its first rank prints."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to ask a model, and how.
+
+    raw: without the model's chat template. engine: as in `compare`. stock: ask unpatched
+        transformers too.
+    """
+
+    prompt: str
+    max_new_tokens: int
+    raw: bool = False
+    engine: str = "transformers"
+    stock: bool = True
+
+
+def answer_command(model: str | Path, where: torch.device, dtype: torch.dtype, question: Question, *, as_json: bool, group: Any = None) -> int:
+    """Loads, generates, prints.
+
+    Returns the exit code: 1 if a requested comparison found other tokens. group: only its first
+    rank prints.
+    """
     silent = group is not None and group.shard.rank > 0
     console = _console(as_json or silent)
     loaded = load_and_say(model, where, dtype, quiet=as_json or silent, group=group)
-    prompt_ids = encode(loaded, prompt, raw=raw)
-    console.print(f"> {prompt}", style="bold")
+    prompt_ids = encode(loaded, question.prompt, raw=question.raw)
+    console.print(f"> {question.prompt}", style="bold")
 
     def show(text: str) -> None:
         console.print(text, end="")
         console.file.flush()
 
     on_text = None if as_json or silent else show
-    result = compare(loaded, prompt_ids, max_new_tokens=max_new_tokens, stock=stock, on_text=on_text, engine=engine, group=group)
+    how: dict[str, Any] = {"max_new_tokens": question.max_new_tokens, "stock": question.stock, "engine": question.engine}
+    result = compare(loaded, prompt_ids, **how, on_text=on_text, group=group)
     console.print()
     if as_json and not silent:
         print(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()}))
@@ -83,12 +100,9 @@ def answer_command(
     return 1 if result.equal is False else 0
 
 
-def answer_of_rank(
-    group: Any, where: torch.device, model: str, prompt: str, dtype: torch.dtype, max_new_tokens: int, raw: bool, as_json: bool, engine: str
-) -> int:
+def answer_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, as_json: bool) -> int:
     """`answer_command` in each process of --tp."""
-    options: dict[str, Any] = {"as_json": as_json, "raw": raw, "engine": engine, "group": group}
-    return answer_command(model, prompt, where, dtype, max_new_tokens, stock=False, **options)
+    return answer_command(model, where, dtype, question, as_json=as_json, group=group)
 
 
 def _console(quiet: bool) -> Console:

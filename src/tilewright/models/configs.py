@@ -1,4 +1,7 @@
-"""The published configs of real models, so that a benchmark or test runs their exact shapes with random weights and no download."""
+"""The published configs of real models.
+
+With random weights, tests and benchmarks run their exact shapes without a download.
+"""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
-"""Continuous batching of transformers (`model.generate_batch`, `transformers serve`) on our kernels.
+"""transformers' continuous batching (`generate_batch`, `transformers serve`) on our kernels.
 
-transformers keeps the requests, the pages and the tokens of a step; this is its attention. A step in which every request has one token appends to
-the pages and attends through the block table, which transformers itself only does with FlashAttention 2 and 3. A step with prompts in it gathers
-the keys that transformers names and attends to the packed sequences. Nothing is read back from the device, so that transformers' graphs replay.
+transformers keeps the requests, the pages and the tokens of a step. This is its attention. If every
+request has one token, the step appends to the pages and attends through the block table;
+transformers itself does so only with FlashAttention 2 and 3. If the step has prompts, it gathers
+the keys that transformers names and attends to the packed sequences. Nothing is read back from the
+device, so transformers' graphs can replay.
 """
 
 import inspect
@@ -14,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import must
+from ..launch import argument_error
 from ..ops.attention import attention_out
 from ..ops.attention_decode import attention_decode
 from ..ops.kv_append import kv_append
-from .attention import NAME
-from .forwards import with_our_function
+from .forwards import NAME, with_our_function
 
-# transformers tells by "flash" in the name that an attention needs no mask of [tokens, keys] and may be captured.
+# A name with "flash" tells transformers that an attention needs no mask of [tokens, keys] and may
+# be captured.
 PAGED = f"{NAME}_flash"
 SMALLEST_PAGE = 16
 
 
-def paged_attention_forward(
+def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -42,23 +44,26 @@ def paged_attention_forward(
     max_length_q: int | None = None,
     **paging: Any,
 ) -> tuple[Tensor, None]:
-    """The attention call of a model that runs under continuous batching. The names are transformers'.
+    """The attention call under continuous batching.
+
+    The names of the arguments are transformers'.
 
     Args:
         query, key, value: [1, heads, tokens of all requests, head_dim].
         cache: transformers' PagedAttentionCache.
         cu_seq_lens_q: int32 [requests + 1], where the tokens of each request begin.
-        max_length_q: tokens of the request that has most.
-        paging: where keys are to be read and written; `cache.update` turns it into what this layer needs.
+        max_length_q: tokens of the longest request.
+        paging: where to read and write keys; `cache.update` turns it into what this layer needs.
     Returns: [1, tokens, q_heads, head_dim], and no attention weights.
-    Raises: ValueError for a call without continuous batching's arguments, or with a mask or dropout.
+    Raises: ValueError for a call without continuous batching's arguments, or with a mask or
+        dropout.
     """
     if cache is None or cu_seq_lens_q is None:
-        raise must("cache", "transformers' paged cache: stop the continuous batching manager before another call of the model", None)
+        raise argument_error("cache", "transformers' paged cache: stop the continuous batching manager before another call of the model", None)
     if attention_mask is not None:
-        raise must("attention_mask", "None under continuous batching", f"a tensor of shape {tuple(attention_mask.shape)}")
+        raise argument_error("attention_mask", "None under continuous batching", f"a tensor of shape {tuple(attention_mask.shape)}")
     if dropout:
-        raise must("attention dropout", "0 (call model.eval())", dropout)
+        raise argument_error("attention dropout", "0 (call model.eval())", dropout)
     sinks = None if s_aux is None else s_aux.float()
     key, value = cache.update(key, value, module.layer_idx, kwargs=paging)
     kv_begin = paging["cu_seq_lens_k"]
@@ -66,12 +71,14 @@ def paged_attention_forward(
         table, kv_len = paging["block_table"], kv_begin.diff()
         q, k, v = (x.permute(2, 1, 0, 3) for x in (query, key, value))  # a request's token is its whole sequence: [requests, heads, 1, head_dim]
         keys, values = (paging[name].transpose(1, 2) for name in ("k_cache", "v_cache"))  # [pages, kv_heads, page_size, head_dim]
-        # A request that only fills up a captured batch has no keys: its position -1 is not stored, and it attends to nothing.
+        # A request that only pads a captured batch has no keys. Its position is -1: it is not
+        # stored and attends to nothing.
         kv_append(k, v, keys, values, positions=kv_len - 1, block_table=table)
         found: Any = attention_decode(q, keys, values, kv_len, block_table=table, window=sliding_window, sinks=sinks, scale=scaling)
         return found.permute(2, 0, 1, 3), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
-    # Zeros: tokens that only fill up a captured step belong to no request and are not attended to, but the layers behind route and normalise them.
+    # Zeros: tokens that only pad a captured step belong to no request, and no attention writes
+    # them, but later layers route and normalise them.
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
     attention_out(q, k, v, out, None, None, None, cu_seq_lens_q, kv_begin, scale, True, sliding_window, max_length_q, softcap, sinks)
@@ -86,24 +93,26 @@ def register() -> None:
 
 
 def init_continuous_batching(model_class: type) -> Callable[..., Any]:
-    """transformers' method of this name, whose managers run a model on our attention."""
+    """transformers' method of this name, with managers that run a model on our attention."""
     stock: Any = inspect.unwrap(model_class.init_continuous_batching)  # type: ignore[attr-defined]
     return with_our_function(stock, "ContinuousBatchingManager", _manager_class())
 
 
 @cache
 def _manager_class() -> type:
-    """transformers' manager, but for the attention it chooses and for the use of block tables."""
+    """transformers' manager with another choice of attention and of block tables."""
     import transformers
     from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
     class Manager(ContinuousBatchingManager):
         def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None) -> None:
             if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
-                raise must("transformers", "5.23 or newer for continuous batching", transformers.__version__)
+                raise argument_error("transformers", "5.23 or newer for continuous batching", transformers.__version__)
             if getattr(model.config, "kv_lora_rank", None):
                 kind = model.config.model_type
-                raise must("the model", "one whose values are as wide as its keys: transformers' paged cache holds no others, such as MLA's", kind)
+                raise argument_error(
+                    "the model", "one whose values are as wide as its keys: transformers' paged cache holds no others, such as MLA's", kind
+                )
             before = model.config._attn_implementation
             try:
                 super().__init__(model, generation_config, continuous_batching_config, workload_hints)
@@ -121,7 +130,7 @@ def _manager_class() -> type:
 
 
 def _pages_per_request(config: Any, given: Any, hints: Any) -> int:
-    """Columns of the block table; 0 where steps of one token a request cannot use one."""
+    """Columns of the block table; 0 if steps of one token a request cannot use a table."""
     from transformers.generation.continuous_batching import cache, initialization
 
     layers = cache.group_layers_by_attn_type(config.get_text_config())

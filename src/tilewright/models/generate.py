@@ -1,4 +1,6 @@
-"""Greedy text from a loaded model, timed and with its kernel launches counted; alone or against stock transformers on the same weights."""
+"""Greedy text from a loaded model: timed, with its kernel launches counted, alone or beside stock
+transformers on the same weights.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import counted, must
+from ..launch import argument_error, counted
 from .load import Loaded
 from .patch import Report, patch
 
@@ -19,7 +21,8 @@ OnText = Callable[[str], None]
 class Generation:
     """One greedy continuation.
 
-    prompt_tokens: tokens read. tokens: those written, the stop token included. text: their text (the numbers, without a tokenizer).
+    prompt_tokens: tokens read. tokens: tokens written, the stop token included.
+    text: their text (without a tokenizer, their numbers).
     first_token_s: from the call to the first token. decode_s: from there to the last one.
     launches: kernel name -> number of launches.
     """
@@ -33,7 +36,7 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens written per second of the whole call, the reading of the prompt included."""
+        """Tokens written per second of the whole call, with the prompt."""
         return len(self.tokens) / (self.first_token_s + self.decode_s)
 
     @property
@@ -55,7 +58,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Our kernels, and stock transformers on the same weights if it was asked for. report: None of an engine, which patches nothing."""
+    """Our kernels, and on request stock transformers on the same weights. report: None for an
+    engine, which patches nothing.
+    """
 
     ours: Generation
     stock: Generation | None
@@ -85,7 +90,10 @@ class Comparison:
 
 
 def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
-    """Token ids [1, prompt_tokens]: the chat template around `prompt` unless `raw` or there is none; its UTF-8 bytes without a tokenizer."""
+    """Token ids [1, prompt_tokens] of `prompt` in the chat template, unless `raw` or there is none.
+
+    Without a tokenizer: its UTF-8 bytes.
+    """
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         ids: Any = torch.tensor([list(prompt.encode())])
@@ -95,15 +103,16 @@ def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
         message = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     if ids.shape[1] == 0:
-        raise must("prompt", "at least one token", repr(prompt))
+        raise argument_error("prompt", "at least one token", repr(prompt))
     vocab_size = loaded.model.get_input_embeddings().num_embeddings
     if int(ids.max()) >= vocab_size:
-        raise must("prompt", f"in the model's vocabulary of {vocab_size} tokens", f"token {int(ids.max())}")
-    return ids.to(loaded.model.device)
+        raise argument_error("prompt", f"in the model's vocabulary of {vocab_size} tokens", f"token {int(ids.max())}")
+    moved: Tensor = ids.to(loaded.model.device)
+    return moved
 
 
 class _Stream:
-    """transformers' streamer protocol: `put` gets the prompt first, then each token as it is chosen."""
+    """transformers' streamer protocol: `put` gets the prompt, then each chosen token."""
 
     def __init__(self, tokenizer: Any | None, on_text: OnText | None) -> None:
         self.times: list[float] = []
@@ -127,7 +136,7 @@ class _Stream:
     def text(self) -> str:
         if self._tokenizer is None:
             return " ".join(map(str, self.tokens))
-        return self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
 
     def _flush(self, text: str) -> None:
         assert self._on_text is not None
@@ -137,9 +146,11 @@ class _Stream:
 
 
 def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text: OnText | None = None) -> Generation:
-    """The model's greedy continuation of [1, prompt_tokens]. on_text: called with each piece of text as it is known."""
+    """The greedy continuation of [1, prompt_tokens]. on_text: called with each new piece of
+    text.
+    """
     if max_new_tokens < 1:
-        raise must("max_new_tokens", "at least 1", max_new_tokens)
+        raise argument_error("max_new_tokens", "at least 1", max_new_tokens)
     stream = _Stream(loaded.tokenizer, on_text)
     start = time.perf_counter()
     with torch.inference_mode(), counted() as launches:
@@ -160,9 +171,11 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text
 def generate_with_engine(
     loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, mode: str, on_text: OnText | None = None, group: Any = None
 ) -> Generation:
-    """As `generate`, by an Engine that is made for the call, whose compiling is not in the times.
+    """As `generate`, by an Engine made for this call.
 
-    mode: "eager", "graph" or "mega"; replays of a graph count no launches. group: of the processes that share the model, as Engine has it.
+    The times do not include its compilation.
+
+    mode: "eager", "graph" or "mega"; replays of a graph count no launches. group: as in Engine.
     """
     from ..engine import Engine
 
@@ -192,9 +205,12 @@ def compare(
     engine: str = "transformers",
     group: Any = None,
 ) -> Comparison:
-    """Generates with our kernels, before that with unpatched transformers if `stock`; the model is left as it was.
+    """Generates with our kernels, and before with unpatched transformers if `stock`.
 
-    engine: "transformers" for the patched model, "eager", "graph" or "mega" for an Engine in that mode, of the processes of `group` if given.
+    Leaves the model as it was.
+
+    engine: "transformers" for the patched model; "eager", "graph" or "mega" for an Engine in that
+        mode. group: as in Engine.
     """
     theirs = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if stock else None
     if engine != "transformers":

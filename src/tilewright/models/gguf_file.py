@@ -1,6 +1,7 @@
-"""Weights of a GGUF file, expanded and under transformers' names.
+"""Weights of a GGUF file, expanded, with transformers' names.
 
-The tensor names and the order of rotated rows are llama.cpp's: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The tensor names and the order of rotated rows are llama.cpp's:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ..launch import argument_error
 
 OnProgress = Callable[[int, int], None]
 
@@ -32,14 +33,14 @@ _LAYER = {
 
 
 def load_weights(model: Any, path: Path, dtype: torch.dtype, on_progress: OnProgress | None = None) -> None:
-    """Fills `model`, made from the config in the same file, with its weights.
+    """Fills `model` with the weights of the file that its config came from.
 
     Args:
         model: a transformers causal language model of the llama kind, on a CPU.
         path: the file.
-        dtype: what its tensors are expanded to; must be the model's.
+        dtype: the model's; tensors are expanded to it.
         on_progress: called with (tensors done, tensors in all).
-    Raises: ValueError if the file lacks a weight of the model or has one of no such name.
+    Raises: ValueError if the file lacks a weight of the model, or has one that the model lacks.
     """
     from gguf import GGUFReader, dequantize
 
@@ -62,11 +63,13 @@ def load_weights(model: Any, path: Path, dtype: torch.dtype, on_progress: OnProg
     model.tie_weights()
     missing = [name for name in missing if not (config.tie_word_embeddings and name == "lm_head.weight")]
     if missing or unknown:
-        raise must("the GGUF file", f"a complete {config.model_type} model", f"missing {missing}, unknown {unknown}")
+        raise argument_error("the GGUF file", f"a complete {config.model_type} model", f"missing {missing}, unknown {unknown}")
 
 
 def parameter_name(tensor_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name is returned as it is."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name is
+    returned as it is.
+    """
     stem, _, kind = tensor_name.rpartition(".")
     if stem in _ENDS:
         return f"{_ENDS[stem]}.{kind}"
@@ -77,12 +80,18 @@ def parameter_name(tensor_name: str) -> str:
 
 
 def halves_from_pairs(rows: Tensor, heads: int) -> Tensor:
-    """Rows of each head from (0, 1), (2, 3), ... being rotated together, as llama.cpp has them, to row i with row i + head_dim/2."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+    """Reorders the rows of each head. llama.cpp rotates rows (0, 1), (2, 3), ... together;
+    transformers rotates row i with row i + head_dim / 2.
+    """
+    pairs: Tensor = rows.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _scale_rope(model: Any, factors: Tensor) -> None:
-    """Applies the file's divisors of the rotation frequencies (long-context Llama 3), which its config does not tell of."""
+    """Applies the file's divisors of the rotation frequencies (long-context Llama 3).
+
+    The config does not have them.
+    """
     rotary = model.model.rotary_emb
     if rotary.rope_type == "default":
         rotary.inv_freq.div_(factors)

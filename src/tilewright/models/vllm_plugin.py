@@ -1,7 +1,8 @@
-"""Entry point of vLLM's general plugins: our RMSNorm as a provider that vLLM may be told to prefer.
+"""Entry point of vLLM's plugins: offers our RMSNorm as a provider.
 
-UNTESTED with vLLM itself. Written against its public documentation (`vllm.ir` in 0.23 and later: `register_impl`, the names of the arguments) and
-tested against a stand-in of that shape. Registering changes nothing: a provider runs only where vLLM's `ir_op_priority` names it.
+UNTESTED with vLLM itself. Written against its public documentation (`vllm.ir` in 0.23 and later:
+`register_impl`, the names of the arguments) and tested against a stand-in of that shape.
+Registering changes nothing: a provider runs only if vLLM's `ir_op_priority` names it.
 """
 
 import logging
@@ -27,7 +28,7 @@ def register() -> None:
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=True, supports_args=_sum_norm_fits)(_sum_norm)
 
 
-# The names of the arguments are vLLM's, which looks at them.
+# The names of the arguments are vLLM's, which checks them.
 
 
 def _norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ...launch import Device, must
+from ...launch import Device, argument_error
 from ...testing import Accuracy, accuracy
 from ..read import read
 from .pack import LayerStacks, Weights, refuse
@@ -47,13 +47,13 @@ class Difference:
 def program_of(weights: Weights, layers: int, stop_after: str) -> tuple[Weights, list[Phase]]:
     """The model's first layers, and its phases up to one. Raises ValueError for a phase or a number that there is not."""
     if not 0 <= layers <= weights.dims.layers:
-        raise must("--layers", f"1 to {weights.dims.layers}", layers)
+        raise argument_error("--layers", f"1 to {weights.dims.layers}", layers)
     weights = weights.first_layers(layers or weights.dims.layers)
     program = list(phases(weights.dims))
     if stop_after:
         names = [kind.name.lower() for kind in Kind][:-1]
         if stop_after not in names:
-            raise must("--stop-after", f"one of {', '.join(names)}", stop_after)
+            raise argument_error("--stop-after", f"one of {', '.join(names)}", stop_after)
         last = next(i for i in reversed(range(len(program))) if program[i].kind.name.lower() == stop_after)
         program = program[: last + 1]
     return weights, program
@@ -63,7 +63,7 @@ def random_token(weights: Weights, position: int, seed: int = 0) -> tuple[int, t
     """A token and a cache [layers, kv_heads, max_len, head_dim] of the keys before `position`, with garbage and NaN in the slots behind them."""
     d, like = weights.dims, weights.embedding
     if not 0 <= position < len(weights.cos):
-        raise must("position", f"0 to {len(weights.cos) - 1}", position)
+        raise argument_error("position", f"0 to {len(weights.cos) - 1}", position)
     generator = torch.Generator().manual_seed(seed)
     shape = (d.layers, d.kv_heads, len(weights.cos), d.head_dim)
     caches = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
@@ -163,7 +163,7 @@ def scheduled(weights: Weights, program: list[Phase], device: Device, position: 
     config = reduced(default_stream_config(device), weights.dims, weights.embedding.dtype)
     reason = why_not(weights.dims, weights.embedding.dtype, config)
     if reason:
-        raise must("the model's sizes", "those of one stream of weights", reason)
+        raise argument_error("the model's sizes", "those of one stream of weights", reason)
     token, cache = random_token(weights, position)
     machine = StreamMachine(weights, StreamSchedule(weights.dims, blocks or device.sms, config), token, position, cache, order=0)
     machine.run(program, tokens)

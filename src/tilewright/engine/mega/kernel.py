@@ -14,9 +14,9 @@ import math
 
 import cuda.tile as ct
 
-from ...ops.attention_common import FLOOR, softmax_step
-from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
-from ...ops.tiles import silu_mul_of_pairs
+from ...ops.common.first_best import NOWHERE, empty_best, first_best, take_better
+from ...ops.common.softmax_tiles import FLOOR, softmax_step
+from ...ops.common.tiles import silu_mul_of_pairs
 from .arrays import Matrix, Stack, Stacks, Vector, store_inside
 from .program import Kind
 from .spin import DEVICE, give_up, looks_so_far

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...launch import Device, must
-from ..layers import Decoder, GatedMlp, GroupedAttention
+from ...launch import Device, argument_error
+from ..layers import Decoder, GroupedAttention
+from ..mlp import GatedMlp
 from ..weights import Fusion, Matrix
 from .program import MATRICES, Dims, Kind
 
@@ -21,29 +22,31 @@ def refuse(model: Any, device: Device) -> None:
     """Raises ValueError for a model that the megakernel does not run, with the reason; changes nothing."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
-        raise must("model.config.model_type", f'one of {", ".join(MODEL_TYPES)} with mode="mega"', config.model_type)
+        raise argument_error("model.config.model_type", f'one of {", ".join(MODEL_TYPES)} with mode="mega"', config.model_type)
     if model.dtype not in (torch.bfloat16, torch.float16) and not device.is_cpu:
-        raise must("the model's dtype", 'bfloat16 or float16 on a GPU with mode="mega"', str(model.dtype).removeprefix("torch."))
+        raise argument_error("the model's dtype", 'bfloat16 or float16 on a GPU with mode="mega"', str(model.dtype).removeprefix("torch."))
     biased = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.bias is not None]
     if biased:
-        raise must("the model", 'without biases with mode="mega"', f"one of {biased[0]}")
+        raise argument_error("the model", 'without biases with mode="mega"', f"one of {biased[0]}")
     if hasattr(model.model.layers[0].self_attn, "q_norm"):
-        raise must("the model", 'without norms of queries and keys with mode="mega"', config.model_type)
+        raise argument_error("the model", 'without norms of queries and keys with mode="mega"', config.model_type)
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
-        raise must("model.config.sliding_window", 'None with mode="mega"', window)
+        raise argument_error("model.config.sliding_window", 'None with mode="mega"', window)
     attention = model.model.layers[0].self_attn
     if attention.head_dim < 16 or attention.head_dim & (attention.head_dim - 1) or attention.head_dim > 128:
-        raise must("head_dim", 'a power of two from 16 to 128 with mode="mega"', attention.head_dim)
+        raise argument_error("head_dim", 'a power of two from 16 to 128 with mode="mega"', attention.head_dim)
     if attention.num_key_value_groups > 16:
-        raise must("query heads for each key head", 'at most 16 with mode="mega"', attention.num_key_value_groups)
+        raise argument_error("query heads for each key head", 'at most 16 with mode="mega"', attention.num_key_value_groups)
     dims = dims_of(model)
     for kind in MATRICES:
         rows, columns = dims.shape(kind)
         if columns % 8 or columns > WIDEST:
-            raise must(f"columns of {kind.name.lower()}", f'a multiple of 8, at most {WIDEST}, with mode="mega"', columns)
+            raise argument_error(f"columns of {kind.name.lower()}", f'a multiple of 8, at most {WIDEST}, with mode="mega"', columns)
         if rows * columns * (1 if kind is Kind.HEAD else dims.layers) > LARGEST:
-            raise must(f"elements of {kind.name.lower()} in all layers", f'at most {LARGEST} with mode="mega"', rows * columns * dims.layers)
+            raise argument_error(
+                f"elements of {kind.name.lower()} in all layers", f'at most {LARGEST} with mode="mega"', rows * columns * dims.layers
+            )
 
 
 def dims_of(model: Any) -> Dims:

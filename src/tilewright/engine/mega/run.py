@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...launch import Device, Plan, launch, must, next_pow2
-from ...ops.attention_common import LOG2E
+from ...launch import Bound, Device, Launch, argument_error, next_pow2
+from ...ops.common.softmax_tiles import LOG2E
 from .kernel import mega_kernel
 from .pack import Weights
 from .program import MATRICES, Dims, Kind, Phase, table, value_name
@@ -25,7 +25,9 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What the phases write: a slot for each layer, so that any of it can be looked at after the step. Names as in `program`."""
+    """What the phases write: a slot for each layer, so that any of it can be looked at after the
+    step. Names as in `program`.
+    """
 
     heads: Tensor
     parts: Tensor
@@ -56,7 +58,9 @@ class Values:
         )
 
     def named(self, program: list[Phase], schedule: Schedule, position: int) -> dict[str, Tensor]:
-        """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
+        """Every value that the program wrote, by name, in its order; `parts` as the merged
+        attention.
+        """
         found: dict[str, Tensor] = {}
         for phase in program:
             i = phase.layer
@@ -82,34 +86,36 @@ class Values:
         return (total / (denominators * factors).sum(0)[:, None]).to(self.stream.dtype)
 
 
-def plan(schedule: Schedule, phases: int, spin_limit: int) -> Plan:
-    """Grid and compile-time constants of the launch."""
+def plan(schedule: Schedule, phases: int, spin_limit: int) -> Launch:
+    """The launch of a step."""
     d, c = schedule.dims, schedule.config
-    constants = (
-        d.hidden,
-        d.q_heads,
-        d.kv_heads,
-        d.head_dim // 2,
-        schedule.splits,
-        schedule.blocks,
-        tuple(schedule.chunks(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
-        tuple(schedule.rows(kind) for kind in MATRICES),
-        c.depth,
-        next_pow2(schedule.blocks),
-        next_pow2(phases),
-        min(c.merged, schedule.splits),
-        c.span,
-        c.tile_kv,
-        spin_limit,
-    )
-    return Plan(mega_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
+    constants = {
+        "hidden": d.hidden,
+        "q_heads": d.q_heads,
+        "kv_heads": d.kv_heads,
+        "half": d.head_dim // 2,
+        "splits": schedule.splits,
+        "blocks": schedule.blocks,
+        "chunks": tuple(schedule.chunks(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
+        "rows": tuple(schedule.rows(kind) for kind in MATRICES),
+        "depth": c.depth,
+        "tile_b": next_pow2(schedule.blocks),
+        "tile_p": next_pow2(phases),
+        "merged": min(c.merged, schedule.splits),
+        "span": c.span,
+        "tile_kv": c.tile_kv,
+        "limit": spin_limit,
+    }
+    return Launch(mega_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
 
 
 def resident_blocks(device: Device, blocks: int | None) -> int:
-    """Blocks of the grid, by default one for each multiprocessor. Raises ValueError for more than can be resident: they wait for each other."""
+    """Blocks of the grid, by default one for each multiprocessor. Raises ValueError for more than
+    can be resident: they wait for each other.
+    """
     blocks = blocks or device.sms
     if not device.is_cpu and not 1 <= blocks <= device.sms:
-        raise must("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
+        raise argument_error("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
     return blocks
 
 
@@ -134,8 +140,10 @@ class Mega:
             cache: keys and values, [layers, kv_heads, max_len, head_dim] each.
             logits: where they go, [1, vocab]; by default a buffer of its own.
             blocks: of the grid; by default one for each multiprocessor.
-            spin_limit: looks at a counter after which a block gives up, for `check`; 0 waits for ever.
-        Raises: ValueError if so many blocks can't be resident at once: they would wait for each other for ever.
+            spin_limit: looks at a counter after which a block gives up, for `check`; 0 waits for
+                ever.
+        Raises: ValueError if so many blocks can't be resident at once: they would wait for each
+            other for ever.
         """
         device = Device.of(weights.embedding)
         blocks = resident_blocks(device, blocks)
@@ -146,24 +154,34 @@ class Mega:
         self._arrived = torch.zeros(2, len(program), dtype=torch.int32, device=where)
         self._turn = torch.zeros(1, dtype=torch.int32, device=where)
         self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
-        self._plan = plan(self.schedule, len(program), spin_limit)
-        self._args = (
-            table(program).to(where),
-            self.schedule.table().to(where),
-            self._arrived,
-            self._turn,
-            self._stuck,
-            clocks.tokens,
-            clocks.counters,
-            clocks.recent,
-            clocks.clock,
-            *(getattr(weights, name) for name in ("embedding", "norms", "qkv", "out", "gate_up", "down", "head", "cos", "sin")),
-            *cache,
-            *(getattr(self.values, name) for name in ("heads", "parts", "maxima", "denominators", "stream", "active", "logits", "best")),
-            len(program),
-            weights.eps,
-            weights.scale * LOG2E,
-        )
+        arguments = {
+            "program": table(program).to(where),
+            "starts": self.schedule.table().to(where),
+            "arrived": self._arrived,
+            "turn": self._turn,
+            "stuck": self._stuck,
+            "tokens": clocks.tokens,
+            "counters": clocks.counters,
+            "recent": clocks.recent,
+            "clock": clocks.clock,
+            "embedding": weights.embedding,
+            "norms": weights.norms,
+            "w_qkv": weights.qkv,
+            "w_out": weights.out,
+            "w_gate_up": weights.gate_up,
+            "w_down": weights.down,
+            "w_head": weights.head,
+            "cos": weights.cos,
+            "sin": weights.sin,
+            "k": cache[0],
+            "v": cache[1],
+            **{name: getattr(self.values, name) for name in ("heads", "parts", "maxima", "denominators", "stream", "active", "logits", "best")},
+            "steps": len(program),
+            "eps": weights.eps,
+            "scale": weights.scale * LOG2E,
+        }
+        self._launch = Bound([plan(self.schedule, len(program), spin_limit)], tuple(arguments), device)
+        self._args = tuple(arguments.values())
 
     @property
     def dims(self) -> Dims:
@@ -174,11 +192,15 @@ class Mega:
         return self.values.named(self.program, self.schedule, position)
 
     def step(self) -> None:
-        """One token. No synchronisation, nothing allocated: may be captured in a graph. Two steps must not run at the same time on one GPU."""
-        launch(self._plan, *self._args)
+        """One token. No synchronisation, nothing allocated: may be captured in a graph. Two steps
+        must not run at the same time on one GPU.
+        """
+        self._launch.run(*self._args)
 
     def check(self) -> None:
-        """Waits for the device. Raises RuntimeError naming phase and block if one gave up waiting (`spin_limit`), and makes steps possible again."""
+        """Waits for the device. Raises RuntimeError naming phase and block if one gave up waiting
+        (`spin_limit`), and makes steps possible again.
+        """
         phase, block = self._stuck.tolist()
         if phase:
             for tensor in (self._arrived, self._turn, self._stuck):

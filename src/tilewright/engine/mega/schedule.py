@@ -84,7 +84,7 @@ class Schedule:
         """Keys of each range when the new token stands at `position`: as the kernel computes it."""
         tile = self.config.tile_kv
         each = ct.cdiv(position + 1, self.splits)
-        return max(self.config.span, ct.cdiv(each, tile) * tile)
+        return max(self.config.span, int(ct.cdiv(each, tile)) * tile)
 
     def balance(self) -> float:
         """Weights that all blocks read, over those that they could if each phase's busiest block set the pace for all: 1 is perfect."""

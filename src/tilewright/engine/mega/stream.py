@@ -1,12 +1,14 @@
-"""The step as one stream of weights: which models fit, buffers, and the launch of `mega_stream_kernel`."""
+"""The step as one stream of weights: which models fit, buffers, and the launch of
+`mega_stream_kernel`.
+"""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...launch import Device, Plan, launch, must, next_pow2
-from ...ops.attention_common import LOG2E
+from ...launch import Bound, Device, Launch, argument_error, next_pow2
+from ...ops.common.softmax_tiles import LOG2E
 from .pack import LARGEST, Weights
 from .program import MATRICES, Dims, Kind, Phase, value_name
 from .run import Clocks, Mega, resident_blocks
@@ -56,7 +58,7 @@ def strip_width(dims: Dims, packed: int, config: StreamConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the phases say, flat; `args` has it as `mega_stream_kernel` does."""
+    """What the phases say, flat; `arguments` has it as `mega_stream_kernel` does."""
 
     heads: Tensor
     parts: Tensor
@@ -84,8 +86,10 @@ class Words:
             best=words(2, schedule.tile_best),
         )
 
-    def args(self, schedule: StreamSchedule) -> tuple[Tensor, ...]:
-        """As they are read, and as tiles write them: a block's stand `blocks` apart, so rows are longer than what is read of them."""
+    def arguments(self, schedule: StreamSchedule) -> dict[str, Tensor]:
+        """By the kernel's names, as they are read, and as tiles write them: a block's stand
+        `blocks` apart, so rows are longer than what is read of them.
+        """
         d, packed, c = schedule.dims, packed_in(self.logits.dtype), schedule.config
         said = c.rows // packed
         width = strip_width(schedule.dims, packed, c)
@@ -94,34 +98,37 @@ class Words:
             tiles = schedule.padded(kind) // c.rows
             return rows[:, : tiles * words].view(len(rows), -1, schedule.blocks, words)
 
-        # Queries of a key head, and keys and values, each as often as gives every thread a word of its own to look at.
+        # Queries of a key head, and keys and values, each as often as gives every thread a word of
+        # its own to look at.
         head_words, length = d.head_dim // packed, self.heads.shape[1]
         copies = max(d.group, 32 * (c.num_worker_warps or 0) // head_words)
         size = d.group * head_words
         queries = self.heads.as_strided((d.layers, d.kv_heads, copies // d.group, size), (length, size, 0, 1))
         own = self.heads.as_strided((d.layers, 2 * d.kv_heads, copies, head_words), (length, head_words, 0, 1), d.q_heads * head_words)
-        return (
-            queries,
-            own,
-            dealt(self.heads, Kind.QKV, said),
-            self.parts,
-            self.attended,
-            self.active[:, : d.inter // packed].view(len(self.active), c.strips, -1, width),
-            dealt(self.active, Kind.GATE_UP, said // 2),
-            self.stream[:, : d.hidden // packed],
-            dealt(self.stream, Kind.OUT, said),
-            dealt(self.stream, Kind.DOWN, said // schedule.fold),
-            self.logits.view(-1),
-            self.best,
-            torch.zeros(schedule.blocks, 1, c.tile_kv, head_words, dtype=torch.int32, device=self.best.device),
-        )
+        return {
+            "queries": queries,
+            "own": own,
+            "by_qkv": dealt(self.heads, Kind.QKV, said),
+            "parts": self.parts,
+            "attended": self.attended,
+            "active": self.active[:, : d.inter // packed].view(len(self.active), c.strips, -1, width),
+            "by_gate_up": dealt(self.active, Kind.GATE_UP, said // 2),
+            "stream": self.stream[:, : d.hidden // packed],
+            "by_out": dealt(self.stream, Kind.OUT, said),
+            "by_down": dealt(self.stream, Kind.DOWN, said // schedule.fold),
+            "logits": self.logits.view(-1),
+            "best": self.best,
+            "touched": torch.zeros(schedule.blocks, 1, c.tile_kv, head_words, dtype=torch.int32, device=self.best.device),
+        }
 
     def plain(self, words: Tensor) -> Tensor:
         """The values in words of the model's dtype, flat."""
         return words.to(torch.int32).contiguous().view(self.logits.dtype).flatten()
 
     def named(self, program: list[Phase], schedule: StreamSchedule) -> dict[str, Tensor]:
-        """Every value that the program wrote, by name, in its order; `parts` as the merged attention."""
+        """Every value that the program wrote, by name, in its order; `parts` as the merged
+        attention.
+        """
         d, found = schedule.dims, dict[str, Tensor]()
         packed = packed_in(self.logits.dtype)
         for phase in program:
@@ -146,35 +153,35 @@ def packed_in(dtype: torch.dtype) -> int:
     return 1 if dtype is torch.float32 else 2
 
 
-def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, spin_limit: int) -> Plan:
-    """Grid and compile-time constants of the launch. bases: first row of each kind of matrix in the stream of weights."""
+def plan(schedule: StreamSchedule, bases: tuple[int, ...], dtype: torch.dtype, spin_limit: int) -> Launch:
+    """The launch of a step. bases: first row of each kind of matrix in the stream of weights."""
     d, c = schedule.dims, schedule.config
     width = strip_width(d, packed_in(dtype), c)
-    constants = (
-        d.layers,
-        d.hidden,
-        d.q_heads,
-        d.kv_heads,
-        d.head_dim // 2,
-        schedule.fold,
-        c.rows,
-        c.strips,
-        c.pair,
-        schedule.counts,
-        tuple(schedule.turns(kind, width) for kind in MATRICES[:4]),
-        tuple(base // c.rows for base in bases),
-        schedule.blocks,
-        schedule.tile_best,
-        schedule.splits,
-        schedule.slices,
-        c.span,
-        c.tile_kv,
-        c.tile_long,
-        c.ahead,
-        packed_in(dtype),
-        spin_limit,
-    )
-    return Plan(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
+    constants = {
+        "layers": d.layers,
+        "hidden": d.hidden,
+        "q_heads": d.q_heads,
+        "kv_heads": d.kv_heads,
+        "half": d.head_dim // 2,
+        "fold": schedule.fold,
+        "r": c.rows,
+        "t": c.strips,
+        "pair": c.pair,
+        "counts": schedule.counts,
+        "turns": tuple(schedule.turns(kind, width) for kind in MATRICES[:4]),
+        "bases": tuple(base // c.rows for base in bases),
+        "blocks": schedule.blocks,
+        "tile_b": schedule.tile_best,
+        "splits": schedule.splits,
+        "slices": schedule.slices,
+        "span": c.span,
+        "tile_kv": c.tile_kv,
+        "tile_long": c.tile_long,
+        "ahead": c.ahead,
+        "packed": packed_in(dtype),
+        "limit": spin_limit,
+    }
+    return Launch(mega_stream_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
 
 
 def as_words(tensor: Tensor) -> Tensor:
@@ -204,47 +211,53 @@ class StreamMega:
         config: StreamConfig | None = None,
         spin_limit: int = 0,
     ) -> None:
-        """Args and Raises: as `Mega`; and ValueError for a model that is no stream, with the reason."""
+        """Args and Raises: as `Mega`; and ValueError for a model that is no stream, with the
+        reason.
+        """
         device, dtype = Device.of(weights.embedding), weights.embedding.dtype
         blocks = resident_blocks(device, blocks)
         config = config or default_stream_config(device)
         if config.num_worker_warps is None and not device.is_cpu:
-            raise must("config.num_worker_warps", "a number on a GPU: the words that are waited for together depend on it", None)
+            raise argument_error("config.num_worker_warps", "a number on a GPU: the words that are waited for together depend on it", None)
         config = reduced(config, weights.dims, dtype)
         if weights.whole is None or why_not(weights.dims, dtype, config):
-            raise must("the model's sizes", "those of one stream of weights", why_not(weights.dims, dtype, config))
+            raise argument_error("the model's sizes", "those of one stream of weights", why_not(weights.dims, dtype, config))
         self.weights, self.program, self.clocks, self.cache = weights, program, clocks, cache
         self.schedule = schedule = StreamSchedule(weights.dims, blocks, config)
         where = weights.embedding.device
         self.values = Words.of(schedule, dtype, where, logits)
         self._epoch = torch.zeros(blocks, dtype=torch.int32, device=where)
         self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
-        self._plan = plan(schedule, weights.bases, dtype, spin_limit)
         packed = packed_in(dtype)
         width = strip_width(weights.dims, packed, config)
         strip = weights.dims.inter // packed // config.strips
         filled = sum(schedule.turns(phase.kind, width) for phase in program if phase.kind in MATRICES)
-        self._args = (
-            self._epoch,
-            self._stuck,
-            clocks.tokens,
-            clocks.counters,
-            clocks.recent,
-            clocks.clock,
-            as_words(weights.whole).view(-1, strip // width, width),
-            as_words(weights.embedding),
-            as_words(weights.norms),
-            weights.cos,
-            weights.sin,
-            *map(as_words, cache),
-            *self.values.args(schedule),
-            filled + (program[-1].kind is Kind.ATTENTION),  # which comes before the turn behind it
-            filled,
-            sum(phase.kind is Kind.ATTENTION for phase in program),
-            int(program[-1].kind is Kind.CHOOSE),
-            config.span // config.tile_long,
-            LARGEST,
-        )
+        arguments = {
+            "epoch": self._epoch,
+            "stuck": self._stuck,
+            "tokens": clocks.tokens,
+            "counters": clocks.counters,
+            "recent": clocks.recent,
+            "clock": clocks.clock,
+            "w": as_words(weights.whole).view(-1, strip // width, width),
+            "embedding": as_words(weights.embedding),
+            "norms": as_words(weights.norms),
+            "cos": weights.cos,
+            "sin": weights.sin,
+            "k": as_words(cache[0]),
+            "v": as_words(cache[1]),
+            **self.values.arguments(schedule),
+            "turns": filled + (program[-1].kind is Kind.ATTENTION),  # which comes before the turn behind it
+            "filled": filled,
+            "attentions": sum(phase.kind is Kind.ATTENTION for phase in program),
+            "choices": int(program[-1].kind is Kind.CHOOSE),
+            "chunk_tiles": config.span // config.tile_long,
+            "most": LARGEST,
+            "eps": weights.eps,
+            "scale": weights.scale * LOG2E,
+        }
+        self._launch = Bound([plan(schedule, weights.bases, dtype, spin_limit)], (*arguments, "steps"), device)
+        self._args = tuple(arguments.values())
 
     @property
     def dims(self) -> Dims:
@@ -255,11 +268,15 @@ class StreamMega:
         return self.values.named(self.program, self.schedule)
 
     def step(self, tokens: int = 1) -> None:
-        """So many tokens, in one launch. No synchronisation, nothing allocated: may be captured. Two launches must not run at the same time."""
-        launch(self._plan, *self._args, tokens, self.weights.eps, self.weights.scale * LOG2E)
+        """So many tokens, in one launch. No synchronisation, nothing allocated: may be captured.
+        Two launches must not run at the same time.
+        """
+        self._launch.run(*self._args, tokens)
 
     def check(self) -> None:
-        """Waits for the device. Raises RuntimeError naming phase and block if one gave up waiting (`spin_limit`), and makes steps possible again."""
+        """Waits for the device. Raises RuntimeError naming phase and block if one gave up waiting
+        (`spin_limit`), and makes steps possible again.
+        """
         place, block = self._stuck.tolist()
         if place:
             self._stuck.zero_()
@@ -279,7 +296,9 @@ def mega_of(
     config: Config | StreamConfig | None = None,
     spin_limit: int = 0,
 ) -> Mega | StreamMega:
-    """The step as one stream of weights if the model fits and `config` does not say otherwise, else phase by phase. Arguments: as `Mega`."""
+    """The step as one stream of weights if the model fits and `config` does not say otherwise, else
+    phase by phase. Arguments: as `Mega`.
+    """
     device = Device.of(weights.embedding)
     fits = weights.whole is not None
     if fits and config is None:

@@ -1,15 +1,21 @@
-"""One launch, one or more tokens: each block reads its tiles of all weights in one stream, and values travel as words that say when they are valid.
+"""One launch, one or more tokens: each block reads its tiles of all weights in one stream, and
+values travel as words that say when they are valid.
 
-Tile g of the program (all phases of all layers one after the other, then the head) is block g mod BLOCKS's; a block's tiles of one phase are one
-turn, or some if they are many. One loop reads a turn's tiles by TMA, and nothing else: the compiler gives it a producer warp, which runs ahead of
-everything that the other warps wait for, by a ring of buffers. Hence no barrier between blocks stands anywhere: an acquire or a release would hold
-the producer up. A word is 64 bits, the token's number above and the value below (two neighbours in 16 bits, or one in fp32), written and read
-relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever cleared.
+Tile g of the program (all phases of all layers one after the other, then the head) is block g mod
+BLOCKS's; a block's tiles of one phase are one turn, or some if they are many. One loop reads a
+turn's tiles by TMA, and nothing else: the compiler gives it a producer warp, which runs ahead of
+everything that the other warps wait for, by a ring of buffers. Hence no barrier between blocks
+stands anywhere: an acquire or a release would hold the producer up. A word is 64 bits, the token's
+number above and the value below (two neighbours in 16 bits, or one in fp32), written and read
+relaxed; who needs a word looks until it has the number. Numbers only grow, so nothing is ever
+cleared.
 
-A block writes a phase's words only when it has read those of the phase before, and every block's words are needed for a token: so no word is
-overwritten while somebody may still want it. Keys are dealt to blocks by their position alone; hence who reads a cached key is who wrote it.
+A block writes a phase's words only when it has read those of the phase before, and every block's
+words are needed for a token: so no word is overwritten while somebody may still want it. Keys are
+dealt to blocks by their position alone; hence who reads a cached key is who wrote it.
 
-Numerics: as `mega_kernel`. One kernel is one function, its parts closures over its arrays and constants: hence one long file.
+Numerics: as `mega_kernel`. One kernel is one function, its parts closures over its arrays and
+constants: hence one long file.
 """
 
 # ruff: noqa: B023 - cuTile inlines a closure where it is called
@@ -18,9 +24,9 @@ import math
 
 import cuda.tile as ct
 
-from ...ops.attention_common import FLOOR
-from ...ops.first_best import NOWHERE, empty_best, first_best, take_better
-from ...ops.tiles import gated
+from ...ops.common.first_best import NOWHERE, empty_best, first_best, take_better
+from ...ops.common.softmax_tiles import FLOOR
+from ...ops.common.tiles import gated
 from .arrays import Matrix, Stack, Stacks, Vector
 from .spin import DEVICE, RELAXED, give_up, looks_so_far
 from .stream_words import apart, bits_of, look, number_of, planes_of, put, rounded, say, say_fp32
@@ -30,7 +36,9 @@ LANES = 128  # words of a strip that a warp reads at once: one 16-byte load of e
 
 
 def _load(array, index, shape):
-    """A tile that lies inside its array, by the threads that need it. Left to itself the compiler keeps several steps of a loop on their way."""
+    """A tile that lies inside its array, by the threads that need it. Left to itself the compiler
+    keeps several steps of a loop on their way.
+    """
     return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
 
 
@@ -68,7 +76,7 @@ def mega_stream_kernel(
     choices: int,
     chunk_tiles: int,
     most: int,
-    tokens: int,
+    steps: int,
     eps: float,
     scale: float,
     LAYERS: ct.Constant[int],
@@ -94,30 +102,38 @@ def mega_stream_kernel(
     PACKED: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
-    """`tokens` tokens, of each the first `turns` turns, of which `filled` read weights, and `attentions` layers' attention. Grid (BLOCKS,),
-    all resident.
+    """`steps` tokens, of each the first `turns` turns, of which `filled` read weights, and
+    `attentions` layers' attention. Grid (BLOCKS,), all resident.
 
-    A tile is R rows of W of HIDDEN elements, read in R // FOLD pieces of T strips, a strip for a warp: FOLD rows of R are a piece, or one
-    row of `down`, which is FOLD rows of W. PAIR pieces come at once.
+    A tile is R rows of W of HIDDEN elements, read in R // FOLD pieces of T strips, a strip for a
+    warp: FOLD rows of R are a piece, or one row of `down`, which is FOLD rows of W. PAIR pieces
+    come at once.
 
-    int32, PACKED values each: W [strips of all tiles, strip words / WIDTH, WIDTH]: qkv of all layers, out, gate_up (which take turns),
-    down, head; EMBEDDING [vocab, hidden words], NORMS [2 L + 1, hidden words], K and V [L, KV_HEADS, max_len, head words].
-    int64, words of PACKED values below a token's number: QUERIES [L, KV_HEADS, copies, group * head words] and OWN [L, 2 KV_HEADS, copies,
-    head words], keys then values of this token, not yet rotated, both views of one memory, with an axis of copies that gives each thread a
-    word to look at; ATTENDED [L, hidden words], merged attention; ACTIVE [L, T, strip words / WIDTH, WIDTH]; STREAM [2 L, hidden words],
-    the residual stream of a layer behind attention, then behind the MLP. BY_QKV, BY_OUT, BY_GATE_UP, BY_DOWN: what these phases write as [L
-    or 2 L, .., BLOCKS, words of a tile], so that a block's tiles stand in a column; their memory goes on behind what is read of it.
-    int64, words of one fp32 or int32: PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a range PACKED planes of
-    weighted values, and its maximum and denominator as often; BEST [2, TILE_B], the largest logit of each block and where.
-    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1 and block that gave up after LIMIT
-    looks, a place is 8 * layer + number of the phase whose words are missing; TOUCHED [BLOCKS, 1, TILE_KV, head words], for nobody. LOGITS
-    [vocab]. TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
-    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; TURNS: a block's turns in each of the first four; BASES: where
-    each begins in W. choices: 1 to choose tokens. most: tiles of a turn that are read; fewer than it has give nonsense, and the time that
-    all but weights takes. scale: of scores, times log2(e).
-    SPAN keys, in tiles of TILE_KV, are one block's. Of more, each of SPLITS ranges has SPAN in a row, `chunk_tiles` tiles of TILE_LONG, and
-    beyond SPLITS * SPAN every SPLITS-th tile of TILE_LONG; AHEAD such tiles are on their way at once. SLICES of a key head's result are
-    merged by as many blocks.
+    int32, PACKED values each: W [strips of all tiles, strip words / WIDTH, WIDTH]: qkv of all
+    layers, out, gate_up (which take turns), down, head; EMBEDDING [vocab, hidden words], NORMS [2 L
+    + 1, hidden words], K and V [L, KV_HEADS, max_len, head words].
+    int64, words of PACKED values below a token's number: QUERIES [L, KV_HEADS, copies, group * head words] and OWN [L, 2
+    KV_HEADS, copies, head words], keys then values of this token, not yet rotated, both views of
+    one memory, with an axis of copies that gives each thread a word to look at; ATTENDED [L, hidden
+    words], merged attention; ACTIVE [L, T, strip words / WIDTH, WIDTH]; STREAM [2 L, hidden words],
+    the residual stream of a layer behind attention, then behind the MLP. BY_QKV, BY_OUT,
+    BY_GATE_UP, BY_DOWN: what these phases write as [L or 2 L, .., BLOCKS, words of a tile], so that
+    a block's tiles stand in a column; their memory goes on behind what is read of it.
+    int64, words of one fp32 or int32: PARTS [L * KV_HEADS, power of two, power of two, group * head words], of a
+    range PACKED planes of weighted values, and its maximum and denominator as often; BEST [2,
+    TILE_B], the largest logit of each block and where.
+    int32: EPOCH [BLOCKS] tokens so far, to each block its own; STUCK [2] with LIMIT > 0: place + 1
+        and block that gave up after LIMIT looks, a place is 8 * layer + number of the phase whose
+        words are missing; TOUCHED [BLOCKS, 1, TILE_KV, head words], for nobody. LOGITS [vocab].
+        TOKENS, COUNTERS, RECENT, CLOCK, COS, SIN: as `mega_kernel`.
+    COUNTS: tiles of qkv, out, gate_up and down in a layer, and of the head; TURNS: a block's turns
+        in each of the first four; BASES: where each begins in W. choices: 1 to choose tokens. most:
+        tiles of a turn that are read; fewer than it has give nonsense, and the time that all but
+        weights takes. scale: of scores, times log2(e).
+    SPAN keys, in tiles of TILE_KV, are one block's. Of more, each of SPLITS ranges has SPAN in a
+    row, `chunk_tiles` tiles of TILE_LONG, and beyond SPLITS * SPAN every SPLITS-th tile of
+    TILE_LONG; AHEAD such tiles are on their way at once. SLICES of a key head's result are merged
+    by as many blocks.
     """
     block = ct.bid(0)
     dtype = LOGITS.dtype
@@ -135,11 +151,14 @@ def mega_stream_kernel(
     SAID, OUT_WORDS, DOWN_WORDS = WIDTH // PACKED, R // PACKED, PIECES // PACKED  # words of a turn, and of a tile
 
     def words(array, one, looks_at, number, place):
-        """What `looks_at` finds as soon as all of it has the number. looks_at: of 0, values and their smallest number.
+        """What `looks_at` finds as soon as all of it has the number. looks_at: of 0, values and
+        their smallest number.
 
-        First one word is waited for, at the index `one`, another for each block: words that all blocks look at again and again come late to all.
-        An atomic does it, whose result is one for the whole block; what a load finds may differ between warps, which would then leave the loop at
-        different looks. Behind it each thread looks at words of its own, and all together find their smallest number.
+        First one word is waited for, at the index `one`, another for each block: words that all
+        blocks look at again and again come late to all. An atomic does it, whose result is one for
+        the whole block; what a load finds may differ between warps, which would then leave the loop
+        at different looks. Behind it each thread looks at words of its own, and all together find
+        their smallest number.
         """
         looks, zero = 0, 0
         if LIMIT:
@@ -168,7 +187,9 @@ def mega_stream_kernel(
         return ct.sum(squares)
 
     def row_of(array, row, number, place):
-        """A row of WORDS words, as 32-bit values, the sum of its squares in fp32, and the number seen."""
+        """A row of WORDS words, as 32-bit values, the sum of its squares in fp32, and the number
+        seen.
+        """
 
         def looks_at(zero):
             seen = look(array, (row + zero, 0), (1, WORDS))
@@ -178,7 +199,8 @@ def mega_stream_kernel(
         return words(array, (row, block * max(WORDS // BLOCKS, 1) % WORDS), looks_at, number, place)
 
     def prepare(kind, layer, token, norm, number):
-        """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words; and the number that was seen.
+        """What the weights of a phase are multiplied with, CHUNKS tiles of T strips by WIDTH words;
+        and the number that was seen.
 
         norm: words of the weights of the norm before it, [1, WORDS].
         """
@@ -235,7 +257,9 @@ def mega_stream_kernel(
         return found
 
     def heard(layer, kv_head, number):
-        """Queries of a key head, its key and its value of this token, not yet rotated: words [group or 1, head words]."""
+        """Queries of a key head, its key and its value of this token, not yet rotated: words [group
+        or 1, head words].
+        """
         COPIES = OWN.shape[2]
 
         def looks_at(zero):
@@ -256,7 +280,9 @@ def mega_stream_kernel(
         ct.store(V, (layer, kv_head, position, 0), own_v.reshape((1, 1, 1, HEAD_WORDS)), check_bounds=False, allow_tma=False)
 
     def cached(layer, kv_head, position):
-        """Keys and values of SPAN positions, on their way: tiles of TILE_KV, past the last the last again."""
+        """Keys and values of SPAN positions, on their way: tiles of TILE_KV, past the last the last
+        again.
+        """
         last = max(position - 1, 0) // TILE_KV
         found: tuple = ()
         for i in ct.static_iter(range(SPAN // TILE_KV)):
@@ -265,7 +291,9 @@ def mega_stream_kernel(
         return found
 
     def attend_at_once(layer, kv_head, loaded, position, number):
-        """All query heads of a key head over all keys, where they are no more than SPAN: everything at once, so that little waits for another."""
+        """All query heads of a key head over all keys, where they are no more than SPAN: everything
+        at once, so that little waits for another.
+        """
         own_q, own_k, own_v = heard(layer, kv_head, number)
         q, own_keys, own_values = turned(own_q, group, cos, sin), turned(own_k, 1, cos, sin), planes_of(own_v, dtype)
         own = ct.zeros((group, HEAD_WORDS), ct.float32)
@@ -306,7 +334,9 @@ def mega_stream_kernel(
         append(layer, kv_head, position, own_keys, own_v)
 
     def attend(layer, kv_head, split, position, number):
-        """All query heads of a key head over the keys of one of several ranges, with the token's own where it belongs."""
+        """All query heads of a key head over the keys of one of several ranges, with the token's
+        own where it belongs.
+        """
         there = ct.cdiv(position, TILE_LONG)  # tiles with a key in the cache
         mine = max(0, min(chunk_tiles, there - split * chunk_tiles))
         if there > SPLITS * chunk_tiles:
@@ -341,7 +371,8 @@ def mega_stream_kernel(
         for n in ct.static_iter(range(PACKED)):
             score = score + ct.sum(q[n] * own_keys[n], axis=1, keepdims=True)
             total = (*total, ct.zeros((group, TILE_LONG, HEAD_WORDS), ct.float32))
-        # Each place in a tile has a softmax of its own, so that no thread waits for another's keys; they are joined behind the last tile.
+        # Each place in a tile has a softmax of its own, so that no thread waits for another's keys;
+        # they are joined behind the last tile.
         maximum, denominator = ct.full((group, TILE_LONG), FLOOR, ct.float32), ct.zeros((group, TILE_LONG), ct.float32)
         for some in range(ct.cdiv(mine, AHEAD)):
             now = ahead
@@ -409,11 +440,14 @@ def mega_stream_kernel(
         say(ATTENDED, (layer, kv_head * SLICES + part), bits_of(found, dtype), (1, EACH), number)
 
     def product(tile, count, x, kind):
-        """Rows of `count` tiles of W, each BLOCKS behind the other, times x: fp32 [1, WIDTH], R of each tile (of `down` PIECES).
+        """Rows of `count` tiles of W, each BLOCKS behind the other, times x: fp32 [1, WIDTH], R of
+        each tile (of `down` PIECES).
 
-        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to a loop without branches and other loads,
-        and lets its producer run on only if no store stands in it.
-        Each strip puts what it gives to a row into that row's column; one sum over the strips is then all that warps tell each other.
+        The loop around the loads holds nothing else: the compiler gives a ring of many buffers only
+        to a loop without branches and other loads, and lets its producer run on only if no store
+        stands in it.
+        Each strip puts what it gives to a row into that row's column; one sum over the strips is
+        then all that warps tell each other.
         """
         columns = ct.arange(WIDTH, dtype=ct.int32).reshape((1, WIDTH))
         strips = ct.arange(T, dtype=ct.int32).reshape((T, 1)) // ROW_STRIPS
@@ -434,8 +468,9 @@ def mega_stream_kernel(
                     for n in ct.static_iter(range(PACKED)):
                         total = total + ws[n] * xs[c][n]
                 value = ct.sum(total, axis=1, keepdims=True)
-                # Plus 0, which only the loaded value tells: what depends on the loop alone is computed when the load is started, and its predicates
-                # go round through the stages of the ring, bit by bit: that took twice the time of all else in the loop.
+                # Plus 0, which only the loaded value tells: what depends on the loop alone is
+                # computed when the load is started, and its predicates go round through the stages
+                # of the ring, bit by bit: that took twice the time of all else in the loop.
                 bits = ct.bitcast(value, ct.int32)
                 until = until + (bits * (bits + 1) & 1)
                 y = ct.where(until == 0, value, y)
@@ -460,17 +495,23 @@ def mega_stream_kernel(
         return found
 
     def rope_at(position):
-        """Cosines and sines; of the last position where the cache ends, for a token that will not come."""
+        """Cosines and sines; of the last position where the cache ends, for a token that will not
+        come.
+        """
         at = min(position, COS.shape[0] - 1)
         return _load(COS, (at, 0), (1, HALF)), _load(SIN, (at, 0), (1, HALF))
 
     def share(g, COUNT, sub, MOST_HERE):
-        """This block's first tile of a phase, which begins with tile g of a token, and how many of its tiles its turn `sub` there has."""
+        """This block's first tile of a phase, which begins with tile g of a token, and how many of
+        its tiles its turn `sub` there has.
+        """
         first = (block + (LAYERS + 1) * LAYER * BLOCKS - g) % BLOCKS
         return first, max(0, min(MOST_HERE, ct.cdiv(COUNT - first, BLOCKS) - sub * MOST_HERE))
 
     def placed(at):
-        """Of a turn: kind, layer, number in its phase; of its tiles the first in the phase, how many they are, and the first in W."""
+        """Of a turn: kind, layer, number in its phase; of its tiles the first in the phase, how
+        many they are, and the first in W.
+        """
         layer = min(at // UNTIL[3], LAYERS)
         sub, g = at - layer * UNTIL[3], layer * LAYER
         kind, base = HEAD, BASES[4]
@@ -504,13 +545,14 @@ def mega_stream_kernel(
     at, number = 0, epoch + 1
     position = start + number - 1
     cos, sin = rope_at(position)
-    # What HBM has comes late behind the weights that are under way: so all but words is asked for a turn before it is needed; keys and values only
-    # into L2 (`touched` is for nobody), for they would take the registers of a turn.
+    # What HBM has comes late behind the weights that are under way: so all but words is asked for a
+    # turn before it is needed; keys and values only into L2 (`touched` is for nobody), for they
+    # would take the registers of a turn.
     norm = look(NORMS, (0, 0), (1, WORDS))
     old = ct.zeros((1, SAID), ct.int32)
     touched = ct.zeros((1, 1, TILE_KV, HEAD_WORDS), ct.int32)
     kind, layer, sub, first, count, tile = placed(0)
-    for _ in range(tokens * turns):
+    for _ in range(steps * turns):
         if (kind == OUT) & (sub == 0) & (layer < attentions):
             ranges = min(SPLITS, position // SPAN + 1)
             for mine in range(block, KV_HEADS * SPLITS, BLOCKS):
@@ -527,7 +569,8 @@ def mega_stream_kernel(
             x, seen = prepare(kind, layer, token, norm, number)
         at = at + 1
         kind_next, layer_next, sub_next, first_next, count_next, tile_next = placed(at)
-        # Before qkv and the head a layer's first norm, before gate_up its second; the others have none, and take one for nothing.
+        # Before qkv and the head a layer's first norm, before gate_up its second; the others have
+        # none, and take one for nothing.
         norm = look(NORMS, (min(2 * layer_next + kind_next // 2 % 2, 2 * LAYERS), 0), (1, WORDS))
         old_next = old
         # Whoever wrote the words that gave `seen` had read these, so they are there.
@@ -578,7 +621,7 @@ def mega_stream_kernel(
                 top, where = first_best(best, column)
                 say_fp32(BEST, (0, block), top, (1, 1), number)
                 say(BEST, (1, block), where.astype(ct.int64), (1, 1), number)
-                if (block == 0) | (number < epoch + tokens):
+                if (block == 0) | (number < epoch + steps):
                     inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
 
                     def looks_at(zero):
@@ -601,7 +644,7 @@ def mega_stream_kernel(
             cos, sin = rope_at(position)
     if (block == 0) & (choices > 0):
         put(TOKENS, (0,), ct.full((1,), token, ct.int64))
-        put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + tokens, ct.int32))
-        put(COUNTERS, (1, 0), look(COUNTERS, (1, 0), (1, 1)) + tokens)
+        put(COUNTERS, (0, 0), ct.full((1, 1), start + epoch + steps, ct.int32))
+        put(COUNTERS, (1, 0), look(COUNTERS, (1, 0), (1, 1)) + steps)
     ct.store(TOUCHED, (block, 0, 0, 0), touched.reshape((1, 1, TILE_KV, HEAD_WORDS)), allow_tma=False)
-    ct.store(EPOCH, (block,), epoch + tokens)
+    ct.store(EPOCH, (block,), epoch + steps)

@@ -187,7 +187,8 @@ class StreamMachine(Step):
         """[query heads, head_dim], of ranges [ranges, query heads, head_dim + 2]."""
         sums, maxima, denominators = parts.split((parts.shape[2] - 2, 1, 1), 2)
         factors = torch.exp2(maxima - maxima.amax(0))
-        return ((sums * factors).sum(0) / (denominators * factors).sum(0)).to(self.dtype)
+        mixed: Tensor = (sums * factors).sum(0) / (denominators * factors).sum(0)
+        return mixed.to(self.dtype)
 
 
 def _parts_of(phase: Phase) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ class StreamSchedule:
 
     def padded(self, kind: Kind) -> int:
         """Rows of the stream in a phase of this kind, if every block had as many tiles as the busiest."""
-        return ct.cdiv(self.tiles(kind), self.blocks) * self.blocks * self.config.rows
+        return int(ct.cdiv(self.tiles(kind), self.blocks)) * self.blocks * self.config.rows
 
     def queue(self, block: int, program: list[Phase]) -> Iterator["Work"]:
         """What a block does for a token, in its order: a layer's attention comes before the block's first tile behind it."""
@@ -119,11 +119,11 @@ class StreamSchedule:
     def turns(self, kind: Kind, columns: int) -> int:
         """How often a block turns to a phase of this kind, when so many rows are summed at once."""
         rows = self.config.rows // (self.fold if kind is Kind.DOWN else 1)
-        return ct.cdiv(ct.cdiv(self.tiles(kind), self.blocks), columns // rows)
+        return int(ct.cdiv(ct.cdiv(self.tiles(kind), self.blocks), columns // rows))
 
     def balance(self) -> float:
         """Tiles of all blocks, over those that they could read in the time of the busiest: 1 is perfect."""
-        return self.size / (ct.cdiv(self.size, self.blocks) * self.blocks)
+        return self.size / (int(ct.cdiv(self.size, self.blocks)) * self.blocks)
 
 
 class Work(NamedTuple):

@@ -1,20 +1,22 @@
-"""The attention ladder: out = softmax(scale * q k^T) v under a causal mask, twelve times, each a step from the one before.
+"""The attention ladder: out = softmax(scale * q k^T) v with a causal mask, in twelve steps.
 
-Source    The steps of two published tutorials on attention in cuTile (docs/learn.md), whose figures stand beside ours; tiles and running softmax:
-          Dao et al. 2022, arXiv:2205.14135. Where to begin reading: small_tiles.py, then large_tiles.py; steps.py says which kernel a step launches.
-Numerics  As `ops.attention`: scores, maximum, denominator and sums in fp32, weights rounded to the dtype of v, out rounded once.
+Source    The steps of two published tutorials on attention in cuTile (docs/learn.md); their figures
+          stand beside ours. Tiles and running softmax: Dao et al. 2022, arXiv:2205.14135. Read
+          small_tiles.py first, then large_tiles.py; steps.py says which kernel a step launches.
+Numerics  As `ops.attention`: scores, maximum, denominator and sums in fp32, weights rounded to the
+          dtype of v, out rounded once.
 Bound     Compute.
 """
 
 import torch
 from torch import Tensor
 
-from ...launch import Device, best_plan, check_tensor, launch, must
+from ...launch import Decision, Device, argument_error, check_tensor
 from ...ops import attention as finished
 from .decision import Config, Problem, plan
 from .steps import STEPS
 
-__all__ = ["STEPS", "Config", "Problem", "attention", "plan", "reference", "space"]
+__all__ = ["DECISION", "STEPS", "Config", "Problem", "attention", "plan", "reference", "space"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -31,13 +33,19 @@ def space(p: Problem, device: Device) -> list[Config]:
     return list(dict.fromkeys(step.config_for(p, device) for step in reversed(STEPS)))
 
 
+DECISION = Decision("learn_attention", problem=Problem, arguments=("q", "k", "v", "out", "scale"), space=space, plan=plan)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over whole prompts by the last step, or by the step whose config is forced.
 
     Args:
-        q: [batch, q_heads, seq_len, head_dim]; fp16 or bf16; head_dim a power of two in 16..256; stride 1 in the last axis.
-        k, v: [batch, kv_heads, seq_len, head_dim], dtype and device of q; kv_heads divides q_heads. Query head h reads head h // group.
-    Returns: [batch, q_heads, seq_len, head_dim], contiguous as [batch, seq_len, q_heads, head_dim], in q's dtype.
+        q: [batch, q_heads, seq_len, head_dim]; fp16 or bf16; head_dim a power of two in 16..256;
+            stride 1 in the last axis.
+        k, v: [batch, kv_heads, seq_len, head_dim], dtype and device of q; kv_heads divides q_heads.
+            Query head h reads head h // group.
+    Returns: [batch, q_heads, seq_len, head_dim], contiguous as [batch, seq_len, q_heads, head_dim],
+        in q's dtype.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
@@ -46,11 +54,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     check_tensor(k, "k", shape=(batch, k.shape[1], seq_len, head_dim))
     check_tensor(v, "v", shape=k.shape, like=q)
     if k.shape[1] == 0 or q_heads % k.shape[1]:
-        raise must("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q_heads)
+        raise argument_error("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q_heads)
     if head_dim not in (16, 32, 64, 128, 256):
-        raise must("q.shape[3]", "a power of two in 16..256", head_dim)
+        raise argument_error("q.shape[3]", "a power of two in 16..256", head_dim)
     out = torch.empty((batch, seq_len, q_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     if out.numel():
-        chosen = best_plan(space, plan, Device.of(q), Problem, batch, q_heads, k.shape[1], seq_len, head_dim, q.dtype)
-        launch(chosen, q, k, v, out, head_dim**-0.5)
+        sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": k.shape[1], "seq_len": seq_len, "head_dim": head_dim}
+        DECISION.launches(Device.of(q), **sizes, dtype=q.dtype).run(q, k, v, out, head_dim**-0.5)
     return out

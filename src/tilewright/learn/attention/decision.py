@@ -1,4 +1,4 @@
-"""The problem that every step solves, and what a step decides: its kernel, its tiles and the hints to the compiler."""
+"""The problem that every step solves, and what a step decides: kernel, tiles, compiler hints."""
 
 import math
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Plan
+from ...launch import Cost, Device, Launch, hints
 from ...ops import attention as finished
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Causal attention over whole prompts of one length. head_dim: a power of two, of at least 16."""
+    """Causal attention over prompts of one length. head_dim: a power of two, at least 16."""
 
     batch: int
     q_heads: int
@@ -40,9 +40,11 @@ class Problem:
 class Config:
     """What a step launches.
 
-    kernel: of small_tiles.py or large_tiles.py. tile_m, tile_n: queries of a block, keys of a step of its loop.
-    diagonal_n: keys of a step on the diagonal, a divisor of tile_n; 0 for kernels whose steps are all alike.
-    parts, latency: constants of the tuned kernel, 0 for the others, which have none.
+    kernel: of small_tiles.py or large_tiles.py. tile_m, tile_n: queries of a block, keys of a step
+        of its loop.
+    diagonal_n: keys of a step on the diagonal, a divisor of tile_n; 0 for kernels with one kind of
+        step.
+    parts, latency: constants of the tuned kernel; 0 for the others, which have none.
     num_ctas, occupancy, num_worker_warps: compiler hints; None leaves the compiler's choice.
     """
 
@@ -58,16 +60,16 @@ class Config:
 
     @property
     def name(self) -> str:
-        return self.kernel._pyfunc.__name__
+        return str(self.kernel._pyfunc.__name__)
 
     def __repr__(self) -> str:  # a result row names the kernel and not where the object lies
         options = ("diagonal_n", "parts", "latency", "num_ctas", "occupancy", "num_worker_warps")
         return " ".join([self.name, f"{self.tile_m}x{self.tile_n}", *(f"{o}={v}" for o in options if (v := getattr(self, o)))])
 
 
-def plan(p: Problem, c: Config, device: Device) -> Plan:
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One block for each tile of queries of each head. Pure: runs without a GPU."""
     grid = (math.ceil(p.seq_len / c.tile_m), p.q_heads, p.batch)
-    own = tuple(filter(None, (c.diagonal_n, c.parts, c.latency)))
-    constants = (p.q_heads // p.kv_heads, p.head_dim, c.tile_m, c.tile_n, *own)
-    return Plan(c.kernel, grid, constants, c.num_ctas, c.occupancy, c.num_worker_warps)
+    own = {name: value for name in ("diagonal_n", "parts", "latency") if (value := getattr(c, name))}
+    constants = {"group": p.q_heads // p.kv_heads, "head_dim": p.head_dim, "tile_m": c.tile_m, "tile_n": c.tile_n, **own}
+    return (Launch(c.kernel, grid, constants, **hints(c)),)

@@ -1,4 +1,5 @@
-"""Steps 8 to 12: from the trap (step 7, the kernel of step 6 with tiles of 256x128) to the tiles of `ops.attention`.
+"""Steps 8 to 12: from the trap (step 7: step 6 with tiles of 256x128) to the tiles of
+`ops.attention`.
 
 Each kernel is the one before it with a single change, marked `# <-`. Arrays as in small_tiles.py.
 """
@@ -29,7 +30,8 @@ def fast_math_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE
         key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
         scores = ct.where(key <= row, scores, -math.inf)
         largest = ct.maximum(maximum, ct.max(scores, axis=1, keepdims=True) * to_base_2)
-        # <- Below 2**-126 an exponential is 0. Exact to the last denormal it is a comparison and two products more for every score.
+        # <- An exponential below 2**-126 is 0. Denormals would cost a comparison and two products
+        # more for every score.
         weights = ct.exp2(scores * to_base_2 - largest, flush_to_zero=True)
         factor = ct.exp2(maximum - largest, flush_to_zero=True)  # <-
         denominator = denominator * factor + ct.sum(weights, axis=1, keepdims=True)
@@ -63,8 +65,9 @@ def split_loop_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TIL
     maximum = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
     denominator = ct.zeros((TILE_M, 1), dtype=ct.float32)
     sums = ct.zeros((TILE_M, HEAD_DIM), dtype=ct.float32)
-    # <- Tiles of keys in front of the diagonal are seen whole, by the first row of the tile as by the last: a loop for them, one for the others.
-    # A loop each rather than a branch in one: control flow inside the loop keeps the compiler from overlapping softmax and products.
+    # <- Every row sees all of the tiles of keys in front of the diagonal: one loop for these,
+    # without a mask, and one for the others. Not one loop with a branch: control flow inside a loop
+    # keeps the compiler from overlapping softmax and products.
     whole = tile * TILE_M // TILE_N
     for j in range(whole):
         maximum, denominator, sums = step(j, maximum, denominator, sums, False)
@@ -76,7 +79,8 @@ def split_loop_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TIL
 
 @ct.kernel
 def longest_first_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE_M: Int, TILE_N: Int):
-    # <- The last rows see most keys. Blocks start in the order of their index, so the longest start first, and short ones fill the end.
+    # <- The last rows see most keys. Blocks start in the order of their index. So the longest start
+    # first, and short ones fill the tail.
     tile, head, batch = ct.num_blocks(0) - 1 - ct.bid(0), ct.bid(1), ct.bid(2)
     to_base_2 = scale * LOG2E
     q = ct.load(Q, (batch, head, tile, 0), (1, 1, TILE_M, HEAD_DIM), padding_mode=ZERO).reshape((TILE_M, HEAD_DIM))
@@ -133,7 +137,8 @@ def short_diagonal_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int,
     whole = tile * TILE_M // TILE_N
     for j in range(whole):
         maximum, denominator, sums = step(j, maximum, denominator, sums, TILE_N, False)
-    # <- On the diagonal a step of TILE_N keys computes up to as many that no row sees; shorter ones, of a divisor of it, compute fewer.
+    # <- On the diagonal, a step of TILE_N keys computes up to TILE_N scores a row that nobody sees.
+    # Shorter steps compute fewer; their length divides TILE_N.
     for j in range(whole * (TILE_N // DIAGONAL_N), ct.cdiv(min((tile + 1) * TILE_M, K.shape[2]), DIAGONAL_N)):
         maximum, denominator, sums = step(j, maximum, denominator, sums, DIAGONAL_N, True)
     out = ct.truediv(sums, denominator, flush_to_zero=True, rounding_mode=APPROX).astype(OUT.dtype)
@@ -155,8 +160,9 @@ def tuned_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE_M: 
             scores = ct.where(key <= row, scores, -math.inf)
         largest = ct.maximum(maximum, ct.max(scores, axis=1, keepdims=True) * to_base_2)
         factor = ct.exp2(maximum - largest, flush_to_zero=True)
-        # <- Weights are made in PARTS of the columns and rounded at once: never is a whole tile of them held in 32 bits, and the registers
-        # that this frees let the compiler overlap the softmax of a step with the products of the next.
+        # <- Weights are computed in PARTS of the columns and rounded at once, so no whole tile of
+        # them is held in 32 bits. With the freed registers the compiler overlaps the softmax of a
+        # step with the products of the next.
         part = ct.exp2(ct.extract(scores, (0, 0), (TILE_M, TILE // PARTS)) * to_base_2 - largest, flush_to_zero=True)
         part_sums, weights = part, part.astype(V.dtype)
         for i in ct.static_iter(range(1, PARTS)):

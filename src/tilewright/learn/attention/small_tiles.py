@@ -1,7 +1,8 @@
 """Steps 1 to 6: tiles of 64x64, from the plainest kernel to one that keeps the tensor cores fed.
 
-Each kernel is the one above it with a single change, marked `# <-`. All of them compute, for one tile of queries of one head, the causal attention
-over the tiles of keys that it sees: Q, OUT [batch, q_heads, seq_len, HEAD_DIM], K, V [batch, q_heads / GROUP, seq_len, HEAD_DIM].
+Each kernel is the one above it with a single change, marked `# <-`. A block computes the causal
+attention of one tile of queries of one head over the tiles of keys that it sees. Arrays: Q, OUT
+[batch, q_heads, seq_len, HEAD_DIM], K, V [batch, q_heads / GROUP, seq_len, HEAD_DIM].
 """
 
 import math
@@ -20,7 +21,8 @@ def basic_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE_M: 
     tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
     q = ct.load(Q, (batch, head, tile, 0), (1, 1, TILE_M, HEAD_DIM), padding_mode=ZERO).reshape((TILE_M, HEAD_DIM))
     row = tile * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[:, None]  # [TILE_M, 1]
-    # The softmax of a row over all keys, of which one tile is known at a time: its largest score so far, and sums relative to that.
+    # The softmax of a row sees one tile of keys at a time. It keeps the largest score so far, and
+    # sums relative to it.
     maximum = ct.full((TILE_M, 1), -math.inf, dtype=ct.float32)
     denominator = ct.zeros((TILE_M, 1), dtype=ct.float32)
     sums = ct.zeros((TILE_M, HEAD_DIM), dtype=ct.float32)
@@ -28,7 +30,8 @@ def basic_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE_M: 
         k = ct.load(K, (batch, head // GROUP, j, 0), (1, 1, TILE_N, HEAD_DIM), padding_mode=ZERO).reshape((TILE_N, HEAD_DIM))
         scores = ct.mma(q, ct.permute(k, (1, 0)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32)) * scale
         key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]  # [1, TILE_N]
-        # A key beyond the last is beyond every row that is stored. Every row sees key 0, so no maximum stays -inf.
+        # A key beyond the last is beyond every row that is stored. Every row sees key 0, so no
+        # maximum stays -inf.
         scores = ct.where(key <= row, scores, -math.inf)
         largest = ct.maximum(maximum, ct.max(scores, axis=1, keepdims=True))
         weights = ct.exp(scores - largest)
@@ -76,7 +79,8 @@ def transposed_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TIL
     denominator = ct.zeros((TILE_M, 1), dtype=ct.float32)
     sums = ct.zeros((TILE_M, HEAD_DIM), dtype=ct.float32)
     for j in range(ct.cdiv(min((tile + 1) * TILE_M, K.shape[2]), TILE_N)):
-        # <- `order` names the axes of K that the axes of the tile follow: the tile is loaded as [HEAD_DIM, TILE_N].
+        # <- `order` names the axes of K that the axes of the tile follow: the tile is loaded as
+        # [HEAD_DIM, TILE_N].
         k = ct.load(K, (batch, head // GROUP, 0, j), (1, 1, HEAD_DIM, TILE_N), order=(0, 1, 3, 2), padding_mode=ZERO)
         scores = ct.mma(q, k.reshape((HEAD_DIM, TILE_N)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32))  # <- no permute
         key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
@@ -102,7 +106,8 @@ def latency_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE_M
     denominator = ct.zeros((TILE_M, 1), dtype=ct.float32)
     sums = ct.zeros((TILE_M, HEAD_DIM), dtype=ct.float32)
     for j in range(ct.cdiv(min((tile + 1) * TILE_M, K.shape[2]), TILE_N)):
-        # <- latency: how long the compiler should take a load to be, so how many steps ahead it starts it. v is needed later than k.
+        # <- latency: how slow the compiler should assume the load to be, so how many steps ahead it
+        # starts it. v is needed later than k.
         k = ct.load(K, (batch, head // GROUP, 0, j), (1, 1, HEAD_DIM, TILE_N), order=(0, 1, 3, 2), padding_mode=ZERO, latency=2)
         scores = ct.mma(q, k.reshape((HEAD_DIM, TILE_N)), ct.zeros((TILE_M, TILE_N), dtype=ct.float32))
         key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
@@ -139,6 +144,7 @@ def division_kernel(Q, K, V, OUT, scale: float, GROUP: Int, HEAD_DIM: Int, TILE_
         v = ct.load(V, (batch, head // GROUP, j, 0), (1, 1, TILE_N, HEAD_DIM), padding_mode=ZERO, latency=4)
         sums = ct.mma(weights.astype(V.dtype), v.reshape((TILE_N, HEAD_DIM)), sums * factor)
         maximum = largest
-    # <- the reciprocal as the hardware gives it, without the steps that make it exact: the rounding to 16 bits hides the difference.
+    # <- the hardware's reciprocal, without the steps that make it exact. Rounding to 16 bits hides
+    # the difference.
     out = ct.truediv(sums, denominator, flush_to_zero=True, rounding_mode=APPROX).astype(OUT.dtype)
     ct.store(OUT, (batch, head, tile, 0), out.reshape((1, 1, TILE_M, HEAD_DIM)))

@@ -1,15 +1,19 @@
-"""The steps of the attention ladder, in order, and the published figures that each stands beside."""
+"""The steps of the attention ladder in order, each with the published figures beside it."""
 
-from ...launch import Device, decide
+from collections.abc import Callable
+from typing import Any
+
+from ...launch import Device, decision_of
 from ...ops import attention as finished
 from ..ladder import Step
 from .decision import Config, Problem
 from .large_tiles import fast_math_kernel, longest_first_kernel, short_diagonal_kernel, split_loop_kernel, tuned_kernel
 from .small_tiles import basic_kernel, division_kernel, exp2_kernel, latency_kernel, transposed_kernel
 
-# What holds a tile of 256x128 without spilling: tile_m, tile_n, num_ctas, occupancy, num_worker_warps.
-# Hopper's accumulators are registers, and 256x128 of scores and as much of sums are those of two blocks of 8 warps. Data-centre Blackwell has
-# memory of its own for them. The others have neither: there small tiles are the rescue.
+# How a tile of 256x128 fits without a spill: tile_m, tile_n, num_ctas, occupancy, num_worker_warps.
+# Hopper accumulates in registers; 256x128 scores and 256x128 sums fill those of two blocks of 8
+# warps. Data-centre Blackwell accumulates in tensor memory. On other GPUs the rescue is small
+# tiles.
 _HOLDS: dict[str, tuple[int, int, int | None, int | None, int | None]] = {
     "sm_90": (256, 128, 2, None, 8),
     "sm_100": (256, 128, None, None, None),
@@ -18,7 +22,7 @@ _HOLDS: dict[str, tuple[int, int, int | None, int | None, int | None]] = {
 _SMALL = (64, 64, None, 2, None)
 
 
-def _rescued(kernel, *, short: bool = False):
+def _rescued(kernel: Any, *, short: bool = False) -> Callable[[Problem, Device], Config]:
     def config(p: Problem, device: Device) -> Config:
         tile_m, tile_n, num_ctas, occupancy, warps = _HOLDS.get(device.arch, _SMALL)
         return Config(kernel, tile_m, tile_n, tile_n // 2 if short else 0, num_ctas=num_ctas, occupancy=occupancy, num_worker_warps=warps)
@@ -27,10 +31,12 @@ def _rescued(kernel, *, short: bool = False):
 
 
 def _tuned(p: Problem, device: Device) -> Config:
-    """What `ops.attention` decides, tables included. Of a config whose blocks walk over many tiles of queries the first of the space that does not
-    is taken."""
+    """What `ops.attention` decides, tables included.
+
+    If that is persistent, the first config of the space that is not.
+    """
     same = p.for_library()
-    chosen, _ = decide(finished.space, finished.plan, same, device)
+    chosen, _ = decision_of(finished).decide(same, device)
     c = next(c for c in (chosen, *finished.space(same, device)) if not c.persistent)
     return Config(tuned_kernel, c.tile_m, c.tile_n, c.tail_n or c.tile_n, c.parts, c.latency, c.num_ctas, c.occupancy, c.num_worker_warps)
 

@@ -1,0 +1,165 @@
+"""The second half of a layer: a gated MLP, or a mixture of experts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.moe import moe_out
+from ..ops.moe_route import moe_route_out
+from ..ops.rms_norm_route import rms_norm_route_out
+from ..ops.silu_mul import silu_mul_out
+from .layers import Given, Rows, Stream, linear
+from .program import Call, Emit, StepBuffers
+from .weights import Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate(h)) * up(h)). alternating: the rows of gate and up in `gate_up` are
+    interleaved, which saves a launch; else gate's come first.
+    """
+
+    gate_up: Matrix
+    down: Matrix
+    alternating: bool = True
+    gelu_tanh: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight.nbytes + self.down.weight.nbytes
+
+    def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
+        """residual: added to the result."""
+        inter = self.down.weight.shape[1]
+        active = buffers.tensor(f"active.{inter}", buffers.tokens, inter)
+        if self.alternating:
+            yield from rows.product(f"{name}.gate_up", self.gate_up, active, silu_mul=True)
+        else:
+            both = buffers.tensor(f"gate_up.{inter}", buffers.tokens, 2 * inter)
+            yield from rows.product(f"{name}.gate_up", self.gate_up, both)
+            halves = {"gate": both[:, :inter], "up": both[:, inter:]}
+            yield Call.of(f"{name}.activation", silu_mul_out, **halves, out=active, gelu_tanh=self.gelu_tanh)
+        yield linear(f"{name}.down", active, self.down, y, residual=residual)
+
+    def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
+        """The matrices cut into experts of width `inter`: [experts, 2, inter, hidden] and [experts,
+        hidden, inter]; None if the width does not divide.
+        """
+        hidden, wide = self.down.weight.shape
+        if wide % inter or not self.alternating or self.gelu_tanh or self.gate_up.bias is not None or self.down.bias is not None:
+            return None
+        experts = wide // inter
+        gate_up = self.gate_up.weight.view(experts, inter, 2, hidden).transpose(1, 2)
+        return gate_up, self.down.weight.view(hidden, experts, inter).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Biases and activation of the experts, as in `tilewright.moe`. bias_gate_up: [experts, 2,
+    inter].
+    """
+
+    bias_gate_up: Tensor | None = None
+    bias_down: Tensor | None = None
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts, and the expert of all tokens (`shared`).
+
+    router: a row for each expert; its bias is part of the logits.
+    logits_dtype: the router's product is rounded to it before the softmax.
+    bias, sigmoid, normalize, scale, groups, top_groups: as in `tilewright.moe_route`.
+    gate_up, down, act: as in `tilewright.moe`; gate_up is [experts, 2, inter, hidden], down
+        [experts, hidden, inter].
+    first: with several ranks, the first of this rank's experts; gate_up and down hold only these.
+    """
+
+    router: Matrix
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    normalize: bool
+    logits_dtype: torch.dtype
+    scale: float = 1.0
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    groups: int = 0
+    top_groups: int = 0
+    shared: GatedMlp | None = None
+    first: int = 0
+    act: Activation = Activation()
+
+    @property
+    def weight_bytes(self) -> int:
+        shared = 0 if self.shared is None else self.shared.weight_bytes
+        return self.router.weight.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
+
+    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor) -> Emit:
+        weights = buffers.tensor("router.weights", buffers.tokens, self.top_k, dtype=torch.float32)
+        ids = buffers.tensor("router.ids", buffers.tokens, self.top_k, dtype=torch.int32)
+        choice: dict[str, Any] = {
+            "weights": weights,
+            "ids": ids,
+            "bias": self.bias,
+            "sigmoid": self.sigmoid,
+            "normalize": self.normalize,
+            "scale": self.scale,
+            "groups": self.groups,
+            "top_groups": self.top_groups,
+            "first_expert": self.first,
+        }
+        if stream.single:
+            arrived = buffers.tensor("router.arrived", buffers.tokens, dtype=torch.int32)
+            yield Call.of(
+                f"{name}.route",
+                rms_norm_route_out,
+                x=stream.x,
+                weight=stream.norm.weight,
+                router=self.router.weight,
+                router_bias=self.router.bias,
+                residual=stream.y,
+                arrived=arrived,
+                out=stream.normed,
+                new_residual=stream.total,
+                eps=stream.norm.eps,
+                weight_offset=stream.norm.weight_offset,
+                round_before_weight=stream.norm.round_before_weight,
+                **choice,
+            )
+        else:
+            logits = buffers.tensor("router", buffers.tokens, len(self.router.weight), dtype=self.logits_dtype)
+            yield stream.norm_call()
+            yield linear(f"{name}.router", stream.normed, self.router, logits)
+            yield Call.of(f"{name}.route", moe_route_out, logits=logits, **choice)
+        together = stream.single and self.shared is not None and self.shared.of_experts(self.down.shape[2])
+        if together or self.shared is None:
+            yield self._experts(name, stream.normed, weights, ids, together or (None, None), y)
+        else:
+            routed = buffers.tensor("routed", *y.shape)
+            yield self._experts(name, stream.normed, weights, ids, (None, None), routed)
+            yield from self.shared.calls(f"{name}.shared", buffers, Given(stream.normed), y, residual=routed)
+
+    def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
+        return Call.of(
+            f"{name}.experts",
+            moe_out,
+            x=h,
+            gate_up=self.gate_up,
+            down=self.down,
+            weights=weights,
+            ids=ids.view(-1),
+            bias_gate_up=self.act.bias_gate_up,
+            bias_down=self.act.bias_down,
+            alpha=self.act.alpha,
+            limit=self.act.limit,
+            up_offset=self.act.up_offset,
+            shared_gate_up=shared[0],
+            shared_down=shared[1],
+            out=y,
+        )
