@@ -1,18 +1,18 @@
-"""What the loops of test_ops.py do not see of `argmax`: ties, NaN, infinities, layouts, messages."""
+"""Tests special to `argmax`: ties, NaN, infinities, layouts, messages."""
 
 import pytest
 import torch
+from configs import forced_each
 
 from tilewright import argmax
-from tilewright.launch import Device, counted, forced_config
+from tilewright.launch import Device, counted
 from tilewright.ops import argmax as op
 
 
 def every_config(x):
-    for name in ("CPU", "H200"):
-        for config in op.space(op.Problem(*x.shape, x.dtype), Device.named(name)):
-            with forced_config(op.plan, config):
-                yield config, argmax(x)
+    problem = op.Problem(*x.shape, x.dtype)
+    for config in forced_each(op, [c for name in ("CPU", "H200") for c in op.space(problem, Device.named(name))]):
+        yield config, argmax(x)
 
 
 @pytest.mark.parametrize("cols", [70, 9000, 16_384])
@@ -47,8 +47,8 @@ def test_a_row_of_a_vocabulary_fills_the_gpu():
         device = Device.named(name)
         for rows in (1, 4, 64):
             problem = op.Problem(rows, 151_936, torch.bfloat16)
-            grid = op.plan(problem, op.space(problem, device)[0], device).grid
-            assert grid[0] * grid[1] >= device.sms, (name, rows, grid)
+            launch = op.plan(problem, op.space(problem, device)[0], device)[0]
+            assert launch.grid[0] * launch.grid[1] * launch.num_worker_warps >= 4 * device.sms, (name, rows, launch)
 
 
 def test_layouts():

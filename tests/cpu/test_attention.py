@@ -1,9 +1,10 @@
-"""What the generic loops over cases do not say about `attention`: masks against an independent definition, and its traps."""
+"""Tests special to `attention`: masks against an independent definition, and its traps."""
 
 import math
 
 import pytest
 import torch
+from tensors import int32, randn
 
 from tilewright import interpret
 from tilewright.launch import Device, counted, forced_config
@@ -13,23 +14,13 @@ from tilewright.testing import assert_accurate, embed
 HEAD_DIM = 32
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(7)
-    with torch.inference_mode():
-        yield
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(dtype)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def by_the_mask(q, k, v, seen):
-    """Softmax attention under a boolean mask [batch, q_len, kv_len], in float64, written without our reference."""
+    """Softmax attention under a boolean mask [batch, q_len, kv_len], in float64, written without
+    our reference.
+    """
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double().nan_to_num(0.0) for x in (q, k, v))
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k.repeat_interleave(group, 1)) / math.sqrt(q.shape[-1])
@@ -61,6 +52,26 @@ def test_masks_are_those_of_the_definition(q_len, kv_len, window, causal):
         out, lse = function(q, k, v, **options)
         torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [16, 17, 2**31 - 17, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("q_len", [5, 64])
+def test_a_window_as_long_as_the_keys_is_none(q_len, causal, window):
+    """Trap: the window plus a key's place, in 32 bits."""
+    q, k, v = randn(1, 2, q_len, HEAD_DIM), randn(1, 1, 16, HEAD_DIM), randn(1, 1, 16, HEAD_DIM)
+    assert torch.equal(attention(q, k, v, causal=causal, window=window), attention(q, k, v, causal=causal))
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    options = {"causal": causal, "cu_seqlens_q": int32(0, 2, q_len), "cu_seqlens_kv": int32(0, 2, 16)}
+    assert torch.equal(attention(q, k, v, window=window, **options), attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("shape", [(70_000, 1), (1, 70_000)])
+def test_batches_and_heads_beyond_the_grid_are_refused(shape):
+    x = torch.zeros(*shape, 1, 16)
+    with counted() as counts, pytest.raises(ValueError, match=r"grid of attention_kernel must be at most .* got \(1, .*70000"):
+        attention(x, x, x)
+    assert not counts
 
 
 def test_lse_is_the_natural_log_of_the_denominator_in_every_row():
@@ -145,7 +156,9 @@ def test_packed_sequences_are_the_same_bits_as_each_alone():
 @pytest.mark.parametrize("lengths", [[1] * 9 + [70, 0, 0, 16, 0, 1, 33] + [0] * 20, [0, 0, 5], [40], [0, 0], [16, 32, 16, 0, 48]])
 @pytest.mark.parametrize("before", [0, 37])
 def test_every_row_of_packed_sequences_has_its_tile_and_rows_of_none_are_left_alone(lengths, before):
-    """Empty sequences anywhere, rows before the first sequence and behind the last one, as a captured batch has them."""
+    """Empty sequences anywhere, and rows before the first and after the last one, as in a captured
+    batch.
+    """
     total = before + sum(lengths) + 20
     offsets = int32(*(before + sum(lengths[:i]) for i in range(len(lengths) + 1)))
     q, k, v = (randn(total, 1, HEAD_DIM) for _ in range(3))
@@ -161,7 +174,10 @@ def test_every_row_of_packed_sequences_has_its_tile_and_rows_of_none_are_left_al
 
 @pytest.mark.parametrize("varlen", [True, False])
 def test_rows_beyond_two_to_the_31_elements_are_found(varlen):
-    """Trap: a sequence's first row times its stride, in 32 bits. Of these 5 GB only the rows are touched."""
+    """Trap: a sequence's first row times its stride overflows 32 bits.
+
+    Only these rows of the 5 GB are touched.
+    """
     x = torch.empty(40 << 26, dtype=torch.float16).as_strided((40, 1, HEAD_DIM), (1 << 26, HEAD_DIM, 1))
     x.copy_(randn(40, 1, HEAD_DIM))
 
@@ -178,7 +194,7 @@ def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence()
     device = Device.named("H200")
     server = Problem(1024, 32, 8, 8192, 60_000, 128, torch.bfloat16, varlen=True, longest=8192)
     (config, *_) = space(server, device)
-    assert plan(server, config, device).grid == (8192 // config.tile_m + 1024, 32)
+    assert plan(server, config, device)[0].grid == (8192 // config.tile_m + 1024, 32)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -186,7 +202,8 @@ def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence()
 def test_blocks_that_walk_come_to_every_tile_once(blocks, causal):
     q, k, v = (randn(3, 2, 40, HEAD_DIM) for _ in range(3))
     walking = Config(16, 32, persistent=True, occupancy=blocks, num_ctas=Device.named("CPU").sms)
-    (grid,) = plan(Problem(3, 2, 2, 40, 40, HEAD_DIM, torch.float32, causal), walking, Device.named("CPU")).grid
+    (launch,) = plan(Problem(3, 2, 2, 40, 40, HEAD_DIM, torch.float32, causal), walking, Device.named("CPU"))
+    (grid,) = launch.grid
     assert grid == min(18, blocks - blocks % 3 if causal and blocks >= 3 else blocks)
     with interpret.checking(races=True):
         found = forced(walking, q, k, v, causal=causal)
@@ -246,12 +263,13 @@ def test_single_precision_stays_single_in_the_gpus_products():
 
 
 def test_a_length_of_the_moment_is_no_part_of_a_kernel():
-    """Plans for lengths that differ by one differ in their grid alone, so nothing new is compiled."""
+    """Plans for lengths that differ by one differ only in the grid, so nothing new is compiled."""
     device = Device.named("H200")
 
     def constants(kv_len: int) -> tuple:
         p = Problem(1, 8, 8, 100, kv_len, 128, torch.bfloat16, has_len=True)
-        return plan(p, space(p, device)[0], device).constants
+        (launch,) = plan(p, space(p, device)[0], device)
+        return tuple(launch.constants.items())
 
     assert len({constants(n) for n in range(1000, 1030)}) == 1
 
@@ -338,7 +356,7 @@ def test_softcap_bends_scaled_scores_before_the_mask():
 
     found = attention(q, k, v, softcap=2.0).double()
     torch.testing.assert_close(found, output((2 * torch.tanh(scores / 2)).masked_fill(hidden, -torch.inf)), rtol=1e-5, atol=1e-5)
-    # The naive order bends -inf to -2, and every hidden key is seen.
+    # If softcap came after the mask, it would turn -inf into -2 and show every hidden key.
     naive = output(2 * torch.tanh(scores.masked_fill(hidden, -torch.inf) / 2))
     assert (found - naive).abs().max() > 0.05
 
@@ -351,7 +369,7 @@ def test_a_sink_is_in_the_denominator_once_and_not_in_lse():
         found, lse = forced(config, q, k, v, sinks=sinks, return_lse=True)
         torch.testing.assert_close(lse, plain_lse, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found, plain * torch.sigmoid(plain_lse - sinks[:, None])[..., None], rtol=1e-5, atol=1e-6)
-    # Once for each step of keys, or in base 2, it would be another number.
+    # Counted once for each step of keys, or in base 2, the sink would give another result.
     assert (found - plain * torch.sigmoid(plain_lse - sinks[:, None] * math.log2(math.e))[..., None]).abs().max() > 0.01
 
 
@@ -414,7 +432,9 @@ def test_values_of_8_bits_may_lie_either_way():
 
 
 def test_weights_of_8_bits_reach_far_below_the_largest():
-    """One key a thousand times as heavy as each of a thousand others: e4m3 has no number as small as their weights."""
+    """One key weighs a thousand times as much as each of a thousand others. e4m3 cannot hold
+    weights that small.
+    """
     n = 1024
     q, k = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, n, 32)
     q[..., 0], k[:, :, 0, 0] = 1.0, 1.0

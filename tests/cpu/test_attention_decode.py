@@ -1,31 +1,20 @@
-"""What the generic loops over cases do not say about `attention_decode`: splits, pages, lengths on the device, and the traps."""
+"""Tests special to `attention_decode`: splits, pages, lengths on the device, and the traps."""
 
 import math
 
 import pytest
 import torch
+from tensors import int32, randn
 
 from tilewright import interpret
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention import attention
-from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference, space
+from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference
 
 HEAD_DIM = 32
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(11)
-    with torch.inference_mode():
-        yield
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(dtype)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def forced(config, *args, **options):
@@ -37,7 +26,7 @@ def forced(config, *args, **options):
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"kv_start": (0, 5, 90)}, {"window": 1, "kv_start": (70, 0, 3)}])
 def test_any_number_of_ranges_gives_the_same_answer(splits, keys_first, options):
-    """Also more ranges than tiles, and ranges that the length leaves empty."""
+    """Also more splits than tiles, and splits that the length leaves empty."""
     q, k, v = randn(3, 6, 1, HEAD_DIM), randn(3, 2, 200, HEAD_DIM), randn(3, 2, 200, HEAD_DIM)
     kv_len = int32(200, 33, 91)
     options = {name: int32(*value) if isinstance(value, tuple) else value for name, value in options.items()}
@@ -45,6 +34,25 @@ def test_any_number_of_ranges_gives_the_same_answer(splits, keys_first, options)
     expected = reference(q, k, v, kv_len, return_lse=True, **options)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [16, 2**31 - 17, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("options", [{}, {"kv_start": (0, 3)}])
+def test_a_window_as_long_as_the_cache_is_none(options, window):
+    """Trap: the end of the keys minus the window, in 32 bits."""
+    q, k, v = randn(2, 2, 3, HEAD_DIM), randn(2, 1, 16, HEAD_DIM), randn(2, 1, 16, HEAD_DIM)
+    options = {name: int32(*value) for name, value in options.items()}
+    assert torch.equal(attention_decode(q, k, v, int32(16, 1), window=window, **options), attention_decode(q, k, v, int32(16, 1), **options))
+    pages, table = k.transpose(0, 1).reshape(2, 1, 16, HEAD_DIM), int32(0, 1)[:, None]
+    found = attention_decode(q, pages, None, int32(16, 5), block_table=table, window=window)
+    assert torch.equal(found, attention_decode(q, pages, None, int32(16, 5), block_table=table))
+
+
+def test_a_batch_beyond_the_grid_is_refused():
+    q = torch.zeros(70_000, 1, 1, 16)
+    with counted() as counts, pytest.raises(ValueError, match=r"grid of attention_decode_kernel must be at most .* got \(.*70000\)"):
+        attention_decode(q, q, q)
+    assert not counts
 
 
 def test_it_is_the_last_row_of_prefill():
@@ -93,7 +101,10 @@ ONE_LOOP = {"sliced": True}
 @pytest.mark.parametrize(("tile_n", "option"), [(16, {}), (64, {}), (16, ONE_LOOP), (64, ONE_LOOP), (16, ONE_LOOP | {"paired": True})])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 def test_pages_are_the_contiguous_cache(page_size, tile_n, option):
-    """Tiles that are part of a page, and tiles of several; unused pages poisoned, unused entries out of range."""
+    """Tiles within a page and tiles over several pages.
+
+    Unused pages are poisoned, unused entries out of range.
+    """
     batch, max_len = 3, 256
     q, k, v = randn(batch, 4, 1, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM), randn(batch, 2, max_len, HEAD_DIM)
     end = int32(256, 1, 100)
@@ -122,9 +133,9 @@ IN_ONE_LOOP.append(Config(16, 1, parts=2, late=True, sliced=True))
 @pytest.mark.parametrize("page_size", [0, 32, 64])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_view_of_the_sequence_begins_and_ends_with_it(q_len, page_size, config):
-    """Ends on borders of tiles and pages, and beside them; empty sequences; more ranges than tiles; everything else NaN.
+    """Ends at and beside borders of tiles and pages; empty sequences; more splits than tiles.
 
-    Without pages, also beginnings.
+    Everything else is NaN. Without pages, also starts.
     """
     ends, starts, max_len = (0, 1, 31, 32, 64, 65, 128), (0, 1, 30, 32, 16, 63, 17), 128
     q, keys = randn(7, 3, q_len, 48), randn(7, 1, max_len, 48)
@@ -145,7 +156,10 @@ def test_a_view_of_the_sequence_begins_and_ends_with_it(q_len, page_size, config
 
 @pytest.mark.parametrize("given", [{"window": 3}, {"kv_start": int32(36)}])
 def test_rows_beyond_two_to_the_31_elements_are_found(given):
-    """Trap: a sequence's first row times its stride, in 32 bits. Of these 5 GB only the rows are touched."""
+    """Trap: a sequence's first row times its stride overflows 32 bits.
+
+    Only these rows of the 5 GB are touched.
+    """
     k = torch.empty(40 << 26, dtype=torch.float16).as_strided((1, 1, 40, HEAD_DIM), (HEAD_DIM, HEAD_DIM, 1 << 26, 1))
     k.copy_(randn(1, 1, 40, HEAD_DIM))
     q = randn(1, 2, 1, HEAD_DIM).half()
@@ -184,24 +198,24 @@ def test_lengths_and_caches_may_be_strided():
 
 
 def test_a_growing_cache_keeps_its_plan():
-    """256 decode steps against a cache that grows by a key each: nothing but the cache's own shape changes."""
+    """256 decode steps with a cache that grows by a key each: only the cache's shape changes."""
     device = Device.named("H200")
     plans = set()
     for n in range(600, 856):
         q, cache = torch.empty(4, 32, 1, 128, device="meta"), torch.empty(4, 8, n, 128, device="meta")
         with traced(device) as launches:
             attention_decode(q, cache, cache)
-        plans.add(tuple(launch.plan for launch in launches))
+        plans.add(tuple(launch.launch for launch in launches))
     assert len(plans) == 1
 
 
-def test_only_a_split_plan_has_a_merge_and_workspace():
+def test_only_split_ranges_have_a_merge_and_scratch():
     p = Problem(2, 8, 2, 1024, 64, torch.bfloat16)
     one, many = (plan(p, Config(64, splits), Device.named("H200")) for splits in (1, 5))
-    assert one.then is None
-    assert one.workspace == ()
-    assert many.then.name == "attention_decode_merge_kernel"
-    assert [dtype for _, dtype in many.workspace] == [torch.float32]  # partials keep fp32
+    assert [launch.name for launch in one] == ["attention_decode_kernel"]
+    assert not one[0].scratch
+    assert [launch.name for launch in many] == ["attention_decode_kernel", "attention_decode_merge_kernel"]
+    assert [dtype for _, dtype in many[0].scratch.values()] == [torch.float32]  # partials keep fp32
 
 
 def test_an_empty_batch_or_cache_launches_nothing():
@@ -221,7 +235,10 @@ MANY += [Config(16, 2, late=True, sliced=True, paired=True), Config(16, 1, True,
 
 
 def expected_rows(q, k, v, end, *, start=None, window=None, sinks=None):
-    """Row by row in float64: token t of q_len sees the keys up to end - q_len + t; out, and the lse without the sink."""
+    """out and lse (without the sink), row by row in float64.
+
+    Token t of q_len sees the keys up to end - q_len + t.
+    """
     batch, q_heads, q_len, head_dim = q.shape
     out, lse = torch.zeros(batch, q_heads, q_len, v.shape[-1]).double(), torch.full((batch, q_heads, q_len), -torch.inf).double()
     for b in range(batch):
@@ -247,7 +264,10 @@ def close(found, expected):
 @pytest.mark.parametrize("config", MANY)
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 31}, {"kv_start": (0, 20, 3)}])  # 31: the tokens' first keys are in two tiles
 def test_tokens_see_up_to_themselves_counted_from_the_end(config, options):
-    """Lower-right causal, every row's lse; the upper-left mask of SDPA's is_causal would hide all but the first keys."""
+    """Causal from the lower right.
+
+    SDPA's is_causal masks from the upper left and would hide all but the first keys.
+    """
     q, k, v = randn(3, 6, 3, HEAD_DIM), randn(3, 2, 80, HEAD_DIM), randn(3, 2, 80, HEAD_DIM)
     end = int32(80, 21, 2)  # the last has fewer keys than tokens
     start = options.get("kv_start")
@@ -266,7 +286,7 @@ def test_any_number_of_heads_fills_tiles_of_rows(q_heads, config):
 
 @pytest.mark.parametrize("config", MANY)
 def test_a_sink_counts_once_and_in_the_natural_scaled_domain(config):
-    """Not once a range of keys, not in base 2, and not in the lse."""
+    """Not once for each split, not in base 2, and not in the lse."""
     q, k, v = randn(2, 6, 2, HEAD_DIM), randn(2, 2, 90, HEAD_DIM), randn(2, 2, 90, HEAD_DIM)
     end, sinks = int32(90, 40), torch.tensor([0.0, 5.0, -3.0, 9.0, 2.0, 30.0])
     close(forced(config, q, k, v, end, sinks=sinks, return_lse=True), expected_rows(q, k, v, end, sinks=sinks))
@@ -274,7 +294,7 @@ def test_a_sink_counts_once_and_in_the_natural_scaled_domain(config):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_sink_may_be_any_number(splits):
-    """exp(sink - max) overflows where the sink is far above the scores."""
+    """exp(sink - max) overflows if the sink is far above the scores."""
     q, k, v = randn(2, 4, 1, HEAD_DIM), randn(2, 2, 50, HEAD_DIM), randn(2, 2, 50, HEAD_DIM)
     end, sinks = int32(50, 0), torch.tensor([math.inf, -math.inf, 1e4, -1e4])
     plain, lse = forced(Config(16, splits), q, k, v, end, return_lse=True)
@@ -296,7 +316,10 @@ def test_scores_and_sink_may_both_lie_beyond_the_range_of_exp(splits):
 
 @pytest.mark.parametrize("config", MANY)
 def test_states_of_two_scopes_merge_under_one_sink(config):
-    """As DeepSeek-V4 has it: exp(sink) joins the denominator of both; weighing one scope by it is another function."""
+    """As in DeepSeek-V4: exp(sink) joins the denominator over both scopes.
+
+    Weighing one scope with it is another function.
+    """
     q, k, v = randn(2, 4, 1, HEAD_DIM), randn(2, 1, 60, HEAD_DIM), randn(2, 1, 60, HEAD_DIM)
     sinks, lengths = randn(4), int32(60, 60)
     parts = [forced(config, q, k[:, :, a:b], v[:, :, a:b], normalize=False) for a, b in ((0, 20), (20, 60))]
@@ -326,7 +349,9 @@ def test_a_state_with_no_key_is_zero_and_minus_infinity(config):
 @pytest.mark.parametrize("config", MANY)
 @pytest.mark.parametrize("v_dim", [None, 16])
 def test_values_may_be_the_first_columns_of_the_keys(config, v_dim):
-    """Also where memory beyond the keys is NaN: one tile serves both products, and 0 * NaN is NaN."""
+    """Also where memory beyond the keys is NaN: one tile serves both products, and 0 * NaN is
+    NaN.
+    """
     q, k = randn(3, 6, 2, HEAD_DIM + 16), randn(3, 2, 70, HEAD_DIM + 16)
     end = int32(70, 33, 1)
     for b in range(3):
@@ -339,21 +364,24 @@ def test_values_may_be_the_first_columns_of_the_keys(config, v_dim):
 
 
 def test_few_keys_in_a_large_cache_are_spread_and_empty_ranges_add_nothing():
-    """As many ranges as the capacity has tiles, of which the length fills two; every column of the result comes from one block of the merge."""
+    """As many splits as the capacity has tiles; the length fills two of them.
+
+    One block of the merge computes a column of the result.
+    """
     q, k = randn(1, 3, 1, 96), randn(1, 1, 640, 96)
     k[:, :, 20:] = torch.nan
     end = int32(20)
     close(forced(Config(16, 40, True, late=True), q, k, None, end, return_lse=True), expected_rows(q, k, k.nan_to_num(), end))
     wide = Problem(1, 16, 1, 4096, 512, torch.bfloat16, shared=True)
-    chosen = plan(wide, space(wide, Device.named("H200"))[0], Device.named("H200"))
-    assert chosen.grid == (64, 1, 1)
-    assert chosen.then.grid == (16 * 8, 1, 1)
+    ranges, merge = plan(wide, Config(64, 64), Device.named("H200"))
+    assert ranges.grid == (64, 1, 1)
+    assert merge.grid == (16 * 8, 1, 1)
 
 
 def test_a_block_per_head_is_a_config():
-    """The other way to lay out many heads over one key head: each block reads all keys for one head."""
+    """Another layout for many heads over one key head: each block reads all keys for one head."""
     p = Problem(4, 64, 1, 640, 512, torch.bfloat16, shared=True)
-    packed, apart = (plan(p, Config(64, 1, heads=heads), Device.named("H200")) for heads in (0, 1))
+    (packed,), (apart,) = (plan(p, Config(64, 1, heads=heads), Device.named("H200")) for heads in (0, 1))
     assert (packed.grid, apart.grid) == ((1, 1, 4), (64, 1, 4))
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark says without a GPU to say it on: peers, suites, published figures, clocks, rows."""
+"""The benchmark without a GPU: peers, suites, published figures, clocks, rows."""
 
 import gc
 import importlib
@@ -9,29 +9,35 @@ import threading
 import time
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
 
-from tilewright.bench import command, flashinfer_calls, libraries, library_calls, measure, suites, timer
+from tilewright.bench import command, flashinfer_calls, libraries, library_calls, measure, timer
 from tilewright.bench.ceilings import Ceilings
 from tilewright.bench.command import _Run, bench_command
 from tilewright.bench.libraries import backend_of, library_peers, strays
+from tilewright.bench.measure import Setup
 from tilewright.bench.meter import Meter, Sample, parse_smi, summarised
 from tilewright.bench.published import beside, best_row, figures
-from tilewright.bench.suites import Table, formatted, llm, playbook, seeds
+from tilewright.bench.report import Measured, make_row
+from tilewright.bench.stopwatch import Stopwatch, told, total
+from tilewright.bench.suites import Table, formatted, playbook, seeds
 from tilewright.bench.timer import Timing, input_sets
+from tilewright.engine.problems import of_all
 from tilewright.launch import Device
 from tilewright.ops import attention, attention_decode, bmm, layer_norm, matmul, merge_states, mla, mla_decode, rms_norm, rope, silu_mul, softmax
-from tilewright.ops.scaling import Scaling
+from tilewright.ops.common.scaling import Scaling
 from tilewright.testing import op_name
 
 H200 = Device.named("H200")
 CEILINGS = Ceilings(copy_gbs=4200.0, read_gbs=4600.0, tflops=780.0, launch_us=1.0)
+SETUP = Setup(torch.device("cpu"), CEILINGS)
 
 
-# ------------------------------------------------------------------------------------------------ clocks and power
+# --------------------------------------------------------------------------------- clocks and power
 def test_clocks_are_sampled_while_the_case_runs():
     readings = iter([(1980.0, 3201.0, 300.0), (1755.0, 3201.0, 500.0)])
     started, read = threading.Event(), threading.Event()
@@ -65,9 +71,9 @@ def test_what_a_driver_hides_is_left_out():
             parse_smi(text)
 
 
-# ------------------------------------------------------------------------------------------------ peers
+# -------------------------------------------------------------------------------------------- peers
 class Recorder:
-    """Stands for a library and for whatever it returns; notes what is called and how."""
+    """A stand-in for a library and all that it returns. It records every call."""
 
     def __init__(self, path, noted):
         self._path, self._noted = path, noted
@@ -87,7 +93,9 @@ class Recorder:
 
 
 def bound(path, args, kwargs):
-    """Whether what was called exists in the library, and takes these arguments; False for what is called of a result."""
+    """Whether the called function exists in the library and takes these arguments; False for calls
+    on a result.
+    """
     found = importlib.import_module(path[0])
     for name in path[1:]:
         if name != "()":
@@ -100,7 +108,7 @@ def bound(path, args, kwargs):
     signature = inspect.signature(found)
     signature.bind(*([None] if method else []), *args, **{name: value for name, value in kwargs.items() if name != "backend"})
     named = {p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
-    # What softmax and rms_norm of TileGym's cuTile kernels have of their own goes through as any option.
+    # TileGym's softmax and rms_norm pass options of their cuTile kernels as **kwargs.
     assert set(kwargs) <= named | {"backend", "use_chunked", "offset"} | set(FLASHINFER_PLAN), (path, set(kwargs) - named)
     return True
 
@@ -137,7 +145,7 @@ PROBLEMS = {
 
 
 def noted_calls(monkeypatch, library, op):
-    """What an entry calls, over the op's problems that it takes."""
+    """The calls of a peer's entry, over the problems of the op that it takes."""
     call, applies = libraries._CALLS[library, op]
     noted = []
     for file in (library_calls, flashinfer_calls):
@@ -250,10 +258,12 @@ def test_a_result_that_is_not_ours_is_told():
     assert "float16" in strays([a], [a.half()])
 
 
-# ------------------------------------------------------------------------------------------------ one case
+# ----------------------------------------------------------------------------------------- one case
 @pytest.fixture
 def made_up(monkeypatch):
-    """Peers of softmax: torch, a library that computes something else, one that raises; times of 1, 2, 3.. us."""
+    """Peers of softmax: torch, a library that computes something else, one that raises; times of 1,
+    2, 3.. us.
+    """
     peer = libraries.Peer
 
     def broken(x):
@@ -276,7 +286,7 @@ def made_up(monkeypatch):
 def test_a_case_is_timed_cold_and_warm_beside_those_that_compute_the_same(made_up):
     problem = softmax.Problem(33, 70, torch.float32)
     with torch.inference_mode():
-        row = measure.measure_case(softmax, problem, torch.device("cpu"), CEILINGS)
+        row = measure.measure_case(softmax, problem, SETUP)
     assert [names for names, _ in made_up] == [["ours", "torch.eager"]] * 2
     assert made_up[0][1] > made_up[1][1] == 1
     assert row.peers == {"torch.eager": 2.0}
@@ -285,12 +295,36 @@ def test_a_case_is_timed_cold_and_warm_beside_those_that_compute_the_same(made_u
     assert row.backends == {"torch.eager": f"torch {torch.__version__}"}
     assert row.absent["quack"] == "NotImplementedError: not on this GPU"
     assert "computes something else" in row.absent["tilegym"]
-    assert row.source == "default"
-    assert row.config == str(softmax.space(problem, Device.named("CPU"))[0])
+    configs = softmax.space(problem, Device.named("CPU"))
+    assert (row.source, row.config) == (configs.source, str(configs[0]))
     assert json.loads(row.json())["problem"] == {"rows": 33, "cols": 70, "dtype": "float32"}
+    phases = ["check", "inputs", "first call of torch.eager", "first call of tilegym", "first call of quack", "timing", "timing in L2"]
+    assert list(row.took_s) == phases
     line = row.line()
     for part in ("launch floor 1.0 us", "warm L2 1.0 us", "torch.eager 2.00x", "tilegym failed"):
         assert part in line
+
+
+def test_without_warm_or_peers_a_case_is_only_timed_cold(made_up):
+    with torch.inference_mode():
+        row = measure.measure_case(softmax, softmax.Problem(33, 70, torch.float32), replace(SETUP, peers=False, warm=False))
+    assert [names for names, _ in made_up] == [["ours"]]
+    assert (row.peers, row.absent, row.warm_us, row.peer_warm_us) == ({}, {}, None, {})
+    assert list(row.took_s) == ["check", "inputs", "timing"]
+
+
+def test_a_run_tells_where_its_seconds_went(monkeypatch):
+    now = iter([0.0, 1.0, 1.0, 3.5, 4.0, 5.0])
+    monkeypatch.setattr("tilewright.bench.stopwatch.time.perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    with watch.phase("check"):
+        pass
+    with watch.phase("timing"):
+        pass
+    with pytest.raises(AssertionError), watch.phase("check"):
+        raise AssertionError("counted all the same")
+    assert watch.seconds == {"check": 2.0, "timing": 2.5}
+    assert told(total([watch.seconds, {"check": 1.0}]), 10.0) == "took 10.0 s: check 3.0, timing 2.5, other 4.5"
 
 
 def test_a_wrong_kernel_prints_no_number(monkeypatch, capsys):
@@ -298,7 +332,7 @@ def test_a_wrong_kernel_prints_no_number(monkeypatch, capsys):
         raise AssertionError("worst element is off")
 
     monkeypatch.setattr(command, "measure_case", wrong)
-    run = _Run(Console(width=200), torch.device("cpu"), CEILINGS, Meter(None), True, False, None, "")
+    run = _Run(Console(width=200), SETUP, False, None, "")
     assert run.one(softmax, softmax.Problem(3, 4, torch.float32)) is None
     assert run.wrong == 1
     out = capsys.readouterr().out
@@ -309,13 +343,13 @@ def test_a_wrong_kernel_prints_no_number(monkeypatch, capsys):
 def test_a_wrong_kernel_is_never_timed(monkeypatch, made_up):
     monkeypatch.setattr(softmax, "softmax", lambda x: torch.softmax(x.double() * 1.01, -1).to(x.dtype))
     with pytest.raises(AssertionError):
-        measure.measure_case(softmax, softmax.Problem(33, 70, torch.float32), torch.device("cpu"), CEILINGS)
+        measure.measure_case(softmax, softmax.Problem(33, 70, torch.float32), SETUP)
     assert made_up == []
 
 
-# ------------------------------------------------------------------------------------------------ suites
+# ------------------------------------------------------------------------------------------- suites
 def test_an_unknown_suite_names_the_known():
-    with pytest.raises(ValueError, match="--suite must be one of playbook, llm, seeds, decode, got 'all'"):
+    with pytest.raises(ValueError, match="--suite must be one of playbook, seeds, got 'all'"):
         bench_command(suite="all")
 
 
@@ -323,7 +357,7 @@ def test_every_suite_is_made_of_problems_that_an_h200_can_run():
     for table in playbook():
         for _, op, problem in table.problems():
             assert op.space(problem, H200), problem
-    tasks = [*seeds(), *llm(H200)]
+    tasks = [*seeds(), *of_all(H200)]
     assert len(tasks) > 300
     assert all(op.space(problem, H200) for op, problem in tasks)
     matrix = {"attention", "mla", "mla_decode", "matmul", "bmm", "grouped_gemm", "rms_norm", "rope", "silu_mul", "softmax", "dropout"}
@@ -344,13 +378,11 @@ def test_a_table_prints_as_the_playbook_does():
 
 def test_a_playbook_run_prints_tables_and_what_is_not_built(monkeypatch, capsys):
     def timed(op, problem, *args, **kwargs):
-        return measure.make_row(
-            op=op_name(op), problem=problem, gpu="H200", time_us=10.0, spread_us=0.1, written_bytes=1, peer_us={"cudnn": 5.0}, absent={},
-            config=None, source="default", found=[], ceilings=CEILINGS, clocks="", warm_us=None, peer_warm_us={}, backends={},
-        )  # fmt: skip
+        times = {"ours": Timing(10.0, 0.1), "cudnn": Timing(5.0, 0.1)}
+        return make_row(op_name(op), problem, "H200", CEILINGS, Measured(times, took_s={"check": 0.25}))
 
     monkeypatch.setattr(command, "measure_case", timed)
-    run = _Run(Console(width=300), torch.device("cpu"), CEILINGS, Meter(None), True, False, None, "")
+    run = _Run(Console(width=300), SETUP, False, None, "")
     first = playbook()[0]
     run.table(first)
     out = capsys.readouterr().out
@@ -361,7 +393,7 @@ def test_a_playbook_run_prints_tables_and_what_is_not_built(monkeypatch, capsys)
     assert "mla-TFLOPS: not built (no op no_such_op)" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------ published figures
+# -------------------------------------------------------------------------------- published figures
 def test_published_figures_are_complete_and_name_their_machine():
     found = figures()
     assert {f.document for f in found} == {"attention-tuning-blog.md", "cutile-playbook.md", "gb10-megakernel-pr.md", "gemm-note.md"}
@@ -398,13 +430,13 @@ def test_rows_of_the_same_problem_stand_beside_published_figures():
 
 def test_the_suites_are_cheap_to_list():
     start = time.process_time()
-    suites.llm(H200)
+    of_all(H200)
     assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(("host_us", "gives_up"), [([5000.0, 6.0], False), ([5000.0, 5000.0], True)], ids=["held up once", "a loser"])
 def test_a_config_that_the_host_held_up_is_timed_all_the_same(monkeypatch, host_us, gives_up):
-    """Beside 15 compilers 1 eager call in 150 waits for the host; two in turn do not."""
+    """With 15 compilers running, 1 eager call in 150 waits for the host; two in turn do not."""
     graph = types.SimpleNamespace(replay=lambda: None)
     measured = iter([*host_us, 60.0, 60.0, 60.0])
     monkeypatch.setattr(timer.torch.cuda, "synchronize", lambda: None)

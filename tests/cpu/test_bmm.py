@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `bmm`: layouts, broadcasting, scales, messages."""
+"""Tests special to `bmm`: layouts, broadcasting, scales, messages."""
 
 from itertools import product
 
@@ -9,7 +9,7 @@ from tilewright import bmm
 from tilewright.launch import Device, counted
 from tilewright.ops import bmm as op
 from tilewright.ops.bmm import Config, Problem
-from tilewright.ops.scaling import Scaling, dequantize, empty_scales, random_scales, scale_shapes, scaling_of
+from tilewright.ops.common.scaling import Scaling, dequantize, empty_scales, random_scales, scale_shapes, scaling_of
 from tilewright.testing import check_op
 
 CPU = torch.device("cpu")
@@ -17,25 +17,22 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KINDS = (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK)
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize(("trans_a", "trans_b"), list(product((False, True), repeat=2)))
-@pytest.mark.parametrize(("persistent", "weights_first"), [(False, False), (True, False), (False, True)])
-def test_every_layout_and_broadcast(trans_a, trans_b, persistent, weights_first):
+@pytest.mark.parametrize(("persistent", "swap_ab"), [(False, False), (True, False), (False, True)])
+def test_every_layout_and_broadcast(trans_a, trans_b, persistent, swap_ab):
     for one_a, one_b in ((False, False), (True, False), (False, True)):
         problem = Problem(3, 37, 45, 52, BF16, trans_a, trans_b, one_a, one_b)
-        check_op(op, problem, CPU, Config(16, 32, 32, group=2, weights_first=weights_first, persistent=persistent))
+        check_op(op, problem, CPU, Config(16, 32, 32, group=2, swap_ab=swap_ab, persistent=persistent))
 
 
 @pytest.mark.parametrize("scaling", KINDS)
 @pytest.mark.parametrize(("tile_n", "tile_k"), [(32, 128), (128, 32), (256, 128), (64, 64)])
 def test_tiles_narrower_and_wider_than_a_block_of_scales(scaling, tile_n, tile_k):
-    for weights_first in (False, True):
-        check_op(op, Problem(2, 19, 300, 290, E4M3, trans_b=True, scaling=scaling), CPU, Config(16, tile_n, tile_k, weights_first=weights_first))
+    for swap_ab in (False, True):
+        check_op(op, Problem(2, 19, 300, 290, E4M3, trans_b=True, scaling=scaling), CPU, Config(16, tile_n, tile_k, swap_ab=swap_ab))
 
 
 def scaled_inputs(scaling, batch=2, m=20, n=150, k=300):
@@ -46,7 +43,7 @@ def scaled_inputs(scaling, batch=2, m=20, n=150, k=300):
 
 @pytest.mark.parametrize("scaling", KINDS)
 def test_scales_of_any_value(scaling):
-    """Negative, zero and NaN scales do what multiplying by them does."""
+    """Negative, zero and NaN scales act like a multiplication."""
     a, b, scale_a, scale_b = scaled_inputs(scaling)
     scale_a[0] = 0.0
     scale_b.neg_()
@@ -95,7 +92,10 @@ def test_empty_and_k_0():
 
 
 def test_the_default_keeps_the_tensor_cores_fed():
-    """Tiles of 128x128 and more where there is a round of them; never a plan that leaves most SMs without a tile when there are enough."""
+    """Tiles of 128x128 and more if they fill a wave.
+
+    No plan leaves most SMs without a tile if there are enough tiles.
+    """
     device = Device.named("H200")
     for batch, n in product((8, 32, 256), (512, 1024, 2048, 4096)):
         problem = Problem(batch, n, n, n)
@@ -137,7 +137,7 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
 
 
 def test_scales_of_single_matrices():
-    """The same rules without a batch axis, as matmul has them."""
+    """The same rules without a batch axis, as in matmul."""
     a = torch.zeros(4, 256, dtype=E4M3)
     for kind in KINDS:
         shape_a, shape_b = scale_shapes(kind, 4, 300, 256)

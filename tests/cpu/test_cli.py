@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 import tilewright.bench.command
 import tilewright.compile.command
 import tilewright.doctor
+import tilewright.engine.suite
 import tilewright.testing.command
+import tilewright.tune.command
 from tilewright.cli import app
+from tilewright.engine.problems import of_all, of_engine
 from tilewright.models import random_model
 from tilewright.models.command import device_and_dtype
 
@@ -195,6 +198,8 @@ def test_unknown_options_and_verbs_exit_with_2() -> None:
                     "json_file": Path("out.jsonl"),
                     "case": "4096",
                     "suite": "",
+                    "draw": 0,
+                    "draw_seeds": (),
                     "peers": False,
                     "defaults": False,
                     "seconds": math.inf,
@@ -250,3 +255,40 @@ def test_a_gpu_without_a_number_is_the_first(monkeypatch):
     for name in ("", "cuda", "cuda:0"):
         assert device_and_dtype(name, "") == (torch.device("cuda", 0), torch.bfloat16)
     assert [device.index for device in chosen] == [0, 0, 0]
+
+
+def test_suites_of_the_engine_come_from_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` and `tune` know no engine: its problems and its own suite are handed to them here."""
+    calls = []
+    for module, name in (
+        (tilewright.bench.command, "bench_command"),
+        (tilewright.engine.suite, "decode_command"),
+        (tilewright.tune.command, "tune_command"),
+    ):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **options: calls.append((name, options)) or 0)
+    assert run("bench", "--suite", "llm", "--defaults").exit_code == 0
+    assert run("bench", "--suite", "decode", "--case", "1B", "--no-peers").exit_code == 0
+    assert run("tune", "--model", "Llama-3.1-8B").exit_code == 0
+    (llm, llm_how), (decode, decode_how), (tune, tune_how) = calls
+    assert (llm, decode, tune) == ("bench_command", "decode_command", "tune_command")
+    assert llm_how["problems"] is of_all
+    assert llm_how["defaults"]
+    assert (decode_how["case"], decode_how["peers"], decode_how["device"]) == ("1B", False, "cuda")
+    assert (tune_how["problems"].func, tune_how["problems"].args) == (of_engine, ("Llama-3.1-8B",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tune", "--show", "--survey"), "at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given"),
+        (("tune", "--raw", "folder"), "--raw must come with --survey, --pack or --fit"),
+        (("bench", "--suite", "all"), "--suite must be one of playbook, llm, seeds, decode, got 'all'"),
+        (("bench", "--suite", "decode", "--draw", "3"), "--draw and --seed must come together, and without --suite"),
+        (("bench", "--draw", "3"), "--draw and --seed must come together, and without --suite"),
+        (("bench", "--draw", "3", "--seed", "1000"), "--seed must not be one of 1000 to 1999"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.output

@@ -1,4 +1,6 @@
-"""The compile report: on a toy op whose configs fit, spill and break on purpose, then every op's default for every architecture."""
+"""The compile report: a toy op with configs that fit, spill or fail; then every op's default for
+every architecture.
+"""
 
 import dataclasses
 import io
@@ -13,13 +15,14 @@ from rich.console import Console
 from tilewright import ops
 from tilewright.compile import ARCHS, Compiled, Resources, ResultCache, compile_launches, compile_ops, representative, static_ok
 from tilewright.compile import disassemble as disassembler
-from tilewright.compile.cache import source_digest
 from tilewright.compile.command import as_json, compile_command, exit_code, print_rows, summary
+from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job, one_line
+from tilewright.compile.report import every_case
 from tilewright.compile.signature import kernel_signature
-from tilewright.launch import Device, Launch, traced
+from tilewright.launch import Bound, Device, Traced, identity, traced
 from tilewright.ops import matmul
-from tilewright.testing import op_name
+from tilewright.testing import op_name, run_op
 
 FITS, SPILLS, BROKEN, ILLEGAL = toy_outer.FITS, toy_outer.SPILLS, toy_outer.BROKEN, toy_outer.ILLEGAL
 
@@ -37,10 +40,12 @@ def report(cache, *sizes, archs=("sm_90",), **options):
 def launch_of(m, config):
     problem, device = toy_outer.Problem(m), Device.for_arch("sm_90")
     x = torch.empty(m, problem.k, dtype=problem.dtype, device="meta")
-    return Launch(toy_outer.plan(problem, config, device), (x, x.new_empty(m, m), 0.5))
+    with traced(device) as launches:
+        Bound(toy_outer.plan(problem, config, device), toy_outer.DECISION.arguments, device).run(x, x.new_empty(m, m), 0.5)
+    return launches[0]
 
 
-# ------------------------------------------------------------------------------------------------ rows
+# --------------------------------------------------------------------------------------------- rows
 def test_a_healthy_kernel_is_described(cache):
     (row,) = report(cache, 64)
     found = row.compiled.resources
@@ -63,7 +68,7 @@ def test_every_config_of_a_space_gets_a_row_whatever_becomes_of_it(cache):
     assert spilling.stack_bytes > 0
     assert spilling.count("STL") > 0
     assert rows[2].compiled.error == (
-        'TypeCheckingError: Invalid argument "shape" of num_tiles(): Dimension #1 of shape (64, 48) is not a power of two (toy_outer.py:53)'
+        'TypeCheckingError: Invalid argument "shape" of num_tiles(): Dimension #1 of shape (64, 48) is not a power of two (toy_outer.py:56)'
     )
     assert rows[3].compiled.error.startswith("ZeroDivisionError")
     assert rows[3].kernel == ""
@@ -103,10 +108,10 @@ def test_static_ok_filters_a_spilling_config(cache, monkeypatch):
     device = Device.for_arch("sm_90")
     for config, fine in ((FITS, True), (SPILLS, False), (BROKEN, False)):
         launch = launch_of(512, config)
-        assert static_ok(launch.plan, launch.args, device) is fine
+        assert static_ok(launch, device) is fine
 
 
-# ------------------------------------------------------------------------------------------------ cache
+# -------------------------------------------------------------------------------------------- cache
 def test_the_second_time_comes_from_the_cache(tmp_path):
     cache = ResultCache(tmp_path)
     (first,), (second,) = report(cache, 64), report(cache, 64)
@@ -140,15 +145,21 @@ def test_the_key_follows_whatever_decides_the_binary(tmp_path, monkeypatch):
     assert cache._path(dataclasses.replace(job, arch="sm_80")) != key
     assert cache._path(dataclasses.replace(job, hints=(None, 2, None))) != key
     monkeypatch.setattr(toy_outer, "SCALE", 2.0)  # read by a function that the kernel calls
-    source_digest.cache_clear()
+    forget_digests()
     assert cache._path(job) != key
-    source_digest.cache_clear()
+    forget_digests()
 
 
-# ------------------------------------------------------------------------------------------------ jobs and the disassembler
+def forget_digests():
+    identity.kernel_digest.cache_clear()
+    identity._digests.clear()
+
+
+# ------------------------------------------------------------------------ jobs and the disassembler
 def test_an_error_of_the_caller_is_a_row_too(cache):
     launch = launch_of(64, FITS)
-    (made,) = compile_launches([(Launch(launch.plan, launch.args[:-1]), "sm_90")], cache=cache)
+    args = {name: value for name, value in launch.args.items() if name != "alpha"}
+    (made,) = compile_launches([(Traced(launch.launch, args), "sm_90")], cache=cache)
     assert made == Compiled(error="TypeError: Kernel expects 5 arguments but 4 were given")
     assert one_line(ValueError("a\n   b" * 200)).count("\n") == 0
     assert len(one_line(ValueError("x" * 999))) == 300
@@ -176,7 +187,8 @@ def test_output_of_the_disassembler_is_read():
     mix = {"LDC": 1, "STL": 1, "UTCHMMA": 1, "UTCQMMA": 1, "HMMA": 1, "UTMALDG": 1, "FMNMX": 1}
     found = disassembler.parse(text)
     assert found == Resources(40, 16, 0, 2048, mix)
-    assert found.spills
+    assert not found.spills, "a few registers are a cost, not a ban"
+    assert disassembler.parse(text.replace("STACK:16", "STACK:72")).spills
     assert set(found.matrix) == {"UTCHMMA", "UTCQMMA", "HMMA"}
     with pytest.raises(ValueError, match="REG"):
         disassembler.parse("nothing")
@@ -204,7 +216,7 @@ def test_the_signature_is_the_one_a_launch_would_compile():
     assert kernel_signature(kernel, (x[:2], x, 0.5, 64, 32)).symbol == aligned.symbol
 
 
-# ------------------------------------------------------------------------------------------------ command
+# ------------------------------------------------------------------------------------------ command
 def test_rows_print_as_lines_for_a_pipe_and_as_a_table_for_a_terminal(cache):
     rows = report(cache, 512)
     pipe = io.StringIO()
@@ -254,15 +266,36 @@ def test_an_unknown_architecture_is_refused(arch):
     assert "arch must be" in out.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------ every op
+# ----------------------------------------------------------------------------------------- every op
+def work_of(problem) -> float:
+    cost = problem.cost()
+    return cost.size_bytes + cost.flops / 100
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
 def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(op, arch):
-    """The largest case of the op; `tilewright compile --defaults` does them all."""
-    rows = compile_ops([op], [arch], defaults_only=True, problems=lambda op, device: representative(op, device)[:1])
-    assert rows or not Device.for_arch(arch).has_fp8
-    for row in rows:
-        assert row.verdict == "ok", f"{row.kernel} {row.config} for {row.problem}: {row.compiled.error or row.compiled.resources}"
+    """The largest case of the op; `tilewright compile --defaults` compiles all of them.
+
+    Instructions are left out, because printing them takes longest.
+    """
+    device = Device.for_arch(arch)
+    problem = max(every_case(op, device), key=work_of, default=None)
+    if problem is None:
+        assert not device.has_fp8
+        return
+    config = op.space(problem, device)[0]
+    with traced(device) as launches, torch.inference_mode():
+        run_op(op, problem.inputs(torch.device("meta")), config)
+    assert launches
+    for launch in launches:
+        found = usage(Job.of(launch, arch).build())
+        assert not found.spills, f"{launch.launch.name} {config} for {problem}: {found}"
+
+
+def test_a_spill_shows_without_the_instructions():
+    assert usage(Job.of(launch_of(512, SPILLS), "sm_90").build()).spills
+    assert not usage(Job.of(launch_of(512, FITS), "sm_90").build()).spills
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
@@ -277,7 +310,9 @@ def test_what_an_op_would_launch_has_a_signature(op):
 
 
 def test_a_bias_does_not_make_a_default_spill():
-    """128x128 on 4 warps, walking over many tiles, kept no register for it (Qwen2-7B's q, k and v at once)."""
+    """A persistent kernel with 128x128 tiles on 4 warps has no register left for it (Qwen2-7B's
+    fused q, k and v).
+    """
     problem = matmul.Problem(512, 4608, 3584, bias=True)
     (row,) = compile_ops([matmul], ["sm_90"], defaults_only=True, problems=lambda op, device: [problem])
     assert row.verdict == "ok", f"{row.config}: {row.compiled.resources}"

@@ -1,4 +1,6 @@
-"""What README and docs say holds: numbers come from the results, links lead somewhere, commands and snippets name what exists."""
+"""README and docs are true: numbers come from the results, links, commands and snippets name what
+exists.
+"""
 
 import ast
 import importlib
@@ -89,12 +91,32 @@ def test_snippets_call_what_exists_with_arguments_it_takes(page):
 
 
 def _object(node, names):
-    """What an expression like tilewright.rms_norm stands for; None if it is not one of ours."""
+    """The object of an expression like tilewright.rms_norm; None if it is not ours."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tilewright":
         return getattr(tilewright, node.attr)
     return None
+
+
+def too_long(text: str) -> list[str]:
+    """Lines of prose beyond 100 columns and table rows beyond 150, outside code fences and HTML
+    comments.
+    """
+    outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in outside.splitlines() if not line.startswith("<!--")]
+    return [line for line in lines if len(line) > (150 if line.startswith("|") else 100)]
+
+
+@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", *(p for p in PAGES if p.name != "LOG.md")], ids=lambda p: p.name)
+def test_lines_fit_beside_code(page):
+    assert too_long(page.read_text()) == []
+
+
+def test_long_lines_are_found():
+    word = "x" * 101
+    text = f"{word}\n```\n{word}\n```\n| {word} |\n<!-- {word} -->\n| {word}{word} |"
+    assert too_long(text) == [word, f"| {word}{word} |"]
 
 
 def test_the_readme_s_first_snippet_runs():

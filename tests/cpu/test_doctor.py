@@ -1,4 +1,4 @@
-"""`tilewright doctor` on machines that are made up: nothing of the one at hand is patched."""
+"""`tilewright doctor` on made-up machines: nothing of this machine is patched."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def test_a_machine_in_order_has_no_failure_with_and_without_a_gpu(tmp_path):
 
 
 def test_the_cuda_home_trap(tmp_path):
-    """A compiler on PATH is handed CUDA_HOME and then uses that toolkit's older ptxas."""
+    """A compiler on PATH gets CUDA_HOME and then uses that toolkit's older ptxas."""
     new, old = toolkit(tmp_path / "new"), tmp_path / "old"
     tool(old, "ptxas")
     environ = {"PATH": str(new / "bin"), "CUDA_HOME": str(old)}

@@ -1,4 +1,6 @@
-"""What the loops of test_ops.py do not see of `dropout`: the generator's published values, the mask, the backward, edges, messages."""
+"""Tests special to `dropout`: the generator's published values, the mask, the backward, edges,
+messages.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch
 from tilewright import dropout
 from tilewright.launch import Device, counted, forced_config
 from tilewright.ops import dropout as op
-from tilewright.ops.philox import philox_reference
+from tilewright.ops.common.philox import philox_reference
 
 
 def int64(value):

@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `embedding`: ids outside the vocabulary, layouts, messages."""
+"""Tests special to `embedding`: ids outside the vocabulary, layouts, messages."""
 
 import pytest
 import torch
@@ -37,7 +37,9 @@ def test_bits_are_copied_and_scaled_as_torch_does():
 
 
 def test_units_of_any_number_of_rows():
-    """Ends of rows inside a block, the end of all inside and at the end of one; rows of the table with a stride."""
+    """Ends of rows inside a block, the end of all inside and at the end of one; rows of the table
+    with a stride.
+    """
     for tokens, dim, dtype in ((1, 8, torch.bfloat16), (37, 72, torch.bfloat16), (16, 64, torch.float32), (5, 4, torch.float32)):
         ids, weight = torch.randint(9, (tokens,)), torch.randn(9, dim + 16).to(dtype)[:, :dim]
         with forced_config(op.plan, op.Config(1, 8, units=32)), interpret.checking(races=True, order=3):

@@ -1,13 +1,15 @@
-"""Engine: the tokens and logits of transformers, whatever the batch, the lengths and the chunks; weights held once; nothing compiled late."""
+"""Engine: tokens and logits of transformers for any batch, lengths and chunks; weights held once;
+nothing compiled late.
+"""
 
 import copy
 
 import pytest
 import torch
-from tiny_models import LLAMA3_ROPE, TINY, tiny_model
+from tiny_models import PLAIN, TINY, tiny_model
 
 from tilewright import interpret
-from tilewright.engine import Engine, Sampling, layers
+from tilewright.engine import Call, Engine, Sampling, layers
 from tilewright.launch import counted
 from tilewright.testing import assert_accurate
 
@@ -27,12 +29,7 @@ MLA = {
 }
 GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}
 DENSE = {
-    "llama": {"model_type": "llama", "rope_theta": 10000.0, "rope_scaling": LLAMA3_ROPE},
-    "llama-tied-bias": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 5},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"model_type": "qwen3"},
+    **PLAIN,
     "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96},
 }
 SPARSE = {
@@ -60,7 +57,7 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: obj
 
 
 def prompts() -> list[list[int]]:
-    """Of unequal lengths, one longer than a chunk."""
+    """Prompts of unequal lengths, one longer than a chunk."""
     torch.manual_seed(0)
     return [torch.randint(3, TINY["vocab_size"], (n,)).tolist() for n in (5, 19, 1)]
 
@@ -262,7 +259,7 @@ def test_a_step_is_a_list_of_calls(name: str) -> None:
             "argmax",
             "advance",
         ]
-        several = [call.name for call in engine.decoder.body_calls(engine._state.frame(2), engine._state.tokens[:2], engine._state.caches)]
+        several = [call.name for call in engine.decoder.body_calls(engine._state.buffers(2), engine._state.tokens[:2], engine._state.caches)]
         assert several[1:3] == ["layers.0.attention_norm", "layers.0.attention.qkv"]
     assert list(dict.fromkeys(stages)) == ["fusing weights", "compiling decode, batch 1", "compiling prefill, 1 x 16"]
 
@@ -303,3 +300,18 @@ def test_what_it_cannot_do_raises_and_leaves_the_model_alone() -> None:
             engine.logits([[3], [4]], [[5], [6, 7]])
     with pytest.raises(ValueError, match="top_p must be above 0"):
         Sampling(top_p=0.0)
+
+
+def test_a_call_takes_arguments_by_name_and_runs_by_position():
+    def op(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, scale: float, shift: float = 3.0) -> None:
+        out.copy_(x * scale + shift)
+
+    x, out = torch.ones(2), torch.zeros(2)
+    call = Call.of("double", op, out=out, scale=2.0, x=x)
+    assert call.args == (x, None, out, 2.0, 3.0)
+    call()
+    assert torch.equal(out, torch.full((2,), 5.0))
+    with pytest.raises(TypeError, match="scale"):
+        Call.of("double", op, out=out, x=x)
+    with pytest.raises(TypeError, match="bais"):
+        Call.of("double", op, out=out, x=x, scale=2.0, bais=x)

@@ -1,4 +1,6 @@
-"""The engine's cache in pages: the tokens of the static one, in as much memory as the sequences need."""
+"""The engine's paged cache: the tokens of the static cache, with only the memory that sequences
+need.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from tilewright.engine import Engine
 from tilewright.engine.pages import Pages
 from tilewright.interpret import compiled_count
 
-# Chunks of 16 tokens; one sequence of the bucket is nobody's; scarcely more pages than the three need.
+# Chunks of 16 tokens; one sequence of the bucket is unused; few more pages than the three sequences
+# need.
 SIZES = {"max_batch": 4, "max_len": 64, "prefill_tokens": 64, "check_every": 4}
 PAGED = {"cache": "paged", "page_size": 16, "cache_tokens": 128}
 

@@ -1,4 +1,4 @@
-"""What other engines look for when Tilewright is installed beside them."""
+"""The entry points that other engines look for."""
 
 from collections.abc import Callable
 from importlib.metadata import entry_points

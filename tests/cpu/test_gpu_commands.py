@@ -1,8 +1,12 @@
-"""What only runs on a GPU, run on a pretended one: the whole of tune, bench, learn and the tuner's bars, but for the times."""
+"""GPU commands on a pretended GPU: all of tune, bench, learn and the tuner's bars, except the
+times.
+"""
 
 import dataclasses
 import importlib.util
 import json
+import re
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,16 +17,19 @@ from tiny_models import tiny_model
 
 from tilewright.bench import command, measure
 from tilewright.bench.ceilings import Ceilings
-from tilewright.bench.results import read
+from tilewright.bench.peers import Peer
+from tilewright.bench.results import kernels, read
+from tilewright.compile.ahead import Ahead
 from tilewright.engine import suite
-from tilewright.launch import Device, decide, forget_plans, table
+from tilewright.launch import Device, forget_plans, table
 from tilewright.learn import command as learning
 from tilewright.learn import ladders
 from tilewright.learn.ladder import Ladder
 from tilewright.models import Loaded
 from tilewright.ops import rms_norm
-from tilewright.tune import workbench
-from tilewright.tune.command import tune_command
+from tilewright.tune import raw, workbench
+from tilewright.tune import survey as surveying
+from tilewright.tune.command import survey_command, tune_command
 from tilewright.tune.store import Store
 
 __all__ = ["pretend_gpu"]
@@ -59,7 +66,7 @@ def test_tune_compiles_in_processes_times_checks_and_stores(pretend_gpu, tmp_pat
     (row,) = Store().rows()
     assert row.tried > 1
     configs = rms_norm.space(PROBLEM, pretend_gpu)
-    assert decide(rms_norm.space, rms_norm.plan, PROBLEM, pretend_gpu)[1] == "user table"
+    assert rms_norm.DECISION.decide(PROBLEM, pretend_gpu)[1] == "user table"
     assert tune_command(["rms_norm"], shapes=shapes, console=console, jobs=1) == 0
     assert "1 of 1 problems are tuned already" in capsys.readouterr().out
     only = f"tile_m={configs[1].tile_m},tile_n={configs[1].tile_n}"
@@ -74,11 +81,55 @@ def test_bench_prints_lines_and_appends_rows(pretend_gpu, tmp_path, capsys):
     assert command.bench_command(["rms_norm"], json_file=file) == 0
     assert "rows=4 cols=256 bfloat16" in capsys.readouterr().out
     (row,) = map(json.loads, file.read_text().splitlines())
-    assert row["source"] == "default"
+    assert row["source"] == "model"
     assert row["warm_us"] > 0
     assert command.bench_command(["rms_norm"], json_file=file, seconds=-1) == 0
     assert "out of time" in capsys.readouterr().out
     assert len(file.read_text().splitlines()) == 1
+
+
+def test_drawn_problems_are_compiled_ahead_timed_and_judged_by_the_best_peer(pretend_gpu, tmp_path, monkeypatch, capsys):
+    class Now(Ahead):
+        def __init__(self, device):
+            super().__init__(device, submit=lambda function, job: asked.append(job) or done)
+
+    done, asked = Future(), []
+    done.set_result(None)
+    monkeypatch.setattr(command, "Ahead", Now)
+    small = [rms_norm.Problem(rows, 96, torch.bfloat16) for rows in (3, 5, 7)]
+    monkeypatch.setattr(command, "draw_all", lambda names, count, seed: [(rms_norm, problem) for problem in small[:count]])
+    monkeypatch.setattr(measure, "peers_of", lambda op, inputs: [Peer("plain", lambda **inputs: rms_norm.reference(**inputs))])
+    file = tmp_path / "rows.jsonl"
+    assert command.bench_command(["rms_norm"], json_file=file, draw=2, draw_seeds=[4, 5]) == 0
+    rows = read([file])
+    assert [(row["problem"]["rows"], row["draw_seed"]) for row in rows] == [(3, 4), (5, 4), (3, 5), (5, 5)]
+    assert asked
+    out = capsys.readouterr().out
+    assert "rms_norm: 4 cases, best peer over ours geomean" in out
+    for phase in ("check", "inputs", "first call of plain", "timing", "planning", "waiting for our compiler", "other"):
+        assert re.search(rf"took .*\b{phase} [0-9.]+", out), phase
+    assert all(row["warm_us"] is None for row in rows), "warm times judge nothing"
+    assert kernels(rows) == [], "tables of listed cases are made without them"
+
+    def broken(x, *unused, **also):
+        raise RuntimeError("CUDA error: too big")
+
+    monkeypatch.setattr(rms_norm, "rms_norm", broken)
+    assert command.bench_command(["rms_norm"], draw=1, draw_seeds=[4]) == 1
+    assert "rms_norm rows=3 cols=96 bfloat16 | FAILED: RuntimeError: CUDA error: too big" in capsys.readouterr().out
+
+
+def test_a_survey_times_many_configs_and_goes_on_where_it_was(pretend_gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(surveying, "draw", lambda kind, count, seed: [PROBLEM] if seed == 1000 else [])
+    monkeypatch.setattr(surveying, "MOST_CONFIGS", 4)
+    console = Console(width=300, highlight=False)
+    assert survey_command(["rms_norm"], folder=tmp_path / "raw", seconds=600, jobs=1, console=console) == 0
+    assert "4 timings of 1 problems" in capsys.readouterr().out
+    rows = raw.read(tmp_path / "raw", "H200", "rms_norm")
+    assert [row.config for row in rows][:4] == [table.plain(config) for config in rms_norm.space(PROBLEM, pretend_gpu)[:4]]
+    assert all(row.time_us > 0 and row.problem == table.plain(PROBLEM) for row in rows)
+    assert survey_command(["rms_norm"], folder=tmp_path / "raw", seconds=600, jobs=1, console=console) == 0
+    assert "0 timings" in capsys.readouterr().out
 
 
 def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_path, monkeypatch, capsys):
@@ -88,7 +139,7 @@ def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_pat
     monkeypatch.setattr(suite, "load", lambda name, **unused: Loaded(models[name], None, f"random weights, config {name}"))
     monkeypatch.setattr(suite, "CASES", (suite.Case("small", 3, 3, 64),))
     file = tmp_path / "rows.jsonl"
-    assert command.bench_command(suite="decode", json_file=file) == 0
+    assert suite.decode_command(json_file=file) == 0
     assert "decode small batch=1 prompt=3 new=3 mode=mega" in capsys.readouterr().out
     eager, mega = read([file])
     assert [(row["op"], row["case"].split("mode=")[1]) for row in (eager, mega)] == [("decode", "eager"), ("decode", "mega")]
@@ -97,7 +148,7 @@ def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_pat
     assert mega["read_pct"] == pytest.approx(100 * mega["gbs"] / mega["read_gbs"], abs=0.1)
     monkeypatch.setattr(suite, "CASES", (suite.Case("biased", 3, 3, 64),))
     monkeypatch.setattr(suite, "MODES", ("mega",))
-    assert command.bench_command(suite="decode", peers=False) == 0
+    assert suite.decode_command(peers=False) == 0
     assert "mode=mega: not run (the model must be without biases" in capsys.readouterr().out
 
 

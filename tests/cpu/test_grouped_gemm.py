@@ -1,4 +1,6 @@
-"""What the loops of test_ops.py do not see of `grouped_gemm`: group sizes, rows of no group, offsets that change, lists, messages."""
+"""Tests special to `grouped_gemm`: group sizes, rows of no group, offsets that change, lists,
+messages.
+"""
 
 import pytest
 import torch
@@ -6,8 +8,9 @@ import torch
 from tilewright import grouped_gemm, grouped_gemm_list
 from tilewright.launch import Device, counted, traced
 from tilewright.ops import grouped_gemm as op
+from tilewright.ops.common.groups import expected_panels
+from tilewright.ops.common.scaling import Scaling, dequantize, random_scales, scale_shapes
 from tilewright.ops.grouped_gemm import Config, Problem
-from tilewright.ops.scaling import Scaling, dequantize, random_scales, scale_shapes
 from tilewright.testing import assert_accurate, check_op, seeded_inputs
 
 CPU = torch.device("cpu")
@@ -17,16 +20,11 @@ KINDS = (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK)
 CONFIGS = {
     "a block a tile": Config(16, 32, 32, group=2),
     "persistent": Config(16, 32, 32, group=2, persistent=True),
-    "weights first": Config(8, 32, 32, weights_first=True, persistent=True),
-    "rests": Config(16, 32, 32, group=2, rest_m=4),
-    "persistent, rests": Config(16, 32, 32, rest_m=8, persistent=True),
+    "weights first": Config(8, 32, 32, swap_ab=True, persistent=True),
 }
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 SIZES = {
@@ -53,12 +51,12 @@ def test_scales_follow_the_rows_of_their_group(masked, scaling):
     problem = Problem(3, 70, 150, 290, E4M3, masked=masked, scaling=scaling, sizes=(19, 0, 41))
     check_op(op, problem, CPU, Config(16, 64, 64))
     check_op(op, problem, CPU, Config(32, 256, 128, persistent=True))
-    check_op(op, problem, CPU, Config(8, 64, 128, weights_first=True, rest_m=4))
+    check_op(op, problem, CPU, Config(8, 64, 128, swap_ab=True))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_of_no_group_are_neither_read_nor_written(masked):
-    """NaN there stays there, and what the result held stays."""
+    """NaN there stays there, and the result keeps its old values."""
     problem = Problem(3, 40, 24, 32, BF16, masked=masked, sizes=(5, 0, 30))
     inputs = seeded_inputs(op, problem, CPU)
     a, b, offsets, counts = (inputs[name] for name in ("a", "b", "offsets", "counts"))
@@ -76,7 +74,7 @@ def test_rows_of_no_group_are_neither_read_nor_written(masked):
 
 
 def test_the_same_launch_follows_new_offsets():
-    """As a replayed graph does: nothing of the plan depends on the sizes."""
+    """As in a replayed graph: the plan does not depend on the sizes."""
     problem = Problem(4, 60, 24, 32, BF16)
     inputs = seeded_inputs(op, problem, CPU)
     for sizes in ((15, 15, 15, 15), (60, 0, 0, 0), (0, 1, 58, 1)):
@@ -127,9 +125,27 @@ def test_sizes_are_no_constants():
     compiled = set()
     for rows in range(1, 40_000, 331):
         problem = Problem(8, rows, 4096, 2048)
-        plan = op.plan(problem, op.space(problem, H200)[0], H200)
-        compiled.add((plan.constants, plan.then.constants, plan.then.num_ctas, plan.then.num_worker_warps))
+        compiled.add(tuple(launch.compiled for launch in op.plan(problem, op.space(problem, H200)[0], H200)))
     assert len(compiled) <= 12
+
+
+def test_room_for_many_rows_fits_a_grid():
+    """Of room for 2**21 rows a group, 4096 of them used, a block for each tile is too many."""
+    problem = Problem(128, 1 << 21, 8192, 2048, masked=True, expected_rows=4096)
+    configs = op.space(problem, H200)
+    assert configs
+    for config in configs:
+        assert all(launch.grid[0] < 1 << 24 for launch in op.plan(problem, config, H200))
+
+
+def test_panels_of_unequal_groups_are_counted():
+    """Half of the groups have more rows than the mean, so many a panel more."""
+    torch.manual_seed(0)
+    for rows, deviation, tile_m in ((8.6, 2.9, 8), (8.6, 2.9, 16), (100.0, 10.0, 128), (512.0, 22.0, 128), (240.0, 42.0, 128), (300.0, 52.0, 16)):
+        sizes = (rows + deviation * torch.randn(100_000)).round().clamp(0)
+        counted_panels = float((sizes / tile_m).ceil().mean())
+        assert abs(expected_panels(rows, deviation, tile_m) / counted_panels - 1) < 0.02
+    assert expected_panels(0.01, 0.1, 8) == pytest.approx(0.01, rel=0.02)
 
 
 SHAPES = [(33, 70, 65), (5, 3, 200), (0, 4, 5), (50, 20, 0), (64, 128, 128)]
@@ -160,7 +176,7 @@ def test_lists_with_scales(scaling):
 def test_a_list_plans_for_a_gpu():
     with traced(H200) as launches:
         grouped_gemm_list(*([torch.empty(1024, 1024, dtype=torch.float16, device="meta")] * 4 for _ in "ab"), trans_b=True)
-    assert [launch.plan.name for launch in launches] == ["grouped_gemm_list_kernel"]
+    assert [launch.launch.name for launch in launches] == ["grouped_gemm_list_kernel"]
 
 
 A, B, OFFSETS = torch.zeros(6, 256, dtype=BF16), torch.zeros(2, 256, 8, dtype=BF16), torch.tensor((2, 6), dtype=torch.int32)

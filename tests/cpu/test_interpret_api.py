@@ -22,7 +22,7 @@ def scale(x, out, factor, n: ct.Constant[int]):
     ct.store(out, (ct.bid(0),), ct.load(x, (ct.bid(0),), (n,), padding_mode=ct.PaddingMode.ZERO) * factor)
 
 
-# -------------------------------------------------------------------------------------------------------------- specialisation
+# ----------------------------------------------------------------------------------- specialisation
 def test_one_specialisation_serves_every_shape_stride_and_value():
     def run(n: int, factor: float, stride: int = 1) -> None:
         x, out = torch.randn(n * stride)[::stride], torch.empty(n)
@@ -56,7 +56,7 @@ def test_the_generated_python_can_be_read():
     assert "__m.store((out__, " in text
 
 
-# ------------------------------------------------------------------------------------------------------------------ arguments
+# ---------------------------------------------------------------------------------------- arguments
 def test_numpy_arrays_are_arguments():
     x, out = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
     interpret((1,), scale, (x, out, 2.0, 8))
@@ -118,13 +118,13 @@ def test_wrong_arguments(args, error, message):
         interpret((1,), scale, args)
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1, 1), (1 << 24,), (-1,)])
-def test_wrong_grids(grid):
+@pytest.mark.parametrize("grid", [(1, 1, 1, 1), (1 << 24,), (1, 65536), (1, 1, 65536), (-1,)])
+def test_grids_that_no_gpu_launches(grid):
     with pytest.raises(ValueError, match=r"[Gg]rid"):
         interpret(grid, scale, (torch.ones(8), torch.empty(8), 2.0, 8))
 
 
-# -------------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 @ct.kernel
 def note_order(count, order):
     ct.scatter(order, (ct.bid(0), ct.bid(1)), ct.atomic_add(count, 0, 1, memory_order=ct.MemoryOrder.RELAXED))
@@ -172,7 +172,7 @@ def test_printing(capsys):
     assert capsys.readouterr().out == "0: [  1.5,  -2.0] ff%\nblock 0\n1: [  1.5,  -2.0] ff%\nblock 1\n"
 
 
-# ------------------------------------------------------------------------------------------------------------------- debugger
+# ----------------------------------------------------------------------------------------- debugger
 @ct.kernel
 def stepped(x, out, n: ct.Constant[int]):
     block = ct.bid(0)
@@ -250,7 +250,7 @@ def test_pdb_stops_in_a_kernel(tmp_path):
     assert "[4.0, 5.0, 6.0, 7.0]" in done.stdout, done.stdout
 
 
-# ----------------------------------------------------------------------------------------------------------------- signatures
+# --------------------------------------------------------------------------------------- signatures
 def test_what_the_jit_assumes_needs_no_device():
     meta = torch.empty(64, 48, dtype=torch.bfloat16, device="meta")
     x, y, factor, n = cutile.constraints_of(scale, (meta[0], meta[1], 1.0, 16), jit=True)

@@ -1,38 +1,17 @@
-"""Bugs of kernels that the interpreter reports: each with what happened, the kernel's line and the block; and the right versions, not reported."""
+"""Kernel bugs that the interpreter reports, with the bug, the kernel's line and the block.
 
-import linecache
-import re
+Correct versions are not reported.
+"""
 
 import cuda.tile as ct
 import pytest
 import torch
+from kernel_bugs import bug, integers, zeros
 
 from tilewright.interpret import Deadlock, KernelError, checking, interpret, mark_uninitialised
 
-zeros = torch.zeros
 
-
-def integers(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def bug(grid, kernel, args, what: str, block: tuple[int, ...], **options) -> KernelError:
-    """Runs a kernel that has a line marked BUG, which the error must name."""
-    with checking(**options), pytest.raises(KernelError, match=re.escape(what)) as caught:
-        interpret(grid, kernel, args)
-    error = caught.value
-    file, line, function = error.places[0]
-    assert "# BUG" in linecache.getline(file, line), linecache.getline(file, line)
-    assert function
-    assert error.block == block
-    assert error.kernel == kernel._pyfunc.__name__
-    text = str(error)
-    assert f'File "{file}", line {line}' in text
-    assert f"block {block} of {error.grid}" in text
-    return error
-
-
-# ------------------------------------------------------------------------------------------------------------- out of bounds
+# ------------------------------------------------------------------------------------ out of bounds
 def test_tile_entirely_outside():
     @ct.kernel
     def kernel(x, out):
@@ -99,220 +78,7 @@ def test_the_place_is_the_helpers_line_and_then_the_kernels():
     assert "ct.store(out, (0,), load(x, 5))" in str(error)
 
 
-# --------------------------------------------------------------------------------------------------------------------- races
-def test_two_blocks_write_one_tile():
-    @ct.kernel
-    def kernel(x):
-        ct.store(x, (0,), ct.full((4,), ct.bid(0), ct.float32))  # BUG
-
-    what = "write of element (0,) of x: float32[4], with nothing that orders it after a write by block (0, 0, 0) at"
-    bug((2,), kernel, (zeros(4),), what, (1, 0, 0), races=True)
-    bug((2,), kernel, (zeros(4),), "by block (1, 0, 0)", (0, 0, 0), races=True, order="reverse")
-    interpret((2,), kernel, (zeros(4),))  # not looked for unless asked for
-
-
-def test_sum_without_an_atomic():
-    @ct.kernel
-    def kernel(x, total):
-        t = ct.sum(ct.load(x, (ct.bid(0),), (4,)))
-        ct.scatter(total, 0, ct.gather(total, 0) + t)  # BUG
-
-    bug((4,), kernel, (torch.ones(16), zeros(1)), "race between blocks: read of element (0,) of total", (1, 0, 0), races=True)
-
-
-def test_write_after_another_blocks_read():
-    @ct.kernel
-    def kernel(x):
-        t = ct.load(x, (ct.bid(0) // 2, 0), (1, 4))
-        if ct.bid(0) == 2:
-            ct.store(x, (0, 0), t)  # BUG
-
-    bug(
-        (3,),
-        kernel,
-        (zeros(2, 4),),
-        "write of element (0, 0) of x: float32[2, 4], with nothing that orders it after a read by block (0, 0, 0)",
-        (2, 0, 0),
-        races=True,
-    )
-
-
-def test_write_after_two_unordered_reads_of_which_only_the_last_is_known():
-    @ct.kernel
-    def kernel(x, flag, out):
-        b = ct.bid(0)
-        if b < 2:
-            ct.store(out, (b,), ct.load(x, (0,), (4,)))
-            if b == 1:
-                ct.atomic_xchg(flag, 0, 1)
-        else:
-            while ct.atomic_add(flag, 0, 0) == 0:
-                pass
-            ct.store(x, (0,), ct.zeros((4,), ct.float32))  # BUG
-
-    bug((3,), kernel, (zeros(4), integers(1), zeros(8)), "after a read by block (0, 0, 0)", (2, 0, 0), races=True)
-
-
-def test_a_plain_access_of_an_atomics_element():
-    @ct.kernel
-    def kernel(count):
-        if ct.bid(0) == 0:
-            ct.atomic_add(count, 0, 1)
-        else:
-            ct.scatter(count, 0, 5)  # BUG
-
-    bug((2,), kernel, (integers(1),), "after an atomic write by block (0, 0, 0)", (1, 0, 0), races=True)
-
-
-def test_atomics_of_a_block_do_not_order_other_blocks():
-    @ct.kernel
-    def kernel(count):
-        ct.atomic_add(count, 0, 1, memory_scope=ct.MemoryScope.BLOCK)  # BUG
-
-    bug((2,), kernel, (integers(1),), "race between blocks: atomic of element (0,)", (1, 0, 0), races=True)
-
-
-@ct.kernel
-def last_block_relaxed(x, parts, count, out):
-    b = ct.bid(0)
-    ct.store(parts, (b,), ct.sum(ct.load(x, (b,), (4,))))
-    done = ct.atomic_add(count, 0, 1, memory_order=ct.MemoryOrder.RELAXED)
-    if done == 3:
-        ct.store(out, (0,), ct.sum(ct.load(parts, (0,), (4,))))  # BUG
-
-
-@ct.kernel
-def last_block(x, parts, count, out):
-    b = ct.bid(0)
-    ct.store(parts, (b,), ct.sum(ct.load(x, (b,), (4,))))
-    done = ct.atomic_add(count, 0, 1)
-    if done == 3:
-        ct.store(out, (0,), ct.sum(ct.load(parts, (0,), (4,))))
-
-
-def test_the_last_block_needs_acquire_and_release():
-    bug((4,), last_block_relaxed, (torch.ones(16), zeros(4), integers(1), zeros(1)), "read of element (0,) of parts", (3, 0, 0), races=True)
-
-
-def test_arguments_that_share_memory_are_one_memory():
-    @ct.kernel
-    def kernel(x, y):
-        if ct.bid(0) == 0:
-            ct.store(x, (0,), ct.zeros((4,), ct.float32))
-        else:
-            ct.store(y, (0,), ct.zeros((4,), ct.float32))  # BUG
-
-    memory = zeros(8)
-    bug((2,), kernel, (memory[:6], memory[3:]), "write of element (0,) of y: float32[5], with nothing that orders", (1, 0, 0), races=True)
-    with checking(races=True):
-        interpret((2,), kernel, (memory[:4], memory[4:]))
-
-
-# --------------------------------------------------------------------------------------------------------- no false reports
-@pytest.mark.parametrize("order", ["forward", "reverse", 1, 2, 3])
-class TestRightKernels:
-    def test_last_block(self, order):
-        out = zeros(1)
-        with checking(races=True, order=order):
-            interpret((4,), last_block, (torch.ones(16), zeros(4), integers(1), out))
-        assert out.item() == 16
-
-    def test_sum_by_atomics(self, order):
-        @ct.kernel
-        def kernel(x, total):
-            ct.atomic_add(total, 0, ct.sum(ct.load(x, (ct.bid(0),), (4,))), memory_order=ct.MemoryOrder.RELAXED)
-
-        total = zeros(1)
-        with checking(races=True, order=order):
-            interpret((4,), kernel, (torch.ones(16), total))
-        assert total.item() == 16
-
-    def test_lock(self, order):
-        @ct.kernel
-        def kernel(lock, total):
-            while ct.atomic_cas(lock, 0, 0, 1, memory_order=ct.MemoryOrder.ACQUIRE) == 1:
-                pass
-            ct.store(total, (0,), ct.load(total, (0,), (4,)) + 1)
-            ct.atomic_xchg(lock, 0, 0, memory_order=ct.MemoryOrder.RELEASE)
-
-        total = zeros(4)
-        with checking(races=True, order=order):
-            interpret((5,), kernel, (integers(1), total))
-        assert total.tolist() == [5.0] * 4
-
-    def test_hand_over_to_an_earlier_block(self, order):
-        @ct.kernel
-        def kernel(flag, out):
-            if ct.bid(0) == 0:
-                while ct.atomic_add(flag, 0, 0) == 0:
-                    pass
-                ct.store(out, (0,), ct.load(out, (1,), (4,)) + 1)
-            else:
-                ct.store(out, (1,), ct.full((4,), 5.0, ct.float32))
-                ct.atomic_xchg(flag, 0, 1)
-
-        out = zeros(8)
-        with checking(races=True, order=order):
-            interpret((2,), kernel, (integers(1), out))
-        assert out.tolist() == [6.0] * 4 + [5.0] * 4
-
-    def test_flag_by_ordered_load_and_store(self, order):
-        @ct.kernel
-        def kernel(flag, out):
-            device = ct.MemoryScope.DEVICE
-            if ct.bid(0) == 0:
-                while ct.load(flag, (0,), (1,), memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=device).item() == 0:
-                    pass
-                ct.store(out, (0,), ct.load(out, (1,), (4,)) + 1)
-            else:
-                ct.store(out, (1,), ct.full((4,), 5.0, ct.float32))
-                ct.store(flag, (0,), 1, memory_order=ct.MemoryOrder.RELEASE, memory_scope=device)
-
-        out = zeros(8)
-        with checking(races=True, order=order):
-            interpret((2,), kernel, (integers(1), out))
-        assert out.tolist() == [6.0] * 4 + [5.0] * 4
-
-    def test_grid_barriers(self, order):
-        @ct.kernel
-        def kernel(x, count, blocks):
-            b = ct.bid(0)
-            for step in range(3):
-                neighbour = ct.gather(x, (step, (b + 1) % blocks))
-                ct.scatter(x, (step + 1, b), neighbour + 1)
-                ct.atomic_add(count, 0, 1)
-                while ct.atomic_add(count, 0, 0) < (step + 1) * blocks:
-                    pass
-
-        x = zeros(4, 6)
-        x[0] = torch.arange(6.0)
-        with checking(races=True, order=order):
-            interpret((6,), kernel, (x, integers(1), 6))
-        assert torch.equal(x[3], torch.arange(6.0).roll(-3) + 3)
-
-    def test_release_carried_on_by_relaxed_atomics(self, order):
-        @ct.kernel
-        def kernel(flag, data, out):
-            b = ct.bid(0)
-            if b == 0:
-                ct.scatter(data, 0, 7.0)
-                ct.atomic_xchg(flag, 0, 1, memory_order=ct.MemoryOrder.RELEASE)
-            elif b == 1:
-                while ct.atomic_add(flag, 0, 0, memory_order=ct.MemoryOrder.RELAXED) == 0:
-                    pass
-                ct.atomic_add(flag, 0, 1, memory_order=ct.MemoryOrder.RELAXED)
-            else:
-                while ct.atomic_add(flag, 0, 0, memory_order=ct.MemoryOrder.ACQUIRE) < 2:
-                    pass
-                ct.scatter(out, 0, ct.gather(data, 0))
-
-        out = zeros(1)
-        with checking(races=True, order=order):
-            interpret((3,), kernel, (integers(1), zeros(1), out))
-        assert out.item() == 7
-
-
-# -------------------------------------------------------------------------------------------------------------- uninitialised
+# ------------------------------------------------------------------------------------ uninitialised
 @ct.kernel
 def add_one(x, out):
     t = ct.load(x, (ct.bid(0),), (4,))  # BUG
@@ -374,7 +140,7 @@ def test_marks_need_a_context():
         mark_uninitialised(torch.empty(4))
 
 
-# ------------------------------------------------------------------------------------------------------------- and the others
+# ----------------------------------------------------------------------------------- and the others
 def test_integer_division_by_zero():
     @ct.kernel
     def kernel(x, out):
@@ -419,7 +185,9 @@ def test_deadlock():
 
 
 def test_a_plain_load_in_a_spin_loop():
-    """The front end reads it once, in front of the loop: nothing says that another block may write it."""
+    """The front end reads it once, in front of the loop: it does not know that another block may
+    write it.
+    """
 
     @ct.kernel
     def kernel(flag, out):

@@ -1,4 +1,6 @@
-"""Examples that must run: those of docs/interpreter.md, and those of cuTile's documentation, from the docstrings of the installed package."""
+"""Examples that must run: docs/interpreter.md, and cuTile's documentation in the installed
+package.
+"""
 
 import re
 import subprocess

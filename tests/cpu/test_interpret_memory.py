@@ -213,7 +213,7 @@ def test_an_array_that_nothing_writes_is_not_copied():
     assert np.shares_memory(seen[0], x.numpy())
 
 
-# ------------------------------------------------------------------------------------------------------------------- atomics
+# ------------------------------------------------------------------------------------------ atomics
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_atomic_add_returns_the_value_before(dtype):
     @ct.kernel

@@ -42,7 +42,7 @@ def binary(function, x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | 
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------- elementwise
+# -------------------------------------------------------------------------------------- elementwise
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", [operator.add, operator.sub, operator.mul, operator.truediv])
 def test_float_arithmetic_is_rounded_like_torchs(op, dtype):
@@ -139,7 +139,7 @@ def test_multiply_add_is_rounded_once():
     assert got.tolist() == [-(2.0**-24)] * 4  # a * b rounded by itself is 1
 
 
-# ------------------------------------------------------------------------------------------------------------ type promotion
+# ----------------------------------------------------------------------------------- type promotion
 PROMOTED = [
     (torch.int8, torch.int32, torch.int32),
     (torch.int32, torch.float16, torch.float16),
@@ -181,7 +181,7 @@ def test_a_literal_carried_by_a_loop_has_the_loops_type():
     assert out.item() == -2147483648
 
 
-# -------------------------------------------------------------------------------------------------------------- tile shapes
+# -------------------------------------------------------------------------------------- tile shapes
 def test_shape_operations():
     @ct.kernel
     def kernel(x, out):
@@ -234,7 +234,7 @@ def test_tiles_that_are_only_broadcasts_are_whole_where_they_must_be():
     assert torch.equal(out, (2 + 2 * torch.arange(4.0)).expand(8, 4))
 
 
-# ------------------------------------------------------------------------------------------------------------------ products
+# ----------------------------------------------------------------------------------------- products
 @pytest.mark.parametrize(
     ("dtype", "acc"), [(torch.float32, ct.float32), (torch.bfloat16, ct.float32), (torch.float16, ct.float16), (torch.int8, ct.int32)], ids=str
 )
@@ -266,7 +266,9 @@ def test_tf32_drops_mantissa_bits():
 @pytest.mark.parametrize("fill", [1.0, torch.nan])
 @pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 20), (13, 11, 7), (16, 5, 32)])
 def test_product_of_partial_tiles(m, n, k, fill):
-    """Zero padding along the contracted axis may be left out; the result is that of whole tiles, NaN outside the arrays or not."""
+    """Zero padding along the contracted axis may be left out; the result is that of whole tiles,
+    NaN outside the arrays or not.
+    """
 
     @ct.kernel
     def kernel(x, y, out):
@@ -301,7 +303,7 @@ def test_partial_tiles_of_different_extents():
     torch.testing.assert_close(out, expected, equal_nan=True)
 
 
-# ------------------------------------------------------------------------------------------------------- reductions and scans
+# ----------------------------------------------------------------------------- reductions and scans
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_reductions(axis, dtype):
@@ -364,7 +366,7 @@ def test_reduction_and_scan_with_a_function_of_several_tiles():
     assert torch.equal(running, x.cummax(0).values)
 
 
-# ------------------------------------------------------------------------------------------------------------- control flow
+# ------------------------------------------------------------------------------------- control flow
 def test_loops_branches_and_early_ends():
     @ct.kernel
     def kernel(x, out, n):

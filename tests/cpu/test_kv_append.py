@@ -1,4 +1,6 @@
-"""What the generic loops over cases do not say about `kv_append`: what is not stored, views, rotation as `rope` does it, and its messages."""
+"""Tests special to `kv_append`: what is not stored, views, rotation as `rope` does it, and its
+messages.
+"""
 
 import pytest
 import torch
@@ -9,12 +11,7 @@ from tilewright.ops.kv_append import Problem, kv_append, plan, space
 from tilewright.ops.rms_norm import rms_norm
 from tilewright.ops.rope import rope
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(3)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def int32(values) -> torch.Tensor:
@@ -32,7 +29,9 @@ def tables(rows, half):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_only_rows_that_exist_are_written(paged):
-    """Negative positions, those past the end, and table entries that name no page leave every byte as it was."""
+    """Negative positions, those past the end, and table entries that name no page leave every byte
+    as it was.
+    """
     k, v = fresh(batch=4, tokens=2), fresh(batch=4, tokens=2)
     positions = int32([[3, -1], [-5, 16], [2_000_000_000, 15], [0, -2_000_000_000]])
     caches = [torch.full((4, 2, 16, 32), 7.0).bfloat16() for _ in range(2)]
@@ -111,9 +110,29 @@ def test_a_step_of_the_moment_is_no_part_of_a_kernel():
 
     def constants(max_len: int) -> tuple:
         p = Problem(4, 32, 8, 1, 128, max_len, torch.bfloat16, rotary_dim=128)
-        return plan(p, space(p, device)[0], device).constants
+        return plan(p, space(p, device)[0], device)[0].compiled
 
     assert len({constants(n) for n in range(100, 400)}) == 1
+
+
+def test_caches_that_share_elements_are_refused():
+    """Keys written over values leave no error behind, only wrong attention."""
+    k, cache = fresh(2, 2, 1, 32), torch.zeros(2, 2, 16, 40).bfloat16()
+    positions = int32([0, 1])
+    for k_cache, v_cache in (
+        (cache[..., :32], cache[..., :32]),
+        (cache[..., :32], cache[..., 8:]),
+        (cache[..., :32], cache[..., :32].view(2, 2, 16, 32)),
+    ):
+        with counted() as counts, pytest.raises(ValueError, match="v_cache must be free of elements of k_cache"):
+            kv_append(k, k, k_cache, v_cache, positions=positions)
+        assert not counts
+    assert (cache == 0).all()
+    both = torch.zeros(2, 16, 2, 2, 32).bfloat16()  # beside each other, rows of one between rows of the other
+    kv_append(k, k, both[..., 0, :].transpose(1, 2), both[..., 1, :].transpose(1, 2), positions=positions)
+    for b in range(2):
+        assert torch.equal(both[b, b, :, 0], k[b, :, 0])
+        assert torch.equal(both[b, b, :, 1], k[b, :, 0])
 
 
 def test_two_tokens_of_one_slot_are_a_race_that_the_interpreter_names():

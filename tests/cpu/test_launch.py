@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import cuda.tile as ct
 import pytest
 import torch
 
 import tilewright
-from tilewright.launch import Device, Plan, best_plan, check_tensor, counted, forced_config, launch, must, next_pow2, traced
+from tilewright.launch import Bound, Decision, Device, Launch, argument_error, check_tensor, counted, decisions, forced_config, next_pow2, traced
 
 
 @ct.kernel
@@ -33,56 +35,209 @@ def test_unknown_device_names_the_known_ones():
         Device.for_arch("sm_70")
 
 
+def fill(grid=(2,), value=7, **changes):
+    return Launch(fill_kernel, grid, {"value": value, "tile": 4}, **changes)
+
+
 def test_a_cpu_tensor_is_interpreted():
     x = torch.zeros(8)
     with counted() as counts:
-        launch(Plan(fill_kernel, (2,), (7, 4)), x)
+        Bound([fill()], ["x"], CPU).run(x)
     assert x.tolist() == [7.0] * 8
     assert counts == {"fill_kernel": 1}
 
 
-def test_a_plan_prints_hashes_and_keeps_one_hinted_kernel():
-    first, second = (Plan(fill_kernel, (2,), (7, 4), occupancy=2) for _ in range(2))
+def test_a_launch_prints_hashes_and_keeps_one_hinted_kernel():
+    first, second = fill(occupancy=2), fill(occupancy=2)
     assert first == second
     assert hash(first) == hash(second)
     assert first.hinted_kernel is second.hinted_kernel
-    assert str(first) == "fill_kernel grid=(2,) constants=(7, 4) occupancy=2"
+    assert str(first) == "fill_kernel grid=(2,) value=7 tile=4 occupancy=2"
+
+
+@dataclass(frozen=True)
+class Problem:
+    n: int
+    factor: int = 1
 
 
 def space(problem, device):
-    return [problem, problem + 1]
+    return [problem.n * problem.factor, problem.n + 1]
 
 
 def plan(problem, config, device):
-    return Plan(fill_kernel, (config,), (device.sms, 4))
+    return (fill((config,), device.sms),)
 
 
-def test_best_plan_is_the_first_of_the_space_unless_forced():
-    h200 = Device.named("H200")
-    assert best_plan(space, plan, h200, int, 3).grid == (3,)
+DECISION = Decision("fill", problem=Problem, arguments=("x",), space=space, plan=plan)
+H200, CPU = Device.named("H200"), Device.named("CPU")
+
+
+def grid(**fields):
+    return DECISION.launches(H200, **fields).launches[0].grid
+
+
+def test_the_config_is_the_first_of_the_space_unless_forced():
+    assert grid(n=3) == (3,)
     with forced_config(plan, 9):
-        assert best_plan(space, plan, h200, int, 3).grid == (9,)
+        assert grid(n=3) == (9,)
         with forced_config(plan, 10):
-            assert best_plan(space, plan, h200, int, 3).grid == (10,)
-        assert best_plan(space, plan, h200, int, 3).grid == (9,)
-    assert best_plan(space, plan, h200, int, 3).grid == (3,)
+            assert grid(n=3) == (10,)
+        assert grid(n=3) == (9,)
+    assert grid(n=3) == (3,)
+
+
+def test_a_problem_is_built_by_name():
+    assert grid(n=3, factor=5) == grid(factor=5, n=3) == (15,)
+    assert grid(n=5, factor=2) != grid(n=2, factor=2)
+    with pytest.raises(TypeError, match="rows"):
+        grid(rows=3)
+
+
+def test_a_known_problem_is_decided_once(monkeypatch):
+    first = DECISION.launches(H200, n=31)
+    monkeypatch.setattr(DECISION, "decide", None)
+    assert DECISION.launches(H200, n=31) is first
 
 
 def test_forced_config_is_undone_by_an_exception():
     with pytest.raises(RuntimeError, match="inside"), forced_config(plan, 9):
         raise RuntimeError("inside")
-    assert best_plan(space, plan, Device.named("H200"), int, 3).grid == (3,)
+    assert grid(n=3) == (3,)
+
+
+def test_what_a_block_sets_is_not_seen_by_another_thread():
+    def elsewhere():
+        with decisions() as theirs:
+            found = grid(n=3)
+        Bound([fill()], ["x"], CPU).run(torch.zeros(8))
+        with traced(Device.named("B200")):
+            device = Device.of(torch.empty(0, device="meta")).name
+        return found, len(theirs), device
+
+    with ThreadPoolExecutor(1) as pool, forced_config(plan, 9), decisions() as ours, counted() as counts, traced(H200) as launches:
+        assert pool.submit(elsewhere).result() == ((3,), 1, "B200")
+        assert not ours
+        assert not counts
+        assert not launches
+        assert grid(n=3) == (9,)
+        assert Device.of(torch.empty(0, device="meta")) is H200
+        with pytest.raises(ValueError, match="traced"):
+            pool.submit(lambda: Device.of(torch.empty(0, device="meta"))).result()
 
 
 def test_meta_tensors_are_traced_and_run_nothing():
     with traced(Device.named("B200")) as launches:
         x = torch.empty(8, device="meta")
         assert Device.of(x).name == "B200"
-        launch(Plan(fill_kernel, (2,), (7, 4)), x)
-    assert len(launches) == 1
-    assert launches[0].plan.grid == (2,)
+        Bound([fill()], ["x"], CPU).run(x)
+    (found,) = launches
+    assert found.launch == fill()
+    assert found.args == {"X": x, "VALUE": 7, "TILE": 4}
     with pytest.raises(ValueError, match="traced"):
         Device.of(torch.empty(8, device="meta"))
+
+
+# --------------------------------------------------------------------------------- launches by name
+@ct.kernel
+def scale_kernel(X, BIAS, OUT, factor: float, ADD: ct.Constant[bool], TILE: ct.Constant[int]):
+    i = ct.bid(0)
+    x = ct.load(X, (i,), (TILE,)) * factor
+    if ADD:
+        x = x + ct.load(BIAS, (i,), (TILE,))
+    ct.store(OUT, (i,), x)
+
+
+ARGUMENTS = ("x", "bias", "out", "factor")
+
+
+def scale(**changes):
+    return Launch(scale_kernel, (2,), {"tile": 4, "add": True}, **changes)  # in no particular order
+
+
+def test_arguments_reach_the_parameters_of_their_names():
+    x, bias, out = torch.arange(8.0), torch.ones(8), torch.zeros(8)
+    Bound([scale()], ("x", "factor", "out", "bias"), CPU).run(x, 2.0, out, bias)
+    assert torch.equal(out, 2 * x + 1)
+    without = Launch(scale_kernel, (2,), {"add": False, "tile": 4}, unused=("bias",))
+    Bound([without], ARGUMENTS, CPU).run(x, None, out, 3.0)
+    assert torch.equal(out, 3 * x)
+
+
+def test_scratch_passes_from_launch_to_launch_and_may_be_viewed():
+    x, bias, out = torch.arange(8.0), torch.ones(8), torch.zeros(8)
+    first = scale(scratch={"partial": ((2, 4), torch.float32)}, views={"line": ("partial", (8,), (1,))}, renames={"out": "line"})
+    with counted() as counts:
+        Bound([first, scale(renames={"x": "line"})], ARGUMENTS, CPU).run(x, bias, out, 2.0)
+    assert torch.equal(out, 2 * (2 * x + 1) + 1)
+    assert counts == {"scale_kernel": 2}
+
+
+@pytest.mark.parametrize(
+    ("launches", "arguments", "message"),
+    [
+        ([scale()], ("x", "out", "factor"), "array 'bias' of scale_kernel must be an argument, .* got 'bias', not one of x, out, factor"),
+        ([fill(), scale()], ("x", "out", "bias"), "scalar 'factor' of scale_kernel must be an argument"),
+        ([Launch(scale_kernel, (2,), {"add": True})], ARGUMENTS, "constant 'tile' of scale_kernel must be given by plan, got add"),
+        (
+            [Launch(fill_kernel, (2,), {"value": 7, "tile": 4, "tiel": 4})],
+            "x",
+            "constant 'tiel' of fill_kernel must be one of value, tile, got unknown",
+        ),
+        ([Launch(scale_kernel, (2,), {"add": True, "tile": 4, "bias": 1})], ARGUMENTS, "'bias' .* got an array parameter: pass it as an argument"),
+        (
+            [Launch(scale_kernel, (2,), {"add": True, "tile": 4, "factor": 1})],
+            ARGUMENTS,
+            "'factor' .* got a scalar parameter: pass it as an argument",
+        ),
+        ([Launch(fill_kernel, (2,), {"value": torch.ones(1), "tile": 4})], "x", "constant 'value' of fill_kernel must be a number, .* got a tensor"),
+        ([scale(renames={"y": "x"})], ARGUMENTS, "renames of scale_kernel must be of its parameters x, bias, out, factor, got 'y'"),
+        ([scale(renames={"x": "y"})], ARGUMENTS, "array 'x' of scale_kernel must be an argument, .* got 'y'"),
+        ([scale(unused=("add",))], ARGUMENTS, "unused of scale_kernel must be of its arrays x, bias, out, got 'add'"),
+        ([scale(unused=("factor",))], ARGUMENTS, "unused of scale_kernel must be of its arrays x, bias, out, got 'factor'"),
+        ([scale(unused=("bias",), renames={"bias": "x"})], ARGUMENTS, "'bias' of scale_kernel must be in renames or in unused, got in both"),
+        ([fill(unused=("x",))], "x", "unused of fill_kernel must be without at least one of its arrays"),
+        ([scale()], (*ARGUMENTS, "x"), "'x' of scale_kernel must be named once"),
+        ([scale(scratch={"out": ((8,), torch.float32)})], ARGUMENTS, "'out' of scale_kernel must be named once"),
+        ([scale(scratch={"partial": ((8,), torch.float32)})], ARGUMENTS, "scratch 'partial' must be a parameter of one of the launches"),
+        (
+            [scale(scratch={"f": ((8,), torch.float32)}, renames={"factor": "f"})],
+            ARGUMENTS,
+            "scalar 'factor' .* must be a scalar argument, got scratch",
+        ),
+        (
+            [scale(views={"line": ("partial", (8,), (1,))})],
+            ARGUMENTS,
+            "view 'line' must be of a scratch array, of which there is none, got 'partial'",
+        ),
+    ],
+)
+def test_a_name_that_fits_nothing_is_an_error_before_the_call(launches, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Bound(launches, tuple(arguments), CPU)
+
+
+def test_the_number_of_arguments_is_checked():
+    with pytest.raises(TypeError, match=r"run must get 4 arguments \(x, bias, out, factor\), got 3"):
+        Bound([scale()], ARGUMENTS, CPU).run(torch.zeros(8), torch.zeros(8), torch.zeros(8))
+
+
+@pytest.mark.parametrize("grid", [(1 << 24,), (1, 65536), (1, 1, 65536), (), (1, 1, 1, 1)])
+def test_a_grid_that_no_gpu_launches_is_an_error_at_plan_time(grid):
+    message = r"grid of fill_kernel must be at most 16777215 x 65535 x 65535 blocks \(call the op on parts of its input\), got \("
+    with pytest.raises(ValueError, match=message):
+        Bound([fill(grid)], "x", CPU)
+    Bound([fill(((1 << 24) - 1, 65535, 65535))], "x", CPU)
+
+
+@ct.kernel
+def confusing_kernel(X, OUT, x: int, TILE: ct.Constant[int]):
+    ct.store(OUT, (0,), ct.load(X, (0,), (TILE,)) * x)
+
+
+def test_two_run_time_parameters_of_one_name_are_an_error():
+    with pytest.raises(ValueError, match="array 'x' of confusing_kernel must be told from its other parameters in lower case"):
+        Bound([Launch(confusing_kernel, (1,), {"tile": 4})], ("x", "out"), CPU)
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192)])
@@ -91,7 +246,7 @@ def test_next_pow2(n, power):
 
 
 def test_must_says_what_must_be_was():
-    assert str(must("weight.shape", (4096,), (2048,))) == "weight.shape must be (4096,), got (2048,)"
+    assert str(argument_error("weight.shape", (4096,), (2048,))) == "weight.shape must be (4096,), got (2048,)"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +275,9 @@ def test_check_tensor_lets_parameters_pass_without_grad_mode():
 
 
 def test_importing_is_inert(tmp_path):
-    """No GPU context, nothing printed, no patched torch or cuda.tile, no environment read by us, under 0.3 s on top of torch."""
+    """No GPU context, nothing printed, no patched torch or cuda.tile, no environment variable read,
+    under 0.3 s after torch.
+    """
     code = (
         "import os, sys, time, torch, cuda.tile as ct\n"
         "sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]\n"  # as an installed package has: compiling is half of the time

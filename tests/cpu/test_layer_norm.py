@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `layer_norm`: numerics, layouts, messages."""
+"""Tests special to `layer_norm`: numerics, layouts, messages."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tilewright.testing import assert_accurate
 @pytest.mark.parametrize("cols", [64, 130, 5000])
 @pytest.mark.parametrize("shift", [1e3, -3e5])
 def test_a_large_common_part_costs_no_digits(cols, shift):
-    """The mean of the squares minus the square of the mean would have nothing left."""
+    """The mean of the squares minus the square of the mean would lose all digits."""
     x = torch.randn(6, cols) + shift
     truth, theirs = op.reference(x.double()), op.reference(x)
     problem = op.Problem(*x.shape, x.dtype, False, False)

@@ -1,4 +1,4 @@
-"""The ladders: every step right and different from the one before; the command says what it did."""
+"""The ladders: every step is right and differs from the one before; the command's output."""
 
 import dataclasses
 import json
@@ -10,9 +10,10 @@ import torch
 from tilewright import interpret
 from tilewright.bench.ceilings import Ceilings
 from tilewright.bench.published import figures
-from tilewright.bench.report import make_row
+from tilewright.bench.report import Measured, make_row
+from tilewright.bench.timer import Timing
 from tilewright.compile import compile_launches
-from tilewright.launch import Device, decide, traced
+from tilewright.launch import Device, decision_of, traced
 from tilewright.learn import SEQ_LENS, command, ladders
 from tilewright.learn.attention import STEPS, Config, Problem, attention
 from tilewright.learn.command import learn_command
@@ -51,7 +52,7 @@ def test_steps_differ_and_the_small_problem_takes_the_same_kernel(ladder):
     assert len(set(configs)) == len(configs)
     assert len({step.idea for step in ladder.steps}) == len({step.name for step in ladder.steps}) == len(configs)
     for config in configs:
-        kernels = [ladder.op.plan(p, config, H200).kernel for p in (ladder.problem, ladder.small)]
+        kernels = [ladder.op.plan(p, config, H200)[0].kernel for p in (ladder.problem, ladder.small)]
         assert kernels[0] is kernels[1]
 
 
@@ -63,8 +64,8 @@ def test_an_attention_step_changes_its_kernel_or_its_tiles_and_hints():
         changes.append((before.kernel is not after.kernel, rest[0] != rest[1]))
     one = [(True, False), (False, True)]
     for step, change in zip(STEPS[1:], changes, strict=True):
-        # The rescue has fast math and the warps that its tile needs; shorter steps need a number beside their kernel; the last step takes all that
-        # ops.attention has.
+        # The rescue adds fast math and the warps for its tile. Shorter steps add a field to their
+        # kernel. The last step takes all of ops.attention's.
         assert change in one or step.name in ("the rescue", "short diagonal", "tuned"), step.name
 
 
@@ -86,7 +87,7 @@ def test_on_hopper_the_trap_spills_and_nothing_else_does():
 @pytest.mark.parametrize("seq_len", [512, 2048, 4096])
 def test_the_last_step_takes_of_a_multiprocessor_what_the_op_takes(seq_len):
     problem = Problem(4, 32, 32, seq_len, 128).for_library()
-    config = decide(finished.space, finished.plan, problem, H200)[0]
+    config = decision_of(finished).decide(problem, H200)[0]
     config = next(c for c in (config, *finished.space(problem, H200)) if not c.persistent)
     with traced(H200) as found, torch.inference_mode():
         run_op(finished, problem.inputs(torch.device("meta")), config)
@@ -147,18 +148,15 @@ class _Wrong:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """Times that are made up: how the command reads and writes them is what is tested."""
+    """Made-up times, to test how the command reads and writes them."""
     ceilings = Ceilings(4270.0, 4490.0, 700.0, 1.0)
 
-    def measured(op, problem, where, ceilings, *, config, beside):
+    def measured(op, problem, setup, *, config, beside):
         step = next(i for i, step in enumerate(STEPS) if step.config_for(problem, H200) == config)
         if step == 2:
             raise AssertionError("rms 9")
-        peers = {peer.name: 100.0 for peer in beside}
-        return make_row(
-            op=op_name(op), problem=problem, gpu="H200", time_us=problem.seq_len / (1 + step), spread_us=1.0, written_bytes=0, peer_us=peers,
-            absent={}, config=config, source="search", found=(), ceilings=ceilings, clocks="", warm_us=None, peer_warm_us={}, backends={},
-        )  # fmt: skip
+        times = {"ours": Timing(problem.seq_len / (1 + step), 1.0)} | {peer.name: Timing(100.0, 1.0) for peer in beside}
+        return make_row(op_name(op), problem, "H200", setup.ceilings, Measured(times, config=config, source="search"))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "_gpu", lambda: (CPU, H200))

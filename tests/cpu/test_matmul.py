@@ -1,5 +1,8 @@
-"""matmul: every formulation on every layout, the edges of the public function, and the plans of the shapes that matter."""
+"""matmul: every formulation on every layout, the edges of the public function, and the plans of the
+shapes that matter.
+"""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,9 +12,12 @@ import torch.nn.functional as F
 from tilewright import interpret
 from tilewright.launch import Device, counted, forced_config
 from tilewright.ops import matmul as op
+from tilewright.ops.common.scaling import FAST_SUM, Scaling
 from tilewright.ops.matmul import Config, Problem, matmul
 from tilewright.testing import check_op
+from tilewright.testing.cases import cases
 from tilewright.testing.cases.matmul import HEADS, LLAMA_31_8B, QWEN2_7B
+from tilewright.testing.drawn import draw
 
 CPU = torch.device("cpu")
 H200 = Device.named("H200")
@@ -20,12 +26,14 @@ LAYOUTS = list(product((False, True), repeat=2))
 FORMULATIONS = {
     "whole": Config(16, 32, 32, group=2),
     "persistent": Config(16, 32, 32, group=2, persistent=True),
-    "split": Config(16, 16, 16, group=2, split=3),
+    "split": Config(16, 16, 16, group=2, split_k=3),
     "uneven": Config(16, 32, 32, group=2, extra_n=16),
-    "weights first": Config(8, 32, 32, weights_first=True),
-    "weights first, split": Config(8, 32, 16, weights_first=True, split=16),
+    "uneven, split": Config(16, 32, 16, group=2, extra_n=16, split_k=3),
+    "uneven, weights first, split": Config(32, 32, 16, extra_n=16, swap_ab=True, split_k=4),
+    "weights first": Config(8, 32, 32, swap_ab=True),
+    "weights first, split": Config(8, 32, 16, swap_ab=True, split_k=16),
     "dot": Config(4, 8, 64, dot=True, persistent=True),
-    "dot, split": Config(2, 8, 32, dot=True, split=2),
+    "dot, split": Config(2, 8, 32, dot=True, split_k=2),
 }
 
 
@@ -44,38 +52,76 @@ def test_every_formulation_on_every_layout(config, trans_a, trans_b, bias):
 
 @pytest.mark.parametrize("split", [2, 5, 16])
 @pytest.mark.parametrize("k", [16, 112, 1000])
-@pytest.mark.parametrize("weights_first", [False, True])
-def test_a_split_of_any_remainder(split, k, weights_first):
-    """A CPU holds 4 blocks at once: nothing left over, 1, 2 or 3 tiles of a round; fewer steps than parts."""
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_a_split_of_any_remainder(split, k, swap_ab):
+    """A CPU holds 4 blocks at once: a tail of 0, 1, 2 or 3 tiles, and fewer steps than splits."""
     for m, n in ((5, 16), (8, 80), (40, 32), (24, 16)):
-        check_op(op, Problem(m, n, k, FP32, bias=True), CPU, Config(8, 16, 16, weights_first=weights_first, split=split))
+        check_op(op, Problem(m, n, k, FP32, bias=True), CPU, Config(8, 16, 16, swap_ab=swap_ab, split_k=split))
 
 
-@pytest.mark.parametrize("config", [Config(64, 64, 32, split=3), Config(64, 64, 32, weights_first=True, split=3)])
+@pytest.mark.parametrize("config", [Config(64, 64, 32, split_k=3), Config(64, 64, 32, swap_ab=True, split_k=3)])
 def test_a_split_tile_may_stick_out_of_the_product_by_whole_strips(config):
     for m, n in ((3, 5), (70, 150), (1, 130)):
-        plan = op.plan(Problem(m, n, 100), config, Device.named("CPU"))
-        assert plan.then.grid[1] > 1
+        _, reduce = op.plan(Problem(m, n, 100), config, Device.named("CPU"))
+        assert reduce.grid[1] > 1
         check_op(op, Problem(m, n, 100, BF16, bias=True), CPU, config)
 
 
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_an_uneven_tile_may_be_cut_anywhere(trans_b):
-    """In its left part, between the parts, in its right part; the first tile too."""
+    """The edge lies in its left part, between the parts, or in its right part; also in the first
+    tile.
+    """
     for n in (33, 48, 49, 48 + 20, 48 + 32, 48 + 33, 96):
         check_op(op, Problem(19, n, 70, BF16, trans_b=trans_b, bias=True), CPU, Config(16, 32, 32, extra_n=16))
 
 
-@pytest.mark.parametrize("config", [Config(16, 32, 64, gathered=True), Config(16, 16, 32, gathered=True, split=3)], ids=["whole", "split"])
+def test_a_split_uneven_tile_may_be_cut_anywhere():
+    for m, n in ((19, 33), (10, 48 + 20), (40, 5 * 48), (17, 6 * 48 + 33)):
+        config = Config(16, 32, 16, extra_n=16, split_k=4)
+        assert config.split_tiles(Problem(m, n, 200), Device.named("CPU"))
+        check_op(op, Problem(m, n, 200, BF16, bias=True), CPU, config)
+
+
+@pytest.mark.parametrize("config", [Config(64, 64, 128, extra_n=64), Config(64, 64, 128, extra_n=64, split_k=3), Config(32, 128, 256)])
+@pytest.mark.parametrize(("m", "n"), [(64, 128), (70, 300), (3, 65)])
+def test_block_scales_of_two_halves_and_of_two_groups_in_a_step(m, n, config):
+    problem = Problem(m, n, 768, torch.float8_e4m3fn, scaling=Scaling.BLOCK, bias=m > 64)
+    with interpret.checking(races=True, order=3):
+        check_op(op, problem, CPU, config)
+
+
+def test_8_bit_sums_longer_than_a_fast_one_in_runs():
+    """One step in the last run; b first and a walk over tiles too."""
+    for choices in ({}, {"swap_ab": True}, {"persistent": True}, {"split_k": 3}):
+        problem = Problem(40, 60, 2 * FAST_SUM + 256, torch.float8_e4m3fn, scaling=Scaling.ROW, bias=True)
+        check_op(op, problem, CPU, Config(64, 64, 256, fast_runs=True, **choices))
+
+
+def test_what_new_forms_need():
+    """Halves of one block of b, whole steps of groups, sums beyond a fast one."""
+    fp8 = Problem(3000, 5120, 32_768, torch.float8_e4m3fn, scaling=Scaling.BLOCK)
+    assert {c.extra_n for c in op.space(fp8, H200) if c.extra_n} == {64}
+    assert any(c.tile_k == 256 for c in op.space(fp8, H200))
+    assert not any(c.tile_k == 256 for c in op.space(replace(fp8, k=32_768 + 128), H200))
+    assert any(c.fast_runs for c in op.space(replace(fp8, scaling=Scaling.ROW), H200))
+    for short in (replace(fp8, scaling=Scaling.ROW, k=FAST_SUM), replace(fp8, scaling=Scaling.ROW, out_dtype=FP32)):
+        assert not any(c.fast_runs for c in op.space(short, H200))
+
+
+@pytest.mark.parametrize("config", [Config(16, 32, 64, gathered=True), Config(16, 16, 32, gathered=True, split_k=3)], ids=["whole", "split"])
 def test_gathered_operands_end_anywhere(config):
-    """Rows, columns and k inside a tile, at its end, and in its first unit of 16 bytes; nothing is read beyond them."""
+    """Rows, columns and k end inside a tile, at its end, and in its first 16 bytes.
+
+    Nothing is read beyond them.
+    """
     for m, n, k in ((16, 32, 64), (37, 75, 72), (3, 5, 8), (17, 33, 200)):
         with interpret.checking(races=True, order=5):
             check_op(op, Problem(m, n, k, BF16, bias=m > 16), CPU, config)
 
 
 def test_a_split_gives_the_same_bits_in_any_block_order_and_has_no_race():
-    problem, config = Problem(24, 80, 200, BF16, bias=True), Config(8, 16, 16, split=4)
+    problem, config = Problem(24, 80, 200, BF16, bias=True), Config(8, 16, 16, split_k=4)
     assert config.split_tiles(problem, Device.named("CPU"))
     for order in (1, 2, 3):
         with interpret.checking(races=True, order=order):
@@ -164,19 +210,21 @@ def test_an_operand_that_needs_a_gradient_is_refused():
 
 
 def test_tf32_only_on_request():
-    """1 + 2**-12 is a float32, and 1 in TF32."""
+    """1 + 2**-12 is exact in float32, and 1 in TF32."""
     a, b = torch.full((16, 32), 1 + 2**-12), torch.eye(32)
     assert torch.equal(matmul(a, b), a)
     assert torch.equal(matmul(a, b, tf32=True), torch.ones(16, 32))
 
 
 def test_partial_sums_are_kept_in_float32():
-    """Each part of this row's sum is far above what bf16 can hold beside the rest; only the total is small."""
+    """The partial sums of this row are large and cancel: in bf16 they would lose the small
+    total.
+    """
     k = 4096
     a, b = torch.ones(1, k, dtype=BF16), torch.full((16, k), 8.0, dtype=BF16)
     b[:, k // 2 :] = -8.0
     b[:, 0] += 1 / 16
-    config = Config(8, 16, 64, weights_first=True, split=2)
+    config = Config(8, 16, 64, swap_ab=True, split_k=2)
     with counted() as counts, forced_config(op.plan, config):
         out = matmul(a, b, trans_b=True)
     assert counts == {"matmul_kernel": 1, "matmul_reduce_kernel": 1}
@@ -186,14 +234,14 @@ def test_partial_sums_are_kept_in_float32():
 @pytest.mark.parametrize(("n", "k"), [*QWEN2_7B, *LLAMA_31_8B, *HEADS])
 @pytest.mark.parametrize("m", [1, 4, 8, 16, 33, 64])
 def test_a_skinny_product_keeps_most_of_the_gpu_reading(n, k, m):
-    """56 SMs can draw what the memory gives (H200: 3584 x 3584 in 64-row blocks); fewer only where b is too small to matter.
-
-    A second launch, to add parts of k, only where a third of the SMs or fewer would have anything to read without.
+    """56 SMs can draw the full memory rate (H200: 3584 x 3584 in 64-row blocks); fewer only if b is
+    too small to matter. The parts of split-K leave each block a long k, or fill the last wave.
     """
     problem = Problem(m, n, k)
-    plan = op.plan(problem, op.space(problem, H200)[0], H200)
-    assert plan.then is None or (n <= 64 * 44 and plan.grid[0] > 2 * n / 64)
-    assert plan.grid[0] / plan.occupancy >= min(56, n / 64), str(plan)
+    config = op.space(problem, H200)[0]
+    product, *reduce = op.plan(problem, config, H200)
+    assert product.grid[0] >= min(56, n / 64), str(product)  # each on an SM of its own while there are any
+    assert not reduce or k / config.parts(problem) >= 512
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -204,20 +252,19 @@ def test_what_stands_behind_a_product_of_a_row_or_two_on_the_cuda_cores(m):
     problem = Problem(m, 1024, 4096, residual=True)
     first = op.space(problem, H200)[0]
     assert first.dot
-    assert op.plan(problem, first, H200).grid[0] >= 128
+    assert op.plan(problem, first, H200)[0].grid[0] >= 64
 
 
 @pytest.mark.parametrize("name", ["H200", "B200", "RTX5090", "A100"])
 def test_rows_are_a_runtime_value(name):
-    """256 prompt lengths and every decode batch use few kernels: none has a row count among its constants."""
+    """256 prompt lengths and every decode batch use few kernels: none has a row count among its
+    constants.
+    """
     device = Device.named(name)
     compiled = set()
     for m in (*range(1, 65), *range(65, 8192, 127)):
         problem = Problem(m, 3584, 3584)
-        plan = op.plan(problem, op.space(problem, device)[0], device)
-        while plan is not None:
-            compiled.add((plan.name, plan.constants, plan.num_ctas, plan.occupancy, plan.num_worker_warps))
-            plan = plan.then
+        compiled |= {launch.compiled for launch in op.plan(problem, op.space(problem, device)[0], device)}
     assert len(compiled) <= 32
 
 
@@ -230,20 +277,36 @@ def test_spaces_are_short():
 def test_a_split_fills_the_last_round(m, n, k):
     problem = Problem(m, n, k)
     for config in op.space(problem, H200):
-        plan = op.plan(problem, config, H200)
-        if plan.then is not None:
+        product, *reduce = op.plan(problem, config, H200)
+        if reduce:
             resident, tiles = config.resident(H200), config.tiles(problem)
-            (parts, split_tiles, *_), _ = plan.workspace[0]
-            assert plan.grid[0] == tiles - split_tiles + split_tiles * parts
+            (parts, split_tiles, *_), _ = product.scratch["partial"]
+            assert product.grid[0] == tiles - split_tiles + split_tiles * parts
             assert (tiles - split_tiles) % resident == 0
-            assert plan.then.grid[0] == split_tiles
+            assert reduce[0].grid[0] == split_tiles
+
+
+@pytest.mark.parametrize("kind", ["matmul", "matmul fp8"])
+def test_every_problem_has_a_config_on_every_gpu_that_can_run_it(kind):
+    problems = [p for seed in (3, 5) for p in draw(kind, 60, seed)] + [p for sizes in ("bench", "real") for p in cases(op, sizes)]
+    for device in map(Device.named, ("A100", "H200", "B200", "RTX5090", "GB10")):
+        for problem in problems:
+            if problem.dtype.itemsize > 1 or device.has_fp8:
+                assert any(op.CHOICES.legal(problem, c, device) for c in op.CHOICES.candidates(problem, device)), (problem, device.name)
+
+
+@pytest.mark.parametrize(("m", "first", "rest"), [(33, 32, 16), (48, 32, 16), (72, 64, 16), (96, 64, 32), (160, 128, 32), (192, 128, 64)])
+def test_rows_may_be_a_sum_of_two_powers_of_two(m, first, rest):
+    for dtype in (BF16, torch.float8_e4m3fn):
+        p = Problem(m, 7680, 5120, dtype, scaling=Scaling.TENSOR if dtype.itemsize == 1 else Scaling.NONE)
+        assert (first, rest, True) in {(c.tile_m, c.extra_n, c.swap_ab) for c in op.CHOICES.candidates(p, H200)}
 
 
 @pytest.mark.parametrize("m", [4, 8, 16, 32])
 @pytest.mark.parametrize("n", [512, 1024, 2048, 2304])
 def test_few_rows_are_the_columns_of_the_product(n, m):
-    """Tiles of 64 rows, most of which are not there, read b at 1.1 TB/s where these read it at 2.5 (16 x 2048 x 8192 on an H200)."""
+    """Tiles of 64 mostly missing rows read b at 1.1 TB/s, these at 2.5 (16 x 2048 x 8192, H200)."""
     first = op.space(Problem(m, n, 8192, BF16), H200)[0]
     if not first.dot:
-        assert first.weights_first
-        assert first.tile_m == max(8, m)
+        assert first.swap_ab or first.tile_m <= 16
+        assert first.tile_m <= max(16, m)

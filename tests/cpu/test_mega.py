@@ -1,4 +1,6 @@
-"""The megakernel: transformers' tokens from one launch a token, races watched; schedules, refusals, the reference machine and the difference test."""
+"""The megakernel: transformers' tokens from one launch a token, races watched; schedules, refusals,
+the reference machine and the difference test.
+"""
 
 import re
 import subprocess
@@ -154,7 +156,9 @@ INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);|^(\.L_\w+):", re.MULT
 
 
 def loops_of_waits(sass: str) -> list[list[str]]:
-    """The smallest loop around each instruction that reads what other blocks write, of those within 300 instructions: a larger one is no wait."""
+    """The smallest loop around each instruction that reads what other blocks write, of those within
+    300 instructions: a larger one is no wait.
+    """
     code: list[str] = []
     labels: dict[str, int] = {}
     for found in INSTRUCTION.finditer(sass):
@@ -181,8 +185,9 @@ def disassembled(cubin: bytes) -> str:
 
 
 def assert_blocks_leave_waits_together(cubin: bytes, waits: int) -> None:
-    """A loop with a barrier must decide by what came through shared memory: of what they loaded themselves warps see different states, leave at
-    different looks, and are at different barriers from then on.
+    """A loop with a barrier must decide by what came through shared memory: of what they loaded
+    themselves warps see different states, leave at different looks, and are at different barriers
+    from then on.
     """
     loops = loops_of_waits(disassembled(cubin))
     assert len(loops) >= waits
@@ -218,7 +223,7 @@ def test_llama_1b_compiles_without_spills(gpu: str, tmp_path) -> None:
     assert found.ok
     assert found.resources.count("UTMALDG") == 0  # TMA would take half of the registers
     assert found.resources.count("LDG") > 100
-    assert launches[0].plan.grid == (device.sms,)
+    assert launches[0].launch.grid == (device.sms,)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The megakernel's stream: transformers' tokens, races watched; every value in the noise band; dealing, refusals, and what the SASS must hold."""
+"""The megakernel's stream: transformers' tokens, races watched; every value in the noise band;
+dealing, refusals, and what the SASS must hold.
+"""
 
 import re
 from dataclasses import replace
@@ -123,7 +125,9 @@ def test_keys_behind_all_ranges_go_round_by_the_tiles_that_long_ranges_are_read_
 
 @pytest.mark.parametrize("position", [70, 4000])
 def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> None:
-    """Llama-3.2-1B's sizes but for layers and vocabulary: no block waits in vain, no word is overwritten, who reads a key has written it."""
+    """Llama-3.2-1B's sizes but for layers and vocabulary: no block waits in vain, no word is
+    overwritten, who reads a key has written it.
+    """
     d = replace(LLAMA_1B, layers=1, vocab=4096)
     whole, bases, parts = one_stream(d, torch.empty(0, dtype=torch.bfloat16))
     generator = torch.Generator().manual_seed(0)
@@ -195,20 +199,24 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
     sass = disassembled(cubin)
     assert not re.search(r"\bCCTL", sass)  # an acquire would wait for all loads
     assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
-    # A full and an empty one for each buffer: with a single buffer nothing is read while it is multiplied.
+    # A full and an empty one for each buffer: with a single buffer nothing is read while it is
+    # multiplied.
     assert len(re.findall(r"SYNCS\.EXCH", sass)) >= 2 * 3
-    # The consumers wait for a full buffer and the producer for an empty one, each with a slow path: for nothing else of each other's.
+    # The consumers wait for a full buffer and the producer for an empty one, each with a slow path:
+    # for nothing else of each other's.
     assert len(re.findall(r"PHASECHK\.TRANS64\.TRYWAIT", sass)) == 4
     assert sass.count("UTMALDG") <= 4  # the loop is there once
     lines = sass.splitlines()
     loop = next(i for i, line in enumerate(lines) if "PHASECHK" in line)
     last = next(i for i in range(loop, len(lines)) if "STRONG" in lines[i] and "STG" in lines[i])
     products = [i for i in range(loop, last) if "FFMA" in lines[i]]
-    # Two pieces of 8 strips: 64 products of a thread each, and no predicates that go round through the stages of the ring (twice the time, H200).
+    # Two pieces of 8 strips: 64 products of a thread each, and no predicates that go round through
+    # the stages of the ring (twice the time, H200).
     assert len(products) <= 140
     assert products[-1] - loop <= 260
     assert sum("BAR.SYNC" in line for line in lines[loop:last]) <= 4  # what comes of a turn: one sum over its warps
-    # Keys and the next norm's weights, late behind the weights under way, are asked for before the product of a turn, not where they are needed.
+    # Keys and the next norm's weights, late behind the weights under way, are asked for before the
+    # product of a turn, not where they are needed.
     assert sum(bool(re.search(r"\bLDG\.E\.128 ", line)) for line in lines[loop - 200 : loop]) >= 12
     # A block waits by an atomic, one word of its own, before all threads look.
     assert 2 <= sum("ATOMG" in line for line in lines) <= 8

@@ -1,4 +1,4 @@
-"""What the generic loops over cases do not say about `merge_states`: its algebra, its bases, and the traps."""
+"""Tests special to `merge_states`: its algebra, its bases, and the traps."""
 
 import math
 
@@ -9,12 +9,7 @@ from tilewright.launch import counted
 from tilewright.ops.attention_decode import attention_decode
 from tilewright.ops.merge_states import merge_states
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(5)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def states(n: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +36,7 @@ def test_order_and_grouping_do_not_matter():
 
 
 def test_the_base_is_that_of_the_logs():
-    """Natural logs taken for logs to base 2 (FlashInfer's) are off by far more than rounding."""
+    """Natural logs read as logs to base 2 (FlashInfer's) give errors far beyond rounding."""
     out, lse = states(2, 50, 16)
     natural, natural_lse = merge_states(out, lse)
     base2, base2_lse = merge_states(out, lse / math.log(2), base2=True)

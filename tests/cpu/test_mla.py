@@ -1,4 +1,4 @@
-"""What the generic loops over cases do not say about `mla`."""
+"""Tests special to `mla`."""
 
 import math
 
@@ -12,15 +12,11 @@ from tilewright.ops.mla import Problem, mla, plan, reference, space
 NOPE, ROPE, VALUE = 128, 64, 128
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(11)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def inputs(batch=2, heads=3, q_len=20, kv_len=50, dtype=torch.bfloat16):
-    """Views of what projections leave, as a model has them."""
+    """Views of projections' results, as in a model."""
     q = torch.randn(batch, q_len, heads, NOPE + ROPE).to(dtype).transpose(1, 2)
     kv = torch.randn(batch, kv_len, heads, NOPE + VALUE).to(dtype).transpose(1, 2)
     k_rope = torch.randn(batch, 1, kv_len, ROPE).to(dtype)
@@ -66,12 +62,21 @@ def test_without_keys_the_output_is_zero_and_nothing_is_launched():
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("shape", [(70_000, 1), (1, 70_000)])
+def test_batches_and_heads_beyond_the_grid_are_refused(shape):
+    x = torch.zeros(*shape, 1, 16, dtype=torch.bfloat16)
+    with counted() as counts, pytest.raises(ValueError, match=r"grid of mla_kernel must be at most .* got \(1, .*70000"):
+        mla(x, x, k_nope=x, k_rope=x[:, :1], v=x)
+    assert not counts
+
+
 def test_a_length_of_the_moment_is_no_part_of_a_kernel():
     device = Device.named("H200")
 
     def constants(kv_len: int) -> tuple:
         p = Problem(1, 16, 100, kv_len, torch.bfloat16, has_len=True)
-        return plan(p, space(p, device)[0], device).constants
+        (launch,) = plan(p, space(p, device)[0], device)
+        return tuple(launch.constants.items())
 
     assert len({constants(n) for n in range(1000, 1030)}) == 1
 

@@ -1,4 +1,4 @@
-"""What the generic loops over cases do not say about `mla_decode`: that absorbed is expanded, its scale, and its messages."""
+"""Tests special to `mla_decode`: that absorbed is expanded, its scale, and its messages."""
 
 import pytest
 import torch
@@ -11,15 +11,14 @@ from tilewright.ops.mla_decode import mla_decode, plan
 HEADS, LATENT, ROPE, NOPE, VALUE = 5, 64, 16, 24, 24
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(3)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def test_absorbed_is_expanded():
-    """DeepSeek's prefill form, with keys and values of every head made from the latents, in float64; the scale is over NOPE + ROPE."""
+    """Against DeepSeek's prefill form in float64, with keys and values of every head expanded.
+
+    The scale is over NOPE + ROPE.
+    """
     q_nope, q_rope = torch.randn(2, HEADS, 1, NOPE).double(), torch.randn(2, HEADS, 1, ROPE).double().half().double()
     w_k, w_v = (torch.randn(HEADS, n, LATENT).double() / LATENT**0.5 for n in (NOPE, VALUE))
     cache = torch.randn(2, 70, LATENT + ROPE).half().double()
@@ -63,16 +62,19 @@ def test_pages_are_the_contiguous_cache_and_stale_ones_do_not_matter(config):
 
 
 def test_neither_queries_nor_cache_are_copied():
-    """One kernel, or two with a merge: nothing is concatenated for them."""
+    """One kernel, or two with a merge; no concatenation."""
     with traced(Device.named("H200")) as launches:
         arguments = (torch.empty(1, 16, 1, n, device="meta", dtype=torch.bfloat16) for n in (512, 64))
         mla_decode(*arguments, torch.empty(1, 4096, 576, device="meta", dtype=torch.bfloat16), scale=0.11472)
-    assert [launch.plan.name for launch in launches] == ["attention_decode_kernel", "attention_decode_merge_kernel"]
+    assert [launch.launch.name for launch in launches] == ["attention_decode_kernel", "attention_decode_merge_kernel"]
 
 
 @pytest.mark.parametrize(("heads", "page_size"), [(8, 0), (16, 0), (128, 0), (16, 64), (128, 64)])
 def test_hopper_loads_the_next_keys_while_it_multiplies_these(heads, page_size):
-    """Two tiles of keys beside the queries, a warp that loads, products not waited for one by one: with two loops the compiler keeps one tile."""
+    """Two tiles of keys beside the queries, a producer warp, asynchronous products.
+
+    With two loops the compiler keeps one tile.
+    """
 
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, device="meta", dtype=dtype)

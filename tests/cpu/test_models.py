@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_models import LLAMA3_ROPE, TINY, tiny_model
+from tiny_models import PLAIN, TINY, tiny_model
 from torch import Tensor
 
 from tilewright import interpret
@@ -29,12 +29,7 @@ MLA = {
     "first_k_dense_replace": 1,
 }
 MODELS = {
-    "llama": {"model_type": "llama", "rope_theta": 10000.0, "rope_scaling": LLAMA3_ROPE},
-    "llama-tied-bias": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "mistral": {"model_type": "mistral", "sliding_window": 5},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"model_type": "qwen3"},
+    **PLAIN,
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5},
     "gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 24},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 24, "num_hidden_layers": 6},
@@ -132,7 +127,10 @@ ABSORBABLE = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16}
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_decode_steps_of_latent_attention_never_expand_the_cache(name: str) -> None:
-    """Left-padded, from a dynamic and a static cache: what a step adds to the logits' error is no more than in transformers."""
+    """Left-padded, from a dynamic and a static cache.
+
+    A step adds no more error to the logits than transformers' own.
+    """
     model, inputs = tiny(name, torch.bfloat16, **ABSORBABLE), left_padded()
     for cache in (None, "static"):
         options = {"cache_implementation": cache, "output_logits": True, "return_dict_in_generate": True}
@@ -168,7 +166,8 @@ def test_half_precision_mixtures_of_experts_obey_the_accuracy_rule(name: str) ->
     assert {"moe_route", "attention"} <= ops
     assert ("moe" in ops) == (name != "gpt_oss")
     assert any(kernel.startswith("moe") for kernel in launches)
-    # Where rounding makes a tie of two experts either may be taken, by stock as by ours: no error measures that jump.
+    # If two experts tie within rounding, stock or ours may take either. No error bound covers that
+    # jump.
     same = (mine == right).all(-1) & (theirs == right).all(-1)
     assert same.float().mean() > 0.8
     assert_accurate(ours[same], stock[same], truth[same])
@@ -402,7 +401,9 @@ def test_a_prompt_continued_from_a_cache_matches() -> None:
 
 
 class KernelCount:
-    """A streamer for `generate` that notes after each token how many kernels the interpreter has compiled."""
+    """A streamer for `generate` that notes after each token how many kernels the interpreter has
+    compiled.
+    """
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -416,7 +417,9 @@ class KernelCount:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_256_decode_steps_compile_nothing_new(cache: str | None) -> None:
-    """After the first 32, in which a growing cache has had lengths that are and are not multiples of 16."""
+    """After the first 32 steps: a growing cache has then had lengths with and without a factor of
+    16.
+    """
     model, seen = tiny(num_hidden_layers=1), KernelCount()
     with patched(model):
         greedy(model, {"input_ids": torch.arange(3, 8)[None]}, 32 + 256, cache_implementation=cache, streamer=seen)

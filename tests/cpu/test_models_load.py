@@ -35,7 +35,9 @@ def logits(model) -> torch.Tensor:
 
 
 def write_gguf(path: Path, model, architecture: str) -> None:
-    """What llama.cpp's converter writes for `model`, with a vocabulary of single bytes and two merges."""
+    """Writes what llama.cpp's converter writes for `model`, with a vocabulary of bytes and two
+    merges.
+    """
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")

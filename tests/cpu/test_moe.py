@@ -1,18 +1,19 @@
-"""What the loops of test_ops.py do not see of `moe`: ids of any kind, which weights are read, launches, layouts, messages."""
+"""Tests special to `moe`: ids of any kind, which weights are read, launches, layouts, messages."""
 
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from configs import compiled_kernels
 from test_mega import disassembled
 
 from tilewright import interpret, moe, moe_route
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, traced
 from tilewright.ops import moe as op
+from tilewright.ops.common.scaling import Scaling
 from tilewright.ops.moe import Problem
-from tilewright.ops.scaling import Scaling
 from tilewright.testing import assert_accurate, check_op, run_op, seeded_inputs
 
 CPU, H200 = torch.device("cpu"), Device.named("H200")
@@ -21,10 +22,7 @@ FEW = {"moe_few_kernel": 2, "moe_sum_kernel": 1}
 MANY = {"moe_count_kernel": 1, "moe_permute_kernel": 1, "moe_kernel": 2, "moe_sum_kernel": 1}
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def widened(inputs):
@@ -90,7 +88,7 @@ def test_weights_of_experts_that_nobody_chose_are_not_used(tokens, scaling):
 
 
 def test_the_same_launch_follows_new_ids():
-    """As a replayed graph does: nothing of the plan depends on the ids."""
+    """As in a replayed graph: the plan does not depend on the ids."""
     problem = Problem(30, 2, 5, 24, 32)
     inputs = seeded_inputs(op, problem, CPU)
     for only in ((0,), (3, 4), (0, 1, 2, 3, 4)):
@@ -108,15 +106,14 @@ def test_few_tokens_need_few_launches():
         with counted() as counts:
             moe(**seeded_inputs(op, problem, CPU))
         assert counts == wanted
-        names, plan = [], op.plan(problem, op.space(problem, H200)[0], H200)
-        while plan is not None:
-            names.append(plan.name)
-            plan = plan.then
-        assert len(names) <= (2 if problem.tokens == 1 else 3 if problem.tokens <= 16 else 5)
+        launches = op.plan(problem, op.space(problem, H200)[0], H200)
+        assert len(launches) <= (2 if problem.tokens == 1 else 3 if problem.tokens <= 16 else 5)
 
 
 def test_a_decode_pads_nothing_to_128_rows():
-    """h and the results of each expert have as many rows as there are tokens, up to a power of two; from two tokens on at least 8."""
+    """h and each expert's results have a row for each token, padded to a power of two; from two
+    tokens on at least 8.
+    """
     for tokens in (1, 2, 4, 16):
         problem = Problem(tokens, 8, 128, 2048, 768)
         config = op.space(problem, H200)[0]
@@ -134,15 +131,34 @@ def test_quantised_activations_are_as_good_as_those_of_the_reference():
 
 
 def test_sizes_are_no_constants():
-    """Every number of tokens from 17 on runs the same few kernels; decode of up to 16 tokens a few more."""
-    compiled = set()
-    for tokens in (*range(1, 17), *range(17, 20_000, 331)):
-        problem = Problem(tokens, 8, 128, 2048, 768)
-        plan = op.plan(problem, op.space(problem, H200)[0], H200)
-        while plan is not None:
-            compiled.add((plan.name, plan.constants, plan.num_ctas, plan.occupancy, plan.num_worker_warps))
-            plan = plan.then
-    assert len(compiled) <= 48
+    """Every number of tokens from 17 on runs the same few kernels; decode of up to 16 tokens a few
+    more.
+    """
+    problems = [Problem(tokens, 8, 128, 2048, 768) for tokens in (*range(1, 17), *range(17, 20_000, 331))]
+    assert len(compiled_kernels(op, problems, H200)) <= 48
+
+
+@pytest.mark.parametrize("device", ["H200", "B200", "GB10"])
+@pytest.mark.parametrize("scaling", [Scaling.NONE, Scaling.ROW, Scaling.BLOCK])
+def test_many_tokens_fit_a_grid(device, scaling):
+    """With a block for each tile that there could be, x had more blocks than a launch takes."""
+    device = Device.named(device)
+    problem = Problem((1 << 24) - 1, 2, 4, 256, 2048, scaling=scaling)
+    configs = op.space(problem, device)
+    assert configs
+    for config in configs:
+        for launch in op.plan(problem, config, device):
+            assert launch.grid[0] < 1 << 24
+            assert all(n < 1 << 16 for n in launch.grid[1:])
+
+
+def test_more_tokens_than_a_grid_has_blocks_are_refused():
+    x, gate_up, down, weights, ids = (INPUTS[name] for name in ("x", "gate_up", "down", "weights", "ids"))
+    tokens = 1 << 24
+    many = {"x": x[:1].expand(tokens, -1), "weights": weights[:1].expand(tokens, -1), "ids": ids[:1].expand(tokens, -1)}
+    with counted() as counts, pytest.raises(ValueError, match=r"x.shape\[0\] must be at most 16777215 tokens, got 16777216"):
+        moe(gate_up=gate_up, down=down, **many)
+    assert not counts
 
 
 def test_slices_are_read_in_place_and_ids_may_lie_in_a_wider_tensor():
@@ -276,7 +292,9 @@ def test_without_8_bit_tensor_cores_there_is_no_config_for_8_bit_weights():
 
 @pytest.mark.parametrize("which", range(4))
 def test_biases_are_read_one_by_one(which):
-    """As pairs, half of them were at odd addresses: the GPU stopped with "misaligned address" (gpt-oss, one token, H200)."""
+    """Read as pairs, half of them had odd addresses: "misaligned address" (gpt-oss, one token,
+    H200).
+    """
     problem = Problem(1, 4, 32, 2880, 2880, BF16, bias=True, alpha=1.702, limit=7.0, up_offset=1.0)
     with traced(H200) as launches:
         run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[which])
@@ -295,7 +313,7 @@ def test_biases_are_read_one_by_one(which):
 def test_one_token_of_known_models_does_not_spill(problem):
     with traced(H200) as launches:
         run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[0])
-    assert not [launch.plan.name for launch in launches if Job.of(launch, "sm_90").run().resources.spills]
+    assert not [launch.launch.name for launch in launches if Job.of(launch, "sm_90").run().resources.spills]
 
 
 @pytest.mark.parametrize("ids", [[1, 9, 3], [-1, 7, 9], [0, 1, 2]], ids=str)

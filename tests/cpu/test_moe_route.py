@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `moe_route`: ties, special numbers, groups, messages."""
+"""Tests special to `moe_route`: ties, special numbers, groups, messages."""
 
 import pytest
 import torch
@@ -7,11 +7,7 @@ from tilewright import moe_route
 from tilewright.launch import Device, counted
 from tilewright.ops import moe_route as op
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def test_equal_scores_go_to_the_lower_index():
@@ -93,7 +89,7 @@ def test_the_number_of_tokens_is_no_constant():
     device = Device.named("H200")
     for tokens in (5, 100, 4096):
         plans = [op.plan(p, op.space(p, device)[0], device) for p in (op.Problem(tokens + i, 128, 8) for i in range(4))]
-        assert len({plan.constants for plan in plans}) == 1
+        assert len({launch.compiled for (launch,) in plans}) == 1
 
 
 X = torch.zeros(4, 12)

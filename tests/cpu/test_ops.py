@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright import interpret, ops
-from tilewright.launch import Device, Plan, counted, traced
+from tilewright.launch import Bound, Device, Launch, counted, decision_of, traced
 from tilewright.testing import check_op, op_name, outputs, public_function, run_op, seeded_inputs
 from tilewright.testing.cases import cases
 
@@ -17,10 +17,7 @@ SMALL = [pytest.param(op, p, id=f"{op_name(op)}-{i}") for op in ops.ALL for i, p
 OPS = [pytest.param(op, id=op_name(op)) for op in ops.ALL]
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -40,11 +37,59 @@ def test_module_has_the_agreed_names(op):
         assert len(set(problems)) == len(problems), f"{name} has a case twice"
 
 
+def takes_out(op):
+    """Whether `out` says where the result goes: it is no argument of the definition."""
+    return "out" in set(inspect.signature(public_function(op)).parameters) - set(inspect.signature(op.reference).parameters)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_public_arguments_are_keyword_only_after_the_third_and_none_is_kwargs(op):
-    for parameter in list(inspect.signature(public_function(op)).parameters.values())[4:]:
+    parameters = inspect.signature(public_function(op)).parameters
+    for parameter in list(parameters.values())[4:]:
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, parameter
-    assert list(inspect.signature(op.reference).parameters) == list(inspect.signature(public_function(op)).parameters)
+    assert list(inspect.signature(op.reference).parameters) == [name for name in parameters if name != "out" or not takes_out(op)]
+
+
+def with_out(op, problem):
+    """Inputs of a problem, what the op returns for them, and a tensor of NaN like the first of
+    it.
+    """
+    inputs = seeded_inputs(op, problem, CPU)
+    expected = outputs(public_function(op)(**inputs))
+    return inputs, expected, torch.full_like(expected[0], torch.nan)
+
+
+@pytest.mark.parametrize(("op", "problem"), [case for case in SMALL if takes_out(case.values[0])])
+def test_a_given_out_is_written_and_returned(op, problem):
+    inputs, expected, out = with_out(op, problem)
+    found = outputs(public_function(op)(**inputs, out=out))
+    assert found[0] is out
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", [case for case in OPS if takes_out(case.values[0])])
+def test_an_out_that_does_not_fit_is_named_and_nothing_is_launched(op):
+    found = (with_out(op, problem) for problem in cases(op, "small"))
+    inputs, _, out = next(case for case in found if case[2].numel() > case[2].shape[-1] > 1)
+    wide = torch.cat((out, out), -1)
+    bad = {
+        r"out must be a torch.Tensor, got list": [out],
+        r"out.shape must be": out[1:],
+        r"out.dtype must be one of": out.double(),
+        r"out.device must be cpu, got meta": out.to("meta"),
+        r"out.* must be .*contiguous": wide[..., : out.shape[-1]],
+        r"out.*(contiguous|stride\(-1\))": out[..., :1].expand(out.shape),
+    }
+    same = next((x for x in inputs.values() if isinstance(x, torch.Tensor) and x.shape == out.shape and x.dtype == out.dtype), None)
+    if same is not None:
+        same = same.contiguous()
+        inputs = {name: same if isinstance(x, torch.Tensor) and x.shape == same.shape and torch.equal(x, same) else x for name, x in inputs.items()}
+        bad["out must be memory of its own, got a tensor that overlaps one of the inputs"] = same
+    for message, wrong in bad.items():
+        with counted() as counts, pytest.raises((TypeError, ValueError), match=message):
+            public_function(op)(**inputs, out=wrong)
+        assert not counts
 
 
 @pytest.mark.parametrize(("op", "problem"), SMALL)
@@ -55,13 +100,15 @@ def test_every_cpu_config_is_as_accurate_as_torch(op, problem):
 
 @pytest.mark.parametrize(("op", "problem"), SMALL)
 def test_gpu_configs_are_as_accurate_as_torch_interpreted(op, problem):
-    """The kernels and constants that GPUs run: the default and a spread of the space of each architecture."""
+    """The kernels and constants of GPUs: the default and a sample of the space of each
+    architecture.
+    """
     seen = set()
     for name in ("H200", "B200", "RTX5090", "A100"):
         configs = op.space(problem, Device.named(name))
         for config in (configs[0], configs[len(configs) // 2], configs[-1]) if configs else ():
-            plan = op.plan(problem, config, Device.named("CPU"))
-            key = (plan.name, plan.constants)
+            main = op.plan(problem, config, Device.named("CPU"))[0]
+            key = (main.name, str(main.constants))
             if key not in seen:
                 seen.add(key)
                 check_op(op, problem, CPU, config)
@@ -77,7 +124,9 @@ def test_no_race_and_no_dependence_on_block_order(op):
 
 
 def known(tensor):
-    """The tensor with numbers for NaN, which torch.equal would find unequal; fp8, for which torch has no nan_to_num, as fp32."""
+    """The tensor with numbers instead of NaN, for torch.equal; fp8 as fp32, since torch has no
+    nan_to_num for it.
+    """
     return (tensor.float() if tensor.dtype.itemsize == 1 else tensor).nan_to_num()
 
 
@@ -89,7 +138,7 @@ def test_same_bits_twice(op):
 
 
 def of_8_bits(problem) -> bool:
-    """Whether the problem multiplies or stores fp8: by a dtype of its own, or by the scales of its weights (moe)."""
+    """Whether the problem uses fp8: by a dtype, or by scales of its weights (moe)."""
     return "float8" in str(problem) or bool(getattr(problem, "scaling", None))
 
 
@@ -102,13 +151,14 @@ def test_plans_are_legal_hashable_and_printable(op, device):
         assert configs or (not device.has_fp8 and of_8_bits(problem)), f"{op_name(op)} {problem} has no config on {device.name}"
         assert len(set(configs)) == len(configs), f"{op_name(op)} {problem} has a config twice on {device.name}"
         for config in configs:
-            plan = op.plan(problem, config, device)
-            while plan is not None:
-                check_plan(plan)
-                plan = plan.then
+            launches = op.plan(problem, config, device)
+            for launch in launches:
+                check_launch(launch)
+            if hasattr(op, "DECISION"):
+                Bound(launches, decision_of(op).arguments, device)
 
 
-def check_plan(plan: Plan) -> None:
+def check_launch(plan: Launch) -> None:
     assert 1 <= len(plan.grid) <= 3
     assert all(isinstance(n, int) and n >= 1 for n in plan.grid), plan
     assert plan.grid[0] < 1 << 31, plan

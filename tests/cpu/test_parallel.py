@@ -1,4 +1,6 @@
-"""Engines of two processes (gloo): what one process finds, and after a failure or an interrupt no process is left."""
+"""Engines of two processes (gloo): the results of one process; no process is left after a
+failure.
+"""
 
 import multiprocessing
 import os
@@ -35,7 +37,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def found(group: Group | None, name: str) -> tuple[list[list[int]], list[list[int]], torch.Tensor, int]:
-    """Greedy tokens, tokens drawn, logits behind given tokens, and the bytes a step reads."""
+    """Greedy tokens, drawn tokens, logits after given tokens, and the bytes of a step."""
     model = random_model(config(name), dtype=CASES[name], shard=None if group is None else group.shard)
     with Engine(model, max_batch=2, max_len=64, group=group) as engine:
         greedy = engine.generate(PROMPTS, 4).tokens
@@ -44,7 +46,9 @@ def found(group: Group | None, name: str) -> tuple[list[list[int]], list[list[in
 
 
 def patched_beside_stock() -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], bool]:
-    """Logits of a model that transformers made tensor parallel, and of the same patched; the report; whether undoing it restored the model."""
+    """Logits of a tensor-parallel model of transformers, stock and patched; the report; whether
+    undo restored it.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
     from transformers.distributed import DistributedConfig
 
@@ -146,6 +150,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job that a shell runs in the background ignores it
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         on_two(sleeping, str(tmp_path))

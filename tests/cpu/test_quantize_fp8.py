@@ -1,12 +1,13 @@
-"""What the loops of test_ops.py do not see of `quantize_fp8`: every code, exact scales, layouts, extremes, messages."""
+"""Tests special to `quantize_fp8`: every code, exact scales, layouts, extremes, messages."""
 
 import pytest
 import torch
+from configs import compiled_kernels, configs_everywhere, forced_each
 
 from tilewright import quantize_fp8
-from tilewright.launch import Device, counted, forced_config
-from tilewright.ops import fp8
+from tilewright.launch import Device, counted
 from tilewright.ops import quantize_fp8 as op
+from tilewright.ops.common import fp8
 from tilewright.testing.quantised import calc_diff, quantised_distances
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -15,18 +16,15 @@ TINY = 2.0**-126
 
 
 def everywhere(rows, cols, dtype, block):
-    """The configs of a CPU and the defaults of GPUs, one after the other forced."""
-    problem = op.Problem(rows, cols, dtype, block)
-    configs = op.space(problem, Device.named("CPU")) + [op.space(problem, Device.named(name))[0] for name in ("H200", "RTX5090")]
-    for config in dict.fromkeys(configs):
-        with forced_config(op.plan, config):
-            yield config
+    return forced_each(op, configs_everywhere(op, op.Problem(rows, cols, dtype, block)))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_values_that_codes_can_stand_for_come_back(block, dtype):
-    """All finite codes, times a power of two, the largest among them: the scale is that power and the codes are the same."""
+    """All finite codes times a power of two, the largest included: the scale is that power, the
+    codes are equal.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()]
     x = (codes.float() * 2.0**-5).repeat(2)[None, : 128 * (len(codes) * 2 // 128)].contiguous()
@@ -52,7 +50,10 @@ def test_bits_are_those_of_the_definition(block, power, dtype):
 
 @pytest.mark.parametrize("largest", [E4M3, E5M2])
 def test_scales_are_the_quotient_rounded_to_nearest(largest):
-    """The kernel divides by a multiplication and a correction: the same bits for magnitudes from the smallest to the largest."""
+    """The kernel divides by a multiplication and a correction.
+
+    The bits are right from the smallest to the largest.
+    """
     bits = torch.randint(0, 0x7F800000, (20_000,), dtype=torch.int64).to(torch.int32)
     edges = torch.tensor([0, 1, 0x00800000, 0x7F7FFFFF, 0x3F800000, 0x3F7FFFFF], dtype=torch.int32)
     x = torch.cat((bits, edges)).view(torch.float32)[:, None]
@@ -74,7 +75,10 @@ def test_powers_of_two_are_the_next_ones_up():
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_zeros_nan_and_infinities(block, power, dtype):
-    """Zeros: codes 0 and the smallest normal scale. NaN or an infinity: its group is NaN, and no other."""
+    """Zeros: codes 0 and the smallest normal scale.
+
+    NaN or an infinity: its group is NaN, and no other.
+    """
     x = torch.randn(256, 384)
     x[:, 128:256] = 0
     x[130, 3], x[7, 300] = torch.nan, -torch.inf
@@ -93,6 +97,20 @@ def test_zeros_nan_and_infinities(block, power, dtype):
             assert int(values.isnan().sum()) == 2 * high * 128
             assert (values[:, 128:256] == 0).all()
             assert (scale[:, 1] == TINY).all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_scale_of_an_infinity_is_nan(block, dtype):
+    """Not infinite: finite values of its group would have codes 0, as if they were zeros."""
+    x = torch.ones(3, 5)
+    x[1, 2] = torch.inf
+    codes, scale = quantize_fp8(x, block=block, dtype=dtype)
+    hit = scale.isnan()
+    assert hit.any()
+    assert not scale.isinf().any()
+    assert codes.float()[1].isnan().all()
+    assert bool((codes.float()[0] > 0).all()) == (not hit.flatten()[0])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -165,15 +183,8 @@ def test_one_scale_for_all_takes_two_launches_and_one_for_a_row_or_a_given_scale
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_few_kernels_serve_every_number_of_rows(block):
-    device = Device.named("H200")
-    plans = set()
-    for rows in range(1, 3000, 7):
-        problem = op.Problem(rows, 4096, BF16, block)
-        plan = op.plan(problem, op.space(problem, device)[0], device)
-        while plan is not None:
-            plans.add((plan.kernel, plan.constants, plan.num_ctas, plan.occupancy, plan.num_worker_warps))
-            plan = plan.then
-    assert len(plans) <= 16
+    problems = [op.Problem(rows, 4096, BF16, block) for rows in range(1, 3000, 7)]
+    assert len(compiled_kernels(op, problems, Device.named("H200"))) <= 16
 
 
 X = torch.zeros(4, 64)
@@ -204,7 +215,10 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
 
 
 def test_a_product_of_codes_is_near_that_of_what_they_stand_for():
-    """DeepGEMM's bound for blocks; finer scales are nearer. Codes of 3 bits alone are off by about 2**-4 / sqrt(3) each."""
+    """DeepGEMM's bound for blocks; finer scales are closer.
+
+    3 bits of mantissa alone err by about 2**-4 / sqrt(3).
+    """
     found = quantised_distances(torch.device("cpu"))
     assert found.keys() == {"tensor", "row", "block"}
     assert all(0 < value < 1e-3 for value in found.values()), found

@@ -1,4 +1,6 @@
-"""The page of `tilewright report`: complete, self-contained, right in its numbers, and drawn by a browser in light and dark."""
+"""The page of `tilewright report`: complete, self-contained, right numbers, drawn in light and
+dark.
+"""
 
 import json
 import re
@@ -35,7 +37,7 @@ def written(path: Path, *rows) -> Path:
 
 
 class Balance(HTMLParser):
-    """Fails on a tag that is closed out of turn; keeps the names of all tags and attributes that load something."""
+    """Fails on a wrongly nested tag. Keeps the names of tags and attributes that load something."""
 
     VOID = ("meta", "br", "hr", "img", "link", "input")
 
@@ -100,6 +102,12 @@ def test_numbers_on_the_page_are_those_of_the_rows(tmp_path):
     for part in ("7.7", "1755..1980 MHz, 612 W", "&lt;c&amp;&gt;"):
         assert part in text
     assert "<c&>" not in text
+
+
+def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two(tmp_path):
+    file = written(tmp_path / "r.jsonl", *(row(case, roof_pct=share) for case, share in zip("abcd", (10.0, 30.0, 51.0, 90.0), strict=True)))
+    report_command([file], out=tmp_path / "out", console=Console(quiet=True))
+    assert "<td>40 %" in re.sub(r"<td[^>]*>", "<td>", (tmp_path / "out" / "index.html").read_text())
 
 
 def test_changes_fall_into_three_zones_by_time_and_spread():

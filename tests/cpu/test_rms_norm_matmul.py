@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `rms_norm_matmul`: both ops that it stands for, layouts, extremes, messages."""
+"""Tests special to `rms_norm_matmul`: both ops that it stands for, layouts, extremes, messages."""
 
 import pytest
 import torch
@@ -11,10 +11,7 @@ from tilewright.testing.cases.rms_norm_matmul import real
 H200, BF16 = Device.named("H200"), torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
@@ -55,14 +52,14 @@ def test_nothing_to_do_launches_nothing():
 
 
 def test_every_sm_reads():
-    """At least one block for each SM, and all at once or the busiest SM at most a fifth longer than its share, wherever b is large enough to matter.
-
-    On the tensor cores, where a block has all of an SM's loads under way, half of the SMs will do.
+    """If b is large enough to matter, each SM has a block; in several waves, the busiest SM has at
+    most a fifth more than its share. On the tensor cores half of the SMs are enough, because a
+    block keeps all of an SM's loads under way.
     """
     for problem in real:
         config = op.space(problem, H200)[0]
         if problem.n * problem.k > 1 << 22:
-            blocks = op.plan(problem, config, H200).grid[0]
+            blocks = op.plan(problem, config, H200)[0].grid[0]
             at_once = blocks if config.persistent else H200.sms
             assert blocks >= H200.sms / (2 if config.mma else 1)
             everything = config.tiles(problem) <= H200.sms * config.occupancy

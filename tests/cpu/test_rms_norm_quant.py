@@ -1,12 +1,13 @@
-"""What the loops of test_ops.py do not see of `rms_norm_quant`: what it fuses, layouts, extremes, messages."""
+"""Tests special to `rms_norm_quant`: what it fuses, layouts, extremes, messages."""
 
 import pytest
 import torch
+from configs import compiled_kernels, configs_everywhere, forced_each
 
 from tilewright import quantize_fp8, rms_norm, rms_norm_quant
-from tilewright.launch import Device, counted, forced_config
-from tilewright.ops import fp8
+from tilewright.launch import Device, counted
 from tilewright.ops import rms_norm_quant as op
+from tilewright.ops.common import fp8
 
 BF16, E5M2 = torch.bfloat16, torch.float8_e5m2
 ROW, GROUPS = BLOCKS = (1, None), (1, 128)
@@ -14,18 +15,13 @@ TINY = 2.0**-126
 
 
 def everywhere(rows, cols, block):
-    """The configs of a CPU, and the default and the last of a GPU, one after the other forced."""
-    problem = op.Problem(rows, cols, torch.float32, block)
-    gpu = op.space(problem, Device.named("H200"))
-    for config in dict.fromkeys([*op.space(problem, Device.named("CPU")), gpu[0], gpu[-1]]):
-        with forced_config(op.plan, config):
-            yield config
+    return forced_each(op, configs_everywhere(op, op.Problem(rows, cols, torch.float32, block)))
 
 
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fp32_is_rms_norm_then_quantize(block, power):
-    """But for the last bits of fp32: a code differs only where the value lies between two."""
+    """Up to the last bits of fp32: a code differs only if the value lies between two codes."""
     x, weight, residual = torch.randn(9, 520), torch.randn(520), torch.randn(9, 520)
     out, total = rms_norm(x, weight, 1e-5, weight_offset=1.0, residual=residual)
     codes, scale = quantize_fp8(out, block=block, power_of_two_scales=power)
@@ -38,7 +34,10 @@ def test_fp32_is_rms_norm_then_quantize(block, power):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_result_is_not_rounded_to_16_bits_before_the_code(block):
-    """Scales of the fused op are those of the fp32 result; of rms_norm's bf16 result they would be off by up to 2**-9."""
+    """The fused op takes scales from the fp32 result.
+
+    From a bf16 result they would err by up to 2**-9.
+    """
     x, weight = torch.randn(40, 256).to(BF16), torch.randn(256).to(BF16)
     _, scale = rms_norm_quant(x, weight, block=block)
     _, truth = op.reference(x.double(), weight.double(), block=block)
@@ -108,9 +107,8 @@ def test_empty_gives_empty_and_launches_nothing(shape):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_few_kernels_serve_every_number_of_rows(block):
-    device = Device.named("H200")
-    plans = [op.plan(p, op.space(p, device)[0], device) for p in (op.Problem(rows, 4096, BF16, block) for rows in range(1, 3000, 7))]
-    assert len({(plan.kernel, plan.constants, plan.num_ctas, plan.occupancy, plan.num_worker_warps) for plan in plans}) <= 2
+    problems = [op.Problem(rows, 4096, BF16, block) for rows in range(1, 3000, 7)]
+    assert len(compiled_kernels(op, problems, Device.named("H200"))) <= 2
 
 
 X, W = torch.zeros(4, 64), torch.zeros(64)

@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `rms_norm_route`: the ops that it stands for, its counter, ties, messages."""
+"""Tests special to `rms_norm_route`: the ops that it stands for, its counter, ties, messages."""
 
 import pytest
 import torch
@@ -10,10 +10,7 @@ from tilewright.ops.rms_norm_route import rms_norm_route_out
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.mark.parametrize("experts", [24, 136])
@@ -54,6 +51,7 @@ def test_the_counter_is_zero_again_and_any_block_may_be_the_last():
 X, W, R = torch.zeros(1, 64, dtype=BF16), torch.zeros(64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
 BAD = [
     ({"x": X.float()}, r"x.dtype must be one of bfloat16, float16, got float32"),
+    ({"x": X.expand(65536, 64)}, r"x.shape\[0\] must be at most 65535 tokens \(of more: rms_norm, matmul, moe_route\), got 65536"),
     ({"x": X[0]}, r"x.dim\(\) must be 2, got 1"),
     ({"weight": W[:32]}, r"weight.shape must be \(64,\), got \(32,\)"),
     ({"router": R[:, :32]}, r"router.shape\[1\] must be 64, the k of x, got 32"),

@@ -1,11 +1,15 @@
-"""What the loops of test_ops.py do not see of `rope`: in place on views, equality with the models' own code, messages."""
+"""Tests special to `rope`: in place on views, equality with the models' own code, messages."""
+
+import random
 
 import pytest
 import torch
 
 from tilewright import rope
-from tilewright.launch import Device, counted, forced_config
+from tilewright.compile import compile_launches
+from tilewright.launch import Device, counted, forced_config, forget_plans, traced
 from tilewright.ops import rope as op
+from tilewright.ops.rope import decision
 from tilewright.testing import assert_accurate
 
 BF16 = torch.bfloat16
@@ -38,7 +42,9 @@ def test_reference_interleaved_is_multiplication_by_a_complex_number():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [64, 48, 20])
 def test_in_place_on_views_of_one_projection(interleaved, rotary_dim):
-    """q and k are slices of a fused projection; v beside them, and the elements past rotary_dim, keep every bit (here: NaN)."""
+    """q and k are slices of a fused projection. v and the elements past rotary_dim (NaN) keep every
+    bit.
+    """
     batch, seq_len, q_heads, kv_heads, head_dim = 2, 7, 4, 2, 64
     qkv = torch.randn(batch, seq_len, q_heads + 2 * kv_heads, head_dim).to(BF16)
     qkv[:, :, q_heads + kv_heads :] = torch.nan
@@ -68,11 +74,134 @@ def test_halves_that_are_no_power_of_two(head_dim, interleaved):
     cos, sin, _ = angles(torch.arange(6)[None], head_dim // 2)
     expected = op.reference(q, k, cos, sin, interleaved=interleaved)
     problem = op.Problem(2, 3, 1, 6, head_dim, torch.float32, interleaved=interleaved)
-    for config in {*op.space(problem, Device.named("CPU")), *op.space(problem, Device.named("H200"))}:
+    for config in {*op.space(problem, Device.named("CPU")), *op.space(problem, Device.named("H200"))[:4]}:
         ours = q.clone(), k.clone()
         with forced_config(op.plan, config):
             rope(*ours, cos, sin, interleaved=interleaved)
         torch.testing.assert_close(ours, expected)
+
+
+# (batch, q_heads, kv_heads, seq_len, head_dim, rotary_dim): heads, lengths and halves that no tile
+# divides
+ODD = [
+    (2, 40, 8, 13, 16, 16),
+    (2, 32, 32, 5, 96, 96),
+    (3, 32, 16, 3, 16, 16),
+    (1, 64, 8, 11, 8, 8),
+    (1, 28, 4, 9, 16, 16),
+    (3, 25, 5, 7, 8, 8),
+    (2, 16, 16, 10, 80, 80),
+    (1, 128, 8, 3, 24, 8),
+    (2, 14, 2, 33, 72, 72),
+    (1, 9, 3, 19, 8, 6),
+    (2, 1, 71, 2, 8, 8),
+]
+
+
+@pytest.mark.parametrize(("shape", "kind"), list(zip(ODD * 2, ["inside", "outside", "interleaved", "positions"] * 6, strict=False)), ids=str)
+def test_odd_shapes(shape, kind):
+    options = {"heads_inside": kind != "outside", "interleaved": kind == "interleaved", "from_positions": kind == "positions"}
+    problem = op.Problem(*shape[:5], torch.float32, shape[5], **options)
+    inputs = problem.inputs(torch.device("cpu"))
+    expected = op.reference(**inputs)
+    for config in (op.space(problem, Device.named("CPU"))[0], op.space(problem, Device.named("H200"))[0]):
+        ours = {**inputs, "q": inputs["q"].clone(), "k": inputs["k"].clone()}
+        with forced_config(op.plan, config):
+            torch.testing.assert_close(rope(**ours), expected, rtol=1e-5, atol=1e-5)
+
+
+def drawn(count):
+    """Problems as models and prompts make them, none chosen by hand."""
+    draw = random.Random(1122)
+    for _ in range(count):
+        kv_heads, group = draw.choice([1, 2, 3, 4, 5, 8, 10, 16, 32]), draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 16])
+        head_dim = draw.choice([32, 64, 72, 80, 96, 128, 192, 256, 576])
+        batch, seq_len = int(2 ** draw.uniform(0, 8)), draw.choice([1, int(2 ** draw.uniform(0, 13))])
+        dtype = draw.choice([BF16, torch.float16, torch.float32])
+        yield op.Problem(batch, kv_heads * group, kv_heads, seq_len, head_dim, dtype, interleaved=draw.random() < 0.2)
+
+
+@pytest.mark.parametrize("name", ["A100", "H200", "B200", "RTX5090"])
+def test_drawn_shapes_have_configs_that_load_wide_and_fill_their_lanes(name):
+    device = Device.named(name)
+    for p in drawn(200):
+        configs = op.space(p, device)
+        config = configs[0]
+        assert op.work(p, config, device).chain == 0
+        assert op.lanes(p, config)[1] * p.dtype.itemsize <= 48, (p, config)
+        # At least 4 bytes a thread and load, unless the whole problem has no more for a block.
+        tile = min(config.tile_h, max(p.q_heads, p.kv_heads)) * config.tile_s * (p.rotated // 2) * p.dtype.itemsize * (2 if p.interleaved else 1)
+        assert tile >= 256 or config.tile_h >= p.q_heads, (p, config)
+
+
+def test_compiled_defaults_load_everything_at_once():
+    """A load that checks its bounds stands in a branch and waits for the one before: there are
+    none, only predicates.
+    """
+    shapes = [(2, 32, 32, 314, 96), (5, 25, 5, 333, 64), (2, 16, 16, 1000, 80), (3, 14, 2, 1001, 64)]
+    device = Device.named("H200")
+    for shape in shapes:
+        problem = op.Problem(*shape, BF16)
+        with traced(device) as launches:
+            rope(**problem.inputs(torch.device("meta")))
+        (compiled,) = compile_launches([(launches[0], "sm_90")], jobs=1)
+        assert compiled.ok, compiled.error
+        assert compiled.resources.count("BRA") <= 2, (shape, compiled.resources.instructions)
+
+
+TOKENS = [(1, 1 << 20), (1 << 20, 1), (1 << 10, 1 << 10), (3, 349_526), (1, 1 << 31), (1 << 31, 1), (1 << 26, 3), (70_000, 70_000)]
+
+
+@pytest.mark.parametrize(("batch", "seq_len"), TOKENS)
+@pytest.mark.parametrize("heads_inside", [True, False])
+@pytest.mark.parametrize(("heads", "head_dim"), [((40, 8), 128), ((1, 1), 2)])
+def test_any_number_of_tokens_fits_into_the_grid(batch, seq_len, heads_inside, heads, head_dim):
+    problem = op.Problem(batch, *heads, seq_len, head_dim, BF16, heads_inside=heads_inside)
+    device = Device.named("H200")
+    configs = op.space(problem, device)
+    assert configs
+    for config in configs:
+        (launch,) = op.plan(problem, config, device)
+        x, y, z = launch.grid
+        assert x < 1 << 24
+        assert max(y, z) < 1 << 16
+        assert x * y * z * config.tile_s * config.tile_h * config.tiles >= heads[0] * batch * seq_len
+
+
+@pytest.mark.parametrize("limits", [(7, 65_535), (7, 2)])
+@pytest.mark.parametrize("kind", ["inside", "positions"])
+def test_what_is_too_much_for_x_goes_on_in_z(limits, kind, monkeypatch):
+    """Every place once, and none beyond the last: that of an odd batch has no block in the last
+    z.
+    """
+    monkeypatch.setattr(decision, "MAX_X", limits[0])
+    monkeypatch.setattr(decision, "MAX_Y", limits[1])
+    forget_plans()
+    problem = op.Problem(5 if limits[1] > 5 else 2, 4, 2, 9, 16, torch.float32, from_positions=kind == "positions")
+    config = op.Config(2, 2, num_worker_warps=4)
+    (launch,) = op.plan(problem, config, Device.named("CPU"))
+    assert launch.grid[0] <= 7
+    assert launch.grid[2] > 1
+    inputs = problem.inputs(torch.device("cpu"))
+    expected = op.reference(**inputs)
+    with forced_config(op.plan, config):
+        torch.testing.assert_close(rope(**inputs), expected)
+    forget_plans()
+
+
+@pytest.mark.parametrize("heads", [slice(0, 4), slice(0, 1), slice(3, 5), slice(2, 3)])
+def test_q_and_k_that_share_elements_are_refused(heads):
+    """Each would be rotated by what the other left of it.
+
+    Neighbours in one projection are not meant: they share only the storage.
+    """
+    x = torch.ones(2, 5, 8, 64).transpose(1, 2)
+    for q, k in ((x[:, :4], x[:, heads]), (x[:, heads], x[:, :4])):
+        with counted() as counts, pytest.raises(ValueError, match="k must be free of elements of q, both being written in place, got"):
+            rope(q, k, TABLE, TABLE)
+        assert not counts
+    rope(x[:, :4], x[:, 4:6], TABLE, TABLE)
+    rope(x[:, 4:], x[:, :4], TABLE, TABLE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -117,8 +246,8 @@ def test_empty_launches_nothing(batch, seq_len):
 def test_few_kernels_serve_every_prompt_length():
     device = Device.named("H200")
     problems = (op.Problem(1, 32, 8, seq_len, 128, BF16) for seq_len in range(1, 3000))
-    plans = [op.plan(p, op.space(p, device)[0], device) for p in problems]
-    assert len({(plan.kernel, plan.constants) for plan in plans}) <= 8
+    launches = [op.plan(p, op.space(p, device)[0], device)[0] for p in problems]
+    assert len({launch.compiled for launch in launches}) <= 8
 
 
 Q, K, TABLE = torch.ones(2, 4, 5, 64), torch.ones(2, 2, 5, 64), torch.ones(1, 5, 32)

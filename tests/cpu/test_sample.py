@@ -1,4 +1,6 @@
-"""What the loops of test_ops.py do not see of `sample`: which tokens are kept, how often each comes, independence of tiles, edges, messages."""
+"""Tests special to `sample`: which tokens are kept, how often each comes, independence of tiles,
+edges, messages.
+"""
 
 import pytest
 import torch
@@ -75,7 +77,7 @@ def test_kept_sets_are_exact_and_no_tile_changes_a_draw(cols, dtype):
         chosen = {name: value for name, value in options.items() if name in given}
         expected = op.reference(logits, SEED, **chosen)
         problem = op.Problem(rows, cols, dtype, *(name in given for name in options), False)
-        for config in (op.space(problem, Device.named("CPU"))[0], op.space(problem, Device.named("H200"))[1], op.Config(64, 5)):
+        for config in (op.space(problem, Device.named("CPU"))[0], op.space(problem, Device.named("H200"))[-1], op.Config(64, 5)):
             with forced_config(op.plan, config):
                 assert torch.equal(sample(logits, SEED, **chosen), expected), (given, config)
 
@@ -107,7 +109,7 @@ def test_values_that_change_while_serving_compile_nothing_new():
             meta = torch.empty(4, 128_256, device="meta")
             scalar = torch.empty((), dtype=torch.int64, device="meta")
             sample(meta, scalar, scalar + step, temperature=torch.empty(4, device="meta"), top_k=torch.empty((), dtype=torch.int32, device="meta"))
-        kernels.add(tuple((launch.plan.kernel, launch.plan.constants) for launch in launches))
+        kernels.add(tuple(traced.launch.compiled for traced in launches))
     assert len(kernels) == 1
 
 

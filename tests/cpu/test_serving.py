@@ -8,6 +8,7 @@ from tiny_models import TINY, tiny_model
 
 from tilewright.launch import counted
 from tilewright.models import Loaded, patch
+from tilewright.testing.threads import threads_inherit
 
 FAMILIES = {
     "llama": {"model_type": "llama", "num_hidden_layers": 1},
@@ -37,7 +38,7 @@ def test_tokens_of_continuous_batching_are_those_of_transformers(name: str) -> N
     model = tiny_model(FAMILIES[name])
     stock = generate_batch(model)
     assert [len(tokens) for tokens in stock] == [NEW] * 4
-    with patch(model), counted() as launches:
+    with patch(model), counted() as launches, threads_inherit():
         assert generate_batch(model) == stock
     assert launches["attention_kernel"]
     assert bool(launches["attention_decode_kernel"]) == (name == "llama")  # a sliding window's pages have no block table
@@ -58,7 +59,7 @@ def test_the_model_generates_as_before_once_a_manager_has_stopped() -> None:
 def test_pages_that_no_block_table_serves_are_gathered() -> None:
     model = tiny_model(FAMILIES["llama"])
     stock = generate_batch(model, page_size=12)
-    with patch(model), counted() as launches:
+    with patch(model), counted() as launches, threads_inherit():
         assert generate_batch(model, page_size=12) == stock
     assert not launches["attention_decode_kernel"]
 
@@ -100,7 +101,7 @@ def test_openai_clients_are_served_at_once() -> None:
     assert len(set(answers)) > 1
     loaded = Loaded(model, words, "some/folder/tiny")
     given: dict[str, str] = {}
-    with serving(loaded, port=0, max_batch_tokens=64, cache_pages=8) as running, counted() as launches:
+    with counted() as launches, threads_inherit(), serving(loaded, port=0, max_batch_tokens=64, cache_pages=8) as running:
         port = running.server.servers[0].sockets[0].getsockname()[1]
         client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
 

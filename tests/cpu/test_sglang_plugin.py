@@ -1,4 +1,6 @@
-"""SGLang's plugin against a stand-in of `sglang.srt.plugins` as its source has it: SGLang itself can't be installed where this runs."""
+"""SGLang's plugin with a stand-in of `sglang.srt.plugins`, since SGLang cannot be installed
+here.
+"""
 
 import enum
 import sys
@@ -17,7 +19,9 @@ class HookType(enum.Enum):
 
 
 class StandIn:
-    """`register(target, hook, type)`: an AROUND hook is called with the original function, then with its arguments."""
+    """`register(target, hook, type)`: an AROUND hook gets the original function, then its
+    arguments.
+    """
 
     def __init__(self) -> None:
         self.hooks: dict[str, tuple] = {}

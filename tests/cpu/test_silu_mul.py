@@ -1,4 +1,4 @@
-"""What the loops of test_ops.py do not see of `silu_mul`: layouts, extremes, messages."""
+"""Tests special to `silu_mul`: layouts, extremes, messages."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_empty_gives_empty_and_launches_nothing(shape):
 
 
 def test_tiles_of_real_widths_pad_nothing():
-    """An activation costs what its bytes cost; lanes beside the matrix would come on top."""
+    """An activation should cost only its bytes; padded lanes would add to that."""
     for name in ("H200", "A100", "RTX5090"):
         device = Device.named(name)
         for cols in (896, 1536, 4864, 8960, 14_336, 18_944, 28_672):

@@ -1,12 +1,13 @@
-"""What the loops of test_ops.py do not see of `silu_mul_quant`: what it fuses, layouts, extremes, messages."""
+"""Tests special to `silu_mul_quant`: what it fuses, layouts, extremes, messages."""
 
 import pytest
 import torch
+from configs import compiled_kernels, configs_everywhere, forced_each
 
 from tilewright import quantize_fp8, silu_mul, silu_mul_quant
-from tilewright.launch import Device, counted, forced_config
-from tilewright.ops import fp8
+from tilewright.launch import Device, counted
 from tilewright.ops import silu_mul_quant as op
+from tilewright.ops.common import fp8
 
 BF16, E5M2 = torch.bfloat16, torch.float8_e5m2
 ROW, GROUPS = BLOCKS = (1, None), (1, 128)
@@ -14,12 +15,7 @@ TINY = 2.0**-126
 
 
 def everywhere(rows, cols, block):
-    """The configs of a CPU, and the default and the last of a GPU, one after the other forced."""
-    problem = op.Problem(rows, cols, torch.float32, block)
-    gpu = op.space(problem, Device.named("H200"))
-    for config in dict.fromkeys([*op.space(problem, Device.named("CPU")), gpu[0], gpu[-1]]):
-        with forced_config(op.plan, config):
-            yield config
+    return forced_each(op, configs_everywhere(op, op.Problem(rows, cols, torch.float32, block)))
 
 
 @pytest.mark.parametrize("gelu_tanh", [False, True])
@@ -96,9 +92,8 @@ def test_empty_gives_empty_and_launches_nothing(shape):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_few_kernels_serve_every_number_of_rows(block):
-    device = Device.named("H200")
-    plans = [op.plan(p, op.space(p, device)[0], device) for p in (op.Problem(rows, 14_336, BF16, block) for rows in range(1, 3000, 7))]
-    assert len({(plan.kernel, plan.constants, plan.num_ctas, plan.occupancy, plan.num_worker_warps) for plan in plans}) <= 5
+    problems = [op.Problem(rows, 14_336, BF16, block) for rows in range(1, 3000, 7)]
+    assert len(compiled_kernels(op, problems, Device.named("H200"))) <= 5
 
 
 X = torch.zeros(4, 64)

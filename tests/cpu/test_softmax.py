@@ -1,12 +1,13 @@
-"""What the loops of test_ops.py do not see of `softmax`: infinities, views, extremes, messages."""
+"""Tests special to `softmax`: infinities, views, extremes, messages."""
 
 import math
 
 import pytest
 import torch
+from configs import forced_each
 
 from tilewright import softmax
-from tilewright.launch import Device, counted, forced_config
+from tilewright.launch import Device, counted
 from tilewright.ops import softmax as op
 from tilewright.testing import assert_accurate
 
@@ -17,9 +18,8 @@ def every_config(x):
     rows, cols = x.shape
     problem = op.Problem(rows, cols, x.dtype)
     configs = [*op.space(problem, Device.named("CPU")), op.Config(1, 16, keep_row=False), op.Config(2, 16)]
-    for config in configs:
-        with forced_config(op.plan, config):
-            yield softmax(x)
+    for _ in forced_each(op, configs):
+        yield softmax(x)
 
 
 def test_infinities_and_nan_are_torchs():

@@ -1,9 +1,10 @@
-"""What the generic loops over cases do not say about `sparse_decode`: lists, holes, two caches, 8-bit layouts, and the traps."""
+"""Tests special to `sparse_decode`: lists, holes, two caches, 8-bit layouts, and the traps."""
 
 import math
 
 import pytest
 import torch
+from tensors import int32
 
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import attention_decode as decode
@@ -20,19 +21,11 @@ CONFIGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(5)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape).half()
-
-
-def int32(*values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def lists(batch: int, q_len: int, topk: int, rows: int = PAGES * PAGE) -> torch.Tensor:
@@ -45,7 +38,9 @@ def forced(config, *args, **options):
 
 
 def expected(q, seen, sinks=None):
-    """In float64, row by row: seen[b][t] holds the rows that a token sees. out, and the lse without the sink."""
+    """out and lse (without the sink), row by row in float64. seen[b][t]: the rows that a token
+    sees.
+    """
     batch, heads, q_len, dim = q.shape
     out, lse = torch.zeros(batch, heads, q_len, dim).double(), torch.full((batch, heads, q_len), -torch.inf).double()
     for b in range(batch):
@@ -67,7 +62,9 @@ def close(found, wanted):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_only_what_the_lists_name_is_seen(config, per_token):
-    """Trap: entries from the length on are garbage, holes are anywhere, a token's last entries may all be holes; unnamed rows are NaN."""
+    """Trap: entries behind the length are garbage, holes are anywhere, the last entries may all be
+    holes. Unlisted rows are NaN.
+    """
     q, cache, more = randn(3, HEADS, 2, DIM), randn(PAGES, PAGE, DIM), randn(2, 8, DIM)
     first, second = lists(3, 2, 37), lists(3, 2, 9, 16)
     length = int32((37, 20), (5, 0), (1, 30)) if per_token else int32(37, 0, 20)
@@ -94,7 +91,9 @@ def test_only_what_the_lists_name_is_seen(config, per_token):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("why", ["holes", "length 0", "negative length", "past the cache"])
 def test_a_token_that_sees_nothing_gives_zero_and_minus_infinity(config, why):
-    """Trap: a finite mask gives a finite lse; the first rows of the cache, read in place of holes, are NaN."""
+    """Trap: a finite mask gives a finite lse; the first rows of the cache, read in place of holes,
+    are NaN.
+    """
     q, cache, indices = randn(2, HEADS, 1, DIM), randn(PAGES, PAGE, DIM), lists(2, 1, 20)
     cache[0] = torch.nan
     indices[1] = 40
@@ -111,7 +110,9 @@ def test_a_token_that_sees_nothing_gives_zero_and_minus_infinity(config, why):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_one_softmax_and_one_sink_cover_both_caches(config):
-    """Traps: a sink once a range or once a cache; exp(sink) weighing one cache's share; exp(sink - max) overflowing."""
+    """Traps: a sink counted once for each split or cache; exp(sink) as a weight of one cache; an
+    overflow of exp(sink - max).
+    """
     q, cache, more = randn(1, HEADS, 1, DIM), randn(PAGES, PAGE, DIM), randn(3, 4, DIM)
     first, second = lists(1, 1, 40), lists(1, 1, 12, 12)
     seen = [[torch.cat((cache.view(-1, DIM)[first[0, 0].long()], more.view(-1, DIM)[second[0, 0].long()]))]]
@@ -174,7 +175,9 @@ def test_what_bf16_can_hold_of_a_narrow_cache_survives_once_more():
 
 
 def test_every_byte_of_the_narrow_layout():
-    """Codes and rotated columns of all rows of a page first, then their scales; pages a multiple of 576 bytes apart."""
+    """A page has the codes and rotated columns of all rows, then their scales; pages are a multiple
+    of 576 bytes.
+    """
     rows = torch.zeros(2, 6, 512).bfloat16()
     rows[1, 3, 70], rows[1, 3, 448] = 448.0 * 4, 1.0
     cache = pack_kv(rows)
@@ -205,7 +208,10 @@ def test_every_byte_of_the_wide_layout():
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-2]])
 @pytest.mark.parametrize("columns", [512, 576])
 def test_an_8_bit_cache_is_its_values(columns, config):
-    """Trap: scales of a cache that are folded into 8-bit codes lose a quarter of the accuracy; here they meet in fp32."""
+    """Trap: cache scales folded into 8-bit codes cost a quarter of the accuracy.
+
+    Here they multiply in fp32.
+    """
     q, rows = torch.randn(2, 3, 1, columns).bfloat16(), (torch.randn(4, 10, columns) * 3).bfloat16()
     cache, indices = pack_kv(rows), lists(2, 1, 30, 40)
     with forced_config(plan, config):
@@ -226,7 +232,10 @@ def test_a_page_of_another_length_or_stride_changes_nothing():
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-2]])
 def test_a_list_of_all_rows_is_latent_attention_over_a_packed_cache(config):
-    """As docs/decode.md has it: rows from the block table, a length for each token; entries of the table behind the length may be anything."""
+    """As in docs/decode.md: rows from the block table, a length for each token.
+
+    Table entries behind the length may be anything.
+    """
     cache, page_size, kv_len = pack_kv(torch.randn(7, 16, 576).bfloat16()), 16, int32(40, 1)
     table = torch.where(torch.arange(3) * page_size < kv_len[:, None], torch.tensor([[6, 0, 3], [2, 1, 5]]), 2147480000).int()
     q = torch.randn(2, 5, 2, 576).bfloat16()
@@ -248,11 +257,13 @@ def test_gathering_and_attention_are_one_plan():
     gathers = next(c for c in space(p, Device.named("H200")) if c.rows)
     with traced(Device.named("H200")) as launches, forced_config(plan, gathers):
         sparse_decode(**p.inputs(torch.device("meta")))
-    names = [launch.plan.name for launch in launches]
+    names = [launch.launch.name for launch in launches]
     assert names[:2] == ["sparse_decode_gather_kernel", "attention_decode_kernel"]
-    assert launches[1].plan == launches[0].plan.then
-    (shape, dtype), (count, _) = launches[0].plan.workspace
-    assert (shape, dtype, count) == ((16, 640, 512), torch.bfloat16, (16,))
+    scratch = launches[0].launch.scratch
+    assert scratch["gathered"] == ((16, 640, 512), torch.bfloat16)
+    assert scratch["count"] == ((16,), torch.int32)
+    assert launches[1].args["K"].data_ptr() == launches[0].args["OUT"].data_ptr()
+    assert launches[1].args["KV_LEN"] is launches[0].args["COUNT"]
 
 
 def test_without_gathering_there_is_one_kernel_and_a_merge_if_ranges_are_several():
@@ -260,8 +271,8 @@ def test_without_gathering_there_is_one_kernel_and_a_merge_if_ranges_are_several
         p = Problem(batch, 64, 128, 512, 512, torch.bfloat16, sinks=True)
         with traced(Device.named("H200")) as launches, forced_config(plan, next(c for c in space(p, Device.named("H200")) if not c.rows)):
             sparse_decode(**p.inputs(torch.device("meta")))
-        assert [launch.plan.name for launch in launches] == names
-        assert not any(dtype == torch.bfloat16 for _, dtype in launches[0].plan.workspace)
+        assert [launch.launch.name for launch in launches] == names
+        assert not any(dtype == torch.bfloat16 for _, dtype in launches[0].launch.scratch.values())
 
 
 def test_lengths_change_no_plan():
@@ -270,7 +281,7 @@ def test_lengths_change_no_plan():
     with traced(Device.named("H200")) as launches:
         for pages in (90, 64, 33):
             sparse_decode(q, cache[:pages], indices, torch.empty(4, device="meta", dtype=torch.int32), scale=0.05)
-    assert len({launch.plan for launch in launches}) == len(launches) // 3
+    assert len({launch.launch for launch in launches}) == len(launches) // 3
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16, 128])
@@ -278,7 +289,7 @@ def test_no_range_of_keys_is_empty(batch):
     p = Problem(batch, 64, 128, 512, 512, torch.bfloat16)
     for config in space(p, Device.named("H200")):
         tiles = -(-p.keys // config.decode.tile_n)
-        assert -(-tiles // config.decode.splits) * (config.decode.splits - 1) < tiles
+        assert -(-tiles // config.decode.num_kv_splits) * (config.decode.num_kv_splits - 1) < tiles
 
 
 def test_no_8_bit_caches_where_the_device_has_no_such_format():

@@ -1,4 +1,4 @@
-"""The file of tuned rows: what is no such file, kills at any moment, two tuners at once."""
+"""The file of tuned rows: broken files, kills at any moment, two tuners at once."""
 
 import dataclasses
 import multiprocessing
@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import made_up
 import pytest
 from made_up import H200, PROBLEM, SPACE, own_folder, row_for  # noqa: F401  (a fixture)
 
-from tilewright.launch import decide
 from tilewright.launch.table import read_rows
 from tilewright.ops import rms_norm
 from tilewright.tune.store import Store
@@ -25,7 +25,7 @@ def test_a_corrupt_file_is_moved_aside_with_a_warning_and_a_call_only_ignores_it
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     with pytest.warns(UserWarning, match="must hold a JSON list"):
-        assert decide(rms_norm.space, rms_norm.plan, PROBLEM, H200)[1] == "default"
+        assert rms_norm.DECISION.decide(PROBLEM, H200)[1] == SPACE.source
     assert path.read_bytes() == content
     with pytest.warns(UserWarning, match="moved aside"):
         Store().add([row_for(PROBLEM, SPACE[2])])
@@ -54,12 +54,12 @@ command.tune([(rms_norm, p) for p in problems], MadeUp(), Reporting(pathlib.Path
 
 
 def tuner(path: Path, first: int, last: int) -> subprocess.Popen:
-    code = TUNER.format(folder=str(Path(__file__).parent), path=str(path), first=first, last=last)
+    code = TUNER.format(folder=str(Path(made_up.__file__).parent), path=str(path), first=first, last=last)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def _adds_rows(path: Path, first: int, report) -> None:
-    """A tuner's writing, without its start-up: a child of this process, to be killed."""
+    """A tuner's writes without its start, in a child process that is killed."""
     store = Store(path)
     for n in range(first, first + 100_000):
         store.add([row_for(dataclasses.replace(PROBLEM, rows=n), SPACE[0])])

@@ -1,4 +1,4 @@
-"""vLLM's plugin against a stand-in of `vllm.ir` as its documentation has it: vLLM itself can't be installed where this runs."""
+"""vLLM's plugin with a stand-in of `vllm.ir`, since vLLM cannot be installed here."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,7 +11,9 @@ from tilewright.models import vllm_plugin
 
 
 class StandInOp:
-    """register_impl(provider, *, supported, supports_args, inplace) is a decorator; impls holds what was registered."""
+    """register_impl(provider, *, supported, supports_args, inplace) is a decorator; impls holds
+    what it registered.
+    """
 
     def __init__(self) -> None:
         self.impls: dict[str, tuple] = {}

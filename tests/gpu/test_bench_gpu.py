@@ -1,4 +1,6 @@
-"""The timer is honest: equal kernels read equal, slower ones slower by what they are, wrong ones not at all."""
+"""The timer is honest: equal kernels get equal times, slower ones the right factor, wrong ones
+none.
+"""
 
 import json
 import math
@@ -32,7 +34,7 @@ def test_a_kernel_against_itself_reads_one(sets):
 
 @pytest.mark.parametrize(("rows", "times", "off"), [(ROWS // 2, 2, 0.1), (ROWS // 4, 4, 0.3), (ROWS * 10 // 11, 1.1, 0.02)])
 def test_a_kernel_slowed_by_a_known_amount_is_seen_as_such(sets, rows, times, off):
-    """More rows of the same, as a cache would help a call that is only made again."""
+    """Slowed by more rows: a repeated call would profit from the cache."""
     found = time_interleaved({"part": lambda x: x[:rows].neg(), "whole": lambda x: x.neg()}, sets)
     assert found["whole"].time_us / found["part"].time_us == pytest.approx(times, abs=off)
 

@@ -55,7 +55,10 @@ def test_one_graph_serves_every_length(gpu, cache):
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_pages_beyond_two_to_the_31_elements(gpu, page):
-    """Offsets of pages are 64-bit: the last pages of a cache of 2**31 + elements. Pages of 16 are gathered, those of 64 are TMA's."""
+    """Page offsets need 64 bits: reads the last pages of a cache beyond 2**31 elements.
+
+    Pages of 16 are gathered, pages of 64 come by TMA.
+    """
     heads, head_dim = 8, 128
     pages = 2**31 // (page * heads * head_dim) + 64
     if torch.cuda.mem_get_info(gpu)[0] < 4 * pages * page * heads * head_dim:
@@ -71,7 +74,9 @@ def test_pages_beyond_two_to_the_31_elements(gpu, page):
 
 
 def test_rows_of_a_sequence_beyond_two_to_the_31_elements(gpu):
-    """So are those of a sequence's first key, in a cache whose first axis is the tokens; and of rows by index."""
+    """So do offsets of a sequence's first key, in a cache with tokens as the first axis, and of
+    rows by index.
+    """
     tokens, batch, columns, first = 9000, 512, 512, 8900
     if torch.cuda.mem_get_info(gpu)[0] < 5 * tokens * batch * columns:
         pytest.skip("needs 12 GB of free GPU memory")

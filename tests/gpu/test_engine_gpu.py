@@ -1,4 +1,6 @@
-"""Engine on a GPU: a graph chooses the eager tokens, allocates nothing, compiles nothing late, and gives its memory back."""
+"""Engine on a GPU: a graph gives the eager tokens, allocates nothing, compiles nothing late, frees
+its memory.
+"""
 
 import gc
 import os

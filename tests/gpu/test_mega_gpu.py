@@ -1,4 +1,6 @@
-"""The megakernel on a GPU: every value of a small random Llama in the noise band, with both kernels, and many launches without a wrong token."""
+"""The megakernel on a GPU: every value of a small random Llama in the noise band, with both
+kernels, and many launches without a wrong token.
+"""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ def clones(inputs):
 
 
 def known(tensor):
-    """The tensor with numbers for NaN; fp8, for which torch has no nan_to_num, as fp32."""
+    """The tensor with numbers instead of NaN; fp8 as fp32, since torch has no nan_to_num for it."""
     return (tensor.float() if tensor.dtype.itemsize == 1 else tensor).nan_to_num()
 
 
@@ -28,7 +28,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(("op", "problem"), SMALL)
 def test_configs_are_as_accurate_as_torch(op, problem, gpu):
-    """The default and a spread of the space; `tilewright verify` runs all of it."""
+    """The default and a sample of the space; `tilewright verify` runs all of it."""
     configs = op.space(problem, Device.of(torch.empty(0, device=gpu)))
     for config in {0: configs[0], 1: configs[len(configs) // 3], 2: configs[2 * len(configs) // 3], 3: configs[-1]}.values():
         check_op(op, problem, gpu, config)

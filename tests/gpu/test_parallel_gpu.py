@@ -1,4 +1,6 @@
-"""Engines of several GPUs: the graph's tokens are those of one GPU, sums in either way; a rank that fails takes the others with it."""
+"""Engines of several GPUs: tokens of one GPU with either kind of sum; a rank that fails ends the
+others.
+"""
 
 import os
 import signal
@@ -24,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 
 def found(group: Group | None, device: torch.device) -> list[dict[str, Any]]:
-    """Of each model and mode: greedy tokens, drawn tokens, logits behind given ones."""
+    """For each model and mode: greedy tokens, drawn tokens, logits after given tokens."""
     results = []
     for name in (*DENSE, *SPARSE):
         dtype = torch.float32 if name in DENSE else torch.bfloat16
@@ -40,7 +42,9 @@ def found(group: Group | None, device: torch.device) -> list[dict[str, Any]]:
 
 
 def distances(device: torch.device) -> dict[str, tuple[torch.Tensor, float]]:
-    """Of each model: logits in fp32 (dense ones: fp64), and how far transformers in the model's dtype is from them (rms)."""
+    """For each model: logits in fp32 (dense models: fp64), and the RMS distance of transformers in
+    its dtype.
+    """
     results = {}
     for name in (*DENSE, *SPARSE):
         model = random_model({**SIZES, **MODELS[name]}, device=device, dtype=torch.float32 if name in DENSE else torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Pages on a GPU: the engine's under a graph, transformers' under continuous batching and its graphs, and pools beyond 2**31 elements."""
+"""Pages on a GPU: the engine's in a graph, transformers' in continuous batching, pools beyond 2**31
+elements.
+"""
 
 import copy
 
@@ -10,6 +12,7 @@ from tilewright import attention_decode, kv_append, patch
 from tilewright.engine import Engine
 from tilewright.launch import counted
 from tilewright.testing import assert_accurate
+from tilewright.testing.threads import threads_inherit
 
 PAGED = {"cache": "paged", "page_size": 64, "cache_tokens": 1024}
 
@@ -57,7 +60,7 @@ def test_continuous_batching_writes_the_tokens_of_transformers(gpu, prompts, gra
         return [request.generated_tokens for request in found.values()]
 
     stock = tokens(use_cuda_graph=False, auto_switch_to_flash=False)
-    with patch(model), counted() as launches:
+    with patch(model), counted() as launches, threads_inherit():
         assert tokens(use_cuda_graph=graphs) == stock
     assert launches["attention_decode_kernel"]
 

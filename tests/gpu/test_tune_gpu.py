@@ -1,17 +1,21 @@
-"""The tuner on a GPU: its choice against the whole space, and that a call then takes it."""
+"""The tuner on a GPU: its choice against the whole space; a call then takes it."""
 
 import os
+import time
 
 import pytest
 import torch
 from rich.console import Console
 
 from tilewright.bench.timer import input_sets, time_interleaved
-from tilewright.launch import Device, decide, forget_plans
+from tilewright.launch import Device, decision_of, forget_plans
+from tilewright.launch.table import plain
 from tilewright.ops import matmul, rms_norm
 from tilewright.testing import run_op
+from tilewright.tune import raw
 from tilewright.tune.command import tune
 from tilewright.tune.store import Store
+from tilewright.tune.survey import Task, survey
 from tilewright.tune.workbench import Gpu
 
 
@@ -32,7 +36,7 @@ def test_the_choice_is_within_two_percent_of_the_whole_space(op, problem, gpu):
     with Gpu(gpu) as bench:
         assert tune([(op, problem)], bench, Store(), Console(file=open(os.devnull, "w"))) == 0  # noqa: SIM115
     here = Device.of(torch.empty(0, device=gpu))
-    chosen, source = decide(op.space, op.plan, problem, here)
+    chosen, source = decision_of(op).decide(problem, here)
     assert source == "user table"
     sets = input_sets(lambda: problem.inputs(gpu), problem.cost().size_bytes, here.l2_bytes)
     whole = {str(config): lambda config=config, **kw: run_op(op, kw, config) for config in op.space(problem, here)}
@@ -40,3 +44,17 @@ def test_the_choice_is_within_two_percent_of_the_whole_space(op, problem, gpu):
     best = min(times, key=lambda name: times[name])
     final = time_interleaved({"best": whole[best], "chosen": whole[str(chosen)]}, sets)
     assert final["chosen"].time_us <= 1.02 * final["best"].time_us
+
+
+def test_a_survey_agrees_with_the_race(gpu, tmp_path):
+    """Its short passes tell what a race of the same configs tells, but for some noise."""
+    problem = rms_norm.Problem(4099, 5120, torch.bfloat16)
+    with Gpu(gpu) as bench:
+        configs = rms_norm.space(problem, bench.device)[:6]
+        assert survey(iter([Task("rms_norm", rms_norm, problem, problem, configs)]), bench, tmp_path, Console(), until=time.monotonic() + 120) == 0
+        rows = {str(row.config): row.time_us for row in raw.read(tmp_path, bench.device.name, "rms_norm")}
+        with bench.clock(rms_norm, problem) as clock:
+            raced = clock.race(configs)
+    assert len(rows) == len(configs)
+    for config, timing in zip(configs, raced, strict=True):
+        assert rows[str(plain(config))] == pytest.approx(timing.time_us, rel=0.1)

@@ -1,4 +1,6 @@
-"""An op for the tests of the compile report: out = x @ y over K, in tiles that fit, spill or do not compile as its Config says."""
+"""An op for tests of the compile report: out = x @ y, in tiles that fit, spill or fail as Config
+says.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +8,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from tilewright.launch import Cost, Device, Plan, best_plan, launch
+from tilewright.launch import Cost, Decision, Device, Launch
 
 SCALE = 1.0
 
@@ -42,9 +44,10 @@ def space(problem: Problem, device: Device) -> list[Config]:
     return SPACES[problem.m]
 
 
-def plan(problem: Problem, config: Config, device: Device) -> Plan:
+def plan(problem: Problem, config: Config, device: Device) -> tuple[Launch, ...]:
     blocks = problem.m // config.tile
-    return Plan(toy_outer_kernel, (blocks, blocks), (config.tile, config.tile_k), num_worker_warps=config.num_worker_warps)
+    constants = {"tile": config.tile, "tile_k": config.tile_k}
+    return (Launch(toy_outer_kernel, (blocks, blocks), constants, num_worker_warps=config.num_worker_warps),)
 
 
 @ct.kernel
@@ -61,7 +64,10 @@ def scaled(tile, alpha):
     return tile * alpha * SCALE
 
 
+DECISION = Decision("toy_outer", problem=Problem, arguments=("x", "out", "alpha"), space=space, plan=plan)
+
+
 def toy_outer(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[0])
-    launch(best_plan(space, plan, Device.of(x), Problem, *x.shape, x.dtype), x, out, 0.5)
+    DECISION.launches(Device.of(x), m=x.shape[0], k=x.shape[1], dtype=x.dtype).run(x, out, 0.5)
     return out

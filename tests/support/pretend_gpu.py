@@ -1,4 +1,6 @@
-"""A GPU made of this CPU: torch.cuda answers, kernels are interpreted, graphs replay nothing. What is timed is made up; that it runs is not."""
+"""A pretended GPU on this CPU: torch.cuda answers, kernels are interpreted, graphs replay nothing,
+times are made up.
+"""
 
 import contextlib
 import time
@@ -19,7 +21,7 @@ class _AsReal(type):
 
 
 class _Device(metaclass=_AsReal):
-    """torch.device, which is a type of C: every device but meta is this CPU."""
+    """A stand-in for the C type torch.device: every device except meta is this CPU."""
 
     def __new__(cls, kind, index=None):
         return REAL("meta" if str(kind) == "meta" else "cpu")
@@ -68,7 +70,7 @@ def pretend_gpu(monkeypatch, tmp_path):
         "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1, "get_device_name": lambda *unused: "NVIDIA H200",
         "get_device_properties": lambda *unused: types.SimpleNamespace(uuid="pretend"), "set_device": _nothing,
         "synchronize": _nothing, "empty_cache": _nothing, "current_stream": Stream, "Stream": Stream, "stream": _context,
-        "CUDAGraph": Graph, "graph": _context, "Event": Event,
+        "CUDAGraph": Graph, "graph_pool_handle": _nothing, "graph": _context, "Event": Event,
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from tilewright.bench.timer import Timing
-from tilewright.launch import Device, forget_plans, table
+from tilewright.launch import Device, decision_of, forget_plans, table
 from tilewright.launch.table import Row, digest_of, plain
 from tilewright.ops import rms_norm
 from tilewright.testing import Accuracy
@@ -22,7 +22,10 @@ COMPILER = table.compiler()
 
 
 class MadeUp:
-    """A Workbench: `times` by position in the space, others are 10 us and more; it notes what it was asked."""
+    """A Workbench with `times` by position in the space, 10 us and more for the others.
+
+    It records requests.
+    """
 
     device = H200
     compiler = COMPILER
@@ -62,6 +65,15 @@ class MadeUp:
         self.raced.append([self.space.index(c) for c in configs])
         return [Timing(self.us(c), 0.1) for c in configs]
 
+    def many(self, configs):
+        return ["RuntimeError: no" if self.space.index(c) in self.fails else Timing(self.us(c), 0.1) for c in configs]
+
+    def done(self, op, problem):
+        return True
+
+    def spill_bytes(self, op, problem, config):
+        return 8 if self.space.index(config) == 3 else 0
+
     def check(self, op, problem, config):
         self.checked.append(self.space.index(config))
         if self.space.index(config) in self.wrong:
@@ -85,9 +97,11 @@ def quiet() -> Console:
     return Console(file=open(os.devnull, "w"), width=200)
 
 
-def row_for(problem, config, **changes) -> Row:
+def row_for(problem, config, of=rms_norm, **changes) -> Row:
+    """A row of op `of`."""
+    decision = decision_of(of)
     fields = {
-        "op": "rms_norm", "digest": digest_of(rms_norm.plan, config), "problem": plain(problem), "arch": "sm_90", "gpu": "H200",
+        "op": decision.op, "digest": digest_of(decision, problem, config, H200), "problem": plain(problem), "arch": "sm_90", "gpu": "H200",
         "compiler": COMPILER, "config": plain(config), "time_us": 1.0, "spread_us": 0.1,
     }  # fmt: skip
     return Row(**(fields | changes))

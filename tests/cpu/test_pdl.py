@@ -1,4 +1,4 @@
-"""Launches that begin while the one before runs: which plans ask for it, and that their kernels wait before they touch anything."""
+"""PDL: which plans use it, and that their kernels wait before they touch memory."""
 
 import ast
 import inspect
@@ -9,27 +9,25 @@ import torch
 
 from tilewright import ops
 from tilewright.compile.job import Job
-from tilewright.launch import Device, Plan, traced
+from tilewright.launch import Device, Launch, traced
 from tilewright.ops import matmul, rms_norm_matmul
-from tilewright.ops.early import MOST_EARLY_ROWS
+from tilewright.ops.common.pdl import MOST_PDL_ROWS
 from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 
 H200 = Device.named("H200")
 
 
-def chain(plan: Plan | None) -> list[Plan]:
-    return [] if plan is None else [plan, *chain(plan.then)]
-
-
 def called(statement: ast.stmt) -> str:
-    """Whose result a statement is, or drops."""
+    """The name of the function that a statement calls."""
     value = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
     return ast.unparse(value.func) if isinstance(value, ast.Call) else ""
 
 
-def waits_first(plan: Plan) -> bool:
-    """The kernel begins with `overlap_previous`, of blocks that do not walk; or reads weights alone between its two halves."""
+def waits_first(plan: Launch) -> bool:
+    """Whether the kernel begins with `pdl_overlap` and is not persistent, or reads only weights
+    between its halves.
+    """
     function = ast.parse(textwrap.dedent(inspect.getsource(plan.kernel._pyfunc))).body[0]
     assert isinstance(function, ast.FunctionDef)
     body = function.body[1:] if ast.get_docstring(function) else function.body
@@ -37,20 +35,19 @@ def waits_first(plan: Plan) -> bool:
         if not constants(plan)["WHOLE"]:
             body = body[0].orelse
         else:
-            begin, *between = body[0].body[: [called(s) for s in body[0].body].index("wait_for_previous")]
+            begin, *between = body[0].body[: [called(s) for s in body[0].body].index("pdl_wait")]
             weights = {"ct.load": ("B", "WEIGHT"), "operand": ("b",)}
             read = all(ast.unparse(s.value.args[0]) in weights[called(s)] for s in between)  # type: ignore[attr-defined]
-            return called(begin) == "let_next_begin" and read
+            return called(begin) == "pdl_launch_dependents" and read
     first = body[0]
-    if called(first) != "overlap_previous":
+    if called(first) != "pdl_overlap":
         return False
     walks = [ast.unparse(a) for a in first.value.args]  # type: ignore[attr-defined]
     return not walks or constants(plan)[walks[0]] is False
 
 
-def constants(plan: Plan) -> dict:
-    names = list(inspect.signature(plan.kernel._pyfunc).parameters)
-    return dict(zip(names[len(names) - len(plan.constants) :], plan.constants, strict=True))
+def constants(plan: Launch) -> dict:
+    return {name.upper(): value for name, value in plan.constants.items()}
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
@@ -58,8 +55,8 @@ def test_the_kernel_of_an_early_launch_waits_first(op):
     for kind in ("small", "bench"):
         for problem in cases(op, kind):
             for config in op.space(problem, H200):
-                for plan in chain(op.plan(problem, config, H200)):
-                    assert not plan.early or waits_first(plan), f"{plan.name} {config}"
+                for plan in op.plan(problem, config, H200):
+                    assert not plan.pdl or waits_first(plan), f"{plan.name} {config}"
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103", "sm_120", "sm_121"])
@@ -71,7 +68,7 @@ def test_what_waits_is_in_the_binary(arch):
     with traced(device) as launches, torch.inference_mode():
         run_op(rms_norm_matmul, problem.inputs(torch.device("meta")), config)
     (launch,) = launches
-    assert launch.plan.early
+    assert launch.launch.pdl
     found = Job.of(launch, arch).run().resources
     assert (found.count("PREEXIT"), found.count("ACQBULK")) == (1, 1)
 
@@ -82,13 +79,13 @@ def test_blocks_that_walk_do_neither():
     with traced(H200) as launches, torch.inference_mode():
         run_op(matmul, problem.inputs(torch.device("meta")), config)
     (launch,) = launches
-    assert not launch.plan.early
+    assert not launch.launch.pdl
     found = Job.of(launch, "sm_90").run().resources
     assert (found.count("PREEXIT"), found.count("ACQBULK")) == (0, 0)
 
 
 def test_a_long_launch_is_not_early():
-    for rows in (MOST_EARLY_ROWS, MOST_EARLY_ROWS + 1):
+    for rows in (MOST_PDL_ROWS, MOST_PDL_ROWS + 1):
         problem = matmul.Problem(rows, 4096, 4096, torch.bfloat16, trans_b=True)
-        plans = [matmul.plan(problem, c, H200) for c in matmul.space(problem, H200) if not c.persistent]
-        assert {plan.early for plan in plans} == {rows <= MOST_EARLY_ROWS}
+        configs = [c for c in matmul.space(problem, H200) if not (c.persistent or c.extra_n)]
+        assert {matmul.plan(problem, c, H200)[0].pdl for c in configs} == {rows <= MOST_PDL_ROWS}

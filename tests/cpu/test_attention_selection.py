@@ -1,0 +1,85 @@
+"""What attention, mla and their decode forms choose without a table, judged by stored times."""
+
+import math
+
+import pytest
+import torch
+
+from tilewright.launch import Device
+from tilewright.launch.table import SHIPPED, read_rows
+from tilewright.ops import attention, attention_decode, mla, mla_decode
+from tilewright.testing.problems import rebuilt
+
+H200 = Device.named("H200")
+OPS = {"attention": attention, "attention_decode": attention_decode, "mla": mla, "mla_decode": mla_decode}
+BF16 = torch.bfloat16
+
+
+def rows(name: str) -> list:
+    return [row for row in read_rows(SHIPPED / "H200.json") if row.op == name]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_tuned_config_is_a_legal_candidate(name):
+    op = OPS[name]
+    for row in rows(name):
+        problem, config = rebuilt(op.Problem, row.problem), rebuilt(op.Config, row.config)
+        assert config in set(op.CHOICES.candidates(problem, H200)), row
+        assert op.CHOICES.legal(problem, config, H200), row
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_default_takes_hardly_longer_than_the_best_known_config(name):
+    """Of the configs whose times are known: the one that comes first."""
+    op, regrets = OPS[name], []
+    for row in rows(name):
+        problem = rebuilt(op.Problem, row.problem)
+        known = {rebuilt(op.Config, row.config): row.time_us}
+        if row.runner_up is not None and row.runner_up_us is not None:
+            known[rebuilt(op.Config, row.runner_up)] = row.runner_up_us
+        chosen = next(c for c in op.space(problem, H200) if c in known)
+        regrets.append(known[chosen] / row.time_us)
+    assert regrets
+    assert math.exp(sum(map(math.log, regrets)) / len(regrets)) <= 1.01
+    assert max(regrets) <= 1.1
+
+
+@pytest.mark.parametrize("op", [attention, mla, attention_decode, mla_decode])
+@pytest.mark.parametrize("gpu", ["A100", "H100", "H200", "B200", "B300", "RTX5090", "GB10"])
+def test_the_space_is_the_candidates_in_order_of_price(op, gpu):
+    device = Device.named(gpu)
+    shape = {attention: (2, 8, 2, 700, 700, 128, BF16), mla: (2, 8, 700, 700, BF16), attention_decode: (2, 8, 2, 4096, 128, BF16)}
+    problem = op.Problem(*shape.get(op, (2, 16, 4096, BF16)))
+    space = op.space(problem, device)
+    assert space
+    assert set(space) <= {c for c in op.CHOICES.candidates(problem, device) if op.CHOICES.legal(problem, c, device)}
+    assert op.space(problem, device) == space
+
+
+def test_equal_caches_that_nearly_fill_the_sms_are_not_split():
+    """12 x 8 blocks read as fast as memory gives: more waves only add their ends, and a merge."""
+    problem = attention_decode.Problem(12, 40, 8, 8192, 128, BF16, has_len=False)
+    assert attention_decode.space(problem, H200)[0].num_kv_splits == 1
+
+
+def test_one_long_cache_is_split_over_all_sms():
+    config = attention_decode.space(attention_decode.Problem(1, 32, 8, 65536, 128, BF16, has_len=False), H200)[0]
+    assert 8 * config.num_kv_splits >= 120
+
+
+@pytest.mark.parametrize("group", [5, 6, 7])
+def test_groups_that_are_padded_to_eight_cost_no_more_than_eight(group):
+    def us(heads: int) -> float:
+        problem = attention_decode.Problem(8, 4 * heads, 4, 4096, 128, BF16)
+        return attention_decode.CHOICES.us(problem, attention_decode.space(problem, H200)[0], H200)
+
+    assert us(group) <= us(8)
+
+
+def test_more_keys_are_never_cheaper():
+    def us(n: int) -> float:
+        problem = attention.Problem(1, 32, 8, n, n, 128, BF16)
+        return min(attention.CHOICES.us(problem, c, H200) for c in attention.space(problem, H200))
+
+    times = [us(n) for n in (128, 500, 512, 1000, 3000, 9000)]
+    assert times == sorted(times)

@@ -1,0 +1,203 @@
+"""Raw times: files that survive a kill and pack to the same bytes; the survey that fills them, on
+made-up times.
+"""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet  # noqa: F401  (a fixture)
+from rich.console import Console
+
+from tilewright.launch.table import plain
+from tilewright.ops import ALL, matmul, named, rms_norm
+from tilewright.testing import op_name
+from tilewright.testing.drawn import FITTING_SEEDS
+from tilewright.tune import raw
+from tilewright.tune.command import pack_command, survey_command, tune
+from tilewright.tune.fit import stored_times
+from tilewright.tune.store import Store
+from tilewright.tune.survey import PASS, Task, drawn_tasks, sampled, survey
+
+
+def timed(rows: int, us: float | None, **more) -> raw.Timed:
+    problem = dataclasses.replace(PROBLEM, rows=rows)
+    return raw.Timed(plain(problem), plain(SPACE[0]), "d", COMPILER, us, **more)
+
+
+# -------------------------------------------------------------------------------------------- files
+def test_rows_come_back_and_half_a_row_is_cut_off(tmp_path):
+    rows = [timed(1, 2.5, spread_us=0.1), timed(2, 3.0, spill_bytes=16), timed(3, None, error="CUDA error")]
+    log = raw.Log(tmp_path, "RTX 5090", "rms_norm")
+    log.add(rows[:2])
+    with log.path.open("ab") as file:  # killed while it wrote
+        file.write(b'{"p":{"rows"')
+    assert raw.read(tmp_path, "RTX 5090", "rms_norm") == rows[:2]
+    log.add(rows[2:])
+    assert raw.read(tmp_path, "RTX 5090", "rms_norm") == rows
+    assert raw.read(tmp_path, "H200", "rms_norm") == []
+    log.path.write_text('{"p":{}}\n')
+    with pytest.raises(ValueError, match=r"rms_norm.jsonl:1 must be a row of raw times"):
+        raw.read(tmp_path, "RTX 5090", "rms_norm")
+
+
+def test_packing_is_deterministic_small_and_keeps_the_last_time(tmp_path, capsys):
+    rows = [timed(i, 2.0 + i % 7, spread_us=0.125) for i in range(1, 2001)]
+    for name, order in (("one", rows), ("two", rows[::-1])):
+        raw.Log(tmp_path / name, "H200", "rms_norm").add(order)
+        pack_command(tmp_path / f"{name}-packed", folder=tmp_path / name, console=Console(width=200))
+    one, two = (tmp_path / f"{name}-packed" / "H200" / "rms_norm.jsonl.gz" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert len(one.read_bytes()) < 2000 * 30
+    assert sorted(raw.read(tmp_path / "one-packed", "H200", "rms_norm"), key=lambda row: row.problem["rows"]) == rows
+    raw.Log(tmp_path / "one-packed", "H200", "rms_norm").add([dataclasses_replace(rows[0], time_us=99.0), timed(5000, 1.0)])
+    assert raw.pack(tmp_path / "one-packed", tmp_path / "one-packed", "H200", "rms_norm")[0] == 2001
+    again = {row.problem["rows"]: row.time_us for row in raw.read(tmp_path / "one-packed", "H200", "rms_norm")}
+    assert (again[1], again[5000], again[2]) == (99.0, 1.0, rows[1].time_us)
+    assert [path.name for path in (tmp_path / "one-packed" / "H200").iterdir()] == ["rms_norm.jsonl.gz"]
+    assert raw.ops_of(tmp_path / "one-packed", "H200") == ["rms_norm"]
+    assert raw.gpus_of(tmp_path / "one-packed") == ["H200"]
+    assert "H200: 2000 rows of 1 ops" in capsys.readouterr().out
+
+
+def dataclasses_replace(row: raw.Timed, **changes) -> raw.Timed:
+    return raw.Timed(**({name: getattr(row, name) for name in row.__struct_fields__} | changes))
+
+
+def test_a_search_keeps_every_time_that_it_measured():
+    bench = MadeUp({0: 8.0, 3: 4.0, 5: 4.2}, dropped=(1,))
+    assert tune([(rms_norm, PROBLEM)], bench, Store(), quiet()) == 0
+    rows = raw.read(raw.user_folder(), "H200", "rms_norm")
+    assert len(rows) == len(SPACE) - 1
+    raced = {str(row.config): row for row in rows if row.spread_us is not None}
+    assert set(raced) == {str(plain(SPACE[i])) for i in (0, 3, 5)}
+    best = raced[str(plain(SPACE[3]))]
+    assert (best.time_us, best.spread_us, best.spill_bytes, best.problem) == (4.0, 0.1, 8, plain(PROBLEM))
+
+
+# --------------------------------------------------------------------------------------- the survey
+def some_tasks(count: int, beside: frozenset = frozenset()) -> list[Task]:
+    problems = [dataclasses.replace(PROBLEM, rows=3 + i) for i in range(count)]
+    return [Task("rms_norm", rms_norm, problem, problem, SPACE[:6], beside) for problem in problems]
+
+
+def test_a_survey_keeps_what_ran_and_resumes(tmp_path, capsys):
+    bench = MadeUp({0: 2.0}, dropped=(1,), fails=(2,))
+    console = Console(width=200, highlight=False)
+    assert survey(iter(some_tasks(2)), bench, tmp_path, console, until=time.monotonic() + 60) == 0
+    assert "8 timings of 2 problems in 0 s, 4 configs refused" in capsys.readouterr().out
+    rows = raw.read(tmp_path, "H200", "rms_norm")
+    assert [row.config for row in rows] == [plain(SPACE[i]) for i in (0, 3, 4, 5)] * 2
+    assert (rows[0].time_us, rows[0].spread_us, rows[1].spill_bytes) == (2.0, 0.1, 8)
+
+    again = MadeUp()
+    assert survey(iter(some_tasks(3)), again, tmp_path, quiet(), until=time.monotonic() + 60) == 0
+    keys = [row.key for row in raw.read(tmp_path, "H200", "rms_norm")]
+    assert len(keys) == len(set(keys)) == 18, "only what was not in the file"
+
+
+def test_a_survey_ends_in_time_and_by_ctrl_c(tmp_path, capsys):
+    assert survey(iter(some_tasks(50)), MadeUp(delay_s=0.05), tmp_path / "a", quiet(), until=time.monotonic() + 0.2) == 0
+    assert 6 <= len(raw.read(tmp_path / "a", "H200", "rms_norm")) < 300
+
+    class Stopped(MadeUp):
+        def many(self, configs):
+            if self.prepared and len(raw.read(tmp_path / "b", "H200", "rms_norm")) == 12:
+                raise KeyboardInterrupt
+            return super().many(configs)
+
+    assert survey(iter(some_tasks(9)), Stopped(), tmp_path / "b", Console(width=200), until=time.monotonic() + 60) == 130
+    assert "12 timings kept" in capsys.readouterr().out
+
+
+def test_what_compiles_first_is_timed_first(tmp_path):
+    class Slow(MadeUp):
+        def done(self, op, problem):
+            return problem.rows != 3 or len(self.order) == 3
+
+        @property
+        def order(self):
+            return [row.problem["rows"] for row in raw.read(tmp_path, "H200", "rms_norm")][::6]
+
+    bench = Slow()
+    assert survey(iter(some_tasks(4)), bench, tmp_path, quiet(), until=time.monotonic() + 60) == 0
+    assert bench.order == [4, 5, 6, 3]
+
+
+def test_a_config_that_breaks_the_gpu_is_named_and_not_tried_again(tmp_path, capsys):
+    class Breaks(MadeUp):
+        def many(self, configs):
+            self.ended = SPACE[4] in configs
+            return [
+                "RuntimeError: misaligned address" if self.ended and c in SPACE[4:] else t
+                for c, t in zip(configs, super().many(configs), strict=True)
+            ]
+
+    console = Console(width=400, highlight=False)
+    assert survey(iter(some_tasks(2)), Breaks(), tmp_path, console, until=time.monotonic() + 60) == 1
+    assert "the GPU is lost to this process: rms_norm {'rows': 3" in capsys.readouterr().out
+    rows = raw.read(tmp_path, "H200", "rms_norm")
+    assert [row.error for row in rows] == ["", "", "", "", "RuntimeError: misaligned address"]
+    assert rows[-1].time_us is None
+    assert survey(iter(some_tasks(1)), Breaks(), tmp_path, console, until=time.monotonic() + 60) == 0
+    assert "1 timings of 1 problems" in capsys.readouterr().out, "the one behind it"
+
+
+def test_a_config_beside_the_space_is_checked_once_and_a_wrong_one_never_kept(tmp_path, capsys):
+    bench = MadeUp(wrong=(5,))
+    assert survey(iter(some_tasks(3, frozenset(SPACE[4:6]))), bench, tmp_path, Console(width=200), until=time.monotonic() + 60) == 0
+    assert bench.checked == [4, 5]
+    assert {str(row.config) for row in raw.read(tmp_path, "H200", "rms_norm")} == {str(plain(config)) for config in SPACE[:5]}
+    assert "wrong, not kept: worst element is off" in capsys.readouterr().out
+
+
+def test_a_pass_is_mixed_and_drawn_with_fitting_seeds():
+    tasks = list(drawn_tasks(["matmul", "rope", "softmax"], H200, COMPILER, FITTING_SEEDS[:2]))
+    kinds = [task.kind for task in tasks]
+    assert len(tasks) == 2 * (PASS["matmul"] + PASS["rope"] + PASS["softmax"])
+    half = kinds[: len(kinds) // 4]
+    assert {"rope", "softmax"} < set(half), "a part of a pass has something of each"
+    for task in tasks:
+        space = task.op.space(task.asked, H200)
+        assert task.configs[0] == space[0]
+        assert task.beside == {config for config in task.configs if config not in space}
+    assert any(task.beside for task in tasks if task.kind == "matmul")
+    with pytest.raises(ValueError, match="op must be one of"):
+        survey_command(["nothing"])
+    assert survey_command(["rope"], console=quiet()) == 2
+
+
+def test_a_sample_has_the_first_ones_and_is_the_same_again():
+    chosen = sampled(SPACE, 8, "a")
+    assert chosen[:4] == SPACE[:4]
+    assert len(set(chosen)) == 8
+    assert chosen == sampled(SPACE, 8, "a")
+    assert sampled(SPACE, 99, "a") == SPACE
+
+
+def cases_of_8_bits():
+    return [
+        matmul.Problem(160, 5120, 17_408, torch.float8_e4m3fn, scaling=scaling) for scaling in list(matmul.Problem(1, 1, 1).scaling.__class__)[1:]
+    ]
+
+
+def test_times_are_kept_with_the_sizes_that_were_timed():
+    """A call of `attention_decode` asks for a bucket of cache lengths; 5436 keys are not 8192."""
+    task = next(t for t in drawn_tasks(["attention_decode"], H200, COMPILER) if t.asked.max_len != t.problem.max_len)
+    assert task.timed.max_len == task.problem.max_len
+    assert dataclasses.replace(task.timed, max_len=task.asked.max_len) == task.asked
+
+
+@pytest.mark.parametrize("op", ALL, ids=op_name)
+def test_no_time_that_ships_reads_faster_than_memory_can(op):
+    """4.8 TB/s are what an H200's data sheet has; problems far over its L2."""
+    timed = [t for t in stored_times("H200", op).timed if t.problem.cost().size_bytes > 150e6]
+    assert not [t for t in timed if t.problem.cost().size_bytes / t.time_us > 4.8e6]
+
+
+def test_most_times_that_ship_are_of_configs_that_there_are():
+    for name in raw.ops_of(raw.SHIPPED, "H200"):
+        (op,) = named([name])
+        stored = stored_times("H200", op)
+        assert stored.skipped <= 0.1 * (stored.skipped + len(stored.timed)), name
