@@ -1,17 +1,20 @@
-"""Writes the tables of measured numbers in README.md and docs from benchmarks/results/*.jsonl, and that of ops from their modules.
+"""Writes the tables in README.md and docs from benchmarks/results/*.jsonl, and the list of ops.
 
-Numbers there are never typed.
+These numbers are never typed by hand.
 
 python tools/readme_numbers.py           rewrite
-python tools/readme_numbers.py --check   exit 1 if a file is not what the results say (a test runs this)
+python tools/readme_numbers.py --check   exit 1 if a file is stale (a test runs this)
 """
 
+import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 import torch
 
 from tilewright import ops
+from tilewright.bench.drawn import judged
 from tilewright.bench.published import Figure, best_row, figures
 from tilewright.bench.results import against_peers, geomean, kernels, newest, read
 from tilewright.launch import Device
@@ -21,7 +24,7 @@ from tilewright.testing.cases import cases
 from tilewright.tune.command import gains_by_op
 
 ROOT = Path(__file__).resolve().parent.parent
-# label, op, what of its rows, peer
+# label, op, which of its rows, peer
 LINES = (
     ("rms_norm", "rms_norm", lambda r: True, "torch.compile"),
     ("layer_norm", "layer_norm", lambda r: True, "torch.compile"),
@@ -55,7 +58,13 @@ PEER_WORDS = {
 }  # fmt: skip
 
 
+def prose(text: str, indent: str = "") -> str:
+    """Lines of at most 100 columns, those behind the first indented."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def table(rows: list[dict]) -> str:
+    """Every op against its usual peer."""
     lines = [
         "| op | cases | best rate | share of the roof, median | against | geomean | worst | best |",
         "|---|---|---|---|---|---|---|---|",
@@ -68,7 +77,7 @@ def table(rows: list[dict]) -> str:
         compute = [r["tflops"] for r in mine if r["bound"] == "compute"]
         memory = [r["gbs"] for r in mine if r["bound"] == "memory"]
         rate = " / ".join(([f"{max(compute):.0f} TFLOP/s"] if compute else []) + ([f"{max(memory) / 1000:.2f} TB/s"] if memory else []))
-        roof = sorted(r["roof_pct"] for r in mine)[len(mine) // 2]
+        roof = statistics.median(r["roof_pct"] for r in mine)
         lines.append(
             f"| {label} | {len(mine)} | {rate} | {roof:.0f} % | {PEER_WORDS.get(peer, peer)} | "
             f"**{geomean(ratios):.2f}x** | {min(ratios):.2f}x | {max(ratios):.2f}x |"
@@ -76,12 +85,12 @@ def table(rows: list[dict]) -> str:
     gpus = sorted({r["gpu"] for r in kernels(rows)})
     dates = sorted({r["date"] for r in kernels(rows)})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines += ["", f"{', '.join(gpus)}, bf16 unless a case says otherwise, {span}, `tilewright bench`; all rows, losses included: benchmarks/results."]
-    return "\n".join(lines)
+    note = f"{', '.join(gpus)}, {span}, `tilewright bench`, bf16 unless a case says otherwise."
+    return "\n".join([*lines, "", prose(f"{note} benchmarks/results has every row, losses included.")])
 
 
 def models(rows: list[dict]) -> str:
-    """The decode engine on whole models; a long prompt; how long an engine takes to start."""
+    """The engine on whole models: decode, a long prompt, the start."""
     lines = [
         "| model | engine | tokens/s | first token | step, median | of the floor | transformers, same run |",
         "|---|---|---|---|---|---|---|",
@@ -93,25 +102,29 @@ def models(rows: list[dict]) -> str:
             stock = ", ".join(f"{names.get(name, name)} {value:.0f}: **{r['peers'][name]:.2f}x**" for name, value in r["peer_tokens_per_s"].items())
             times = f"{r['tokens_per_s']:.0f} | {r['ttft_ms']:.1f} ms | {r['tpot_ms']:.2f} ms"
             lines.append(f"| {case} | {mode} | {times} | {r['floor_pct']:.0f} % | {stock} |")
-    note = "Random weights of the real configs, bf16, greedy; the floor is reading all weights and keys once at the measured copy rate."
+    note = (
+        "Random weights of the real configs, bf16, greedy. The floor is the time to read all weights and keys once at the copy rate "
+        "measured in the same run."
+    )
     more = []
     for r in rows:
         if r["op"] == "prefill":
             against = ", ".join(f"{names[name]} {us / 1e3:.0f} ms: **{r['peers'][name]:.2f}x**" for name, us in r["peer_time_us"].items())
-            more.append(f"- Prompt read, {r['case']}: {r['time_us'] / 1e3:.0f} ms; transformers {against}.")
+            more.append(f"- Time to read a prompt, {r['case']}: {r['time_us'] / 1e3:.0f} ms; transformers {against}.")
     for r in rows:
         if r["op"] == "start":
-            more.append(f"- From loaded weights to the second token, {r['case']}: {r['start_s']:.1f} s.")
+            more.append(f"- Time from loaded weights to the second token, {r['case']}: {r['start_s']:.1f} s.")
     for r in rows:
         if r["op"] == "agreement":
             ties = sum(found["tie"] for found in r["parted"])
-            more.append(f"- Greedy tokens of transformers, {r['case']}: equal in {r['equal']} of {r['prompts']}, in {ties} parted at a tie of bf16.")
-    return "\n".join([*lines, "", note, *([""] if more else []), *more])
+            same = f"those of transformers for {r['equal']} of {r['prompts']} prompts; {ties} differ from a tie in bf16 on"
+            more.append(f"- Greedy tokens, {r['case']}: {same}.")
+    return "\n".join([*lines, "", prose(note), *([""] if more else []), *(prose(line, "  ") for line in more)])
 
 
 def megakernel(rows: list[dict]) -> str:
-    """A step of the megakernels, and what reading the weights alone takes."""
-    lines = ["| step | a token | reading the weights and keys once, same run | GPU, date |", "|---|---|---|---|"]
+    """A step of the megakernels, and the time to read the weights alone."""
+    lines = ["| step | time of a token | time to read weights and keys once, same run | GPU, date |", "|---|---|---|---|"]
     for r in rows:
         if r["op"] == "megakernel":
             share = 100 * r["floor_us"] / r["time_us"]
@@ -126,8 +139,19 @@ def peers(rows: list[dict]) -> str:
     return "\n".join(lines + [f"| {a.op} | {a.peer} | {a.cases} | **{a.mean:.2f}x** | {a.worst:.2f}x | {a.best:.2f}x |" for a in found])
 
 
+def drawn(rows: list[dict]) -> str:
+    """Each op on drawn problems: the fastest peer of each case over ours."""
+    found = [row for row in rows if row.get("draw_seed") is not None]
+    lines = ["| op | cases | with a peer | fastest peer over ours, geomean | worst |", "|---|---|---|---|---|"]
+    for of in judged(found):
+        ratios = f"**{geomean(of.ratios):.2f}x** | {of.ratios[0]:.2f}x" if of.ratios else "- | -"
+        lines.append(f"| {of.name} | {of.cases} | {len(of.ratios)} | {ratios} |")
+    seeds, gpus, dates = (sorted({str(row[name]) for row in found}) for name in ("draw_seed", "gpu", "date"))
+    return "\n".join([*lines, "", prose(f"Seed {', '.join(seeds)}; {', '.join(gpus)}, {', '.join(dates)}.")])
+
+
 def platforms(rows: list[dict]) -> str:
-    """Published attention over the sequence length, and ours of the same problem."""
+    """Attention over the sequence length: published figures, and ours on the same problem."""
     shown = [f for f in figures() if f.op == "attention" and f.metric == "TFLOP/s" and f.problem.get("causal")]
     lengths = sorted({f.problem["q_len"] for f in shown})
 
@@ -137,24 +161,27 @@ def platforms(rows: list[dict]) -> str:
     def line(name: str, machine: str, kind: str, cells: dict[int, str]) -> str:
         return f"| {name} | {machine} | {kind} | {' | '.join(cells.get(n, '') for n in lengths)} |"
 
-    lines = [f"| causal attention, TFLOP/s | machine | | {' | '.join(f'{n // 1024}k' for n in lengths)} |", "|---" * (3 + len(lengths)) + "|"]
+    lines = [f"| causal attention, TFLOP/s | machine | source | {' | '.join(f'{n // 1024}k' for n in lengths)} |", "|---" * (3 + len(lengths)) + "|"]
     groups: dict[tuple, list[Figure]] = {}
     for figure in shown:
         groups.setdefault((figure.kernel, figure.hardware, figure.document), []).append(figure)
     for (kernel, hardware, document), group in groups.items():
         cells = {f.problem["q_len"]: cell(f.value, f.roof_pct()) for f in group}
-        lines.append(line(kernel, hardware, f"published, {document.removesuffix('.md')}", cells))
+        lines.append(line(kernel, hardware, document.removesuffix(".md"), cells))
     for gpu in sorted({row["gpu"] for row in kernels(rows)}):
         here = [row for row in rows if row["gpu"] == gpu]
         ours = {f.problem["q_len"]: row for f in shown if (row := best_row(f, here))}
         types = ", ".join(sorted({row["dtype"] for row in ours.values()}))
-        lines.append(line(f"ours, {types}", gpu, "**measured**", {n: cell(row["tflops"], row["roof_pct"]) for n, row in ours.items()}))
-    note = "Batch 4, 32 heads, head_dim 128, fp16; where ours was not measured so, the nearest that was: bf16, 16384 tokens in all."
-    return "\n".join([*lines, "", note])
+        lines.append(line(f"`attention`, {types}", gpu, "**ours**", {n: cell(row["tflops"], row["roof_pct"]) for n, row in ours.items()}))
+    note = (
+        "Batch 4, 32 heads, head_dim 128, fp16. Where we have not measured that, our row shows the nearest case that we have: bf16, "
+        "16384 tokens in all."
+    )
+    return "\n".join([*lines, "", prose(note)])
 
 
 def ladder(rows: list[dict]) -> str:
-    """The attention ladder over the lengths that were measured, by GPU."""
+    """The attention ladder over the measured lengths."""
     steps: dict[str, dict[int, dict]] = {}
     for row in rows:
         if row["op"] == "learn attention":
@@ -170,12 +197,12 @@ def ladder(rows: list[dict]) -> str:
     last = list(steps.values())[-1]
     lines += [line("`ops.attention` in the same run", last, "ops.attention"), line("cuDNN in the same run", last, "cudnn")]
     gpus, dates = ({row[name] for step in steps.values() for row in step.values()} for name in ("gpu", "date"))
-    return "\n".join([*lines, "", f"{', '.join(sorted(gpus))}, {', '.join(sorted(dates))}, `{last[lengths[0]]['command']}`."])
+    return "\n".join([*lines, "", prose(f"{', '.join(sorted(gpus))}, {', '.join(sorted(dates))}, `{last[lengths[0]]['command']}`.")])
 
 
 def tuned(rows: list[dict]) -> str:
-    """What the shipped tables hold, and what a call without them would lose."""
-    lines = ["| GPU | op | problems | untuned takes, geomean | worst | same config |", "|---|---|---|---|---|---|"]
+    """What the shipped tables hold, and how much slower calls without them are."""
+    lines = ["| GPU | op | problems | default over tuned, geomean | worst | default won |", "|---|---|---|---|---|---|"]
     for path in sorted((ROOT / "src" / "tilewright" / "tune" / "tables").glob("*.json")):
         held = read_rows(path)
         for op, gains in gains_by_op(held).items():
@@ -190,21 +217,27 @@ DTYPE_WORDS = {
 
 
 def supported(rows: list[dict]) -> str:
-    """Every op: its definition, the dtypes of its test cases, and which of these an A100 runs (every other architecture runs all)."""
-    lines = ["| op | what it computes | in or out | on sm_80 |", "|---|---|---|---|"]
+    """Every op: the dtypes of its test cases, which of these an A100 runs, and its definition.
+
+    Every other architecture runs all of them.
+    """
+    lines = ["| op | dtypes of inputs and outputs | of these on sm_80 |", "|---|---|---|"]
+    definitions = []
     for op in ops.ALL:
         problems = [*cases(op, "small"), *cases(op, "real")]
         takes = {id(p): _dtypes(p) for p in problems}
         older = set().union(*(takes[id(p)] for p in problems if op.space(p, Device.named("A100"))))
         every = set().union(*takes.values())
-        there = "yes" if older == every else _words(older) or "no"
-        definition = op.__doc__.strip().splitlines()[0].rstrip(".:").replace("|", "\\|").replace("*", "\\*")
-        lines.append(f"| `{op_name(op)}` | {definition} | {_words(every)} | {there} |")
-    return "\n".join(lines)
+        there = "all" if older == every else _words(older) or "none"
+        lines.append(f"| `{op_name(op)}` | {_words(every)} | {there} |")
+        first = op.__doc__.strip().partition("\n\n")[0]
+        definition = " ".join(first.split()).rstrip(".:").replace("*", "\\*")
+        definitions.append(prose(f"- `{op_name(op)}`: {definition}", "  "))
+    return "\n".join([*lines, "", *definitions])
 
 
 def _dtypes(problem: object) -> set[torch.dtype]:
-    """Those the problem names, and 8-bit operands that only its scales tell of."""
+    """The dtypes that the problem names, and those of 8-bit inputs that it does not name."""
     inputs = problem.inputs(torch.device("meta")).values()
     narrow = {t.dtype for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype.itemsize == 1}
     return narrow | {value for name in type(problem).__dataclass_fields__ if isinstance(value := getattr(problem, name), torch.dtype)}
@@ -217,7 +250,7 @@ def _words(dtypes: set[torch.dtype]) -> str:
 BLOCKS = {
     "docs/ops.md": {"ops": supported},
     "README.md": {"numbers": table},
-    "docs/bench.md": {"peers": peers, "platforms": platforms},
+    "docs/bench.md": {"drawn": drawn, "peers": peers, "platforms": platforms},
     "docs/tune.md": {"tuned": tuned},
     "docs/learn.md": {"ladder": ladder},
     "docs/engine.md": {"models": models},

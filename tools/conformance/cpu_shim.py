@@ -1,7 +1,8 @@
-"""Code written for cuTile on a GPU runs on this machine's CPU, through `tilewright.interpret`.
+"""Runs code written for cuTile on a GPU on this machine's CPU, by `tilewright.interpret`.
 
-Tensors asked for on "cuda" are made on the CPU, `ct.launch` interprets, and what asks a CUDA driver (streams, compute capability, the signature of
-a launch) gets a plain answer. Nothing of this is for production: it exists to run other people's tests unchanged.
+Tensors for "cuda" are made on the CPU, and `ct.launch` interprets. Questions to a CUDA driver
+(streams, compute capability, the signature of a launch) get fixed answers. This is not for
+production: it exists to run other people's tests unchanged.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ def launch(stream, grid, kernel, args, /, *, programmatic_dependent_launch=None)
 
 
 def without_shapes(constraint):
-    """What the first calling convention can say of the same array: nothing about extents of 1."""
+    """The constraint in version 1 of the calling convention: nothing about extents of 1."""
     if not isinstance(constraint, compilation.ArrayConstraint):
         return constraint
     fields = {field.name: getattr(constraint, field.name) for field in dataclasses.fields(constraint)}
@@ -79,7 +80,7 @@ def signature_of(kernel, args, calling_convention, *, symbol=None):
 
 
 def replace_everywhere(old, new):
-    """Every module-level name of cuda.tile that is bound to `old`."""
+    """Rebinds every module-level name of cuda.tile from `old` to `new`."""
     for module in [m for name, m in list(sys.modules.items()) if name.startswith("cuda.tile") and isinstance(m, types.ModuleType)]:
         for name, value in list(vars(module).items()):
             if value is old:
@@ -87,7 +88,7 @@ def replace_everywhere(old, new):
 
 
 def install():
-    """Must run before the code that is to be redirected imports anything from cuda.tile."""
+    """Must run before the redirected code imports anything from cuda.tile."""
     replace_everywhere(ct.launch, launch)
     replace_everywhere(_cext.get_compute_capability, lambda: ARCHITECTURE)
     replace_everywhere(_compile.get_sm_arch, lambda *args: f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}")

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs cuTile's own test suite, unchanged, through the interpreter (see run.py)."""
+"""A pytest plugin that runs cuTile's own test suite in the interpreter (see run.py)."""
 
 import signal
 
@@ -20,7 +20,7 @@ def pytest_addoption(parser):
 
 
 class BenchmarkHooks:
-    """Named by the tests' conftest for a plugin that is not needed here."""
+    """The tests' conftest names it for a plugin that is not needed here."""
 
     def pytest_benchmark_update_json(self, config, benchmarks, output_json): ...
     def pytest_benchmark_update_machine_info(self, config, machine_info): ...

@@ -1,9 +1,10 @@
 """Runs the examples of cuTile's documentation on a CPU and compares what they print.
 
-    python tools/conformance/doc_examples.py                    those in the docstrings of the installed package
-    python tools/conformance/doc_examples.py --source DIR       also those of the documentation in a checkout of cutile-python
+    python tools/conformance/doc_examples.py               docstrings of the installed package
+    python tools/conformance/doc_examples.py --source DIR  also the documentation in a checkout
 
-An example is a `testcode` block with, as a rule, the `testoutput` block after it. Exit status 1 unless all pass.
+An example is a `testcode` block, usually with a `testoutput` block after it. Exits with 1 unless
+all pass.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from types import ModuleType
 
 import cpu_shim
 
-# Packages and hardware that examples need and a CPU has not; such an example is counted as left out.
+# Packages and hardware that a CPU machine lacks. An example that needs them counts as left out.
 NOT_HERE = {
     "jax_setup.py": "needs JAX",
     "import cupy": "needs CuPy",
@@ -107,8 +108,8 @@ def docstrings(package: ModuleType) -> Iterator[tuple[str, str]]:
 
 
 def run(example: Example) -> str | None:
-    """What is wrong, or None."""
-    # The markers say which lines the documentation shows; all of them run.
+    """The difference, or None."""
+    # The markers say which lines the documentation shows. All lines run.
     body = "\n".join(line for line in example.code.splitlines() if line.strip() not in ("# begin-snippet", "# end-snippet"))
     source = TEMPLATES[example.template].format(body=body, indented=textwrap.indent(body, "    "))
     name = f"<{example.where}>"

@@ -1,9 +1,11 @@
-"""Runs cuTile's public test suite and documentation examples on a CPU, through `tilewright.interpret`.
+"""Runs cuTile's public tests and documentation examples on a CPU, in our interpreter.
 
     git clone https://github.com/NVIDIA/cutile-python DIR
-    python tools/conformance/run.py --source DIR [-n 2] [--strict-memory] [--races] [--block-order 7] [-k EXPRESSION]
+    python tools/conformance/run.py --source DIR [-n 2] [--strict-memory] [--races]
+        [--block-order 7] [-k EXPRESSION]
 
-Nothing of theirs is part of this repository. docs/interpreter.md says how many pass and what each failure is. pytest's own options may follow.
+None of that code is part of this repository. docs/interpreter.md says how many tests pass and
+explains each failure. pytest's own options may follow.
 """
 
 import argparse
