@@ -172,15 +172,6 @@ def state(row: Row, decision: Any, config_class: type, device: Device | None = N
     return "holds" if row.compiler == compiler() else "another compiler"
 
 
-def size_names(problem: Any) -> list[str]:
-    """Fields that are sizes: integers that every Problem of the class must give.
-
-    Other fields are options, and equal or not.
-    """
-    required = [f.name for f in dataclasses.fields(problem) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-    return [name for name in required if type(getattr(problem, name)) is int]
-
-
 class _File:
     """The rows of one file, sorted for look-ups: a program meets new sizes all the time."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..launch.table import plain, read_rows, shipped_file, size_names
+from ..launch.table import plain, read_rows, shipped_file
+from ..select.neighbours import size_names
 from .cases import cases
 from .check import op_name
 from .sizes import Sizes
@@ -80,14 +81,14 @@ def least_us(problem: Any) -> float:
 
 
 def sized(problem: Any) -> Sized:
-    return str(problem.dtype).removeprefix("torch."), tuple(getattr(problem, name) for name in size_names(problem))
+    return str(problem.dtype).removeprefix("torch."), tuple(getattr(problem, name) for name in size_names(problem.__class__))
 
 
 @cache
 def listed(op: ModuleType) -> frozenset[Sized]:
     """Dtype and sizes of every case of an op and of every row of a shipped table."""
     known = [problem for kind in ("small", "real", "bench") for problem in cases(op, kind)]
-    found, names, name = set(map(sized, known)), size_names(known[0]), op_name(op)
+    found, names, name = set(map(sized, known)), size_names(known[0].__class__), op_name(op)
     for path in sorted(shipped_file("x").parent.glob("*.json")):
         for row in read_rows(path):
             if row.op == name and all(type(row.problem.get(size)) is int for size in names):
