@@ -50,7 +50,7 @@ def test_a_window_as_long_as_the_cache_is_none(options, window):
 
 def test_a_batch_beyond_the_grid_is_refused():
     q = torch.zeros(70_000, 1, 1, 16)
-    with counted() as counts, pytest.raises(ValueError, match=r"grid of attention_decode_kernel must be at most .* got \(.*70000\)"):
+    with counted() as counts, pytest.raises(ValueError, match=r"^batch of attention_decode must be smaller .* got 70000$"):
         attention_decode(q, q, q)
     assert not counts
 

@@ -28,6 +28,16 @@ def test_every_layout_and_broadcast(trans_a, trans_b, persistent, swap_ab):
         check_op(op, problem, CPU, Config(16, 32, 32, group=2, swap_ab=swap_ab, persistent=persistent))
 
 
+@pytest.mark.parametrize(("trans_a", "trans_b"), list(product((False, True), repeat=2)))
+@pytest.mark.parametrize(("persistent", "swap_ab"), [(False, False), (True, False), (False, True)])
+def test_an_uneven_tile_may_be_cut_anywhere(trans_a, trans_b, persistent, swap_ab):
+    config = Config(16, 32, 32, group=2, swap_ab=swap_ab, persistent=persistent, extra_n=8 if swap_ab else 16)
+    for m, n in ((37, 49), (24, 48), (42, 97), (47, 80)):
+        check_op(op, Problem(2, m, n, 52, BF16, trans_a, trans_b, one_b=m == 24), CPU, config)
+    assert not op.legal(Problem(2, 16, 32, 52), config, Device.named("H200"))
+    assert not op.legal(Problem(2, 64, 64, 64, E4M3, trans_b=True, scaling=Scaling.ROW), config, Device.named("H200"))
+
+
 @pytest.mark.parametrize("scaling", KINDS)
 @pytest.mark.parametrize(("tile_n", "tile_k"), [(32, 128), (128, 32), (256, 128), (64, 64)])
 def test_tiles_narrower_and_wider_than_a_block_of_scales(scaling, tile_n, tile_k):

@@ -115,6 +115,11 @@ def test_a_step_of_the_moment_is_no_part_of_a_kernel():
     assert len({constants(n) for n in range(100, 400)}) == 1
 
 
+@pytest.mark.parametrize(("batch", "fits"), [(65_535, True), (65_536, False)])
+def test_as_many_sequences_as_a_grid_has_blocks(batch, fits):
+    assert bool(space(Problem(batch, 0, 8, 1, 128, 64, torch.bfloat16), Device.named("H200"))) == fits
+
+
 def test_caches_that_share_elements_are_refused():
     """Keys written over values leave no error behind, only wrong attention."""
     k, cache = fresh(2, 2, 1, 32), torch.zeros(2, 2, 16, 40).bfloat16()

@@ -10,7 +10,20 @@ import pytest
 import torch
 
 import tilewright
-from tilewright.launch import Bound, Decision, Device, Launch, argument_error, check_tensor, counted, decisions, forced_config, next_pow2, traced
+from tilewright.launch import (
+    Bound,
+    Decision,
+    Device,
+    Launch,
+    argument_error,
+    check_tensor,
+    counted,
+    decisions,
+    forced_config,
+    next_pow2,
+    overlap,
+    traced,
+)
 
 
 @ct.kernel
@@ -311,3 +324,13 @@ def test_a_problem_that_a_device_has_no_config_for_names_both():
     x = torch.empty(4, 256, dtype=torch.bfloat16, device="meta")
     with traced(Device.named("A100")), pytest.raises(ValueError, match=r"device must be one that can run Problem\(.*\), got A100 \(sm_80\)"):
         tilewright.quantize_fp8(x, block=(1, 128))
+
+
+@pytest.mark.parametrize(("begins", "meets"), [(0, True), (31, True), (32, False), (64, False)])
+def test_tensors_of_other_dtypes_overlap_by_their_bytes(begins, meets):
+    """int64 elements in the bytes 128 to 255, and bf16 elements behind byte 192 + 2 * begins."""
+    memory = torch.zeros(512, dtype=torch.uint8)
+    wide, narrow = memory[128:256].view(torch.int64), memory[192 + 2 * begins :].view(torch.bfloat16)
+    assert overlap(wide, narrow) == meets
+    assert overlap(narrow, wide) == meets
+    assert not overlap(wide, memory[64:128].view(torch.bfloat16))

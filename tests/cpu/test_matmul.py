@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import interpret
-from tilewright.launch import Device, counted, forced_config
+from tilewright.compile.disassemble import disassemble
+from tilewright.compile.job import Job
+from tilewright.launch import Device, counted, forced_config, traced
+from tilewright.ops import bmm
 from tilewright.ops import matmul as op
 from tilewright.ops.common.scaling import FAST_SUM, Scaling
 from tilewright.ops.matmul import Config, Problem, matmul
-from tilewright.testing import check_op
+from tilewright.testing import check_op, run_op
 from tilewright.testing.cases import cases
 from tilewright.testing.cases.matmul import HEADS, LLAMA_31_8B, QWEN2_7B
 from tilewright.testing.drawn import draw
@@ -29,6 +32,8 @@ FORMULATIONS = {
     "split": Config(16, 16, 16, group=2, split_k=3),
     "uneven": Config(16, 32, 32, group=2, extra_n=16),
     "uneven, split": Config(16, 32, 16, group=2, extra_n=16, split_k=3),
+    "uneven, persistent": Config(16, 32, 32, group=2, extra_n=16, persistent=True),
+    "uneven, weights first, persistent": Config(16, 32, 32, group=2, extra_n=8, swap_ab=True, persistent=True),
     "uneven, weights first, split": Config(32, 32, 16, extra_n=16, swap_ab=True, split_k=4),
     "weights first": Config(8, 32, 32, swap_ab=True),
     "weights first, split": Config(8, 32, 16, swap_ab=True, split_k=16),
@@ -79,7 +84,7 @@ def test_an_uneven_tile_may_be_cut_anywhere(trans_b):
 def test_a_split_uneven_tile_may_be_cut_anywhere():
     for m, n in ((19, 33), (10, 48 + 20), (40, 5 * 48), (17, 6 * 48 + 33)):
         config = Config(16, 32, 16, extra_n=16, split_k=4)
-        assert config.split_tiles(Problem(m, n, 200), Device.named("CPU"))
+        assert config.split_tiles(Problem(m, n, 200).gemm, Device.named("CPU"))
         check_op(op, Problem(m, n, 200, BF16, bias=True), CPU, config)
 
 
@@ -105,6 +110,7 @@ def test_what_new_forms_need():
     assert any(c.tile_k == 256 for c in op.space(fp8, H200))
     assert not any(c.tile_k == 256 for c in op.space(replace(fp8, k=32_768 + 128), H200))
     assert any(c.fast_runs for c in op.space(replace(fp8, scaling=Scaling.ROW), H200))
+    assert any(c.fast_runs and c.split_k > 1 and c.tile_m * c.tile_n == 1 << 15 for c in op.space(replace(fp8, m=200, scaling=Scaling.ROW), H200))
     for short in (replace(fp8, scaling=Scaling.ROW, k=FAST_SUM), replace(fp8, scaling=Scaling.ROW, out_dtype=FP32)):
         assert not any(c.fast_runs for c in op.space(short, H200))
 
@@ -122,10 +128,21 @@ def test_gathered_operands_end_anywhere(config):
 
 def test_a_split_gives_the_same_bits_in_any_block_order_and_has_no_race():
     problem, config = Problem(24, 80, 200, BF16, bias=True), Config(8, 16, 16, split_k=4)
-    assert config.split_tiles(problem, Device.named("CPU"))
+    assert config.split_tiles(problem.gemm, Device.named("CPU"))
     for order in (1, 2, 3):
         with interpret.checking(races=True, order=order):
             check_op(op, problem, CPU, config)
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+@pytest.mark.parametrize("k", [20, 109])
+def test_persistent_uneven_tiles_have_no_race_and_may_have_one_step(k, swap_ab):
+    """A CPU holds 4 blocks at once: each takes several tiles."""
+    sizes = {"group": 2, "extra_n": 8 if swap_ab else 16, "swap_ab": swap_ab, "persistent": True}
+    for m, n in ((37, 150), (24, 97), (90, 48)):
+        with interpret.checking(races=True, order=3):
+            check_op(op, Problem(m, n, k, BF16, bias=True), CPU, Config(16, 32, 32, **sizes))
+            check_op(bmm, bmm.Problem(2, m, n, k, BF16), CPU, bmm.Config(16, 32, 32, **sizes))
 
 
 def test_leading_axes_and_a_vector():
@@ -279,7 +296,7 @@ def test_a_split_fills_the_last_round(m, n, k):
     for config in op.space(problem, H200):
         product, *reduce = op.plan(problem, config, H200)
         if reduce:
-            resident, tiles = config.resident(H200), config.tiles(problem)
+            resident, tiles = config.resident(H200), problem.gemm.tiles(config)
             (parts, split_tiles, *_), _ = product.scratch["partial"]
             assert product.grid[0] == tiles - split_tiles + split_tiles * parts
             assert (tiles - split_tiles) % resident == 0
@@ -295,11 +312,52 @@ def test_every_problem_has_a_config_on_every_gpu_that_can_run_it(kind):
                 assert any(op.CHOICES.legal(problem, c, device) for c in op.CHOICES.candidates(problem, device)), (problem, device.name)
 
 
+def test_what_the_compiler_makes_another_loop_of_is_priced_apart():
+    """Runs of fast sums are not what one fast sum is: 128 x 128 takes 1.2 to 1.4 times as long."""
+    problem = Problem(200, 4608, 36_864, torch.float8_e4m3fn, scaling=Scaling.ROW)
+    config = Config(128, 128, 128, num_ctas=1, num_worker_warps=8)
+    runs = replace(config, fast_runs=True)
+    assert op.CHOICES.family_of(problem, config) != op.CHOICES.family_of(problem, runs)
+    assert op.CHOICES.work(problem, config, H200)[0].kinds != op.CHOICES.work(problem, runs, H200)[0].kinds
+
+
 @pytest.mark.parametrize(("m", "first", "rest"), [(33, 32, 16), (48, 32, 16), (72, 64, 16), (96, 64, 32), (160, 128, 32), (192, 128, 64)])
 def test_rows_may_be_a_sum_of_two_powers_of_two(m, first, rest):
     for dtype in (BF16, torch.float8_e4m3fn):
         p = Problem(m, 7680, 5120, dtype, scaling=Scaling.TENSOR if dtype.itemsize == 1 else Scaling.NONE)
         assert (first, rest, True) in {(c.tile_m, c.extra_n, c.swap_ab) for c in op.CHOICES.candidates(p, H200)}
+
+
+@pytest.mark.parametrize(("m", "tiles"), [(272, {(256, 16), (128, 16)}), (300, {(256, 64), (128, 32)}), (450, {(128, 32)}), (512, set())])
+def test_several_tiles_of_a_sum_may_cover_the_rows(m, tiles):
+    """They are candidates, persistent ones too, where they pad less than tiles of 128 rows."""
+
+    def padded(height):
+        return -(-m // height) * height
+
+    for kind, problem in ((op, Problem(m, 76_800, 5120)), (bmm, bmm.Problem(52, m, 7680, 5120))):
+        sums = [c for c in kind.CHOICES.candidates(problem, H200) if c.extra_n and c.swap_ab and padded(c.tile_m + c.extra_n) < padded(128)]
+        assert {(c.tile_m, c.extra_n) for c in sums if c.persistent} == tiles
+        assert all(kind.CHOICES.legal(problem, c, H200) for c in sums)
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(280, {(128, 16)}), (720, {(128, 16)}), (448, {(128, 32)}), (768, set())])
+def test_several_tiles_of_a_sum_may_cover_the_columns(n, tiles):
+    for kind, problem in ((op, Problem(76_800, n, 5120)), (bmm, bmm.Problem(52, 4096, n, 5120))):
+        found = {(c.tile_n, c.extra_n, c.persistent) for c in kind.CHOICES.candidates(problem, H200) if c.extra_n and not c.swap_ab}
+        assert {(tile_n, extra) for tile_n, extra, persistent in found if persistent} == tiles
+
+
+@pytest.mark.parametrize("kind", [op, bmm])
+def test_two_sums_of_a_persistent_block_do_not_wait_for_each_mma(kind):
+    """Without a first step before the loop the compiler puts two waits around each."""
+    problem = Problem(272, 3184, 704) if kind is op else bmm.Problem(52, 272, 3184, 704)
+    config = kind.Config(256, 128, 64, swap_ab=True, persistent=True, latency=4, num_ctas=1, num_worker_warps=8, extra_n=16)
+    with traced(H200) as launches:
+        run_op(kind, problem.inputs(torch.device("meta")), config)
+    found = disassemble(Job.of(launches[0], "sm_90").build())
+    assert not found.spills
+    assert found.count("WARPGROUP") < found.count("HGMMA")  # an arrival and a wait each
 
 
 @pytest.mark.parametrize("m", [4, 8, 16, 32])

@@ -86,17 +86,17 @@ def test_no_rows_launch_nothing():
 
 OUT, LSE = torch.zeros(2, 3, 16), torch.zeros(2, 3)
 BAD = [
-    ({"out": OUT.double()}, ValueError, r"out.dtype must be one of bfloat16, float16, float32, got float64"),
-    ({"out": torch.zeros(65, 3, 16)}, ValueError, r"out.shape must be 1..64 states of 1..512 columns, got \(65, 3, 16\)"),
-    ({"out": OUT[0, 0]}, ValueError, r"out.dim\(\) must be at least 2, got 1"),
-    ({"lse": LSE[:1]}, ValueError, r"lse.shape must be \(2, 3\), got \(1, 3\)"),
-    ({"lse": LSE.half()}, ValueError, r"lse.dtype must be one of float32, got float16"),
-    ({"lse": None}, TypeError, r"lse must be a torch.Tensor, got NoneType"),
+    ({"states": OUT.double()}, ValueError, r"states.dtype must be one of bfloat16, float16, float32, got float64"),
+    ({"states": torch.zeros(65, 3, 16)}, ValueError, r"states.shape must be 1..64 states of 1..512 columns, got \(65, 3, 16\)"),
+    ({"states": OUT[0, 0]}, ValueError, r"states.dim\(\) must be at least 2, got 1"),
+    ({"states_lse": LSE[:1]}, ValueError, r"states_lse.shape must be \(2, 3\), got \(1, 3\)"),
+    ({"states_lse": LSE.half()}, ValueError, r"states_lse.dtype must be one of float32, got float16"),
+    ({"states_lse": None}, TypeError, r"states_lse must be a torch.Tensor, got NoneType"),
 ]
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
 def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     with counted() as counts, pytest.raises(error, match=message):
-        merge_states(**{"out": OUT, "lse": LSE, **change})
+        merge_states(**{"states": OUT, "states_lse": LSE, **change})
     assert not counts

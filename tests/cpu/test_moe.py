@@ -249,7 +249,7 @@ BAD = [
     ({**BIASES, "bias_gate_up": torch.zeros(3, 23, dtype=BF16)}, ValueError, r"bias_gate_up.shape must be \(3, 24\), got \(3, 23\)"),
     ({**BIASES, "bias_down": torch.zeros(3, 16)}, ValueError, r"bias_down.dtype must be bfloat16, got float32"),
     ({"alpha": 0.0}, ValueError, r"alpha must be positive, got 0.0"),
-    ({"limit": 0.0}, ValueError, r"limit must be positive, or None, got 0.0"),
+    ({"limit": 0.0}, ValueError, r"limit must be positive, got 0.0"),
     ({"up_offset": float("inf")}, ValueError, r"up_offset must be finite, got inf"),
 ]
 
@@ -299,6 +299,11 @@ def test_biases_are_read_one_by_one(which):
     with traced(H200) as launches:
         run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[which])
     assert re.search(r"\bLDG\.E\.U16", disassembled(Job.of(launches[0], "sm_90").build()))  # ids and weights of the choices are 32 bits wide
+
+
+def test_one_token_takes_the_tiles_of_the_table():
+    found = {(c.up.tile_n, c.up.tile_k) for c in op.CHOICES.candidates(Problem(1, 8, 128, 2048, 768), H200) if c.few}
+    assert found == {(32, 128), (16, 128), (16, 256), (8, 512)}
 
 
 @pytest.mark.parametrize(

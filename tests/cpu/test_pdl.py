@@ -39,6 +39,10 @@ def waits_first(plan: Launch) -> bool:
             weights = {"ct.load": ("B", "WEIGHT"), "operand": ("b",)}
             read = all(ast.unparse(s.value.args[0]) in weights[called(s)] for s in between)  # type: ignore[attr-defined]
             return called(begin) == "pdl_launch_dependents" and read
+    if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == "not EXTRA":
+        if constants(plan)["EXTRA"]:
+            return False
+        body = body[0].body
     first = body[0]
     if called(first) != "pdl_overlap":
         return False

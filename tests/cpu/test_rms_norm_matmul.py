@@ -71,7 +71,7 @@ X, W, B = torch.zeros(1, 64), torch.zeros(64), torch.zeros(6, 64)
 BAD = [
     ({"x": torch.tensor(1.0)}, r"x.dim\(\) must be at least 1, got 0"),
     ({"x": X.int()}, r"x.dtype must be one of bfloat16, float16, float32, got int32"),
-    ({"x": torch.zeros(1, 0)}, r"x.shape\[-1\] must be at least 1, got 0"),
+    ({"x": torch.zeros(1, 0), "weight": torch.zeros(0)}, r"x.shape\[-1\] must be at least 1, got 0"),
     ({"weight": torch.zeros(32)}, r"weight.shape must be \(64,\), got \(32,\)"),
     ({"b": torch.zeros(6, 32)}, r"b.shape\[1\] must be 64, the k of x, got 32"),
     ({"b": B.half()}, r"b.dtype must be float32, got float16"),

@@ -102,6 +102,19 @@ def test_offset_seed_and_row_make_other_draws():
     assert torch.equal(sample(logits[:3], SEED), first[:3])  # a row's draw does not depend on the others
 
 
+def test_with_a_seed_for_each_row_a_draw_does_not_depend_on_its_place():
+    torch.manual_seed(0)
+    logits, seeds, offsets = torch.randn(6, 300), torch.arange(6) + 2**33, torch.arange(6) * 3
+    options = {"temperature": f32(1.0), "top_p": torch.full((6,), 0.9)}
+    drawn = sample(logits, seeds, offsets, **options)
+    assert torch.equal(drawn, op.reference(logits, seeds, offsets, **options))
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    assert torch.equal(sample(logits[order], seeds[order], offsets[order], **options), drawn[order])
+    alone = [sample(logits[i : i + 1], seeds[i], offsets[i], temperature=f32(1.0), top_p=f32(0.9)).item() for i in range(6)]
+    assert alone == drawn.tolist()
+    assert len(set(sample(torch.zeros(6, 300), seeds).tolist())) > 3
+
+
 def test_values_that_change_while_serving_compile_nothing_new():
     kernels = set()
     for step in range(5):
@@ -126,7 +139,7 @@ BAD = [
     ({"logits": X[:, :0]}, ValueError, r"logits.shape\[1\] must be at least 1, got 0"),
     ({"logits": X.int()}, ValueError, r"logits.dtype must be one of bfloat16, float16, float32, got int32"),
     ({"seed": 3}, TypeError, r"seed must be a torch.Tensor, got int"),
-    ({"seed": torch.zeros(4, dtype=torch.int64)}, ValueError, r"seed.shape must be \(\), got \(4,\)"),
+    ({"seed": torch.zeros(3, dtype=torch.int64)}, ValueError, r"seed.shape must be \(\) or \(4,\), got \(3,\)"),
     ({"offset": torch.tensor(1.0)}, ValueError, r"offset.dtype must be one of int64, got float32"),
     ({"temperature": 0.5}, TypeError, r"temperature must be a torch.Tensor, got float"),
     ({"temperature": torch.zeros(3)}, ValueError, r"temperature.shape must be \(\) or \(4,\), got \(3,\)"),

@@ -76,6 +76,8 @@ def test_pages_beyond_two_to_the_31_elements(gpu, page):
 def test_rows_of_a_sequence_beyond_two_to_the_31_elements(gpu):
     """So do offsets of a sequence's first key, in a cache with tokens as the first axis, and of
     rows by index.
+
+    The axis of the one key head has a stride beyond 2**31 elements, which means nothing.
     """
     tokens, batch, columns, first = 9000, 512, 512, 8900
     if torch.cuda.mem_get_info(gpu)[0] < 5 * tokens * batch * columns:
@@ -98,6 +100,34 @@ def test_rows_of_a_sequence_beyond_two_to_the_31_elements(gpu):
     found = tilewright.sparse_decode(q[:1, :, -1:], rows, named, scale=columns**-0.5)
     expected = tilewright.attention_decode(q[:1, :, -1:], near[:1], None)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_strides_beyond_two_to_the_31_elements(gpu, axis):
+    """Where cuTile refuses a stride, the kernel is compiled with 64-bit indices."""
+    far = 2**31 + 16
+    if torch.cuda.mem_get_info(gpu)[0] < 2.2 * far:
+        pytest.skip("needs 5 GB of free GPU memory")
+    torch.manual_seed(0)
+    memory = torch.zeros(far + 2**20, device=gpu, dtype=torch.bfloat16)
+
+    def spread(x):
+        strides = [far if i == axis else stride for i, stride in enumerate(x.stride())]
+        return memory.as_strided(x.shape, strides).copy_(x)
+
+    q, one, cos = (torch.randn(2, 2, n, 64, device=gpu, dtype=torch.bfloat16) for n in (200, 1, 200))
+    k = torch.randn(2, 2, 200, 64, device=gpu, dtype=torch.bfloat16)
+    weight, angles = torch.randn(64, device=gpu, dtype=torch.bfloat16), cos[:, 0, :, :32].contiguous()
+    calls = (
+        lambda x: tilewright.attention(q, x, k),
+        lambda x: tilewright.attention_decode(one, x, k),
+        lambda x: tilewright.rms_norm(x[:, :, 0], weight),
+        lambda x: tilewright.softmax(x[0, :, 0] if axis else x[:, 0, 0]),
+        lambda x: tilewright.rope(x, q.clone(), angles, angles)[0],
+        lambda x: tilewright.bmm(x[:, :, 0], k[0], trans_b=True),
+    )
+    for call in calls:
+        torch.testing.assert_close(call(spread(k)), call(k.clone()), atol=2e-2, rtol=2e-2)
 
 
 def test_one_graph_serves_every_length_of_a_latent_cache(gpu):

@@ -3,9 +3,22 @@
 Written once, not per op.
 """
 
-from .check import argument_error, as_rows, check_out, check_tensor, check_writable, dtype_name, overlap
+from .check import (
+    argument_error,
+    as_rows,
+    check_finite,
+    check_out,
+    check_positive,
+    check_tensor,
+    check_writable,
+    dtype_name,
+    each_out,
+    out_or_new,
+    overlap,
+)
 from .decision import Choice, Decision, decision_of, decisions, forced_config, forget_plans
 from .device import Cost, Device
+from .far import check_near
 from .launches import Launch, hints
 from .run import Bound, Traced, counted, traced
 from .torch_op import torch_op
@@ -20,17 +33,22 @@ __all__ = [
     "Traced",
     "argument_error",
     "as_rows",
+    "check_finite",
+    "check_near",
     "check_out",
+    "check_positive",
     "check_tensor",
     "check_writable",
     "counted",
     "decision_of",
     "decisions",
     "dtype_name",
+    "each_out",
     "forced_config",
     "forget_plans",
     "hints",
     "next_pow2",
+    "out_or_new",
     "overlap",
     "torch_op",
     "traced",

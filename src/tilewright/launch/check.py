@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Sizes = tuple[int, ...]
+SMALLEST, LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of fp32
 
 
 def argument_error(what: str, be: object, was: object) -> ValueError:
@@ -48,41 +50,79 @@ def check_tensor(
         raise argument_error(f"{name}.dim()", ndim, tensor.dim())
     if shape is not None and tensor.shape != shape:
         raise argument_error(f"{name}.shape", tuple(shape), tuple(tensor.shape))
-    _check_strides(tensor, name, contiguous)
+    # The condition stands here since each call of an op comes by, once for each tensor.
+    if not tensor.is_contiguous() if contiguous else tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise _stride_error(tensor, name, contiguous)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
 
 
-def _check_strides(tensor: Tensor, name: str, contiguous: bool) -> None:
+def _stride_error(tensor: Tensor, name: str, contiguous: bool) -> ValueError:
     if contiguous:
-        if not tensor.is_contiguous():
-            raise argument_error(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")
-    elif tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise argument_error(f"{name}.stride(-1)", 1, tensor.stride(-1))
+        return argument_error(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")
+    return argument_error(f"{name}.stride(-1)", 1, tensor.stride(-1))
+
+
+def out_or_new(
+    out: Tensor | None, shape: Sizes, dtype: torch.dtype, x: Tensor, *others: Tensor | None, name: str = "out", contiguous: bool = True
+) -> Tensor:
+    """Where a public function that reads x and others writes its result: `out` if it fits
+    (`check_out`), by default a new tensor, contiguous.
+    """
+    if out is None:
+        return x.new_empty(shape, dtype=dtype)
+    return check_out(out, shape, dtype, (x, *others), name=name, contiguous=contiguous)
+
+
+def each_out(out: tuple[Tensor, ...] | None, *names: str) -> tuple[Any, ...]:
+    """The `out` of a function that returns several tensors: one for each name, or None for each.
+
+    Raises: TypeError unless it is a tuple of so many tensors.
+    """
+    if out is None:
+        return (None,) * len(names)
+    if not isinstance(out, tuple) or len(out) != len(names) or not all(isinstance(x, Tensor) for x in out):
+        kinds = ", ".join(type(x).__name__ for x in out) if isinstance(out, tuple) else ""
+        raise TypeError(f"out must be a tuple of tensors ({', '.join(names)}), got {f'({kinds})' if kinds else type(out).__name__}")
+    return out
 
 
 def check_out(
-    out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, inputs: Iterable[Tensor | None], *, name: str = "out", contiguous: bool = False
+    out: Tensor,
+    shape: Sizes,
+    dtype: torch.dtype,
+    inputs: Iterable[Tensor | None],
+    *,
+    name: str = "out",
+    contiguous: bool = False,
+    padded: bool = False,
 ) -> Tensor:
     """`out` itself: where a public function may write its result, in place of a tensor of its own.
 
-    inputs: what the op reads, the first always given; `out` lies on its device and has no element
-        in common with any of them.
+    inputs: what the op reads, the first always given, and its other outputs; `out` lies on the
+        device of the first and has no element in common with any of them.
     contiguous: `out` must be; otherwise its elements fill their memory in any order of axes, as
         those of `x.transpose(1, 2)` do, and its last axis has stride 1.
+    padded: each out[i] must be contiguous, and there may be gaps between them.
     Raises: TypeError or ValueError naming `out`, what it must be, and what it was.
     """
     given = [x for x in inputs if x is not None]
     check_tensor(out, name, shape=shape, dtypes=(dtype,), contiguous=contiguous)
     if out.device != given[0].device:
         raise argument_error(f"{name}.device", given[0].device, out.device)
+    axes = [axis for axis in zip(out.stride(), out.shape, strict=True) if axis[1] > 1] if out.numel() else []
+    if padded and axes and len(out) > 1:
+        if axes[0][0] < out[0].numel():
+            raise argument_error(f"{name}.stride(0)", f"at least {out[0].numel()}, the elements of {name}[0]", axes[0][0])
+        axes = axes[1:]
     dense = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(out.stride(), out.shape, strict=True) if size > 1):
-        if stride != dense and out.numel():
-            raise argument_error(f"{name}.stride()", f"that of a contiguous tensor of shape {tuple(shape)}, its axes in any order", out.stride())
+    for stride, size in axes[::-1] if padded else sorted(axes):
+        if stride != dense:
+            order = "with gaps along its first axis alone" if padded else "its axes in any order"
+            raise argument_error(f"{name}.stride()", f"that of a contiguous tensor of shape {tuple(shape)}, {order}", out.stride())
         dense *= size
     if any(overlap(out, x) for x in given):
-        raise argument_error(name, "memory of its own", "a tensor that overlaps one of the inputs")
+        raise argument_error(name, "memory of its own", "a tensor that overlaps another argument")
     return out
 
 
@@ -104,7 +144,16 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
-    return _meet(y.storage_offset() - x.storage_offset(), x.shape, x.stride(), y.shape, y.stride())
+    if x.dtype.itemsize == y.dtype.itemsize:
+        return _meet(y.storage_offset() - x.storage_offset(), x.shape, x.stride(), y.shape, y.stride())
+    (start, *own), (other_start, *others) = _in_bytes(x), _in_bytes(y)
+    return _meet(other_start - start, *own, *others)
+
+
+def _in_bytes(x: Tensor) -> tuple[int, Sizes, Sizes]:
+    """Where a tensor begins, its shape and its strides as a tensor of bytes."""
+    size = x.dtype.itemsize
+    return int(x.storage_offset()) * size, (*x.shape, size), (*(stride * size for stride in x.stride()), 1)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -135,12 +184,29 @@ def _meet(apart: int, shape: Sizes, strides: Sizes, other_shape: Sizes, other_st
     return reached(apart, 0)
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor as [rows, columns], its leading axes folded.
+def check_positive(value: float, name: str) -> None:
+    """Raises ValueError unless it is a positive number in fp32, as kernels take it: 1e-50 is 0
+    there.
+    """
+    if not SMALLEST <= value <= LARGEST:
+        raise argument_error(name, "a normal number of float32" if value > 0 else "positive", value)
+
+
+def check_finite(value: float, name: str) -> None:
+    """Raises ValueError for a NaN, and for what is infinite in fp32."""
+    if not -LARGEST <= value <= LARGEST:
+        raise argument_error(name, "finite", value)
+
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+
+def as_rows(tensor: MaybeTensor) -> MaybeTensor:
+    """The tensor as [rows, columns], its leading axes folded; None for None.
 
     It is copied only if one stride cannot span those axes.
     """
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor is None or tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

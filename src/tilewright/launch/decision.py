@@ -10,12 +10,13 @@ from typing import Any
 from .check import argument_error
 from .context import CONTEXT, Context, changed
 from .device import Device
-from .launches import Launch
+from .launches import GridError, Launch, check_grid, most_blocks
 from .run import Bound
 
 type_space = Callable[[Any, Device], list[Any]]
 type_plan = Callable[[Any, Any, Device], Sequence[Launch]]
 
+FEW = 1024  # the size that a problem is tried with, to find which of its sizes is too large
 caches: list[Callable[[], None]] = []  # clears of all that remembers a decision
 
 
@@ -87,7 +88,10 @@ class Decision:
         return self._bound(problem, config, device)
 
     def _bind(self, problem: Any, config: Any, device: Device) -> Bound:
-        return Bound(self.plan(problem, config, device), self.arguments, device)
+        try:
+            return Bound(self.plan(problem, config, device), self.arguments, device)
+        except GridError as error:
+            raise self._too_large(problem, device) or error from None
 
     def decide(self, problem: Any, device: Device) -> tuple[Any, str]:
         """The config of an unforced call and where it comes from.
@@ -98,9 +102,34 @@ class Decision:
 
         configs = self.space(problem, device)
         if not configs:
-            raise argument_error("device", f"one that can run {problem}", f"{device.name} ({device.arch})")
+            raise self._too_large(problem, device) or argument_error("device", f"one that can run {problem}", f"{device.name} ({device.arch})")
         legal = getattr(configs, "legal", configs)  # an ordered space is cut; a row may name any legal config
         return find(self, problem, legal, device) or (configs[0], getattr(configs, "source", "default"))
+
+    def _too_large(self, problem: Any, device: Device) -> ValueError | None:
+        """The error that names the sizes without which the device could run the problem: any of
+        them or, where none alone is to blame, all that are large. None if it could not anyway.
+        """
+        sizes = [f.name for f in dataclasses.fields(problem) if type(size := getattr(problem, f.name)) is int and size > FEW]
+        large: list[tuple[str, ...]] = [(name,) for name in sizes if self._runs(problem, (name,), device)]
+        if not large and self._runs(problem, sizes, device):
+            large = [tuple(sizes)]
+        if not large:
+            return None
+        be = f"smaller on {device.name}, whose grids have {most_blocks()} blocks at most (call the op on parts of its input)"
+        was = " and ".join(str(getattr(problem, name)) for names in large for name in names)
+        return argument_error(f"{' or '.join(map(' and '.join, large))} of {self.op}", be, was)
+
+    def _runs(self, problem: Any, names: Sequence[str], device: Device) -> bool:
+        """Whether the device has a config, and grids, for the problem with few of each of these."""
+        try:
+            problem = dataclasses.replace(problem, **dict.fromkeys(names, FEW))
+            configs = self.space(problem, device)
+            for launch in self.plan(problem, configs[0], device) if configs else ():
+                check_grid(launch)
+        except (ValueError, ArithmeticError):  # sizes that no call would have together
+            return False
+        return bool(configs)
 
 
 def decision_of(op: Any) -> Decision:

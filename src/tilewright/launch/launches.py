@@ -124,7 +124,7 @@ def bind(launches: Sequence[Launch], arguments: Sequence[str]) -> tuple[list[Ste
         or of the wrong kind; naming the kernel for a grid that no GPU would launch.
     """
     for launch in launches:
-        _check_grid(launch)
+        check_grid(launch)
     arrays = [(name, array) for launch in launches for name, array in launch.scratch.items()]
     views = [(name, view) for launch in launches for name, view in launch.views.items()]
     made = [name for name, _ in (*arrays, *views)]
@@ -149,12 +149,24 @@ def bind(launches: Sequence[Launch], arguments: Sequence[str]) -> tuple[list[Ste
     return steps, Scratch(tuple(array for _, array in arrays), tuple((index[source], shape, strides) for _, (source, shape, strides) in views))
 
 
-def _check_grid(launch: Launch) -> None:
+def most_blocks() -> str:
+    """Of a grid along x, y and z."""
+    from ..interpret.cutile import MOST_BLOCKS
+
+    return " x ".join(map(str, MOST_BLOCKS))
+
+
+class GridError(ValueError):
+    """A grid that no GPU would launch."""
+
+
+def check_grid(launch: Launch) -> None:
+    """Raises GridError naming the kernel unless its grid is one."""
     from ..interpret.cutile import MOST_BLOCKS
 
     if not 1 <= len(launch.grid) <= 3 or any(n > most for n, most in zip(launch.grid, MOST_BLOCKS, strict=False)):
-        most = " x ".join(map(str, MOST_BLOCKS))
-        raise argument_error(f"grid of {launch.name}", f"at most {most} blocks (call the op on parts of its input)", launch.grid)
+        be = f"at most {most_blocks()} blocks (call the op on parts of its input)"
+        raise GridError(*argument_error(f"grid of {launch.name}", be, launch.grid).args)
 
 
 def _sources(launch: Launch) -> list[str]:

@@ -1,4 +1,4 @@
-"""How planned launches reach a processor. The only file that calls ct.launch."""
+"""How planned launches reach a processor. The only file that launches kernels."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.tile as ct
 import torch
+
+# Not `ct.launch`: that name is public, and a library beside us may have put a function of its own
+# there, before we are imported or after.
+from cuda.tile._cext import launch as launch_kernel
 
 from .context import CONTEXT, changed
 from .device import Device
+from .far import with_int64_indices
 from .launches import Launch, Step, Values, bind
 
 
@@ -59,12 +63,20 @@ class Bound:
         if kind == "cuda":
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             for kernel, grid, pick, constants, pdl in self._ready:
-                ct.launch(stream, grid, kernel, pick(args) + constants, programmatic_dependent_launch=pdl)
+                values = pick(args) + constants
+                try:
+                    launch_kernel(stream, grid, kernel, values, programmatic_dependent_launch=pdl)
+                except OverflowError:
+                    launch_kernel(stream, grid, *with_int64_indices(kernel, values), programmatic_dependent_launch=pdl)
         elif kind == "cpu":
             from ..interpret import interpret  # numpy code generation: loaded by the first CPU launch, not by the import
 
             for kernel, grid, pick, constants, _ in self._ready:
-                interpret(grid, kernel, pick(args) + constants)
+                values = pick(args) + constants
+                try:
+                    interpret(grid, kernel, values)
+                except OverflowError:
+                    interpret(grid, *with_int64_indices(kernel, values))
         return None
 
 

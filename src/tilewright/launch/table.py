@@ -22,9 +22,11 @@ import msgspec
 import torch
 
 from .device import Device
+from .files import append_line, read_regular
 from .identity import cache_folder, compiler, launches_digest
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tune" / "tables"
+LARGEST = 1 << 28  # bytes of a file of rows; a row has about 500
 Plain = dict[str, Any]
 Key = tuple[str, bytes, str, str, str]
 
@@ -79,13 +81,14 @@ def shipped_file(gpu: str) -> Path:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file, none if there is no such file.
 
-    Raises: ValueError naming the file if it holds anything else.
+    Raises: ValueError naming the file if it holds anything else; OSError for what is no regular
+        file, or can't be read.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[Row])
+        return msgspec.json.decode(read_regular(path, LARGEST), type=list[Row])
     except FileNotFoundError:
         return []
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} must hold a JSON list of tuned problems, got one that does not decode: {error}") from None
 
 
@@ -162,6 +165,7 @@ def state(row: Row, decision: Any, config_class: type, device: Device | None = N
         return "unknown GPU"
     try:
         problem, config = rebuilt(decision.problem, row.problem), rebuilt(config_class, row.config)
+        hash(problem)
         same = digest_of(decision, problem, config, device) == row.digest
     except OSError:
         raise
@@ -220,8 +224,11 @@ def _file(path: Path) -> _File:
         if path not in _loaded:
             try:
                 _loaded[path] = _File(path, read_rows(path))
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 warnings.warn(f"{error}; it is not used, and `tilewright tune` will set it aside", stacklevel=2)
+                _loaded[path] = _File(path, ())
+            except OSError as error:
+                warnings.warn(f"{error}; it is not used", stacklevel=2)
                 _loaded[path] = _File(path, ())
         return _loaded[path]
 
@@ -235,16 +242,17 @@ def log_file() -> Path:
 def show(op: str, problem: Any, device: Device, config: Any, source: str) -> None:
     """One line for a decision, where TILEWRIGHT_SHOW_PLANS asks for it.
 
-    1 prints to stderr, log appends to `log_file`.
+    1 prints to stderr, log appends to `log_file`. What can't be written is lost, with a warning:
+    no call of an op fails for its log.
     """
     wanted = os.environ.get("TILEWRIGHT_SHOW_PLANS", "")
     if wanted in ("", "0"):
         return
-    if wanted == "log":
-        line = msgspec.json.encode({"op": op, "problem": plain(problem), "gpu": device.name, "config": plain(config), "source": source})
-        path = log_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(line + b"\n")
-    else:
-        print(f"tilewright: {op} {problem} on {device.name} -> {config} -> {source}", file=sys.stderr)
+    try:
+        if wanted == "log":
+            line = {"op": op, "problem": plain(problem), "gpu": device.name, "config": plain(config), "source": source}
+            append_line(log_file(), msgspec.json.encode(line))
+        else:
+            print(f"tilewright: {op} {problem} on {device.name} -> {config} -> {source}", file=sys.stderr)
+    except (OSError, ValueError) as error:  # ValueError: a closed stderr
+        warnings.warn(f"TILEWRIGHT_SHOW_PLANS: {error}; this plan is not shown", stacklevel=2)

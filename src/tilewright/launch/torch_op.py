@@ -4,19 +4,25 @@
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .context import is_tracing
+from .values import Claim, check_values, wanted
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def torch_op(*, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def torch_op(
+    *, mutates: tuple[str, ...], claims: Callable[..., Iterator[Claim]] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a function that returns None and writes only into the arguments named by `mutates`.
+
+    claims: of the function's arguments that it names, what must be so (values.py).
 
     Makes `torch.ops.tilewright.<name>` for CPU and CUDA tensors. Its fake implementation does
     nothing: the op allocates nothing that its caller sees. So the op may stand inside
@@ -26,10 +32,11 @@ def torch_op(*, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Cal
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__
+        run = function if claims is None else _with_claims(function, claims)
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, function, key)
+            _LIBRARY.impl(name, run, key)
 
         def fake(*args: Any, **kwargs: Any) -> None:
             if is_tracing():
@@ -46,9 +53,22 @@ def torch_op(*, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Cal
             if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack():
                 op(*args)
             else:
-                function(*args)
+                run(*args)
 
         call.op = op  # type: ignore[attr-defined]
         return call
 
     return register
+
+
+def _with_claims(function: Callable[..., None], claims: Callable[..., Iterator[Claim]]) -> Callable[..., None]:
+    parameters = list(inspect.signature(function).parameters)
+    places = [parameters.index(name) for name in inspect.signature(claims).parameters]
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        if wanted(args[0]):
+            check_values(claims(*[args[place] for place in places]))
+        function(*args)
+
+    return run

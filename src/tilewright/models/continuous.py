@@ -81,7 +81,8 @@ def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
     # them, but later layers route and normalise them.
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
-    attention_out(q, k, v, out, None, None, None, cu_seq_lens_q, kv_begin, scale, True, sliding_window, max_length_q, softcap, sinks)
+    optional = (None, None, cu_seq_lens_q, kv_begin, sinks, None, None, None)
+    attention_out(q, k, v, *optional, scale, True, sliding_window, max_length_q, softcap, out, None)
     return out[None], None
 
 

@@ -17,11 +17,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..select import Choices, Work
 from .common.first_best import NOWHERE, empty_best, first_best, take_better
 from .common.pdl import pdl_overlap
-from .common.rows import CPU_TILE, grid_fits, least_tile, stream
+from .common.rows import CPU_TILE, OWN_REGISTERS, grid_fits, least_tile, stream, threads
 from .common.tiles import load_tile, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,18 +80,20 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Blocks without a loop, with as many loads as leave blocks to fill the device; then with one,
     which unrolls by the latency.
     """
-    whole = next_pow2(p.cols)
+
+    def tile(most: int) -> tuple[int, int]:
+        """Of so many elements."""
+        tile_n = min(next_pow2(p.cols), most)
+        return max(min(most // tile_n, next_pow2(p.rows)), least_tile(p.rows)), tile_n
+
     if device.is_cpu:
-        tile_n = min(whole, CPU_TILE)
-        tile_m = max(1, min(next_pow2(p.rows), CPU_TILE // tile_n))
-        yield Config(tile_m, tile_n)
-        yield Config(max(1, tile_m // 4), max(1, tile_n // 8), 2, num_splits=2)
+        tile_m, tile_n = tile(CPU_TILE)
+        yield from (Config(tile_m, tile_n), Config(max(1, tile_m // 4), max(1, tile_n // 8), 2, num_splits=2))
         return
     vector = 16 // p.dtype.itemsize
     few = p.rows * p.cols < device.sms * 32 * 32 * vector  # tiles of 4 warps for half of the device
     for warps in (8, 4) if few else (4, 8):
-        tile_n = min(whole, warps * 32 * vector)
-        tile_m = max(min(warps * 32 * vector // tile_n, next_pow2(p.rows)), least_tile(p.rows))
+        tile_m, tile_n = tile(warps * 32 * vector)
         steps = ct.cdiv(p.cols, tile_n)
         # splits that fill half of the device
         fills = device.sms * 32 / warps / ct.cdiv(p.rows, tile_m)
@@ -110,16 +112,15 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 def work(p: Problem, c: Config, device: Device) -> Work:
     """Groups of loads of a block, which wait for each other, and the merge."""
-    row_tiles, size = ct.cdiv(p.rows, c.tile_m), p.dtype.itemsize
+    elements, size = c.tile_m * c.tile_n, p.dtype.itemsize
     groups = ct.cdiv(p.cols, c.tile_n * c.loads * c.num_splits)
-    elements, threads = c.tile_m * c.tile_n, 32 * (c.num_worker_warps or 4)
     return stream(
-        device,
-        row_tiles * c.num_splits,
-        elements * c.loads * groups,
-        p.cost().size_bytes,
+        p,
         c,
-        registers=24 + elements / threads * (2 + c.loads * size / 4),
+        device,
+        ct.cdiv(p.rows, c.tile_m) * c.num_splits,
+        elements * c.loads * groups,
+        registers=OWN_REGISTERS + elements / threads(c) * (2 + c.loads * size / 4),
         aligned=p.cols * size,
         operations=OPERATIONS,
         chain=groups + bool(p.cols % c.tile_n) / 2,
@@ -133,11 +134,7 @@ def family(p: Problem, c: Config) -> str:
 
 OPERATIONS = 3  # on an element
 CHOICES = Choices("argmax", candidates, legal, work, family, tie=TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -236,20 +233,22 @@ def argmax_out(x: Tensor, out: Tensor) -> None:
     DECISION.launches(Device.of(x), rows=rows, cols=cols, dtype=x.dtype).run(x, out)
 
 
-def argmax(x: Tensor) -> Tensor:
+def argmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The index of the largest element along the last axis: the first of equals; NaN counts as the
     largest.
 
     Args:
         x: [..., cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. Copied if
             its leading axes do not fold into one.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [...] int64. Empty if a leading axis is, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise argument_error("x.shape", "[..., cols] with cols at least 1", tuple(x.shape))
-    out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
+    out = out_or_new(out, x.shape[:-1], torch.int64, x)
     if out.numel():
         argmax_out(as_rows(x), out.view(-1))
     return out

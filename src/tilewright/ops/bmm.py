@@ -10,16 +10,17 @@ Bound     Compute from a few hundred rows and columns on; below that memory: eve
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Optional
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, dtype_name, hints, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, dtype_name, hints, out_or_new, torch_op
 from ..select import Choices, Ordered, Work, ordered
 from .common import gemm_choices
-from .common.gemm_choices import Gemm, Tile, cpu_tiles, tiles_for
+from .common.gemm_choices import Gemm, Uneven, tiles_for
 from .common.pdl import pdl_overlap, use_pdl
 from .common.scaling import (
     BLOCK,
@@ -92,6 +93,7 @@ class Problem:
     out_dtype: torch.dtype = torch.bfloat16
 
     @property
+    @lru_cache(maxsize=64)  # as in matmul
     def gemm(self) -> Gemm:
         """What it has in common with other products."""
         options: dict[str, Any] = {
@@ -124,24 +126,23 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Config(Tile):
+class Config(Uneven):
     """One way to compute it: a tile; `group` is inside one matrix of the batch."""
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    """The tiles of every product, persistent too where there is more than a wave."""
-    if device.is_cpu:
-        yield from cpu_tiles(p.gemm, Config)
-    else:
-        yield from (c for c, _ in tiles_for(p.gemm, device, Config))
+    """The tiles of every product."""
+    return tiles_for(p.gemm, device, Config)
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Block scales: a step lies in one group of k."""
+    """Block scales: a step lies in one group of k. Uneven: there is something for both parts."""
+    if c.extra_n and (p.scaling or (p.m <= c.tile_m if c.swap_ab else p.n <= c.tile_n)):
+        return False
     return (p.dtype not in FP8 or device.has_fp8) and (p.scaling is not Scaling.BLOCK or c.tile_k <= GROUP)
 
 
-def work(p: Problem, c: Config, device: Device) -> Work:
+def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """What the launch asks for."""
     return gemm_choices.work(p.gemm, c, device)
 
@@ -168,6 +169,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "tile_m": c.tile_m,
         "tile_n": c.tile_n,
         "tile_k": c.tile_k,
+        "extra": c.extra_n,
         "group_m": c.group,
         "trans_a": p.trans_a,
         "trans_b": p.trans_b,
@@ -180,7 +182,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "latency": c.latency,
     }
     unused = () if p.scaling else ("scale_a", "scale_b")
-    return (Launch(bmm_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.m, c.persistent), unused=unused),)
+    return (Launch(bmm_kernel, (blocks,), constants, **hints(c), pdl=not c.extra_n and use_pdl(p.m, c.persistent), unused=unused),)
 
 
 DECISION = Decision("bmm", problem=Problem, arguments=("a", "b", "scale_a", "scale_b", "out"), space=space, plan=plan)
@@ -196,6 +198,7 @@ def bmm_kernel(
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
+    EXTRA: ct.Constant[int],
     GROUP_M: ct.Constant[int],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
@@ -216,29 +219,39 @@ def bmm_kernel(
         SCALING asks for them.
     SWAP_AB: accumulate the transpose, with b's columns on the long side of the MMA: for few rows of
         a.
+    EXTRA: of the operand that is the second of the MMA, a tile has so many rows more than TILE_N,
+        with SWAP_AB than TILE_M, and a second accumulator; without SCALING.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded
         unchecked.
     """
-    pdl_overlap(PERSISTENT)
-    tiles_m, tiles_n = ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N)
+    if not EXTRA:  # uneven tiles are launched without: behind its wait the compiler shares no tile between warp groups
+        pdl_overlap(PERSISTENT)
+    length = (TILE_M if SWAP_AB else TILE_N) + EXTRA
+    tiles_m = ct.cdiv(out.shape[1], length if SWAP_AB else TILE_M)
+    tiles_n = ct.cdiv(out.shape[2], TILE_N if SWAP_AB else length)
+    rows_a = _rows(a, 0, TILE_M, TILE_K, TRANS_A, length if SWAP_AB else TILE_M)
+    rows_b = _rows(b, 0, TILE_N, TILE_K, not TRANS_B, TILE_N if SWAP_AB else length)
+    if EXTRA and SWAP_AB:
+        rows_more = _rows(a, TILE_M, EXTRA, TILE_K, TRANS_A, length)
+    elif EXTRA:
+        rows_more = _rows(b, TILE_N, EXTRA, TILE_K, not TRANS_B, length)
 
     def one_tile(index):
         i = index // (tiles_m * tiles_n)
         tile_m, tile_n = grouped_tile(index - i * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         i_a, i_b = min(i, a.shape[0] - 1), min(i, b.shape[0] - 1)
         acc = ct.zeros((TILE_N, TILE_M) if SWAP_AB else (TILE_M, TILE_N), dtype=ct.float32)
-        for step in range(ct.cdiv(a.shape[1 if TRANS_A else 2], TILE_K)):
-            if TRANS_A:
-                x = ct.load(a, (i_a, step, tile_m), (1, TILE_K, TILE_M), padding_mode=ZERO, latency=LATENCY)
-                x = x.reshape((TILE_K, TILE_M)).transpose()
-            else:
-                x = ct.load(a, (i_a, tile_m, step), (1, TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY).reshape((TILE_M, TILE_K))
-            if TRANS_B:
-                w = ct.load(b, (i_b, tile_n, step), (1, TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
-                w = w.reshape((TILE_N, TILE_K)).transpose()
-            else:
-                w = ct.load(b, (i_b, step, tile_n), (1, TILE_K, TILE_N), padding_mode=ZERO, latency=LATENCY).reshape((TILE_K, TILE_N))
-            first, second = (w.transpose(), x.transpose()) if SWAP_AB else (x, w)
+        if EXTRA:  # the last tile may be cut before this part begins
+            last_m = min(tile_m, ct.cdiv(out.shape[1] - TILE_M, length) - 1)
+            last_n = min(tile_n, ct.cdiv(out.shape[2] - TILE_N, length) - 1)
+            more = ct.zeros((TILE_N if SWAP_AB else TILE_M, EXTRA), dtype=ct.float32)
+        else:
+            more = acc  # carried, never read
+
+        def summed(step, acc, more):
+            x = _operand(rows_a, i_a, tile_m, step, TILE_M, TILE_K, TRANS_A, LATENCY)
+            w = _operand(rows_b, i_b, tile_n, step, TILE_N, TILE_K, not TRANS_B, LATENCY)
+            first, second = (w, x.transpose()) if SWAP_AB else (x, w.transpose())
             if SCALING == BLOCK:
                 group = step * TILE_K // GROUP
                 rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY, EVEN_M)
@@ -246,13 +259,33 @@ def bmm_kernel(
                 acc = add_scaled(acc, first, second, *((columns, rows) if SWAP_AB else (rows, columns)))
             else:
                 acc = add_product(first, second, acc, FAST_ACC)
+            if EXTRA and SWAP_AB:
+                more = add_product(first, _operand(rows_more, i_a, last_m, step, EXTRA, TILE_K, TRANS_A, LATENCY).transpose(), more, FAST_ACC)
+            elif EXTRA:
+                more = add_product(first, _operand(rows_more, i_b, last_n, step, EXTRA, TILE_K, not TRANS_B, LATENCY).transpose(), more, FAST_ACC)
+            return acc, more
+
+        # A first step of its own: in a loop within a loop the compiler waits for each MMA of two
+        # accumulators that begin as zeros.
+        PEELED = PERSISTENT and EXTRA > 0
+        if PEELED:
+            acc, more = summed(0, acc, more)
+        for step in range(1 if PEELED else 0, ct.cdiv(a.shape[1 if TRANS_A else 2], TILE_K)):
+            acc, more = summed(step, acc, more)
         if SCALING == ROW or SCALING == TENSOR:
             rows = row_scales(scale_a, i_a, tile_m, TILE_M, SCALING)
             columns = row_scales(scale_b, i_b, tile_n, TILE_N, SCALING)
             acc = scaled(acc, *((columns, rows) if SWAP_AB else (rows, columns)))
-        if SWAP_AB:
-            acc = acc.transpose()
-        ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
+        if EXTRA and SWAP_AB:
+            _store_strip(out, i, tile_m, tile_n, acc.transpose(), 1, 0, length)
+            _store_strip(out, i, tile_m, tile_n, more.transpose(), 1, TILE_M, length)
+        elif EXTRA:
+            _store_strip(out, i, tile_m, tile_n, acc, 2, 0, length)
+            _store_strip(out, i, tile_m, tile_n, more, 2, TILE_N, length)
+        else:
+            if SWAP_AB:
+                acc = acc.transpose()
+            ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
 
     if PERSISTENT:
         for index in range(ct.bid(0), out.shape[0] * tiles_m * tiles_n, ct.num_blocks(0)):
@@ -261,15 +294,43 @@ def bmm_kernel(
         one_tile(ct.bid(0))
 
 
+def _rows(matrix, START, ROWS, TILE_K, TRANSPOSED, STRIDE):
+    """A view of a matrix [batch, rows, k], or TRANSPOSED [batch, k, rows]: tiles of ROWS rows that
+    begin at row START and are STRIDE rows apart.
+    """
+    if TRANSPOSED:
+        part = matrix.slice(2, START, matrix.shape[2])
+        return part.tiled_view((1, TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(1, TILE_K, STRIDE))
+    part = matrix.slice(1, START, matrix.shape[1])
+    return part.tiled_view((1, ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(1, STRIDE, TILE_K))
+
+
+def _operand(view, i, tile, step, ROWS, TILE_K, TRANSPOSED, LATENCY):
+    """[ROWS, TILE_K]: a tile of a view of `_rows`."""
+    if TRANSPOSED:
+        return view.load((i, step, tile), latency=LATENCY).reshape((TILE_K, ROWS)).transpose()
+    return view.load((i, tile, step), latency=LATENCY).reshape((ROWS, TILE_K))
+
+
+def _store_strip(out, i, tile_m, tile_n, acc, AXIS, START, STRIDE):
+    """Writes the tile of those that begin at START of an axis and are STRIDE apart there, if it has
+    anything inside.
+    """
+    steps = (1, STRIDE, acc.shape[1]) if AXIS == 1 else (1, acc.shape[0], STRIDE)
+    view = out.slice(AXIS, START, out.shape[AXIS]).tiled_view((1, *acc.shape), traversal_steps=steps)
+    if (tile_m if AXIS == 1 else tile_n) * STRIDE + START < out.shape[AXIS]:
+        view.store((i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, *acc.shape)))
+
+
 @torch_op(mutates=("out",))
 def bmm_out(
     a: Tensor,
     b: Tensor,
     scale_a: Optional[Tensor],
     scale_b: Optional[Tensor],
-    out: Tensor,
     trans_a: bool,
     trans_b: bool,
+    out: Tensor,
 ) -> None:
     """`bmm` into `out` [batch, m, n]. No checks, no sync: safe under graph capture."""
     batch, m, n = out.shape
@@ -299,6 +360,7 @@ def bmm(
     trans_a: bool = False,
     trans_b: bool = False,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Matrix products of a batch; an operand with one matrix serves the whole batch.
 
@@ -314,7 +376,10 @@ def bmm(
         trans_a, trans_b: the operand is stored transposed; 8-bit operands are fastest with k last
             (trans_b alone).
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
-    Returns: [batch, m, n], contiguous. Nothing in an axis: empty, nothing launched. k = 0: zeros.
+        out: where the result goes: of its shape, dtype and device, its axes in any order in
+            memory, no element in common with an input; default a new tensor.
+    Returns: [batch, m, n], by default contiguous. Nothing in an axis: empty, nothing launched.
+        k = 0: zeros.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(a, "a", ndim=3, dtypes=(*WIDE, *FP8))
@@ -330,10 +395,11 @@ def bmm(
         raise argument_error("b.shape[0]", f"1 or {a.shape[0]}, the batch of a (or a's 1)", b.shape[0])
     scaling_of(a, scale_a, scale_b, m, n, k, batch_a=a.shape[0], batch_b=b.shape[0])
     batch = a.shape[0] if b.shape[0] == 1 else b.shape[0]
-    out = torch.empty((batch, m, n), dtype=out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype), device=a.device)
+    stored = out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+    out = out_or_new(out, (batch, m, n), stored, a, b, scale_a, scale_b, contiguous=False)
     if out.numel() == 0:
         return out
     if k == 0:
         return out.zero_()
-    bmm_out(a, b, scale_a, scale_b, out, trans_a, trans_b)
+    bmm_out(a, b, scale_a, scale_b, trans_a, trans_b, out)
     return out

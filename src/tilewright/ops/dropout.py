@@ -13,7 +13,6 @@ Bound     Memory: x read once, out written once. Ten rounds of Philox make four 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -21,10 +20,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..select import Choices, Work
 from .common.philox import low_high, one_of_four, philox, philox_reference, split_words
-from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
+from .common.rows import CPU_TILE, TILE_TIE, launchable, stream
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -82,46 +81,38 @@ class Config:
     num_worker_warps: int | None = None
 
 
-# (loads of 16 bytes of a thread, warps, occupancy, latency of persistent blocks), best first on an
-# H200.
-# An occupancy makes the compiler take 56 registers instead of 126; each load then follows the store
+# Loads of 16 bytes of a thread, warps; persistent, latency, occupancy. Best first on an H200. An
+# occupancy makes the compiler take 56 registers instead of 126; each load then follows the store
 # before.
 TILES = (
-    *((2, 4), (1, 4), (4, 4), (2, 8), (1, 8), (4, 8), (4, 4, 5), (2, 4, 8)),
-    *((2, 4, 6, 4), (2, 8, 3, 4), (1, 8, 4, 4), (2, 4, 8, 2)),
+    *((2, 4, False, 4, None), (1, 4, False, 4, None), (4, 4, False, 4, None), (2, 8, False, 4, None), (1, 8, False, 4, None)),
+    *((4, 8, False, 4, None), (4, 4, False, 4, 5), (2, 4, False, 4, 8), (2, 4, True, 4, 6), (2, 8, True, 4, 3), (1, 8, True, 4, 4)),
+    (2, 4, True, 2, 8),
 )
 OPERATIONS = 28  # on an element; most of them are Philox
 
 
-def candidates(p: Problem, device: Device) -> Iterator[Config]:
+def candidates(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         tile = min(max(4, next_pow2(p.size)), CPU_TILE)
-        yield Config(tile)
-        yield Config(max(4, tile // 8), persistent=True, occupancy=1)
-        return
-    for loads, warps, *more in TILES:
-        occupancy = more[0] if more else None
-        yield Config(loads * warps * 512 // p.dtype.itemsize, len(more) == 2, more[1] if len(more) == 2 else 4, occupancy, warps)
+        return [Config(tile), Config(max(4, tile // 8), persistent=True, occupancy=1)]
+    return [
+        Config(loads * warps * 512 // p.dtype.itemsize, persistent, latency, occupancy, warps)
+        for loads, warps, persistent, latency, occupancy in TILES
+    ]
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Persistent blocks have two tiles at least; others fit a grid."""
-    tiles = ct.cdiv(p.size, c.tile)
-    return device.is_cpu or (tiles > device.sms * (c.occupancy or 1) if c.persistent else grid_fits(tiles))
+    return launchable(c, ct.cdiv(p.size, c.tile), device)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
     """Tiles of x, each with four words of noise for four elements."""
-    registers = 24 + 3 * c.tile / (32 * (c.num_worker_warps or 4))
-    return stream(device, ct.cdiv(p.size, c.tile), c.tile, p.cost().size_bytes, c, registers=registers, operations=OPERATIONS)
+    return stream(p, c, device, ct.cdiv(p.size, c.tile), c.tile, held=3, operations=OPERATIONS)
 
 
 CHOICES = Choices("dropout", candidates, legal, work, tie=TILE_TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -188,7 +179,7 @@ DECISION = Decision("dropout", problem=Problem, arguments=("x", "out", "seed", "
 
 
 @torch_op(mutates=("out",))
-def dropout_out(x: Tensor, out: Tensor, seed: Tensor, offset: Optional[Tensor], p: float) -> None:
+def dropout_out(x: Tensor, seed: Tensor, offset: Optional[Tensor], p: float, out: Tensor) -> None:
     """`dropout` into `out`; both [size] and contiguous, seed and offset [1]. No checks, no sync:
     safe under graph capture.
     """
@@ -198,7 +189,7 @@ def dropout_out(x: Tensor, out: Tensor, seed: Tensor, offset: Optional[Tensor], 
     launches.run(x, out, seed, offset, limit - 2**32 if limit >= 2**31 else limit, 1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
-def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> Tensor:
+def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1 / (1 - p); applied to a
     gradient with the same seed and offset, its backward.
 
@@ -208,6 +199,8 @@ def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> 
         seed: [] int64 on the device of x, read when the kernel runs: any value.
         offset: [] int64 likewise; default 0. A call uses the counters from offset to offset +
             ceil(x.numel() / 4) - 1: advance it by their number for fresh noise with the same seed.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
@@ -218,7 +211,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> 
         check_tensor(given, name, shape=(), dtypes=(torch.int64,))
         if given.device != x.device:
             raise argument_error(f"{name}.device", x.device, given.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = out_or_new(out, x.shape, x.dtype, x, seed, offset)
     if out.numel():
-        dropout_out(x.contiguous().view(-1), out.view(-1), seed.view(1), None if offset is None else offset.view(1), p)
+        dropout_out(x.contiguous().view(-1), seed.view(1), None if offset is None else offset.view(1), p, out.view(-1))
     return out

@@ -16,8 +16,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_finite, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch.values import Claims, within
+from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, grid_fits, least_tile, stream
 from .common.tiles import of_width
@@ -81,17 +82,15 @@ LOADS = ((1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 8), (1, 4), (8, 8))
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    if device.is_cpu:
-        tile_n = next_pow2(p.dim)
-        yield Config(max(min(next_pow2(p.tokens), 16), least_tile(p.tokens)), tile_n)
-        yield Config(1, max(1, tile_n // 4))
-        return
-    vector = 16 // p.dtype.itemsize
+    vector, whole = 16 // p.dtype.itemsize, next_pow2(p.dim)
     width = 4 * 32 * vector  # of a row that four warps load at once
+    if device.is_cpu:
+        yield from (Config(max(min(next_pow2(p.tokens), 16), least_tile(p.tokens)), whole), Config(1, max(1, whole // 4)))
+        return
     if p.dim % vector == 0 and p.tokens * p.dim > device.sms * 8 * width:
         yield from (Config(1, vector, units, num_worker_warps=4) for units in UNITS)
     for across, loads in LOADS:
-        tile_n = min(next_pow2(p.dim), across * width)
+        tile_n = min(whole, across * width)
         tokens = min(loads * width // tile_n, next_pow2(p.tokens), 16)
         yield Config(max(tokens, least_tile(p.tokens, ct.cdiv(p.dim, tile_n))), tile_n, num_worker_warps=4)
 
@@ -112,16 +111,11 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     """
     elements = c.units * 16 // p.dtype.itemsize or c.tokens * c.tile_n
     checked = not c.units and p.dim % c.tile_n != 0
-    registers = 24 + elements * p.dtype.itemsize / 4 / 128
-    return stream(device, _blocks(p, c), elements, p.cost().size_bytes, c, registers=registers, chain=1 + checked / 2)
+    return stream(p, c, device, _blocks(p, c), elements, held=p.dtype.itemsize / 4, chain=1 + checked / 2)
 
 
 CHOICES = Choices("embedding", candidates, legal, work, tie=TILE_TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -205,8 +199,12 @@ def embedding_units_kernel(
 DECISION = Decision("embedding", problem=Problem, arguments=("ids", "weight", "out", "scale"), space=space, plan=plan)
 
 
-@torch_op(mutates=("out",))
-def embedding_out(ids: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+def _claims(ids: Tensor, weight: Tensor) -> Claims:
+    yield from within("ids.view(-1)", ids, 0, weight.shape[0] - 1)
+
+
+@torch_op(mutates=("out",), claims=_claims)
+def embedding_out(ids: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
     """`embedding` into `out` [tokens, dim], of ids [tokens]. No checks, no sync: safe under graph
     capture.
     """
@@ -214,7 +212,7 @@ def embedding_out(ids: Tensor, weight: Tensor, out: Tensor, scale: float) -> Non
     DECISION.launches(Device.of(ids), tokens=tokens, dim=dim, dtype=weight.dtype, wide_ids=ids.dtype == torch.int64).run(ids, weight, out, scale)
 
 
-def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """The rows of a table that the ids name, times `scale`.
 
     Args:
@@ -222,6 +220,8 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
             one.
         weight: [vocab, dim]; bf16, fp16 or fp32; on the device of ids; stride 1 in the last axis.
         scale: sqrt(dim) for Gemma.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [..., dim], contiguous, dtype of weight. The row of an id below 0 or from vocab on is
         NaN; nothing outside the table is read for it. Empty for empty ids, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -232,7 +232,8 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
         raise argument_error("weight.device", ids.device, weight.device)
     if weight.shape[0] == 0:
         raise argument_error("weight.shape[0]", "at least 1", 0)
-    out = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=ids.device)
+    check_finite(scale, "scale")
+    out = out_or_new(out, (*ids.shape, weight.shape[1]), weight.dtype, ids, weight)
     if out.numel():
-        embedding_out(ids.reshape(-1), weight, out.view(-1, weight.shape[1]), scale)
+        embedding_out(ids.reshape(-1), weight, scale, out.view(-1, weight.shape[1]))
     return out

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, torch_op
-from ..select import Ordered
-from .common.rows import Config, legal, row_choices, row_space
-from .common.tiles import each_row_tile, load_tile, of_width, vector_chunk
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_positive, check_tensor, hints, out_or_new, torch_op
+from .common.rows import Config, row_choices
+from .common.tiles import each_row_tile, load_masked, of_width, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum
@@ -56,42 +55,16 @@ class Problem:
         }
 
 
-def fits(p: Problem, c: Config, device: Device) -> bool:
-    """Persistent loops keep weight and bias in registers: 320 bytes of a thread fit, and half where
-    16 warps share an SM (sm_90, sm_121).
-    """
-    warps = c.num_worker_warps or 4
-    kept = (c.tile_m + p.weight + p.bias) * c.padded(p.cols) * p.dtype.itemsize
-    spills = c.persistent and kept > (160 if warps * (c.occupancy or 1) >= 16 else 320) * 32 * warps
-    return legal(p, c, device) and (device.is_cpu or not spills)
-
-
-CHOICES = row_choices("layer_norm", fits, chain=1)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return row_space(CHOICES, p, device)
+CHOICES = row_choices("layer_norm", chain=1, vectors=lambda p: p.weight + p.bias)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = ct.cdiv(p.rows, c.tile_m)
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = {
-        "has_weight": p.weight,
-        "has_bias": p.bias,
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
-    }
+    constants = {"has_weight": p.weight, "has_bias": p.bias, **c.constants(p.cols)}
     kernel = layer_norm_kernel if c.keep_row else layer_norm_reread_kernel
     unused = tuple(name for name in ("weight", "bias") if not getattr(p, name))
-    return (Launch(kernel, (blocks,), constants, **hints(c), unused=unused),)
+    return (Launch(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), constants, **hints(c), unused=unused),)
 
 
 def _inside(j, COLS, TILE_N):
@@ -133,7 +106,7 @@ def layer_norm_kernel(
         xs: tuple = ()
         total = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = load_tile(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+            x = load_masked(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
             total = total + x.astype(ct.float32)
             xs = (*xs, x)
         mean = ct.sum(total, axis=1, keepdims=True) / COLS
@@ -184,7 +157,7 @@ def layer_norm_reread_kernel(
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
     def load(i, j, whole):
-        return load_tile(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        return load_masked(X, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def normalise(i, whole):
         # fp32 has no digits to spare: there all is taken from the mean of the first chunk, so that
@@ -225,7 +198,7 @@ DECISION = Decision("layer_norm", problem=Problem, arguments=("x", "weight", "bi
 
 
 @torch_op(mutates=("out",))
-def layer_norm_out(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], out: Tensor, eps: float) -> None:
+def layer_norm_out(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, out: Tensor) -> None:
     """`layer_norm` into `out`; x and out [rows, cols]. No checks, no sync: safe under graph
     capture.
     """
@@ -234,7 +207,7 @@ def layer_norm_out(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], 
     launches.run(x, weight, bias, out, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, out: Tensor | None = None) -> Tensor:
     """Shifts and scales each row of x to zero mean and unit variance, then applies weight and bias.
 
     Args:
@@ -242,17 +215,20 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
             not fold into one.
         weight: [cols], dtype and device of x; default 1.
         bias: [cols], dtype and device of x; default 0.
-        eps: added to the variance, so in units of x squared.
+        eps: added to the variance, so in units of x squared; positive.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
+    check_positive(eps, "eps")
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None:
             check_tensor(given, name, shape=(x.shape[-1],), like=x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = out_or_new(out, x.shape, x.dtype, x, weight, bias)
     if out.numel():
-        layer_norm_out(as_rows(x), weight, bias, as_rows(out), eps)
+        layer_norm_out(as_rows(x), weight, bias, eps, as_rows(out))
     return out

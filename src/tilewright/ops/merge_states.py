@@ -9,7 +9,6 @@ Bound     Memory: every state read once, the result written once.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,29 +16,30 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
-from ..select import Choices, Ordered, Work, ordered
-from .common.rows import grid_fits
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, each_out, hints, next_pow2, out_or_new, torch_op
+from ..select import Choices, Work
+from .common.rows import grid_fits, stream, threads
 from .common.softmax_tiles import DTYPES, FLOOR, LN2, LOG2E, joined
 from .common.tiles import load_tile
 
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
 MOST_STATES = 64
 MOST_COLUMNS = 512
-# Of the candidates: elements of a tile, worker warps, occupancy.
-SIZES = ((2048, 4, 8), (1024, 4, 8), (2048, 4, None), (1024, 4, None), (512, 4, None), (4096, 4, None), (8192, 8, None))
+# Of the candidates: elements of a tile, occupancy, worker warps.
+SIZES = ((2048, 8, 4), (1024, 8, 4), (2048, None, 4), (1024, None, 4), (512, None, 4), (4096, None, 4), (8192, None, 8))
+CPU_SIZES = ((1 << 16, None, None),)
 
 
-def reference(out: Tensor, lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
+def reference(states: Tensor, states_lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
     """The definition, at least in fp32."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    lse = lse.to(wide).masked_fill(lse == torch.inf, -torch.inf)
+    wide = torch.promote_types(states.dtype, torch.float32)
+    lse = states_lse.to(wide).masked_fill(states_lse == torch.inf, -torch.inf)
     shifted = lse - lse.amax(0).clamp(min=FLOOR)
     weights = shifted.exp2() if base2 else shifted.exp()
     total = weights.sum(0)
-    values = out.to(wide).masked_fill((lse == -torch.inf)[..., None], 0.0)
-    merged_out = (weights[..., None] * values).sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
-    return merged_out.to(out.dtype), lse.amax(0) + (total.log2() if base2 else total.log())
+    values = states.to(wide).masked_fill((lse == -torch.inf)[..., None], 0.0)
+    out = (weights[..., None] * values).sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
+    return out.to(states.dtype), lse.amax(0) + (total.log2() if base2 else total.log())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Problem:
         return Cost(rows * (self.cols * self.dtype.itemsize + 4), 2 * self.states * self.rows * self.cols)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        out = torch.randn(self.states, self.rows, self.cols, device=device).to(self.dtype)
+        states = torch.randn(self.states, self.rows, self.cols, device=device).to(self.dtype)
         lse = 3 * torch.randn(self.states, self.rows, device=device)
         lse[0, ::3] = -torch.inf  # no key in the first set
-        return {"out": out, "lse": lse, "base2": self.base2}
+        return {"states": states, "states_lse": lse, "base2": self.base2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,58 +76,45 @@ class Config:
     num_worker_warps: int | None = None
 
 
-def candidates(p: Problem, device: Device) -> Iterator[Config]:
+def candidates(p: Problem, device: Device) -> list[Config]:
     """Tiles of whole rows."""
     cols, rows = next_pow2(p.cols), next_pow2(p.rows)
-    if device.is_cpu:
-        yield Config(min(rows, max(1, (1 << 16) // cols)))
-        return
-    for size, warps, occupancy in SIZES:
-        yield Config(max(1, min(size // cols, rows)), 4, occupancy, warps)
+    return [Config(max(1, min(size // cols, rows)), 4, *how) for size, *how in (CPU_SIZES if device.is_cpu else SIZES)]
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """At an occupancy of 8 a thread has 64 registers: room for 32 bytes of a state."""
-    if not grid_fits(ct.cdiv(p.rows, c.tile_m)):
-        return False
-    return c.occupancy is None or c.tile_m * next_pow2(p.cols) * p.dtype.itemsize <= 4096
+    fits = c.occupancy is None or c.tile_m * next_pow2(p.cols) * p.dtype.itemsize <= 4096
+    return fits and grid_fits(ct.cdiv(p.rows, c.tile_m))
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
-    """A block takes state after state; each is a step."""
-    threads, tile = 32 * (c.num_worker_warps or 4), c.tile_m * next_pow2(p.cols)
-    blocks, each = ct.cdiv(p.rows, c.tile_m), tile / threads
-    # Registers of a thread on sm_90. The compiler unrolls the loop over single 16-byte loads.
-    registers = 120 if each * p.dtype.itemsize <= 16 else 40 + each * (1.5 + p.dtype.itemsize / 2)
-    per_sm = c.occupancy or max(1, int(65_536 / threads / registers))
-    checked = p.cols * c.tile_m != tile or (p.rows % c.tile_m > 0 and blocks <= device.sms)
-    return Work(
-        blocks=blocks,
-        resident=device.sms * per_sm,
-        per_sm=per_sm,
+    """A block takes state after state; each is a step that waits for its loads."""
+    tile, size, blocks = c.tile_m * next_pow2(p.cols), p.dtype.itemsize, ct.cdiv(p.rows, c.tile_m)
+    each = tile / threads(c)
+    checked = p.cols * c.tile_m != tile or (p.rows % c.tile_m > 0 and blocks <= device.sms)  # they wait for each other
+    return stream(
+        p,
+        c,
+        device,
+        blocks,
+        tile,
+        # On sm_90. The compiler unrolls the loop over single 16-byte loads.
+        registers=120 if each * size <= 16 else 40 + each * (1.5 + size / 2),
+        reads=1 / (p.states + 1),
         steps=p.states,
-        flops=4 * tile,
-        kinds=("rows",),
-        serial=max(1.0, each * p.dtype.itemsize / 16) if checked else 1.0,  # checked loads wait for each other
-        fill=c.tile_m * p.cols * p.dtype.itemsize,
-        dram=p.cost().size_bytes,
-        out=tile,
+        serial=max(1.0, each * size / 16) if checked else 1.0,
     )
 
 
 def family(p: Problem, c: Config) -> str:
     """Operand size, what a thread has of a tile, and the hints."""
-    warps = c.num_worker_warps or 4
-    each = c.tile_m * next_pow2(p.cols) // (32 * warps)
-    return f"{p.dtype.itemsize} {each} {warps} {c.occupancy or ''}{'m' * (p.cols != next_pow2(p.cols))}"
+    each = c.tile_m * next_pow2(p.cols) // threads(c)
+    return f"{p.dtype.itemsize} {each} {threads(c) // 32} {c.occupancy or ''}{'m' * (p.cols != next_pow2(p.cols))}"
 
 
 CHOICES = Choices("merge_states", candidates, legal, work, family, tie=0.05)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -191,42 +178,45 @@ DECISION = Decision(
 )
 
 
-@torch_op(mutates=("merged_out", "merged_lse"))
-def merge_states_out(out: Tensor, lse: Tensor, merged_out: Tensor, merged_lse: Tensor, base2: bool) -> None:
-    """`merge_states` of out [states, rows, cols] and lse [states, rows] into two more.
+@torch_op(mutates=("out", "lse"))
+def merge_states_out(states: Tensor, states_lse: Tensor, base2: bool, out: Tensor, lse: Tensor) -> None:
+    """`merge_states` of states [states, rows, cols] and states_lse [states, rows] into `out` and
+    `lse`.
 
     No checks, no sync: safe under graph capture.
     """
-    states, rows, cols = out.shape
-    launches = DECISION.launches(Device.of(out), states=states, rows=rows, cols=cols, dtype=out.dtype, base2=base2)
-    launches.run(out, lse[..., None], merged_out, merged_lse[..., None])
+    count, rows, cols = states.shape
+    launches = DECISION.launches(Device.of(states), states=count, rows=rows, cols=cols, dtype=states.dtype, base2=base2)
+    launches.run(states, states_lse[..., None], out, lse[..., None])
 
 
-def merge_states(out: Tensor, lse: Tensor, *, base2: bool = False) -> tuple[Tensor, Tensor]:
+def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Attention over several disjoint sets of keys, made into attention over all of them.
 
     Args:
-        out: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64
+        states: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64
             states, 1..512 columns; stride 1 in the last axis.
-        lse: [states, ...] fp32, stride 1 in the last axis; the log of each softmax denominator,
-            -inf (or +inf, as some libraries have it) where a set held no key: its row of out may
-            then be anything.
+        states_lse: [states, ...] fp32, stride 1 in the last axis; the log of each softmax
+            denominator, -inf (or +inf, as some libraries have it) where a set held no key: its row
+            of `states` may then be anything.
         base2: the logs are to base 2, in and out; otherwise natural, as `attention_decode` returns
             them.
+        out: where the result goes: (out, lse), contiguous, no element in common with an input or
+            each other; default new tensors.
     Returns: the tuple (out [..., cols], lse [...]); 0 and -inf where no set held a key.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(out, "out", dtypes=DTYPES)
-    if out.dim() < 2:
-        raise argument_error("out.dim()", "at least 2", out.dim())
-    if not 1 <= out.shape[0] <= MOST_STATES or not 1 <= out.shape[-1] <= MOST_COLUMNS:
-        raise argument_error("out.shape", f"1..{MOST_STATES} states of 1..{MOST_COLUMNS} columns", tuple(out.shape))
-    check_tensor(lse, "lse", shape=out.shape[:-1], dtypes=(torch.float32,))
-    if lse.device != out.device:
-        raise argument_error("lse.device", out.device, lse.device)
-    merged_out = torch.empty(out.shape[1:], dtype=out.dtype, device=out.device)
-    merged_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=out.device)
-    if merged_out.numel():
-        cols = out.shape[-1]
-        merge_states_out(out.flatten(1, -2), lse.flatten(1), merged_out.view(-1, cols), merged_lse.view(-1), base2)
-    return merged_out, merged_lse
+    check_tensor(states, "states", dtypes=DTYPES)
+    if states.dim() < 2:
+        raise argument_error("states.dim()", "at least 2", states.dim())
+    if not 1 <= states.shape[0] <= MOST_STATES or not 1 <= states.shape[-1] <= MOST_COLUMNS:
+        raise argument_error("states.shape", f"1..{MOST_STATES} states of 1..{MOST_COLUMNS} columns", tuple(states.shape))
+    check_tensor(states_lse, "states_lse", shape=states.shape[:-1], dtypes=(torch.float32,))
+    if states_lse.device != states.device:
+        raise argument_error("states_lse.device", states.device, states_lse.device)
+    merged, lse = each_out(out, "out", "lse")
+    merged = out_or_new(merged, states.shape[1:], states.dtype, states, states_lse, name="out[0]")
+    lse = out_or_new(lse, states.shape[1:-1], torch.float32, states, states_lse, merged, name="out[1]")
+    if merged.numel():
+        merge_states_out(states.flatten(1, -2), states_lse.flatten(1), base2, merged.view(-1, merged.shape[-1]), lse.view(-1))
+    return merged, lse

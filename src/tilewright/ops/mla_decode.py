@@ -17,12 +17,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_out, check_tensor, next_pow2, torch_op
-from ..select import Choices, Ordered, ordered
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch.values import Claims, pages, spans
+from ..select import Choices
 from . import attention_decode as decode
-from .attention_decode.calls import MOST_TOKENS, check_decode, no_keys
+from .attention_decode.calls import MOST_TOKENS, check_decode
 from .attention_decode.decision import ARGUMENTS, Config
-from .common.softmax_tiles import LOG2E, check_scale_and_window
+from .common.softmax_tiles import LOG2E, check_scale_and_window, no_keys
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -88,11 +89,7 @@ CHOICES: Choices[Problem, Config] = Choices(
     lambda p, c, device: decode.CHOICES.work(p.decode, c, device),
     lambda p, c: decode.CHOICES.family_of(p.decode, c),
 )
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -103,17 +100,22 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 DECISION = Decision("mla_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out", "lse"))
+def _claims(cache: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:
+    yield from spans(kv_start, kv_len, cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
+    yield from pages(block_table, kv_len, cache.shape[0], cache.shape[1])
+
+
+@torch_op(mutates=("out", "lse"), claims=_claims)
 def mla_decode_out(
     q_latent: Tensor,
     q_rope: Tensor,
     cache: Tensor,
-    out: Tensor,
-    lse: Optional[Tensor],
     kv_len: Optional[Tensor],
     block_table: Optional[Tensor],
     kv_start: Optional[Tensor],
     scale: float,
+    out: Tensor,
+    lse: Optional[Tensor],
 ) -> None:
     """`mla_decode` into `out` and, if given, `lse`. No checks, no sync: for graph capture."""
     batch, heads, q_len, latent = q_latent.shape
@@ -191,13 +193,11 @@ def mla_decode(
         raise argument_error("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
     scale = check_scale_and_window(scale, None, latent)
     check_decode(q_latent, cache.shape[1], kv_len, block_table, kv_start, None)
-    if out is None:
-        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    else:
-        check_out(out, q_latent.shape, q_latent.dtype, (q_latent, q_rope, cache))
+    inputs = (q_latent, q_rope, cache, kv_len, block_table, kv_start)
+    out = out_or_new(out, q_latent.shape, q_latent.dtype, *inputs, contiguous=False)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_latent.device) if return_lse else None
     if out.numel() and cache.numel() and (block_table is None or block_table.numel()):
-        mla_decode_out(q_latent, q_rope, cache, out, lse, kv_len, block_table, kv_start, scale)
+        mla_decode_out(*inputs, scale, out, lse)
     else:
-        no_keys(out, lse, None)
+        no_keys(out, lse)
     return out if lse is None else (out, lse)

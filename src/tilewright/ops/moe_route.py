@@ -11,7 +11,6 @@ Numerics  fp32 throughout. Of equal scores the expert with the lower index comes
 Bound     Latency: a few kilobytes for each token, top_k reductions one after the other.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -19,8 +18,8 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_finite, check_tensor, each_out, hints, next_pow2, out_or_new, torch_op
+from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
 from .common.rows import grid_fits, least_tile, stream
@@ -109,14 +108,11 @@ class Config:
 TIE = 0.25
 
 
-def candidates(p: Problem, device: Device) -> Iterator[Config]:
+def candidates(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         most = max(1, min(next_pow2(p.tokens), (1 << 18) // _lanes(p)))
-        yield Config(most)
-        yield Config(max(1, most // 4))
-        return
-    sizes = (4, 8, 1, 16) if _lanes(p) > 32 else (1, 8)
-    yield from (Config(max(tile_m, least_tile(p.tokens)), 4) for tile_m in sizes)
+        return [Config(most), Config(max(1, most // 4))]
+    return [Config(max(tile_m, least_tile(p.tokens)), 4) for tile_m in ((4, 8, 1, 16) if _lanes(p) > 32 else (1, 8))]
 
 
 def _lanes(p: Problem) -> int:
@@ -132,9 +128,8 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     where warps share one.
     """
     elements = c.tile_m * _lanes(p)
-    waits: dict[str, Any] = {"steps": p.top_k + p.top_groups, "serial": 2.0 if c.tile_m < 4 and elements > 32 else 0.5 + c.tile_m / 8}
-    registers = 32 + 8 * max(1, elements / 128)
-    return stream(device, ct.cdiv(p.tokens, c.tile_m), elements, p.cost().size_bytes, c, registers=registers, **waits)
+    serial = 2.0 if c.tile_m < 4 and elements > 32 else 0.5 + c.tile_m / 8
+    return stream(p, c, device, ct.cdiv(p.tokens, c.tile_m), elements, own=32, held=8, steps=p.top_k + p.top_groups, serial=serial)
 
 
 def family(p: Problem, c: Config) -> str:
@@ -142,11 +137,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("moe_route", candidates, legal, work, family, tie=TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -212,14 +203,14 @@ DECISION = Decision("moe_route", problem=Problem, arguments=("logits", "bias", "
 def moe_route_out(
     logits: Tensor,
     bias: Optional[Tensor],
-    weights: Tensor,
-    ids: Tensor,
     sigmoid: bool,
     normalize: bool,
     scale: float,
     groups: int,
     top_groups: int,
     first_expert: int,
+    weights: Tensor,
+    ids: Tensor,
 ) -> None:
     """`moe_route` into `weights` and `ids`, [tokens, top_k]. No checks, no sync: safe under graph
     capture.
@@ -252,6 +243,7 @@ def moe_route(
     groups: int = 0,
     top_groups: int = 0,
     first_expert: int = 0,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token and their weights.
 
@@ -270,6 +262,8 @@ def moe_route(
             experts.
         first_expert: the first of this rank's experts, from which the ids are counted, as `moe`
             takes them.
+        out: where the result goes: (weights, ids), contiguous, no element in common with an input
+            or each other; default new tensors.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by falling score; of equals
         the lower index first. A NaN counts as the largest; the ids are always distinct experts, and
         negative for those before first_expert. Empty without tokens, with nothing launched.
@@ -280,12 +274,14 @@ def moe_route(
     if not 1 <= experts <= MOST_EXPERTS:
         raise argument_error("logits.shape[1]", f"1 to {MOST_EXPERTS}, the number of experts", experts)
     check_routing(experts, top_k, groups, top_groups, first_expert)
+    check_finite(scale, "scale")
     if bias is not None:
         check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
         if bias.device != logits.device:
             raise argument_error("bias.device", logits.device, bias.device)
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    weights, ids = each_out(out, "weights", "ids")
+    weights = out_or_new(weights, (tokens, top_k), torch.float32, logits, bias, name="out[0]")
+    ids = out_or_new(ids, (tokens, top_k), torch.int32, logits, bias, weights, name="out[1]")
     if tokens:
-        moe_route_out(logits, bias, weights, ids, sigmoid, normalize, scale, groups, top_groups, first_expert)
+        moe_route_out(logits, bias, sigmoid, normalize, scale, groups, top_groups, first_expert, weights, ids)
     return weights, ids

@@ -16,11 +16,23 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_out, check_tensor, hints, torch_op
-from ..select import Ordered
+from ..launch import (
+    Cost,
+    Decision,
+    Device,
+    Launch,
+    argument_error,
+    as_rows,
+    check_finite,
+    check_positive,
+    check_tensor,
+    hints,
+    out_or_new,
+    torch_op,
+)
 from .common.pdl import pdl_overlap, use_pdl
-from .common.rows import Config, row_choices, row_space
-from .common.tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
+from .common.rows import Config, row_choices
+from .common.tiles import each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
@@ -74,32 +86,17 @@ class Problem:
         }
 
 
-CHOICES = row_choices("rms_norm")
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return row_space(CHOICES, p, device)
+CHOICES = row_choices("rms_norm", vectors=lambda p: 1)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = ct.cdiv(p.rows, c.tile_m)
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = {
-        "add": p.residual,
-        "round": p.round_before_weight,
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
-    }
+    constants = {"add": p.residual, "round": p.round_before_weight, **c.constants(p.cols)}
     kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
     unused = () if p.residual else ("residual", "new_residual")
-    return (Launch(kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.rows, c.persistent), unused=unused),)
+    blocks = c.blocks(ct.cdiv(p.rows, c.tile_m), device)
+    return (Launch(kernel, blocks, constants, **hints(c), pdl=use_pdl(p.rows, c.persistent), unused=unused),)
 
 
 def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):
@@ -141,7 +138,7 @@ def rms_norm_kernel(
         weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
 
     def load(array, i, j, whole):
-        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_masked(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def normalise(i, whole):
         xs: tuple = ()
@@ -187,7 +184,7 @@ def rms_norm_reread_kernel(
     X, RESIDUAL, OUT, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(OUT, COLS), of_width(NEW_RESIDUAL, COLS)
 
     def load(array, i, j, whole):
-        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_masked(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def normalise(i, whole):
         squares = ct.zeros(shape, ct.float32)
@@ -218,11 +215,11 @@ def rms_norm_out(
     x: Tensor,
     weight: Tensor,
     residual: Optional[Tensor],
-    out: Tensor,
-    new_residual: Optional[Tensor],
     eps: float,
     weight_offset: float,
     round_before_weight: bool,
+    out: Tensor,
+    new_residual: Optional[Tensor],
 ) -> None:
     """`rms_norm` into `out` and, with a residual, `new_residual`; all [rows, cols].
 
@@ -239,6 +236,19 @@ def rms_norm_out(
         weight_offset=weight_offset,
     )
     launches.run(x, residual, weight, out, new_residual, eps, weight_offset)
+
+
+def check_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float, residual: Tensor | None) -> None:
+    """Checks what `rms_norm` and the ops that begin with it share."""
+    check_tensor(x, "x", dtypes=DTYPES)
+    shape = x.shape
+    if not shape:
+        raise argument_error("x.dim()", "at least 1", 0)
+    check_tensor(weight, "weight", shape=(shape[-1],), like=x)
+    check_positive(eps, "eps")
+    check_finite(weight_offset, "weight_offset")
+    if residual is not None:
+        check_tensor(residual, "residual", shape=shape, like=x)
 
 
 @overload
@@ -272,37 +282,19 @@ def rms_norm(
         x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
             not fold into one.
         weight: [cols], dtype and device of x.
-        eps: added to mean(x**2), so in units of x squared.
+        eps: added to mean(x**2), so in units of x squared; positive.
         weight_offset: added to the weight; 1.0 for Gemma.
         round_before_weight: round to the dtype before the weight too, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
-        out: where the normalised rows go: contiguous, shape, dtype and device of x; default a new
-            tensor.
+        out: where the normalised rows go: contiguous, shape, dtype and device of x, no element in
+            common with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x; with a residual the tuple (that, x + residual).
         Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
-    if x.dim() == 0:
-        raise argument_error("x.dim()", "at least 1", 0)
-    cols = x.shape[-1]
-    check_tensor(weight, "weight", shape=(cols,), like=x)
-    if residual is not None:
-        check_tensor(residual, "residual", shape=x.shape, like=x)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        check_out(out, x.shape, x.dtype, (x, weight, residual), contiguous=True)
-    new_residual = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    check_norm(x, weight, eps, weight_offset, residual)
+    out = out_or_new(out, x.shape, x.dtype, x, weight, residual)
+    new_residual = None if residual is None else x.new_empty(x.shape)
     if out.numel():
-        rms_norm_out(
-            as_rows(x),
-            weight,
-            None if residual is None else as_rows(residual),
-            as_rows(out),
-            None if new_residual is None else as_rows(new_residual),
-            eps,
-            weight_offset,
-            round_before_weight,
-        )
+        rms_norm_out(as_rows(x), weight, as_rows(residual), eps, weight_offset, round_before_weight, as_rows(out), as_rows(new_residual))
     return out if new_residual is None else (out, new_residual)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, out_or_new, torch_op
 from ..select import Choices, Ordered, Work, ordered
 from . import rms_norm
 from .common import gemm_choices
@@ -34,7 +34,6 @@ from .common.gemm_choices import Gemm, Tile
 from .common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait, use_pdl, whole_tiles
 from .common.tiles import rounded_sum, silu_mul_of_pairs
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # k beyond the edge adds nothing to the sums
 
 
@@ -119,12 +118,9 @@ class Config:
 
 
 # tile_n, tile_k, latency, occupancy, num_worker_warps: such that about 200 KB of an SM's shared
-# memory are filled ahead (sm_90,
-# tileiras 13.4: asked for one step more than fits, the compiler keeps two).
 LARGE = ((16, 256, 8, 3, 4), (32, 256, 8, 2, 4), (8, 512, 8, 2, 4), (8, 512, 8, 3, 4), (16, 256, 8, 2, 4), (16, 512, 6, 2, 4), (16, 512, 8, 1, 8))
 SMALL = ((8, 512, 8, 2, 4), (16, 256, 4, 2, 4), (8, 512, 8, 3, 4), (8, 256, 8, 2, 4))  # for half the shared memory, or none that loads fill
-# The same for all rows at once: 177 to 232 KB of shared memory, and no wait between the MMAs
-# (sm_90, tileiras 13.4).
+# The same for all rows at once: 177 to 232 KB, no wait between the MMAs (sm_90, tileiras 13.4).
 ROWS = ((64, 512, 8, 1, 4), (64, 256, 8, 1, 4), (64, 256, 4, 1, 4), (128, 256, 8, 1, 8), (128, 128, 8, 1, 8), (256, 128, 8, 1, 8))
 MOST_MMA_ROWS = 16
 
@@ -158,7 +154,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     rows = max(8, next_pow2(p.rows)) if c.mma else 1
     hints_of: dict[str, Any] = {"latency": c.latency, "num_ctas": 1, "occupancy": c.occupancy, "num_worker_warps": c.num_worker_warps}
     tile = Tile(rows, c.tile_n, c.tile_k, swap_ab=c.mma, persistent=c.persistent, **hints_of)
-    found = gemm_choices.work(Gemm(p.rows, p.n, p.k, p.dtype, p.cost().size_bytes, gated=p.silu_mul), tile, device)
+    found = gemm_choices.work(Gemm(p.rows, p.n, p.k, p.dtype, p.cost().size_bytes, gated=p.silu_mul), tile, device)[0]
     return found if c.mma else replace(found, kinds=("dot", "dot1"), flops=2.0 * c.tile_n * c.tile_k)
 
 
@@ -231,9 +227,9 @@ def rms_norm_matmul_kernel(
     """A tile of columns of one row of OUT at a time.
 
     X, RESIDUAL, SUM: [rows, k], the latter two only with ADD; WEIGHT: [k]; B: [n, k]; BIAS: [n],
-        only with ADD_BIAS; OUT: [rows, n], with SILU_MUL
-    n / 2 columns, of pairs of rows of B. WHOLE: one row, all of k in one step, a tile to a block:
-    its weights come while the launch before ends.
+        only with ADD_BIAS; OUT: [rows, n], with SILU_MUL n / 2 columns, of pairs of rows of B.
+    WHOLE: one row, all of k in one step, a tile to a block: its weights come while the launch
+        before ends.
     """
     if WHOLE:
         pdl_launch_dependents()
@@ -360,11 +356,11 @@ def rms_norm_matmul_out(
     b: Tensor,
     bias: Optional[Tensor],
     residual: Optional[Tensor],
-    out: Tensor,
-    new_residual: Optional[Tensor],
     eps: float,
     weight_offset: float,
     silu_mul: bool,
+    out: Tensor,
+    new_residual: Optional[Tensor],
 ) -> None:
     """`rms_norm_matmul` into `out` and, with a residual, `new_residual`; all 2-D.
 
@@ -379,7 +375,15 @@ def rms_norm_matmul_out(
 
 @overload
 def rms_norm_matmul(
-    x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None = ..., *, eps: float = ..., weight_offset: float = ..., silu_mul: bool = ...
+    x: Tensor,
+    weight: Tensor,
+    b: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    weight_offset: float = ...,
+    silu_mul: bool = ...,
+    out: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm_matmul(
@@ -392,6 +396,7 @@ def rms_norm_matmul(
     weight_offset: float = ...,
     residual: Tensor,
     silu_mul: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm_matmul(
     x: Tensor,
@@ -403,6 +408,7 @@ def rms_norm_matmul(
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
     silu_mul: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The product of normed rows and a matrix, in one launch: for a token or, in bf16, a few; for
     many `rms_norm` and `matmul` are faster.
@@ -413,36 +419,31 @@ def rms_norm_matmul(
         weight: [k], the norm's; dtype and device of x.
         b: [n, k], as torch.nn.Linear stores it; likewise, stride 1 in the last axis.
         bias: [n]; likewise.
-        eps: added to mean(x**2), so in units of x squared.
+        eps: added to mean(x**2), so in units of x squared; positive.
         weight_offset: added to the norm's weight; 1.0 for Gemma.
         residual: shape, dtype and device of x; x + residual is normalised.
         silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product; n even.
+        out: where the product goes: contiguous, of its shape and dtype, apart from all inputs.
     Returns: [..., n] (n / 2 with silu_mul), contiguous; with a residual the tuple (that, x +
         residual). Empty for an empty x or no columns, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
-    if x.dim() == 0:
-        raise argument_error("x.dim()", "at least 1", 0)
+    rms_norm.check_norm(x, weight, eps, weight_offset, residual)
     k = x.shape[-1]
     if k == 0:
         raise argument_error("x.shape[-1]", "at least 1", 0)
-    check_tensor(weight, "weight", shape=(k,), like=x)
     check_tensor(b, "b", ndim=2, like=x)
     n = b.shape[0]
     if b.shape[1] != k:
         raise argument_error("b.shape[1]", f"{k}, the k of x", b.shape[1])
     if bias is not None:
         check_tensor(bias, "bias", shape=(n,), like=x)
-    if residual is not None:
-        check_tensor(residual, "residual", shape=x.shape, like=x)
     if silu_mul and n % 2:
         raise argument_error("n of b", "even with silu_mul", n)
-    out = torch.empty((*x.shape[:-1], n // 2 if silu_mul else n), dtype=x.dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = out_or_new(out, (*x.shape[:-1], n // 2 if silu_mul else n), x.dtype, x, weight, b, bias, residual)
+    total = None if residual is None else x.new_empty(x.shape)
     if out.numel():
-        rows = None if residual is None else as_rows(residual)
-        rms_norm_matmul_out(as_rows(x), weight, b, bias, rows, as_rows(out), None if total is None else as_rows(total), eps, weight_offset, silu_mul)
+        rms_norm_matmul_out(as_rows(x), weight, b, bias, as_rows(residual), eps, weight_offset, silu_mul, as_rows(out), as_rows(total))
     elif total is not None and residual is not None:
         torch.add(x, residual, out=total)  # no columns
     return out if total is None else (out, total)

@@ -8,21 +8,20 @@ Numerics  fp32 from load to store, rounded once.
 Bound     Memory: gate and up read once, out written once.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cuda.tile as ct
 import torch
 import torch.nn.functional as F
-from cuda.tile import cdiv
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, out_or_new, torch_op
+from ..select import Choices
 from .common.pdl import pdl_overlap, use_pdl
-from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
-from .common.tiles import each_tile, gated, load_tile, of_width
+from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
+from .common.tiles import each_tile, gated, load_masked, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -55,103 +54,14 @@ class Problem:
         return {**halves, "gelu_tanh": self.gelu_tanh}
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """How the elements are tiled.
-
-    tile_m, tile_n: rows and columns of a tile; powers of two.
-    persistent: a block takes many tiles; otherwise it has one.
-    latency: prefetch hint of the loads, 1 to 10.
-    load_tma, store_tma: allow the TMA unit.
-    occupancy: resident blocks per SM.
-    num_worker_warps: warps that compute, 4 or 8.
-    """
-
-    tile_m: int
-    tile_n: int
-    persistent: bool = False
-    latency: int = 4
-    load_tma: bool = False
-    store_tma: bool = False
-    occupancy: int | None = None
-    num_worker_warps: int | None = None
-
-
-# (loads of 16 bytes of a thread, warps, occupancy and latency of persistent blocks), best first on
-# an H200
-TILES = ((1, 4), (2, 4), (1, 8), (2, 8), (4, 8), (4, 4), (2, 4, 8, 2), (2, 8, 4, 2), (2, 8, 2, 4))
-
-
-def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    if device.is_cpu:
-        tile_n = min(next_pow2(p.cols), CPU_TILE)
-        tile_m = max(1, min(next_pow2(p.rows), CPU_TILE // tile_n))
-        yield Config(tile_m, tile_n)
-        yield Config(max(1, tile_m // 4), max(1, tile_n // 4), persistent=True, occupancy=1)
-        return
-    for loads, warps, *persistent in TILES:
-        size = loads * 32 * warps * 16 // p.dtype.itemsize
-        for tile_n in _column_tiles(p.cols, size):
-            tile_m = min(size // tile_n, next_pow2(p.rows))
-            if persistent:
-                occupancy, latency = persistent
-                yield Config(tile_m, tile_n, True, latency, occupancy=occupancy, num_worker_warps=warps)
-            else:
-                yield Config(tile_m, tile_n, num_worker_warps=warps)
-
-
-def _column_tiles(cols: int, most: int) -> list[int]:
-    """Widths of a tile: the widest that divides cols, if rows of it make whole cache lines; and the
-    widest that pads little.
-    """
-    divisor = min(cols & -cols, most)
-    wide = min(next_pow2(cols), most)
-    while cdiv(cols, wide) * wide > cols * 9 / 8 and wide > 256:
-        wide //= 2
-    return [divisor, wide] if divisor >= 128 and divisor != wide else [wide]
-
-
-def _tiles(p: Problem, c: Config) -> int:
-    return cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
-
-
-def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Persistent blocks have two tiles at least; others fit a grid."""
-    return device.is_cpu or (_tiles(p, c) > device.sms * (c.occupancy or 1) if c.persistent else grid_fits(_tiles(p, c)))
-
-
-def work(p: Problem, c: Config, device: Device) -> Work:
-    """Tiles of gate and up, the padding of the last ones, and the checks of those."""
-    elements, threads = c.tile_m * c.tile_n, 32 * (c.num_worker_warps or 4)
-    registers = 24 + 2 * elements / threads * p.dtype.itemsize / 4 + elements / threads
-    aligned = (1 + p.fused) * p.cols * p.dtype.itemsize
-    load, checked = 2 * p.dtype.itemsize, p.cols % c.tile_n > 0
-    return stream(device, _tiles(p, c), elements, p.cost().size_bytes, c, registers=registers, aligned=aligned, load=load, checked=checked)
-
-
-CHOICES = Choices("silu_mul", candidates, legal, work, tie=TILE_TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+CHOICES = Choices("silu_mul", tile_candidates, tile_legal, partial(tile_work, operands=2), tile_family, tie=TILE_TIE)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = _tiles(p, c)
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = {
-        "gelu": p.gelu_tanh,
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
-    }
-    return (Launch(silu_mul_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.rows, c.persistent)),)
+    constants = {"gelu": p.gelu_tanh, **c.constants(p.cols)}
+    return (Launch(silu_mul_kernel, c.blocks(tiles(p, c), device), constants, **hints(c), pdl=use_pdl(p.rows, c.persistent)),)
 
 
 @ct.kernel
@@ -174,8 +84,8 @@ def silu_mul_kernel(
     GATE, UP, OUT = of_width(GATE, COLS), of_width(UP, COLS), of_width(OUT, COLS)
 
     def compute(i, j, whole):
-        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        gate = load_masked(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        up = load_masked(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
         ct.store(OUT, (i, j), gated(gate, up, GELU).astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
     each_tile(compute, OUT, COLS, PERSISTENT, TILE_M, TILE_N, False)
@@ -185,14 +95,14 @@ DECISION = Decision("silu_mul", problem=Problem, arguments=("gate", "up", "out")
 
 
 @torch_op(mutates=("out",))
-def silu_mul_out(gate: Tensor, up: Tensor, out: Tensor, gelu_tanh: bool) -> None:
+def silu_mul_out(gate: Tensor, up: Tensor, gelu_tanh: bool, out: Tensor) -> None:
     """`silu_mul` into `out`, all [rows, cols]. No checks, no sync: safe under graph capture."""
     rows, cols = out.shape
     fused = gate.stride(0) == 2 * cols
     DECISION.launches(Device.of(gate), rows=rows, cols=cols, dtype=out.dtype, fused=fused, gelu_tanh=gelu_tanh).run(gate, up, out)
 
 
-def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False, out: Tensor | None = None) -> Tensor:
     """The activation of gate, times up: the middle of a SwiGLU or GEGLU layer.
 
     Args:
@@ -201,6 +111,8 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False)
             is `up`.
         up: [..., cols], shape, dtype and device of gate; may be a view of the same tensor.
         gelu_tanh: GELU in its tanh form instead of SiLU.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [..., cols], contiguous. Empty for an empty gate, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
@@ -214,9 +126,9 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False)
         raise argument_error("gate.shape[-1]", "even where up is not given", shape[-1])
     else:
         shape = (*shape[:-1], shape[-1] // 2)
-    out = torch.empty(shape, dtype=gate.dtype, device=gate.device)
+    out = out_or_new(out, shape, gate.dtype, gate, up)
     if out.numel():
         gate = as_rows(gate)
         gate, up = gate.chunk(2, -1) if up is None else (gate, as_rows(up))
-        silu_mul_out(gate, up, as_rows(out), gelu_tanh)
+        silu_mul_out(gate, up, gelu_tanh, as_rows(out))
     return out

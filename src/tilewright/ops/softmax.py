@@ -16,10 +16,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, torch_op
-from ..select import Ordered
-from .common.rows import Config, row_choices, row_space
-from .common.tiles import each_row_tile, load_tile, of_width
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, out_or_new, torch_op
+from .common.rows import Config, row_choices
+from .common.tiles import each_row_tile, load_masked, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = math.log2(math.e)
@@ -47,27 +46,13 @@ class Problem:
 
 
 CHOICES = row_choices("softmax", chain=1, like="layer_norm")
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return row_space(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = ct.cdiv(p.rows, c.tile_m)
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = {
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
-    }
-    return (Launch(softmax_kernel if c.keep_row else softmax_reread_kernel, (blocks,), constants, **hints(c)),)
+    kernel = softmax_kernel if c.keep_row else softmax_reread_kernel
+    return (Launch(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), c.constants(p.cols), **hints(c)),)
 
 
 @ct.kernel
@@ -89,7 +74,7 @@ def softmax_kernel(
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
     def load(i, j, whole):
-        return load_tile(X, (i, j), shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        return load_masked(X, (i, j), shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def store(i, j, whole, y):
         ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
@@ -134,7 +119,7 @@ def softmax_reread_kernel(
     X, OUT = of_width(X, COLS), of_width(OUT, COLS)
 
     def load(i, j, whole):
-        return load_tile(X, (i, j), shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        return load_masked(X, (i, j), shape, NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
 
     def store(i, j, whole, y):
         ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
@@ -170,19 +155,21 @@ def softmax_out(x: Tensor, out: Tensor) -> None:
     DECISION.launches(Device.of(x), rows=rows, cols=cols, dtype=x.dtype).run(x, out)
 
 
-def softmax(x: Tensor) -> Tensor:
+def softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Exponentials over the last axis, scaled to sum to one.
 
     Args:
         x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
             not fold into one.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = out_or_new(out, x.shape, x.dtype, x)
     if out.numel():
         softmax_out(as_rows(x), as_rows(out))
     return out

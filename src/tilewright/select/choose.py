@@ -8,11 +8,12 @@ candidates(problem, device)                 the op's data, expanded
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 
 from ..launch import Device
 from .cost import Array, Prices, Works, us
@@ -32,7 +33,8 @@ class Choices(Generic[P, C]):
 
     op: its name, and that of its constants in the data.
     candidates: every config that may be worth timing; need not be legal.
-    legal: whether the kernels can run it, and the compiler compiles it without spilling much.
+    legal: whether the kernels can run it, and the compiler compiles it without spilling much. That
+        the device has the problem's dtypes is known (`has_dtypes`).
     work: what its launch asks for; several where one launch has unlike parts that follow each
         other.
     family: what the model errs alike about, such as dtype, epilogue and tile; by default all of the
@@ -40,8 +42,9 @@ class Choices(Generic[P, C]):
     most: how many configs a space has.
     like: an op whose constants the fit of this one starts from: it does the same with more timings.
     tie: prices that differ by less (in the logarithm) are alike: of those near the best the one
-        listed first is the default, so that a new size does
-        not compile a new kernel for nothing.
+        listed first is the default, so that a new size does not compile a new kernel for nothing.
+    bucket: the problem that is priced in place of all near it, so that few kernels serve them; by
+        default each its own.
     """
 
     op: str
@@ -52,12 +55,19 @@ class Choices(Generic[P, C]):
     most: int = MOST
     tie: float = 0.0
     like: str = ""
+    bucket: Callable[[P, Device], P] | None = None
 
     def family_of(self, problem: P, config: C) -> str:
         return self.family(problem, config) if self.family else str(config)
 
     def place(self, problem: P, config: C, work: Works) -> Place:
         return problem, config, work, self.family_of(problem, config)
+
+    def space(self, problem: P, device: Device) -> "Ordered[C]":
+        """The configs worth timing, the untuned default first; none if the device can't run the
+        problem.
+        """
+        return ordered(self, self.bucket(problem, device) if self.bucket else problem, device)
 
     def us(self, problem: P, config: C, device: Device) -> float:
         """The model's time alone, without neighbours."""
@@ -87,37 +97,42 @@ class Model:
     neighbours: Neighbours | None
     source: str
 
-    def price(self, op: Choices[P, C], problem: P, configs: Sequence[C], works: Sequence[Works]) -> tuple[Array, Array]:
-        """Of each config the logarithm of the us that it is expected to take, doubt included, and
-        how many timings near it say so.
+    def price(self, op: Choices[P, C], problem: P, configs: Sequence[C], works: Sequence[Works]) -> Array:
+        """Of each config the logarithm of the us that it is expected to take, doubt included.
 
         Configs that the model finds much worse than its best are not looked up.
         """
-        logs = np.log(Prices(works).us(self.rates))
-        counts = np.zeros(len(logs), int)
+        logs: Array = np.log(Prices(works).us(self.rates))
         if self.neighbours is None:
-            return logs, counts
+            return logs
         near = np.flatnonzero(logs <= logs.min() + FAR_OFF).tolist()
-        residual, doubt, counts[near] = self.neighbours.say([op.place(problem, configs[i], works[i]) for i in near])
+        residual, doubt = self.neighbours.say([op.place(problem, configs[i], works[i]) for i in near])
         logs += float(residual.max())
         logs[near] += residual - residual.max() + doubt
-        return logs, counts
+        return logs
 
 
 def ordered(op: Choices[P, C], problem: P, device: Device) -> Ordered[C]:
     """The configs worth timing, the one for an untuned call first. Deterministic. On a CPU as the
     op lists them: nothing there is worth a model.
     """
-    legal = [c for c in dict.fromkeys(op.candidates(problem, device)) if op.legal(problem, c, device)]
+    configs = dict.fromkeys(op.candidates(problem, device)) if has_dtypes(device, problem) else ()
+    legal = [c for c in configs if op.legal(problem, c, device)]
     if device.is_cpu or not legal:
         return Ordered(legal, "first")
     model = model_of(op.op, device)
     works = [op.work(problem, config, device) for config in legal]
-    prices, counts = model.price(op, problem, legal, works)
-    order = ranked(prices.tolist(), op.tie)
-    neighbours = int(counts[order[0]])
+    order = ranked(model.price(op, problem, legal, works).tolist(), op.tie)
+    first = order[0]
+    neighbours = model.neighbours.near(op.place(problem, legal[first], works[first])) if model.neighbours else 0
     words = f"{model.source} + {neighbours} neighbour{'s' * (neighbours > 1)}" if neighbours else model.source
     return Ordered([legal[i] for i in order], words, op.most)
+
+
+def has_dtypes(device: Device, problem: Any) -> bool:
+    """Whether a problem's fields name no 8-bit float, or the device has them."""
+    values = (getattr(problem, field.name) for field in fields(problem))
+    return device.has_fp8 or not any(isinstance(of, torch.dtype) and of.is_floating_point and of.itemsize == 1 for of in values)
 
 
 def ranked(prices: Sequence[float], tie: float) -> list[int]:

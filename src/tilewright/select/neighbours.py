@@ -2,9 +2,8 @@
 timings of an op.
 
 Two launches err alike as far as their problems' sizes, options, kinds of launch and configs are
-near
-(`covariance`): a Gaussian process. `tune/fit.py` solves for the weight of each timing and the data
-keeps these, so that a call only sums them up.
+near (`covariance`): a Gaussian process. `tune/fit.py` solves for the weight of each timing and the
+data keeps these, so that a call only sums them up.
 """
 
 import math
@@ -122,32 +121,88 @@ class Neighbours:
         own[np.diag_indices_from(own)] += NOISE
         return cls(known, np.linalg.solve(own, np.clip(residuals, -MOST, MOST)))
 
-    def say(self, places: Sequence[Place]) -> tuple[Array, Array, Array]:
-        """Of each of the places: what to add to the logarithm of the modelled time, the doubt that
-        is left, and how many timings are near.
+    def say(self, places: Sequence[Place]) -> tuple[Array, Array]:
+        """Of each of the places: what to add to the logarithm of the modelled time, and the doubt
+        that is left.
 
         The sum of `covariance` times weight over all timings, of one kind and config together.
         """
-        asked, known = Places.of(places), self.places
-        problems, kinds, configs = asked.tables(known)
-        of_config, of_family = np.divmod(self._pairs, len(known.families))
-        alike = asked.configs_alike(known, configs, of_config, of_family)  # of each place and pair
-        everywhere = alike @ np.bincount(self._pair, self.weights, len(self._pairs))
-        residual, doubt, near = np.empty(len(alike)), np.empty(len(alike)), np.empty(len(alike), int)
-        for n, of_problem in enumerate(problems[:, known.problem]):
-            here = np.flatnonzero(asked.problem == n)
-            weights = self.weights * of_problem
-            bins = np.bincount(known.kind * len(self._pairs) + self._pair, weights, len(known.kinds) * len(self._pairs))
-            table = bins.reshape(len(known.kinds), -1)
-            of_kind = OF_KIND * table.sum(1) + OF_BOTH * (alike[here] @ table.T)
-            residual[here] = OF_PROBLEM * weights.sum() + (kinds[asked.kind[here]] * of_kind).sum(1)
-            nearest = np.zeros(len(self._pairs))
-            np.maximum.at(nearest, self._pair, of_problem)
+        known, pairs = self.places, len(self._pairs)
+        alike = np.array([self._alike(config, family) for _, config, _, family in places])  # of each place and pair
+        residual, doubt = OF_CONFIG * (alike @ self._everywhere), np.empty(len(alike))
+        of = [problem for problem, *_ in places]
+        for problem in dict.fromkeys(of):
+            here = np.array([i for i, other in enumerate(of) if other is problem or other == problem])
+            of_problem = self._near(problem)
+            weights = self.weights * of_problem[known.problem]
+            table = np.bincount(self._kind_and_pair, weights, len(known.kinds) * pairs).reshape(-1, pairs)
+            kinds: dict[str, int] = {}
+            of_kind = [kinds.setdefault(kind(places[i][2]), len(kinds)) for i in here]
+            near = self._kinds_alike(list(kinds)) @ table  # of each kind that occurs and each pair
+            residual[here] += OF_PROBLEM * weights.sum() + OF_KIND * near.sum(1)[of_kind] + OF_BOTH * (alike[here] * near[of_kind]).sum(1)
+            nearest = np.maximum.reduceat(of_problem[self._problem_by_pair], self._first_of_pair)
             doubt[here] = UNTIMED * (1 - (alike[here] * (1 + nearest)).max(1) / 2)
-            close = np.flatnonzero(of_problem > HALF)
-            both = alike[here][:, self._pair[close]] * of_problem[close] * kinds[asked.kind[here]][:, known.kind[close]]
-            near[here] = (both > HALF).sum(1)
-        return residual + OF_CONFIG * everywhere, doubt, near
+        return residual, doubt
+
+    def near(self, place: Place) -> int:
+        """How many timings are near a place."""
+        problem, config, work, family = place
+        known, alike = self.places, self._alike(config, family)
+        both = alike[self._pair] * self._near(problem)[known.problem] * self._kinds_alike([kind(work)])[0, known.kind]
+        return int((both > HALF).sum())
+
+    def _near(self, problem: Any) -> Array:
+        """How alike a problem is to each of the known ones, from 0 to 1."""
+        known = self.places
+        apart = np.square(np.array(sizes(problem)) - known.where).sum(1)
+        options = np.where(np.array(known.options) == options_of(problem), 1.0, OTHER_OPTIONS)
+        found: Array = np.exp(apart / (-2 * REACH**2)) * options[known.option]
+        return found
+
+    def _kinds_alike(self, kinds: Sequence[str]) -> Array:
+        return np.array([[1.0 if a == b else OTHER_KIND for b in self.places.kinds] for a in kinds])
+
+    def _alike(self, config: Any, family: str) -> Array:
+        """How alike a config of a family is to each pair of config and family. Kept: sizes have no
+        part in it.
+        """
+        found = self._rows.get((config, family))
+        if found is None:
+            known, mine = self.places, numbers(config)
+            steps = np.minimum(np.abs(known.configs - [mine.get(name, 0.0) for name in known.names]), 2.0).sum(1)
+            of_config, of_family = np.divmod(self._pairs, len(known.families))
+            same = of_family == (known.families.index(family) if family in known.families else -1)
+            found = self._rows[config, family] = (1 - SAME_FAMILY) * np.exp(steps / -STEPS)[of_config] + SAME_FAMILY * same
+        return found
+
+    @cached_property
+    def _rows(self) -> dict[tuple[Any, str], Array]:
+        return {}
+
+    @cached_property
+    def _everywhere(self) -> Array:
+        """Of each pair the sum of its timings' weights."""
+        return np.bincount(self._pair, self.weights, len(self._pairs))
+
+    @cached_property
+    def _kind_and_pair(self) -> Array:
+        """Of each timing, as one number."""
+        found: Array = self.places.kind * len(self._pairs) + self._pair
+        return found
+
+    @cached_property
+    def _order(self) -> Array:
+        """The timings, pair by pair."""
+        return np.argsort(self._pair, kind="stable")
+
+    @cached_property
+    def _problem_by_pair(self) -> Array:
+        found: Array = self.places.problem[self._order]
+        return found
+
+    @cached_property
+    def _first_of_pair(self) -> Array:
+        return np.searchsorted(self._pair[self._order], np.arange(len(self._pairs)))
 
     @cached_property
     def _paired(self) -> tuple[Array, Array]:

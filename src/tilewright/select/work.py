@@ -31,8 +31,7 @@ class Work:
     span: bytes between the first and the last row that a wave reads at a time; beyond the reach of
         address translation memory is slower.
     aligned: bytes, the largest power of two up to 128 that all rows begin at multiples of: off 128
-        a line of L2 is read twice,
-        off 32 a sector too.
+        a line of L2 is read twice, off 32 a sector too.
     unaligned: share of `fill` whose rows do; the others begin at multiples of 128.
     out: elements of the output tile of one block: what its start and its epilogue cost grows with
         the square root.

@@ -19,21 +19,32 @@ Bound     Compute, 4 * head_dim flops per visible score; at head_dim 64 the expo
           as long as the products.
 """
 
-import math
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, dtype_name, next_pow2, torch_op
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
+from ...launch.values import Claims, positive, rising, spans
 from ..common.scaling import FP8
-from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_heads, check_int32, check_per_head, check_scale_and_window
+from ..common.softmax_tiles import (
+    DTYPES,
+    LOG2E,
+    MAX_HEAD_DIM,
+    check_heads,
+    check_int32,
+    check_per_head,
+    check_scale_and_window,
+    check_scales,
+    no_keys,
+)
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import attention_kernel
 
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
 
 MAX_HEAD_DIM_EIGHT = 128  # in 8 bits each step's sums stand in registers beside the running ones
+MAX_SOFTCAP = 2.0**64  # neither it nor scale / softcap leaves the normal numbers of fp32
 REFERENCE_SCORES = 1 << 26  # that the reference holds at a time
 
 
@@ -135,26 +146,45 @@ ARGUMENTS = (
 DECISION = Decision("attention", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out", "lse"))
+def _claims(
+    q: Tensor,
+    k: Tensor,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Claims:
+    if cu_seqlens_q is None:
+        yield from spans(kv_start, kv_len, k.shape[2])
+    yield from rising("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    yield from rising("cu_seqlens_kv", cu_seqlens_kv, k.shape[0])
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        yield from positive(name, scale)
+
+
+@torch_op(mutates=("out", "lse"), claims=_claims)
 def attention_out(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Optional[Tensor],
     kv_start: Optional[Tensor],
     kv_len: Optional[Tensor],
     cu_seqlens_q: Optional[Tensor],
     cu_seqlens_kv: Optional[Tensor],
+    sinks: Optional[Tensor],
+    q_scale: Optional[Tensor],
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
     scale: float,
     causal: bool,
     window: Optional[int],
     max_q_len: Optional[int],
-    softcap: Optional[float] = None,
-    sinks: Optional[Tensor] = None,
-    q_scale: Optional[Tensor] = None,
-    k_scale: Optional[Tensor] = None,
-    v_scale: Optional[Tensor] = None,
+    softcap: Optional[float],
+    out: Tensor,
+    lse: Optional[Tensor],
 ) -> None:
     """`attention` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
     varlen = cu_seqlens_q is not None
@@ -260,11 +290,12 @@ def attention(
     check_tensor(k, "k", ndim=q.dim(), like=q)
     check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
     scale = check_scale_and_window(scale, window, q.shape[-1])
-    if softcap is not None and not softcap > 0:
-        raise argument_error("softcap", "positive", softcap)
+    if softcap is not None and not 1 / MAX_SOFTCAP <= softcap <= MAX_SOFTCAP:
+        raise argument_error("softcap", "in 2**-64..2**64 (None for no cap)" if softcap > 0 else "positive", softcap)
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q.shape[1])
-    _check_scales(q, k, q_scale, k_scale, v_scale)
+    of_q, of_kv = (q.shape[1],), (k.shape[1],)
+    check_scales(q, q_scale=(q_scale, of_q), k_scale=(k_scale, of_kv), v_scale=(v_scale, of_kv))
     stored = torch.bfloat16 if q.dtype in FP8 else q.dtype
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
@@ -290,20 +321,18 @@ def attention(
         _check_values(k, v)
         out_shape = (batch, q_heads, q_len, v.shape[-1])
         lse_shape = (batch, q_heads, q_len)
+    optional = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, sinks, q_scale, k_scale, v_scale)
     if out is not None:
-        check_out(out, out_shape, stored, (q, k, v))
+        check_out(out, out_shape, stored, (q, k, v, *optional))
     elif varlen:
         out = torch.empty(out_shape, dtype=stored, device=q.device)
     else:  # as the projection behind it reads it
         out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel() and (cu_seqlens_q is None or len(cu_seqlens_q) > 1):
-        masks = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv, scale, causal, window, max_q_len)
-        attention_out(q, k, v, out, lse, *masks, softcap, sinks, q_scale, k_scale, v_scale)
+        attention_out(q, k, v, *optional, scale, causal, window, max_q_len, softcap, out, lse)
     else:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-math.inf)
+        no_keys(out, lse)
     return out if lse is None else (out, lse)
 
 
@@ -316,14 +345,6 @@ def _check_values(k: Tensor, v: Any) -> None:
         check_tensor(v.mT, "v.mT", shape=(*shape[:2], shape[3], shape[2]), like=k)
     else:
         check_tensor(v, "v", shape=shape, like=k)
-
-
-def _check_scales(q: Tensor, k: Tensor, q_scale: Any, k_scale: Any, v_scale: Any) -> None:
-    for name, given, heads in (("q_scale", q_scale, q.shape[1]), ("k_scale", k_scale, k.shape[1]), ("v_scale", v_scale, k.shape[1])):
-        if q.dtype in FP8:
-            check_per_head(given, name, q, heads)
-        elif given is not None:
-            raise argument_error(name, f"None for {dtype_name(q.dtype)}", type(given).__name__)
 
 
 def _check_packing(q: Tensor, kv_start: Any, kv_len: Any, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None) -> None:

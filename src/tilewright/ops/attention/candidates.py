@@ -1,10 +1,10 @@
 """Configs of `attention` worth timing, by architecture and head_dim: data.
 
-A row: tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps.
 Rows were chosen on compiled code. The cost model orders them; of equal ones the first counts.
 """
 
-Row = tuple[int, int, int, int, int, bool, int | None, int | None, int | None]
+from ..common.prefill import Row
+
 Table = dict[str, dict[int, tuple[Row, ...]]]
 
 HALF: Table = {
@@ -115,9 +115,7 @@ EIGHT: Table = {
     "sm_100": {128: ((64, 128, 0, 1, 2, False, None, 1, None),)},
     "sm_120": {128: ((64, 64, 0, 1, 1, False, None, 1, None), (64, 32, 0, 1, 2, False, None, 1, None))},
 }
-# By bits of the dtype. Architectures without a table of their own take that of a near one.
-TABLES = {16: HALF, 32: SINGLE, 8: EIGHT}
-ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}
+TABLES = {16: HALF, 32: SINGLE, 8: EIGHT}  # by bits of the dtype
 # Bytes of stack: arch, head_dim up to, tile_m, tile_n, occupancy. A cost and no ban; what is not
 # named here has none or was not compiled.
 SPILLS: dict[tuple[str, int, int, int, int | None], int] = {

@@ -20,9 +20,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
-from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window
-from .calls import MOST_TOKENS, check_decode, no_keys
+from ...launch import Decision, Device, argument_error, check_tensor, next_pow2, out_or_new, torch_op
+from ...launch.values import Claims, pages, spans
+from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, no_keys
+from .calls import MOST_TOKENS, check_decode
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -97,14 +98,16 @@ def reference(
 DECISION = Decision("attention_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out", "lse", "denominator"))
+def _claims(k: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:
+    yield from spans(kv_start, kv_len, k.shape[2] * (1 if block_table is None else block_table.shape[1]))
+    yield from pages(block_table, kv_len, k.shape[0], k.shape[2])
+
+
+@torch_op(mutates=("out", "lse", "denominator"), claims=_claims)
 def attention_decode_out(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Optional[Tensor],
-    denominator: Optional[Tensor],
     kv_len: Optional[Tensor],
     block_table: Optional[Tensor],
     kv_start: Optional[Tensor],
@@ -112,6 +115,9 @@ def attention_decode_out(
     scale: float,
     window: Optional[int],
     shared: bool,
+    out: Tensor,
+    lse: Optional[Tensor],
+    denominator: Optional[Tensor],
 ) -> None:
     """`attention_decode` into `out` and, if given, `lse`. shared: v is a view of k's first columns.
     With `denominator`, `lse` is the maximum.
@@ -226,14 +232,11 @@ def attention_decode(
         raise argument_error("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
     rows = (batch, q_heads, q_len)
     stored = q.dtype if normalize else torch.float32
-    if out is None:
-        out = torch.empty((*rows, columns), dtype=stored, device=q.device)
-    else:
-        check_out(out, (*rows, columns), stored, (q, k, v))
+    out = out_or_new(out, (*rows, columns), stored, q, k, v, kv_len, block_table, kv_start, sinks, contiguous=False)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device) if return_lse or not normalize else None
     denominator = None if normalize else torch.empty(rows, dtype=torch.float32, device=q.device)
     if out.numel() and k.numel() and (block_table is None or block_table.numel()):
-        attention_decode_out(q, k, v, out, lse, denominator, kv_len, block_table, kv_start, sinks, scale, window, shared)
+        attention_decode_out(q, k, v, kv_len, block_table, kv_start, sinks, scale, window, shared, out, lse, denominator)
     else:
         no_keys(out, lse, denominator)
     if lse is None:

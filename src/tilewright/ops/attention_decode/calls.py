@@ -1,7 +1,5 @@
 """What `attention_decode` and `mla_decode` have in common around their launches."""
 
-import math
-
 from torch import Tensor
 
 from ...launch import argument_error
@@ -24,12 +22,3 @@ def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: 
             check_int32(given, name, q, (batch,))
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q_heads)
-
-
-def no_keys(out: Tensor, lse: Tensor | None, denominator: Tensor | None) -> None:
-    """The result where there is nothing to see, or to compute."""
-    out.zero_()
-    if lse is not None:
-        lse.fill_(-math.inf)
-    if denominator is not None:
-        denominator.zero_()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
 from ...select import Choices, Ordered, Work, ordered
+from ..common.sequences import later, listed, sample
 from .candidates import TABLES
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -48,21 +49,23 @@ class Problem:
         """Columns of v."""
         return self.v_dim or self.head_dim
 
-    def lengths(self) -> list[int]:
-        """Lengths of the sequences: the whole cache, down to a third of it in the last; with
-        several, one has none.
+    def end(self, i: int) -> int:
+        """Where sequence i ends: the whole cache, down to a third of it in the last; with several,
+        one is empty.
         """
-        if not self.has_len:
-            return [self.max_len] * self.batch
-        lengths = [self.max_len - (self.max_len * i * 2) // (3 * self.batch) for i in range(self.batch)]
-        return [*lengths[:-1], 0] if 2 < self.batch < 8 else lengths
+        return listed(self.max_len, i, self.batch) if self.has_len else self.max_len
 
-    def starts(self) -> list[int]:
-        return [(self.max_len * i) // (4 * self.batch) if self.has_start else 0 for i in range(self.batch)]
+    def start(self, i: int) -> int:
+        """Where it begins."""
+        return later(self.max_len, i, self.batch) if self.has_start else 0
+
+    def seen(self) -> list[tuple[int, int]]:
+        """Keys that a sequence sees, and how many sequences are like it."""
+        reach = self.max_len if self.window is None else self.window + self.q_len - 1
+        return [(max(0, min(self.end(i) - self.start(i), reach)), count) for i, count in sample(self.batch)]
 
     def cost(self) -> Cost:
-        reach = None if self.window is None else self.window + self.q_len - 1
-        keys = sum(max(0, min(n - start, reach or n)) for n, start in zip(self.lengths(), self.starts(), strict=True))
+        keys = sum(n * count for n, count in self.seen())
         both = self.head_dim + self.columns
         rows = self.batch * self.q_heads * self.q_len
         elements = keys * self.kv_heads * (self.head_dim if self.shared else both) + rows * both
@@ -75,7 +78,7 @@ class Problem:
         def int32(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        lengths, starts = self.lengths(), self.starts()
+        lengths, starts = ([of(i) for i in range(self.batch)] for of in (self.end, self.start))
         options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse, "normalize": self.normalize}
         options["kv_len"] = int32(lengths) if self.has_len else None
         options["kv_start"] = int32(starts) if self.has_start else None
@@ -105,7 +108,8 @@ class Problem:
         return {"q": q, "k": k, "v": v[0] if v else None, **options}
 
 
-MOST_SPLITS, MOST_WIDE_SPLITS = 64, 128  # the merge holds some columns of a row of each in registers
+MOST_SPLITS = 128  # the merge holds some columns of a row of each in registers
+LEAST_KEYS = 32  # of a split: shorter ones are never worth their block
 ALONE = 1 / 3  # time of what the longest block reads beyond the mean: alone it gets more of the memory
 MOST_WAVES = 4  # of blocks, that KV splits are chosen for
 
@@ -151,25 +155,24 @@ class Config:
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    """The rows of the architecture's table, each with the KV splits that fill a few waves of
-    blocks.
+    """The rows of the architecture's table, each with KV splits: powers of two, and what fills a
+    few waves of blocks.
 
     Nothing that is compiled in depends on max_len, so that a cache that grows while it decodes
     needs no new kernel: a split or a tile may lie behind the cache's end, in part or in whole.
     """
     if device.is_cpu:
         tile = p.page_size if p.page_size >= 128 else 1 << 30  # a tile is at most a page
-        yield Config(min(512, tile), 1)
-        yield Config(128, 3)
-        yield Config(min(256, tile), 2, keys_first=True)
+        yield from (Config(min(512, tile), 1), Config(128, 3), Config(min(256, tile), 2, keys_first=True))
         yield Config(128, 2, heads=next_pow2(-(-p.q_heads // p.kv_heads // 2)), parts=2, columns=max(16, next_pow2(p.columns) // 2))
         return
-    tile_q = next_pow2(p.q_len)
     table, kind = TABLES[device.arch], _kind(p)
     for row in table.get(kind, table[kind.removesuffix("_few")]):
-        most = row["heads"] // tile_q
-        c = Config(**{"num_kv_splits": 1, **row, "heads": most if most < p.q_heads // p.kv_heads else 0})
-        for n in _splits(p, c, device):
+        heads = row["heads"] // next_pow2(p.q_len)
+        c = Config(**{"num_kv_splits": 1, **row, "heads": heads if heads < p.q_heads // p.kv_heads else 0})
+        most = min(MOST_SPLITS, max(1, p.max_len // LEAST_KEYS))
+        full = (waves * _resident(c, device) // _blocks(p, c) for waves in range(1, MOST_WAVES + 1))
+        for n in sorted({1 << i for i in range(most.bit_length())} | {max(1, min(most, n)) for n in full}):
             yield replace(c, num_kv_splits=n)
 
 
@@ -177,30 +180,24 @@ def _kind(p: Problem) -> str:
     """Which rows of the table are for a problem."""
     if p.dtype == torch.float32:
         return "fp32_64" if p.head_dim <= 64 else "fp32"
-    rows = p.q_heads // p.kv_heads * next_pow2(p.q_len)
+    few = p.q_heads // p.kv_heads * next_pow2(p.q_len) <= 16
     if p.head_dim <= 256:
-        return ("few" if rows <= 16 else "many") + ("_wide" if p.head_dim > 128 else "")
+        return ("few" if few else "many") + ("_wide" if p.head_dim > 128 else "")
+    if not p.shared:
+        return "columns"
     # TMA loads keys of multiples of 8 columns; tiles of few rows need it.
-    few = rows <= 16 and p.head_dim % 8 == 0 and _in_one_loop(p, 64)
-    return "columns" + ("_shared" if p.shared else "") + ("_few" if few and p.shared else "")
-
-
-def _splits(p: Problem, c: Config, device: Device) -> list[int]:
-    """KV splits: of wide columns powers of two, so that each has whole tiles; else what fills 1 to
-    MOST_WAVES waves.
-    """
-    if p.head_dim > 256:
-        tiles = max(1, p.max_len // c.tile_n)
-        return [1 << i for i in range(min(tiles, MOST_WIDE_SPLITS).bit_length())]
-    blocks, resident = _blocks(p, c), device.sms * (c.occupancy or 1) // (c.num_ctas or 1)
-    full = [max(1, waves * resident // blocks) for waves in range(1, MOST_WAVES + 1)]
-    return sorted({min(MOST_SPLITS, n) for n in (1, *full, *(1 << n.bit_length() - 1 for n in full))})
+    return "columns_shared" + ("_few" if few and p.head_dim % 8 == 0 and _in_one_loop(p, 64) else "")
 
 
 def _blocks(p: Problem, c: Config) -> int:
     """Blocks of one KV split."""
     heads, _ = rows_of(p, c)
     return p.batch * p.kv_heads * -(-p.q_heads // p.kv_heads // heads) * (-(-p.columns // c.columns) if c.columns else 1)
+
+
+def _resident(c: Config, device: Device) -> int:
+    """Blocks that the device holds at once."""
+    return device.sms * (c.occupancy or 1) // (c.num_ctas or 1)
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
@@ -231,10 +228,10 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     c = fitted(p, c)
     _, rows = rows_of(p, c)
     size, mean, longest = _reach(p)
-    blocks, resident = _blocks(p, c) * c.num_kv_splits, device.sms * (c.occupancy or 1) // (c.num_ctas or 1)
-    steps = max(1, -(-longest // c.tile_n) // c.num_kv_splits + (-(-longest // c.tile_n) % c.num_kv_splits > 0))
-    even, one_wave = max(1.0, mean / c.tile_n / c.num_kv_splits), blocks <= resident
+    blocks, resident = _blocks(p, c) * c.num_kv_splits, _resident(c, device)
+    steps, even, one_wave = -(-max(1, -(-longest // c.tile_n)) // c.num_kv_splits), max(1.0, mean / c.tile_n / c.num_kv_splits), blocks <= resident
     columns_k, columns_v = sum(_column_tiles(p)), c.columns or next_pow2(p.columns)
+    tile_bytes = c.tile_n * (p.head_dim + (0 if p.shared else min(columns_v, p.columns))) * p.dtype.itemsize
     return Work(
         blocks=blocks,
         resident=resident,
@@ -245,16 +242,15 @@ def work(p: Problem, c: Config, device: Device) -> Work:
         flops=2 * c.tile_n * rows * (columns_k + columns_v),
         kinds=("fma" if p.dtype == torch.float32 else "keys_first" if c.keys_first else "queries_first",),
         # Scores, their maximum and the sums wait for each other. Of 512 columns and more the
-        # compiler keeps products in flight, at some latencies.
-        serial=3.0 if p.head_dim <= 256 else float(c.parts == 4 and c.latency == 5 and not p.head_dim == p.columns == 512),
+        # compiler keeps products in flight.
+        serial=3.0 if p.head_dim <= 256 else 0.0,
         exponentials=c.tile_n * rows,
-        fill=c.tile_n * (columns_k + (0 if p.shared else min(columns_v, p.columns))) * p.dtype.itemsize,
-        dram=size,
-        aligned=64 if 0 < p.page_size < c.tile_n else 128,  # a page shorter than a tile: threads copy it row by row
+        fill=tile_bytes,
+        # Half a tile for what is read behind the end of a sequence, wherever a call's lengths lie;
+        # and half for what a block could have read while it computes its last tile.
+        dram=size + (p.batch * p.kv_heads + blocks) * tile_bytes / 2,
         out=rows * p.columns,
-        # Of the first wave it is in the launch. With a masked first loop a block waits for its
-        # pipeline three times.
-        chain=0 if one_wave else 1 + p.has_len + (p.page_size > 0) + 10 * (p.window is not None or p.has_start),
+        chain=0 if one_wave else 1,  # the sequence's length, before its keys; of the first wave it is in the launch
         ragged=1.0 if one_wave else 1 + ALONE * max(0.0, steps / even - 1),
         partial=4 * p.batch * c.num_kv_splits * p.q_heads * p.q_len * (p.columns + 2) if c.num_kv_splits > 1 else 0,
     )
@@ -263,9 +259,8 @@ def work(p: Problem, c: Config, device: Device) -> Work:
 @lru_cache(maxsize=256)
 def _reach(p: Problem) -> tuple[int, float, int]:
     """Bytes that a call moves; keys that a sequence sees, mean and longest."""
-    reach = p.max_len if p.window is None else p.window + p.q_len - 1
-    keys = [max(0, min(n - start, reach)) for n, start in zip(p.lengths(), p.starts(), strict=True)]
-    return p.cost().size_bytes, sum(keys) / len(keys), max(keys)
+    seen = p.seen()
+    return p.cost().size_bytes, sum(n * count for n, count in seen) / p.batch, max(n for n, _ in seen)
 
 
 def family(p: Problem, c: Config) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import argument_error
+from ...launch import argument_error, check_out, each_out, out_or_new
 from .scaling import FP8, GROUP, Scaling, empty_scales
 
 Block = tuple[int | None, int | None]
@@ -47,30 +47,37 @@ def check_format(block: Block, dtype: torch.dtype, blocks: tuple[Block, ...]) ->
         raise argument_error("dtype", "torch.float8_e4m3fn or torch.float8_e5m2", dtype)
 
 
-def scales_for(x: Tensor, shape: tuple[int, ...], block: Block) -> tuple[Tensor, Tensor | None]:
-    """Uninitialised scales for values of `shape` on x's device: as the caller gets them, and as
-    kernels take them, [groups, rows].
+def results_for(
+    out: tuple[Tensor, Tensor] | None, shape: tuple[int, ...], dtype: torch.dtype, block: Block, x: Tensor, *others: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes and scales for values of `shape`, those of the caller's `out` if they fit, and the
+    scales once more as kernels take them, [groups, rows].
 
-    Where there are no values, the scales are those of zeros, and the second is None: nothing is to
+    Where there are no values, the scales are those of zeros, and the last is None: nothing is to
     be launched.
     """
+    codes, scale = each_out(out, "codes", "scale")
+    codes = out_or_new(codes, shape, dtype, x, *others, name="out[0]")
     rows = 1
     for n in shape[:-1]:
         rows *= n
     groups = -(-shape[-1] // GROUP)
-    if block == TENSOR:
-        scale = empty_scales((), x.device, scaling=Scaling.TENSOR)
-        own, seen = scale, scale.view(1, 1)
-    elif block == ROW:
-        scale = empty_scales((rows,), x.device, scaling=Scaling.ROW)
-        own, seen = scale.view(shape[:-1]), scale[None]
+    if block in (TENSOR, ROW):
+        scale = out_or_new(scale, () if block == TENSOR else shape[:-1], torch.float32, x, *others, codes, name="out[1]")
+        seen = scale.view(1, -1)
     else:
         high = -(-rows // GROUP) if block == SQUARES else rows
-        scale = empty_scales((high, groups), x.device, scaling=Scaling.BLOCK)
-        own, seen = scale if len(shape) == 2 else scale[0] if len(shape) == 1 else scale.unflatten(0, shape[:-1]), scale.T
+        outer = (high,) if block == SQUARES else shape[:-1]
+        if scale is None:
+            scale = empty_scales((high, groups), codes.device, scaling=Scaling.BLOCK)
+            scale = scale if len(outer) == 1 else scale.view(*outer, groups)
+        else:
+            by_group = scale.movedim(-1, 0) if scale.dim() else scale
+            check_out(by_group, (groups, *outer), torch.float32, (x, *others, codes), name="out[1].movedim(-1, 0)", padded=True)
+        seen = scale.T if len(outer) == 1 else scale.view(high, groups).T
     if rows == 0 or shape[-1] == 0:
-        return own.fill_(TINY), None
-    return own, seen
+        return codes, scale.fill_(TINY), None
+    return codes, scale, seen
 
 
 # --- the definition, in plain torch

@@ -19,6 +19,9 @@ from . import gemm_tiles as known
 from .scaling import FP8, GROUP, Scaling
 
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
+PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
+LEAST_PART = 512  # of k
+MOST_SPLIT_WAVES = 8  # beyond, a last wave is not worth a second launch
 AGAIN = 0.5  # share of a panel of b that comes from memory again for each further band of tile rows, where b does not fit L2
 
 
@@ -65,6 +68,19 @@ class Tile:
         """
         return ""
 
+    @property
+    def runs(self) -> bool:
+        """Whether fp32 adds runs of sums of the tensor core."""
+        return False
+
+    def split_tiles(self, g: "Gemm", device: Device) -> int:
+        """Tiles of the last, incomplete wave if they are split along k, else 0."""
+        return 0
+
+    def parts(self, g: "Gemm") -> int:
+        """Blocks for a split tile, none of them without a step."""
+        return 1
+
     def count(self, m: int, n: int) -> int:
         """Tiles of an output [m, n]."""
         tile_m, tile_n = self.tile_shape
@@ -73,6 +89,52 @@ class Tile:
     def resident(self, device: Device) -> int:
         """Blocks that the device holds at once."""
         return max(1, device.sms * self.occupancy // (self.num_ctas or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven(Tile):
+    """A tile that need not be a power of two.
+
+    extra_n: columns of a second accumulator beside the first, so that a tile need not be a power of
+        two wide, or that two MMAs take turns; 0 for none. With swap_ab it widens tile_m.
+    """
+
+    extra_n: int = 0
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Rows of a and columns of the output in a tile, with the extra ones."""
+        return (self.tile_m + self.extra_n, self.tile_n) if self.swap_ab else (self.tile_m, self.tile_n + self.extra_n)
+
+    @property
+    def extra(self) -> int:
+        """See Tile."""
+        return self.extra_n
+
+    @property
+    def form(self) -> str:
+        """See Tile."""
+        return "uneven" if self.extra_n else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Uneven):
+    """A tile that may be the work of several blocks.
+
+    split_k: blocks that share each tile of the last, incomplete wave; a second launch adds their
+        fp32 partial tiles. 1: no split.
+    """
+
+    split_k: int = 1
+
+    def split_tiles(self, g: "Gemm", device: Device) -> int:
+        """See Tile."""
+        return 0 if self.persistent or self.parts(g) == 1 else g.tiles(self) % self.resident(device)
+
+    def parts(self, g: "Gemm") -> int:
+        """See Tile."""
+        steps = -(-g.k // self.tile_k)
+        return -(-steps // -(-steps // self.split_k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +206,8 @@ def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
 
     p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores. g: gathered.
         r: fast runs. +16: extra_n.
-    b: swap_ab. A tile_m of 0 is as many rows as a has; u: as a sum of two powers of two
-        (`with_rows`).
+    b: swap_ab. A tile_m of 0 is as many rows as a has; u: rows, without b columns, are a sum of two
+        powers of two (`fitted_to`).
     Left out: tiles with what `config` has no field for.
     """
     names, found = {field.name for field in fields(config)}, []
@@ -160,19 +222,28 @@ def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
     return tuple(found)
 
 
-def with_rows(c: C, how: str, m: int) -> C | None:
-    """A tile_m of 0 becomes the rows there are: the next power of two; with u the next sum of two,
-    None where that is no less.
+def fitted_to(c: C, how: str, m: int, n: int) -> C | None:
+    """A tile_m of 0 becomes the rows there are, the next power of two, or with u half of it.
+
+    u: more rows beside them, without swap_ab columns, that pad least; None where tiles without pad
+    no more.
     """
-    if c.tile_m:
-        return c
-    whole = max(8, next_pow2(m))
     if "u" not in how:
-        return replace(c, tile_m=whole)
-    first = whole // 2
-    rest = max(16, next_pow2(m - first))
-    given: dict[str, Any] = {"tile_m": first, "extra_n": rest}  # a config that has them: else `tiles_of` left it out
-    return replace(c, **given) if first + rest < whole else None
+        return c if c.tile_m else changed(c, tile_m=max(8, next_pow2(m)))
+    side, size, first = ("tile_m", m, c.tile_m or max(8, next_pow2(m)) // 2) if c.swap_ab else ("tile_n", n, c.tile_n)
+
+    def padded(length: int) -> int:
+        return -(-size // length) * length
+
+    more = min((16 << i for i in range(10) if 16 << i < first), key=lambda width: padded(first + width), default=first)
+    given: dict[str, Any] = {side: first, "extra_n": more}  # a config that has them: else `tiles_of` left it out
+    return changed(c, **given) if padded(first + more) < padded(first) else None
+
+
+@cache
+def changed(c: C, **fields_of: Any) -> C:
+    """`replace`, once for all problems: it takes half of the time of listing candidates."""
+    return replace(c, **fields_of)
 
 
 def tables(g: Gemm, device: Device) -> str:
@@ -196,6 +267,10 @@ def tables(g: Gemm, device: Device) -> str:
     many = known.MANY.get(device.arch, known.AMPERE)
     if hopper and known.LEAST_SUM_ROWS <= g.m <= known.MOST_SUM_ROWS:
         many = f"{known.HOPPER_SUMS}, {many}"
+    if hopper and known.LEAST_CUT < g.m <= known.MOST_CUT:
+        many = f"{known.HOPPER_TALL}, {many}"
+    if hopper and known.LEAST_CUT < g.n <= known.MOST_CUT:
+        many = f"{known.HOPPER_BROAD}, {many}"
     if g.m > known.FEW:
         return f"{many}, {known.HOPPER_GATHERED}" if hopper and g.pitch % 32 else many
     dot = known.DOT[next_pow2(g.m)] if g.m <= known.MOST_DOT_ROWS and g.k_major else ""
@@ -204,20 +279,29 @@ def tables(g: Gemm, device: Device) -> str:
     return f"{dot}, {known.FEWER.get(device.arch, known.SMALL_FEW)}, {many}"
 
 
-def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[tuple[C, str]]:
-    """The tiles of `tables` that fit the rows, each as it is and persistent where there is more
-    than a wave, with what may be done with it.
+def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
+    """The tiles of `tables` that fit the rows: each as it is, persistent where there is more than a
+    wave, and with the last wave split. On a CPU those of `cpu_tiles`.
     """
+    if device.is_cpu:
+        yield from cpu_tiles(g, config)
+        return
     tallest = max(64, next_pow2(g.m))
     for found, how in tiles_of(tables(g, device), config):  # type: ignore[arg-type]  # a class is hashable
-        c = with_rows(found, how, g.m)
+        c = fitted_to(found, how, g.m, g.n)
         if c is None or c.tile_m > tallest or (c.tile_shape[0] < g.m <= known.FEW and device.arch == "sm_90"):
             continue
-        yield c, how
+        yield c
+        tiles, resident = g.tiles(c), c.resident(device)
         # One row: its launch could not be early (a decode step of Llama-3.2-1B on an H200: 895 us,
         # 957 with persistent blocks).
-        if "p" in how and g.m * g.batch > 1 and g.tiles(c) > c.resident(device):
-            yield replace(c, persistent=True), ""
+        if "p" in how and g.m * g.batch > 1 and tiles > resident:
+            yield changed(c, persistent=True)
+        left = tiles % resident
+        if "s" in how and isinstance(c, Split) and left and tiles < MOST_SPLIT_WAVES * resident:
+            fitting = [parts for parts in PARTS if parts * left <= 2 * resident and parts * LEAST_PART <= g.k]
+            fitting.sort(key=lambda parts: -(-parts * left // resident) / parts)  # how long the last wave takes
+            yield from (changed(c, split_k=parts) for parts in fitting[:2])
 
 
 def cpu_tiles(g: Gemm, config: type[C]) -> Iterator[C]:
@@ -231,18 +315,23 @@ def cpu_tiles(g: Gemm, config: type[C]) -> Iterator[C]:
 
 
 # ------------------------------------------------------------------------------------------- counts
-def kinds(g: Gemm, c: Tile) -> tuple[str, ...]:
-    """Of the operations: how well a tile of this shape feeds the tensor cores, and what its
-    operands or its epilogue make of that.
-    """
-    if c.form == "dot":
-        return ("dot", f"dot{c.tile_m}")
-    if g.dtype is torch.float32:
-        return ("tf32" if g.tf32 else "fma",)
-    longer, wide = c.tile_shape[::-1] if c.swap_ab else c.tile_shape
+@cache
+def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bool, gated: bool) -> tuple[tuple[str, ...], str, float]:
+    """What sizes have no part in: kinds of the operations, name, operations of a step."""
+    size, tile = dtype.itemsize, tile_name(c)
+    tile_m, tile_n = c.tile_shape
+    longer, wide = (tile_n, tile_m) if c.swap_ab else (tile_m, tile_n)
+    ctas = c.num_ctas or 1
+    if c.form == "dot" or dtype is torch.float32:
+        kinds: tuple[str, ...] = ("dot", f"dot{c.tile_m}") if c.form == "dot" else ("tf32" if tf32 else "fma",)
+        return kinds, tile, 2.0 * tile_m * tile_n * c.tile_k / ctas
+    # Multiply-adds of an MMA of 64 rows, or the time its operands take out of shared memory (128
+    # bytes a clock).
+    rows = -(-longer // (64 * ctas)) * ctas
+    flops = 2.0 * c.tile_k * rows * sum(max(64 * max(w, 8), 32 * (64 + w)) for w in (wide - c.extra, c.extra) if w) / ctas
     if c.form:
         shape = c.form
-    elif (c.num_ctas or 1) > 1:
+    elif ctas > 1:
         shape = "cluster"
     elif c.num_worker_warps == 8 and longer == 64:
         shape = "half"  # two warpgroups share 64 rows
@@ -253,79 +342,64 @@ def kinds(g: Gemm, c: Tile) -> tuple[str, ...]:
     else:
         shape = "64" if wide >= 64 else "few"
     more: tuple[str, ...] = ()
-    if g.dtype in FP8:
-        of_scaling = {Scaling.ROW: ("row",), Scaling.BLOCK: ("block",)}.get(g.scaling, ())
-        more = ("fp8", *of_scaling, *(() if g.fast or g.scaling is Scaling.BLOCK else ("precise",)))
-    own = f"{g.dtype.itemsize}{'b' if g.scaling is Scaling.BLOCK else ''} {tile_name(c)}"
-    return (shape, *more, *(("gated",) if g.gated else ()), own)
+    if dtype in FP8:
+        of_scaling = {Scaling.ROW: ("row",), Scaling.BLOCK: ("block",)}.get(scaling, ())
+        of_sums = () if fast or scaling is Scaling.BLOCK else ("runs",) if c.runs else ("precise",)
+        more = ("fp8", *of_scaling, *of_sums)
+    return (shape, *more, *(("gated",) if gated else ()), f"{size}{'b' if scaling is Scaling.BLOCK else ''} {tile}"), tile, flops
 
 
+@cache
 def tile_name(c: Tile) -> str:
     """All of a tile that the compiler sees."""
-    how = "".join(letter for letter, on in (("b", c.swap_ab), ("p", c.persistent), (c.form[:1], c.form)) if on)
+    how = "".join(letter for letter, on in (("b", c.swap_ab), ("p", c.persistent), ("r", c.runs), (c.form[:1], c.form)) if on)
     rows = "m" if c.swap_ab or c.form == "dot" else c.tile_m
     return f"{rows}x{c.tile_n}+{c.extra}x{c.tile_k} {c.num_ctas or 1}{c.occupancy}{c.num_worker_warps or 0}{c.latency}{how}"
 
 
-def work(g: Gemm, c: Tile, device: Device, spill: int = 0) -> Work:
-    """What a launch of whole tiles asks for."""
+def work(g: Gemm, c: Tile, device: Device, spill: int = 0) -> tuple[Work, ...]:
+    """What a launch asks for: whole tiles, then those that are split."""
+    kinds, _, flops = _of_tile(c, g.dtype, g.scaling, g.fast, g.tf32, g.gated)
     size, ctas = g.dtype.itemsize, c.num_ctas or 1
     tile_m, tile_n = c.tile_shape
-    longer, wide = (tile_n, tile_m) if c.swap_ab else (tile_m, tile_n)
-    if c.form == "dot" or g.dtype is torch.float32:
-        flops = 2.0 * tile_m * tile_n * c.tile_k / ctas
-    else:  # multiply-adds of an MMA of 64 rows, or the time its operands take out of shared memory (128 bytes a clock)
-        rows = -(-longer // (64 * ctas)) * ctas
-        flops = 2.0 * c.tile_k * rows * sum(max(64 * max(w, 8), 32 * (64 + w)) for w in (wide - c.extra, c.extra) if w) / ctas
-    filled = min(tile_m, g.m), tile_n
+    filled = min(tile_m, g.m)
     step_bytes = (tile_m + tile_n) * c.tile_k * size // ctas
     one_b = g.n * g.k * size
     size_b = one_b * (g.matrices_b or g.batch)
     tiles_m, tiles, resident = -(-g.m // tile_m), g.tiles(c), c.resident(device)
     bands_of_rows = -(-tiles_m // c.group)
     again = AGAIN * (bands_of_rows - 1) * size_b * min(1.0, max(0.0, one_b / device.l2_bytes - 0.3))
-    return Work(
-        blocks=tiles,
-        resident=resident,
-        per_sm=c.occupancy,
-        sms=ctas,
-        steps=-(-g.k // c.tile_k),
-        flops=flops,
-        kinds=kinds(g, c),
-        fill=sum(filled) * c.tile_k * size / ctas * (1.25 if ctas > 1 else 1.0),
-        padding=max(0, tile_m - g.m) * c.tile_k * size / ctas,
-        dram=g.size_bytes + again,
-        span=min(size_b, min(tiles, resident) / tiles_m * tile_n * g.k * size),
-        aligned=g.pitch,
-        unaligned=sum(rows for rows, pitch in zip(filled, g.pitches, strict=True) if pitch < 128) / sum(filled),
-        serial=float(g.scaling is Scaling.BLOCK),
-        out=tile_m * tile_n / ctas,
-        persistent=c.persistent,
-        spill=spill,
-        stages=max(1, min(c.latency, STEPS_BYTES // c.occupancy // step_bytes)),
-    )
-
-
-def split_work(whole: Work, split_tiles: int, parts: int) -> Work | tuple[Work, ...]:
-    """The same with the last `split_tiles` of the tiles cut along k into `parts` blocks each: whole
-    waves, then one of parts.
-    """
+    dram, steps = g.size_bytes + again, -(-g.k // c.tile_k)
+    span = min(size_b, min(tiles, resident) / tiles_m * tile_n * g.k * size)
+    pitches = g.pitches
+    fixed: dict[str, Any] = {
+        "resident": resident,
+        "per_sm": c.occupancy,
+        "sms": ctas,
+        "flops": flops,
+        "kinds": kinds,
+        "fill": (filled + tile_n) * c.tile_k * size / ctas * (1.25 if ctas > 1 else 1.0),
+        "padding": max(0, tile_m - g.m) * c.tile_k * size / ctas,
+        "aligned": min(pitches),
+        "unaligned": (filled * (pitches[0] < 128) + tile_n * (pitches[1] < 128)) / (filled + tile_n),
+        "serial": float(g.scaling is Scaling.BLOCK),
+        "out": tile_m * tile_n / ctas,
+        "persistent": c.persistent,
+        "spill": spill,
+        "stages": max(1, min(c.latency, STEPS_BYTES // c.occupancy // step_bytes)),
+    }
+    split_tiles = c.split_tiles(g, device)
     if not split_tiles:
-        return whole
-    tiles, sms, size = whole.blocks, whole.sms, 4
-    last = replace(
-        whole,
-        blocks=split_tiles * parts,
-        steps=-(-whole.steps // parts),
-        dram=whole.dram * split_tiles / tiles,
-        span=whole.span * min(split_tiles, whole.resident / parts) / min(tiles, whole.resident),
-        partial=2.0 * split_tiles * parts * whole.out * sms * size,
-    )
-    return last if split_tiles == tiles else (replace(whole, blocks=tiles - split_tiles, dram=whole.dram * (1 - split_tiles / tiles)), last)
+        return (Work(tiles, steps=steps, dram=dram, span=span, **fixed),)
+    parts, share = c.parts(g), split_tiles / tiles
+    at_once = span * min(split_tiles, resident / parts) / min(tiles, resident)
+    written = 2.0 * split_tiles * parts * tile_m * tile_n * 4
+    last = Work(split_tiles * parts, steps=-(-steps // parts), dram=dram * share, span=at_once, partial=written, **fixed)
+    return (last,) if share == 1 else (Work(tiles - split_tiles, steps=steps, dram=dram * (1 - share), span=span, **fixed), last)
 
 
 def family(g: Gemm, c: Tile) -> str:
     """What the model errs alike about: operands, epilogue, tile and how it is walked."""
     short = "" if c.swap_ab or c.form == "dot" or g.m > c.tile_m // 2 else f"<{next_pow2(g.m)}"
     options = f"{g.dtype.itemsize}{g.scaling.name[0]}{'g' * g.gated}{'t' * g.tf32}"
-    return f"{options} {tile_name(c)}{short}"
+    return f"{options} {tile_name(c)}{short}{'s' * (c.parts(g) > 1)}"

@@ -8,6 +8,7 @@ tensor cores still read: the compiler then waits for each step's MMAs (`DEPBAR.L
 FEW = 64  # rows of a up to which the product is bound by reading b
 MOST_DOT_ROWS = 4
 LEAST_SUM_ROWS, MOST_SUM_ROWS = 33, 192
+LEAST_CUT, MOST_CUT = MOST_SUM_ROWS, 768  # rows, or columns, that several tiles of a sum may cover
 # Up to 32 rows. Rows of a that are not there take the room of loads of b: 1.1 TB/s in tiles of 64 x
 # 64, 2.5 in these (16 x 2048 x 8192, H200).
 HOPPER_FEW = (
@@ -17,9 +18,13 @@ HOPPER_FEW = (
 )
 # From 33 to 192 rows, as a sum of two powers of two: 48, 80, 96, 144, 160, 192.
 HOPPER_SUMS = (
-    "0x64x128 4w 2o 4l sbu +0, 0x64x128 4w 2o 3l sbu +0, 0x64x128 4w 4l sbu +0, 0x64x128 4w 2o 2l sbu +0, 0x128x64 4w 5l sbu +0,"
-    "0x128x128 8w 3l sbu +0"
+    "0x64x128 4w 2o 4l sbu +0, 0x64x128 4w 2o 3l sbu +0, 0x64x128 4w 4l sbu +0, 0x64x128 4w 2o 2l sbu +0, 0x128x64 4w 5l psbu +0,"
+    "0x128x64 8w 4l psbu +0, 0x128x128 8w 3l sbu +0"
 )
+# From 193 to 768 rows, in tiles of 144 to 320 rows, where these pad less. No split-K of 256 rows:
+# its partial tile leaves room for two steps, and each then waits for its MMAs.
+HOPPER_TALL = "128x128x64 8w 4l psbu +0, 128x128x64 4w 5l psbu +0, 256x128x64 8w 4l pbu +0, 256x128x32 8w 5l pbu +0"
+HOPPER_BROAD = "128x128x64 8w 4l pu +0, 128x128x64 4w 5l pu +0"  # as many columns
 HOPPER_BATCH = (  # up to 64
     "64x64x512 4w 8l psb, 64x64x256 4w 8l psb, 64x64x128 4w 2o 8l psb, 64x128x256 8w 8l psb, 64x128x128 8w 8l psb, 64x64x128 4w 2o 8l ps,"
     "64x16x512 4w 8l ps, 64x32x256 4w 8l ps, 64x32x512 4w 8l ps, 64x32x128 4w 2o 8l ps, 64x64x256 4w 8l ps, 64x64x256 4w 2c 8l ps,"
@@ -27,7 +32,8 @@ HOPPER_BATCH = (  # up to 64
     "64x32x128 4w 2o 3l s, 64x128x128 8w 4l sb"
 )
 HOPPER = (
-    "256x256x64 8w 2c 5l ps, 128x256x64 8w 6l p, 128x256x64 8w 5l ps, 128x256x64 8w 4l ps, 256x128x64 8w 5l ps, 256x128x64 8w 2c 5l s,"
+    "256x256x64 8w 2c 5l ps, 128x256x64 8w 6l p, 128x256x64 8w 5l ps, 128x256x64 8w 4l ps, 256x128x64 8w 5l ps,"
+    "256x128x64 8w 2c 5l s,"
     "128x128x64 8w 5l s, 128x128x128 8w 5l s, 128x128x64 4w 5l ps, 128x128x64 4w 2o 2l s, 64x256x64 8w 5l ps, 256x64x64 8w 5l ps,"
     "64x128x128 8w 5l ps, 128x64x128 8w 5l ps, 128x64x64 4w 2o 5l ps, 64x64x128 4w 2o 5l ps, 64x128x64 4w 5l s, 64x128x64 4w 2o 5l s,"
     "64x64x128 8w 6l s, 64x32x256 4w 8l s, 64x16x256 4w 8l s, 128x128x64 4w 6l +16, 128x128x64 4w 6l +32, 128x128x64 4w 5l +64,"
@@ -51,18 +57,18 @@ HOPPER_FP8 = (
     "64x64x256 4w 2o 3l sb, 64x64x256 4w 2o 3l s, 64x32x256 4w 2o 3l s"
 )
 # Sums of more bits than the tensor core's, for fp32 and fp16 outputs; runs of short ones for bf16
-# outputs and long k.
+# outputs and long k. Around runs the compiler waits for each MMA where a warp has fewer sums: 128 x
+# 128 on 8 warps (1.2 to 1.4 times the time, H200), 128 x 64 x 256.
 HOPPER_FP8_PRECISE = (
     "64x16x256 4w 8l s, 64x32x256 4w 8l s, 64x64x256 4w 6l s, 128x64x128 8w 6l s, 128x128x128 8w 6l p, 64x256x128 8w 6l p, 64x128x128 4w 2o 8l s,"
-    "64x64x512 4w 4l sb, 64x128x256 8w 6l sb, 64x256x128 8w 4l s, 64x64x256 4w 2o 3l sb, 128x256x128 8w 6l r, 128x256x128 8w 4l rp,"
-    "128x128x128 8w 6l rp, 256x128x128 8w 4l r, 64x256x128 8w 4l rps, 64x128x128 4w 2o 8l rs, 64x64x256 4w 2o 3l rsb, 64x64x512 4w 4l rsb,"
-    "64x128x256 8w 4l rsb"
+    "64x64x512 4w 4l sb, 64x128x256 8w 6l sb, 64x256x128 8w 4l s, 64x64x256 4w 2o 3l sb, 128x256x128 8w 6l r, 128x256x128 8w 4l rps,"
+    "64x256x128 8w 4l rps, 256x64x128 8w 4l rsb, 256x128x128 8w 4l rsb, 64x128x128 4w 2o 8l rs, 64x64x256 4w 2o 3l rsb, 64x64x512 4w 4l rsb"
 )
 # Scales inside the loop: two accumulators, and latency 8 (ops/common/scaling.py).
 HOPPER_BLOCK = (
     "128x128x128 8w 8l ps, 64x64x128 4w 2o 8l s, 64x64x128 4w 4o 8l s, 64x128x128 4w 2o 8l ps, 64x32x128 4w 2o 8l s, 256x128x128 8w 2c 8l p,"
-    "128x64x128 8w 8l s, 128x64x128 8w 5l s +64, 128x64x128 8w 6l s +64, 128x64x128 8w 8l s +64, 64x64x128 4w 2o 5l s +64,"
-    "64x64x128 4w 2o 6l s +64, 128x128x256 8w 4l s, 128x128x256 8w 8l s"
+    "128x64x128 8w 8l s, 128x64x128 8w 5l s +64, 128x64x128 8w 6l s +64, 64x64x128 4w 2o 5l s +64, 64x64x128 4w 2o 6l s +64,"
+    "128x128x256 8w 4l s, 128x128x256 8w 8l s"
 )
 HOPPER_BLOCK_FEW = "0x64x128 4w 4o 8l sb, 0x64x128 4w 2o 8l sb, 0x128x128 8w 8l sb"  # up to 32 rows
 BLACKWELL = (

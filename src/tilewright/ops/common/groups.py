@@ -19,10 +19,14 @@ def expected_panels(rows: float, deviation: float, tile_m: int) -> float:
     """
     width = max(deviation, 1e-6) * math.sqrt(2)
     most = int((rows + 4 * deviation) // tile_m)
-    panels = sum(0.5 * math.erfc((j * tile_m + 0.5 - rows) / width) for j in range(1, most + 1))
+    if most > MANY_PANELS:
+        panels = (rows - 0.5) / tile_m - 0.5  # the sum as an integral
+    else:
+        panels = sum(0.5 * math.erfc((j * tile_m + 0.5 - rows) / width) for j in range(1, most + 1))
     return 1 - math.exp(-rows) + panels if rows < MANY else 1 + panels
 
 
+MANY_PANELS = 256  # from which on a deviation of sqrt(rows) is a panel or more, and the sum smooth
 MANY = 16.0  # rows that a group is as good as never without
 
 
@@ -30,7 +34,7 @@ def work(g: Gemm, c: Tile, panels: float, most_panels: int, device: Device) -> t
     """What the products of `panels` panels ask for, and the blocks that find no panel and leave."""
     tiles_n = -(-g.n // c.tile_n)
     tiles = max(1, round(panels * tiles_n))
-    products = replace(gemm_choices.work(g, c, device), blocks=tiles)
+    products = replace(gemm_choices.work(g, c, device)[0], blocks=tiles)
     empty = most_panels * tiles_n - tiles
     if c.persistent or empty <= 0:
         return (products,)

@@ -1,12 +1,84 @@
-"""What a launch of `attention` or `mla` asks of a machine: their configs share tiles and loops."""
+"""Configs of `attention` and `mla`, which share tiles and loops: which there are, what is legal,
+what a launch asks of a machine, and the launch.
 
+Where a function takes a problem p, it is either op's: their Problems have the same names.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from ...launch import Device
+from ...launch import Device, Launch, hints, next_pow2
 from ...select import Work
+from .attention_tiles import persistent_grid
 
+# tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps
+Row = tuple[int, int, int, int, int, bool, int | None, int | None, int | None]
+ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}  # architectures that take the rows of a near one
 RESCALE = 1 / 8  # time of scaling a running sum, in exponentials
-SAMPLES = 32  # tiles of queries of a sequence whose keys are counted; those between are like them
+SAMPLES = 32  # sequences, and tiles of queries of one, whose keys are counted; those between are like them
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one block goes through the keys.
+
+    tile_m, tile_n: queries of a block, keys of a step; powers of two.
+    parts: column parts in which a step's weights are made; 2 halves the registers that they hold,
+        which lets the compiler overlap the softmax of one step with the products of another.
+    latency: prefetch hint of the k and v loads, 1 to 10.
+    persistent: a block takes one tile of queries after the other; else it has one.
+    tf32x3: of `attention`: fp32 products on tensor cores, as three TF32 products each.
+    num_ctas, occupancy, num_worker_warps: compiler hints.
+    pad_values: of `attention`: a v_dim that is no power of two is padded to one; otherwise its sums
+        are two tiles, as head_dim always is: 96 = 64 + 32.
+    tail_n: keys of a step that a mask touches, a divisor of tile_n; 0 for tile_n. Shorter ones
+        compute fewer scores that nobody sees.
+    """
+
+    tile_m: int
+    tile_n: int
+    parts: int = 1
+    latency: int = 2
+    persistent: bool = False
+    tf32x3: bool = False
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+    pad_values: bool = True
+    tail_n: int = 0
+
+
+def least_width(p: Any) -> int:
+    """Columns of one step of a product."""
+    return 32 if p.scaled else 16
+
+
+def configs(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
+    """Those of an architecture's rows; on a CPU two, of few and of large tiles."""
+    if device.is_cpu:
+        longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.queries, p.kv_len))
+        yield Config(min(256, longest_m), 512)
+        yield Config(min(64, longest_m), min(128, longest_n), parts=2, pad_values=False, tail_n=min(least_width(p), longest_n))
+        return
+    masked = p.causal or p.ragged or p.window is not None
+    for tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, warps in rows:
+        yield Config(tile_m, tile_n, parts, latency, persistent, False, num_ctas, occupancy, warps, tail_n=tail_n if masked else 0)
+
+
+def legal(p: Any, c: Config, device: Device) -> bool:
+    """Persistent blocks need equal sequences. Steps of 256 keys leave no register for a mask, a cap
+    or sinks.
+    """
+    plain = not (p.ragged or p.window is not None)
+    return device.is_cpu or ((plain or not c.persistent) and (c.tile_n < 256 or (plain and p.softcap is None and not p.has_sinks)))
+
+
+def family(p: Any, c: Config) -> str:
+    """Launches that the model errs alike about."""
+    mask = "c" * p.causal + "w" * (p.window is not None) + "r" * p.ragged + "s" * (p.softcap is not None)
+    hints = f"{c.num_ctas}{c.occupancy}{c.num_worker_warps}" + "p" * c.persistent + "v" * (not c.pad_values)
+    return f"{p.dtype.itemsize}{mask} {next_pow2(p.head_dim)} {c.tile_m}x{c.tile_n}/{c.tail_n} {c.parts}{c.latency}{hints}"
 
 
 def seen_keys(q_len: int, n: int, tile_m: int, tail_n: int, causal: bool, window: int | None) -> tuple[int, float, int]:
@@ -21,24 +93,21 @@ def seen_keys(q_len: int, n: int, tile_m: int, tail_n: int, causal: bool, window
     return tiles, sum(found) / len(found), max(found)
 
 
-def prefill_work(
-    p: Any, c: Any, device: Device, heads: int, columns: tuple[int, int], kinds: tuple[str, ...], window: int | None = None, spill: int = 0
-) -> Work:
-    """p, c: a Problem and a Config. heads: of the queries. columns: of k and of v, as they are
-    padded.
+def work(p: Any, c: Config, device: Device, columns: tuple[int, int], kinds: tuple[str, ...], spill: int = 0) -> Work:
+    """columns: of k and of v, as they are padded.
 
     The keys of a step that a mask touches are computed in full, and so is a tile of queries that is
     not full.
     """
     tail_n, lengths = c.tail_n or c.tile_n, p.lengths()
-    each = {pair: seen_keys(pair[0], pair[1], c.tile_m, tail_n, p.causal, window) for pair in set(lengths)}
-    tiles = max(1, sum(each[pair][0] for pair in lengths))
-    keys = max(1.0, sum(each[pair][0] * each[pair][1] for pair in lengths) / tiles)
-    masked = (p.causal or window is not None) * -(-c.tile_m // tail_n)  # steps of a tile of queries, one behind the other
+    each = [(*seen_keys(q, n, c.tile_m, tail_n, p.causal, p.window), count) for q, n, count in lengths if count]
+    tiles = max(1, sum(count * tiles for tiles, _, _, count in each))
+    keys = max(1.0, sum(count * tiles * mean for tiles, mean, _, count in each) / tiles)
+    masked = (p.causal or p.window is not None) * -(-c.tile_m // tail_n)  # steps of a tile of queries, one behind the other
     size, per_sm, ctas = p.dtype.itemsize, c.occupancy or 1, c.num_ctas or 1
     rescales = RESCALE * (2 if size == 1 else 1)  # 8-bit products are added to the sums outside the tensor cores
     return Work(
-        blocks=tiles * heads,
+        blocks=tiles * p.q_heads,
         resident=max(1, device.sms * per_sm // ctas),
         per_sm=per_sm,
         steps=keys / c.tile_n + (1.0 if masked else 0.5),  # the first scores and the last sums have nothing beside them
@@ -53,6 +122,34 @@ def prefill_work(
         # order.
         persistent=c.persistent and not masked,
         chain=masked * (2 if c.persistent else 1),
-        ragged=max(1.0, max(longest for *_, longest in each.values()) / keys),
+        ragged=max(1.0, max(longest for _, _, longest, _ in each) / keys),
         spill=spill,
     )
+
+
+def launch(kernel: Any, p: Any, c: Config, device: Device, given: dict[str, bool], **constants: Any) -> tuple[Launch, ...]:
+    """The one launch of a config. given: of the arrays that may be absent, which are there.
+    constants: those of the op beside what all have.
+    """
+    tiles = -(-p.q_len // c.tile_m)
+    grid: tuple[int, ...] = (tiles, p.q_heads, p.batch)
+    if p.varlen:
+        grid = p.q_len // c.tile_m + p.batch, p.q_heads  # see packed_tile
+    elif c.persistent:
+        grid = persistent_grid((tiles, p.q_heads, p.batch), device.sms * (c.occupancy or 1) // (c.num_ctas or 1), p.causal)
+    constants |= {
+        "causal": p.causal,
+        "has_len": p.has_len,
+        "return_lse": p.return_lse,
+        "scaled": p.scaled,
+        "keys_last": p.keys_last,
+        "masked": p.causal or p.ragged or p.window is not None or p.kv_len % c.tile_n != 0,
+        "persistent": c.persistent,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "tail_n": c.tail_n or c.tile_n,
+        "parts": c.parts,
+        "latency": c.latency,
+    }
+    given = {"lse": p.return_lse, "kv_len": p.has_len, "q_scale": p.scaled, "k_scale": p.scaled, "v_scale": p.scaled} | given
+    return (Launch(kernel, grid, constants, **hints(c), unused=tuple(name for name, there in given.items() if not there)),)

@@ -11,7 +11,8 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_tensor, dtype_name
+from ...launch import argument_error, check_positive, check_tensor, dtype_name
+from .scaling import FP8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
@@ -104,14 +105,14 @@ def sink_factor(maximum, denominator, sink):
 
 def visible_scores(q_len: int, n: int, causal: bool, window: int | None) -> int:
     """How many (query, key) pairs of one head the mask leaves."""
-    if not causal and window is None:
-        return q_len * n
-    total = 0
-    for last_key in range(n - q_len, n):
-        stop = min(n, last_key + 1) if causal else n
-        start = 0 if window is None else max(0, last_key - window + 1)
-        total += max(0, stop - start)
-    return total
+
+    def triangle(last: int) -> int:
+        """Sum of max(0, j + 1) over the queries' last keys j, the last of which is `last`."""
+        below, side = max(0, last + 1 - q_len), max(0, last + 1)
+        return (side * (side + 1) - below * (below + 1)) // 2
+
+    hidden = 0 if window is None else triangle(n - 1 - window)
+    return (triangle(n - 1) if causal else q_len * n) - hidden
 
 
 def check_heads(q: Tensor, k: Tensor, most: int = MAX_HEAD_DIM) -> None:
@@ -144,12 +145,13 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
     """The scale to use. Raises ValueError unless both are positive where given."""
+    if window is not None and not isinstance(window, (int, torch.SymInt)):
+        raise argument_error("window", "an integer", window)
     if window is not None and window < 1:
         raise argument_error("window", "at least 1", window)
     if scale is None:
         return head_dim**-0.5
-    if not scale > 0:
-        raise argument_error("scale", "positive", scale)
+    check_positive(scale, "scale")
     return scale
 
 
@@ -158,3 +160,28 @@ def check_per_head(tensor: Tensor, name: str, like: Tensor, heads: int) -> None:
     check_tensor(tensor, name, shape=(heads,), dtypes=(torch.float32,))
     if tensor.device != like.device:
         raise argument_error(f"{name}.device", like.device, tensor.device)
+
+
+def check_scales(like: Tensor, **given: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raises TypeError or ValueError unless each scale is given with 8-bit codes, as fp32 of its
+    shape on the device of `like`, and else is None.
+
+    given: of each scale's name the tensor and its shape.
+    """
+    for name, (tensor, shape) in given.items():
+        if like.dtype not in FP8:
+            if tensor is not None:
+                raise argument_error(name, f"None for {dtype_name(like.dtype)}", type(tensor).__name__)
+            continue
+        check_tensor(tensor, name, shape=shape, dtypes=(torch.float32,))  # type: ignore[arg-type]  # None: it says so
+        if tensor is not None and tensor.device != like.device:
+            raise argument_error(f"{name}.device", like.device, tensor.device)
+
+
+def no_keys(out: Tensor, lse: Tensor | None, denominator: Tensor | None = None) -> None:
+    """The result where there is nothing to see, or to compute."""
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-math.inf)
+    if denominator is not None:
+        denominator.zero_()

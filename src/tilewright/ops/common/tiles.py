@@ -52,6 +52,24 @@ def load_tile(array, index, shape, padding, whole, latency, tma):
     return ct.load(array, index, shape, padding_mode=padding, latency=latency, allow_tma=tma)
 
 
+def load_masked(matrix, at, shape, padding, whole, latency, tma):
+    """As `load_tile`, of a matrix [rows, columns]; the loads of a tile that does not lie inside run
+    together too.
+
+    It is gathered: the compiler makes predicates of a gather's masks. The TMA unit checks for
+    nothing, but pads with zeros only.
+    """
+    if whole or (tma and padding == ct.PaddingMode.ZERO):
+        return load_tile(matrix, at, shape, padding, whole, latency, tma)
+    rows = (ct.arange(shape[0], dtype=ct.int32) + at[0] * shape[0]).reshape((shape[0], 1))
+    columns = (ct.arange(shape[1], dtype=ct.int32) + at[1] * shape[1]).reshape((1, shape[1]))
+    inside = columns < matrix.shape[1]
+    if shape[0] > 1:  # a tile of one row is not behind the end
+        inside = inside & (rows < matrix.shape[0])
+    value = -math.inf if padding == ct.PaddingMode.NEG_INF else 0
+    return ct.gather(matrix, (rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
+
+
 def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
     """Calls compute(i, whole) for every row tile i of this block; whole, a constant: the tile lies
     inside the matrix [rows, COLS].
@@ -98,7 +116,10 @@ def vector_chunk(VECTOR, j, COLS, TILE_N):
     """[TILE_N]: chunk j of a vector of COLS elements, such as a weight that every row is multiplied
     by; zeros behind its end.
     """
-    return ct.load(VECTOR.slice(0, 0, COLS), (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+    if COLS % TILE_N == 0:
+        return ct.load(VECTOR.slice(0, 0, COLS), (j,), (TILE_N,), check_bounds=False, allow_tma=False)
+    columns = ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N  # gathered: as in load_masked
+    return ct.gather(VECTOR, columns, mask=columns < COLS, check_bounds=False)
 
 
 def rounded_sum(x, more):

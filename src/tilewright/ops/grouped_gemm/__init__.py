@@ -18,7 +18,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_near, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch.values import Claims, rising, within
 from ..common.scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
@@ -94,7 +95,12 @@ ARGUMENTS = ("a", "b", "sizes", "scale_a", "scale_b", "out", "rows")
 DECISION = Decision("grouped_gemm", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out",))
+def _claims(a: Tensor, offsets: Tensor | None, counts: Tensor | None) -> Claims:
+    yield from rising("offsets", offsets, a.shape[-2])
+    yield from within("counts", counts, 0, a.shape[-2])
+
+
+@torch_op(mutates=("out",), claims=_claims)
 def grouped_gemm_out(
     a: Tensor,
     b: Tensor,
@@ -102,9 +108,9 @@ def grouped_gemm_out(
     counts: Optional[Tensor],
     scale_a: Optional[Tensor],
     scale_b: Optional[Tensor],
-    out: Tensor,
     trans_b: bool,
     expected_rows: int,
+    out: Tensor,
 ) -> None:
     """`grouped_gemm` into `out` [.., n]. No checks, no sync: safe under graph capture, and a replay
     follows new offsets or counts.
@@ -142,6 +148,7 @@ def grouped_gemm(
     trans_b: bool = False,
     out_dtype: torch.dtype | None = None,
     expected_rows: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiplies each group of rows by a matrix of its own; the sizes of the groups stay on the
     device.
@@ -166,6 +173,8 @@ def grouped_gemm(
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
         expected_rows: rows of a group on average, where the host knows about how many; decides the
             tile, nothing else.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [rows, n] or [groups, max_rows, n], contiguous. Rows of no group hold whatever the
         memory held. Offsets that decrease or leave the rows are clipped: nothing outside is
         touched. No message can tell, since only the device sees them.
@@ -191,12 +200,12 @@ def grouped_gemm(
     if expected_rows is not None and expected_rows < 1:
         raise argument_error("expected_rows", "None or at least 1", expected_rows)
     scaling_of(a, scale_a, scale_b, a.shape[-2], n, k, batch_a=groups if masked else None, batch_b=groups)
-    out = torch.empty((*a.shape[:-1], n), dtype=out_dtype, device=a.device)
+    out = out_or_new(out, (*a.shape[:-1], n), out_dtype, a, b, sizes, scale_a, scale_b)
     if out.numel() == 0:
         return out
     if k == 0:
         return out.zero_()
-    grouped_gemm_out(a, b, offsets, counts, scale_a, scale_b, out, trans_b, expected_rows or 0)
+    grouped_gemm_out(a, b, offsets, counts, scale_a, scale_b, trans_b, expected_rows or 0, out)
     return out
 
 
@@ -240,6 +249,8 @@ def grouped_gemm_list(
     for i, (x, w, sa, sb) in enumerate(zip(a, b, scales_a, scales_b, strict=True)):
         check_tensor(x, f"a[{i}]", ndim=2, like=a[0])
         check_tensor(w, f"b[{i}]", ndim=2, like=a[0])
+        check_near(x, f"a[{i}]")
+        check_near(w, f"b[{i}]")
         n, k = w.shape if trans_b else (w.shape[1], w.shape[0])
         if x.shape[1] != k:
             raise argument_error(f"a[{i}].shape[1]", f"{k}, the k of b[{i}] {tuple(w.shape)}", x.shape[1])

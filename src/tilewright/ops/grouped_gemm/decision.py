@@ -4,6 +4,7 @@ follow.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Problem:
         return self.expected_rows or (self.rows if self.masked else -(-self.rows // self.groups))
 
     @property
+    @lru_cache(maxsize=64)  # as in matmul
     def gemm(self) -> Gemm:
         """A product for each group, all of the mean number of rows."""
         rows = self.group_rows()

@@ -77,7 +77,7 @@ def list_plan(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, trans_
         return sum(-(-m // tile.tile_m) * -(-n // tile.tile_n) for m, n, _ in shapes)
 
     def price(tile: Tile) -> float:
-        return us(replace(work(g, tile, device), blocks=count(tile)), rates("grouped_gemm", device))
+        return us(replace(work(g, tile, device)[0], blocks=count(tile)), rates("grouped_gemm", device))
 
     if device.is_cpu:
         tile = next(cpu_tiles(g, Tile))

@@ -24,7 +24,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch.values import Claim, Claims, positive
 from .. import rms_norm
 from ..common.scaling import FP8
 from ..common.softmax_tiles import check_int32
@@ -133,7 +134,24 @@ DECISION = Decision(
 )
 
 
-@torch_op(mutates=("k_cache", "v_cache", "q"))
+def _claims(k_cache: Tensor, positions: Tensor, block_table: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Claims:
+    pool, _, page_size, _ = k_cache.shape
+    rooms = page_size * (1 if block_table is None else block_table.shape[1])
+    stored = (positions >= 0) & (positions < rooms)
+    ordered, order = positions.sort(dim=1, stable=True)
+    again = torch.zeros_like(stored)
+    again[:, 1:] = ordered.diff(dim=1) == 0
+    yield Claim("positions", positions, ~(stored & torch.zeros_like(stored).scatter(1, order, again)), "unlike those before it in its sequence")
+    if block_table is not None:
+        page = positions.clamp(0, rooms - 1).long() // page_size
+        used = torch.zeros_like(block_table, dtype=torch.int32).scatter_add(1, page, stored.int()) > 0
+        inside = (block_table >= 0) & (block_table < pool)
+        yield Claim("block_table", block_table, ~used | inside, f"in 0..{pool - 1}, the pages of the cache")
+    yield from positive("k_scale", k_scale)
+    yield from positive("v_scale", v_scale)
+
+
+@torch_op(mutates=("k_cache", "v_cache", "q"), claims=_claims)
 def kv_append_out(
     k: Tensor,
     v: Tensor,
@@ -145,12 +163,12 @@ def kv_append_out(
     cos: Optional[Tensor],
     sin: Optional[Tensor],
     rope_positions: Optional[Tensor],
-    interleaved: bool,
     k_scale: Optional[Tensor],
     v_scale: Optional[Tensor],
     q_norm: Optional[Tensor],
     k_norm: Optional[Tensor],
     v_norm: Optional[Tensor],
+    interleaved: bool,
     eps: float,
     round_before_weight: bool,
 ) -> None:
@@ -251,7 +269,7 @@ def kv_append(
         q_norm, k_norm: [head_dim], dtype and device of k; each head of q, of k is scaled to unit
             root mean square and by this weight before it is rotated.
         v_norm: [v_dim], likewise; of v before it is stored.
-        eps: of the norms: added to the mean of squares, so in their units.
+        eps: of the norms: added to the mean of squares, so in their units; positive.
         round_before_weight: of the norms, as in `rms_norm`.
     Returns: (k_cache, v_cache), with q (k_cache, v_cache, q): the tensors it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -306,9 +324,10 @@ def kv_append(
             check_tensor(weight, name, shape=(dim,), like=k)
     if round_before_weight and all(weight is None for weight, _ in norms.values()):
         raise argument_error("round_before_weight", "False without a norm", round_before_weight)
+    check_positive(eps, "eps")
     if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
-        rope = (q, cos, sin, rope_positions, interleaved)
-        kv_append_out(k, v, k_cache, v_cache, positions, block_table, *rope, k_scale, v_scale, q_norm, k_norm, v_norm, eps, round_before_weight)
+        optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
+        kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight)
     return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
 
 

@@ -1,6 +1,6 @@
 """What a launch of `kv_append` may depend on, and what it comes to."""
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
+from ..common.rows import grid_fits, stream, threads
 from ..common.scaling import FP8
 from .kernels import kv_append_kernel
 
 # Of the candidates: elements of a tile, tokens of a block, worker warps.
-SIZES = (
-    (512, 1, 4),
-    (1024, 1, 4),
-    (256, 1, 4),
-    (2048, 1, 4),
-    (1024, 4, 4),
-    (2048, 2, 4),
-    (1024, 8, 4),
-    (2048, 4, 8),
-)
+SIZES = ((512, 1, 4), (1024, 1, 4), (256, 1, 4), (2048, 1, 4), (1024, 4, 4), (2048, 2, 4), (1024, 8, 4), (2048, 4, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +53,11 @@ class Problem:
     @property
     def values_dim(self) -> int:
         return self.v_dim or self.head_dim
+
+    @property
+    def widest(self) -> int:
+        """Columns of a tile."""
+        return next_pow2(max(self.head_dim, self.values_dim))
 
     @property
     def scaled(self) -> bool:
@@ -154,61 +151,54 @@ def groups(p: Problem, c: Config) -> Groups:
     return Groups(q, ct.cdiv(p.kv_heads, kv_tile), q_tile, kv_tile, p.q_heads % q_tile == 0, p.kv_heads % kv_tile == 0)
 
 
-def candidates(p: Problem, device: Device) -> Iterator[Config]:
+def grid(p: Problem, c: Config) -> tuple[int, int]:
+    """Blocks of heads and tokens, and sequences."""
+    g = groups(p, c)
+    return (g.q + 2 * g.kv) * ct.cdiv(p.tokens, c.tokens), p.batch
+
+
+def candidates(p: Problem, device: Device) -> list[Config]:
     """Tiles of whole heads, of one token or several."""
     heads = next_pow2(max(p.q_heads if p.rotary_dim else 0, p.kv_heads))
     if device.is_cpu:
-        yield from (Config(heads, min(4, p.tokens)), Config(max(1, heads // 4), 1))
-        return
-    widest = next_pow2(max(p.head_dim, p.values_dim))
-    for elements, tokens, warps in SIZES:
-        yield Config(min(heads, max(1, elements // widest)), min(tokens, p.tokens), num_worker_warps=warps)
+        return [Config(heads, min(4, p.tokens)), Config(max(1, heads // 4), 1)]
+    return [Config(min(heads, max(1, size // p.widest)), min(tokens, p.tokens), num_worker_warps=warps) for size, tokens, warps in SIZES]
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Codes need a device that has them."""
-    return device.has_fp8 or not p.scaled
+    return grid_fits(*grid(p, c))
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
     """A block copies its heads; the position and the row of the table come before the store."""
-    g, threads, size = groups(p, c), 32 * (c.num_worker_warps or 4), p.dtype.itemsize
-    widest = next_pow2(max(p.head_dim, p.values_dim))
-    tile = max(g.q_tile if g.q else 0, g.kv_tile) * widest * c.tokens
-    each = tile / threads
-    per_sm = max(1, min(2048 // threads, int(65_536 / threads / (40 + each * (1 + size / 4)))))
+    g, size = groups(p, c), p.dtype.itemsize
+    tile = max(g.q_tile if g.q else 0, g.kv_tile) * p.widest * c.tokens
     # Checked loads wait for each other: where a tile passes the last head, or a half is no power of
     # two.
     checked = not (g.even_q and g.even_kv) or p.rotary_dim & (p.rotary_dim - 1)
-    return Work(
-        blocks=(g.q + 2 * g.kv) * ct.cdiv(p.tokens, c.tokens) * p.batch,
-        resident=device.sms * per_sm,
-        per_sm=per_sm,
-        flops=10 * tile,
-        kinds=("rows",),
-        serial=c.tokens * (max(1.0, each / c.tokens * size / 16) if checked else 1.0),
-        fill=tile * size,
-        dram=p.cost().size_bytes,
-        out=tile,
+    return stream(
+        p,
+        c,
+        device,
+        math.prod(grid(p, c)),
+        tile,
+        own=40,
+        held=1 + size / 4,
+        serial=c.tokens * (max(1.0, tile / threads(c) / c.tokens * size / 16) if checked else 1.0),
         chain=1 + (p.page_size > 0),
     )
 
 
 def family(p: Problem, c: Config) -> str:
     """Operand size, what the kernel does with it, and what a thread has of a tile."""
-    warps, widest = c.num_worker_warps or 4, next_pow2(max(p.head_dim, p.values_dim))
     what = "p" * (p.page_size > 0) + "r" * (p.rotary_dim > 0) + "n" * (p.q_norm or p.k_norm or p.v_norm) + "s" * p.scaled
     g = groups(p, c)
     even = "" if g.even_q and g.even_kv else "u"
-    return f"{p.dtype.itemsize}{what}{even} {c.tile_h * widest // (32 * warps)}x{c.tokens} {warps}"
+    return f"{p.dtype.itemsize}{what}{even} {c.tile_h * p.widest // threads(c)}x{c.tokens} {threads(c) // 32}"
 
 
 CHOICES = Choices("kv_append", candidates, legal, work, family)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -248,5 +238,4 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "v_weight": p.v_norm,
     }
     unused = tuple(name for name, there in given.items() if not there)
-    grid = ((g.q + 2 * g.kv) * ct.cdiv(p.tokens, c.tokens), p.batch)
-    return (Launch(kv_append_kernel, grid, constants, **hints(c), pdl=True, unused=unused),)
+    return (Launch(kv_append_kernel, grid(p, c), constants, **hints(c), pdl=True, unused=unused),)

@@ -17,13 +17,13 @@ Numerics  Products and sums in fp32, partial tiles in fp32, everything behind th
 Bound     Compute from a few hundred rows on; below that memory: the weights are read once.
 """
 
-from typing import Any
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_tensor, torch_op
+from ...launch import Device, argument_error, as_rows, check_tensor, out_or_new, torch_op
 from ..common.scaling import FP8, dequantize, known_scaling, scale_views, scaling_of, torch_product
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
@@ -98,15 +98,15 @@ def matmul_out(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    out: Tensor,
-    trans_a: bool,
-    trans_b: bool,
-    tf32: bool,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
     residual: Tensor | None,
-    silu_mul: bool,
     out_scale: Tensor | None,
+    trans_a: bool,
+    trans_b: bool,
+    tf32: bool,
+    silu_mul: bool,
+    out: Tensor,
 ) -> None:
     """`matmul` into `out`, all operands 2-D. No checks, no sync: safe under graph capture."""
     launches = DECISION.launches(
@@ -142,6 +142,7 @@ def matmul(
     silu_mul: bool = False,
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Matrix product with what often follows it; `matmul(x, weight, bias, trans_b=True)` is
     torch.nn.functional.linear.
@@ -163,6 +164,8 @@ def matmul(
             projections whose rows alternate; n even.
         out_scale: fp32 [], on the device of a: factor of the result before the residual.
         out_dtype: bf16, fp16 or fp32; default the dtype of a, bf16 for 8-bit operands.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [..., m, n] (n / 2 with silu_mul), contiguous. No rows or columns: empty, nothing
         launched. k = 0: as if the product were 0.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -187,9 +190,10 @@ def matmul(
         columns, odd = divmod(n, 2)
         if odd:
             raise argument_error("n of b", "even with silu_mul", n)
-    out = torch.empty((a.shape[1], columns) if trans_a else (*a.shape[:-1], columns), dtype=stored, device=a.device)
+    shape = (a.shape[1], columns) if trans_a else (*a.shape[:-1], columns)
+    out = out_or_new(out, shape, stored, a, b, bias, scale_a, scale_b, residual, out_scale)
     if scale_a is not None or scale_b is not None:
-        scaling_of(a, scale_a, scale_b, out.numel() // columns if columns else 0, n, k)
+        scaling_of(a, scale_a, scale_b, math.prod(out.shape[:-1]), n, k)
     if bias is not None:
         check_tensor(bias, "bias", shape=(n,), like=out)
     if residual is not None:
@@ -202,20 +206,13 @@ def matmul(
         return out
     if k == 0:
         return out.copy_(_without_product(out, bias, residual, silu_mul, out_scale))
-    rest: tuple[Any, ...] = (scale_a, scale_b, None if residual is None else as_rows(residual), silu_mul, out_scale)
-    matmul_out(as_rows(a), b, bias, as_rows(out), trans_a, trans_b, tf32, *rest)
+    matmul_out(as_rows(a), b, bias, scale_a, scale_b, as_rows(residual), out_scale, trans_a, trans_b, tf32, silu_mul, as_rows(out))
     return out
 
 
 def _without_product(out: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out_scale: Tensor | None) -> Tensor:
-    nothing = torch.zeros((*out.shape[:-1], out.shape[-1] * (1 + silu_mul)), dtype=torch.float32, device=out.device)
-    return reference(
-        nothing[..., :0],
-        nothing.new_zeros(nothing.shape[-1], 0),
-        None if bias is None else bias.float(),
-        trans_b=True,
-        silu_mul=silu_mul,
-        out_scale=out_scale,
-        residual=residual,
-        out_dtype=out.dtype,
-    )
+    y = torch.zeros((*out.shape[:-1], out.shape[-1] * (1 + silu_mul)), dtype=torch.float32, device=out.device)
+    y = y if bias is None else y + bias
+    y = F.silu(y[..., 0::2]) * y[..., 1::2] if silu_mul else y
+    y = y if out_scale is None else y * out_scale
+    return y if residual is None else y + residual

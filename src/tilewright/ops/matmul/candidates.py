@@ -1,46 +1,28 @@
 """Which configs of `matmul` may be worth timing, which of them the kernels can run, and what each
 asks of the machine.
 
-Tiles are data (ops/common/gemm_tiles.py); splits and persistence are expanded from them, and
-select/ puts all in order.
+Tiles are data (ops/common/gemm_tiles.py); select/ puts them in order.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from ...launch import Decision, Device
 from ...select import Choices, Ordered, Work, ordered
 from ..common import gemm_choices
-from ..common.gemm_choices import cpu_tiles, split_work, tiles_for
+from ..common.gemm_choices import tiles_for
 from ..common.pdl import whole_tiles
 from ..common.scaling import FAST_SUM, FP8, GROUP, Scaling
 from .decision import Config, Problem, plan
 from .gathered_kernel import UNIT
 
-PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
-LEAST_PART = 512  # of k
-MOST_SPLIT_WAVES = 6  # beyond, a last wave is not worth a second launch
-
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    """Each tile as it is, persistent where there is more than a wave, and with the last wave
-    split.
-    """
-    if device.is_cpu:
-        yield from cpu_tiles(p.gemm, Config)
-        return
-    if p.m == 1 and p.k <= 4096 and p.trans_b and not p.trans_a and p.dtype.itemsize == 2:  # as in rms_norm_matmul
+    """The tiles of every product, and one row with all of k in a step."""
+    if p.m == 1 and p.k <= 4096 and p.trans_b and not p.trans_a and p.dtype.itemsize == 2 and not device.is_cpu:  # as in rms_norm_matmul
         yield from (Config(1, n, k, dot=True, latency=8, num_ctas=1, occupancy=o, num_worker_warps=4) for n, k, o in whole_tiles(p.k))
-    for c, how in tiles_for(p.gemm, device, Config):
-        yield c
-        tiles, resident = c.tiles(p), c.resident(device)
-        left = tiles % resident
-        if "s" in how and left and tiles < MOST_SPLIT_WAVES * resident:
-            fitting = [parts for parts in PARTS if parts * left <= 2 * resident and parts * LEAST_PART <= p.k]
-            fitting.sort(key=lambda parts: -(-parts * left // resident) / parts)  # how long the last wave takes
-            yield from (replace(c, split_k=parts) for parts in fitting[:2])
+    yield from tiles_for(p.gemm, device, Config)
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
@@ -56,7 +38,9 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
             return False
     if c.fast_runs and not (p.dtype in FP8 and p.stored is torch.bfloat16 and p.scaling is not Scaling.BLOCK and p.k > FAST_SUM):
         return False
-    if c.split_k > 1 and (p.has_epilogue or not c.split_tiles(p, device)):
+    if c.extra_n and (c.fast_runs or (c.persistent and p.scaling)):
+        return False
+    if c.split_k > 1 and (p.has_epilogue or not c.split_tiles(p.gemm, device)):
         return False
     return not (c.gathered and (p.fused or p.dtype.itemsize != 2 or p.k % UNIT or p.trans_a or not p.trans_b))
 
@@ -75,15 +59,14 @@ def spill(p: Problem, c: Config, device: Device) -> int:
     return 0
 
 
-def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
-    """What the launch asks for; whole waves, and a last one of split tiles."""
-    gemm = replace(p.gemm, fast=True) if c.fast_runs else p.gemm
-    return split_work(gemm_choices.work(gemm, c, device, spill(p, c, device)), c.split_tiles(p, device), c.parts(p))
+def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
+    """What the launch asks for."""
+    return gemm_choices.work(p.gemm, c, device, spill(p, c, device))
 
 
 def family(p: Problem, c: Config) -> str:
-    """What the model errs alike about: operands, epilogue, tile and how it is walked."""
-    return gemm_choices.family(p.gemm, c) + "s" * (c.split_k > 1)
+    """What the model errs alike about."""
+    return gemm_choices.family(p.gemm, c)
 
 
 CHOICES = Choices("matmul", candidates, legal, work, family)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ..common.gemm_choices import Gemm, Tile
+from ..common.gemm_choices import Gemm, Split
 from ..common.pdl import use_pdl
 from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
-from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
+from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel, matmul_uneven_persistent_kernel
 
 REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
 REDUCE_PARTS = 8  # partial tiles that it loads at a time
@@ -64,11 +64,9 @@ class Problem:
         return fast_sum(self.dtype, self.stored, self.k)
 
     @property
+    @lru_cache(maxsize=64)  # once for all configs of a problem: they are priced one after the other
     def gemm(self) -> Gemm:
         """What it has in common with other products."""
-        return _gemm(self)
-
-    def _made_gemm(self) -> Gemm:
         options: dict[str, Any] = {"fast": self.fast_acc, "tf32": self.tf32, "gated": self.silu_mul, "scaling": self.scaling}
         return Gemm(self.m, self.n, self.k, self.dtype, self.cost().size_bytes, trans_a=self.trans_a, trans_b=self.trans_b, **options)
 
@@ -113,76 +111,46 @@ class Problem:
         }
 
 
-@lru_cache(maxsize=64)
-def _gemm(problem: Problem) -> Gemm:
-    """Once for all configs of a problem: they are priced one after the other."""
-    return problem._made_gemm()
-
-
 @dataclass(frozen=True, slots=True)
-class Config(Tile):
+class Config(Split):
     """One way to compute it: a tile, and how it is computed.
 
-    extra_n: columns of a second accumulator beside the first, so that a tile need not be a power of
-        two wide, or that two MMAs take turns; 0 for none. With swap_ab it widens tile_m.
     dot: multiply and sum on the CUDA cores instead of the MMA: for very few rows of a, not of 8
         bits.
-    split_k: blocks that share each tile of the last, incomplete wave; a second launch adds their
-        fp32 partial tiles. 1: no split.
     fast_runs: the tensor core sums 8-bit products, 8192 of k at a time; fp32 adds these sums. For
         bf16 outputs and longer k.
     gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows
         that begin off multiples of 128 bytes.
     """
 
-    extra_n: int = 0
     dot: bool = False
-    split_k: int = 1
     fast_runs: bool = False
     gathered: bool = False
-
-    @property
-    def tile_shape(self) -> tuple[int, int]:
-        """Rows of a and columns of the output in a tile, with the extra ones."""
-        return (self.tile_m + self.extra_n, self.tile_n) if self.swap_ab else (self.tile_m, self.tile_n + self.extra_n)
-
-    @property
-    def extra(self) -> int:
-        """See Tile."""
-        return self.extra_n
 
     @property
     def form(self) -> str:
         """See Tile."""
         return "dot" if self.dot else "gathered" if self.gathered else "uneven" if self.extra_n else ""
 
-    def tiles(self, p: Problem) -> int:
-        """Of the output."""
-        return self.count(p.m, p.n)
+    @property
+    def runs(self) -> bool:
+        """See Tile."""
+        return self.fast_runs
 
     def whole(self, p: Problem) -> bool:
         """A block has one row's k at once: its weights can come while the launch before ends."""
         return self.dot and p.m == 1 and self.tile_k >= p.k and p.trans_b and not (p.trans_a or self.persistent or self.split_k > 1 or p.fused)
 
-    def split_tiles(self, p: Problem, device: Device) -> int:
-        """Tiles of the last, incomplete wave if they are split, else 0."""
-        return 0 if self.persistent or self.parts(p) == 1 else self.tiles(p) % self.resident(device)
-
-    def parts(self, p: Problem) -> int:
-        """Blocks for a split tile, none of them without a step."""
-        steps = -(-p.k // self.tile_k)
-        return -(-steps // -(-steps // self.split_k))
-
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """The product, and the sum of partial tiles where there are any."""
-    tiles, split_tiles, parts = c.tiles(p), c.split_tiles(p, device), c.parts(p)
+    tiles, split_tiles, parts = p.gemm.tiles(c), c.split_tiles(p.gemm, device), c.parts(p.gemm)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
     kernel, constants, optional = _product(p, c, split_tiles > 0)
     pdl = not (c.extra_n or c.gathered) and use_pdl(p.m, c.persistent)
     unused = tuple(name for name, used in optional.items() if not used)
     if not split_tiles:
-        return (Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, unused=(*unused, "partial")),)
+        return (Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, unused=unused),)
     tile_m, tile_n = c.tile_shape
     transposed = c.swap_ab != (c.extra_n > 0)  # the uneven side is the rows: the sum loads powers of two of columns
     height, width = (tile_n, tile_m) if transposed else (tile_m, tile_n)
@@ -199,17 +167,22 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 def _product(p: Problem, c: Config, split: bool) -> tuple[Any, dict[str, Any], dict[str, bool]]:
     """The product's kernel, its constants, and which of its optional arrays it reads."""
     given = {"split_k": split, "bias": p.bias, "latency": c.latency, "tile_k": c.tile_k}
+    used = {"bias": p.bias, "partial": split}
     if c.gathered:
-        return matmul_gathered_kernel, {**given, "tile_m": c.tile_m, "tile_n": c.tile_n, "group": c.group}, {"bias": p.bias}
+        return matmul_gathered_kernel, {**given, "tile_m": c.tile_m, "tile_n": c.tile_n, "group": c.group}, used
     given |= {"trans_a": p.trans_a, "trans_b": p.trans_b, "swap_ab": c.swap_ab}
-    scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), "bias": p.bias}
+    scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), **used}
     if c.extra_n:
         first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
-        shape = {"first": first, "second": second, "extra": c.extra_n, "group": c.group, "even": p.m % c.tile_m == 0}
-        return matmul_uneven_kernel, {**given, **shape, "scaling": int(p.scaling), "fast_acc": p.fast_acc}, scaled
+        given |= {"first": first, "second": second, "extra": c.extra_n, "group": c.group}
+        if c.persistent:
+            del given["split_k"]
+            return matmul_uneven_persistent_kernel, given, {"bias": p.bias}
+        more = {"scaling": int(p.scaling), "fast_acc": p.fast_acc, "even": p.m % c.tile_m == 0}
+        return matmul_uneven_kernel, {**given, **more}, scaled
     given |= {"tile_m": c.tile_m, "tile_n": c.tile_n, "dot": c.dot, "persistent": c.persistent}
     if not p.fused:
-        return matmul_kernel, {**given, "group": c.group, "whole": c.whole(p), "tf32": p.tf32}, {"bias": p.bias}
+        return matmul_kernel, {**given, "group": c.group, "whole": c.whole(p), "tf32": p.tf32}, used
     # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21,
     # notes/LOG.md).
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8

@@ -246,6 +246,74 @@ def matmul_uneven_kernel(
             right[1].store((tile_1, tile_2), acc_right.astype(out.dtype))
 
 
+@ct.kernel
+def matmul_uneven_persistent_kernel(
+    a,
+    b,
+    bias,
+    out,
+    FIRST: ct.Constant[int],
+    SECOND: ct.Constant[int],
+    EXTRA: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    SWAP_AB: ct.Constant[bool],
+    TRANS_A: ct.Constant[bool],
+    TRANS_B: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """`matmul_uneven_kernel` without scales, with blocks that take tile after tile.
+
+    The loads of a tile run under the end of the one before. The first step stands before the loop:
+    in a loop within a loop the compiler waits for each MMA of two accumulators that begin as zeros.
+    """
+    length = SECOND + EXTRA
+    first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
+    rows_2 = second.shape[0 if TRANS_SECOND else 1]
+    tiles_1, tiles_2 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST), ct.cdiv(rows_2, length)
+    tiles_right = ct.cdiv(rows_2 - SECOND, length)
+    left = _run(second, out, 0, SECOND, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
+    right = _run(second, out, SECOND, EXTRA, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
+
+    def one_tile(tile):
+        if SWAP_AB:
+            tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)
+        else:
+            tile_1, tile_2 = grouped_tile(tile, tiles_1, tiles_2, GROUP)
+        right_2 = min(tile_2, tiles_right - 1)  # the last tile may be cut before its right part begins
+
+        def summed(step, acc_left, acc_right):
+            x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
+            if TRANS_SECOND:
+                y_left = left[0].load((tile_2, step), latency=LATENCY).transpose()
+                y_right = right[0].load((right_2, step), latency=LATENCY).transpose()
+            else:
+                y_left, y_right = left[0].load((step, tile_2), latency=LATENCY), right[0].load((step, right_2), latency=LATENCY)
+            return ct.mma(x, y_left, acc_left), ct.mma(x, y_right, acc_right)
+
+        acc_left, acc_right = summed(0, ct.zeros((FIRST, SECOND), dtype=ct.float32), ct.zeros((FIRST, EXTRA), dtype=ct.float32))
+        for step in range(1, ct.cdiv(first.shape[0 if TRANS_FIRST else 1], TILE_K)):
+            acc_left, acc_right = summed(step, acc_left, acc_right)
+        if BIAS and SWAP_AB:
+            column = ct.load(bias, (tile_1,), (FIRST,), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((FIRST, 1))
+            acc_left, acc_right = acc_left + column, acc_right + column
+        elif BIAS:
+            acc_left = acc_left + _strip(bias, 0, SECOND, length).load((tile_2,), allow_tma=False).astype(ct.float32)
+            acc_right = acc_right + _strip(bias, SECOND, EXTRA, length).load((right_2,), allow_tma=False).astype(ct.float32)
+        if SWAP_AB:
+            left[1].store((tile_2, tile_1), acc_left.transpose().astype(out.dtype))
+            if tile_2 < tiles_right:
+                right[1].store((tile_2, tile_1), acc_right.transpose().astype(out.dtype))
+        else:
+            left[1].store((tile_1, tile_2), acc_left.astype(out.dtype))
+            if tile_2 < tiles_right:
+                right[1].store((tile_1, tile_2), acc_right.astype(out.dtype))
+
+    for tile in range(ct.bid(0), tiles_1 * tiles_2, ct.num_blocks(0)):
+        one_tile(tile)
+
+
 def _run(second, out, START, ROWS, FIRST, TILE_K, STEP, TRANS_SECOND, SWAP_AB):
     """Views of the second operand and of out from row START on, in which neighbouring tiles of ROWS
     rows are STEP rows apart.

@@ -11,15 +11,15 @@ Numerics  As in `attention`: scores of both products in one fp32 sum, weights ro
 Bound     Compute, 2 * (nope_dim + rope_dim + v_dim) flops per visible score.
 """
 
-import math
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, torch_op
+from ...launch.values import Claims, positive, spans
 from ..common.scaling import FP8
-from ..common.softmax_tiles import LOG2E, check_int32, check_per_head, check_scale_and_window
+from ..common.softmax_tiles import LOG2E, check_int32, check_scale_and_window, check_scales, no_keys
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import mla_kernel
 
@@ -76,21 +76,27 @@ ARGUMENTS = ("q_nope", "q_rope", "k_nope", "k_rope", "v", "out", "lse", "kv_len"
 DECISION = Decision("mla", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out", "lse"))
+def _claims(k_nope: Tensor, kv_len: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Claims:
+    yield from spans(None, kv_len, k_nope.shape[2])
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        yield from positive(name, scale)
+
+
+@torch_op(mutates=("out", "lse"), claims=_claims)
 def mla_out(
     q_nope: Tensor,
     q_rope: Tensor,
     k_nope: Tensor,
     k_rope: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Optional[Tensor],
     kv_len: Optional[Tensor],
     q_scale: Optional[Tensor],
     k_scale: Optional[Tensor],
     v_scale: Optional[Tensor],
     scale: float,
     causal: bool,
+    out: Tensor,
+    lse: Optional[Tensor],
 ) -> None:
     """`mla` into `out` and, if given, `lse`. No checks, no sync: safe under graph capture."""
     batch, heads, q_len, nope_dim = q_nope.shape
@@ -177,26 +183,17 @@ def mla(
     scale = check_scale_and_window(scale, None, nope_dim + rope_dim)
     if kv_len is not None:
         check_int32(kv_len, "kv_len", q_nope, (batch,))
-    for name, given in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if q_nope.dtype not in FP8:
-            if given is not None:
-                raise argument_error(name, f"None for {dtype_name(q_nope.dtype)}", type(given).__name__)
-        elif name == "k_scale":
-            check_tensor(given, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
-        else:
-            check_per_head(given, name, q_nope, heads)  # type: ignore[arg-type]
+    check_scales(q_nope, q_scale=(q_scale, (heads,)), k_scale=(k_scale, ()), v_scale=(v_scale, (heads,)))
     stored = torch.bfloat16 if q_nope.dtype in FP8 else q_nope.dtype
     if out is None:
         out = torch.empty((batch, q_len, heads, v_dim), dtype=stored, device=q_nope.device).transpose(1, 2)
     else:
-        check_out(out, (batch, heads, q_len, v_dim), stored, (q_nope, q_rope, k_nope, k_rope, v))
+        check_out(out, (batch, heads, q_len, v_dim), stored, (q_nope, q_rope, k_nope, k_rope, v, kv_len, q_scale, k_scale, v_scale))
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_nope.device) if return_lse else None
     if out.numel() and k_nope.numel():
-        mla_out(q_nope, q_rope, k_nope, k_rope, v, out, lse, kv_len, q_scale, k_scale, v_scale, scale, causal)
+        mla_out(q_nope, q_rope, k_nope, k_rope, v, kv_len, q_scale, k_scale, v_scale, scale, causal, out, lse)
     else:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-math.inf)
+        no_keys(out, lse)
     return out if lse is None else (out, lse)
 
 

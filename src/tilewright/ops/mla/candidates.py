@@ -1,10 +1,11 @@
 """Configs of `mla` worth timing, by architecture: data.
 
-A row: tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps.
 Rows were chosen on compiled code. The cost model orders them; of equal ones the first counts.
 """
 
-_HOPPER = (
+from ..common.prefill import Row
+
+_HOPPER: tuple[Row, ...] = (
     (128, 128, 128, 2, 2, False, 1, 1, 8),
     (128, 128, 64, 2, 2, False, 1, 1, 8),
     (128, 128, 128, 1, 2, False, 1, 1, 8),
@@ -12,7 +13,7 @@ _HOPPER = (
     (64, 128, 64, 2, 2, False, 1, 2, 4),
     (128, 128, 128, 2, 2, True, 1, 1, 8),
 )
-_SMALL = ((64, 32, 32, 1, 2, False, None, 1, 8), (32, 32, 32, 1, 2, False, None, 1, None))
+_SMALL: tuple[Row, ...] = ((64, 32, 32, 1, 2, False, None, 1, 8), (32, 32, 32, 1, 2, False, None, 1, None))
 HALF = {
     "sm_80": _SMALL[:1],
     "sm_90": _HOPPER,
@@ -28,4 +29,3 @@ EIGHT = {
     "sm_100": ((64, 128, 128, 1, 2, False, None, 1, None), (64, 64, 64, 1, 2, False, None, 2, None)),
     "sm_120": _SMALL,
 }
-ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}

@@ -27,14 +27,14 @@ Bound     Few tokens: reading each chosen expert's weights once. Many: the produ
                           moe_sum_kernel   moe_sum_kernel        over k
 """
 
-import math
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_finite, check_positive, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch.values import Claims, within
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
 from .choices import CHOICES, space
@@ -127,7 +127,11 @@ _ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch
 DECISION = Decision("moe", problem=Problem, arguments=_ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out",))
+def _claims(ids: Tensor) -> Claims:
+    yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
+
+
+@torch_op(mutates=("out",), claims=_claims)
 def moe_out(
     x: Tensor,
     gate_up: Tensor,
@@ -138,11 +142,11 @@ def moe_out(
     scale_down: Optional[Tensor],
     bias_gate_up: Optional[Tensor],
     bias_down: Optional[Tensor],
+    shared_gate_up: Optional[Tensor],
+    shared_down: Optional[Tensor],
     alpha: float,
     limit: Optional[float],
     up_offset: float,
-    shared_gate_up: Optional[Tensor],
-    shared_down: Optional[Tensor],
     out: Tensor,
 ) -> None:
     """`moe` into `out`, with gate_up [experts, 2, inter, hidden], bias_gate_up [experts, 2, inter]
@@ -195,6 +199,7 @@ def moe(
     up_offset: float = 0.0,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Sends each token through its experts and adds up what they make of it, weighted. Nothing
     waits for the device.
@@ -226,6 +231,8 @@ def moe(
             scales or biases and the default activation: experts that it passes besides, with a
             weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
         shared_down: [shared, hidden, inter], likewise; both or neither.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty
         without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -253,12 +260,10 @@ def moe(
     if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
         raise argument_error("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
     check_tensor(ids, "ids", shape=tuple(weights.shape))
-    if not 0 < alpha < math.inf:
-        raise argument_error("alpha", "positive", alpha)
-    if limit is not None and not 0 < limit < math.inf:
-        raise argument_error("limit", "positive, or None", limit)
-    if not math.isfinite(up_offset):
-        raise argument_error("up_offset", "finite", up_offset)
+    check_positive(alpha, "alpha")
+    if limit is not None:
+        check_positive(limit, "limit")
+    check_finite(up_offset, "up_offset")
     if bias_gate_up is not None or bias_down is not None:
         bias_gate_up = _check_biases(x, bias_gate_up, bias_down, experts, inter)
     if shared_gate_up is not None or shared_down is not None:
@@ -267,14 +272,14 @@ def moe(
             raise argument_error("bias_down, alpha, limit and up_offset", "left out with shared experts", (alpha, limit, up_offset))
     if scaled:
         _check_scales(x, scale_gate_up, scale_down, experts, inter)
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    optional = (scale_gate_up, scale_down, bias_gate_up, bias_down, shared_gate_up, shared_down)
+    out = out_or_new(out, (tokens, hidden), x.dtype, x, gate_up, down, weights, ids, *optional)
     if out.numel() == 0:
         return out
     if inter == 0:
         return out.zero_()
     gate_up = gate_up if gate_up.dim() == 4 else gate_up.unflatten(1, (2, inter))
-    biased = (bias_gate_up, bias_down, alpha, limit, up_offset)
-    moe_out(x, gate_up, down, weights, ids.reshape(-1), scale_gate_up, scale_down, *biased, shared_gate_up, shared_down, out)
+    moe_out(x, gate_up, down, weights, ids.reshape(-1), *optional, alpha, limit, up_offset, out)
     return out
 
 

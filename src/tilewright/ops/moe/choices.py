@@ -17,7 +17,6 @@ from .decision import E4M3, Config, Problem, Product
 
 MOST_FEW = 64  # tokens that the kernels for few of them take at once
 MOST_SHORT = 256  # rows of an expert on average up to which the weights may be on the long side of the MMA
-TIE = 0.05  # prices of one token's tiles, all bound by memory, differ by less: the listed order decides
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -27,7 +26,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         return
     table = tables(p.scaling, p.loads_wide(device), device)
     if p.tokens == 1:
-        yield from _one_token(p, _products(table["vector_up"], 1), _products(table["vector_down"], 1), device)
+        yield from (Config(1, up, down, few=True) for up, down in product(*(_products(table[f"vector_{part}"], 1) for part in ("up", "down"))))
     ups, downs = (_products(table["reading"], parts) for parts in (2, 1))
     # With 8 columns of an MMA tileiras 13.4 multiplies some shapes on the CUDA cores of sm_80, and
     # spills.
@@ -45,20 +44,6 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             yield c
             if "p" in how or not _fits_grid(p, c):
                 yield replace(c, up=replace(up, persistent=True, occupancy=1), down=replace(down, persistent=True, occupancy=1))
-
-
-def _one_token(p: Problem, ups: list[Product], downs: list[Product], device: Device) -> Iterator[Config]:
-    """Those first whose last wave is full, or which have fewer waves: all read at about the
-    memory's rate.
-    """
-
-    def waves(rows: int, how: Product) -> int:
-        return -(-rows // (how.tile_n * how.resident(device)))
-
-    rows = (p.top_k + p.shared) * p.inter
-    ups = sorted(ups, key=lambda how: round(waves(rows, how) * how.tile_n * how.resident(device) / rows, 1))
-    downs = sorted(downs, key=lambda how: waves(p.hidden, how))
-    yield from (Config(1, up, down, few=True) for up, down in product(ups, downs))
 
 
 def _products(text: str, parts: int) -> list[Product]:
@@ -122,30 +107,35 @@ def _fits_grid(p: Problem, c: Config) -> bool:
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """The two products, and the launches around them; tokens choose at random."""
-    if c.few and p.tokens == 1:
-        return _one_work(p, c, device)
-    rows, size = p.pairs / p.experts, p.dtype.itemsize
-    used = p.experts * (1 - (1 - min(1.0, p.top_k / p.experts)) ** p.tokens)
-    panels, most = (used, p.pairs) if c.few else (p.experts * expected_panels(rows, rows**0.5, c.tile_m), p.most_panels(c.tile_m))
-    held = p.pairs * (c.tile_m if c.few else 1)  # rows between the launches
-    h, y = held * p.inter * size, held * p.hidden * size
+    one, rows = c.few and p.tokens == 1, p.pairs / p.experts
+    used = p.shared + p.experts * (1 - (1 - min(1.0, p.top_k / p.experts)) ** p.tokens)
+    panels, most = (used, p.pairs + p.shared) if c.few else (p.experts * expected_panels(rows, rows**0.5, c.tile_m), p.most_panels(c.tile_m))
+    held = (p.pairs + p.shared) * (c.tile_m if c.few else 1)  # rows between the launches
+    h, y = (held * n * p.dtype.itemsize for n in (p.inter, p.hidden))
 
     def matrices(parts: int, n: int, k: int, how: Product, left: float) -> tuple[Work, ...]:
         """left: bytes that the launch before left."""
-        blocks = Scaling.BLOCK if c.quantized or p.scaling is Scaling.BLOCK else Scaling.NONE
+        scaling = Scaling.BLOCK if c.quantized or p.scaling is Scaling.BLOCK else Scaling.NONE
         read = int(used * parts * n * k * p.weight_dtype.itemsize)
-        g = Gemm(max(1, round(p.pairs / used)), parts * n, k, E4M3 if c.quantized else p.dtype, read, batch=round(used), scaling=blocks)
+        g = Gemm(max(1, round(p.pairs / used)), parts * n, k, E4M3 if c.quantized else p.dtype, read, batch=round(used), scaling=scaling)
         tile = replace(how.tile(c.tile_m, parts), swap_ab=c.swap_ab)
         found, *empty = groups.work(g, tile, panels, most, device)
+        if one:  # a block of the second product adds up all experts
+            experts = round(used) if parts == 1 else 1
+            area = how.tile_k * tile.tile_n
+            found = replace(found, kinds=("dot",), flops=2.0 * area, blocks=found.blocks // experts, steps=found.steps * experts)
         fill = how.tile_k * (c.tile_m * g.dtype.itemsize + tile.tile_n * p.weight_dtype.itemsize)
         kinds = (*found.kinds, *(("widened",) if p.scaling and not c.quantized else ()))
         return replace(found, kinds=kinds, fill=fill, partial=2 * left), *empty
 
-    products = matrices(2, p.inter, p.hidden, c.up, 0.0 if c.few else y)
     small = Work(1, resident=8 * device.sms, per_sm=8, chain=1.0)
+    products = matrices(2, p.inter, p.hidden, c.up, 0.0 if c.few else y)
     if c.quantized:
         products += (replace(small, blocks=max(1, round(panels * c.tile_m / 16)), partial=3.0 * h),)
-    products += (*matrices(1, p.hidden, p.inter, c.down, h), replace(small, blocks=p.tokens, partial=2.0 * y))
+    products += matrices(1, p.hidden, p.inter, c.down, h)
+    if one:
+        return products
+    products += (replace(small, blocks=p.tokens, partial=2.0 * y),)
     if c.few:
         return products
     count = replace(small, blocks=p.experts, steps=-(-p.pairs // 4096), partial=8.0 * p.pairs)
@@ -153,32 +143,14 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     return count, permute, *products
 
 
-def _one_work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
-    """Of a single token. A block of the second product adds up all experts."""
-    slots = p.top_k + p.shared
-
-    def vector(parts: int, n: int, k: int, how: Product, blocks: int, h: float) -> Work:
-        g = Gemm(1, parts * n, k, p.dtype, slots * parts * n * k * p.weight_dtype.itemsize, batch=slots, scaling=p.scaling)
-        found = groups.work(g, how.tile(1, parts), slots, slots, device)[0]
-        area = parts * how.tile_n * how.tile_k
-        fill = float(how.tile_k * p.dtype.itemsize + area * p.weight_dtype.itemsize)
-        kinds = ("dot", *(("widened",) if p.scaling else ()))
-        return replace(found, blocks=blocks, steps=found.steps * found.blocks / blocks, flops=2.0 * area, kinds=kinds, fill=fill, partial=2 * h)
-
-    up = vector(2, p.inter, p.hidden, c.up, slots * -(-p.inter // c.up.tile_n), 0.0)
-    return up, vector(1, p.hidden, p.inter, c.down, -(-p.hidden // c.down.tile_n), slots * p.inter * p.dtype.itemsize)
-
-
 def family(p: Problem, c: Config) -> str:
     """What the model errs alike about: weights, form, and both tiles."""
     form = "one" if c.few and p.tokens == 1 else "few" if c.few else "short" if c.swap_ab else f"tall {c.tile_m}"
-    if form == "one" and not p.scaling:
-        return form
     both = (f"{h.tile_n}x{h.tile_k} {h.occupancy or 0}{h.num_worker_warps or 0}{'p' * h.persistent}{'a' * h.scales_ahead}" for h in (c.up, c.down))
     return f"{form} {p.scaling.name}{'+' * p.bias} {' '.join(both)}"
 
 
-CHOICES = Choices("moe", candidates, legal, work, family, tie=TIE)
+CHOICES = Choices("moe", candidates, legal, work, family)
 
 
 def space(p: Problem, device: Device) -> Ordered[Config]:

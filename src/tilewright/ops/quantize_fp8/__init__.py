@@ -13,8 +13,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
-from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, scales_for
+from ...launch import Decision, Device, argument_error, as_rows, check_tensor, each_out, out_or_new, torch_op
+from ...launch.values import Claims, positive
+from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_reread_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
 
@@ -69,7 +70,7 @@ DECISION = Decision(
 
 
 @torch_op(mutates=("codes", "scale"))
-def quantize_fp8_out(x: Tensor, codes: Tensor, scale: Tensor, block_m: Optional[int], block_n: Optional[int], power_of_two_scales: bool) -> None:
+def quantize_fp8_out(x: Tensor, block_m: Optional[int], block_n: Optional[int], power_of_two_scales: bool, codes: Tensor, scale: Tensor) -> None:
     """`quantize_fp8` into `codes`, both [rows, cols], and `scale` [column groups, row groups].
 
     No checks, no sync: safe under graph capture.
@@ -87,7 +88,11 @@ def quantize_fp8_out(x: Tensor, codes: Tensor, scale: Tensor, block_m: Optional[
     launches.run(x, codes, scale)
 
 
-@torch_op(mutates=("codes",))
+def _claims(scale: Tensor) -> Claims:
+    yield from positive("scale.view(1, 1)", scale)
+
+
+@torch_op(mutates=("codes",), claims=_claims)
 def quantize_fp8_given_out(x: Tensor, scale: Tensor, codes: Tensor) -> None:
     """`quantize_fp8` by a given scale [1, 1] into `codes`.
 
@@ -105,6 +110,7 @@ def quantize_fp8(
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two_scales: bool = False,
     scale: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rounds x to fp8 codes with a scale for each group of values: x is about codes * scale.
 
@@ -117,6 +123,9 @@ def quantize_fp8(
         power_of_two_scales: the scales are powers of two, the next ones up.
         scale: [] fp32 on x's device, positive; used instead of the largest magnitude of x. What it
             cannot hold, infinities included, becomes the largest code of its sign; NaN stays NaN.
+        out: where the result goes: (codes, scale), both laid out as below, no element in common
+            with an input or each other; default new tensors. Where `scale` is given,
+            out[1] is that very tensor.
     Returns: (codes, scale): codes contiguous, shaped like x; scale fp32, [] or x.shape[:-1] or
         [..., ceil(cols / 128)] or [ceil(rows / 128), ceil(cols / 128)], the latter two with stride
         1 along the rows; or `scale` itself. A group of zeros, or with no value, has the scale
@@ -128,11 +137,10 @@ def quantize_fp8(
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
     check_format(block, dtype, BLOCKS)
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     if scale is None:
-        scale, scales = scales_for(x, tuple(x.shape), block)
+        codes, scale, scales = results_for(out, tuple(x.shape), dtype, block, x)
         if scales is not None:
-            quantize_fp8_out(as_rows(x), as_rows(codes), scales, *block, power_of_two_scales)
+            quantize_fp8_out(as_rows(x), *block, power_of_two_scales, as_rows(codes), scales)
         return codes, scale
     check_tensor(scale, "scale", shape=(), dtypes=(torch.float32,))
     if scale.device != x.device:
@@ -141,6 +149,10 @@ def quantize_fp8(
         raise argument_error("scale", f"None for block {block}", "a tensor")
     if power_of_two_scales:
         raise argument_error("power_of_two_scales", "False where scale is given", True)
+    codes, given = each_out(out, "codes", "scale")
+    codes = out_or_new(codes, x.shape, dtype, x, scale, name="out[0]")
+    if out is not None and given is not scale:
+        raise argument_error("out[1]", "scale itself, where scale is given", "another tensor")
     if codes.numel():
         quantize_fp8_given_out(as_rows(x), scale.view(1, 1), as_rows(codes))
     return codes, scale

@@ -8,8 +8,8 @@ import torch
 from cuda.tile import cdiv
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
-from ..common import flat_tiles, rows
+from ...select import Choices, Work
+from ..common import rows
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, largest_code
 from ..common.rows import Config
 from ..common.scaling import GROUP
@@ -17,6 +17,12 @@ from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8
 
 __all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
+OPERATIONS = 4  # on an element of a row
+# Of squares: persistent, latency, load_tma, occupancy, warps.
+SQUARE_TILES = (
+    *((False, 4, False, 3, 8), (False, 4, False, 2, 8), (False, 4, False, None, 8), (False, 4, False, None, 4)),
+    *((True, 2, True, 2, 8), (True, 4, True, 2, 8)),
+)
 MAX_PARTIAL = 512  # partial maxima of a tensor that every block of the second launch reads
 
 
@@ -61,49 +67,42 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     elif p.block == SQUARES:
         yield from _squares(p, device)
     else:
-        yield from flat_tiles.candidates(p, device, grouped=p.block == GROUPS)
+        yield from rows.tile_candidates(p, device, grouped=p.block == GROUPS)
 
 
-def _squares(p: Problem, device: Device) -> Iterator[Config]:
+def _squares(p: Problem, device: Device) -> list[Config]:
     """A tile is one block high, and one wide on a GPU."""
     tile_m, tile_n, wide = min(GROUP, next_pow2(p.rows)), min(GROUP, next_pow2(p.cols)), next_pow2(p.cols)
     if device.is_cpu:
-        yield from (Config(tile_m, wide), Config(tile_m, max(tile_n, wide // 4), persistent=True, occupancy=1))
-        return
-    yield from (Config(tile_m, tile_n, occupancy=occupancy, num_worker_warps=8) for occupancy in (3, None))
-    yield Config(tile_m, tile_n, num_worker_warps=4)
-    yield from (Config(tile_m, tile_n, True, True, latency, device.arch != "sm_80", False, 1, 2, 8) for latency in (2, 4))
+        return [Config(tile_m, wide), Config(tile_m, max(tile_n, wide // 4), persistent=True, occupancy=1)]
+    return [Config(tile_m, tile_n, True, many, latency, tma, False, 1, occupancy, warps) for many, latency, tma, occupancy, warps in SQUARE_TILES]
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Whether the device has the codes, and registers hold a thread's share of a tile."""
-    if not device.has_fp8:
-        return False
+    """Whether registers hold a thread's share of a tile."""
     if p.by_rows:
         return rows.legal(p, c, device)
-    return flat_tiles.legal(p, c, device, most=64 if p.block == GROUPS else 128 if p.block == TENSOR else 256)
+    return rows.tile_legal(p, c, device, most=64 if p.block == GROUPS else 128 if p.block == TENSOR else 256)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
     """Of rows or of tiles; one scale for all takes a second launch."""
     if p.by_rows:
-        return rows.work(p, c, device)
+        return rows.work(p, c, device, operations=OPERATIONS)
     first = p.block == TENSOR and not p.given_scale
-    return flat_tiles.work(p, c, device, partial=4 * _partials(p, c, device)[0] if first else 0)
+    # Both forms of fp16 values are held (sm_90).
+    held = (1.75 if p.dtype == torch.float16 else 0.95) if p.block == SQUARES else None
+    return rows.tile_work(p, c, device, partial=4 * _partials(p, c, device)[0] if first else 0, registers=held)
 
 
 def family(p: Problem, c: Config) -> str:
     """What shares a scale, and how a block has it."""
     what = "given" if p.given_scale else f"{p.block[0]},{p.block[1]}"
-    return f"{what} {rows.family(p, c) if p.by_rows else flat_tiles.family(p, c)}"
+    return f"{what} {rows.family(p, c) if p.by_rows else rows.tile_family(p, c)}"
 
 
-CHOICES = Choices("quantize_fp8", candidates, legal, work, family, tie=rows.TILE_TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return rows.row_space(CHOICES, p, device) if p.by_rows else ordered(CHOICES, p, device)
+CHOICES = Choices("quantize_fp8", candidates, legal, work, family, tie=rows.TILE_TIE, bucket=rows.coarse)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -111,16 +110,9 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants = {
         "largest": largest_code(p.codes),
         "power_of_two": p.power_of_two_scales,
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
+        **c.constants(p.cols),
     }
-    tiles = cdiv(p.rows, c.tile_m) * (1 if p.by_rows else cdiv(p.cols, c.tile_n))
-    blocks = (min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles,)
+    blocks = c.blocks(cdiv(p.rows, c.tile_m) if p.by_rows else rows.tiles(p, c), device)
     if p.by_rows:
         kernel = quantize_fp8_rows_kernel if c.keep_row else quantize_fp8_reread_kernel
         return (Launch(kernel, blocks, constants, **hints(c)),)

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
-from ..common.tiles import each_row_tile, each_tile, load_tile, of_width
+from ..common.tiles import each_row_tile, each_tile, load_masked, of_width
 
 ZERO = ct.PaddingMode.ZERO  # padding never is the largest of a group
 
@@ -31,7 +31,7 @@ def quantize_fp8_kernel(
     X, CODES = of_width(X, COLS), of_width(CODES, COLS)
 
     def compute(i, j, whole):
-        x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+        x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
         codes, scale = group_codes(x, CODES.dtype, GROUP_M, GROUP_N, LARGEST, POWER_OF_TWO)
         ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
@@ -64,7 +64,7 @@ def quantize_fp8_rows_kernel(
         xs: tuple = ()
         amax = ct.zeros((TILE_M, TILE_N), X.dtype)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+            x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
             amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
             xs = (*xs, x)
         amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True).astype(ct.float32)
@@ -100,12 +100,12 @@ def quantize_fp8_reread_kernel(
     def quantize(i, whole):
         amax = ct.zeros((TILE_M, TILE_N), X.dtype)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+            x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
             amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
         amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True).astype(ct.float32)
         scale = scale_of(amax, LARGEST, POWER_OF_TWO)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+            x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
             ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
@@ -127,7 +127,7 @@ def quantize_fp8_amax_kernel(
     tiles_n = ct.cdiv(COLS, TILE_N)
     amax = ct.zeros((TILE_M, TILE_N), X.dtype)
     for index in range(ct.bid(0), ct.num_tiles(X, 0, (TILE_M, TILE_N)) * tiles_n, ct.num_blocks(0)):
-        x = load_tile(X, (index // tiles_n, index % tiles_n), (TILE_M, TILE_N), ZERO, TILE_M == 1 and COLS % TILE_N == 0, LATENCY, LOAD_TMA)
+        x = load_masked(X, (index // tiles_n, index % tiles_n), (TILE_M, TILE_N), ZERO, TILE_M == 1 and COLS % TILE_N == 0, LATENCY, LOAD_TMA)
         amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
     ct.store(PARTIAL, (ct.bid(0),), ct.max(amax.reshape((TILE_M * TILE_N,)), propagate_nan=True).astype(ct.float32).reshape((1,)))
 
@@ -169,7 +169,7 @@ def quantize_fp8_scaled_kernel(
     first = scale_now() if PERSISTENT else 0.0
 
     def compute(i, j, whole):
-        x = load_tile(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
+        x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
         # A block with one tile has its loads under way meanwhile.
         scale = first if PERSISTENT else scale_now()
         ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)

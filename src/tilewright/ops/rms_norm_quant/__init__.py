@@ -18,8 +18,9 @@ from typing import Any, Optional, overload
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
-from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, scales_for
+from ...launch import Decision, Device, as_rows, torch_op
+from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
+from ..rms_norm import check_norm
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import rms_norm_quant_kernel, rms_norm_quant_reread_kernel
 
@@ -91,14 +92,14 @@ def rms_norm_quant_out(
     x: Tensor,
     weight: Tensor,
     residual: Optional[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    new_residual: Optional[Tensor],
     eps: float,
     group: Optional[int],
     weight_offset: float,
     round_before_weight: bool,
     power_of_two_scales: bool,
+    codes: Tensor,
+    scale: Tensor,
+    new_residual: Optional[Tensor],
 ) -> None:
     """`rms_norm_quant` into `codes` and `new_residual`, [rows, cols], and `scale`,
     [column groups, rows]; group: columns of one, None for all.
@@ -133,6 +134,7 @@ def rms_norm_quant(
     residual: None = ...,
     dtype: torch.dtype = ...,
     power_of_two_scales: bool = ...,
+    out: tuple[Tensor, Tensor] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm_quant(
@@ -146,6 +148,7 @@ def rms_norm_quant(
     residual: Tensor,
     dtype: torch.dtype = ...,
     power_of_two_scales: bool = ...,
+    out: tuple[Tensor, Tensor] | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def rms_norm_quant(
     x: Tensor,
@@ -158,6 +161,7 @@ def rms_norm_quant(
     residual: Tensor | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two_scales: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Scales each row of x to unit root mean square, then by the weight, and rounds the result to
     fp8 codes with scales.
@@ -166,40 +170,36 @@ def rms_norm_quant(
         x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
             not fold into one.
         weight: [cols], dtype and device of x.
-        eps: added to mean(x**2), so in units of x squared.
+        eps: added to mean(x**2), so in units of x squared; positive.
         block: rows and columns that share a scale: (1, None) a row, or (1, 128).
         weight_offset: added to the weight; 1.0 for Gemma.
         round_before_weight: round to x's dtype before the weight, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
         power_of_two_scales: the scales are powers of two, the next ones up.
+        out: where the result goes: (codes, scale), both laid out as below, no element in common
+            with an input or each other; default new tensors.
     Returns: (codes, scale), with a residual (codes, scale, x + residual): codes contiguous, shaped
         like x; scale fp32, x.shape[:-1] or [..., ceil(cols / 128)] with stride 1 along the rows.
         Zeros have the scale 2**-126; a NaN in a row makes all of it NaN.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
-    if x.dim() == 0:
-        raise argument_error("x.dim()", "at least 1", 0)
-    check_tensor(weight, "weight", shape=(x.shape[-1],), like=x)
-    if residual is not None:
-        check_tensor(residual, "residual", shape=x.shape, like=x)
+    check_norm(x, weight, eps, weight_offset, residual)
     check_format(block, dtype, BLOCKS)
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    new_residual = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scale, scales = scales_for(x, tuple(x.shape), block)
+    codes, scale, scales = results_for(out, tuple(x.shape), dtype, block, x, weight, residual)
+    new_residual = None if residual is None else x.new_empty(x.shape)
     if scales is not None:
         rms_norm_quant_out(
             as_rows(x),
             weight,
-            None if residual is None else as_rows(residual),
-            as_rows(codes),
-            scales,
-            None if new_residual is None else as_rows(new_residual),
+            as_rows(residual),
             eps,
             block[1],
             weight_offset,
             round_before_weight,
             power_of_two_scales,
+            as_rows(codes),
+            scales,
+            as_rows(new_residual),
         )
     return (codes, scale) if new_residual is None else (codes, scale, new_residual)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work
+from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import GROUPS, ROW, Block, largest_code
 from ..common.rows import Config
@@ -59,12 +59,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     least = min(GROUP, next_pow2(p.cols)) if p.block == GROUPS else 1
     yield from (replace(c, tile_n=max(c.tile_n, least)) for c in rows.candidates(p, device))
     if not device.is_cpu:
-        yield Config(1, 2048, keep_row=False, occupancy=3, num_worker_warps=8)
-
-
-def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Whether the device has the codes, and registers hold the rows of a tile."""
-    return device.has_fp8 and rows.legal(p, c, device)
+        yield from rows.whole_blocks(((2048, False, 1, 3),))
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
@@ -79,32 +74,20 @@ def family(p: Problem, c: Config) -> str:
     return f"{'g' if p.block == GROUPS else 'r'}{rows.family(p, c)}"
 
 
-CHOICES = Choices("rms_norm_quant", candidates, legal, work, family, tie=rows.TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return rows.row_space(CHOICES, p, device)
+CHOICES = Choices("rms_norm_quant", candidates, rows.legal, work, family, tie=rows.TIE, bucket=rows.coarse)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = ct.cdiv(p.rows, c.tile_m)
-    blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
     constants = {
         "add": p.residual,
         "round": p.round_before_weight,
         "largest": largest_code(p.codes),
         "power_of_two": p.power_of_two_scales,
         "group_n": 0 if p.block == ROW else min(GROUP, c.tile_n),
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
+        **c.constants(p.cols),
     }
     kernel = rms_norm_quant_kernel if c.keep_row else rms_norm_quant_reread_kernel
     unused = () if p.residual else ("residual", "new_residual")
-    return (Launch(kernel, (blocks,), constants, **hints(c), unused=unused),)
+    return (Launch(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), constants, **hints(c), unused=unused),)

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
-from ..common.tiles import each_row_tile, load_tile, of_width, sum_tile, vector_chunk
+from ..common.tiles import each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
 # Padded columns add nothing to the sum of squares and are never the largest.
 ZERO = ct.PaddingMode.ZERO
@@ -64,7 +64,7 @@ def rms_norm_quant_kernel(
         weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
 
     def load(array, i, j, whole):
-        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_masked(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def normalise(i, whole):
         xs: tuple = ()
@@ -129,7 +129,7 @@ def rms_norm_quant_reread_kernel(
     X, RESIDUAL, CODES, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(NEW_RESIDUAL, COLS)
 
     def load(array, i, j, whole):
-        return load_tile(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        return load_masked(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def weighted(x, j, rstd):
         weight = vector_chunk(WEIGHT, j, COLS, TILE_N)

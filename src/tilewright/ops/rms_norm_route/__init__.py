@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, torch_op
+from ...launch import Decision, Device, argument_error, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
 from .. import rms_norm
 from ..common.routing import MOST_EXPERTS, check_routing, routed, scores_of
 from .decision import CHOICES, Config, Problem, plan, space
@@ -101,14 +101,10 @@ def rms_norm_route_out(
     x: Tensor,
     weight: Tensor,
     router: Tensor,
+    arrived: Tensor,
     router_bias: Optional[Tensor],
     bias: Optional[Tensor],
     residual: Optional[Tensor],
-    arrived: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    out: Tensor,
-    new_residual: Optional[Tensor],
     eps: float,
     weight_offset: float,
     round_before_weight: bool,
@@ -118,6 +114,10 @@ def rms_norm_route_out(
     groups: int,
     top_groups: int,
     first_expert: int,
+    weights: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    new_residual: Optional[Tensor],
 ) -> None:
     """`rms_norm_route` into weights, ids, out and, with a residual, new_residual. No checks, no
     sync: safe under graph capture.
@@ -165,6 +165,7 @@ def rms_norm_route(
     groups: int = 0,
     top_groups: int = 0,
     first_expert: int = 0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Norms each token and chooses its experts, in one launch: for a token or a few.
 
@@ -175,13 +176,15 @@ def rms_norm_route(
         weight: [k], the norm's; dtype and device of x.
         router: [experts, k], likewise; at most 1024 experts.
         top_k: experts of a token, 1 to 64.
-        eps: added to mean(x**2), so in units of x squared.
+        eps: added to mean(x**2), so in units of x squared; positive.
         weight_offset: added to the norm's weight; 1.0 for Gemma.
         round_before_weight: round to the dtype before the norm's weight too, as Hugging Face's
             Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
         router_bias: [experts], dtype and device of x; added to the logits.
         sigmoid, bias, normalize, scale, groups, top_groups, first_expert: as in `moe_route`.
+        out: where the result goes: (weights, ids, normed rows), contiguous, no element in common
+            with an input or each other; default new tensors.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k], the normed rows [tokens, k])
         and, with a residual, x + residual; the first two as `moe_route` has them. Empty without
         tokens, with nothing launched.
@@ -194,6 +197,8 @@ def rms_norm_route(
     if tokens > MOST_TOKENS:
         raise argument_error("x.shape[0]", f"at most {MOST_TOKENS} tokens (of more: rms_norm, matmul, moe_route)", tokens)
     check_tensor(weight, "weight", shape=(k,), like=x)
+    check_positive(eps, "eps")
+    check_finite(weight_offset, "weight_offset")
     check_tensor(router, "router", ndim=2, like=x)
     experts = router.shape[0]
     if not 1 <= experts <= MOST_EXPERTS:
@@ -201,6 +206,7 @@ def rms_norm_route(
     if router.shape[1] != k:
         raise argument_error("router.shape[1]", f"{k}, the k of x", router.shape[1])
     check_routing(experts, top_k, groups, top_groups, first_expert)
+    check_finite(scale, "scale")
     if residual is not None:
         check_tensor(residual, "residual", shape=x.shape, like=x)
     if router_bias is not None:
@@ -209,13 +215,15 @@ def rms_norm_route(
         check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
         if bias.device != x.device:
             raise argument_error("bias.device", x.device, bias.device)
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=x.device)
-    out = torch.empty((tokens, k), dtype=x.dtype, device=x.device)
-    total = None if residual is None else torch.empty_like(out)
+    weights, ids, y = each_out(out, "weights", "ids", "normed rows")
+    inputs = (x, weight, router, residual, router_bias, bias)
+    weights = out_or_new(weights, (tokens, top_k), torch.float32, *inputs, name="out[0]")
+    ids = out_or_new(ids, (tokens, top_k), torch.int32, *inputs, weights, name="out[1]")
+    y = out_or_new(y, (tokens, k), x.dtype, *inputs, weights, ids, name="out[2]")
+    total = None if residual is None else torch.empty_like(y)
     if tokens:
         arrived = torch.zeros(tokens, dtype=torch.int32, device=x.device)
         norm = (eps, weight_offset, round_before_weight)
         choice = (sigmoid, normalize, scale, groups, top_groups, first_expert)
-        rms_norm_route_out(x, weight, router, router_bias, bias, residual, arrived, weights, ids, out, total, *norm, *choice)
-    return (weights, ids, out) if total is None else (weights, ids, out, total)
+        rms_norm_route_out(x, weight, router, arrived, router_bias, bias, residual, *norm, *choice, weights, ids, y, total)
+    return (weights, ids, y) if total is None else (weights, ids, y, total)

@@ -1,14 +1,14 @@
 """What `rms_norm_route` decides from (Problem), what it decides (Config), and its launch."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
+from ..common.rows import stream, threads
 from .kernels import rms_norm_route_kernel
 
 
@@ -80,44 +80,40 @@ CPU_TILES = ((64, 4096), (4, 64))  # experts of a block and elements of a load, 
 TILES = ((2, 4), (4, 4), (1, 4), (4, 8), (8, 8), (1, 8))
 
 
-def candidates(p: Problem, device: Device) -> Iterator[Config]:
+def candidates(p: Problem, device: Device) -> list[Config]:
     """Each tile with the longest load that pads nothing, and with one that pads little and needs
     fewer.
     """
     experts, whole = next_pow2(p.experts), next_pow2(p.k)
     if device.is_cpu:
-        yield from (Config(min(tile_e, experts), min(tile_k, whole)) for tile_e, tile_k in CPU_TILES)
-        return
+        return [Config(min(tile_e, experts), min(tile_k, whole)) for tile_e, tile_k in CPU_TILES]
     exact = min(whole, max(256, p.k & -p.k), 2048)
-    for tile_k in dict.fromkeys((exact, *(t for t in (1024, 512) if exact < t < p.k))):
-        yield from (Config(tile_e, tile_k, warps) for tile_e, warps in TILES)
+    loads = (exact, *(t for t in (1024, 512) if exact < t < p.k))
+    return [Config(tile_e, tile_k, warps) for tile_k in loads for tile_e, warps in TILES]
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """Whether a thread's part of the router fits its registers."""
-    return device.is_cpu or c.tile_e * p.k <= MOST_KEPT * 32 * (c.num_worker_warps or 4) or (c.tile_e, c.num_worker_warps) == (1, 8)
+    return device.is_cpu or c.tile_e * p.k <= MOST_KEPT * threads(c) or (c.tile_e, c.num_worker_warps) == (1, 8)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
     """Reading the router, and round trips that follow each other: loads, norm, counter, choice."""
-    threads = 32 * (c.num_worker_warps or 4)
-    kept = c.tile_e * p.k / threads
-    per_sm = max(1, min(2048 // threads, REGISTERS // (threads * (LEAST_REGISTERS + int(kept)))))
-    parts, size = -(-p.experts // c.tile_e), p.dtype.itemsize
+    parts = -(-p.experts // c.tile_e)
     checked = -(-p.k // c.tile_k) if p.k % c.tile_k or p.experts % c.tile_e else 0
-    return Work(
-        blocks=parts * p.tokens,
-        resident=device.sms * per_sm,
-        per_sm=per_sm,
-        flops=2.0 * (c.tile_e + 1) * p.k,
-        kinds=("rows",),
-        fill=(c.tile_e + 2.0) * p.k * size,
-        dram=p.cost().size_bytes,
-        chain=2.0 + threads / 128 + checked + parts / COUNTED,
+    found = stream(
+        p,
+        c,
+        device,
+        parts * p.tokens,
+        (c.tile_e + 1) * p.k,
+        registers=LEAST_REGISTERS + c.tile_e * p.k / threads(c),
+        operations=2,
+        chain=2 + checked + parts / COUNTED,
     )
+    return replace(found, fill=(c.tile_e + 2.0) * p.k * p.dtype.itemsize, out=0.0)  # every block reads its row of x
 
 
-REGISTERS = 1 << 16  # of an SM
 LEAST_REGISTERS = 64  # of a thread that keeps nothing
 COUNTED = 64.0  # blocks that pass one counter in a memory round trip
 
@@ -128,11 +124,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("rms_norm_route", candidates, legal, work, family, tie=0.1)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:

@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, check_writable, torch_op
+from ...launch import Decision, Device, argument_error, check_finite, check_tensor, check_writable, torch_op
 from .decision import CHOICES, Config, Problem, grid, lanes, plan, space, work
 from .kernels import rope_kernel, rope_positions_kernel
 
@@ -148,6 +148,7 @@ def rope(
             raise argument_error("scaling", "1.0 with cos and sin, which contain it", scaling)
     elif positions is not None and inv_freq is not None and cos is None and sin is None:
         _check_positions(q, positions, inv_freq)
+        check_finite(scaling, "scaling")
     else:
         given = [name for name, x in (("cos", cos), ("sin", sin), ("positions", positions), ("inv_freq", inv_freq)) if x is not None]
         raise argument_error("the angles", "cos and sin, or positions and inv_freq", ", ".join(given) or "neither")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
+from ..common.rows import REGISTERS, THREADS, threads
 from .kernels import rope_kernel, rope_positions_kernel
 
 MAX_X, MAX_Y = (1 << 24) - 1, (1 << 16) - 1  # blocks of a grid; z as y
@@ -108,7 +109,7 @@ def shares(p: Problem, c: Config) -> tuple[Share, Share, int]:
 def lanes(p: Problem, c: Config) -> tuple[int, int]:
     """Pairs that the largest block has room for, for each of its threads: of a tile, and of all."""
     q, k, groups = shares(p, c)
-    each = c.tile_s * next_pow2(p.rotated // 2) / (32 * (c.num_worker_warps or 4))
+    each = c.tile_s * next_pow2(p.rotated // 2) / threads(c)
     heads = q.tiles * q.tile_h + (k.tiles * k.tile_h if groups == 1 else 0)
     return max(1, int(q.tile_h * each)), max(1, int(heads * each))
 
@@ -143,25 +144,25 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 def work(p: Problem, c: Config, device: Device) -> Work:
     """A block loads its heads and its angles, then stores. flops are instructions of a lane."""
     (tile, each), (x, *outer) = lanes(p, c), grid(p, c)[0]
-    half, threads, size = p.rotated // 2, 32 * (c.num_worker_warps or 4), p.dtype.itemsize
+    half, many, size = p.rotated // 2, threads(c), p.dtype.itemsize
     # A load takes at most 16 bytes and ends with the half of a head: 48 elements are 3 loads of
     # 16, 20 are 5 of 4.
     vector = min(tile, 16 // size, half & -half)
     masked = c.tile_s > 1 or half < next_pow2(half)
     instructions = 60 + each * (9 + 12 / vector) * (1.2 if masked else 1) + tile * (80 if p.from_positions else 4)
     registers = 20 + each * (1.5 + size / 2)  # of a thread on sm_90
-    per_sm = c.occupancy or max(1, min(2048 // threads, int(65_536 / threads / registers)))
+    per_sm = c.occupancy or max(1, min(THREADS // many, int(REGISTERS / many / registers)))
     angles = c.tile_s * (8 if p.from_positions else half * 2 * size)
     return Work(
         blocks=x * outer[0] * outer[1],
         resident=device.sms * per_sm,
         per_sm=per_sm,
-        flops=instructions * threads,
+        flops=instructions * many,
         kinds=("rows",),
         serial=instructions / 64,  # of a warp that has the SM alone
-        fill=2 * size * threads * each * half / next_pow2(half) + angles,
+        fill=2 * size * many * each * half / next_pow2(half) + angles,
         dram=p.cost().size_bytes,
-        out=2 * each * threads,
+        out=2 * each * many,
         chain=p.from_positions,
     )
 
@@ -173,11 +174,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("rope", candidates, legal, work, family, most=12, tie=0.05)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def grid(p: Problem, c: Config) -> tuple[tuple[int, int, int], bool]:
@@ -189,7 +186,7 @@ def grid(p: Problem, c: Config) -> tuple[tuple[int, int, int], bool]:
     groups, position_tiles = shares(p, c)[2], ct.cdiv(p.seq_len, c.tile_s)
     batch_in_x = position_tiles <= MAX_Y
     inner, outer = (p.batch, position_tiles) if batch_in_x else (position_tiles, p.batch)
-    z = ct.cdiv(inner, MAX_X // groups)
+    z = ct.cdiv(inner, max(1, MAX_X // groups))
     return (groups * ct.cdiv(inner, z), outer, z), batch_in_x
 
 

@@ -6,7 +6,8 @@
     (of logits / temperature) over what top_k kept, each j for which the q of all larger logits sum
     to less than top_p. Equal logits are kept or dropped together. gumbel = -log(-log(1 - v)), v =
     min((word + 1/2) / 2**32, 1 - 2**-24), word the (j % 4)-th of Philox4x32-10 with the counter (j
-    // 4, r, low and high word of offset) and the key seed. It depends on no tile size.
+    // 4, r, low and high word of offset) and the key seed. It depends on no tile size. With a seed
+    for each row, 0 takes the place of r: a row's draw does not depend on where it stands.
 
 Both thresholds are found by search over the bits of a float, which order as floats do: every pass
 cuts the interval into WAYS + 1, and counts (or sums the probabilities of) the logits above each
@@ -26,7 +27,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_tensor, torch_op
+from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
+from ...launch.values import Claims, no_nan
 from ..common.philox import philox_reference, split_words
 from .decision import CHOICES, DECISION, Config, Problem, plan, space
 from .kernels import sample_kernel
@@ -59,9 +61,10 @@ def _scores(logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Te
     last = ((larger < p * weights.sum(-1, keepdim=True)).sum(-1, keepdim=True) - 1).clamp(min=0)
     kept &= (p >= 1) | (x >= falling.gather(-1, last))
     column = torch.arange(cols, device=x.device).expand(rows, cols)
-    row = torch.arange(rows, device=x.device)[:, None].expand(rows, cols)
-    counter = (column // 4, row, *(word.expand(rows, cols) for word in split_words(torch.zeros_like(seed) if offset is None else offset)))
-    word = torch.stack(philox_reference(counter, split_words(seed))).gather(0, (column % 4)[None])[0]
+    row = torch.arange(rows, device=x.device) if seed.numel() == 1 else torch.zeros(rows, dtype=torch.int64, device=x.device)
+    each = [per_row(value, 0).long() for value in (row, offset, seed)]
+    counter = (column // 4, *(word.expand(rows, cols) for word in (each[0], *split_words(each[1]))))
+    word = torch.stack(philox_reference(counter, split_words(each[2]))).gather(0, (column % 4)[None])[0]
     v = ((word + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24).to(x.dtype)
     return torch.where(kept, torch.where(t > 0, scaled - (-torch.log1p(-v)).log(), scaled), -torch.inf)
 
@@ -90,7 +93,12 @@ def comparable(
     return scores.gather(-1, result[:, None])[:, 0].float()
 
 
-@torch_op(mutates=("out",))
+def _claims(temperature: Tensor | None, top_p: Tensor | None) -> Claims:
+    yield from no_nan("temperature", temperature)
+    yield from no_nan("top_p", top_p)
+
+
+@torch_op(mutates=("out",), claims=_claims)
 def sample_out(
     logits: Tensor,
     seed: Tensor,
@@ -100,8 +108,8 @@ def sample_out(
     top_p: Optional[Tensor],
     out: Tensor,
 ) -> None:
-    """`sample` into `out` [rows]; seed and offset [1], the others [1] or [rows]. No checks, no
-    sync: safe under graph capture.
+    """`sample` into `out` [rows]; the other tensors [1] or [rows]. No checks, no sync: safe under
+    graph capture.
     """
     rows, cols = logits.shape
     launches = DECISION.launches(
@@ -125,6 +133,7 @@ def sample(
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Draws one column of each row from the softmax of its logits, all on the device: nothing
     depends on the values of the arguments here.
@@ -132,8 +141,9 @@ def sample(
     Args:
         logits: [rows, cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. NaN
             counts as -inf.
-        seed: [] int64. The same seed, offset and row give the same draw.
-        offset: [] int64; default 0. Another value, another draw: a decode step adds 1.
+        seed: [] or [rows] int64. The same seed, offset and row give the same draw. With a seed for
+            each row, the row's number does not count.
+        offset: [] or [rows] int64; default 0. Another value, another draw: a decode step adds 1.
         temperature: [] or [rows] fp32; default 1. The first of the largest logits where it is 0 or
             less.
         top_k: [] or [rows] int32; only logits not below the k-th largest (equal ones all); all of
@@ -141,6 +151,8 @@ def sample(
         top_p: [] or [rows] fp32; of those, the fewest largest whose probabilities, equal ones all,
             sum to at least top_p; all of them where it is 1 or more, the largest where it is 0 or
             less.
+        out: where the result goes: contiguous, shape, dtype and device of the result, no element in
+            common with an input; default a new tensor.
     Returns: [rows] int64. Empty for no rows, with nothing launched. 0 for a row of -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
@@ -156,11 +168,11 @@ def sample(
     )
     for name, given, dtype in (("seed", seed, torch.int64), *((n, t, d) for n, t, d in optional if t is not None)):
         check_tensor(given, name, dtypes=(dtype,))
-        if given.dim() and (dtype is torch.int64 or given.shape != (rows,)):
-            raise argument_error(f"{name}.shape", "()" if dtype is torch.int64 else f"() or ({rows},)", tuple(given.shape))
+        if given.dim() and given.shape != (rows,):
+            raise argument_error(f"{name}.shape", f"() or ({rows},)", tuple(given.shape))
         if given.device != logits.device:
             raise argument_error(f"{name}.device", logits.device, given.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    out = out_or_new(out, (rows,), torch.int64, logits, seed, offset, temperature, top_k, top_p)
     if rows:
         flat = (None if t is None else t.reshape(-1) for t in (offset, temperature, top_k, top_p))
         sample_out(logits, seed.reshape(-1), *flat, out)

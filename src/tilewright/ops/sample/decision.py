@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Decision, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, stream
 from .kernels import sample_kernel
 
@@ -76,8 +76,7 @@ class Config:
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
     whole = max(4, next_pow2(p.cols))
     if device.is_cpu:
-        yield Config(whole, 8)
-        yield Config(max(4, whole // 8), 3)
+        yield from (Config(whole, 8), Config(max(4, whole // 8), 3))
         return
     # The compiler unrolls loops by the latency: more cuts or a higher hint spill (sm_90).
     loads = ((1, 8, 1), (1, 4, 1), (1, 4, 2)) if p.top_k or p.top_p else ((2, 1, 4), (1, 1, 4))
@@ -100,11 +99,11 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     passes = 2 + bits * (p.top_k + p.top_p) + p.top_p
     tiles = -(-p.cols // c.tile_n)
     return stream(
+        p,
+        c,
         device,
         p.rows,
         c.tile_n,
-        p.cost().size_bytes,
-        c,
         registers=REGISTERS,
         aligned=p.cols * p.dtype.itemsize,
         operations=8 + 3 * c.ways + PHILOX / passes,
@@ -120,11 +119,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("sample", candidates, legal, work, family, tie=TIE)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:

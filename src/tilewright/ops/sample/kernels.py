@@ -67,7 +67,7 @@ def sample_kernel(
 ):
     """One row, or with PERSISTENT several.
 
-    LOGITS: [rows, COLS]; SEED, OFFSET: [1] int64; TEMPERATURE, TOP_P fp32 and TOP_K int32: [1] or
+    LOGITS: [rows, COLS]; SEED, OFFSET int64, TEMPERATURE, TOP_P fp32 and TOP_K int32: [1] or
         [rows]; OUT: [rows] int64.
     """
     pdl_overlap(PERSISTENT)
@@ -161,10 +161,11 @@ def sample_kernel(
                 place = search(place, highest + 1, target, False) if target > 0.0 else highest
         least = _smallest(place, SHIFT)
 
-        key = low_high(ct.load(SEED, (0,), ()))
-        draw = low_high(ct.load(OFFSET, (0,), ()) if HAS_OFFSET else ct.zeros((), ct.int64))
+        key = low_high(parameter(SEED))
+        draw = low_high(parameter(OFFSET) if HAS_OFFSET else ct.zeros((), ct.int64))
+        number = row if SEED.shape[0] == 1 else 0 * row
         quads = ct.arange(TILE_N // 4, dtype=ct.int32).reshape((TILE_N // 4, 1))
-        rows = ct.full((TILE_N // 4, 1), 0, ct.uint32) + ct.astype(row, ct.uint32)
+        rows = ct.full((TILE_N // 4, 1), 0, ct.uint32) + ct.astype(number, ct.uint32)
 
         best, when = empty_best(shape)
         for j in range(steps):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
-from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, scales_for
+from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
 
@@ -80,7 +80,7 @@ DECISION = Decision(
 
 @torch_op(mutates=("codes", "scale"))
 def silu_mul_quant_out(
-    gate: Tensor, up: Tensor, codes: Tensor, scale: Tensor, gelu_tanh: bool, group: Optional[int], power_of_two_scales: bool
+    gate: Tensor, up: Tensor, gelu_tanh: bool, group: Optional[int], power_of_two_scales: bool, codes: Tensor, scale: Tensor
 ) -> None:
     """`silu_mul_quant` into `codes`, like gate and up [rows, cols], and `scale`,
     [column groups, rows]; group: columns of one, None for all.
@@ -110,6 +110,7 @@ def silu_mul_quant(
     block: tuple[int | None, int | None] = ROW,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two_scales: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The activation of gate, times up, rounded to fp8 codes with scales: the middle of a SwiGLU or
     GEGLU layer before an fp8 product.
@@ -123,6 +124,8 @@ def silu_mul_quant(
         block: rows and columns that share a scale: (1, None) a row, or (1, 128).
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
         power_of_two_scales: the scales are powers of two, the next ones up.
+        out: where the result goes: (codes, scale), both laid out as below, no element in common
+            with an input or each other; default new tensors.
     Returns: (codes, scale): codes [..., cols], contiguous; scale fp32, [...] or
         [..., ceil(cols / 128)] with stride 1 along the rows. A group of zeros has the scale
         2**-126; one with a NaN or an infinity has NaN for scale and codes.
@@ -139,10 +142,9 @@ def silu_mul_quant(
     else:
         shape = (*shape[:-1], shape[-1] // 2)
     check_format(block, dtype, BLOCKS)
-    codes = torch.empty(shape, dtype=dtype, device=gate.device)
-    scale, scales = scales_for(gate, shape, block)
+    codes, scale, scales = results_for(out, shape, dtype, block, gate, up)
     if scales is not None:
         gate = as_rows(gate)
         gate, up = gate.chunk(2, -1) if up is None else (gate, as_rows(up))
-        silu_mul_quant_out(gate, up, as_rows(codes), scales, gelu_tanh, block[1], power_of_two_scales)
+        silu_mul_quant_out(gate, up, gelu_tanh, block[1], power_of_two_scales, as_rows(codes), scales)
     return codes, scale

@@ -9,17 +9,17 @@ from cuda.tile import cdiv
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints
-from ...select import Choices, Ordered, Work, ordered
-from ..common import flat_tiles, rows
-from ..common.fp8 import GROUPS, ROW, Block, largest_code
+from ...select import Choices, Work
+from ..common import rows
+from ..common.fp8 import ROW, Block, largest_code
 from ..common.rows import Config
 from ..common.scaling import GROUP
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
 
 __all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
-# Of whole rows beside those of rows.py: tile_n, keep_row, num_ctas, occupancy. The compiler gives
-# registers to as many blocks as keep the loads of an SM busy.
+# Of whole rows beside those of rows.py, as whole_blocks takes them. The compiler gives registers to
+# as many blocks as keep the loads of an SM busy.
 ROWS = (
     (1024, False, 1, None),
     (2048, True, 1, 3),
@@ -43,6 +43,11 @@ class Problem:
     fused: bool = False
     gelu_tanh: bool = False
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether a group is a whole row."""
+        return self.block == ROW
+
     def cost(self) -> Cost:
         n = self.rows * self.cols
         scales = self.rows * (1 if self.block == ROW else cdiv(self.cols, GROUP))
@@ -59,12 +64,12 @@ class Problem:
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Of rows, or of tiles of any shape."""
-    if p.block == GROUPS:
-        yield from flat_tiles.candidates(p, device, grouped=True)
+    if not p.by_rows:
+        yield from rows.tile_candidates(p, device, grouped=True)
         return
     yield from rows.candidates(_results(p), device)
     if not device.is_cpu:
-        yield from (Config(1, tile_n, keep, num_ctas=ctas, occupancy=occupancy, num_worker_warps=8) for tile_n, keep, ctas, occupancy in ROWS)
+        yield from rows.whole_blocks(ROWS)
 
 
 def _results(p: Problem) -> Problem:
@@ -73,11 +78,11 @@ def _results(p: Problem) -> Problem:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Whether the device has the codes, and registers hold a thread's share of a tile."""
-    if not device.has_fp8 or (c.num_ctas > 1 and device.arch not in rows.CLUSTER_ARCHS):
+    """Whether registers hold a thread's share of a tile."""
+    if c.num_ctas > 1 and device.arch not in rows.CLUSTER_ARCHS:
         return False
-    if p.block == GROUPS:
-        return flat_tiles.legal(p, c, device, most=64)
+    if not p.by_rows:
+        return rows.tile_legal(p, c, device)
     kept = c.kept(p.cols)
     fits = kept <= MOST_KEPT and (c.occupancy or 1) * c.threads * (rows.OWN_REGISTERS + kept) <= rows.REGISTERS
     return rows.legal(_results(p), c, device) or (fits and c.tile_m == 1 and not c.persistent and c.padded(p.cols) < 2 * p.cols)
@@ -85,42 +90,31 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 def work(p: Problem, c: Config, device: Device) -> Work:
     """Of tiles; or of rows in fp32, with the bytes of gate, up and the codes."""
-    if p.block == GROUPS:
-        return flat_tiles.work(p, c, device, operands=2)
+    if not p.by_rows:
+        return rows.tile_work(p, c, device, operands=2)
     found, share = rows.work(_results(p), c, device), p.cost().size_bytes / _results(p).cost().size_bytes
     return replace(found, dram=found.dram * share, fill=found.fill * share)
 
 
 def family(p: Problem, c: Config) -> str:
     """How a block has its tile."""
-    return flat_tiles.family(p, c) if p.block == GROUPS else f"r{rows.family(p, c)}"
+    return f"r{rows.family(p, c)}" if p.by_rows else rows.tile_family(p, c)
 
 
-CHOICES = Choices("silu_mul_quant", candidates, legal, work, family, tie=rows.TILE_TIE, like="silu_mul")
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return rows.row_space(CHOICES, p, device) if p.block == ROW else ordered(CHOICES, p, device)
+CHOICES = Choices("silu_mul_quant", candidates, legal, work, family, tie=rows.TILE_TIE, like="silu_mul", bucket=rows.coarse)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    tiles = cdiv(p.rows, c.tile_m) * (1 if p.block == ROW else cdiv(p.cols, c.tile_n))
-    blocks = (min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles,)
+    blocks = c.blocks(cdiv(p.rows, c.tile_m) if p.by_rows else rows.tiles(p, c), device)
     constants = {
         "gelu": p.gelu_tanh,
         "largest": largest_code(p.codes),
         "power_of_two": p.power_of_two_scales,
-        "persistent": c.persistent,
-        "cols": p.cols,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "load_tma": c.load_tma,
-        "store_tma": c.store_tma,
+        **c.constants(p.cols),
     }
-    if p.block == GROUPS:
+    if not p.by_rows:
         return (Launch(silu_mul_quant_kernel, blocks, constants | {"group_n": min(GROUP, c.tile_n)}, **hints(c)),)
     kernel = silu_mul_quant_rows_kernel if c.keep_row else silu_mul_quant_reread_kernel
     return (Launch(kernel, blocks, constants, **hints(c)),)

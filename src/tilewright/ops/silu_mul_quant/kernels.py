@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
 from ..common.scaling import GROUP
-from ..common.tiles import each_row_tile, each_tile, gated, load_tile, of_width
+from ..common.tiles import each_row_tile, each_tile, gated, load_masked, of_width
 
 # The end of a row in halves, quarters, ... of a tile, so that rows of a multiple of 128 are read
 # unchecked to their end.
@@ -16,8 +16,8 @@ def _result(arrays, i, j, WIDTH, whole, how):
     """[TILE_M, WIDTH] in fp32: tile (i, j) of that size."""
     GATE, UP, _ = arrays
     GELU, TILE_M, LATENCY, LOAD_TMA, _ = how
-    gate = load_tile(GATE, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
-    up = load_tile(UP, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
+    gate = load_masked(GATE, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
+    up = load_masked(UP, (i, j), (TILE_M, WIDTH), ZERO, whole, LATENCY, LOAD_TMA)
     return gated(gate, up, GELU)
 
 
@@ -63,8 +63,8 @@ def silu_mul_quant_kernel(
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
 
     def compute(i, j, whole):
-        gate = load_tile(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-        up = load_tile(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        gate = load_masked(GATE, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
+        up = load_masked(UP, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
         codes, scale = group_codes(gated(gate, up, GELU), CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
         ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
         ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)

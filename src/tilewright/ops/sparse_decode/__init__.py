@@ -19,7 +19,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, torch_op
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, torch_op
+from ...launch.values import Claims, within
 from .. import attention_decode as decode
 from ..common.softmax_tiles import LOG2E, check_int32, check_per_head, check_scale_and_window
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
@@ -85,7 +86,13 @@ def reference(
 DECISION = Decision("sparse_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
 
-@torch_op(mutates=("out", "lse"))
+def _claims(indices: Tensor, topk_length: Tensor | None, extra_indices: Tensor | None, extra_length: Tensor | None) -> Claims:
+    yield from within("topk_length.view(-1)", topk_length, 0, indices.shape[1])
+    if extra_indices is not None:
+        yield from within("extra_length.view(-1)", extra_length, 0, extra_indices.shape[1])
+
+
+@torch_op(mutates=("out", "lse"), claims=_claims)
 def sparse_decode_out(
     q: Tensor,
     cache: Tensor,
@@ -95,10 +102,10 @@ def sparse_decode_out(
     extra_indices: Optional[Tensor],
     extra_length: Optional[Tensor],
     sinks: Optional[Tensor],
-    out: Tensor,
-    lse: Optional[Tensor],
     scale: float,
     q_len: int,
+    out: Tensor,
+    lse: Optional[Tensor],
 ) -> None:
     """`sparse_decode` into `out` and, if given, `lse`. No checks, no sync: safe under graph
     capture.
@@ -145,6 +152,7 @@ def sparse_decode(
     v_dim: int | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of new tokens over the rows of one or two caches that their lists name; all
     heads share the rows.
@@ -171,6 +179,8 @@ def sparse_decode(
         sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the
             softmax and has no value.
         return_lse: also return the natural log of the softmax denominator, without the sink.
+        out: where the result goes: out.transpose(1, 2) contiguous, shape, dtype and device of the
+            result, no element in common with an input; default a new tensor.
     Returns: out [batch, q_heads, q_len, v_dim], a transposed [batch, q_len, q_heads, v_dim]; with
         return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len]. A token with no row to
         see gives 0 and lse -inf. Rows that no list names may hold anything.
@@ -200,8 +210,13 @@ def sparse_decode(
     scale = check_scale_and_window(scale, None, head_dim)
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q_heads)
-    out = torch.empty((batch, q_len, q_heads, columns), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, q_len, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    if out is None:
+        out = torch.empty((batch, q_len, q_heads, columns), dtype=q.dtype, device=q.device).transpose(1, 2)
+    else:
+        given = (q, cache, indices, topk_length, extra_cache, extra_indices, extra_length, sinks)
+        check_out(out, (batch, q_heads, q_len, columns), q.dtype, given)
+        check_tensor(out.transpose(1, 2), "out.transpose(1, 2)", contiguous=True)
+    lse = torch.empty((batch, q_len, q_heads), dtype=torch.float32, device=q.device).transpose(1, 2) if return_lse else None
     if out.numel():
         sparse_decode_out(
             q.transpose(1, 2).reshape(tokens, q_heads, 1, head_dim),
@@ -212,12 +227,12 @@ def sparse_decode(
             None if extra_indices is None else extra_indices.reshape(tokens, -1),
             None if extra_length is None else extra_length.reshape(-1),
             sinks,
-            out.view(tokens, q_heads, 1, columns),
-            None if lse is None else lse.view(tokens, q_heads, 1),
             scale,
             q_len,
+            out.transpose(1, 2).view(tokens, q_heads, 1, columns),
+            None if lse is None else lse.transpose(1, 2).view(tokens, q_heads, 1),
         )
-    return out.transpose(1, 2) if lse is None else (out.transpose(1, 2), lse.transpose(1, 2))
+    return out if lse is None else (out, lse)
 
 
 def _check_scope(q: Tensor, cache_name: str, cache: Tensor, name: str, indices: Tensor, length_name: str, length: Tensor | None) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from .. import attention_decode as decode
 from ..attention_decode.decision import fitted
+from ..attention_decode.decision import work as attention_work
+from ..common.sequences import listed, sample
 from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
-from .packed import BYTES, CODE, GROUP, pack_kv, parts
+from .packed import BYTES, GROUP, pack_kv, parts
 
 PAGE = 64  # rows of a page of `inputs`
 UNUSED = 2147480000  # an index that is in no cache
@@ -32,10 +34,10 @@ WIDENING = 5  # time of widening a code, in exponentials
 class Problem:
     """What a plan may depend on.
 
-    topk, more_topk: entries of a token's list, and of its second list, 0 without. cache_dtype: None
-        where it is dtype; float8_e4m3fn for the packed
-    layout of head_dim. has_length: lengths are given; the lists of `inputs` have holes then. v_dim:
-    columns of v, 0 for the first 512 at most.
+    topk, more_topk: entries of a token's list, and of its second list, 0 without.
+    cache_dtype: None where it is dtype; float8_e4m3fn for the packed layout of head_dim.
+    has_length: lengths are given; the lists of `inputs` have holes then.
+    v_dim: columns of v, 0 for the first 512 at most.
     """
 
     batch: int
@@ -67,19 +69,20 @@ class Problem:
         shape = (self.batch * self.q_len, self.q_heads, 1, next_pow2(self.keys), self.head_dim, self.dtype)
         return decode.Problem(*shape, return_lse=self.return_lse, v_dim=self.columns, shared=True, sinks=self.sinks)
 
-    def _lengths(self, topk: int) -> list[int]:
-        """Of the sequences' lists: all entries, down to a third in the last; with several
+    def _length(self, topk: int, i: int) -> int:
+        """Of the list of sequence i: all entries, down to a third in the last; with several
         sequences, one has none.
         """
-        if not self.has_length:
-            return [topk] * self.batch
-        lengths = [topk - (topk * i * 2) // (3 * self.batch) for i in range(self.batch)]
-        return [*lengths[:-1], 0] if 2 < self.batch < 8 else lengths
+        return listed(topk, i, self.batch) if self.has_length else topk
+
+    def _named(self, topk: int) -> int:
+        """Rows that the lists of a token of each sequence name; one entry of seven is a hole."""
+        lengths = ((self._length(topk, i), count) for i, count in sample(self.batch))
+        return sum(count * (n - len(range(3, n, 7)) if self.has_length else n) for n, count in lengths)
 
     def cost(self) -> Cost:
         """The rows once, read where they are: those that tokens share are counted for each."""
-        lengths = self._lengths(self.topk) + (self._lengths(self.more_topk) if self.more_topk else [])
-        keys = self.q_len * sum(n - len(range(3, n, 7)) if self.has_length else n for n in lengths)
+        keys = self.q_len * (self._named(self.topk) + self._named(self.more_topk))
         row = self.head_dim * self.dtype.itemsize if self.cache_dtype is None else BYTES[self.head_dim]
         both, tokens = self.head_dim + self.columns, self.batch * self.q_len
         moved = keys * row + tokens * (self.keys * 4 + self.q_heads * both * self.dtype.itemsize)
@@ -96,7 +99,7 @@ class Problem:
         length = None
         named, entry = indices, torch.arange(topk, device=device)
         if self.has_length:
-            length = torch.tensor(self._lengths(topk), dtype=torch.int32, device=device)
+            length = torch.tensor([self._length(topk, i) for i in range(self.batch)], dtype=torch.int32, device=device)
             indices = torch.where(entry % 7 == 3, -1, indices)
             indices = torch.where(entry < length[:, None, None], indices, UNUSED)
             named = torch.where((indices >= 0) & (indices < rows), indices, rows)
@@ -161,15 +164,9 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """What the kernels can run without many spills; 8-bit caches only where the device has the
-    format.
-    """
-    if device.is_cpu:
-        return True
-    if p.cache_dtype is CODE and not device.has_fp8:
-        return False
+    """What the kernels can run without many spills."""
     how = c.decode
-    if c.rows:
+    if device.is_cpu or c.rows:
         return True
     if p.cache_dtype is not None:  # 64 rows of codes beside their widened values, or the codes of 128 heads, take too many registers
         return how.tile_n == 32 and how.latency != 4 and p.q_heads <= ROWS
@@ -191,34 +188,22 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
             dram=tokens * p.keys * (stored + widened),
             chain=3,  # the list's entries, the rows, and how many entries before name one
         )
-        return gather, decode.CHOICES.work(p.decode, how, device)  # type: ignore[return-value]
-    per_block = -(-p.keys // how.num_kv_splits)
+        return gather, attention_work(p.decode, how, device)
     widening = WIDENING * p.head_dim if p.cache_dtype is not None else 0
-    partial = 4 * tokens * how.num_kv_splits * p.q_heads * (p.columns + 2) if how.num_kv_splits > 1 else 0
-    attend = Work(
-        blocks=how.num_kv_splits * -(-p.q_heads // how.rows) * tokens,
-        resident=device.sms,
-        steps=-(-per_block // how.tile_n),
-        flops=2 * how.tile_n * how.rows * (p.head_dim + p.columns),
-        kinds=("queries_first",),
+    attend = replace(
+        attention_work(p.decode, replace(how, heads=how.rows), device),
+        steps=-(-(-(-p.keys // how.num_kv_splits)) // how.tile_n),
         exponentials=how.tile_n * (how.rows + widening),
         fill=how.tile_n * stored,
         dram=p.cost().size_bytes,
         aligned=64,
-        out=how.rows * p.columns,
-        partial=partial,
+        ragged=1.0,
     )
     return (attend,)
 
 
 CHOICES = Choices("sparse_decode", candidates, legal, work)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first; none where the device cannot run the
-    problem.
-    """
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def _fewer_splits(p: Problem, c: decode.Config) -> decode.Config:

@@ -1,0 +1,85 @@
+"""Files that somebody else may have made: read, replaced and appended to without trust.
+
+A path may name a FIFO, whose open waits for ever, a device without end, or a link to another file.
+So reading takes regular files only, and writing follows no link. Errors are OSErrors.
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link",
+}
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def check_regular(path: Path, mode: int) -> None:
+    """Raises OSError unless `mode`, of `stat`, is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        raise OSError(f"{path} must be a regular file, got {_KINDS.get(stat.S_IFMT(mode), 'something else')}")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file to read, maybe through a link.
+
+    Raises: FileNotFoundError; OSError for anything else that is no regular file.
+    """
+    check_regular(path, path.stat().st_mode)  # before the open, which does something to some devices
+    file = os.fdopen(os.open(path, os.O_RDONLY | _NO_WAIT), "rb")
+    try:
+        check_regular(path, os.fstat(file.fileno()).st_mode)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises: as `open_regular`; ValueError for a larger one, before anything of it is read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{path} must be a file of at most {most} bytes, got {size}")
+        return file.read(most)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Puts a new file with `content` in the place of `path`.
+
+    The path names a whole file at every moment, and the new one is on disk when this returns. A
+    link there is replaced, not followed. What a killed process left half written is removed.
+    """
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Appends a line to a regular file, which is made where there is none; follows no link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_WAIT | _NO_LINK, 0o666)
+    with os.fdopen(descriptor, "ab", buffering=0) as file:
+        check_regular(path, os.fstat(file.fileno()).st_mode)
+        file.write(line + b"\n")

@@ -1,0 +1,37 @@
+"""Sequences of unequal lengths as benchmarks have them, counted without listing them all: a call
+plans 2**31 of them in the time of a few.
+"""
+
+from collections.abc import Iterable, Iterator
+
+MOST = 1024  # sequences that are counted one by one; of more, those between are like them
+
+
+def sample(batch: int, most: int = MOST) -> Iterator[tuple[int, int]]:
+    """Indices of sequences and how many each stands for: all of them, or `most` evenly spread
+    ones.
+    """
+    n = min(batch, most)
+    for i in range(n):
+        yield (2 * i + 1) * batch // (2 * n), (i + 1) * batch // n - i * batch // n
+
+
+def shorter(longest: int, i: int, batch: int) -> int:
+    """Length of sequence i: `longest` for the first, down to a third of it."""
+    return longest - longest * i * 2 // (3 * batch)
+
+
+def later(longest: int, i: int, batch: int) -> int:
+    """Where the keys of sequence i begin: at 0 for the first, up to a quarter of `longest`."""
+    return longest * i // (4 * batch)
+
+
+def listed(longest: int, i: int, batch: int) -> int:
+    """`shorter`, but with several sequences the last has none."""
+    return 0 if 2 < batch < 8 and i == batch - 1 else shorter(longest, i, batch)
+
+
+def counted(lengths: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
+    """Queries and keys of all sequences, of (queries, keys, how many are like it)."""
+    each = list(lengths)
+    return sum(q * count for q, _, count in each), sum(n * count for _, n, count in each)
