@@ -9,6 +9,7 @@ that drops under load drops for all of them.
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,12 +84,15 @@ def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: fl
     return statistics.median(_elapsed_us(graph.replay) / calls for _ in range(3))
 
 
-def time_many(calls: Sequence[Contender], sets: Sequence[dict[str, Any]], least_us: float) -> list[Timing | str]:
+def time_many(
+    calls: Sequence[Contender], sets: Sequence[dict[str, Any]], least_us: float, alone: AbstractContextManager[Any] | None = None
+) -> list[Timing | str]:
     """GPU time per call of many contenders, in short passes over all of them.
 
     One that cannot be run or captured has its error on one line instead.
 
     least_us: no call can be faster; it says how many a graph needs.
+    alone: held while the passes run: nobody else may use the GPU then.
     """
     graphs: list[tuple[Any, int, int] | str] = []
     pool = None if not calls else torch.cuda.graph_pool_handle()  # one: they never run at once
@@ -104,11 +108,12 @@ def time_many(calls: Sequence[Contender], sets: Sequence[dict[str, Any]], least_
         except Exception as error:  # what a launch, a compilation and a capture raise
             graphs.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     samples: list[list[float]] = [[] for _ in calls]
-    for _ in range(PASSES):
-        for found, times in zip(graphs, samples, strict=True):
-            if not isinstance(found, str):
-                graph, count, repeats = found
-                times.append(_elapsed_us(partial(_replay, graph, repeats)) / (count * repeats))
+    with alone or nullcontext():
+        for _ in range(PASSES):
+            for found, times in zip(graphs, samples, strict=True):
+                if not isinstance(found, str):
+                    graph, count, repeats = found
+                    times.append(_elapsed_us(partial(_replay, graph, repeats)) / (count * repeats))
     return [found if isinstance(found, str) else _summary(times) for found, times in zip(graphs, samples, strict=True)]
 
 

@@ -1,7 +1,8 @@
 """Problems that stand in no list: drawn with a seed, from sizes of published models.
 
 What was chosen on listed problems is judged on these. `drawn` beside each op's cases draws one,
-`drawn_fp8` one with 8-bit operands. None has the sizes of a case or of a row of a shipped table.
+`drawn_fp8` one with 8-bit operands, `drawn_few` one with few rows. None has the sizes of a case or
+of a row of a shipped table.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,10 +37,14 @@ WEIGHTS = {
 }  # fmt: skip
 
 
+SURVEYED = (*WEIGHTS, "matmul few")  # kinds of a survey: few rows, as in decode, decide most of what a user waits for
+
+
 def draw(kind: str, count: int, seed: int) -> list[Any]:
     """So many problems of an op; the same for the same seed, and the first ones of a larger count.
 
-    kind: the name of an op, or "matmul fp8", "grouped_gemm fp8", "moe fp8" for 8-bit operands.
+    kind: the name of an op, or "matmul fp8", "grouped_gemm fp8", "moe fp8" for 8-bit operands, or
+        "matmul few" for up to 64 rows.
     Raises: ValueError for another kind.
     """
     return list(islice(_problems(kind, seed), count))
@@ -97,10 +102,10 @@ def listed(op: ModuleType) -> frozenset[Sized]:
 
 
 def _problems(kind: str, seed: int) -> Iterator[Any]:
-    if kind not in WEIGHTS:
-        raise ValueError(f"kind must be one of {', '.join(WEIGHTS)}, got {kind!r}")
+    if kind not in SURVEYED:
+        raise ValueError(f"kind must be one of {', '.join(SURVEYED)}, got {kind!r}")
     op, sizes = op_of_kind(kind), Sizes(f"{kind} {seed}")
-    one: Callable[[Sizes], Any] = getattr(import_module(f"{__package__}.cases.{op_name(op)}"), "drawn_fp8" if " " in kind else "drawn")
+    one: Callable[[Sizes], Any] = getattr(import_module(f"{__package__}.cases.{op_name(op)}"), "_".join(("drawn", *kind.split()[1:])))
     taken = set(listed(op))
     while True:
         for _ in range(TRIES):

@@ -8,6 +8,7 @@ import torch
 
 Choice = TypeVar("Choice")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Model(NamedTuple):

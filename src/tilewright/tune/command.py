@@ -20,6 +20,7 @@ from ..launch import table as tables
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import op_name
 from ..testing.cases import cases
+from ..testing.drawn import FITTING_SEEDS
 from ..testing.problems import Task, of_file
 from . import raw
 from .search import Found, Workbench, asked, row_key, search
@@ -88,25 +89,31 @@ def survey_command(
     seconds: float = math.inf,
     jobs: int | None = None,
     device: str = "cuda",
+    seed: int = FITTING_SEEDS[0],
     console: Console | None = None,
 ) -> int:
     """Times many configs of drawn problems of `names` (all ops by default) and keeps every time.
 
+    names: of ops, or of kinds of problems such as "matmul few".
     folder: of the raw times; by default the user's. seconds, jobs: as of `tune_command`.
+    seed: the first of FITTING_SEEDS to draw with; a survey that is to add to the times that ship
+        begins behind theirs.
     Returns: as it does.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     until = time.monotonic() + seconds
-    wanted = {op_name(op) for op in ops.named(names)}
-    kinds = [kind for kind in PASS if kind.partition(" ")[0] in wanted]
-    if not kinds:
-        raise ValueError(f"[OP]... must name one of {', '.join(PASS)}, got {', '.join(names or ())}")
+    if unknown := [name for name in names or () if name not in PASS]:
+        ops.named(unknown)
+        raise ValueError(f"a survey must be of {', '.join(PASS)}, got {', '.join(unknown)}")
+    kinds = [kind for kind in PASS if not names or kind in names or kind.partition(" ")[0] in names]
+    if seed not in FITTING_SEEDS:
+        raise ValueError(f"--seed must be one of {FITTING_SEEDS[0]} to {FITTING_SEEDS[-1]}, which nothing is judged by, got {seed}")
     where = _gpu(device, console)
     if where is None:
         return 2
     with Gpu(where, jobs=jobs) as bench:
         console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}")
-        tasks = drawn_tasks(kinds, bench.device, bench.compiler)
+        tasks = drawn_tasks(kinds, bench.device, range(seed, FITTING_SEEDS.stop))
         return survey(tasks, bench, folder or raw.user_folder(), console, until=until)
 
 
@@ -224,14 +231,16 @@ def tune(
 
 
 def raw_times(op: ModuleType, problem: Any, found: Found, bench: Workbench) -> list[raw.Timed]:
-    """All that a search measured: the raced ones with their spread, the others roughly."""
-    row, spreads = found.row, [round(spread, 3) for spread in found.spreads] + [None] * len(found.times)
+    """What a search raced. The rough times of the others tell losers, no more: nothing is fitted to
+    them.
+    """
+    row = found.row
     decision, wanted = decision_of(op), asked(op, problem, bench.device)
     rows = []
-    for (config, us), spread in zip(found.times, spreads, strict=False):
+    for (config, us), spread in zip(found.times, found.spreads, strict=False):
         digest = tables.digest_of(decision, wanted, config, bench.device)
         spill = bench.spill_bytes(op, problem, config)
-        rows.append(raw.Timed(row.problem, plain(config), digest, row.compiler, round(us, 3), spread, spill))
+        rows.append(raw.Timed(row.problem, plain(config), digest, row.compiler, round(us, 3), round(spread, 3), spill))
     return rows
 
 

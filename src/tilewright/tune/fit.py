@@ -49,6 +49,7 @@ HUBER = 0.1
 WEIGHT_OF_PRIOR = 0.08
 FOLDS = 5
 COVERED, WITHIN = 0.95, 1.03
+NOISY = 0.15  # of a time: with more spread something else ran beside it
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _entries(gpu: str, name: str, folders: Sequence[Path]) -> Iterator[tuple[raw
     seen = set()
     for folder in folders:
         for row in raw.read(folder, gpu, name):
-            if row.time_us is not None:
+            if row.time_us is not None and (row.spread_us or 0.0) <= NOISY * row.time_us:
                 seen.add(json.dumps((row.problem, row.config)))
                 yield row.problem, row.config, row.time_us
     for of in read_rows(SHIPPED / f"{gpu.replace(' ', '_')}.json"):
@@ -223,7 +224,7 @@ def quality(op: Choices[Any, Any], timed: Sequence[Timed], device: Device) -> Qu
         for problem, members in by_problem(timed, held).items():
             listed = {config: n for n, config in enumerate(op.candidates(problem, device))}  # ties: as in a call
             members.sort(key=lambda i: listed.get(timed[i].config, len(listed)))
-            found = model.price(op, problem, [timed[i].config for i in members], [works[i] for i in members])[0].tolist()
+            found = model.price(op, problem, [timed[i].config for i in members], [works[i] for i in members]).tolist()
             prices[problem] = [(price, timed[i].time_us) for price, i in zip(found, members, strict=True)]
     chosen = [(found[ranked([price for price, _ in found], op.tie)[0]][1], found) for found in prices.values() if len(found) > 1]
     regrets = [time / min(time for _, time in found) for time, found in chosen]
@@ -315,9 +316,8 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
     prints how good it is. Returns the exit code.
 
     names: ops to fit, all by default; what the file has of others stays. folder: of packed raw
-        times,
-    by default those that ship. Raises: KeyError naming the known GPUs for another, ValueError
-    without raw times.
+        times, by default those that ship.
+    Raises: KeyError naming the known GPUs for another, ValueError without raw times.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     source, wanted = folder or raw.SHIPPED, ops.named(names)

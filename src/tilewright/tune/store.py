@@ -1,8 +1,11 @@
 """The file of tuned problems: whole at every moment, whatever is killed and whoever else writes.
 
-A change is written to a file beside it, forced to disk and renamed over it. A lock guards that; the
-operating system releases it with its process. So a reader sees the old rows or the new ones, and a
-row that `add` has returned for is there.
+A change is written to a file beside it, forced to disk and renamed over it (launch/files.py). A
+lock guards that; the operating system releases it with its process. So a reader sees the old rows
+or the new ones, and a row that `add` has returned for is there.
+
+Where the path is no regular file, or nothing can be written, each method raises OSError and what
+was there stays.
 """
 
 import os
@@ -14,7 +17,10 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock
 
+from ..launch.files import check_regular, replace_file
 from ..launch.table import Row, read_rows, user_file
+
+LONGEST_WAIT_S = 60.0  # for another process that writes; one does in milliseconds
 
 
 class Store:
@@ -48,7 +54,10 @@ class Store:
 
     def _lock(self) -> FileLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.path.with_suffix(".lock"))
+        lock = self.path.with_suffix(".lock")
+        if os.path.lexists(lock):  # filelock opens and empties what it finds there
+            check_regular(lock, lock.lstat().st_mode)
+        return FileLock(lock, timeout=LONGEST_WAIT_S)
 
     def _read(self) -> list[Row]:
         # Only under the lock: else the broken file could be another's good one when it is moved.
@@ -61,12 +70,7 @@ class Store:
             return []
 
     def _write(self, rows: Iterable[Row]) -> None:
-        part = self.path.with_suffix(".part")  # one name: what a killed process left behind is overwritten
-        with part.open("wb") as file:
-            file.write(encoded(rows))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.path)
+        replace_file(self.path, encoded(rows))
 
 
 def encoded(rows: Iterable[Row]) -> bytes:

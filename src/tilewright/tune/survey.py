@@ -2,9 +2,8 @@
 bad ones. `--fit` makes costs of them.
 
 Pass after pass draws a few problems of each kind with the next fitting seed, in an order that
-leaves a balanced sample
-whenever it is stopped. While one problem is timed the configs of the next ones compile; whichever
-is compiled first goes first.
+leaves a balanced sample whenever it is stopped. While one problem is timed the configs of the next
+ones compile; whichever is compiled first goes first. The last line says where the time went.
 """
 
 import dataclasses
@@ -27,12 +26,12 @@ from .search import Workbench, asked
 
 # Problems of a pass, by kind, and the most configs of one problem.
 PASS = {
-    "matmul": 14, "matmul fp8": 9, "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "quantize_fp8": 2,
+    "matmul": 10, "matmul few": 8, "matmul fp8": 8, "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "quantize_fp8": 2,
     "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "mla_decode": 1, "mla": 1, "bmm": 2, "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1,
     "moe_route": 1, "rms_norm_route": 1, "sample": 1, "dropout": 1,
 }  # fmt: skip
-MOST = {"matmul": 32, "matmul fp8": 24, "bmm": 16, "attention": 12, "attention_decode": 16, "moe": 10}
+MOST = {"matmul": 32, "matmul few": 40, "matmul fp8": 24, "bmm": 16, "attention": 12, "attention_decode": 16, "moe": 10}
 MOST_CONFIGS = 12
 AHEAD = 40  # problems whose configs compile while others are timed
 WAIT_S = 0.02
@@ -68,8 +67,9 @@ def candidates(op: ModuleType, problem: Any, device: Device) -> list[Any]:
 
 def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
     """The first four and as many of the others as there is room for: two thirds are the same ones
-    wherever they are legal, so that binaries
-    are compiled once for many problems; a third are drawn anew for each problem."""
+    wherever they are legal, so that binaries are compiled once for many problems; a third are drawn
+    anew for each problem.
+    """
     if len(configs) <= most:
         return list(configs)
     usual = sorted(configs[4:], key=lambda config: zlib.crc32(str(config).encode()))
@@ -78,7 +78,7 @@ def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
     return [*configs[:4], *usual[: room * 2 // 3], *anew]
 
 
-def drawn_tasks(kinds: Sequence[str], device: Device, compiler: str, seeds: Sequence[int] = FITTING_SEEDS) -> Iterator[Task]:
+def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FITTING_SEEDS) -> Iterator[Task]:
     """The problems of pass after pass, without end but that of the seeds."""
     for seed in seeds:
         for kind, problem in mixed({kind: draw(kind, PASS[kind], seed) for kind in kinds}):
@@ -100,6 +100,7 @@ def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Conso
     right: dict[tuple[Any, ...], bool] = {}
     waiting: list[tuple[Task, list[Any]]] = []
     began, timed, failed, problems, shown = time.monotonic(), 0, 0, 0, time.monotonic()
+    spent = dict.fromkeys(("compiling", "inputs", "timing"), 0.0)  # seconds
     try:
         while time.monotonic() < until:
             while len(waiting) < AHEAD and (task := next(tasks, None)):
@@ -117,9 +118,10 @@ def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Conso
             i = next((i for i, (task, _) in enumerate(waiting) if bench.done(task.op, task.problem)), None)
             if i is None:
                 time.sleep(WAIT_S)
+                spent["compiling"] += WAIT_S
                 continue
             task, todo = waiting.pop(i)
-            rows, refused = _timed(task, todo, bench, right, console)
+            rows, refused = _timed(task, todo, bench, right, console, spent)
             raw.Log(folder, bench.device.name, decision_of(task.op).op).add(rows)
             known[decision_of(task.op).op].update(row.key for row in rows)
             timed, failed, problems = timed + sum(row.time_us is not None for row in rows), failed + refused, problems + 1
@@ -135,19 +137,26 @@ def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Conso
         console.print(f"stopped; {timed} timings kept. The same command goes on from here.")
         return 130
     took = time.monotonic() - began
-    console.print(f"{timed} timings of {problems} problems in {took:.0f} s, {failed} configs refused; raw times in {folder}")
+    parts = ", ".join(f"{seconds:.0f} s {what}" for what, seconds in spent.items())
+    console.print(f"{timed} timings of {problems} problems in {took:.0f} s ({parts}), {failed} configs refused; raw times in {folder}")
     return 0
 
 
-def _timed(task: Task, configs: list[Any], bench: Workbench, right: dict[tuple[Any, ...], bool], console: Console) -> tuple[list[raw.Timed], int]:
+def _timed(
+    task: Task, configs: list[Any], bench: Workbench, right: dict[tuple[Any, ...], bool], console: Console, spent: dict[str, float]
+) -> tuple[list[raw.Timed], int]:
     """The rows of a problem whose configs are compiled, and how many did not compile, run or answer
-    right. right: of the configs known.
+    right. right: of the configs known. spent: seconds by what they went into, added to.
     """
     fit = {i for i, reason in bench.ready(task.op, task.problem, configs) if not reason}
     running = [config for i, config in enumerate(configs) if i in fit and right.get((task.kind, config), True)]
+    began = time.monotonic()
     with bench.clock(task.op, task.problem) as clock:
+        made = time.monotonic()
         times = clock.many(running)
         lost = not bench.alive()
+    spent["inputs"] += made - began
+    spent["timing"] += time.monotonic() - made
     rows = []
     for config, found in zip(running, times, strict=True):
         if isinstance(found, str):

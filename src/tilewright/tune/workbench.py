@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -90,11 +90,11 @@ class Gpu:
 
     @contextmanager
     def clock(self, op: ModuleType, problem: Any) -> Iterator["GpuClock"]:
-        # Two tuners at once would time each other's kernels.
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"timing-{torch.cuda.get_device_properties(self.where).uuid}.lock"), torch.inference_mode():
-            yield GpuClock(op, problem, self.where, self.device)
+        alone = FileLock(folder / f"timing-{torch.cuda.get_device_properties(self.where).uuid}.lock")
+        with torch.inference_mode():
+            yield GpuClock(op, problem, self.where, self.device, alone)
         if torch.cuda.memory_reserved(self.where) > KEPT_BYTES:
             torch.cuda.empty_cache()
 
@@ -118,21 +118,27 @@ def least_us(problem: Any, device: Device) -> float:
 
 
 class GpuClock:
-    """Times configs of one problem on inputs that rotate through more than the L2 cache."""
+    """Times configs of one problem on inputs that rotate through more than the L2 cache.
 
-    def __init__(self, op: ModuleType, problem: Any, where: torch.device, device: Device) -> None:
-        self._op, self._least_us = op, least_us(problem, device)
+    alone: a lock; two tuners at once would time each other's kernels.
+    """
+
+    def __init__(self, op: ModuleType, problem: Any, where: torch.device, device: Device, alone: AbstractContextManager[Any]) -> None:
+        self._op, self._least_us, self._alone = op, least_us(problem, device), alone
         self._sets = input_sets(lambda: problem.inputs(where), problem.cost().size_bytes, device.l2_bytes, limit_bytes=INPUT_BYTES)
 
     def rough(self, config: Any, give_up_us: float) -> float:
-        return time_roughly(self._call(config), self._sets, give_up_us)
+        with self._alone:
+            return time_roughly(self._call(config), self._sets, give_up_us)
 
     def race(self, configs: Sequence[Any]) -> list[Timing]:
-        times = time_interleaved({str(i): self._call(config) for i, config in enumerate(configs)}, self._sets)
+        with self._alone:
+            times = time_interleaved({str(i): self._call(config) for i, config in enumerate(configs)}, self._sets)
         return [times[str(i)] for i in range(len(configs))]
 
     def many(self, configs: Sequence[Any]) -> list[Timing | str]:
-        return time_many([self._call(config) for config in configs], self._sets, self._least_us)
+        # A first launch takes the host longer than the passes take: meanwhile others may time.
+        return time_many([self._call(config) for config in configs], self._sets, self._least_us, self._alone)
 
     def _call(self, config: Any) -> Callable[..., Any]:
         return lambda **inputs: run_op(self._op, inputs, config)

@@ -2,14 +2,10 @@
 
 from itertools import product
 
-import torch
-
 from ...ops.bmm import Problem
 from ...ops.common.scaling import Scaling
-from ..sizes import Sizes
+from ..sizes import BF16, E4M3, E5M2, FP16, FP32, Sizes
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, BLOCK = Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK
 
 small = [

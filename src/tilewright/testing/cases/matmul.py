@@ -1,16 +1,15 @@
 """Problems of `matmul`."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import torch
 
 from ...ops.common.scaling import Scaling
 from ...ops.matmul import Problem
-from ..sizes import Sizes
+from ..sizes import BF16, E4M3, E5M2, FP16, FP32, Sizes
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, BLOCK = Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK
 
 # (n, k) of the linear layers: q and o, k and v, gate and up, down
@@ -115,6 +114,11 @@ bench = [
 def drawn(s: Sizes) -> Problem:
     n, k = s.linear()
     return Problem(m=s.rows(8192), n=n, k=k, dtype=s.dtype(), **s.some(bias=0.1))
+
+
+def drawn_few(s: Sizes) -> Problem:
+    """A decode step of up to 64 users."""
+    return replace(drawn_fp8(s) if s.odds(0.25) else drawn(s), m=s.rows(64))
 
 
 def drawn_fp8(s: Sizes) -> Problem:

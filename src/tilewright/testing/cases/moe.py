@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import torch
-
 from ...ops.common.scaling import Scaling
 from ...ops.moe import Problem
-from ..sizes import Sizes
+from ..sizes import BF16, FP16, Sizes
 
-BF16, FP16 = torch.bfloat16, torch.float16
 ROW, BLOCK = Scaling.ROW, Scaling.BLOCK
 
 # top_k, experts, hidden, inter

@@ -2,13 +2,9 @@
 
 from itertools import product
 
-import torch
-
 from ...ops.quantize_fp8 import Problem
-from ..sizes import Sizes
+from ..sizes import BF16, E5M2, FP16, FP32, Sizes
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E5M2 = torch.float8_e5m2
 TENSOR, ROW, GROUPS, SQUARES = (None, None), (1, None), (1, 128), (128, 128)
 
 small = [

@@ -3,12 +3,8 @@
 from dataclasses import replace
 from itertools import product
 
-import torch
-
 from ...ops.rms_norm_matmul import Problem
-from ..sizes import Sizes
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from ..sizes import BF16, FP16, FP32, Sizes
 
 small = [
     Problem(1, 5, 7, FP32, residual=True),

@@ -1,11 +1,7 @@
 """Problems of `rms_norm_route`."""
 
-import torch
-
 from ...ops.rms_norm_route import Problem
-from ..sizes import EXPERTS, Sizes
-
-BF16, FP16 = torch.bfloat16, torch.float16
+from ..sizes import BF16, EXPERTS, FP16, Sizes
 
 small = [
     Problem(1, 8, 48, 2, residual=True),

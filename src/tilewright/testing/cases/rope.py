@@ -3,12 +3,8 @@
 from itertools import product
 from typing import Any
 
-import torch
-
 from ...ops.rope import Problem
-from ..sizes import Sizes
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from ..sizes import BF16, FP16, FP32, Sizes
 
 small = [
     Problem(1, 1, 1, 1, 2, FP32),

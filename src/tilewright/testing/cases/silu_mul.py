@@ -2,12 +2,8 @@
 
 from itertools import product
 
-import torch
-
 from ...ops.silu_mul import Problem
-from ..sizes import Sizes
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from ..sizes import BF16, FP16, FP32, Sizes
 
 small = [
     Problem(1, 1, FP32),
