@@ -1,102 +1,27 @@
-"""What the interpreter checks on request: races between blocks, and reads of unwritten memory.
+"""What the interpreter checks of each access on request: races, reads of unwritten memory.
 
 Races are found by happens-before with vector clocks. Every block has a clock. A release stores at
 the address what the block knows of all clocks; an acquire of that address joins it. Two accesses of
 one element by different blocks race unless the first happened before the second, both only read, or
-both are atomic. For each element the check remembers the last write and two reads that nothing
-orders.
+both are atomic. For each element the check remembers the writes and the reads that a later access
+might race with: all of them, but those that happened before another one that it remembers.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.overrides import TorchFunctionMode
 
+from .allocations import Unwritten
 from .errors import KernelError, Place
 from .memory import Buffer, Sync
+from .regions import Region, regions
 
 Clock = dict[int, int]  # block -> how far its history is known
-
-
-class Region:
-    """A stretch of memory that one or more arguments reach, divided into units of one size.
-
-    start, end: byte addresses.
-    """
-
-    def __init__(self, start: int, end: int, unit: int):
-        self.start, self.end, self.unit = start, end, unit
-
-    @property
-    def size(self) -> int:
-        return (self.end - self.start) // self.unit
-
-    def units(self, buffer: Buffer, offset: np.ndarray) -> np.ndarray:
-        """The units that elements of a buffer cover."""
-        itemsize = buffer.window.itemsize
-        first = (buffer.address - self.start + offset.reshape(-1) * itemsize) // self.unit
-        wide = -(-itemsize // self.unit)
-        return first if wide == 1 else (first[:, None] + np.arange(wide)).reshape(-1)
-
-
-class Unwritten:
-    """The parts of a marked tensor that nobody has written yet."""
-
-    def __init__(self, tensor: Any):
-        self.tensor = tensor  # kept alive, so that its address stays its own
-        buffer = Buffer(tensor, "")
-        size = buffer.flat.size * buffer.window.itemsize
-        self.region = Region(buffer.address, buffer.address + size, buffer.window.itemsize)
-        self.written = np.zeros(self.region.size, bool)
-
-    def overlaps(self, buffer: Buffer) -> bool:
-        start = buffer.address
-        return start < self.region.end and self.region.start < start + buffer.flat.size * buffer.window.itemsize
-
-    def access(self, buffer: Buffer, offset: np.ndarray, kind: str) -> None:
-        units = self.region.units(buffer, offset)
-        inside = (units >= 0) & (units < self.region.size)
-        units = units[inside]
-        if kind == "write":
-            self.written[units] = True
-        elif not self.written[units].all():
-            first = int(offset.reshape(-1)[np.flatnonzero(inside)[~self.written[units]][0] // (inside.size // offset.size)])
-            count = int((~self.written[units]).sum())
-            raise KernelError(f"{kind} of uninitialised memory: element {buffer.index(first)} of {buffer} ({count} such elements in this access)")
-
-
-class Allocations(TorchFunctionMode):
-    """Marks what torch.empty and its kin return while the mode is on.
-
-    What PyTorch itself writes later counts as written.
-    """
-
-    FRESH = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
-
-    def __init__(self, unwritten: list[Unwritten]):
-        super().__init__()
-        self.unwritten = unwritten
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in self.FRESH:
-            if result.device.type == "cpu" and result.numel():
-                self.unwritten.append(Unwritten(result))
-            return result
-        name = getattr(func, "__name__", "")
-        target = (kwargs or {}).get("out")
-        if target is None and args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            target = args[0]
-        for tensor in target if isinstance(target, (tuple, list)) else (target,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                whole = Buffer(tensor, "")
-                for marked in self.unwritten:
-                    marked.access(whole, np.arange(whole.flat.size), "write")
-        return result
+NONE = np.zeros(1, np.int64)  # the number of the empty list
+SHORT = 16  # a list of accesses is pruned when it has twice as many as after the last time, and these
 
 
 class Access(NamedTuple):
@@ -109,15 +34,104 @@ class Access(NamedTuple):
     line: int
     atomic: bool
 
+    def before(self, clock: Clock) -> bool:
+        return self.time <= clock.get(self.block, 0)
+
+
+BLOCK, TIME, LINE, ATOMIC, OTHERS, LENGTH, PLAIN, PRUNE = range(8)
+
+
+class Chains:
+    """All lists of accesses of one launch, by number; 0 is the empty one.
+
+    Elements that the same blocks use share one list. A row of the table: the last access; the
+    number of the list of the others; its length; whether any is not atomic; the length at which
+    those are left out that happened before another one.
+    """
+
+    def __init__(self) -> None:
+        self.table = np.zeros((1024, 8), np.int64)
+        self.table[0, PRUNE] = SHORT
+        self.count = 1
+
+    def of(self, number: int) -> Iterator[Access]:
+        while number:
+            row = self.table[number].tolist()
+            yield Access(row[BLOCK], row[TIME], row[LINE], bool(row[ATOMIC]))
+            number = row[OTHERS]
+
+    def extended(self, numbers: np.ndarray, access: Access, clock: Clock) -> np.ndarray:
+        """These lists with one more access by the running block, whose clock this is."""
+        if len(numbers) == 1:
+            return np.array([self._extended(int(numbers[0]), access, clock)])
+        rows = self.table[numbers]
+        known = np.array([clock.get(block, 0) for block in rows[:, BLOCK].tolist()])
+        covered = self._covers(access, rows[:, TIME] <= known, rows[:, ATOMIC])
+        same = covered & (rows[:, BLOCK] == access.block)
+        others = np.where(same, rows[:, OTHERS], numbers)
+        prune = rows[:, PRUNE]
+        for i in np.flatnonzero((numbers > 0) & ~same & (covered | (rows[:, LENGTH] + 1 >= prune))):
+            others[i], prune[i] = self._pruned(int(numbers[i]), access, clock)
+        unchanged = (rows[:, : ATOMIC + 1] == access).all(1) & (numbers > 0)
+        return np.where(unchanged, numbers, self._longer(others, access, prune))
+
+    def _extended(self, number: int, access: Access, clock: Clock) -> int:
+        """The same for one list."""
+        block, time, line, atomic, others, length, _, prune = self.table[number].tolist()
+        covered = self._covers(access, time <= clock.get(block, 0), atomic)
+        if not number:
+            others = 0
+        elif (block, time, line, atomic) == access:
+            return number
+        elif not (covered and block == access.block):
+            others = number
+            if covered or length + 1 >= prune:
+                others, prune = self._pruned(number, access, clock)
+        return self._one_longer(others, access, prune)
+
+    def _pruned(self, number: int, access: Access, clock: Clock) -> tuple[int, int]:
+        """The list without what `access` makes needless, and when to do so again."""
+        kept = [was for was in self.of(number) if not self._covers(access, was.before(clock), was.atomic)]
+        limit, shorter = 2 * len(kept) + SHORT, 0
+        for was in reversed(kept):
+            shorter = self._one_longer(shorter, was, limit)
+        return shorter, limit
+
+    @staticmethod
+    def _covers(access: Access, before: Any, atomic: Any) -> Any:
+        """Whether what races with an access from now on, which happened `before`, also races with
+        this later one.
+        """
+        return before & (atomic >= access.atomic)
+
+    def _one_longer(self, number: int, access: Access, prune: int) -> int:
+        made = self.count
+        self._grow(1)
+        length, plain = self.table[number, LENGTH], self.table[number, PLAIN] or not access.atomic
+        self.table[made] = (*access, number, length + 1, plain, prune)
+        return made
+
+    def _grow(self, more: int) -> None:
+        self.count += more
+        if self.count > len(self.table):
+            self.table = np.concatenate([self.table, np.zeros((max(self.count, len(self.table)), 8), np.int64)])
+
+    def _longer(self, numbers: np.ndarray, access: Access, prune: np.ndarray) -> np.ndarray:
+        made = np.arange(self.count, self.count + len(numbers))
+        self._grow(len(numbers))
+        before, rows = self.table[numbers], self.table[made[0] : self.count]
+        rows[:, : ATOMIC + 1] = access
+        rows[:, OTHERS], rows[:, LENGTH], rows[:, PRUNE] = numbers, before[:, LENGTH] + 1, prune
+        rows[:, PLAIN] = before[:, PLAIN] | (not access.atomic)
+        return made
+
 
 class History:
-    """For each unit of a region: the access that last wrote it (its number, 0 for none), and two
-    later reads that nothing orders.
-    """
+    """For each unit of a region, the numbers of two lists of accesses: writes and reads."""
 
     def __init__(self, region: Region):
         self.region = region
-        self.write, *self.reads = (np.zeros(region.size, np.int32) for _ in range(3))
+        self.writes, self.reads = (np.zeros(region.size, np.int32) for _ in range(2))
 
 
 class Watch:
@@ -129,17 +143,16 @@ class Watch:
         grid: tuple[int, int, int],
         *,
         races: bool,
-        unwritten: list[Unwritten],
+        marks: list[Unwritten],
         code: dict[str, Any],
         places: Callable[[int], tuple[Place, ...]],
     ):
-        self.grid, self.unwritten, self.code, self.places = grid, unwritten, code, places
+        self.grid, self.marks, self.code, self.places = grid, marks, code, places
         self.block = 0
         self.clocks: dict[int, Clock] = {}
         self.released: dict[int, Clock] = {}  # byte address -> what a release there made known
-        self.accesses = [Access(0, 0, 0, False)]  # by number; the first stands for none
-        self.numbers: dict[Access, int] = {}
-        self.histories = [History(region) for region in _regions(buffers)] if races else []
+        self.chains = Chains()
+        self.histories = [History(region) for region in regions(buffers)] if races else []
 
     def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
         """kind: "read", "write", or "atomic" (both at once); sync: its memory order and scope
@@ -147,8 +160,8 @@ class Watch:
         """
         if offset.size == 0:
             return
-        for marked in self.unwritten:
-            marked.access(buffer, offset, kind)
+        for mark in self.marks:
+            mark.access(buffer, offset, kind)
         if not self.histories:
             return
         history = next(h for h in self.histories if h.region.start <= buffer.address < h.region.end)
@@ -175,36 +188,37 @@ class Watch:
         clock[self.block] += 1
 
     def _compare(self, history: History, units: np.ndarray, kind: str, atomic: bool, clock: Clock, buffer: Buffer, offset: np.ndarray) -> None:
-        mine = self._number(Access(self.block, clock[self.block], self._line(), atomic))
-        for was, before in (("write", history.write), *(("read", reads) for reads in history.reads if kind != "read")):
-            unordered = [n for n in self._unordered(before[units], clock) if not (atomic and self.accesses[n].atomic)]
-            if unordered:
-                at = int(np.flatnonzero(np.isin(before[units], unordered))[0])
-                element = buffer.index(int(offset.reshape(-1)[at // (units.size // offset.size)]))
-                self._report(kind, element, buffer, was, self.accesses[int(before[units[at]])])
-        if kind != "read":
-            history.write[units] = mine
+        mine = Access(self.block, clock[self.block], self._line(), atomic)
+        writes = history.writes[units]
+        self._check(writes, mine, clock, ("write", kind, buffer, offset))
+        if kind == "read":
+            self._extend(history.reads, units, mine, clock)
             return
-        first, second = history.reads
-        unordered = self._unordered(first[units], clock)
-        if not unordered:
-            first[units] = mine
-            return
-        concurrent = np.isin(first[units], unordered)
-        first[units[~concurrent]] = mine
-        second[units[concurrent]] = mine
+        reads = history.reads[units]
+        self._check(reads, mine, clock, ("read", kind, buffer, offset))
+        if atomic:
+            self._extend(history.writes, units, mine, clock, writes)
+        else:  # all before happened before this one
+            history.writes[units] = self.chains.extended(NONE, mine, clock)[0]
+            if reads.any():
+                history.reads[units] = 0
 
-    def _number(self, access: Access) -> int:
-        number = self.numbers.setdefault(access, len(self.accesses))
-        if number == len(self.accesses):
-            self.accesses.append(access)
-        return number
+    def _check(self, numbers: np.ndarray, mine: Access, clock: Clock, what: tuple[str, str, Buffer, np.ndarray]) -> None:
+        for number in _distinct(numbers):
+            if not number or (mine.atomic and not self.chains.table[number, PLAIN]):
+                continue
+            racing = [a for a in self.chains.of(number) if a.block != mine.block and not a.before(clock) and not (mine.atomic and a.atomic)]
+            if racing:
+                earlier, kind, buffer, offset = what
+                at = int(np.flatnonzero(numbers == number)[0])
+                element = buffer.index(int(offset.reshape(-1)[at // (numbers.size // offset.size)]))
+                self._report(kind, element, buffer, earlier, racing[-1])  # the first that ran
 
-    def _unordered(self, numbers: np.ndarray, clock: Clock) -> list[int]:
-        """The accesses among `numbers` by other blocks that did not happen before now."""
-        first = int(numbers[0])
-        present = [first] if (numbers == first).all() else np.unique(numbers).tolist()
-        return [n for n in present if n and (a := self.accesses[n]).block != self.block and a.time > clock.get(a.block, 0)]
+    def _extend(self, lists: np.ndarray, units: np.ndarray, mine: Access, clock: Clock, numbers: np.ndarray | None = None) -> None:
+        numbers = lists[units] if numbers is None else numbers
+        distinct = np.array(_distinct(numbers))
+        changed = self.chains.extended(distinct, mine, clock)
+        lists[units] = changed[0] if len(distinct) == 1 else changed[np.searchsorted(distinct, numbers)]
 
     def _report(self, kind: str, element: tuple[int, ...], buffer: Buffer, was: str, other: Access) -> None:
         file, line, _ = (self.places(other.line) or (("?", 0, ""),))[0]
@@ -225,21 +239,13 @@ class Watch:
         return frame.f_lineno if frame is not None else 0
 
 
+def _distinct(numbers: np.ndarray) -> list[int]:
+    """In order."""
+    first = int(numbers[0])
+    return [first] if (numbers == first).all() else np.unique(numbers).tolist()
+
+
 def _join(clock: Clock, known: Clock) -> None:
     for block, time in known.items():
         if clock.get(block, 0) < time:
             clock[block] = time
-
-
-def _regions(buffers: Iterable[Buffer]) -> list[Region]:
-    """Disjoint regions that cover the buffers; buffers that overlap share one."""
-    regions: list[Region] = []
-    for buffer in sorted(buffers, key=lambda b: b.address):
-        size, start = buffer.window.itemsize, buffer.address
-        end = start + buffer.flat.size * size
-        if regions and start < regions[-1].end:
-            regions[-1].end = max(regions[-1].end, end)
-            regions[-1].unit = min(regions[-1].unit, size)
-        else:
-            regions.append(Region(start, end, size))
-    return regions

@@ -1,11 +1,16 @@
-"""The only file of Tilewright that touches private names of cuda-tile.
+"""The only file of Tilewright that touches private names of cuda-tile, but for its launcher
+(launch/run.py).
 
 A kernel and its arguments -> the signature that the front end types -> typed IR, or a signature to
 compile. The rest of the project asks here about an IR value (its dtype, its shape, whether it is a
 pointer). So a new cuda-tile release changes one file.
 """
 
+import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from types import FunctionType
@@ -18,6 +23,7 @@ from cuda.tile import _annotated_function as annotated
 from cuda.tile import _compile as compiler
 from cuda.tile import compilation
 from cuda.tile._ir import ir
+from cuda.tile._ir import ops as ir_ops
 from cuda.tile._ir.ops import tile_impl_registry
 from cuda.tile._ir.type import ArrayValue, GatherScatterViewTy, ListValue, StridedViewTy, TensorLikeTy, TokenTy
 from cuda.tile._passes.ast2hir import HirMode, get_function_hir
@@ -53,6 +59,11 @@ def python_function(kernel: Any) -> FunctionType:
     """The function that @ct.kernel decorated."""
     function: FunctionType = kernel._pyfunc
     return function
+
+
+def with_function(kernel: Any, function: FunctionType) -> Any:
+    """Another function as a kernel with the same hints."""
+    return ct.kernel(function, **dataclasses.asdict(kernel._compiler_options))
 
 
 def parameters_of(kernel: Any) -> dict[str, Any]:
@@ -254,6 +265,47 @@ def _address(array: Any) -> int:
 
 
 # ---------------------------------------------------------------------------- signature -> typed IR
+@dataclass(eq=False)
+class IndexCheck(ir_ops.TileAssert, opcode="index_check", memory_effect=ir.MemoryEffect.STORE):  # type: ignore[misc, call-arg]
+    """One more operation, in front of a gather, scatter or atomic: later IR knows only pointers.
+
+    An assertion, as the front end's passes see it.
+
+    what: the access, for a message, with {} for an index. checked: whether lanes outside of the
+        array are masked.
+    """
+
+    message: str = ir.attribute(default="")
+    cond: ir.Var | None = ir.operand(default=None)  # noqa: RUF009 a field
+    what: str = ir.attribute()
+    checked: bool = ir.attribute()
+    index: tuple[ir.Var, ...] = ir.operand()
+    extents: tuple[ir.Var, ...] = ir.operand()
+    mask: ir.Var | None = ir.operand(default=None)  # noqa: RUF009
+
+
+_interpreting: ContextVar[bool] = ContextVar("tilewright.interpret.interpreting", default=False)
+_pointer_and_mask = ir_ops._gather_scatter_pointer_and_mask
+
+
+def _checked_pointer_and_mask(array: ir.Var, indices: ir.Var, check_bounds: ir.Var, custom_mask: ir.Var | None = None) -> Any:
+    """What the front end does for an index, and an IndexCheck. Compiling for a GPU adds nothing."""
+    result = _pointer_and_mask(array, indices, check_bounds, custom_mask)
+    extents = array.get_aggregate().shape
+    if _interpreting.get() and extents:
+        several = indices.is_aggregate()
+        index = tuple(ir_ops.tuple_item(indices.get_aggregate(), axis) for axis in range(len(extents))) if several else (indices,)
+        mask = custom_mask if custom_mask is not None and is_tensor(custom_mask) else None
+        kind = {"gather_impl": "read", "scatter_impl": "write"}.get(sys._getframe(1).f_code.co_name, "atomic")
+        what = f"{kind} of element {{}} of {array.get_original_name()}: {array.get_type().dtype.name}"
+        checked = check_bounds.get_constant()
+        ir_ops.add_operation_variadic(IndexCheck, (), what=what, checked=checked, index=index, extents=tuple(extents), mask=mask)
+    return result
+
+
+ir_ops._gather_scatter_pointer_and_mask = _checked_pointer_and_mask
+
+
 def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = True, arch: str | None = None) -> ir.Block:
     """The kernel's body as typed by cuda-tile's front end.
 
@@ -265,6 +317,14 @@ def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = Tr
         arch: compiler target whose dtype support is checked ("sm_90"); None checks none.
     Raises: cuda-tile's own errors for code that does not type.
     """
+    token = _interpreting.set(True)
+    try:
+        return _typed_ir(kernel, constraints, optimised, arch)
+    finally:
+        _interpreting.reset(token)
+
+
+def _typed_ir(kernel: Any, constraints: list[Constraint], optimised: bool, arch: str | None) -> ir.Block:
     signature = compilation.KernelSignature(constraints, CALLING_CONVENTION, "kernel")
     function = kernel._annotated_function
     if optimised:

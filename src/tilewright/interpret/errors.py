@@ -25,6 +25,11 @@ class KernelError(Exception):
         super().__init__(what)
         self.what = what
 
+    def place(self, kernel: str, places: tuple[Place, ...], block: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        """Says where; what was said before stays."""
+        if self.block is None:
+            self.kernel, self.places, self.block, self.grid = kernel, places, block, grid
+
     def __str__(self) -> str:
         if self.block is None:
             return self.what
@@ -38,4 +43,4 @@ class KernelError(Exception):
 
 
 class Deadlock(KernelError):
-    """Blocks wait for one another and none can go on."""
+    """Blocks wait for one another and none can go on, or a block never ends."""

@@ -25,12 +25,13 @@ class Buffer:
 
     window: the argument itself as numpy sees its memory.
     copies: whether a load must copy, because the kernel may write to this memory.
+    target: whether the kernel may write to this argument.
     """
 
-    __slots__ = ("_flat", "copies", "dtype", "name", "window")
+    __slots__ = ("_flat", "copies", "dtype", "name", "target", "window")
 
     def __init__(self, argument: Any, name: str, copies: bool = True):
-        self.name, self.dtype, self.copies = name, array_dtype(argument), copies
+        self.name, self.dtype, self.copies, self.target = name, array_dtype(argument), copies, False
         if isinstance(argument, torch.Tensor):
             if argument.device.type != "cpu":
                 raise TypeError(f"{name} must be a CPU tensor, got one on {argument.device}")
@@ -162,13 +163,19 @@ class Machine:
     strict: a tile entirely outside its array is an error, and padding left UNDETERMINED is poison
         (NaN, or an unlikely integer).
     watch: sees every access, or None.
+    strict_bounds: an index outside of an array is an error also where it is checked and reads
+        padding.
     progress: counts changes of memory. So the scheduler can tell waiting from working.
+    owners: element of a lock -> the block that took it, until it changes it back. acquired: counts
+        new owners.
     """
 
-    def __init__(self, grid: tuple[int, int, int], strict: bool = True, watch: Watcher | None = None):
-        self.grid, self.strict, self.watch = grid, strict, watch
+    def __init__(self, grid: tuple[int, int, int], strict: bool = True, watch: Watcher | None = None, *, strict_bounds: bool = False):
+        self.grid, self.strict, self.watch, self.strict_bounds = grid, strict, watch, strict_bounds
         self.bid: tuple[int, ...] = (0, 0, 0)
         self.progress = 0
+        self.owners: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.acquired = 0
 
     # ---------------------------------------------------------------------------------------- tiles
     def load(self, view: View, index: tuple[Any, ...], inbounds: bool, sync: Sync = None, short: int | None = None) -> Value:
@@ -180,8 +187,7 @@ class Machine:
         buffer = array.buffer
         if self.watch is not None:
             self.watch.access(buffer, _offsets(array, corner, part.shape), "read", sync)
-        r = decode(part, buffer.dtype)
-        lengths = tile.lengths
+        r, lengths = decode(part, buffer.dtype), tile.lengths
         if short is not None and part.size:
             lengths = (*lengths[:short], part.shape[short], *lengths[short + 1 :])
         if part.shape != lengths:
@@ -200,7 +206,7 @@ class Machine:
         if not tile.plain:
             value = value.transpose(tile.inverse)
         if tile.sparse_axis is not None:
-            offset, valid = _sparse_offsets(array, tile, index)
+            offset, valid = self._sparse(array, tile, index)
             self.store_pointer(Pointer(array.buffer, offset), value, valid)
             return
         corner, part = self._inside(array, tile, index, inbounds)
@@ -216,7 +222,7 @@ class Machine:
         if not tile.plain:
             value = value.transpose(tile.inverse)
         if tile.sparse_axis is not None:
-            offset, valid = _sparse_offsets(array, tile, index)
+            offset, valid = self._sparse(array, tile, index)
         else:
             corner, part = self._inside(array, tile, index, False)
             offset = _offsets(array, corner, part.shape)
@@ -254,9 +260,15 @@ class Machine:
         return _part(array.buffer, offset if 0 not in shape else 0, tuple(shape), array.strides)
 
     def _gather(self, array: Array, tile: TileView, index: tuple[Any, ...]) -> Value:
-        offset, valid = _sparse_offsets(array, tile, index)
+        offset, valid = self._sparse(array, tile, index)
         padding = self._padding(tile, array.buffer.dtype)
         return self.load_pointer(Pointer(array.buffer, offset), valid, CONTAINER[array.buffer.dtype](padding))
+
+    def _sparse(self, array: Array, tile: TileView, index: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+        if self.strict_bounds and tile.sparse_axis is not None:
+            n = array.shape[tile.sparse_axis]
+            self.check_index(f"element {{}} along axis {tile.sparse_axis} of {array}, gathered of", (index[tile.sparse_axis],), (n,), None)
+        return _sparse_offsets(array, tile, index)
 
     def _padding(self, tile: TileView, dtype: str) -> Any:
         if tile.padding == "UNDETERMINED":
@@ -285,22 +297,22 @@ class Machine:
         self._touch(buffer, offset, "write")
         buffer.flat[offset] = value
 
-    def atomic(self, pointer: Pointer, value: Value, mask: Value | None, mode: str, sync: Sync) -> Value:
+    def atomic(self, pointer: Pointer, value: Value, mask: Value | None, mode: str, sync: Sync, used: bool = False) -> Value:
         """Read, modify, write.
 
-        Returns the old values. Elements at one address follow one another.
+        Returns the old values, which the kernel may use. Elements at one address follow one
+        another.
         """
         buffer, dtype = pointer.buffer, pointer.buffer.dtype
         offset, mask = _addresses(pointer, mask)
         self._touch(buffer, offset[mask], "atomic", sync)
-        value, old = np.broadcast_to(value, offset.shape), np.zeros(offset.shape, CONTAINER[dtype])
-        change = ATOMIC[mode]
+        value, old, change = np.broadcast_to(value, offset.shape), np.zeros(offset.shape, CONTAINER[dtype]), ATOMIC[mode]
         for at in _conflict_free(offset, mask):
             memory = buffer.flat[offset[at]]
             old[at] = decode(memory, dtype)
             new = change(old[at], value[at])
             new = encode(round_to(new, dtype) if dtype in SMALL else new, dtype)
-            self.progress += int((new != memory).any())
+            self._changed(buffer, offset, bool((new != memory).any()), used)
             buffer.flat[offset[at]] = new
         return old.reshape(np.shape(pointer.offset))[()]
 
@@ -314,9 +326,40 @@ class Machine:
             memory = buffer.flat[offset[at]]
             old[at] = memory
             new = np.where(memory == expected[at], desired[at], memory)
-            self.progress += int((new != memory).any())
+            self._changed(buffer, offset, bool((new != memory).any()), used=True)
             buffer.flat[offset[at]] = new
         return decode(old, dtype).reshape(np.shape(pointer.offset))[()]
+
+    def _changed(self, buffer: Buffer, offset: np.ndarray, changed: bool, used: bool) -> None:
+        """Notes a read-modify-write.
+
+        If it is of one element, and the kernel looks at the old value, it may take a lock.
+        """
+        self.progress += changed
+        if changed and offset.size == 1:
+            place = id(buffer), int(offset.reshape(-1)[0])
+            if self.owners.get(place) == self.bid:
+                del self.owners[place]
+            elif used:
+                self.owners[place] = self.bid
+                self.acquired += 1
+
+    def check_index(self, what: str, index: tuple[Value, ...], extents: tuple[Value, ...], mask: Value | None) -> None:
+        """Raises for an index that lies outside. what: "read of element {} of x: float32"."""
+        for at, n in zip(index, extents, strict=True):
+            at = np.asarray(at)
+            if not at.size or (at.min() >= 0 and at.max() < n):
+                continue
+            outside = (at < 0) | (at >= n)
+            shape = np.broadcast_shapes(*map(np.shape, index), np.shape(True if mask is None else mask))
+            lanes = np.broadcast_to(outside, shape) & (True if mask is None else mask)
+            if lanes.any():
+                along = np.broadcast_to(at, shape)[lanes]
+                worst = int(along.argmin() if (along < 0).any() else along.argmax())
+                found = tuple(int(np.broadcast_to(i, shape)[lanes][worst]) for i in index)
+                last = tuple(int(n) - 1 for n in extents)
+                element, end = (found, last) if len(last) > 1 else (found[0], last[0])
+                raise KernelError(f"out of bounds: {what.format(element)}{[n + 1 for n in last]}, whose last element is {end}")
 
     def item(self, arrays: list[Array], index: Any) -> Array:
         """An element of a list argument."""
@@ -360,6 +403,11 @@ def poison(dtype: str) -> Any:
 def _part(buffer: Buffer, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     flat = buffer.flat
     return np.ndarray(shape, flat.dtype, flat, offset * flat.itemsize, [s * flat.itemsize for s in strides])
+
+
+def offsets(array: Array) -> np.ndarray:
+    """The offset of every element of an array, gaps left out."""
+    return _offsets(array, [0] * len(array.shape), array.shape)
 
 
 def _offsets(array: Array, corner: Sequence[int], shape: Sequence[int]) -> np.ndarray:

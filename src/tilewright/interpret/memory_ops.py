@@ -9,13 +9,16 @@ from .writer import Writer
 
 
 class MemoryOps(Writer):
-    """parameters: of the kernel. written: indices of those that it may write. short: see `trim`."""
+    """parameters: of the kernel. written: indices of those that it may write. short: see `trim`.
+    used: names of the values that an operation uses.
+    """
 
     def __init__(self, kernel: Any, debug: bool):
         super().__init__(kernel, debug)
         self.parameters: tuple[Parameter, ...] = ()
         self.written: set[int] = set()
         self.short: Axes = {}
+        self.used: set[str] = set()
 
     def derive(self, op: Any, *sources: Any) -> None:
         """Notes that a pointer, array or view comes from the same parameter as its sources."""
@@ -91,6 +94,12 @@ class MemoryOps(Writer):
         self.writes(op.view)
         self.put(f"__m.store({self.use(op.view)}, {self.uses(op.index)}, {self.use(op.tile)}, {any(op.inbounds)}, {self.sync(op)})", op.loc)
 
+    def emit_index_check(self, op: Any) -> None:
+        """Of a gather, scatter or atomic: always if it has no check of its own, else on request."""
+        mask = op.mask if op.mask is not None and cutile.is_tensor(op.mask) else None
+        check = f"__m.check_index({op.what!r}, {self.uses(op.index)}, {self.uses(op.extents)}, {self.use(mask)})"
+        self.put(f"if __m.strict_bounds: {check}" if op.checked else check, op.loc)
+
     def emit_pointer_offset(self, op: Any) -> None:
         self.derive(op, op.pointer)
         self.out(op, f"{self.use(op.pointer)}.moved({self.use(op.offset)})")
@@ -105,7 +114,7 @@ class MemoryOps(Writer):
     def emit_tile_atomic_rmw(self, op: Any) -> None:
         self.writes(op.pointer)
         operands = ", ".join(map(self.use, (op.pointer, op.update, op.mask)))
-        self.out(op, f"__m.atomic({operands}, {op.mode.name!r}, {self.sync(op)})")
+        self.out(op, f"__m.atomic({operands}, {op.mode.name!r}, {self.sync(op)}, {op.result_vars[0].name in self.used})")
 
     def emit_tile_atomic_cas(self, op: Any) -> None:
         self.writes(op.pointer)

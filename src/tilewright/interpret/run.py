@@ -1,7 +1,5 @@
 """Running a launch: its program, its arguments, its blocks in turn."""
 
-import random
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,18 +11,16 @@ import numpy as np
 import torch
 
 from . import cutile
-from .checks import Allocations, Unwritten, Watch
+from .allocations import Allocations, Unwritten
+from .checks import Watch
 from .codegen import compile_program
-from .errors import Deadlock, KernelError
+from .errors import KernelError
 from .formats import CONTAINER
 from .memory import Array, Buffer, Machine
 from .program import Program
+from .schedule import STEPS, Order, Schedule, blocks
 
-TURN = 64  # waiting points a block may pass before the next block's turn
 INT32_MAX = (1 << 31) - 1
-PATIENCE = 30_000  # waiting points per block, with no change of memory in between, before the launch counts as deadlocked
-
-Order = str | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,9 @@ class Options:
     order: Order = "forward"
     strict: bool = True
     debug: bool = False
-    unwritten: list[Unwritten] | None = None
+    strict_bounds: bool = False
+    steps: int = STEPS
+    marks: list[Unwritten] | None = None
 
 
 DEFAULTS = Options()
@@ -46,7 +44,10 @@ def checking(
     races: bool | None = None,
     order: Order | None = None,
     uninitialised: bool | tuple[torch.Tensor, ...] = (),
+    unwritten: bool | tuple[torch.Tensor, ...] = (),
     strict: bool | None = None,
+    strict_bounds: bool | None = None,
+    steps: int | None = None,
     debug: bool | None = None,
 ) -> Iterator[None]:
     """Sets how launches inside the context are interpreted.
@@ -61,24 +62,38 @@ def checking(
         uninitialised: tensors whose elements may not be read before a kernel wrote them (see also
             `mark_uninitialised`). True: all that torch.empty and its kin return inside the context,
             in ops too, kept until its end.
+        unwritten: tensors of which every element must have been written when the context ends, or
+            KernelError is raised. True: all that torch.empty and its kin return inside the context,
+            if a kernel may write to them and somebody still holds them at the end.
         strict: True: a tile entirely outside its array is an error and UNDETERMINED padding is
             poison (NaN for floats). False: both read 0.
+        strict_bounds: False, or True to raise on a gather, scatter or atomic with an index outside
+            of its array that its own mask leaves in, though it would read padding or be dropped.
+        steps: the most waiting points that a block may pass while it changes memory; a block that
+            passes more is an endless loop.
         debug: True runs code with the kernel's own lines and variables, for breakpoints and
             stepping.
     """
     if order is not None and order not in ("forward", "reverse") and not isinstance(order, int):
         raise ValueError(f'order must be "forward", "reverse" or a seed, got {order!r}')
-    given: dict[str, Any] = {"races": races, "order": order, "strict": strict, "debug": debug}
+    given: dict[str, Any] = {"races": races, "order": order, "strict": strict, "strict_bounds": strict_bounds, "steps": steps, "debug": debug}
     changed = replace(_options.get(), **{name: value for name, value in given.items() if value is not None})
-    marks = changed.unwritten
-    if marks is None or (isinstance(uninitialised, tuple) and uninitialised):
-        marks = [*(marks or ()), *map(Unwritten, uninitialised if isinstance(uninitialised, tuple) else ())]
-    token = _options.set(replace(changed, unwritten=marks))
+    marks = changed.marks
+    early, missing = (given if isinstance(given, tuple) else () for given in (uninitialised, unwritten))
+    if marks is None or early or missing:
+        named = {id(tensor): tensor for tensor in (*early, *missing)}
+        chosen = [{id(tensor) for tensor in tensors} for tensors in (early, missing)]
+        marks = [*(marks or ()), *(Unwritten(t, early=i in chosen[0], missing=i in chosen[1]) for i, t in named.items())]
+    token = _options.set(replace(changed, marks=marks))
+    watched = uninitialised is True or unwritten is True
     try:
-        with Allocations(marks) if uninitialised is True else nullcontext():
+        with Allocations(marks, early=uninitialised is True, missing=unwritten is True) if watched or missing else nullcontext():
             yield
     finally:
         _options.reset(token)
+    for mark in marks:
+        if mark.missing and (any(mark.tensor is t for t in missing) or (mark.name and mark.is_output())):
+            mark.require_written()
 
 
 def mark_uninitialised(*tensors: torch.Tensor) -> None:
@@ -86,9 +101,9 @@ def mark_uninitialised(*tensors: torch.Tensor) -> None:
     wrote raises KernelError.
     """
     options = _options.get()
-    if options.unwritten is None:
+    if options.marks is None:
         raise RuntimeError("mark_uninitialised must be called inside `with checking(...)`")
-    options.unwritten.extend(map(Unwritten, tensors))
+    options.marks.extend(Unwritten(tensor, early=True, missing=False) for tensor in tensors)
 
 
 # ----------------------------------------------------------------------------------- specialisation
@@ -171,6 +186,8 @@ def _bind(program: Program, args: tuple[Any, ...]) -> tuple[list[Any], list[Buff
         buffers += own
         if written:
             targets += own
+            for buffer in own:
+                buffer.target = True
     for buffer in buffers:
         if not buffer.copies:
             buffer.copies = any(np.may_share_memory(buffer.window, target.window) for target in targets)
@@ -215,21 +232,31 @@ def interpret(grid: tuple[int, ...], kernel: Any, args: tuple[Any, ...]) -> None
     options = _options.get()
     program = _program(kernel, args, options.debug)
     values, buffers = _bind(program, args)
-    machine = Machine(extents, options.strict)
-    if options.races or options.unwritten:
-        marks = [mark for mark in options.unwritten or () if any(map(mark.overlaps, buffers))]
-        machine.watch = Watch(buffers, extents, races=options.races, unwritten=marks, code=program.code, places=program.places)
+    machine = Machine(extents, options.strict, strict_bounds=options.strict_bounds)
+    if options.races or options.marks:
+        marks = [mark for mark in options.marks or () if _touches(mark, buffers)]
+        machine.watch = Watch(buffers, extents, races=options.races, marks=marks, code=program.code, places=program.places)
     try:
-        with np.errstate(all="ignore"):
+        # Not under the caller's autocast: it would change the dtype of products behind our back.
+        with np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
             if program.cooperative:
-                _run_together(program, machine, values, options.order)
+                Schedule(program, machine, values, options.order, options.steps).run(_enter)
             else:
-                for bid in _blocks(extents, options.order):
+                for bid in blocks(extents, options.order):
                     _enter(machine, bid)
                     program.function(machine, *values)
     except Exception as error:
         _locate(error, program, machine)
         raise
+
+
+def _touches(mark: Unwritten, buffers: list[Buffer]) -> bool:
+    """Whether a launch uses the memory of a mark, which learns the name that it has there."""
+    found = [buffer for buffer in buffers if mark.overlaps(buffer)]
+    for buffer in found:
+        if buffer.target and not mark.name:
+            mark.name = buffer.name
+    return bool(found)
 
 
 def _enter(machine: Machine, bid: tuple[int, ...]) -> None:
@@ -239,56 +266,12 @@ def _enter(machine: Machine, bid: tuple[int, ...]) -> None:
         machine.watch.block = bid[0] + x * (bid[1] + y * bid[2])
 
 
-def _blocks(grid: tuple[int, int, int], order: Order) -> Iterator[tuple[int, int, int]]:
-    x, y, z = grid
-    if order == "forward":
-        return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
-    blocks = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
-    if order == "reverse":
-        blocks.reverse()
-    else:
-        random.Random(order).shuffle(blocks)
-    return iter(blocks)
-
-
-def _run_together(program: Program, machine: Machine, values: list[Any], order: Order) -> None:
-    """Blocks take turns at waiting points, so that locks, flags and barriers make progress."""
-    live = deque((bid, program.function(machine, *values)) for bid in _blocks(machine.grid, order))
-    dice = random.Random(order) if isinstance(order, int) else None
-    waited, progress = 0, machine.progress
-    while live:
-        if dice is not None:
-            live.rotate(dice.randrange(len(live)))
-        bid, block = live.popleft()
-        _enter(machine, bid)
-        turn = TURN if dice is None else dice.randint(1, TURN)
-        ended = _advance(block, turn)
-        if not ended:
-            live.append((bid, block))
-            waited += turn
-        if ended or machine.progress != progress:
-            waited, progress = 0, machine.progress
-        if waited > PATIENCE * (len(live) + 1):
-            who = f"{len(live)} blocks wait, and none has" if len(live) > 1 else "the only block left loops, and has not"
-            raise Deadlock(f"deadlock: {who} changed memory for {waited} rounds")
-
-
-def _advance(block: Iterator[None], points: int) -> bool:
-    """Runs a block past so many waiting points. Returns whether it has ended."""
-    for _ in range(points):
-        try:
-            next(block)
-        except StopIteration:
-            return True
-    return False
-
-
 def _locate(error: Exception, program: Program, machine: Machine) -> None:
     """Adds the place in the kernel and the block to an error."""
     line = _line(error.__traceback__, program)
     places = program.places(line)
     if isinstance(error, KernelError):
-        error.kernel, error.places, error.block, error.grid = program.name, places, machine.bid, machine.grid
+        error.place(program.name, places, machine.bid, machine.grid)
     else:
         file, number, _ = places[0] if places else ("?", 0, "")
         error.add_note(f"in {program.name}, block {machine.bid} of {machine.grid}, {file}:{number}")

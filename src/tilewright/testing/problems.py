@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from .. import ops
-from ..launch.table import rebuilt
+from ..launch.files import read_regular
+from ..launch.table import LARGEST, rebuilt
 from .check import op_name
 
 Task = tuple[ModuleType, Any]  # an op and one of its Problems
@@ -18,14 +19,14 @@ def of_file(path: Path) -> list[Task]:
 
     They are results of a benchmark, a log of decisions, or written by hand.
 
-    Raises: ValueError naming file and line.
+    Raises: ValueError naming file and line; OSError for what is no regular file.
     """
     known = {op_name(op): op for op in ops.ALL}
     return list(dict.fromkeys(_parsed(path, known)))
 
 
 def _parsed(path: Path, known: dict[str, ModuleType]) -> Iterator[Task]:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_regular(path, LARGEST).decode(errors="replace").splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -34,5 +35,5 @@ def _parsed(path: Path, known: dict[str, ModuleType]) -> Iterator[Task]:
                 raise ValueError(f"op must be one of {', '.join(known)}, got {entry['op']!r}")
             op = known[entry["op"]]
             yield op, rebuilt(op.Problem, entry["problem"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}:{number} must be an object with op and problem: {type(error).__name__}: {error}") from None

@@ -1,0 +1,307 @@
+"""`tilewright verify --fuzz`: drawn calls of every op against definitions of their own.
+
+A family is what a kernel is compiled for: dtypes, options, a config, how the arguments lie in
+memory. Its cases differ in sizes and values, and so share compiled kernels. The accuracy rule
+judges each result; arguments and results lie in poisoned memory.
+"""
+
+import inspect
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from .. import ops
+from ..launch import Device
+from .accuracy import assert_accurate
+from .check import op_name, outputs, run_op
+from .definitions import DEFINITIONS, FP8, Results, normed, scores_of, wide
+from .fuzz_draws import DRAWS
+from .poison import MARGIN_BYTES, poisoned_empty
+from .sizes import Sizes
+
+SEED = 0
+CASES = {"cpu": 3, "cuda": 600}  # of a family: a kernel compiles for a second, a case takes milliseconds
+SIZES = 24  # of a family: to list the configs of a problem takes milliseconds too
+SHOWN = 5
+FEW, AGAIN = 64, 3  # elements of a result that is judged again, and how often
+
+
+@dataclass
+class Layout:
+    """How arguments lie in memory.
+
+    pad: elements between the rows of a matrix. shift: elements in front. expand: arguments of three
+    and more axes are one matrix, seen again and again.
+    """
+
+    pad: int = 0
+    shift: int = 0
+    expand: bool = False
+
+    def placed(self, tensor: Tensor, name: str) -> Tensor:
+        """The same values so laid out, with NaN (in codes and integers: extremes) around them."""
+        if tensor.numel() == 0 or tensor.dim() == 0:
+            return tensor
+        if self.expand and tensor.dim() >= 3 and tensor.is_floating_point() and tensor.dtype not in FP8 and name in EXPANDABLE:
+            return self.placed(tensor[0], "").expand_as(tensor)
+        floating = tensor.is_floating_point()
+        pad = self.pad if floating and tensor.dim() > 1 and tensor.stride(-1) == 1 else 0
+        axes = sorted(range(tensor.dim()), key=lambda axis: (tensor.stride(axis), -axis))
+        strides, step = [0] * tensor.dim(), 1
+        for i, axis in enumerate(axes):
+            strides[axis] = step
+            step = step * tensor.shape[axis] + (pad if i == 0 else 0)
+        margin = MARGIN_BYTES // tensor.element_size()
+        start = margin + (self.shift if floating else 0)
+        flat = torch.empty(start + step + margin, dtype=tensor.dtype, device=tensor.device)
+        if floating:
+            flat.copy_(torch.full((), torch.nan, device=tensor.device))
+        else:
+            flat.fill_(tensor.dtype is torch.bool or torch.iinfo(tensor.dtype).min)
+        inside = flat.as_strided(tensor.shape, strides, start)
+        inside.copy_(tensor)
+        return inside
+
+
+EXPANDABLE = ("a", "b", "k_nope", "v")
+
+
+class Refused(Exception):
+    """The op says that it does not take such a call."""
+
+
+class Few(AssertionError):
+    """A result of few elements is outside of its bound."""
+
+
+@dataclass
+class Tally:
+    cases: int = 0
+    wrong: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class Family:
+    """Cases of one op that share what is compiled."""
+
+    def __init__(self, op: ModuleType, seed: int, number: int, where: torch.device):
+        self.op, self.name, self.where, self.id = op, op_name(op), where, f"{seed}-{op_name(op)}-{number}"
+        self.device = Device.of(torch.empty(0, device=where))
+        s = Sizes(self.id)
+        self.fixed = DRAWS[self.name][0](s)
+        self.layout = Layout(s.choice((0, 0, 1, 8, 16)), s.choice((0, 0, 3, 8)), s.odds(0.1))
+        self.forced, self.pick = s.odds(0.6), s.random()
+        self.config: Any = None
+        self.legal: dict[Any, bool] = {}
+
+    def case(self, number: int) -> None:
+        """Raises AssertionError if the result is wrong, Refused if the op refuses the call.
+
+        A result of few elements has a bound of few elements of torch's, which is a matter of luck:
+        it is wrong if it is so with other values too.
+        """
+        for again in range(AGAIN + 1):
+            try:
+                self._case(number, again)
+                return
+            except Few as error:
+                if again == AGAIN:
+                    raise AssertionError(str(error)) from None
+
+    def _case(self, number: int, again: int) -> None:
+        problem = self.op.Problem(**self.fixed, **DRAWS[self.name][1](Sizes(f"{self.id}-sizes-{number % SIZES}"), self.fixed))
+        config, s = self._config(problem), Sizes(f"{self.id}-{number}")
+        torch.manual_seed(zlib.crc32(f"{self.id}-{number}".encode()) + again)
+        inputs = vary(problem.inputs(self.where), s)
+        given = {name: self.layout.placed(x, name) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in given.items()}  # an op may write its arguments
+        try:
+            with poisoned_empty():
+                result = outputs(run_op(self.op, given, config))
+        except (ValueError, TypeError) as error:
+            raise Refused(str(error)) from error
+        judge(self.name, result, inputs, f"{self.name} {problem} {config or 'default config'} {self.layout}")
+
+    def _config(self, problem: Any) -> Any:
+        """The family's config, where it is legal for the problem."""
+        if not self.forced:
+            return None
+        if self.config is None:
+            found = self.op.space(problem, self.device)
+            if not found:
+                raise Refused(f"no config of {self.name} runs on {self.device.name}")
+            self.config = found[int(self.pick * len(found))]
+        if problem not in self.legal:
+            self.legal[problem] = self.config in self.op.space(problem, self.device)
+        return self.config if self.legal[problem] else None
+
+
+def vary(inputs: dict[str, Any], s: Sizes) -> dict[str, Any]:
+    """Shorter lengths, ids out of range, equal values: what a Problem's own inputs leave out."""
+    for name in ("kv_len", "topk_length", "counts"):
+        if inputs.get(name) is not None and s.odds(0.5):
+            inputs[name] = (inputs[name] * s.random()).to(inputs[name].dtype)
+    if "ids" in inputs and "vocab" not in inputs and inputs["ids"].dim() == 1 and s.odds(0.3):
+        inputs["ids"][0] = s.choice((-1, 1 << 30))
+    if s.odds(0.1) and "x" in inputs and inputs["x"].is_floating_point():
+        inputs["x"] = inputs["x"].round()
+    return inputs
+
+
+def judge(name: str, result: Results, inputs: dict[str, Any], what: str) -> None:
+    if name == "sample":
+        judge_sample(result[0], inputs, what)
+        return
+    truth = defined(name, {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}, result, inputs)
+    theirs = defined(name, inputs, result, inputs)
+    ours = comparable(name, result, inputs, theirs)
+    if not len(ours) == len(theirs) == len(truth):
+        raise AssertionError(f"{what}: {len(ours)} results, the definition has {len(truth)}")
+    for i, (o, t, w) in enumerate(zip(ours, theirs, truth, strict=True)):
+        if not o.is_floating_point():
+            if not torch.equal(o.long(), w.long()):
+                raise AssertionError(f"{what} output {i}: indices differ")
+        else:
+            expected = w.isnan()  # a NaN must be where the definition has one, and nowhere else
+            o, t, w = (torch.where(expected & x.isnan(), 0.0, x) for x in (o, t.to(o.dtype), w))
+            try:
+                assert_accurate(o, t, w, f"{what} output {i}")
+            except AssertionError as error:
+                raise Few(str(error)) if w.numel() < FEW else error from None
+
+
+def defined(name: str, inputs: dict[str, Any], result: Results, real: dict[str, Any]) -> Results:
+    function = DEFINITIONS["moe_route" if name == "rms_norm_route" else name]
+    if name == "rms_norm_route":
+        norm = {key: inputs[key] for key in ("eps", "round_before_weight")}
+        total = inputs["x"] if inputs["residual"] is None else inputs["x"] + inputs["residual"]
+        y = normed(total, inputs["weight"], norm["eps"], 0.0, norm["round_before_weight"]).to(total.dtype)
+        found = function(**{**route(inputs), "logits": logits_of(y, inputs)})
+        return [*found, y, *([] if inputs["residual"] is None else [total])]
+    extra: dict[str, Any] = {}
+    if "exact" in inspect.signature(function).parameters:
+        first = inputs["a"] if "a" in inputs else inputs["k"]
+        extra = {"exact": first.dtype is torch.float64}
+        if "stored" in inspect.signature(function).parameters:
+            extra["stored"] = result[0].dtype
+            inputs = {key: x for key, x in inputs.items() if key not in ("out_dtype", "tf32", "expected_rows")}
+    left_out = {"attention": "max_q_len", "attention_decode": "normalize"}.get(name)
+    taken = {key: x for key, x in inputs.items() if key != left_out}
+    return function(**taken, **extra)
+
+
+def logits_of(y: Tensor, inputs: dict[str, Any]) -> Tensor:
+    logits = wide(y) @ wide(inputs["router"]).mT
+    return logits if inputs["router_bias"] is None else logits + wide(inputs["router_bias"])
+
+
+def route(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: inputs[key] for key in ("top_k", "sigmoid", "bias", "normalize", "scale", "groups", "top_groups")}
+
+
+def comparable(name: str, result: Results, inputs: dict[str, Any], theirs: Results) -> Results:
+    """Results as their definition has them."""
+    if name in ("quantize_fp8", "rms_norm_quant", "silu_mul_quant"):
+        codes, scale, *rest = result
+        high, across = inputs["block"][0] or codes.shape[0], inputs["block"][1] or codes.shape[1]
+        scale = scale.reshape(theirs[1].shape)
+        each = scale.repeat_interleave(high, 0)[: codes.shape[0]].repeat_interleave(across, 1)[:, : codes.shape[1]]
+        x = inputs.get("x", inputs.get("gate"))
+        assert x is not None
+        theirs[1] = theirs[1].to(x.dtype) if name != "quantize_fp8" else theirs[1]  # a row's scale: the last bits of one sum
+        return [codes.float() * each, scale.to(theirs[1].dtype), *rest]
+    if name in ("moe_route", "rms_norm_route"):
+        weights, ids, *rest = result
+        logits = inputs["logits"] if name == "moe_route" else logits_of(rest[0].double(), {**inputs, "router": inputs["router"].double()})
+        by = scores_of(logits.double(), inputs["sigmoid"], inputs["bias"])[1]
+        return [weights, by.gather(-1, ids.long()).to(weights.dtype), *rest]
+    if name == "grouped_gemm":
+        row = torch.arange(result[0].shape[-2], device=result[0].device)
+        end = inputs["offsets"][-1] if inputs["counts"] is None else inputs["counts"][:, None]
+        return [torch.where((row < end)[..., None], result[0], 0)]
+    return result
+
+
+def judge_sample(drawn: Tensor, inputs: dict[str, Any], what: str) -> None:
+    """Each draw must be a column that temperature, top_k and top_p leave; a greedy one the first of
+    the largest."""
+    logits = inputs["logits"].double()
+    count, columns = logits.shape
+
+    def each(name: str, default: float) -> Tensor:
+        value = inputs.get(name)
+        return torch.full((count, 1), default, device=logits.device).double() if value is None else value.double().expand(count)[:, None]
+
+    temperature, top_k, top_p = each("temperature", 1.0), each("top_k", 0.0), each("top_p", 1.0)
+    ordered, _ = logits.sort(-1, descending=True)
+    last = torch.where(top_k > 0, top_k, columns).clamp(max=columns).long() - 1
+    kept = logits >= ordered.gather(-1, last)
+    scaled = (logits / temperature.clamp(min=1e-30)).masked_fill(~kept, -torch.inf)
+    share = scaled.softmax(-1)
+    before = torch.stack([(share * (scaled > scaled[:, [j]])).sum(-1) for j in range(columns)], -1) if columns <= 400 else torch.zeros_like(share)
+    kept &= (before < top_p + 1e-5) | (logits == ordered[:, :1])
+    first = DEFINITIONS["argmax"](logits)[0]
+    right = torch.where(temperature[:, 0] <= 0, drawn == first, kept.gather(-1, drawn[:, None])[:, 0])
+    if not right.all():
+        row = int((~right).nonzero()[0])
+        raise AssertionError(f"{what}: row {row} drew column {int(drawn[row])}, which is not among those kept")
+
+
+def fuzz_command(names: list[str] | None, *, seconds: float, seed: int = SEED, case: str = "", device: str = "") -> int:
+    """Draws cases for so many seconds, or runs one. Returns the exit code: 1 if any is wrong.
+
+    case: "FAMILY.CASE", with one op.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = ops.named(names)
+    if case:
+        if len(chosen) != 1:
+            raise ValueError("--case must come with one op")
+        family, _, number = case.partition(".")
+        with torch.inference_mode():
+            Family(chosen[0], seed, int(family), where).case(int(number))
+        console.print("right")
+        return 0
+    tallies = {op_name(op): Tally() for op in chosen}
+    start = time.perf_counter()
+    console.print(f"fuzz on {where} for {seconds:g} s, --seed {seed}")
+    with torch.inference_mode():
+        run(chosen, tallies, where, seed, start + seconds, console)
+    cases, took = sum(t.cases for t in tallies.values()), time.perf_counter() - start
+    for name, tally in tallies.items():
+        refused = f", {sum(tally.refused.values())} refused: {tally.refused.most_common(1)[0][0]}" if tally.refused else ""
+        console.print(f"{name:<18} {tally.cases:6d} cases, {len(tally.wrong)} wrong{refused}")
+    wrong = sum(len(t.wrong) for t in tallies.values())
+    console.print(f"{cases} cases in {took:.0f} s, {cases / took:.1f} a second, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+def run(chosen: list[ModuleType], tallies: dict[str, Tally], where: torch.device, seed: int, end: float, console: Console) -> None:
+    """One family of each op after the other, until the time is over."""
+    number = 0
+    while True:
+        for op in chosen:
+            tally, family = tallies[op_name(op)], Family(op, seed, number, where)
+            for case in range(CASES[where.type]):
+                if time.perf_counter() >= end:
+                    return
+                try:
+                    family.case(case)
+                except Refused as error:
+                    tally.refused[str(error).split(", got")[0]] += 1
+                    continue
+                except Exception as error:  # whatever else it is, the case is wrong
+                    tally.wrong.append(str(error))
+                    if len(tally.wrong) <= SHOWN:
+                        console.print(f"wrong: tilewright verify {op_name(op)} --fuzz 0 --seed {seed} --case {number}.{case} --device {where.type}")
+                        console.print(f"    {type(error).__name__}: {error}", style="red")
+                tally.cases += 1
+        number += 1

@@ -1,0 +1,82 @@
+"""Half a minute of drawn calls on a CPU, and that the fuzz finds what is wrong."""
+
+import pytest
+import torch
+
+from tilewright import ops
+from tilewright.cli import app
+from tilewright.ops import layer_norm, rms_norm
+from tilewright.testing import fuzz, op_name
+from tilewright.testing.definitions import DEFINITIONS
+from tilewright.testing.fuzz import Family, Layout, fuzz_command
+from tilewright.testing.fuzz_draws import DRAWS
+
+CPU = torch.device("cpu")
+
+
+def test_half_a_minute_of_every_op():
+    assert fuzz_command(None, seconds=30, device="cpu") == 0
+
+
+def test_every_op_is_drawn_and_defined():
+    names = {op_name(op) for op in ops.ALL}
+    assert set(DRAWS) == names
+    assert {*DEFINITIONS, "rms_norm_route", "sample"} == names  # these two are judged in fuzz.py
+
+
+def test_one_seed_is_one_sequence_of_problems():
+    def drawn(seed):
+        family = Family(rms_norm, seed, 3, CPU)
+        return family.fixed, family.layout, family.forced
+
+    assert drawn(5) == drawn(5)
+    assert len({str(drawn(seed)) for seed in range(20)}) > 10
+
+
+def test_a_wrong_element_is_found_and_its_line_repeats_it(monkeypatch, capsys):
+    right = layer_norm.layer_norm
+
+    def wrong(x, *args, **kwargs):
+        out = right(x, *args, **kwargs)
+        out[-1, -1] += 1.0
+        return out
+
+    monkeypatch.setattr(fuzz, "CASES", {"cpu": 1})
+    monkeypatch.setattr(layer_norm, "layer_norm", wrong)
+    assert fuzz_command(["layer_norm"], seconds=1, seed=7, device="cpu") == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("wrong: "))
+    assert line.startswith("wrong: tilewright verify layer_norm --fuzz 0 --seed 7 --case 0.0")
+    arguments = line.removeprefix("wrong: tilewright ").split()
+    with pytest.raises(AssertionError, match="layer_norm Problem"):
+        app(arguments, standalone_mode=False)
+    monkeypatch.setattr(layer_norm, "layer_norm", right)
+    app(arguments, standalone_mode=False)
+    assert "right" in capsys.readouterr().out
+
+
+def test_an_op_that_reads_beyond_its_rows_is_found(monkeypatch):
+    right = layer_norm.layer_norm
+
+    def reads_on(x, *args, **kwargs):
+        behind = x.as_strided((1,), (1,), x.storage_offset() + (x.shape[0] - 1) * x.stride(0) + x.shape[1])
+        return right(x, *args, **kwargs) + 0 * behind.to(x.dtype)
+
+    monkeypatch.setattr(layer_norm, "layer_norm", reads_on)
+    with pytest.raises(AssertionError, match="nan"):
+        Family(layer_norm, 0, 0, CPU).case(0)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pad=1, shift=3), Layout(pad=8), Layout(expand=True)])
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4), (1, 1)])
+def test_a_layout_keeps_values(layout, shape):
+    x = torch.randn(shape)
+    placed = layout.placed(x, "a")
+    assert torch.equal(placed, x[:1].expand_as(x) if layout.expand and x.dim() == 3 else x)
+    assert placed.stride(-1) == 1
+    if layout.pad and x.dim() > 1:
+        assert placed.stride(-2) == shape[-1] + layout.pad
+
+
+def test_case_needs_one_op_and_fuzz():
+    with pytest.raises(ValueError, match="--case must come with one op"):
+        fuzz_command(None, seconds=1, case="0.0", device="cpu")

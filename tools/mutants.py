@@ -1,0 +1,202 @@
+"""Plants bugs, one at a time, and says which the tests do not find.
+
+    python tools/mutants.py [--only TEXT] [--from N] [--list]
+
+Each runs in a copy of the tree, with the tests that should kill it. By hand or weekly: all of them
+take about two hours on one core. A mutant survives if its tests pass; each survivor gets a test or
+a reason in SURVIVORS. `tests/cpu/test_mutants.py` holds every `old` text to one place in its file.
+"""
+# ruff: noqa: E501 a bug a line
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 300  # a loop that never ends counts as found
+SURVIVORS = {  # "file: new text" -> why no test can or should see it
+    "ops/rms_norm.py: y = y.astype(ct.float32)": "one rounding less is nearer to the truth, and the accuracy rule bounds errors from above",
+}
+
+
+class Mutant(NamedTuple):
+    """file: below src/tilewright. tests: arguments of pytest, below tests."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+PLANTED, RACES, BUGS = "cpu/test_interpret_planted.py", "cpu/test_interpret_races.py", "cpu/test_interpret_bugs.py"
+INTERPRETED = "cpu/test_interpret_ops.py cpu/test_interpret_memory.py"
+SURVIVED = "cpu/test_survivors.py"
+
+
+def of_op(op: str) -> str:
+    return f"cpu/test_ops.py -k {op}"
+
+
+MUTANTS = [
+    # The interpreter: races
+    Mutant("interpret/checks.py", 'if order in ("ACQUIRE", "ACQ_REL"):', 'if order in ("ACQUIRE", "ACQ_REL", "RELEASE"):', PLANTED),
+    Mutant("interpret/checks.py", "self.released.update(dict.fromkeys(addresses, known))", "pass", RACES),
+    Mutant("interpret/checks.py", 'sync is not None and sync[1] != "BLOCK" else', "sync is not None else", PLANTED),
+    Mutant("interpret/checks.py", "return self.time <= clock.get(self.block, 0)", "return self.time <= clock.get(self.block, 1)", RACES),
+    Mutant("interpret/checks.py", "return before & (atomic >= access.atomic)", "return atomic >= access.atomic", PLANTED),
+    Mutant("interpret/checks.py", "        clock[self.block] += 1\n", "        clock[self.block] += 0\n", PLANTED),
+    Mutant("interpret/checks.py", "        if clock.get(block, 0) < time:", "        if clock.get(block, 0) > time:", RACES),
+    Mutant("interpret/checks.py", "            self._extend(history.reads, units, mine, clock)\n            return", "            return", PLANTED),
+    Mutant("interpret/checks.py", 'keep=kind == "atomic" and order == "RELEASE")', "keep=False)", PLANTED),
+    Mutant("interpret/checks.py", "self._extend(history.writes, units, mine, clock, writes)", "history.writes[units] = self.chains.extended(NONE, mine, clock)[0]", PLANTED),
+    Mutant("interpret/regions.py", "if found and own.start < found[-1].end:", "if found and own.start < found[-1].start:", RACES),
+    # The interpreter: schedule
+    Mutant("interpret/schedule.py", "and self.explored < EXPLORED:", "and False:", PLANTED),
+    Mutant("interpret/schedule.py", "if block.steps > self.most_steps:", "if block.steps > 1000 * self.most_steps:", f"{PLANTED} -k endless or without_an_end"),
+    Mutant("interpret/schedule.py", "block.stuck = progress\n", "block.stuck = self.machine.progress + 1\n", PLANTED),
+    Mutant("interpret/schedule.py", "[*reversed(self.later), *self.waiting]", "[*reversed(self.later)]", PLANTED),
+    Mutant("interpret/memory.py", "            elif used:\n", "            elif False:\n", PLANTED),
+    # The interpreter: memory
+    Mutant("interpret/allocations.py", "own if name in self.DRAWN else own[self._independent(func, target, args[1:], kwargs)]", "own", PLANTED),
+    Mutant("interpret/allocations.py", "elif self.early and not self.written[units].all():", "elif self.early and not self.written[units].any():", PLANTED),
+    Mutant("interpret/allocations.py", "        left = ~self.written[own]\n", "        left = self.written[own] & False\n", PLANTED),
+    Mutant("interpret/memory.py", "(at.min() >= 0 and at.max() < n)", "(at.max() < n)", PLANTED),
+    Mutant("interpret/memory.py", "(at.min() >= 0 and at.max() < n)", "(at.min() >= 0 and at.max() <= n)", PLANTED),
+    Mutant("interpret/memory.py", "if start < 0 or (start >= extent and self.strict):", "if start >= extent and self.strict:", BUGS),
+    Mutant("interpret/memory.py", "if start < 0 or (start >= extent and self.strict):", "if start < 0:", BUGS),
+    Mutant("interpret/memory.py", "if inbounds and part.shape != tile.lengths:", "if False:", BUGS),
+    Mutant("interpret/memory.py", "if low < 0 or high >= buffer.flat.size:", "if high >= buffer.flat.size:", BUGS),
+    Mutant("interpret/memory.py", "        return np.nan\n    return True", "        return 0.0\n    return True", INTERPRETED),
+    Mutant("interpret/memory.py", "valid = valid & (at >= 0) & (at < array.shape[axis])", "valid = valid & (at >= 0)", INTERPRETED),
+    Mutant("interpret/memory.py", "elif r is part and buffer.copies:", "elif False:", "cpu/test_interpret_api.py cpu/test_interpret_memory.py"),
+    Mutant("interpret/memory.py", "    if chosen.size < 2 or np.unique(chosen).size == chosen.size:", "    if True:", INTERPRETED),
+    Mutant("interpret/memory_ops.py", 'if __m.strict_bounds: {check}" if op.checked', 'if False: {check}" if op.checked', PLANTED),
+    # The interpreter: numbers
+    Mutant("interpret/numerics.py", "return a // b + (a % b != 0)", "return a // b + 1", INTERPRETED),
+    Mutant("interpret/numerics.py", "r += acc\n", "r += 0 * acc\n", INTERPRETED),
+    Mutant("interpret/numerics.py", "        distance *= 2\n", "        distance *= 4\n", INTERPRETED),
+    Mutant("interpret/numerics.py", "if not 0 <= i < whole // n:", "if not 0 <= i <= whole // n:", PLANTED),
+    Mutant("interpret/numerics.py", "EXTREMA[name][propagate_nan or not floating]", "EXTREMA[name][True]", SURVIVED),
+    Mutant("interpret/formats.py", "near = near.clamp(-f.largest, f.largest)", "pass", "cpu/test_interpret_formats.py"),
+    Mutant("interpret/formats.py", "np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))", "np.uint32(0x1000)", SURVIVED),
+    Mutant("interpret/formats.py", "(back != x) & (bits & 1 == 0) & ~np.isnan(x)", "(bits < 0) & (bits > 0)", "cpu/test_interpret_formats.py"),
+    Mutant("interpret/trim.py", 'view["padding"] == "ZERO" and', 'view["padding"] != "" and', SURVIVED),
+    # The rule
+    Mutant("testing/accuracy.py", "rms_bound = 2 * _rms(their_error)", "rms_bound = 3 * _rms(their_error)", SURVIVED),
+    Mutant("testing/accuracy.py", "eps / 4 * _rms(scale)", "eps / 2 * _rms(scale)", SURVIVED),
+    Mutant("testing/accuracy.py", "worst_bound = 2 * their_error.max()", "worst_bound = 3 * their_error.max()", SURVIVED),
+    Mutant("testing/accuracy.py", "_ulp(scale, ours.dtype)\n", "2 * _ulp(scale, ours.dtype)\n", "cpu/test_accuracy.py"),
+    Mutant("testing/accuracy.py", "torch.where(error.isnan(), torch.inf, error)", "torch.where(error.isnan(), 0.0, error)", "cpu/test_accuracy.py"),
+    Mutant("testing/poison.py", "flat.copy_(torch.full((), torch.nan, device=tensor.device))", "flat.zero_()", "cpu/test_accuracy.py"),
+    # Kernels: rows
+    Mutant("ops/rms_norm.py", "y = y.astype(dtype).astype(ct.float32)", "y = y.astype(ct.float32)", of_op("rms_norm")),
+    Mutant("ops/rms_norm.py", "(weight.astype(ct.float32) + weight_offset)", "(weight.astype(ct.float32))", of_op("rms_norm")),
+    Mutant("ops/rms_norm.py", "x = load(NEW_RESIDUAL if ADD else X, i, j, whole)", "x = load(X, i, j, whole)", of_op("rms_norm")),
+    Mutant("ops/softmax.py", "NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)\n\n    def store(i, j, whole, y):\n        ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)\n\n    def normalise(i, whole):\n        xs", "ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)\n\n    def store(i, j, whole, y):\n        ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)\n\n    def normalise(i, whole):\n        xs", of_op("softmax")),
+    Mutant("ops/softmax.py", "origin = ct.where(new_top == -math.inf, 0.0, new_top)", "origin = new_top", "cpu/test_softmax.py"),
+    Mutant("ops/layer_norm.py", "centred = ct.where(_inside(j, COLS, TILE_N), centred, 0.0)", "centred = centred", of_op("layer_norm")),
+    Mutant("ops/layer_norm.py", "mean = ct.sum(total, axis=1, keepdims=True) / COLS", "mean = ct.sum(total, axis=1, keepdims=True) / (COLS + 1)", of_op("layer_norm")),
+    Mutant("ops/common/first_best.py", "take = (x > best) | (ct.isnan(x) & ~ct.isnan(best))", "take = (x >= best) | (ct.isnan(x) & ~ct.isnan(best))", "cpu/test_argmax.py"),
+    Mutant("ops/common/first_best.py", "(ct.isnan(x) & ~ct.isnan(best))", "(ct.isnan(x) & ct.isnan(best))", "cpu/test_argmax.py"),
+    Mutant("ops/common/tiles.py", "            index = tiles - 1 - index\n", "            index = tiles - index\n", of_op("quantize_fp8")),
+    Mutant("ops/common/tiles.py", "    return band * group + within % height, within // height", "    return band * group + within % group, within // group", of_op("matmul")),
+    Mutant("ops/common/philox.py", "k1 = k1 + ct.full((), KEY_STEPS[1], ct.uint32)", "k1 = k1 + ct.full((), KEY_STEPS[0], ct.uint32)", "cpu/test_dropout.py"),
+    Mutant("ops/common/philox.py", "return x.astype(ct.uint32), (x >> 32).astype(ct.uint32)", "return x.astype(ct.uint32), x.astype(ct.uint32)", "cpu/test_dropout.py"),
+    Mutant("ops/merge_states.py", "lse = ct.where(lse == math.inf, -math.inf, lse)", "lse = lse", "cpu/test_merge_states.py"),
+    Mutant("ops/merge_states.py", "values = ct.where(lse == -math.inf, 0.0, values)", "values = values", "cpu/test_merge_states.py"),
+    Mutant("ops/merge_states.py", "(1.0 if BASE2 else LN2)", "LN2", of_op("merge_states")),
+    # Kernels: sampling and routing
+    Mutant("ops/sample/kernels.py", "if (k > 0) & (k < COLS) & drawn:", "if (k > 0) & (k < COLS - 1) & drawn:", SURVIVED),
+    Mutant("ops/sample/kernels.py", "drawn = temperature > 0.0", "drawn = temperature >= 0.0", "cpu/test_sample.py"),
+    Mutant("ops/sample/kernels.py", "ct.where((x < least) | (x == -math.inf), 0.0, amounts(x, False))", "amounts(x, False)", "cpu/test_sample.py"),
+    Mutant("ops/sample/kernels.py", "if target > 0.0 else highest", "if target > 0.0 else lowest", "cpu/test_sample.py"),
+    Mutant("ops/common/routing.py", "return ct.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "return bits", "cpu/test_moe_route.py"),
+    Mutant("ops/common/routing.py", "_order_keys(first + second), TAKEN)", "_order_keys(first), TAKEN)", "cpu/test_moe_route.py"),
+    Mutant("ops/common/routing.py", "        keys = ct.where(taken, TAKEN, keys)\n", "        keys = ct.where(taken, keys, keys)\n", "cpu/test_moe_route.py"),
+    Mutant("ops/moe/lists.py", "known = (chosen >= 0) & (chosen < experts)", "known = chosen >= 0", "cpu/test_moe.py"),
+    Mutant("ops/moe/lists.py", "ct.scatter(panels, 1 + first + panel, own, mask=panel < mine)", "ct.scatter(panels, 1 + first + panel, own)", "cpu/test_moe.py"),
+    Mutant("ops/moe/lists.py", "acc = ct.where(row >= 0, acc + weight", "acc = ct.where(row > 0, acc + weight", "cpu/test_moe.py"),
+    # Kernels: products and attention
+    Mutant("ops/matmul/kernels.py", "last = ct.where(is_part, min(part * run + run, steps), steps)", "last = ct.where(is_part, part * run + run - 1, steps)", of_op("matmul")),
+    Mutant("ops/matmul/kernels.py", "tile = ct.where(is_part, whole + shared, block)", "tile = ct.where(is_part, whole, block)", of_op("matmul")),
+    Mutant("ops/common/softmax_tiles.py", "return weights, factor, largest, denominator * factor + total", "return weights, factor, largest, denominator + total", of_op("attention")),
+    Mutant("ops/common/softmax_tiles.py", "    total = denominator + ct.exp2(sink - maximum)", "    total = denominator + ct.exp2(sink)", "cpu/test_attention_decode.py"),
+    Mutant("ops/common/softmax_tiles.py", "sums * shrink + more * weight, largest,", "sums + more * weight, largest,", of_op("attention_decode")),
+    Mutant("ops/common/attention_tiles.py", "begin = max(0, first - window + 1) // TAIL_N", "begin = max(0, first - window + 2) // TAIL_N", SURVIVED),
+    Mutant("ops/common/attention_tiles.py", "seen = seen & (key > row - window)", "seen = seen & (key >= row - window)", "cpu/test_attention.py"),
+    Mutant("ops/common/attention_tiles.py", "whole_to = min(whole_to, max(0, first + 1) // TILE_N)", "whole_to = min(whole_to, max(0, first + 2) // TILE_N)", f"{SURVIVED} cpu/test_attention.py"),
+    Mutant("ops/common/attention_tiles.py", "return inverse, (maximum + ct.log2(denominator)) * LN2", "return inverse, maximum + ct.log2(denominator)", "cpu/test_attention.py"),
+    Mutant("ops/attention/kernels.py", "end = max(0, min(ct.load(KV_LEN, (batch,), ()), end))", "end = max(0, ct.load(KV_LEN, (batch,), ()))", SURVIVED),
+    Mutant("ops/attention/kernels.py", "begin = max(0, min(ct.load(KV_START, (batch,), ()), end))", "begin = 0", "cpu/test_attention.py"),
+    Mutant("ops/attention_decode/kernels.py", "end = max(0, min(ct.load(KV_LEN, (batch,), ()), end))", "end = max(0, ct.load(KV_LEN, (batch,), ()))", SURVIVED),
+    Mutant("ops/attention_decode/kernels.py", "seen = seen & (key >= row_end - window)", "seen = seen & (key > row_end - window)", "cpu/test_attention_decode.py"),
+    Mutant("ops/attention_decode/kernels.py", "key, at = ct.where(j < last, key, end), min(j, last - 1)", "key, at = key, min(j, last - 1)", "cpu/test_attention_decode.py"),
+    Mutant("models/attention.py", "kv_start=kv_start, window=sliding_window, scale=scaling", "kv_start=kv_start, window=None, scale=scaling", SURVIVED),
+    # Tuner, engine, megakernel, server
+    Mutant("launch/files.py", "            os.fsync(file.fileno())\n", "            pass\n", SURVIVED),
+    Mutant("tune/store.py", "            self.path.replace(aside)\n", "            pass\n", "cpu/test_tune_store.py"),
+    Mutant("launch/files.py", "        part.replace(path)\n", "        pass\n", "cpu/test_tune_store.py"),
+    Mutant("engine/pages.py", "if sum(missing) > len(self._free) + returned:", "if sum(missing) > len(self._free) + returned + 1:", "cpu/test_engine_paged.py"),
+    Mutant("engine/pages.py", "                held.clear()\n", "                pass\n", "cpu/test_engine_paged.py"),
+    Mutant("engine/pages.py", "list(range(self.count - 1, NOBODYS, -1))", "list(range(self.count - 1, NOBODYS - 1, -1))", "cpu/test_engine_paged.py"),
+    Mutant("engine/mega/kernel.py", "while seen < BLOCKS:", "while seen < BLOCKS - 1:", "cpu/test_mega.py"),
+    Mutant("engine/mega/kernel.py", "memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=DEVICE)\n            if LIMIT:", "memory_order=ct.MemoryOrder.RELAXED, memory_scope=DEVICE)\n            if LIMIT:", "cpu/test_mega.py"),
+    Mutant("engine/mega/kernel.py", "ranges = ct.cdiv(position + 1, span)", "ranges = ct.cdiv(position, span)", "cpu/test_mega.py"),
+    Mutant("engine/mega/schedule.py", "return [b * units // self.blocks for b in range(self.blocks + 1)]", "return [b * (units // self.blocks) for b in range(self.blocks + 1)]", "cpu/test_mega.py"),
+    Mutant("models/serve.py", "return Path(loaded.source).name", "return loaded.source", "cpu/test_serving.py"),
+]  # fmt: skip
+
+
+def run(mutant: Mutant) -> tuple[str, float]:
+    """("killed" | "survived" | "broken", seconds): broken if pytest itself could not run."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "benchmarks"))
+        file = tree / "src/tilewright" / mutant.file
+        file.write_text(file.read_text().replace(mutant.old, mutant.new))
+        environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+        paths, _, chosen = mutant.tests.partition(" -k ")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{path}" for path in paths.split())]
+        command += ["-k", chosen] if chosen else []
+        try:
+            code = subprocess.run(
+                command, cwd=tree, env=environment, timeout=SECONDS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 1
+    return {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken"), time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="mutants whose file or text holds TEXT")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="skip the first N")
+    parser.add_argument("--list", action="store_true", help="print them, run nothing")
+    options = parser.parse_args()
+    chosen = [(i, m) for i, m in enumerate(MUTANTS) if i >= options.first and options.only in f"{m.file} {m.old} {m.new} {m.tests}"]
+    found: dict[str, list[str]] = {"killed": [], "survived": [], "broken": []}
+    for i, mutant in chosen:
+        name = f"{mutant.file}: {' '.join(mutant.new.split()) or 'nothing'}"
+        if options.list:
+            print(f"{i:3d} {name}")
+            continue
+        verdict, took = run(mutant)
+        found[verdict].append(name)
+        print(f"{i:3d} {verdict:<8} {took:4.0f} s  {name}", flush=True)
+    ran = sum(map(len, found.values()))
+    if ran:
+        print(f"{len(found['killed'])} of {ran} killed, {100 * len(found['killed']) / ran:.0f} %")
+        for name in (*found["survived"], *found["broken"]):
+            print(f"left: {name}: {SURVIVORS.get(name, 'needs a test')}")
+    return 1 if found["broken"] or any(name not in SURVIVORS for name in found["survived"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
