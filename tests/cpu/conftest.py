@@ -1,9 +1,12 @@
 """Fixtures and settings of many test files."""
 
+import functools
 import gc
+import signal
 
 import pytest
 import torch
+from cuda.tile._passes import hir2ir
 
 
 def pytest_collection_finish():
@@ -13,6 +16,14 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    hir2ir.get_signature = functools.cache(hir2ir.get_signature)  # which it asks inspect for at every call of a kernel
+
+
+@pytest.fixture(autouse=True)
+def no_alarm_outlives_a_test():
+    """It would end whatever test runs seconds later, and the process with it."""
+    yield
+    assert signal.alarm(0) == 0
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """patch(): every supported family against stock transformers on the same weights."""
 
 import copy
+import io
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -280,6 +282,52 @@ def test_a_deep_copy_of_a_patched_model_is_patched_and_undone_by_itself() -> Non
         other.tilewright_report.undo()
         assert torch.equal(logits(other, inputs), stock)
         assert torch.equal(logits(model, inputs), ours)
+
+
+def written(how: str, model):
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v2"])
+def test_a_patched_model_that_is_written_and_read_is_patched_and_undone_by_itself(how: str, name: str) -> None:
+    model, inputs = tiny(name), left_padded()
+    stock = logits(model, inputs)
+    with patched(model), counted() as launches:
+        ours, ran = logits(model, inputs), dict(launches)
+        other = written(how, model)
+        launches.clear()
+        assert torch.equal(logits(other, inputs), ours)
+        assert launches == ran
+        again = written(how, other)
+        assert str(again.tilewright_report) == str(model.tilewright_report)
+    assert torch.equal(logits(other, inputs), ours)
+    other.tilewright_report.undo()
+    assert torch.equal(logits(other, inputs), stock)
+    assert [sorted(module.__dict__) for module in other.modules()] == [sorted(module.__dict__) for module in model.modules()]
+    assert torch.equal(logits(written(how, other), inputs), stock)
+
+
+def test_a_part_of_a_patched_model_is_written_too_and_its_weights_are_plain(tmp_path) -> None:
+    model = tiny()
+    plain = {name: x.clone() for name, x in model.state_dict().items()}
+    x = torch.randn(2, TINY["hidden_size"])
+    with patched(model), torch.no_grad():
+        part = model.model.layers[0].mlp
+        assert torch.equal(written("pickle", part)(x), part(x))
+        assert copy.copy(part).forward.__self__ is not part
+        torch.save(model.state_dict(), tmp_path / "weights")
+        model.save_pretrained(tmp_path / "folder")
+    loaded = torch.load(tmp_path / "weights", weights_only=True)
+    assert list(loaded) == list(plain)
+    assert all(torch.equal(loaded[name], plain[name]) for name in plain)
+    assert "tilewright" not in (tmp_path / "folder" / "config.json").read_text()
+    other = type(model).from_pretrained(tmp_path / "folder")
+    assert torch.equal(logits(other.eval(), left_padded()), logits(model, left_padded()))
 
 
 def test_patching_twice_raises() -> None:

@@ -1,14 +1,13 @@
-"""`tilewright generate --prompt-tokens N`: times random prompts of one length; kernels, floor,
-distance from transformers.
-"""
+"""`tilewright generate --prompt-tokens N`: times, kernels, floor, distance from transformers."""
 
 import dataclasses
 import datetime
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..bench.ceilings import measure_ceilings
 from ..bench.report import command, versions
 from ..launch import Device, argument_error
 from ..models import Loaded, load, patch
-from .engine import Engine, Mode, OnProgress
+from .engine import Engine, OnProgress
 from .measure import Run, run_engine, run_transformers
 from .parallel import Group
 
@@ -42,13 +41,59 @@ class Distance:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a timed generation. batch: prompts. prompt_tokens, max_new_tokens: tokens read and
-    written for each.
-    """
+    """A timed generation. prompt_tokens, max_new_tokens: read and written for each prompt."""
 
     batch: int
     prompt_tokens: int
     max_new_tokens: int
+
+
+@dataclasses.dataclass(slots=True)
+class Measured:
+    """A timed generation. dtype, gpu: the model's. more: fields of each JSON line.
+
+    copy_gbs: the measured copy rate of a GPU; the floor is told with it.
+    logits: of each run, for `keep_distances`. floor_ms: of a step; None on a CPU. start_s: from
+        loaded weights to a ready engine.
+    """
+
+    case: str
+    sizes: Sizes
+    dtype: str
+    gpu: str
+    copy_gbs: float | None
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    runs: list[Run] = dataclasses.field(default_factory=list)
+    logits: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    distances: dict[str, Distance] = dataclasses.field(default_factory=dict)
+    floor_ms: float | None = None
+    start_s: float = 0.0
+
+    @staticmethod
+    def of(loaded: Loaded, sizes: Sizes, copy_gbs: float | None, **more: Any) -> "Measured":
+        gpu, dtype = Device.of(next(loaded.model.parameters())).name, str(loaded.model.dtype).removeprefix("torch.")
+        return Measured(case_of(loaded, *sizes), sizes, dtype, gpu, copy_gbs, more)
+
+    def run_modes(self, model: Any, modes: Sequence[str], given: list[list[int]] | None, errors: Console, group: Group | None = None) -> None:
+        """Times the engine in each mode. given: continuations whose logits are kept."""
+        batch, prompt_tokens, new = self.sizes
+        prompts = prompts_of(model, batch, prompt_tokens)
+        for mode in modes:
+            name = f"tilewright {mode}"
+            with ready_engine(model, self.sizes, mode, errors, group) as (ours, self.start_s):
+                self.runs.append(run_engine(ours, name, prompts, new))
+                if self.copy_gbs is not None:
+                    self.floor_ms = 1e-6 * ours.step_bytes(batch, prompt_tokens + new // 2) / self.copy_gbs
+                if given is not None:
+                    self.logits[name] = ours.logits(prompts, given)
+            collect()
+
+    def keep_distances(self, truth: Tensor) -> None:
+        """truth: logits of the model's own weights in fp32. The logits of the runs are let go."""
+        for name, theirs in self.logits.items():
+            per_token = torch.stack([divergence(t, o) for t, o in zip(truth, theirs, strict=True)])  # a sequence at a time: the rows are long
+            self.distances[name] = Distance(float(per_token.mean()), float(per_token.max()))
+        self.logits.clear()
 
 
 def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], as_json: bool) -> int:
@@ -59,80 +104,48 @@ def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tup
 
     baselines: which of "eager" and "compiled" (static cache, on a GPU) to run.
     """
-    batch, prompt_tokens, max_new_tokens = sizes
     _check_sizes(*sizes)
     model, device = loaded.model, loaded.model.device
-    prompts = prompts_of(model, batch, prompt_tokens)
+    prompts, new = prompts_of(model, sizes.batch, sizes.prompt_tokens), sizes.max_new_tokens
     errors = Console(stderr=True)
-    with torch.inference_mode():
-        ceilings = measure_ceilings(device) if device.type == "cuda" else None
-    runs: list[Run] = []
+    found = Measured.of(loaded, sizes, _copy_gbs(device))
     model.generation_config.eos_token_id = None  # a checkpoint's stop token would end a timed run at random
     for mode in baselines:
         options = {"cache_implementation": "static"} if mode == "compiled" else {}
         with _waiting(errors, f"transformers {mode}"):
-            runs.append(run_transformers(model, f"transformers {mode}", prompts, max_new_tokens, **options))
+            found.runs.append(run_transformers(model, f"transformers {mode}", prompts, new, **options))
     torch.compiler.reset()
     collect()
-    distances: dict[str, Distance] = {}
-    step_bytes, start_s = 0, 0.0
-    given = torch.tensor(runs[0].tokens if runs else [], device=device)[:, :-1] if runs else None
-    logits: dict[str, Tensor] = {}
+    given = [row[:-1] for row in found.runs[0].tokens] if found.runs else None
     if given is not None:
-        logits["transformers eager"] = _stock_logits(model, prompts, given)
+        found.logits["transformers eager"] = _stock_logits(model, prompts, given)
     if engine == "transformers":
         with patch(model), _waiting(errors, "tilewright patched"):
-            runs.append(run_transformers(model, "tilewright patched", prompts, max_new_tokens))
+            found.runs.append(run_transformers(model, "tilewright patched", prompts, new))
             if given is not None:
-                logits["tilewright patched"] = _stock_logits(model, prompts, given)
-    modes: dict[str, tuple[Mode, ...]] = {
-        "eager": ("eager",),
-        "graph": ("eager", "graph"),
-        "mega": ("graph" if device.type == "cuda" else "eager", "mega"),
-    }
-    for mode in modes.get(engine, ()):
-        name = f"tilewright {mode}"
-        with ready_engine(model, sizes, mode, errors) as (ours, took_s):
-            start_s = took_s
-            runs.append(run_engine(ours, name, prompts, max_new_tokens))
-            step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
-            if given is not None:
-                logits[name] = ours.logits(prompts, given.tolist())
-        collect()
+                found.logits["tilewright patched"] = _stock_logits(model, prompts, given)
+    modes = {"eager": ("eager",), "graph": ("eager", "graph"), "mega": ("graph" if device.type == "cuda" else "eager", "mega")}
+    found.run_modes(model, modes.get(engine, ()), given, errors)
     if given is not None:
-        distances = _distances(model, prompts, given, logits)
-    floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None and step_bytes else None
-    case = case_of(loaded, *sizes)
-    measured = Measured(runs, distances, floor_ms, case, start_s, list(rows_of(runs, distances, floor_ms, case, model, start_s)))
-    return tell(measured, as_json=as_json)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """The results of a measurement. floor_ms: of a step; None on a CPU. rows: the JSON lines."""
-
-    runs: list[Run]
-    distances: dict[str, Distance]
-    floor_ms: float | None
-    case: str
-    start_s: float
-    rows: list[dict[str, Any]]
+        with in_float32(model):
+            found.keep_distances(_stock_logits(model, prompts, given))
+    return tell(found, as_json=as_json)
 
 
 def tell(found: Measured, *, as_json: bool) -> int:
     """Prints the results. Returns the exit code."""
-    for line in found.rows:
-        if as_json:
-            print(json.dumps(line))
+    for line in rows_of(found) if as_json else ():
+        print(json.dumps(line))
     # The table needs about 130 columns.
-    console = Console(quiet=as_json, highlight=False, width=None if Console(stderr=True).is_terminal else 160)
-    _show(console, found.runs, found.distances, found.floor_ms, found.case, found.start_s)
+    _show(Console(quiet=as_json, highlight=False, width=None if Console(stderr=True).is_terminal else 160), found)
     by_name = {run.name: run.tokens for run in found.runs}
     both = "tilewright graph" in by_name and "tilewright eager" in by_name
     return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])
 
 
-def measure_rank(group: Group, device: torch.device, source: str, dtype: torch.dtype, sizes: Sizes, engine: str, compare: bool) -> Measured | None:
+def measure_rank(
+    group: Group, device: torch.device, source: str, dtype: torch.dtype, sizes: Sizes, engine: str, compare: bool, trust_remote_code: bool = False
+) -> Measured | None:
     """As `measure_command`, in each process of an engine of several.
 
     Returns the results of rank 0.
@@ -141,7 +154,6 @@ def measure_rank(group: Group, device: torch.device, source: str, dtype: torch.d
     """
     from transformers.utils import logging as transformers_logging
 
-    batch, prompt_tokens, max_new_tokens = sizes
     _check_sizes(*sizes)
     transformers_logging.disable_progress_bar()
     shard, alone = group.shard, f"one device {engine}"
@@ -149,51 +161,42 @@ def measure_rank(group: Group, device: torch.device, source: str, dtype: torch.d
     runs: list[Run] = []
     logits: dict[str, Tensor] = {}
     truth: Tensor | None = None
-    ceilings = None
-    if shard.rank == 0:
-        with torch.inference_mode():
-            ceilings = measure_ceilings(device) if device.type == "cuda" else None
-        if compare:
-            whole = load(source, device=device, dtype=dtype).model
-            prompts = prompts_of(whole, batch, prompt_tokens)
-            with ready_engine(whole, sizes, engine, errors) as (ours, _):
-                runs.append(run_engine(ours, alone, prompts, max_new_tokens))
-                given = torch.tensor(runs[0].tokens, device=device)[:, :-1]
-                logits[alone] = ours.logits(prompts, given.tolist())
-            with in_float32(whole):
-                truth = _stock_logits(whole, prompts, given)
-            del whole, ours
-            collect()
-    loaded = load(source, device=device, dtype=dtype, shard=shard)
-    prompts = prompts_of(loaded.model, batch, prompt_tokens)
-    said: list[Any] = [runs[0].tokens if runs else None]
-    dist.broadcast_object_list(said, src=0, group=group.process_group)
-    step_bytes, start_s = 0, 0.0
-    for mode in ("eager", "graph") if engine == "graph" else (engine,):
-        name = f"tilewright {mode}"
-        with ready_engine(loaded.model, sizes, mode, errors, group) as (ours, took_s):
-            start_s = took_s
-            runs.append(run_engine(ours, name, prompts, max_new_tokens))
-            step_bytes = ours.step_bytes(batch, prompt_tokens + max_new_tokens // 2)
-            if said[0] is not None:
-                logits[name] = ours.logits(prompts, [row[:-1] for row in said[0]])
+    copy_gbs = _copy_gbs(device) if shard.rank == 0 else None
+    if shard.rank == 0 and compare:
+        whole = load(source, device=device, dtype=dtype, trust_remote_code=trust_remote_code).model
+        prompts = prompts_of(whole, sizes.batch, sizes.prompt_tokens)
+        with ready_engine(whole, sizes, engine, errors) as (ours, _):
+            runs.append(run_engine(ours, alone, prompts, sizes.max_new_tokens))
+            continuations = [row[:-1] for row in runs[0].tokens]
+            logits[alone] = ours.logits(prompts, continuations)
+        with in_float32(whole):
+            truth = _stock_logits(whole, prompts, continuations)
+        del whole, ours
         collect()
+    loaded = load(source, device=device, dtype=dtype, shard=shard, trust_remote_code=trust_remote_code)
+    said: list[Any] = [[row[:-1] for row in runs[0].tokens] if runs else None]
+    dist.broadcast_object_list(said, src=0, group=group.process_group)
+    found = Measured.of(loaded, sizes, copy_gbs, tp=shard.ranks, direct=group.direct)
+    found.case, found.runs, found.logits = f"{found.case} tp={shard.ranks}", runs, logits
+    found.run_modes(loaded.model, ("eager", "graph") if engine == "graph" else (engine,), said[0], errors, group)
     if shard.rank > 0:
         return None
-    distances = {} if truth is None else _distances_from(truth, logits)
-    floor_ms = 1e3 * step_bytes / (ceilings.copy_gbs * 1e9) if ceilings is not None else None
-    case = f"{case_of(loaded, *sizes)} tp={shard.ranks}"
-    rows = [{**row, "tp": shard.ranks, "direct": group.direct} for row in rows_of(runs, distances, floor_ms, case, loaded.model, start_s)]
-    return Measured(runs, distances, floor_ms, case, start_s, rows)
+    if truth is not None:
+        found.keep_distances(truth)
+    return found
+
+
+def _copy_gbs(device: torch.device) -> float | None:
+    """The measured copy rate of a GPU."""
+    with torch.inference_mode():
+        return measure_ceilings(device).copy_gbs if device.type == "cuda" else None
 
 
 @contextmanager
 def ready_engine(
     model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None, *, room: int = 0
 ) -> Iterator[tuple[Engine, float]]:
-    """An engine that has compiled what these sizes need, and the seconds this took. room: minimum
-    length of its cache in tokens.
-    """
+    """An engine, compiled for these sizes, and the seconds this took. room: least tokens cached."""
     batch, prompt_tokens, max_new_tokens = sizes
     with _progress(errors) as on_progress:
         start = time.perf_counter()
@@ -242,25 +245,12 @@ def _progress(console: Console) -> Iterator[OnProgress]:
         yield lambda stage, done, total: progress.update(bar, description=stage, completed=done, total=total)
 
 
-def _stock_logits(model: Any, prompts: Tensor, given: Tensor) -> Tensor:
+def _stock_logits(model: Any, prompts: Tensor, given: list[list[int]]) -> Tensor:
     """The model's own logits [batch, new, vocab] after the prompts and after each given token."""
     with torch.inference_mode():
-        logits: Tensor = model(torch.cat((prompts, given), 1), logits_to_keep=given.shape[1] + 1).logits
+        whole = torch.cat((prompts, torch.tensor(given, dtype=prompts.dtype, device=prompts.device)), 1)
+        logits: Tensor = model(whole, logits_to_keep=len(given[0]) + 1).logits
     return logits
-
-
-def _distances(model: Any, prompts: Tensor, given: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
-    """Distances from the model's own weights in fp32. During the call the model is in fp32."""
-    with in_float32(model):
-        return _distances_from(_stock_logits(model, prompts, given), logits)
-
-
-def _distances_from(truth: Tensor, logits: dict[str, Tensor]) -> dict[str, Distance]:
-    found: dict[str, Distance] = {}
-    for name, theirs in logits.items():
-        per_token = torch.stack([divergence(t, o) for t, o in zip(truth, theirs, strict=True)])  # a sequence at a time: the rows are long
-        found[name] = Distance(float(per_token.mean()), float(per_token.max()))
-    return found
 
 
 @contextmanager
@@ -294,22 +284,20 @@ def _equal(a: Run, b: Run) -> float:
     return sum(pairs) / len(pairs)
 
 
-def rows_of(
-    runs: list[Run], distances: dict[str, Distance], floor_ms: float | None, case: str, model: Any, start_s: float
-) -> Iterator[dict[str, Any]]:
+def rows_of(found: Measured) -> Iterator[dict[str, Any]]:
     """One JSON object for each of our runs: a row of benchmarks/results."""
-    theirs = {run.name: run for run in runs if not run.name.startswith("tilewright")}
+    theirs = {run.name: run for run in found.runs if not run.name.startswith("tilewright")}
     peer_names = {"transformers eager": "transformers", "transformers compiled": "torch.compile"}
     peer_names |= {f"one device {mode}": "one device" for mode in ("eager", "graph")}
-    for run in runs:
+    for run in found.runs:
         if run.name in theirs:
             continue
         p50 = run.step_ms(50)
         yield {
             "op": "generate",
-            "case": f"{case} mode={run.name.removeprefix('tilewright ')}",
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "gpu": Device.of(next(model.parameters())).name,
+            "case": f"{found.case} mode={run.name.removeprefix('tilewright ')}",
+            "dtype": found.dtype,
+            "gpu": found.gpu,
             "tokens_per_s": round(run.tokens_per_s, 2),
             "seconds": round(run.seconds, 4),
             "ttft_ms": round(run.first_token_s * 1e3, 3),
@@ -317,35 +305,31 @@ def rows_of(
             "tpot_p99_ms": round(run.step_ms(99), 4),
             "time_us": round(p50 * 1e3, 1),
             "cuda_ms": None if run.cuda_ms is None else round(run.cuda_ms, 2),
-            "floor_pct": None if floor_ms is None else round(100 * floor_ms / p50, 1),
+            "floor_pct": None if found.floor_ms is None else round(100 * found.floor_ms / p50, 1),
             "memory_gb": round(run.memory_bytes / 1e9, 2),
-            "start_s": round(start_s, 2),
+            "start_s": round(found.start_s, 2),
             "peers": {peer_names[name]: round(run.tokens_per_s / other.tokens_per_s, 4) for name, other in theirs.items()},
             "peer_tokens_per_s": {peer_names[name]: round(other.tokens_per_s, 2) for name, other in theirs.items()},
             "peer_tpot_ms": {peer_names[name]: round(other.step_ms(50), 4) for name, other in theirs.items()},
             "equal_tokens": {peer_names[name]: round(_equal(run, other), 4) for name, other in theirs.items()},
-            "kl": {name: dataclasses.asdict(d) for name, d in distances.items()},
+            "kl": {name: dataclasses.asdict(d) for name, d in found.distances.items()},
             "kernels": [dataclasses.asdict(k) for k in run.kernels],
-            "versions": {**versions(), **_transformers_version()},
+            "versions": {**versions(), "transformers": version("transformers")},
             "clocks": run.clocks,
             "date": datetime.date.today().isoformat(),
             "command": command(),
+            **found.more,
         }
 
 
-def _transformers_version() -> dict[str, str]:
-    import transformers
-
-    return {"transformers": transformers.__version__}
-
-
-def _show(console: Console, runs: list[Run], distances: dict[str, Distance], floor_ms: float | None, case: str, start_s: float) -> None:
-    table = Table(title=case, title_justify="left", box=None, pad_edge=False)
+def _show(console: Console, found: Measured) -> None:
+    runs, floor_ms = found.runs, found.floor_ms
+    table = Table(title=found.case, title_justify="left", box=None, pad_edge=False)
     columns = ("", "tokens/s", "seconds", "CUDA ms", "first token ms", "step p50 ms", "p99", "of floor", "GB", "KL mean", "KL worst", "tokens equal")
     for column in columns:
         table.add_column(column, justify="left" if not column else "right")
     for run in runs:
-        distance = distances.get(run.name)
+        distance = found.distances.get(run.name)
         ours = run.name.startswith("tilewright")
         table.add_row(
             run.name,
@@ -364,8 +348,8 @@ def _show(console: Console, runs: list[Run], distances: dict[str, Distance], flo
     console.print(table)
     if floor_ms is not None:
         console.print(f"floor: {floor_ms:.3f} ms a step, weights and keys once at the measured copy rate")
-    if start_s:
-        console.print(f"engine: {start_s:.1f} s from loaded weights to the first token's kernels (fusing, compiling, capturing)")
+    if found.start_s:
+        console.print(f"engine: {found.start_s:.1f} s from loaded weights to the first token's kernels (fusing, compiling, capturing)")
     for run in runs:
         _show_kernels(console, run)
     by_name = {run.name: run.tokens for run in runs}

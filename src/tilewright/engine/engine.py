@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..launch import Device, argument_error
-from ..models.shard import Shard, shard_of
+from ..launch import argument_error
+from .checks import HELD, check_mode, check_model, check_positive
 from .clock import Clock
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
-from .mega.pack import LayerStacks, Weights, refuse
+from .mega.pack import LayerStacks, Weights
 from .mega.program import phases
 from .mega.run import Clocks, Mega
 from .mega.stream import StreamMega, mega_of
@@ -35,7 +35,6 @@ from .weights import Fusion
 Mode = Literal["eager", "graph", "mega"]
 OnProgress = Callable[[str, int, int], None]
 OnTokens = Callable[[list[list[int]]], None]
-_MARK = "tilewright_engine"
 MOST_CAPTURED_TOKENS = 1024  # of a chunk of prompts: with more, the host keeps ahead of the GPU without a graph
 
 
@@ -66,9 +65,7 @@ class _Step:
 
 
 class Engine:
-    """Generates text from one transformers model: its own weights, fused in place, and our kernels
-    on buffers allocated beforehand.
-    """
+    """Generates text from a transformers model with our kernels, its weights fused in place."""
 
     def __init__(  # noqa: PLR0913 options by keyword
         self,
@@ -116,11 +113,9 @@ class Engine:
             MemoryError: the cache does not fit. The error says how much was needed and what to
                 lower.
         """
-        for name, value in (("max_batch", max_batch), ("max_len", max_len), ("prefill_tokens", prefill_tokens), ("check_every", check_every)):
-            if value < 1:
-                raise argument_error(name, "at least 1", value)
-        _check_model(model, group)
-        _check_mode(mode, model, max_batch, group)
+        check_positive(max_batch=max_batch, max_len=max_len, prefill_tokens=prefill_tokens, check_every=check_every)
+        check_model(model, group)
+        check_mode(mode, model, max_batch, group)
         page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
@@ -133,7 +128,7 @@ class Engine:
         unit = max(SLOTS, page_size)
         slots = -(-max_len // unit) * unit
         self._cache_shape = (count, page_size) if count else (max_batch, slots)
-        model.__dict__[_MARK] = self
+        model.__dict__[HELD] = self
         try:
             with _own():
                 if mode == "mega":
@@ -167,7 +162,7 @@ class Engine:
         self.__dict__.pop("decoder", None)
         with _own():
             self._fusion.undo()
-        self._model.__dict__.pop(_MARK, None)
+        self._model.__dict__.pop(HELD, None)
         self._model = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -185,9 +180,7 @@ class Engine:
         return self._pages.in_use * self._pages.page_size
 
     def step_bytes(self, batch: int, kv_len: int) -> int:
-        """Bytes that a decode step of `batch` sequences with `kv_len` keys must read: weights once,
-        keys and values.
-        """
+        """Bytes that a decode step must read: weights once, `kv_len` keys and values of each."""
         return step_bytes(self.decoder, batch, kv_len)
 
     def generate(
@@ -212,8 +205,7 @@ class Engine:
             are used up. It says what to lower.
         """
         rows = self._checked(prompts, max_new_tokens)
-        if max_new_tokens < 1:
-            raise argument_error("max_new_tokens", "at least 1", max_new_tokens)
+        check_positive(max_new_tokens=max_new_tokens)
         ending = set(stop)
         tokens: list[list[int]] = [[] for _ in rows]
         try:
@@ -272,9 +264,7 @@ class Engine:
                 self._settle()
 
     def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
-        """Compiles every kernel that prompts of this number and length need; in graph mode also
-        captures the graphs.
-        """
+        """Compiles every kernel that such prompts need; in graph mode also captures the graphs."""
         rows = self._checked([[0] * prompt_tokens] * batch, 0)
         with self._here():
             self._ready(rows, sampling)
@@ -282,9 +272,7 @@ class Engine:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """The context of all calls: no gradients, and the model's GPU as the current one, which
-        capturing needs.
-        """
+        """No gradients, and the model's GPU as the current one, which capturing needs."""
         device = self.decoder.embedding.device
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
@@ -384,9 +372,7 @@ class Engine:
         return 1
 
     def _hold(self, rows: list[list[int]], taken: int, most: int, ended: Sequence[bool] = ()) -> None:
-        """Reserves pages for the steps until the host next reads the tokens. taken: steps so far.
-        most: steps in all.
-        """
+        """Reserves pages until the host next reads tokens. taken: steps so far. most: in all."""
         if self._pages is not None:
             more = min(taken + self._check_every, most)
             self._pages.hold([0 if i < len(ended) and ended[i] else len(row) + more for i, row in enumerate(rows)])
@@ -429,36 +415,9 @@ class Engine:
         )
 
 
-def _check_model(model: Any, group: Group | None) -> None:
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    if _MARK in model.__dict__:
-        raise argument_error("model", "without an engine", "one that another Engine holds: close() that one first")
-    wanted, held = Shard() if group is None else group.shard, shard_of(model)
-    if held != wanted:
-        raise argument_error("model", f"loaded with {wanted}, as this engine's group is", held)
-
-
-def _check_mode(mode: str, model: Any, max_batch: int, group: Group | None) -> None:
-    if mode not in ("eager", "graph", "mega"):
-        raise argument_error("mode", '"eager", "graph" or "mega"', repr(mode))
-    if mode == "graph" and model.device.type != "cuda":
-        raise argument_error("mode", '"eager" on a CPU: a CUDA graph needs an NVIDIA GPU', '"graph"')
-    if mode == "mega":
-        if group is not None:
-            raise argument_error("mode", '"eager" or "graph" with a group', '"mega"')
-        if max_batch != 1:
-            raise argument_error("max_batch", '1 with mode="mega"', max_batch)
-        refuse(model, Device.of(next(model.parameters())))
-
-
 @contextmanager
 def _own() -> Iterator[None]:
-    """Context for tensors that outlive a call: not in inference mode, since an inference tensor
-    cannot be a parameter's data.
-    """
+    """For tensors that outlive a call: an inference tensor cannot be a parameter's data."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

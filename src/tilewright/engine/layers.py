@@ -32,9 +32,7 @@ MOST_FUSED_ROWS = 1
 
 
 def linear(name: str, x: Tensor, w: Matrix, out: Tensor, *, residual: Tensor | None = None, silu_mul: bool = False) -> Call:
-    """out = residual + x @ weight.T + bias; silu_mul: the matrix interleaves rows of gate and
-    up.
-    """
+    """out = residual + x @ weight.T + bias; silu_mul: rows of gate and up alternate."""
     how: dict[str, Any] = {"trans_a": False, "trans_b": True, "tf32": False, "silu_mul": silu_mul}
     return Call.of(name, matmul_out, a=x, b=w.weight, bias=w.bias, out=out, residual=residual, **how)
 
@@ -48,9 +46,13 @@ class Norm:
     round_before_weight: bool = True
     weight_offset: float = 0.0
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments of an op that norms."""
+        return {name: getattr(self, name) for name in ("weight", "eps", "round_before_weight", "weight_offset")}
+
     def of(self, name: str, x: Tensor, out: Tensor, residual: Tensor | None = None, new_residual: Tensor | None = None) -> Call:
-        how = {"eps": self.eps, "weight_offset": self.weight_offset, "round_before_weight": self.round_before_weight}
-        return Call.of(name, rms_norm_out, x=x, weight=self.weight, residual=residual, out=out, new_residual=new_residual, **how)
+        return Call.of(name, rms_norm_out, x=x, residual=residual, out=out, new_residual=new_residual, **self.how)
 
 
 class Rows(Protocol):
@@ -107,9 +109,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """cos, sin: fp32 [max_len, rotary_dim / 2], a row for each position. interleaved: neighbours
-    are a pair.
-    """
+    """cos, sin: fp32 [max_len, rotary_dim / 2], by position. interleaved: neighbours are a pair."""
 
     cos: Tensor
     sin: Tensor
@@ -187,15 +187,11 @@ class Attention(Protocol):
     def weight_bytes(self) -> int: ...
 
     def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what the layer caches, batch first; for a cache in pages, batch is pages and
-        max_len is tokens of a page.
-        """
+        """Shapes of what the layer caches. In pages, batch is pages, max_len tokens of a page."""
         ...
 
     def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
-        """Appends the step's tokens to the cache and attends: from the stream's normed rows to y
-        [tokens, hidden].
-        """
+        """Appends the step's tokens to the cache and attends: stream to y [tokens, hidden]."""
         ...
 
 

@@ -93,9 +93,7 @@ def run_transformers(model: Any, name: str, prompts: Tensor, new: int, **options
 
 
 class _Steps:
-    """transformers' streamer protocol: `put` is called with the prompt, then with each step's
-    tokens, on the host.
-    """
+    """transformers' streamer: `put` gets the prompt, then each step's tokens, on the host."""
 
     def __init__(self) -> None:
         self.at: list[float] = []

@@ -57,9 +57,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Biases and activation of the experts, as in `tilewright.moe`. bias_gate_up: [experts, 2,
-    inter].
-    """
+    """Biases and activation, as in `tilewright.moe`. bias_gate_up: [experts, 2, inter]."""
 
     bias_gate_up: Tensor | None = None
     bias_down: Tensor | None = None
@@ -103,33 +101,21 @@ class Experts:
     def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor) -> Emit:
         weights = buffers.tensor("router.weights", buffers.tokens, self.top_k, dtype=torch.float32)
         ids = buffers.tensor("router.ids", buffers.tokens, self.top_k, dtype=torch.int32)
-        choice: dict[str, Any] = {
-            "weights": weights,
-            "ids": ids,
-            "bias": self.bias,
-            "sigmoid": self.sigmoid,
-            "normalize": self.normalize,
-            "scale": self.scale,
-            "groups": self.groups,
-            "top_groups": self.top_groups,
-            "first_expert": self.first,
-        }
+        choice: dict[str, Any] = {name: getattr(self, name) for name in ("bias", "sigmoid", "normalize", "scale", "groups", "top_groups")}
+        choice |= {"weights": weights, "ids": ids, "first_expert": self.first}
         if stream.single:
             arrived = buffers.tensor("router.arrived", buffers.tokens, dtype=torch.int32)
             yield Call.of(
                 f"{name}.route",
                 rms_norm_route_out,
                 x=stream.x,
-                weight=stream.norm.weight,
                 router=self.router.weight,
                 router_bias=self.router.bias,
                 residual=stream.y,
                 arrived=arrived,
                 out=stream.normed,
                 new_residual=stream.total,
-                eps=stream.norm.eps,
-                weight_offset=stream.norm.weight_offset,
-                round_before_weight=stream.norm.round_before_weight,
+                **stream.norm.how,
                 **choice,
             )
         else:
@@ -146,20 +132,6 @@ class Experts:
             yield from self.shared.calls(f"{name}.shared", buffers, Given(stream.normed), y, residual=routed)
 
     def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
-        return Call.of(
-            f"{name}.experts",
-            moe_out,
-            x=h,
-            gate_up=self.gate_up,
-            down=self.down,
-            weights=weights,
-            ids=ids.view(-1),
-            bias_gate_up=self.act.bias_gate_up,
-            bias_down=self.act.bias_down,
-            alpha=self.act.alpha,
-            limit=self.act.limit,
-            up_offset=self.act.up_offset,
-            shared_gate_up=shared[0],
-            shared_down=shared[1],
-            out=y,
-        )
+        act = {field: getattr(self.act, field) for field in ("bias_gate_up", "bias_down", "alpha", "limit", "up_offset")}
+        matrices = {"gate_up": self.gate_up, "down": self.down, "shared_gate_up": shared[0], "shared_down": shared[1]}
+        return Call.of(f"{name}.experts", moe_out, x=h, weights=weights, ids=ids.view(-1), out=y, **matrices, **act)

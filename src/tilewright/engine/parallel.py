@@ -66,9 +66,7 @@ class Group:
         return Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
     def share(self, buffers: StepBuffers, y: Tensor) -> Tensor:
-        """Where a rank writes its term of a sum, for `sum_calls` to make `y` of it: y itself, or
-        memory that the other ranks read.
-        """
+        """Where a rank writes its term of the sum `y`: y itself, or memory that others read."""
         if not self.direct or buffers.q_len > 1 or y.nbytes > MOST_DIRECT_BYTES or y.dtype not in _DIRECT_DTYPES:
             return y
         import torch.distributed._symmetric_memory as symmetric

@@ -33,9 +33,7 @@ class Prefill:
         return Prefill(buffers, ids, list(decoder.body_calls(buffers, ids.view(-1), state.caches)))
 
     def read(self, rows: list[list[int]], into: StepBuffers) -> None:
-        """Fills the cache. rows: a prompt for each sequence of the batch. into: buffers that get
-        what its last token became.
-        """
+        """Fills the cache. rows: prompts by sequence. into: gets what the last tokens became."""
         q_len, width, device = self.buffers.q_len, self.buffers.max_keys, self.ids.device
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         positions = torch.arange(width, dtype=torch.int32, device=device)

@@ -83,9 +83,7 @@ class StepBuffers:
         return self.batch * self.q_len
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of this name, made on first use. Layers share it by its name: they run one
-        after the other.
-        """
+        """The tensor of this name, made on first use. Layers share it: they run in turn."""
         found = self._tensors.get(name)
         if found is None:
             found = self._tensors[name] = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)

@@ -22,7 +22,7 @@ from ..bench.ceilings import Ceilings
 from ..bench.command import ready
 from ..bench.report import append_jsonl
 from ..models import Loaded, load
-from .command import case_of, collect, prompts_of, ready_engine, rows_of
+from .command import Measured, Sizes, case_of, collect, prompts_of, ready_engine, rows_of
 from .engine import Engine, Mode
 from .measure import Run, profiled, run_engine, run_transformers
 
@@ -56,40 +56,27 @@ def decode_command(*, json_file: Path | None = None, case: str = "", peers: bool
     setup = ready(device, console)
     if setup is None:
         return 2
-    rows = decode_suite(console, setup.device, setup.ceilings, case=case, peers=peers, until=until, json_file=json_file)
-    console.print(json.dumps({"cases": len(rows), "wrong": 0, "ceilings": asdict(setup.ceilings)}))
-    return 0
-
-
-def decode_suite(
-    console: Console, where: torch.device, ceilings: Ceilings, *, case: str = "", peers: bool = True, until: float, json_file: Path | None = None
-) -> list[dict[str, Any]]:
-    """Measures and prints each case whose name contains `case`.
-
-    No case begins after `until` (time.monotonic). Returns the rows.
-    """
-    found = []
+    count = 0
     for one in CASES:
         if case not in f"decode {one.model} batch=1 prompt={one.prompt} new={one.new}":
             continue
         if time.monotonic() > until:
             console.print("out of time; the rest is not measured")
             break
-        loaded = load(one.model, device=where, dtype=torch.bfloat16)
-        for row in measure_decode(loaded, one, ceilings, console, peers=peers):
+        loaded = load(one.model, device=setup.device, dtype=torch.bfloat16)
+        for row in measure_decode(loaded, one, setup.ceilings, console, peers=peers):
+            count += 1
             console.print(line(row))
-            found.append(row)
             if json_file:
                 append_jsonl(json_file, json.dumps(row))
         del loaded
         collect()
-    return found
+    console.print(json.dumps({"cases": count, "wrong": 0, "ceilings": asdict(setup.ceilings)}))
+    return 0
 
 
 def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Console, *, peers: bool = True) -> Iterator[dict[str, Any]]:
-    """One row for each mode that runs the model. peers: also time transformers, eager and on a GPU
-    compiled with CUDA graphs.
-    """
+    """A row for each mode that runs the model. peers: time transformers too, eager and compiled."""
     model = loaded.model
     model.generation_config.eos_token_id = None  # a checkpoint's stop token would end a timed run at random
     prompts, cuda = prompts_of(model, 1, case.prompt), model.device.type == "cuda"
@@ -113,7 +100,9 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
             continue
         collect()
         written[mode] = run.tokens
-        (row,) = rows_of([*runs, run], {}, 1e-6 * size / ceilings.read_gbs, case_of(loaded, 1, case.prompt, case.new), model, start_s)
+        found = Measured.of(loaded, Sizes(1, case.prompt, case.new), None)
+        found.runs, found.floor_ms, found.start_s = [*runs, run], 1e-6 * size / ceilings.read_gbs, start_s
+        (row,) = rows_of(found)
         row |= {"op": "decode", "step_bytes": size, "gbs": round(size / row["time_us"] / 1e3, 1), "read_gbs": round(ceilings.read_gbs, 1)}
         row |= {"read_pct": row["floor_pct"], "kernel_us": steps_us}
         row["equal_tokens"] |= {f"tilewright {other}": float(tokens == run.tokens) for other, tokens in written.items() if other != mode}

@@ -1,8 +1,9 @@
 """Our kernels inside transformers models, and the ways to load one."""
 
 from .configs import CONFIGS
+from .files import ModelFileError
 from .generate import Comparison, Generation, compare, encode, generate
-from .load import DTYPES, Loaded, demo_gguf, load, random_model
+from .load import DTYPES, Loaded, demo_gguf, load, outline_of, random_model
 from .patch import Kept, Replaced, Report, patch
 from .shard import Shard, cut, shard_of
 
@@ -13,6 +14,7 @@ __all__ = [
     "Generation",
     "Kept",
     "Loaded",
+    "ModelFileError",
     "Replaced",
     "Report",
     "Shard",
@@ -22,6 +24,7 @@ __all__ = [
     "encode",
     "generate",
     "load",
+    "outline_of",
     "patch",
     "random_model",
     "shard_of",

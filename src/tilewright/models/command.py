@@ -38,9 +38,18 @@ def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype
     return where, DTYPES[dtype]
 
 
-def load_and_say(model: str | Path, where: torch.device, dtype: torch.dtype, *, quiet: bool = False, group: Any = None) -> Loaded:
+def load_and_say(
+    model: str | Path,
+    where: torch.device,
+    dtype: torch.dtype,
+    *,
+    quiet: bool = False,
+    group: Any = None,
+    layers: int = 0,
+    trust_remote_code: bool = False,
+) -> Loaded:
     """Loads a model, with a progress bar on a terminal and one line on stdout. group: an engine's
-    Group; loads this rank's part.
+    Group; loads this rank's part. layers, trust_remote_code: as of `load`.
     """
     logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
     logging.set_verbosity_error()
@@ -53,7 +62,7 @@ def load_and_say(model: str | Path, where: torch.device, dtype: torch.dtype, *, 
         def show(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        loaded = load(model, device=where, dtype=dtype, on_progress=show, shard=shard)
+        loaded = load(model, device=where, dtype=dtype, on_progress=show, shard=shard, layers=layers, trust_remote_code=trust_remote_code)
     _console(quiet).print(_headline(loaded, time.perf_counter() - start))
     return loaded
 
@@ -73,7 +82,16 @@ class Question:
     stock: bool = True
 
 
-def answer_command(model: str | Path, where: torch.device, dtype: torch.dtype, question: Question, *, as_json: bool, group: Any = None) -> int:
+def answer_command(
+    model: str | Path,
+    where: torch.device,
+    dtype: torch.dtype,
+    question: Question,
+    *,
+    as_json: bool,
+    group: Any = None,
+    trust_remote_code: bool = False,
+) -> int:
     """Loads, generates, prints.
 
     Returns the exit code: 1 if a requested comparison found other tokens. group: only its first
@@ -81,7 +99,7 @@ def answer_command(model: str | Path, where: torch.device, dtype: torch.dtype, q
     """
     silent = group is not None and group.shard.rank > 0
     console = _console(as_json or silent)
-    loaded = load_and_say(model, where, dtype, quiet=as_json or silent, group=group)
+    loaded = load_and_say(model, where, dtype, quiet=as_json or silent, group=group, trust_remote_code=trust_remote_code)
     prompt_ids = encode(loaded, question.prompt, raw=question.raw)
     console.print(f"> {question.prompt}", style="bold")
 
@@ -100,9 +118,11 @@ def answer_command(model: str | Path, where: torch.device, dtype: torch.dtype, q
     return 1 if result.equal is False else 0
 
 
-def answer_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, as_json: bool) -> int:
+def answer_of_rank(
+    group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, as_json: bool, trust_remote_code: bool
+) -> int:
     """`answer_command` in each process of --tp."""
-    return answer_command(model, where, dtype, question, as_json=as_json, group=group)
+    return answer_command(model, where, dtype, question, as_json=as_json, group=group, trust_remote_code=trust_remote_code)
 
 
 def _console(quiet: bool) -> Console:

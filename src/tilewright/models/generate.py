@@ -5,12 +5,14 @@ transformers on the same weights.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..launch import argument_error, counted
+from .files import read_by_others
 from .load import Loaded
 from .patch import Report, patch
 
@@ -97,11 +99,13 @@ def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         ids: Any = torch.tensor([list(prompt.encode())])
-    elif raw or not tokenizer.chat_template:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
     else:
-        message = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        with read_by_others(Path(loaded.source), "a model whose tokenizer and chat template take a prompt"):
+            if raw or not tokenizer.chat_template:
+                ids = tokenizer(prompt, return_tensors="pt").input_ids
+            else:
+                message = [{"role": "user", "content": prompt}]
+                ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     if ids.shape[1] == 0:
         raise argument_error("prompt", "at least one token", repr(prompt))
     vocab_size = loaded.model.get_input_embeddings().num_embeddings
@@ -159,6 +163,8 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=max_new_tokens,
             do_sample=False,
+            num_beams=1,  # whatever the model's files ask for
+            num_return_sequences=1,
             temperature=None,
             top_p=None,
             top_k=None,

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, expanded, with transformers' names.
+"""A model from a GGUF file: its weights expanded, with transformers' names.
 
 The tensor names and the order of rotated rows are llama.cpp's:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..launch import argument_error
+from .files import file_error, read_by_others
+from .gguf_header import GgufHeader, GgufTensor, read_header
+from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
 
 OnProgress = Callable[[int, int], None]
 
@@ -32,38 +35,79 @@ _LAYER = {
 }
 
 
-def load_weights(model: Any, path: Path, dtype: torch.dtype, on_progress: OnProgress | None = None) -> None:
-    """Fills `model` with the weights of the file that its config came from.
+def load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None = None, *, layers: int = 0) -> tuple[Any, Any]:
+    """Model and tokenizer of a file.
 
     Args:
-        model: a transformers causal language model of the llama kind, on a CPU.
         path: the file.
         dtype: the model's; tensors are expanded to it.
         on_progress: called with (tensors done, tensors in all).
-    Raises: ValueError if the file lacks a weight of the model, or has one that the model lacks.
+        layers: keeps only the first; 0 keeps all.
+    Raises: ModelFileError where the file is not sound, lacks a weight of the model, or has one that
+        the model lacks.
     """
-    from gguf import GGUFReader, dequantize
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    reader = GGUFReader(path)
-    architecture = reader.fields["general.architecture"].contents()
-    config = model.config
-    weights: dict[str, Tensor] = {}
-    for done, tensor in enumerate(reader.tensors):
-        values = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
-        if tensor.name == ROPE_FACTORS:
+    header = read_header(path)
+    config = read_config(path, header, layers=layers)
+    tensors = {tensor: parameter_name(tensor.name) for tensor in header.tensors if not (layers and _beyond(tensor.name, layers))}
+    _compare(path, outline(path, config, dtype, stored=len(tensors)), tensors)
+    with read_by_others(path, "a GGUF file whose tokenizer transformers takes"):
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    with read_by_others(path, "a GGUF file of a model of the llama kind"):
+        # Not from_pretrained(gguf_file=): it asks for accelerate.
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        _fill(model, path, header, tensors, dtype, on_progress)
+        model.generation_config = GenerationConfig.from_model_config(config)
+    check_stop_tokens(path, model)
+    return model, tokenizer
+
+
+def read_config(path: Path, header: GgufHeader, *, layers: int = 0) -> Any:
+    """transformers' config of a file. Raises ModelFileError."""
+    from transformers import AutoConfig
+
+    if not isinstance(header.metadata.get("general.architecture"), str):
+        raise file_error(path, "a GGUF file with a name as general.architecture", header.metadata.get("general.architecture"))
+    check_counts(path, header.metadata)
+    with read_by_others(path, "a GGUF file of a model that transformers knows"):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        config.num_hidden_layers = layers or config.num_hidden_layers
+    return config
+
+
+def _compare(path: Path, empty: Any, tensors: dict[GgufTensor, str]) -> None:
+    """Raises unless a file has the weights of `empty`, a model on the meta device, and no more."""
+    weights = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
+    if any(tensor.name == ROPE_FACTORS for tensor in tensors):
+        weights[ROPE_FACTORS] = tuple(empty.model.rotary_emb.inv_freq.shape)
+    found = {name: tensor.shape for tensor, name in tensors.items()}
+    misshapen = [(name, shape, weights[name]) for name, shape in found.items() if name in weights and weights[name] != shape]
+    refuse_other_weights(path, empty.config.model_type, weights.keys() - found.keys(), found.keys() - weights.keys(), misshapen)
+    if len(found) < len(tensors):
+        raise file_error(path, "a GGUF file with one tensor for each weight", "two for one")
+
+
+def _fill(model: Any, path: Path, header: GgufHeader, tensors: dict[GgufTensor, str], dtype: torch.dtype, on_progress: OnProgress | None) -> None:
+    from gguf import GGMLQuantizationType, dequantize
+
+    config, weights = model.config, dict[str, Tensor]()
+    bytes_of_file = np.memmap(path, mode="r")
+    for done, (tensor, name) in enumerate(tensors.items()):
+        stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size].reshape(*tensor.shape[:-1], -1)
+        values = torch.tensor(dequantize(stored, GGMLQuantizationType(tensor.kind)))
+        if name == ROPE_FACTORS:
+            if not bool((values.isfinite() & (values > 0)).all()):
+                raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")
             _scale_rope(model, values)
         else:
-            name = parameter_name(tensor.name)
-            if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            if header.metadata["general.architecture"] == "llama" and ("q_proj" in name or "k_proj" in name):
                 values = halves_from_pairs(values, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
             weights[name] = values.to(dtype)
         if on_progress:
-            on_progress(done + 1, len(reader.tensors))
-    missing, unknown = model.load_state_dict(weights, strict=False)
+            on_progress(done + 1, len(tensors))
+    model.load_state_dict(weights, strict=False)  # compared before
     model.tie_weights()
-    missing = [name for name in missing if not (config.tie_word_embeddings and name == "lm_head.weight")]
-    if missing or unknown:
-        raise argument_error("the GGUF file", f"a complete {config.model_type} model", f"missing {missing}, unknown {unknown}")
 
 
 def parameter_name(tensor_name: str) -> str:
@@ -85,6 +129,11 @@ def halves_from_pairs(rows: Tensor, heads: int) -> Tensor:
     """
     pairs: Tensor = rows.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _beyond(name: str, layers: int) -> bool:
+    block = name.split(".")[1] if name.startswith("blk.") else ""
+    return block.isdigit() and int(block) >= layers
 
 
 def _scale_rope(model: Any, factors: Tensor) -> None:

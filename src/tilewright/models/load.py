@@ -1,6 +1,8 @@
 """Loads a model: a Hugging Face folder, a GGUF file, or a config with random weights."""
 
+import enum
 import importlib.util
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,14 @@ from torch import Tensor
 
 from ..launch import argument_error
 from .configs import CONFIGS
-from .gguf_file import OnProgress, load_weights
+from .folder import load_folder
+from .folder import read_config as folder_config
+from .gguf_file import OnProgress, load_gguf
+from .gguf_file import read_config as gguf_config
+from .gguf_header import read_header as gguf_header
+from .safetensors_header import folder_weights
 from .shard import Shard, cut
+from .whole import outline
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,6 +44,8 @@ def load(
     seed: int = 0,
     on_progress: OnProgress | None = None,
     shard: Shard | None = None,
+    layers: int = 0,
+    trust_remote_code: bool = False,
 ) -> Loaded:
     """Loads a causal language model, unpatched. Nothing is downloaded.
 
@@ -48,23 +58,58 @@ def load(
         on_progress: called with (tensors read, tensors in all) of a GGUF file.
         shard: this rank, for an `Engine` of several processes (docs/engine.md); only its part of
             the weights reaches the device.
-    Raises: ValueError: `source` is none of the three, or its sizes cannot be divided by so many
-        ranks.
+        layers: builds only the first; 0 builds all.
+        trust_remote_code: lets a folder run its own Python, which can do all that you can.
+    Raises: ModelFileError, a ValueError: the files are broken, incomplete or not trusted.
+        ValueError: `source` is none of the three, or its sizes cannot be divided by so many ranks.
     """
-    path = Path(source).expanduser()
-    if str(source) in CONFIGS:
-        return Loaded(
-            random_model(CONFIGS[str(source)], device=device, dtype=dtype, seed=seed, shard=shard), None, f"random weights, config {source}"
-        )
-    if path.is_file() and path.suffix == ".gguf":
-        model, tokenizer = _load_gguf(path, dtype, on_progress)
-    elif (path / "config.json").is_file():
-        model, tokenizer = _load_folder(path, dtype)
+    path, kind = _kind(source)
+    if kind is _Kind.NAME:
+        config = CONFIGS[str(source)] | ({"num_hidden_layers": layers} if layers else {})
+        return Loaded(random_model(config, device=device, dtype=dtype, seed=seed, shard=shard), None, f"random weights, config {source}")
+    if kind is _Kind.GGUF:
+        model, tokenizer = load_gguf(path, dtype, on_progress, layers=layers)
     else:
-        raise argument_error("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
+        model, tokenizer = load_folder(path, dtype, layers=layers, trust_remote_code=trust_remote_code)
     if shard is not None:
         cut(model, shard, device=device)
     return Loaded(model.to(device).eval(), tokenizer, str(path))
+
+
+def outline_of(source: str | Path, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+    """The model that `load` would return, on the meta device: modules and shapes, no memory.
+
+    Arguments and errors: as of `load`, except that no weights are looked at.
+    """
+    from transformers import AutoConfig
+
+    path, kind = _kind(source)
+    if kind is _Kind.NAME:
+        return outline(path, AutoConfig.for_model(**CONFIGS[str(source)]), dtype)
+    if kind is _Kind.GGUF:
+        header = gguf_header(path)
+        return outline(path, gguf_config(path, header), dtype, stored=len(header.tensors))
+    config = folder_config(path, trust_remote_code=trust_remote_code)
+    return outline(path, config, dtype, stored=len(folder_weights(path)), trust_remote_code=trust_remote_code)
+
+
+class _Kind(enum.Enum):
+    """What a model comes from."""
+
+    NAME = enum.auto()
+    GGUF = enum.auto()
+    FOLDER = enum.auto()
+
+
+def _kind(source: str | Path) -> tuple[Path, _Kind]:
+    path = Path(source).expanduser()
+    if str(source) in CONFIGS:
+        return path, _Kind.NAME
+    if path.suffix == ".gguf" and path.exists() and not path.is_dir():
+        return path, _Kind.GGUF
+    if os.path.lexists(path / "config.json"):
+        return path, _Kind.FOLDER
+    raise argument_error("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
 
 
 def demo_gguf() -> Path:
@@ -142,23 +187,3 @@ def _fill(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 def _generator(name: str, tensor: Tensor, seed: int) -> torch.Generator:
     return torch.Generator(tensor.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-
-
-def _load_folder(path: Path, dtype: torch.dtype) -> tuple[Any, Any | None]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
-    return model, AutoTokenizer.from_pretrained(path, local_files_only=True) if has_tokenizer else None
-
-
-def _load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    config = AutoConfig.from_pretrained(path.parent, **here)
-    # Not from_pretrained(gguf_file=): it asks for accelerate.
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    load_weights(model, path, dtype, on_progress)
-    model.generation_config = GenerationConfig.from_model_config(config)
-    return model, AutoTokenizer.from_pretrained(path.parent, **here)

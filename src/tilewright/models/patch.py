@@ -6,20 +6,19 @@ code.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ..launch import argument_error
-from . import continuous
 from .attention import register
 from .forwards import NAME
 from .hooks import wrapped, wrapper_of
 from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
+from .saved import BATCHING, attributes, method_of
 
 _MARK = "tilewright_report"
 
@@ -129,15 +128,17 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
         tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in sorted(found.replaced.items(), key=lambda r: order[r[0][0]])),
         tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in found.kept.items()),
     )
-    for module, name, method in found.methods:
-        wrapper = wrapper_of(module) if name == "forward" else None
-        _set(report, module, name, MethodType(method, module) if wrapper is None else wrapped(wrapper, module, method))
     if any(r.op == "attention" for r in report.replaced):
         register()
         _use_attention(report, model)
         if hasattr(model, "init_continuous_batching"):
-            continuous.register()
-            _set(report, model, "init_continuous_batching", MethodType(continuous.init_continuous_batching(type(model)), model))
+            found.methods.setdefault(model, {})["init_continuous_batching"] = BATCHING
+    for module, methods in found.methods.items():
+        wrapper = wrapper_of(module) if "forward" in methods else None
+        if wrapper is not None:
+            _set(report, module, "forward", wrapped(wrapper, module, method_of(module, "forward", methods.pop("forward"))))
+        for name, value in attributes(module, methods).items() if methods else ():
+            _set(report, module, name, value)
     _set(report, model, _MARK, report)
     return report
 
@@ -145,12 +146,12 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
 @dataclass(slots=True)
 class _Found:
     """The modules that match, by (op, class), and those that stay, by (class, reason). methods:
-    what to bind to which module.
+    of which module, and the op that each runs.
     """
 
     replaced: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     kept: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    methods: list[tuple[nn.Module, str, Callable[..., Any]]] = field(default_factory=list)
+    methods: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
 
 
 def _found(model: nn.Module, rows: list[Row], prefix: str) -> _Found:
@@ -165,7 +166,7 @@ def _found(model: nn.Module, rows: list[Row], prefix: str) -> _Found:
                 continue
             found.replaced.setdefault((row.op, kind), Counter())[name] += 1
             if row.forward is not None:
-                found.methods.append((module, row.method, row.forward(type(module))))
+                found.methods.setdefault(module, {})[row.method] = row.op
         if not matching and (reason := _reason_unmatched(kind, prefix)):
             found.kept.setdefault((kind, reason), Counter())[name] += 1
     return found

@@ -1,13 +1,58 @@
-"""`tilewright serve`: transformers' OpenAI server in front of one model on our kernels."""
+"""`tilewright serve`: OpenAI's interface in front of one model on our kernels."""
 
+import asyncio
+import ipaddress
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..launch import argument_error
 from .load import Loaded
 from .patch import patch
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from .server.worker import Worker
+
+BODY_BYTES = 2**21  # some 500,000 tokens of English
+REQUESTS = 256
+DRAIN_SECONDS = 30.0
+CLOSE_SECONDS = 5  # for the last answers to reach their clients
+
+
+@dataclass
+class Running:
+    """A server. server: uvicorn's. worker: the thread with the model."""
+
+    server: "uvicorn.Server"
+    worker: "Worker"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.server.servers[0].sockets[0].getsockname()[:2]
+        return host, port
+
+    def drain(self, seconds: float, hurry: threading.Event | None = None) -> None:
+        """Refuses new requests with 503 and lets the others finish; ends those that take longer
+        with an error. hurry: ends them as soon as it is set.
+        """
+        from .server.protocol import Refusal
+
+        worker, loop = self.worker, self.worker.loop
+        leaving = Refusal(503, "the server is stopping", code="stopping", headers={"retry-after": str(CLOSE_SECONDS)})
+        loop.call_soon_threadsafe(worker.refuse, leaving)
+        end = time.monotonic() + seconds
+        while worker.open and time.monotonic() < end and not (hurry is not None and hurry.is_set()) and worker.failure is None:
+            time.sleep(0.02)
+        loop.call_soon_threadsafe(worker.abort, leaving)
 
 
 @contextmanager
@@ -18,72 +63,119 @@ def serving(
     port: int = 8000,
     max_batch_tokens: int | None = None,
     cache_pages: int | None = None,
-) -> Iterator[Any]:
+    max_requests: int = REQUESTS,
+    max_body_bytes: int = BODY_BYTES,
+    api_key: str | None = None,
+) -> Iterator[Running]:
     """Patches a model and serves it while the block runs; its end undoes both.
 
     Args:
         loaded: a model with its tokenizer. Requests name it as `served_name(loaded)`.
         host, port: where to listen; port 0 takes a free one.
-        max_batch_tokens: tokens of a step, over all requests; default 8192.
-        cache_pages: pages of 256 tokens for all requests together; default: what the memory allows.
-    Returns: transformers' `Serve`; its `server` is uvicorn's.
+        max_batch_tokens: tokens of a step, over all requests; default 8192, on a CPU 128.
+        cache_pages: pages of 256 tokens for all requests together; default: a tenth of the
+            available memory on a CPU, what transformers finds free on a GPU.
+        max_requests: that wait and run at once; others get 429.
+        max_body_bytes: of a request; longer ones get 413.
+        api_key: what clients have to send; None: nothing.
     Raises: ImportError: the packages of a server are missing. ValueError: the model has no
-        tokenizer, or is none that `patch` knows.
+        tokenizer, or is none that `patch` knows; an argument.
     """
     if loaded.tokenizer is None:
         raise argument_error("model", "one with a tokenizer", loaded.source)
-    from transformers.utils.import_utils import is_serve_available
+    for name, value in (
+        ("max_batch_tokens", max_batch_tokens),
+        ("cache_pages", cache_pages),
+        ("max_requests", max_requests),
+        ("max_body_bytes", max_body_bytes),
+    ):
+        if value is not None and value < 1:
+            raise argument_error(name, "at least 1", value)
+    if api_key is not None and not api_key.strip():
+        raise argument_error("api_key", "not empty", repr(api_key))
+    if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise ImportError(f"a server needs {', '.join(missing)}: pip install 'tilewright[serve]'")
+    import uvicorn
 
-    if not is_serve_available():
-        raise ImportError("a server needs fastapi, uvicorn and openai: pip install 'tilewright[serve]'")
-    from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager
+    from .server.app import Answers, application
+    from .server.worker import Worker
 
-    room: Any = model_manager
-
-    class OneModel(model_manager.ModelManager):
-        """Returns the model that is already loaded."""
-
-        def _load_model(self, *args: Any, **options: Any) -> Any:
-            return loaded.model
-
-        def _load_processor(self, *args: Any, **options: Any) -> Any:
-            return loaded.tokenizer
-
-        def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override]
-            return [{"id": served_name(loaded), "object": "model", "created": 0, "owned_by": "tilewright"}]
-
-    limits: dict[str, Any] = {"cb_max_batch_tokens": max_batch_tokens, "cb_num_blocks": cache_pages}
-    stock = room.ModelManager
     with patch(loaded.model):
-        room.ModelManager = OneModel  # Serve looks its class up when it is made, and takes none as an argument
+        worker = Worker(loaded.model, most_requests=max_requests, batch_tokens=max_batch_tokens, pages=cache_pages)
         try:
-            running = Serve(served_name(loaded), continuous_batching=True, host=host, port=port, non_blocking=True, **limits)
+            names = (served_name(loaded), loaded.source)
+            answers = Answers(worker, loaded.model, loaded.tokenizer, names)
+            app = application(answers, api_key=api_key, most_bytes=max_body_bytes, most_inside=2 * max_requests + 64)
+            config = uvicorn.Config(
+                app, host=host, port=port, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS
+            )
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=_run, args=(server, worker), name="server")
+            thread.start()
+            try:
+                while not server.started:
+                    thread.join(0.02)
+                    if not thread.is_alive():
+                        raise argument_error("host and port", "free to listen on", f"{host}:{port}")
+                yield Running(server, worker)
+            finally:
+                server.should_exit = True
+                thread.join()
         finally:
-            room.ModelManager = stock
-        try:
-            while not running.server.started:
-                running._thread.join(0.05)
-                if not running._thread.is_alive():
-                    raise argument_error("host and port", "free to listen on", f"{host}:{port}")
-            yield running
-        finally:
-            running.kill_server()
+            worker.stop()
+
+
+def _run(server: "uvicorn.Server", worker: "Worker") -> None:
+    async def main() -> None:
+        worker.attach(asyncio.get_running_loop())
+        await server.serve()
+
+    with suppress(SystemExit):  # uvicorn's, where it cannot listen; it has said why
+        asyncio.run(main())
 
 
 def served_name(loaded: Loaded) -> str:
     """What requests call the model: the name of its folder or file."""
-    return Path(loaded.source).name
+    return Path(loaded.source).name or Path(loaded.source).resolve().name
 
 
-def serve_command(loaded: Loaded, **options: Any) -> int:
-    """Serves until Ctrl-C. options: those of `serving`."""
+def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **options: Any) -> int:
+    """Serves until SIGINT or SIGTERM. options: those of `serving`.
+
+    Returns the exit code: 0 after a signal, 1 if the worker ended by itself.
+    """
+    asked_to_stop, hurry = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        (hurry if asked_to_stop.is_set() else asked_to_stop).set()
+
     with serving(loaded, **options) as running:
-        host, port = running.server.servers[0].sockets[0].getsockname()[:2]
-        print(f'model "{served_name(loaded)}" at http://{host}:{port}/v1, until Ctrl-C', flush=True)
+        _say(loaded, running, options.get("api_key"))
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while running._thread.is_alive():
-                running._thread.join(1.0)
-        except KeyboardInterrupt:
-            print("stopping", flush=True)
+            while not asked_to_stop.wait(0.1) and running.worker.failure is None:
+                pass
+            if running.worker.failure is None:
+                print(f"stopping: {running.worker.open} requests have {drain_seconds:g} seconds to finish", flush=True)
+                running.drain(drain_seconds, hurry)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if running.worker.failure is not None:
+        failure = running.worker.failure
+        print(f"error: the worker ended: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
+        return 1
     return 0
+
+
+def _say(loaded: Loaded, running: Running, api_key: str | None) -> None:
+    worker, (host, port) = running.worker, running.address
+    print(f"cache: {worker.pages} pages of 256 tokens, {worker.cache_bytes / 1e9:.3g} GB ({worker.share}); longest request {worker.longest} tokens")
+    print(f'model "{served_name(loaded)}" at http://{f"[{host}]" if ":" in host else host}:{port}/v1, until Ctrl-C', flush=True)
+    if api_key is None and not ipaddress.ip_address(host).is_loopback:
+        print(
+            f"WARNING: no API key, and {host} is reachable from other machines: anyone there can use this server.\n"
+            "         Set TILEWRIGHT_API_KEY or --api-key, or listen on localhost.",
+            file=sys.stderr,
+            flush=True,
+        )

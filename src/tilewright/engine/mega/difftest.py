@@ -4,6 +4,7 @@ The noise band of a value is the accuracy rule (docs/accuracy.md), with the mach
 the other implementation. Slots of the cache that hold no key of the text are filled with garbage.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from torch import Tensor
 from ...launch import Device, argument_error
 from ...testing import Accuracy, accuracy
 from ..read import read
-from .pack import LayerStacks, Weights, refuse
-from .program import Kind, Phase, phases
+from .pack import LayerStacks, Weights, dims_of, refuse
+from .program import Dims, Kind, Phase, phases
 from .reference import Machine
 from .run import Clocks
 from .schedule import Config
@@ -44,16 +45,27 @@ class Difference:
     accuracy: Accuracy
 
 
+def decided(outline: Any, where: torch.device, *, layers: int, stop_after: str) -> Dims:
+    """The sizes of the whole model, of which the first layers (0: all) are to run. outline: on the meta device (models.outline_of).
+
+    Raises ValueError for what does not run, before anything is built.
+    """
+    if not 0 <= layers <= outline.config.num_hidden_layers:
+        raise argument_error("--layers", f"1 to {outline.config.num_hidden_layers}", layers)
+    names = [kind.name.lower() for kind in Kind][:-1]
+    if stop_after and stop_after not in names:
+        raise argument_error("--stop-after", f"one of {', '.join(names)}", stop_after)
+    whole = outline.config.num_hidden_layers
+    outline.config.num_hidden_layers = layers or whole
+    refuse(outline, Device.of(torch.empty(0, device=where)))
+    return dataclasses.replace(dims_of(outline), layers=whole)
+
+
 def program_of(weights: Weights, layers: int, stop_after: str) -> tuple[Weights, list[Phase]]:
-    """The model's first layers, and its phases up to one. Raises ValueError for a phase or a number that there is not."""
-    if not 0 <= layers <= weights.dims.layers:
-        raise argument_error("--layers", f"1 to {weights.dims.layers}", layers)
+    """The model's first layers (0: all), and its phases up to one."""
     weights = weights.first_layers(layers or weights.dims.layers)
     program = list(phases(weights.dims))
     if stop_after:
-        names = [kind.name.lower() for kind in Kind][:-1]
-        if stop_after not in names:
-            raise argument_error("--stop-after", f"one of {', '.join(names)}", stop_after)
         last = next(i for i in reversed(range(len(program))) if program[i].kind.name.lower() == stop_after)
         program = program[: last + 1]
     return weights, program
@@ -170,20 +182,21 @@ def scheduled(weights: Weights, program: list[Phase], device: Device, position: 
     return machine
 
 
-def difftest_command(model: Any, *, layers: int, stop_after: str, position: int, blocks: int, gpu: str, as_json: bool) -> int:
-    """Compares and prints; with `gpu`, runs its schedule in the machine alone. Returns the exit code: 1 if a value breaks the accuracy rule."""
+def difftest_command(model: Any, *, whole: Dims, stop_after: str, position: int, blocks: int, gpu: str, as_json: bool) -> int:
+    """Compares and prints; with `gpu`, runs its schedule in the machine alone. Returns the exit code: 1 if a value breaks the accuracy rule.
+
+    model: the layers to run. whole: of all layers, as `decided`.
+    """
     device = Device.named(gpu) if gpu else None
     with torch.inference_mode():
-        refuse(model, Device.of(next(model.parameters())))
         stacks = LayerStacks.of(model)
         try:
             length = -(-(position + TOKENS) // MAX_LEN) * MAX_LEN
             weights = Weights.of(read(model, stacks, length, lambda *progress: None), stacks)
-            dims = weights.dims
-            weights, program = program_of(weights, layers, stop_after)
+            weights, program = program_of(weights, 0, stop_after)
             if device is not None:
                 machine = scheduled(weights, program, device, position, TOKENS, blocks=blocks or None)
-                return _print_schedule(StreamSchedule(dims, machine.schedule.blocks, machine.schedule.config), machine, device, as_json)
+                return _print_schedule(StreamSchedule(whole, machine.schedule.blocks, machine.schedule.config), machine, device, as_json)
             found = differences(weights, program, position, blocks=blocks or None, on_progress=lambda line: print(line, file=sys.stderr, flush=True))
         finally:
             stacks.undo()

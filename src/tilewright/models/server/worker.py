@@ -1,0 +1,207 @@
+"""The thread that runs the model, seen from the event loop of the server.
+
+transformers' continuous batching is the thread. Here its outputs find the request that they belong
+to, requests are counted, and its end is noticed: a worker that ends before it is told to leaves an
+error with every request.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...launch import argument_error
+from .protocol import Refusal
+from .room import CPU_BATCH_TOKENS, CPU_SHARE, PAGE, context_tokens, pages_on_cpu
+from .sampling import Draws, Sampling
+
+BUSY_SECONDS = 1  # Retry-After
+FAILED = "the worker failed, and the server ends: its log says why"  # clients are not told more
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Tokens of one of a job's sequences; or why there are no more."""
+
+    index: int
+    tokens: list[int]
+    finished: bool
+
+
+@dataclass(eq=False)
+class Job:
+    """The sequences of one request, and what arrives for them."""
+
+    names: list[str]
+    prompt_tokens: list[int]
+    inbox: asyncio.Queue[News | Refusal] = field(default_factory=asyncio.Queue)
+    lengths: dict[str, int] = field(default_factory=dict)  # tokens seen, of sequences that are not finished
+
+    async def news(self) -> News:
+        """What arrived next. Raises Refusal: the worker ended, or is told to."""
+        found = await self.inbox.get()
+        if isinstance(found, Refusal):
+            raise found
+        return found
+
+
+class Worker:
+    """Runs a patched model.
+
+    Args:
+        most_requests: sequences that may wait and run at once.
+        pages: of the cache; None for a share of the memory.
+    Attributes: `longest`, the tokens of a prompt with its answer; `failure`, why it ended before it
+        was told to.
+    """
+
+    def __init__(self, model: Any, *, most_requests: int, batch_tokens: int | None, pages: int | None) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+        from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+
+        on_cpu, given = model.device.type == "cpu", pages is not None
+        if on_cpu:
+            pages = pages_on_cpu(model, most_requests) if pages is None else pages
+            batch_tokens = CPU_BATCH_TOKENS if batch_tokens is None else batch_tokens
+        paging = ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=pages, max_batch_tokens=batch_tokens, max_requests_per_batch=min(most_requests, batch_tokens or most_requests)
+        )
+        eos = model.generation_config.eos_token_id
+        self.eos = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        greedy = GenerationConfig(do_sample=False, eos_token_id=sorted(self.eos) or -1, pad_token_id=0)
+        self.most_requests = most_requests
+        self.failure: BaseException | None = None
+        self._jobs: dict[str, Job] = {}  # by the name of a sequence
+        self._numbers = itertools.count()
+        self.loop: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop | None = None  # None unless outputs may arrive
+        self._refusal: Refusal | None = None  # to new requests
+        self._manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=paging)
+        self._manager.logit_processor = Draws()
+        self._manager.output_router = _Router(self._arrived)
+        self._manager.start()
+        self._thread: threading.Thread = self._manager._generation_thread
+        while self._manager.batch_processor is None and self._thread.is_alive():
+            self._thread.join(0.01)
+        if self._manager.batch_processor is None:
+            self._manager.stop(block=True)
+            raise argument_error("the cache", "one that fits the memory", self._manager.background_thread_status.fatal_error)
+        cache = self._manager.batch_processor.cache
+        self.pages, self.cache_bytes = cache.num_blocks, cache.cache_tensor.nbytes
+        self.share = "as told" if given else f"{CPU_SHARE:.0%} of the available memory at most" if on_cpu else "what is free on the GPU"
+        self.longest = min(infer_max_single_request_tokens(cache), context_tokens(model))
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets outputs arrive on a loop. All other methods but `stop` are for that loop."""
+        self.loop = self._loop = loop
+
+        def watch() -> None:
+            self._thread.join()
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._ended)
+
+        threading.Thread(target=watch, name="worker-watch", daemon=True).start()
+
+    @property
+    def open(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._jobs)
+
+    def check(self, more: int = 1) -> None:
+        """Raises Refusal unless as many sequences may come."""
+        if self._refusal is None and not self._thread.is_alive():  # `_ended` is about to say so
+            self.refuse(Refusal(503, FAILED, code="worker_failed"))
+        if self._refusal is not None:
+            raise self._refusal
+        if self.open + more > self.most_requests:
+            wait = {"retry-after": str(BUSY_SECONDS)}
+            raise Refusal(429, f"the server holds {self.open} requests of at most {self.most_requests}: try again", code="queue_full", headers=wait)
+
+    def submit(self, prompts: list[list[int]], new: list[int], samplings: list[Sampling], *, stream: bool) -> Job:
+        """Starts the sequences of a request. new: tokens of each answer, at most.
+
+        stream: whether tokens arrive one by one, or all at the end. Raises Refusal.
+        """
+        if len(prompts) > self.most_requests:
+            raise Refusal(400, f"n times prompts should be at most {self.most_requests}, the requests that this server holds", param="n")
+        self.check(len(prompts))
+        names = [f"s{next(self._numbers)}" for _ in prompts]
+        job = Job(names, [len(prompt) for prompt in prompts], lengths=dict.fromkeys(names, 0))
+        self._jobs |= dict.fromkeys(names, job)
+        for name, prompt, most, sampling in zip(names, prompts, new, samplings, strict=True):
+            # None: the worker has just stopped, and `_ended` is about to tell this job
+            self._manager.add_request(prompt, request_id=name, max_new_tokens=most, streaming=stream, sampling=sampling)
+        return job
+
+    def cancel(self, job: Job, index: int | None = None) -> None:
+        """Frees the slots and pages of a job's unfinished sequences, or of one of them."""
+        for name in job.names if index is None else [job.names[index]]:
+            if job.lengths.pop(name, None) is not None:
+                del self._jobs[name]
+                self._manager.cancel_request(name)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Refuses all new requests."""
+        self._refusal = refusal
+
+    def abort(self, refusal: Refusal) -> None:
+        """Ends all requests with an error."""
+        for job in set(self._jobs.values()):
+            self.cancel(job)
+            job.inbox.put_nowait(refusal)
+
+    def stop(self) -> None:
+        """Ends the thread after its step, and gives the model its attention back."""
+        self._refusal = self._refusal or Refusal(503, "the server is stopping")
+        self._loop = None
+        self._manager.stop(block=True, hard_stop=True)
+
+    def _arrived(self, outputs: list[Any]) -> None:  # in the worker's thread
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            job = self._jobs.get(output.request_id)
+            if job is None:  # cancelled
+                continue
+            if output.error is not None:
+                self.cancel(job)
+                job.inbox.put_nowait(Refusal(500, FAILED, code="worker_failed"))
+                continue
+            seen = job.lengths[output.request_id]
+            tokens, finished = output.generated_tokens[seen:], output.is_finished()
+            job.lengths[output.request_id] = seen + len(tokens)
+            if finished:
+                del job.lengths[output.request_id], self._jobs[output.request_id]
+            job.inbox.put_nowait(News(job.names.index(output.request_id), tokens, finished))
+
+    def _ended(self) -> None:
+        if self._loop is None:  # told to
+            return
+        self.failure = self._manager.background_thread_status.fatal_error or RuntimeError("its thread ended")
+        self.refuse(Refusal(503, FAILED, code="worker_failed"))
+        self.abort(Refusal(500, FAILED, code="worker_failed"))
+
+
+class _Router:
+    """Stands where transformers' OutputRouter does, which keeps what belongs to a cancelled
+    request.
+    """
+
+    def __init__(self, arrived: Callable[[list[Any]], None]) -> None:
+        self.deliver_batch = arrived
+
+    def deliver(self, output: Any) -> None:
+        self.deliver_batch([output])
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        from transformers.generation.continuous_batching.requests import RequestStatus
+
+        state.status, state.error = RequestStatus.FAILED, str(error) or type(error).__name__
+        self.deliver(state.to_generation_output())

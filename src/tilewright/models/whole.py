@@ -1,0 +1,102 @@
+"""Whether a model's files hold the model that its config describes, seen before it is built.
+
+The config's modules are made on the meta device, where they take no memory. So a config that asks
+for more than its files hold is refused before anything is allocated.
+"""
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .files import file_error, read_by_others, some
+
+Shape = tuple[int, ...]
+
+MOST_COUNTED = 1 << 16  # heads, experts, labels
+MOST_LAYERS = 1 << 12
+MORE_PARAMETERS = 1 << 11  # than the files have tensors: so many may be missing and still be named
+MOST_BUFFER_BYTES = 1 << 28  # tables of a rotation, masks
+_LAYERS = re.compile(r"(\w+_)?(layers?|block_count)")
+
+
+def check_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelFileError for a count that no model has.
+
+    A config makes lists as long as its counts before anybody looks at them.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_counts(path, value)
+        elif type(value) is int:
+            layers = _LAYERS.fullmatch(name.rpartition(".")[2])  # of GGUF's llama.block_count
+            most = MOST_LAYERS if layers else MOST_COUNTED if name.startswith("num_") else value
+            if value > most or (layers and value < 0):
+                raise file_error(path, f"a model whose {name} is at most {most} and not negative", value)
+
+
+def outline(path: Path, config: Any, dtype: torch.dtype, *, stored: int | None = None, trust_remote_code: bool = False) -> Any:
+    """The model of a config on the meta device, its tied weights tied.
+
+    path: what errors name. stored: tensors in the files; None for a config that is trusted.
+    """
+    from transformers import AutoModelForCausalLM
+
+    budget = None if stored is None else 2 * stored + MORE_PARAMETERS
+    with read_by_others(path, "a model that its config describes"), torch.device("meta"), _at_most(path, budget):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+        model.tie_weights()
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    if stored is not None and buffers > MOST_BUFFER_BYTES:
+        raise file_error(path, f"a model with at most {MOST_BUFFER_BYTES} bytes of buffers", buffers)
+    return model
+
+
+@contextmanager
+def _at_most(path: Path, budget: int | None) -> Iterator[None]:
+    """Ends a model's making, in this thread, once it has more parameters than a budget."""
+    if budget is None:
+        yield
+        return
+    here, seen = threading.get_ident(), 0
+
+    def count(module: nn.Module, name: str, parameter: Any) -> None:
+        nonlocal seen
+        seen += threading.get_ident() == here
+        if seen > budget:
+            raise file_error(path, f"a model of about as many weights as its files hold, so at most {budget}", "a config that asks for more")
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def refuse_other_weights(
+    path: Path, model_type: str, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]]
+) -> None:
+    """Raises ModelFileError if there is a name in any of the three.
+
+    misshapen: name, shape in the file, shape in the model.
+    """
+    parts = []
+    for what, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))):
+        if names:
+            parts.append(f"{what} {some(names)}")
+    if found := sorted(f"{name} {list(was)} for {list(be)}" for name, was, be in misshapen):
+        parts.append(f"misshapen {some(found)}")
+    if parts:
+        raise file_error(path, f"a complete {model_type} model", ", ".join(parts))
+
+
+def check_stop_tokens(path: Path, model: Any) -> None:
+    """Raises ModelFileError unless the tokens that end a text are numbers."""
+    stop = model.generation_config.eos_token_id
+    if stop is not None and not all(type(token) is int for token in (stop if isinstance(stop, list) else [stop])):
+        raise file_error(path, "a model with a number, or a list of numbers, as eos_token_id", repr(stop)[:80])

@@ -1,0 +1,327 @@
+"""Broken, incomplete and hostile model files: one error at once that names the file, and no code of
+theirs is run.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import hostile
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import PLAIN, tiny_model
+from typer.testing import CliRunner
+
+from tilewright.cli import app
+from tilewright.models import ModelFileError, load
+
+SECONDS = 1.0  # of this thread's time for one file
+MEMORY = 96 << 20  # bytes that all cases of a test may add, of which what transformers imports is most
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Imports, and the sound files that the hostile ones are made from, load."""
+    folder = tmp_path_factory.mktemp("sound")
+    (folder / "sound.gguf").write_bytes(hostile.Gguf().content())
+    for source in (folder / "sound.gguf", hostile.write_folder(folder / "one"), hostile.write_shards(folder / "shards")):
+        model = load(source).model
+        assert torch.equal(model.model.norm.weight, load(folder / "one").model.model.norm.weight) or source.suffix
+    text = load(folder / "sound.gguf").tokenizer("ab")
+    assert len(text.input_ids) == 1
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError("a file was read for 20 s")
+
+
+@contextmanager
+def _timed():
+    """Ends a hang. No alarm outlives it: one that nobody handles would end the process."""
+    old = signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@contextmanager
+def _bounded():
+    """Checks that memory does not grow with what files claim."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    yield
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < MEMORY
+
+
+def refused(path: Path, name: str, reason: str, read: Callable[[Path], object] = load) -> None:
+    """One line that names file and reason, within a second."""
+    began = time.thread_time()
+    with _timed():
+        try:
+            read(path)
+        except ModelFileError as error:
+            message = str(error)
+        else:
+            pytest.fail(f"{name}: not refused")
+    assert time.thread_time() - began < SECONDS, name
+    assert str(path) in message, name
+    assert reason in message, name
+    assert "\n" not in message, name
+    assert len(message) < 1000, name
+
+
+def test_hostile_gguf_files_are_refused(tmp_path: Path) -> None:
+    cases = list(hostile.hostile_gguf())
+    assert len(cases) > 400
+    with _bounded():
+        for name, reason, content in cases:
+            (tmp_path / "x.gguf").write_bytes(content)
+            refused(tmp_path / "x.gguf", name, reason)
+
+
+def test_hostile_safetensors_files_are_refused(tmp_path: Path) -> None:
+    cases = list(hostile.hostile_safetensors())
+    assert len(cases) > 80
+    with _bounded():
+        for name, reason, content in cases:
+            (hostile.write_folder(tmp_path / "model") / "model.safetensors").write_bytes(content)
+            refused(tmp_path / "model", name, reason)
+
+
+def test_hostile_configs_are_refused(tmp_path: Path) -> None:
+    with _bounded():
+        for name, reason, content in hostile.hostile_configs():
+            refused(hostile.write_folder(tmp_path / "model", content), name, reason)
+
+
+def test_hostile_folders_are_refused(tmp_path: Path) -> None:
+    with _bounded():
+        for i, (name, reason, make) in enumerate(hostile.hostile_folders()):
+            make(tmp_path / f"{i}")
+            refused(tmp_path / f"{i}", name, reason)
+
+
+def test_a_gguf_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.gguf")
+    (tmp_path / "device.gguf").symlink_to("/dev/zero")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    with _bounded():
+        for name, reason in (("fifo", "a FIFO"), ("device", "a device"), ("empty", "empty")):
+            refused(tmp_path / f"{name}.gguf", name, reason)
+
+
+# Small sound files: content, and where the part ends that says what is where.
+_FILE = hostile.Gguf()
+_GGUF, _SAFETENSORS, _CONFIG = _FILE.content(), hostile.safetensors_content(hostile.weights()), json.dumps(hostile.CONFIG).encode()
+SOUND = {
+    "x.gguf": (_GGUF, next(mark for mark in reversed(_FILE.marks) if mark < 3000)),
+    "model/model.safetensors": (_SAFETENSORS, 8 + int.from_bytes(_SAFETENSORS[:8], "little")),
+    "model/config.json": (_CONFIG, len(_CONFIG)),
+}
+PIECES = [b"\0", b"\xff", b"\xff" * 8, b"\0" * 8, b"\x80" * 4, *(bytes([c]) for c in b'9-[{"}e0,'), b"999999999", b"true", b"null"]
+CHANGE = st.tuples(st.integers(0, 1 << 30), st.sampled_from(PIECES) | st.binary(max_size=9), st.integers(0, 8))
+
+
+@settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(name=st.sampled_from(sorted(SOUND)), changes=st.lists(CHANGE, min_size=1, max_size=4), keep=st.none() | st.floats(0, 1))
+def test_fuzzed_files_load_or_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, name: str, changes: list[tuple[int, bytes, int]], keep: float | None
+) -> None:
+    """Small sound files with bytes changed, removed and put in, and cut."""
+    content, end = SOUND[name]
+    changed = bytearray(content)
+    for place, new, old in changes:
+        at = place % min(end, len(changed))
+        changed[at : at + old] = new
+    if keep is not None:
+        del changed[int(keep * len(changed)) :]
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    hostile.write_folder(folder / "model")
+    (folder / name).write_bytes(changed)
+    source = folder / "x.gguf" if name == "x.gguf" else folder / "model"
+    message = str(source)
+    try:
+        load(source)
+    except ModelFileError as error:
+        message = str(error)
+    assert str(source) in message
+
+
+@pytest.mark.parametrize("template", ["{% evil", "{{ raise_exception('a\\nb') }}", "{{ messages.__class__.__mro__ }}", "{{ 1 / 0 }}"])
+def test_a_broken_chat_template_is_one_line(template: str, tmp_path: Path) -> None:
+    file = hostile.Gguf()
+    file.put("tokenizer.chat_template", hostile.STRING, hostile.text(template))
+    (tmp_path / "x.gguf").write_bytes(file.content())
+    result = CliRunner().invoke(app, ["generate", "--model", str(tmp_path / "x.gguf"), "--prompt", "ab", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {tmp_path}/x.gguf must be a model whose tokenizer and chat template take a prompt")
+    assert result.stderr.count("\n") == 1
+
+
+def test_missing_unexpected_and_misshapen_weights_are_named_and_counted(tmp_path: Path) -> None:
+    folder = hostile.write_folder(tmp_path / "model")
+    tensors = hostile.weights()
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors |= {f"evil.{i}": torch.ones(400 * 40) for i in range(5)}  # enough elements for all of the model
+    (folder / "model.safetensors").write_bytes(hostile.safetensors_content(tensors))
+    with pytest.raises(ModelFileError, match=r"missing \['model.layers.0.mlp.up_proj.weight'\], unexpected \['evil.0', 'evil.1', 'evil.2'\] of 5"):
+        load(folder)
+    tensors = {"model.norm.weight": tensors["model.norm.weight"]}
+    (folder / "model.safetensors").write_bytes(hostile.safetensors_content(tensors))
+    with pytest.raises(ModelFileError, match=r"a complete llama model, got missing \['model.embed_tokens.weight', .*\] of 19"):
+        load(folder)
+    result = CliRunner().invoke(app, ["generate", "--model", str(folder), "--prompt", "0", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {folder} must be a complete llama model, got missing ['model.embed_tokens.weight'")
+    assert result.stderr.count("\n") == 1
+
+
+def test_tied_weights_and_buffers_of_the_rotation_are_not_refused(tmp_path: Path) -> None:
+    tied, folder = hostile.weights(), hostile.write_folder(tmp_path / "model")
+    names = ("model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)))
+    (folder / "model.safetensors").write_bytes(hostile.safetensors_content(tied | {name: torch.ones(8) for name in names}))
+    assert load(folder).model.lm_head.weight is not None
+    both = tied | {"lm_head.weight": tied["model.embed_tokens.weight"]}
+    (folder / "model.safetensors").write_bytes(hostile.safetensors_content(both))
+    assert torch.equal(load(folder).model.lm_head.weight, tied["model.embed_tokens.weight"])
+    hostile.write_folder(folder, tie_word_embeddings=False)
+    head = torch.full((64, 32), 0.5)
+    (folder / "model.safetensors").write_bytes(hostile.safetensors_content(tied | {"lm_head.weight": head}))
+    assert torch.equal(load(folder).model.lm_head.weight, head)
+
+
+MOE = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},  # stored under other names
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None},
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *MOE])
+def test_saved_models_load_and_those_without_one_weight_do_not(name: str, tmp_path: Path) -> None:
+    model = tiny_model({**PLAIN, **MOE}[name])
+    model.save_pretrained(tmp_path)
+    ours, path = load(tmp_path).model.state_dict(), tmp_path / "model.safetensors"
+    assert all(torch.equal(tensor, ours[key]) for key, tensor in model.state_dict().items())
+    stored = load_file(path)
+    chosen = [key for key in stored if ".1." in key and ("v_proj" in key or ".experts.2." in key)]
+    assert len(chosen) == {"llama-tied-bias": 2, "qwen2": 2, "qwen2-window": 2, "mixtral": 4, "qwen3_moe": 4, "gpt_oss": 2}.get(name, 1)
+    for key in chosen:
+        rest = {other: tensor for other, tensor in stored.items() if other != key}
+        save_file(rest, path, metadata={"format": "pt"})
+        with pytest.raises(ModelFileError, match=rf"a complete .* model, got missing \['{re.escape(key)}'\]"):
+            load(tmp_path)
+        save_file(rest | {key: torch.ones(3, 5)}, path, metadata={"format": "pt"})
+        with pytest.raises(ModelFileError, match=rf"misshapen \['{re.escape(key)} \[3, 5\] for"):
+            load(tmp_path)
+
+
+def test_only_the_layers_asked_for_are_built(tmp_path: Path) -> None:
+    folder, path = hostile.write_folder(tmp_path / "model"), tmp_path / "x.gguf"
+    path.write_bytes(hostile.Gguf().content())
+    for source in (folder, path):
+        model = load(source, layers=1).model
+        assert len(model.model.layers) == 1
+        assert torch.equal(model.model.layers[0].mlp.up_proj.weight, load(source).model.model.layers[0].mlp.up_proj.weight)
+    tensors = {name: tensor for name, tensor in hostile.weights().items() if name != "model.layers.0.mlp.up_proj.weight"}
+    (folder / "model.safetensors").write_bytes(hostile.safetensors_content(tensors))
+    with pytest.raises(ModelFileError, match=r"missing \['model.layers.0.mlp.up_proj.weight'\]"):
+        load(folder, layers=1)
+
+
+# ---------------------------------------------------------------------------- a folder's own code
+CODE = """
+open({written!r}, "w")
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+class Config(LlamaConfig):
+    model_type = "evil"
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+CLASSES = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+def with_code(path: Path, **config: object) -> Path:
+    """A folder whose Python would write a file."""
+    hostile.write_folder(path, **config)
+    (path / "evil.py").write_text(CODE.format(written=str(path / "written")))
+    return path
+
+
+def test_code_of_a_folder_never_runs_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anything ask on stdin, where `yes |` would answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = with_code(tmp_path / "model", model_type="evil", auto_map=CLASSES)
+    other = with_code(tmp_path / "other", model_type="t5", auto_map=CLASSES)  # known, but no causal model
+    tokenizer = with_code(tmp_path / "tokenizer")
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer"] * 2}})
+    )
+    for path in (folder, other, tokenizer):
+        refused(path, path.name, "--trust-remote-code")
+        for verb in (("generate", "--prompt", "0", "--model"), ("serve",), ("difftest", "--model")):
+            if (verb[0], path) != ("difftest", tokenizer):  # it may refuse the sizes first
+                result = CliRunner().invoke(app, [*verb, str(path), "--device", "cpu"], input="y\n" * 100)
+                assert result.exit_code == 2, result.output
+                assert "--trust-remote-code" in result.stderr
+                assert result.stderr.count("\n") == 1
+        assert not (path / "written").exists()
+    known = with_code(tmp_path / "known", auto_map=CLASSES)
+    assert type(load(known).model).__module__.startswith("transformers.")
+    assert not (known / "written").exists()
+    load(folder, trust_remote_code=True)
+    assert (folder / "written").exists()
+
+
+@pytest.mark.slow
+def test_yes_on_stdin_does_not_run_a_folders_code(tmp_path: Path) -> None:
+    folder = with_code(tmp_path / "model", model_type="evil", auto_map=CLASSES)
+    command = [sys.executable, "-m", "tilewright.cli", "generate", "--model", str(folder), "--prompt", "0", "--device", "cpu"]
+    done = subprocess.run(command, input="y\n" * 1000, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--trust-remote-code" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "written").exists()
+
+
+# --------------------------------------------------------------------------------------- difftest
+def test_difftest_decides_from_the_config_and_builds_the_layers_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tilewright.models.command as command
+
+    asked: list[tuple[object, int]] = []
+
+    def loads(model: str, *_: object, layers: int = 0, **__: object) -> None:
+        asked.append((model, layers))
+        raise ValueError("built")
+
+    monkeypatch.setattr(command, "load_and_say", loads)
+
+    def difftest(*arguments: object) -> str:
+        return CliRunner().invoke(app, ["difftest", "--device", "cpu", *map(str, arguments)]).stderr
+
+    assert "without biases" in difftest("--model", "Qwen2-7B", "--layers", 1)
+    assert "--layers must be 1 to 32, got 33" in difftest("--model", "Llama-3.1-8B", "--layers", 33)
+    assert "--stop-after must be one of" in difftest("--model", "Llama-3.1-8B", "--stop-after", "evil")
+    assert "model_type must be" in difftest("--model", "DeepSeek-V2-Lite", "--layers", 1)
+    assert asked == []
+    assert "built" in difftest("--model", "Llama-3.1-8B", "--layers", 1)
+    assert asked == [("Llama-3.1-8B", 1)]

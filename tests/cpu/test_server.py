@@ -1,0 +1,411 @@
+"""The server as an adversary meets it: too many requests, too long, leaving early; a worker that
+dies; signals; the load test.
+"""
+
+import http.client
+import importlib.util
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model
+from tiny_server import CHAT, CONTEXT, JSON, LIMIT, PAGES, PLAIN, call, chat, plain, refused, resident_bytes, server, wait_until
+
+from tilewright.models import Loaded, load
+from tilewright.models.serve import serve_command, serving
+from tilewright.testing.tiny_chat import tokenizer
+
+for needed in ("openai", "starlette", "uvicorn"):
+    pytest.importorskip(needed, reason="pip install 'tilewright[serve]'")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with server() as found:
+        yield found
+
+
+@pytest.fixture
+def port(running):
+    yield running.address[1]
+    wait_until(lambda: running.worker.open == 0)
+    status, answer, _ = call(running.address[1], CHAT, chat())
+    assert status == 200, answer  # whatever the test did, the next request is answered
+
+
+def pages_in_use(running):
+    cache = running.worker._manager.batch_processor.cache
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    return cache.num_sectors - cache.pool.num_free_sectors
+
+
+def test_a_prompt_longer_than_the_cache_is_refused_and_the_worker_lives(port):
+    error, _ = refused(port, CHAT, chat(messages=[{"role": "user", "content": "a" * (CONTEXT + 1)}]), "messages")
+    assert error["code"] == "context_length_exceeded"
+    assert str(CONTEXT) in error["message"]
+    refused(port, PLAIN, plain(prompt="a" * 20_000), "prompt")
+    refused(port, CHAT, chat(messages=[{"role": "user", "content": "a" * CONTEXT}]), "messages")  # no room for an answer
+    refused(port, CHAT, chat(messages=[{"role": "user", "content": "a" * (CONTEXT - 3)}]), "max_tokens")
+    full = chat(messages=[{"role": "user", "content": "a" * (CONTEXT - 4)}])
+    assert call(port, CHAT, full)[1]["usage"] == {"prompt_tokens": CONTEXT - 4, "completion_tokens": 4, "total_tokens": CONTEXT}
+
+
+def test_another_model_or_path_is_not_found(port):
+    for name in ("another", "Tiny", "", "some/folder", "\u00e9" * 1000):
+        error, _ = refused(port, CHAT, chat(model=name), "model", 404)
+        assert error["code"] == "model_not_found"
+    assert [row["id"] for row in call(port, "/v1/models")[1]["data"]] == ["tiny"]
+    assert call(port, "/v1/models/tiny")[1]["id"] == "tiny"
+    assert call(port, CHAT, chat(model="some/folder/tiny"))[1]["model"] == "some/folder/tiny"  # as the command named it
+    for path, status in {"/v1/models/another": 404, "/": 404, "/reset": 404, "/load_model": 404, CHAT: 405, "/docs": 404}.items():
+        found, answer, _ = call(port, path)
+        assert found == status, path
+        assert "error" in answer
+
+
+def test_a_long_body_is_refused_before_it_is_kept(port):
+    before = resident_bytes()
+    big = b'{"model": "' + b"a" * 60_000_000 + b'"}'
+    for headers in (JSON, {**JSON, "transfer-encoding": "chunked"}):
+        connection = http.client.HTTPConnection("localhost", port, timeout=60)
+        chunks = (big[i : i + 2**20] for i in range(0, len(big), 2**20))
+        connection.request("POST", CHAT, big if headers is JSON else chunks, headers, encode_chunked=headers is not JSON)
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert str(LIMIT) in json.loads(answer.read())["error"]["message"]
+        connection.close()
+    assert resident_bytes() - before < 62_000_000 + 30_000_000  # the first term is `big`
+    with socket.create_connection(("localhost", port), timeout=5) as raw:  # answered at its headers
+        raw.sendall(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: 999999999999\r\n\r\n" % CHAT.encode())
+        assert b" 413 " in raw.recv(100)
+
+
+def test_each_request_is_sampled_as_it_asks(port):
+    greedy = call(port, CHAT, chat(max_tokens=8))[1]["choices"][0]["message"]["content"]
+    same = [call(port, CHAT, chat(max_tokens=8, temperature=1, seed=5))[1]["choices"][0]["message"]["content"] for _ in range(2)]
+    assert same[0] == same[1] != greedy
+    assert call(port, CHAT, chat(max_tokens=8, temperature=2, top_k=1))[1]["choices"][0]["message"]["content"] == greedy
+    assert call(port, CHAT, chat(max_tokens=8, temperature=2, top_p=0))[1]["choices"][0]["message"]["content"] == greedy
+    several = call(port, CHAT, chat(max_tokens=8, temperature=2, seed=5, n=3))[1]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in several["choices"]}) == 3
+    assert several["usage"]["completion_tokens"] == 24
+    again = call(port, CHAT, chat(max_tokens=8, temperature=2, seed=5, n=3))[1]
+    assert again["choices"] == several["choices"]
+
+
+def events(port, path, body):
+    connection = http.client.HTTPConnection("localhost", port, timeout=60)
+    connection.request("POST", path, json.dumps({**body, "stream": True}), JSON)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize(("path", "make"), [(CHAT, chat), (PLAIN, plain)], ids=["chat", "completions"])
+def test_a_stream_is_the_answer_in_parts_and_stops_where_told(port, path, make):
+    def text(choice):
+        return choice["text"] if path == PLAIN else choice["message"]["content"] if "message" in choice else choice["delta"].get("content", "")
+
+    whole = text(call(port, path, make(max_tokens=12))[1]["choices"][0])
+    assert len(whole) == 12
+    for stop in (None, whole[5:8], ["no such", whole[7]], [whole[:2]], whole[-3:] + "x"):
+        body = make(max_tokens=12, n=2, stop=stop)
+        answer = call(port, path, body)[1]
+        cuts = [whole.find(s) for s in ([stop] if isinstance(stop, str) else stop or []) if s in whole]
+        expected = whole[: min(cuts)] if cuts else whole
+        assert [text(choice) for choice in answer["choices"]] == [expected] * 2
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop" if cuts else "length"}
+        parts = events(port, path, {**body, "stream_options": {"include_usage": True}})
+        usage = parts.pop()
+        assert usage["choices"] == []
+        assert usage["usage"]["total_tokens"] == usage["usage"]["prompt_tokens"] + usage["usage"]["completion_tokens"]
+        for index in range(2):
+            own = [choice for part in parts for choice in part["choices"] if choice["index"] == index]
+            assert "".join(map(text, own)) == expected
+            assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == [answer["choices"][index]["finish_reason"]]
+
+
+def test_a_client_that_leaves_frees_its_slot_and_pages(running, port):
+    for stream in (True, False):
+        raw = socket.create_connection(("localhost", port), timeout=20)
+        body = json.dumps(chat(max_tokens=CONTEXT - 20, stream=stream)).encode()
+        raw.sendall(
+            b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
+        )
+        wait_until(lambda: running.worker.open == 1)
+        if stream:
+            raw.recv(10)
+        raw.close()
+        wait_until(lambda: running.worker.open == 0, 2.0)
+        wait_until(lambda: pages_in_use(running) == 0, 5.0)
+
+
+def test_more_requests_than_the_queue_holds_are_told_to_wait():
+    with server(max_requests=2) as running:
+        port = running.address[1]
+        refused(port, CHAT, chat(n=3), "n")  # waiting would not help
+        long = threading.Thread(target=call, args=(port, CHAT, chat(max_tokens=100, n=2)))
+        long.start()
+        wait_until(lambda: running.worker.open == 2)
+        error, headers = refused(port, CHAT, chat(), None, 429)
+        assert error["code"] == "queue_full"
+        assert int(headers["retry-after"]) >= 1
+        long.join()
+        assert call(port, CHAT, chat())[0] == 200
+
+
+def test_a_key_is_asked_for():
+    with server(api_key="sesame") as running:
+        port = running.address[1]
+        for key in (None, "Bearer", "Bearer ", "Bearer sesam", "Bearer sesame2", "Basic sesame", "sesame", "Bearer \u00e9"):
+            given = {} if key is None else {"authorization": key}
+            for path, body in ((CHAT, chat()), ("/v1/models", None), (CHAT, b"{"), ("/nothing", None)):
+                error, _ = refused(port, path, body, None, 401, headers={**JSON, **given})
+                assert "sesame" not in error["message"]
+        assert call(port, CHAT, chat(), headers={**JSON, "authorization": "Bearer sesame"})[0] == 200
+        assert call(port, "/health")[0] == 200
+
+
+# The second ends the thread without a word of transformers.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("broken", [RuntimeError("planted"), SystemExit("planted")], ids=["exception", "exit"])
+def test_a_worker_that_dies_leaves_errors_and_ends_the_process(broken, capsys):
+    loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer(), "tiny")
+    found, given = {}, {}
+
+    def clients():
+        wait_until(lambda: "port" in found)
+        port = found["port"]
+        users = [threading.Thread(target=ask, args=(port, stream)) for stream in (False, True)]
+        for user in users:
+            user.start()
+        wait_until(lambda: len(found["running"].worker._jobs) == 2)
+        found["running"].worker._manager.batch_processor._generation_step = fail
+        for user in users:
+            user.join()
+
+    def fail(*_):
+        raise broken
+
+    def ask(port, stream):
+        connection = http.client.HTTPConnection("localhost", port, timeout=30)
+        connection.request("POST", CHAT, json.dumps(chat(max_tokens=400, stream=stream)), JSON)
+        answer = connection.getresponse()
+        given[stream] = answer.status, answer.read().decode()
+
+    asking = threading.Thread(target=clients)
+    asking.start()
+    with told_address(found):
+        code = serve_command(loaded, port=0, cache_pages=PAGES)
+    asking.join()
+    assert code == 1
+    assert "error: the worker ended" in capsys.readouterr().err
+    assert given[False][0] == 500
+    assert json.loads(given[False][1])["error"]["code"] == "worker_failed"
+    assert "planted" not in given[False][1]
+    assert given[True][0] == 200
+    assert '"error"' in given[True][1].splitlines()[-2]
+    assert "[DONE]" not in given[True][1]
+
+
+@contextmanager
+def told_address(found):
+    """Lets another thread find the server that `serve_command` makes."""
+    import tilewright.models.serve as module
+
+    say = module._say
+
+    def tell(loaded, running, *rest):
+        say(loaded, running, *rest)
+        found.update(running=running, port=running.address[1])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_say", tell)
+        yield
+
+
+@pytest.mark.parametrize(("drain", "tokens"), [(30.0, 40), (0.1, 490)], ids=["finishes", "ends with an error"])
+def test_a_signal_drains_the_server(drain, tokens, capsys):
+    loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer(), "tiny")
+    found, given = {}, {}
+
+    def ask(name, port):
+        given[name] = call(port, CHAT, chat(max_tokens=tokens))
+
+    def clients():
+        wait_until(lambda: "port" in found)
+        first = threading.Thread(target=ask, args=("first", found["port"]))
+        first.start()
+        wait_until(lambda: found["running"].worker.open == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: found["running"].worker._refusal is not None)
+        if drain > 1:
+            ask("late", found["port"])
+        first.join()
+
+    asking = threading.Thread(target=clients)
+    asking.start()
+    handler = signal.getsignal(signal.SIGTERM)
+    begin = time.monotonic()
+    with told_address(found):
+        assert serve_command(loaded, port=0, cache_pages=PAGES, drain_seconds=drain) == 0
+    asking.join()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert time.monotonic() - begin < 30
+    if drain > 1:
+        assert given["first"][0] == 200
+        assert given["first"][1]["usage"]["completion_tokens"] == tokens
+        assert given["late"][0] == 503
+        assert given["late"][1]["error"]["code"] == "stopping"
+    else:
+        assert given["first"][0] == 503
+        assert "stopping" in given["first"][1]["error"]["message"]
+
+
+def test_memory_is_bounded_on_a_cpu(monkeypatch):
+    from tilewright.models.server import room
+
+    model = tiny_model({"model_type": "llama", "num_hidden_layers": 1})
+    page = 2 * 2 * 16 * 256 * 4  # keys and values, heads, head_dim, tokens, bytes
+    monkeypatch.setattr(room, "available_memory", lambda: 10 * page * 10)
+    assert room.pages_on_cpu(model, 256) == 10
+    assert room.pages_on_cpu(model, 3) == 6  # three requests of 512 tokens
+    monkeypatch.setattr(room, "available_memory", lambda: 9 * page)
+    with pytest.raises(ValueError, match="memory for the cache must be at least one page of 256 tokens"):
+        room.pages_on_cpu(model, 3)
+    monkeypatch.setattr(room, "available_memory", lambda: 10 * page * 3)
+    with server(cache_pages=None) as running:
+        assert running.worker.longest == min(3 * 256, 512)
+        assert 3 * page <= running.worker.cache_bytes <= 5 * page  # transformers adds two for rows that only pad
+        assert "10%" in running.worker.share
+    monkeypatch.undo()
+    assert 0 < room.available_memory() < 2**50
+
+
+def test_a_cache_that_does_not_fit_is_an_error_at_the_start():
+    with pytest.raises(ValueError, match="the cache must be one that fits the memory"), server(cache_pages=10**12):
+        pass
+
+
+def test_a_server_for_all_without_a_key_warns(capsys):
+    import tilewright.models.serve as module
+
+    for host, key, warns in (("0.0.0.0", None, True), ("::", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False), ("::1", None, False)):
+        running = type("R", (), {"worker": type("W", (), {"pages": 2, "cache_bytes": 1e6, "longest": 512, "share": "x"}), "address": (host, 1)})
+        module._say(Loaded(None, None, "tiny"), running, key)
+        said = capsys.readouterr()
+        assert ("WARNING" in said.err) == warns
+        assert "cache: 2 pages of 256 tokens, 0.001 GB" in said.out
+
+
+@pytest.mark.parametrize("option", [{"api_key": ""}, {"max_requests": 0}, {"max_body_bytes": -1}, {"cache_pages": 0}, {"max_batch_tokens": 0}])
+def test_an_option_out_of_range_is_named(option):
+    with pytest.raises(ValueError, match=next(iter(option))), serving(Loaded(None, tokenizer(), "tiny"), **option):
+        pass
+
+
+def test_a_text_arrives_whole_however_its_tokens_are_cut():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tilewright.models.server.text import Text
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    holder = type("T", (), {"backend_tokenizer": words})
+    said = "h\u00e9 \U0001f600! e"
+    tokens = words.encode(said).ids
+    text = Text(holder, [])
+    assert "".join(text.add([token]) for token in tokens) + text.end() == said
+    text = Text(holder, [])
+    assert text.add(tokens[:2]) + text.end() == "h\ufffd"  # a character that never was complete
+    text = Text(holder, ["\U0001f600!", "zz"])
+    assert "".join(text.add([token]) for token in tokens) + text.end() == "h\u00e9 "
+    assert text.stopped
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """benchmarks/serving_load.py"""
+    path = Path(__file__).parents[2] / "benchmarks" / "serving_load.py"
+    spec = importlib.util.spec_from_file_location("serving_load", path)
+    made = sys.modules["serving_load"] = importlib.util.module_from_spec(spec)  # where its dataclasses look
+    spec.loader.exec_module(made)
+    yield made
+    del sys.modules["serving_load"]
+
+
+class Here:
+    """This process where the tool expects that of a server."""
+
+    pid = os.getpid()
+
+    def __init__(self):
+        self.code = queue.Queue()
+
+    def poll(self):
+        return None
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self, seconds=0.0):
+        return self.code.get(timeout=seconds) if seconds else None
+
+    def kill(self):
+        pass
+
+
+def test_users_at_once_get_what_each_would_get_alone(tool, tmp_path, capfd):
+    """benchmarks/serving_load.py, small, with a server in this process: it spares the imports."""
+    here, folders, found, codes = Here(), queue.Queue(), {}, []
+
+    def start(model, options, given):
+        folders.put((model, given.drain_seconds))
+        wait_until(lambda: "port" in found)
+        return here, f"http://localhost:{found['port']}/v1", "tiny"
+
+    sizes = ["--users", "5", "--prompt-chars", "30", "--max-new-tokens", "6", "--seconds", "2", "--cancel", "0.5"]
+    rows = tmp_path / "rows.jsonl"
+    asking = threading.Thread(target=lambda: codes.append(tool.main(["tiny", *sizes, "--json", str(rows)], start)))
+    asking.start()
+    folder, drain = folders.get()
+    with told_address(found):
+        here.code.put(serve_command(load(folder), port=0, cache_pages=3, max_requests=4, drain_seconds=drain))  # some wait, some get 429
+    asking.join()
+    assert codes == [0], capfd.readouterr().err
+    (row,) = map(json.loads, rows.read_text().splitlines())
+    assert row["exit_code"] == row["wrong"] == row["lost"] == 0
+    assert row["whole_p99_s"] >= row["whole_p50_s"] > 0
+
+
+def test_the_load_tool_notices_what_is_wrong(tool):
+    given = type("G", (), {"cancel": 0.5})
+    good = tool.Seen(told=Counter(answered=3, left=1), memory=[100_000_000] * 8)
+    assert tool.check(good, 0, 1.0, given) == []
+    for change, word in (({"wrong": ["user 1"]}, "user 1"), ({"lost": ["user 2"]}, "user 2"), ({"memory": [10**8] * 4 + [10**9] * 4}, "memory grew"),
+                         ({"told": Counter(answered=1)}, "too little")):  # fmt: skip
+        assert word in tool.check(replace(good, **change), 0, 1.0, given)[0]
+    assert "code 1" in tool.check(good, 1, 1.0, given)[0]
+    assert "no code" in tool.check(good, None, 60.0, given)[0]
+    everyone = [tool.User(0, "", 4, alone="abcd"), tool.User(1, "", 4, alone="abxy")]
+    assert not tool.same("abcx", everyone[0], everyone, exact=True)
+    assert tool.same("abcx", everyone[0], everyone, exact=False)
+    assert not tool.same("abxy", everyone[0], everyone, exact=False)
+    load = tool.Load("http://localhost:1/v1", "tiny", everyone, given)
+    load.failed(everyone[0], EOFError("cut"), 0.0)
+    assert load.seen.lost
