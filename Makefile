@@ -1,9 +1,10 @@
-# Each verb sets up what it needs: a virtual environment in .venv, pinned by constraints.txt. PYTHON picks the interpreter it is made with.
+# Each verb sets up what it needs: a virtual environment in .venv, of the files whose hashes stand in requirements/*.lock (tools/lock.py).
+# PYTHON picks the interpreter it is made with.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# PyTorch that is already importable (a CUDA build, say) can be used by making .venv with --system-site-packages beforehand.
+LOCKED := $(PIP) install --no-deps --require-hashes -r requirements
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test check bench docs picture gpu-test clean
@@ -12,7 +13,7 @@ demo: $(VENV)/.demo ## answer a question with SmolLM2-135M, every kernel ours: i
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/tilewright demo
 
 test: check ## the whole CPU suite: what CI runs
-	$(BIN)/python -m pytest tests/cpu -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest tests/cpu tests/fuzz -q -n 2 --dist worksteal
 
 check: $(VENV)/.dev ## formatting, lint, types, import layers
 	$(BIN)/ruff format --check src tests tools benchmarks
@@ -36,18 +37,25 @@ gpu-test: $(VENV)/.dev ## the same cases on a GPU
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone: plain `torch` in one resolution with the rest may pick another build than the one at hand.
-$(VENV)/.torch: $(VENV)/bin/python constraints.txt
-	$(PIP) install -c constraints.txt torch
+# A torch that .venv has beforehand (`python3 -m venv --system-site-packages .venv`, or installed there) is taken as it is, and make says so.
+# Else the CPU build if pip is offered one, else PyPI's build and the packages of CUDA that it needs: all of the locks.
+$(VENV)/.torch: $(VENV)/bin/python $(wildcard requirements/torch*.lock)
+	@if { ! test -e $@ || grep -q unlocked $@; } && $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	    echo 'make: WARNING: the torch found in .venv is taken as it is; its files are not checked against requirements/torch*.lock' >&2; \
+	    echo unlocked > $@; \
+	elif $(LOCKED)/torch-cpu.lock 2>/dev/null; then echo locked > $@; \
+	else \
+	    echo "make: pip was offered no CPU build of torch that the lock knows: taking PyPI's" >&2; \
+	    $(LOCKED)/torch.lock && echo locked > $@; \
+	fi
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml requirements/demo.lock
+	$(LOCKED)/demo.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml requirements-demo.txt
-	$(PIP) install -c constraints.txt -e '.[cuda,models]'
-	$(PIP) install --no-deps -r requirements-demo.txt
-	touch $@
-
-$(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -c constraints.txt -e '.[cuda,models,serve,bench,dev]'
+$(VENV)/.dev: $(VENV)/.demo requirements/test.lock
+	$(LOCKED)/test.lock
 	touch $@
 
 clean:
