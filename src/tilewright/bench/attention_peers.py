@@ -13,26 +13,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..ops.sparse_decode import unpack_kv
-
-Inputs = dict[str, Any]
-Result = Tensor | tuple[Tensor, ...]
+from .inputs import Inputs, Result, kept, without
 
 
-def sdpa(backend: SDPBackend | None) -> Callable[..., Any]:
+def sdpa(backend: SDPBackend) -> Callable[..., Any]:
     def call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, **unused: Any) -> Result:
-        grouped = q.shape[1] != k.shape[1]
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
     return call
 
 
+_PLAIN = without("window", "kv_start", "kv_len", "cu_seqlens_q", "return_lse", "softcap", "sinks", "q_scale")
+
+
 def plain_attention(inputs: Inputs) -> bool:
-    extras = ("window", "kv_start", "kv_len", "cu_seqlens_q", "return_lse", "softcap", "sinks", "q_scale")
     square = inputs["q"].dim() == 4 and (not inputs.get("causal", True) or inputs["q"].shape[2] == inputs["k"].shape[2])
-    return square and not any(inputs.get(name) is not None and inputs.get(name) is not False for name in extras)
+    return square and _PLAIN(inputs)
 
 
 @lru_cache(maxsize=32)
@@ -91,31 +88,27 @@ def flex_attention(
 
 def flexible_attention(inputs: Inputs) -> bool:
     """What SDPA has no argument for."""
-    lengths = any(inputs.get(name) is not None for name in ("kv_start", "kv_len", "cu_seqlens_q", "q_scale"))
-    special = any(inputs.get(name) is not None for name in ("window", "softcap", "sinks"))
-    return special and not lengths and not inputs.get("return_lse")
+    plain = without("kv_start", "kv_len", "cu_seqlens_q", "q_scale", "return_lse")(inputs)
+    return plain and not without("window", "softcap", "sinks")(inputs)
 
 
-_joined: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+@kept
+def _joined(x: Tensor, rope: Tensor) -> Tensor:
+    """Both parts of queries or of keys: SDPA and `attention_decode` have one product for scores."""
+    return torch.cat((x, rope.expand(-1, x.shape[1], -1, -1)), -1)
 
 
 def sdpa_mla(
     q_nope: Tensor, q_rope: Tensor, *, k_nope: Tensor, k_rope: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, **unused: Any
 ) -> Tensor:
-    """SDPA has one product for the scores: it gets the parts joined, once and outside the time."""
-    known = _joined.get(q_nope.data_ptr())
-    if known is None or known[0] is not q_nope:
-        if len(_joined) >= 64:
-            _joined.clear()
-        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
-        known = _joined[q_nope.data_ptr()] = q_nope, torch.cat((q_nope, q_rope), -1), k
+    q, k = _joined(q_nope, q_rope), _joined(k_nope, k_rope)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
-        return F.scaled_dot_product_attention(known[1], known[2], v, is_causal=causal, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
 def plain_mla(inputs: Inputs) -> bool:
     square = not inputs["causal"] or inputs["q_nope"].shape[2] == inputs["k_nope"].shape[2]
-    return square and inputs["q_nope"].dtype.itemsize > 1 and inputs.get("kv_len") is None and not inputs.get("return_lse")
+    return square and inputs["q_nope"].dtype.itemsize > 1 and without("kv_len", "return_lse")(inputs)
 
 
 def kv_append(
@@ -176,42 +169,25 @@ def sdpa_decode(backend: SDPBackend) -> Callable[..., Any]:
     return call
 
 
-def _as_rows(q: Tensor, k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, Tensor]:
-    """q as [batch, kv_heads, group, columns], and v.
+def rows_decode(attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Callable[..., Any]:
+    """Of one token. The query heads of a key head become its rows: that is the same attention."""
 
-    The query heads of a key head become its rows: for one token that is the same attention.
-    """
-    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k[..., :v_dim] if v is None else v
+    def call(
+        q: Tensor, k: Tensor, v: Tensor | None = None, kv_len: Any = None, *, v_dim: int | None = None, scale: float | None = None, **unused: Any
+    ) -> Tensor:
+        rows, values = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k[..., :v_dim] if v is None else v
+        return attend(rows, k, values, q.shape[3] ** -0.5 if scale is None else scale).reshape(*q.shape[:3], -1)
+
+    return call
 
 
-def sdpa_rows_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    *,
-    v_dim: int | None = None,
-    scale: float | None = None,
-    **unused: Any,
-) -> Tensor:
-    rows, values = _as_rows(q, k, v, v_dim)
+def fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # the only fused one for more than 256 columns
-        return F.scaled_dot_product_attention(rows, k, values, scale=scale).reshape(*q.shape[:3], -1)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-def bmm_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    *,
-    v_dim: int | None = None,
-    scale: float | None = None,
-    **unused: Any,
-) -> Tensor:
-    rows, values = _as_rows(q, k, v, v_dim)
-    scores = torch.matmul(rows, k.mT) * (q.shape[3] ** -0.5 if scale is None else scale)
-    return torch.matmul(scores.softmax(-1), values).reshape(*q.shape[:3], -1)
+def two_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return torch.matmul((torch.matmul(q, k.mT) * scale).softmax(-1), v)
 
 
 def flex_decode(
@@ -230,12 +206,11 @@ def flex_decode(
 
 
 def full_cache(inputs: Inputs) -> bool:
-    plain = all(inputs.get(name) is None for name in ("block_table", "kv_start", "kv_len")) and inputs.get("normalize", True)
-    return plain and not inputs.get("return_lse")
+    return without("block_table", "kv_start", "kv_len", "return_lse")(inputs) and bool(inputs.get("normalize", True))
 
 
 def one_token(inputs: Inputs) -> bool:
-    return full_cache(inputs) and inputs["q"].shape[2] == 1 and inputs.get("window") is None and inputs.get("sinks") is None
+    return full_cache(inputs) and inputs["q"].shape[2] == 1 and without("window", "sinks")(inputs)
 
 
 def sdpa_takes(inputs: Inputs) -> bool:
@@ -246,19 +221,9 @@ def many_columns(inputs: Inputs) -> bool:
     return one_token(inputs) and inputs["q"].shape[3] > 256
 
 
-_whole_queries: dict[int, tuple[Tensor, Tensor]] = {}
-
-
 def mla_as_decode(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The queries in one tensor, joined once and outside the time that is measured."""
-
-    def mla(q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Tensor | None = None, *, scale: float, **unused: Any) -> Any:
-        known = _whole_queries.get(q_latent.data_ptr())
-        if known is None or known[0] is not q_latent:
-            if len(_whole_queries) >= 64:
-                _whole_queries.clear()
-            known = _whole_queries[q_latent.data_ptr()] = q_latent, torch.cat((q_latent, q_rope), -1)
-        return call(known[1], cache[:, None], None, v_dim=q_latent.shape[3], scale=scale)
+    def mla(q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Any = None, *, scale: float, **unused: Any) -> Any:
+        return call(_joined(q_latent, q_rope), cache[:, None], None, v_dim=q_latent.shape[3], scale=scale)
 
     return mla
 
@@ -291,15 +256,14 @@ def sparse_decode(
     return out.view(batch, q_len, q_heads, -1).transpose(1, 2)
 
 
-def plain_sparse_decode(inputs: Inputs) -> bool:
-    return inputs.get("topk_length") is None and not inputs.get("return_lse")
+plain_sparse_decode = without("topk_length", "return_lse")
 
 
 def plain_mla_decode(inputs: Inputs) -> bool:
-    return inputs["q_latent"].shape[2] == 1 and all(not isinstance(inputs.get(name), Tensor) for name in ("kv_len", "block_table", "kv_start"))
+    return inputs["q_latent"].shape[2] == 1 and without("kv_len", "block_table", "kv_start")(inputs)
 
 
-def merge_states(out: Tensor, lse: Tensor, *, base2: bool = False) -> Result:
-    weights = torch.softmax(lse * 0.6931471805599453 if base2 else lse, 0)
-    total = torch.logsumexp(lse * 0.6931471805599453 if base2 else lse, 0)
-    return (weights[..., None] * out).sum(0).to(out.dtype), total * 1.4426950408889634 if base2 else total
+def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False) -> Result:
+    lse = states_lse * 0.6931471805599453 if base2 else states_lse
+    weights, total = torch.softmax(lse, 0), torch.logsumexp(lse, 0)
+    return (weights[..., None] * states).sum(0).to(states.dtype), total * 1.4426950408889634 if base2 else total

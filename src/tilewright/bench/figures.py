@@ -58,6 +58,13 @@ def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {name: (PALETTE[i % len(PALETTE)], MARKERS[i // len(PALETTE) % len(MARKERS)]) for i, name in enumerate(names)}
 
 
+def log_axis(ax: Any, ticks: Sequence[int]) -> None:
+    """Powers of two along x, in thousands from 1024 on."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in ticks])
+    ax.minorticks_off()
+
+
 def roofline(rows: Sequence[Row]) -> Drawing:
     """Every kernel: rate over intensity, under the roofs measured in its own run.
 
@@ -78,14 +85,8 @@ def roofline(rows: Sequence[Row]) -> Drawing:
             eight_bits = any("float8" in row.get("dtype", "") for row in shown)
             for factor, word in ((1, "16-bit"), *(((2, "8-bit"),) if eight_bits else ())):
                 ys = [min(top["read_gbs"] * x / 1e3, factor * top["tflops"]) for x in xs]
-                ax.plot(
-                    xs,
-                    ys,
-                    color=INK,
-                    linewidth=1.2,
-                    linestyle="-" if factor == 1 else "--",
-                    label=f"{word} roof, {factor * top['tflops']:.0f} TFLOP/s",
-                )
+                label = f"{word} roof, {factor * top['tflops']:.0f} TFLOP/s"
+                ax.plot(xs, ys, color=INK, linewidth=1.2, linestyle="-" if factor == 1 else "--", label=label)
             ax.set_title(f"roofs measured in the same runs: read {top['read_gbs']:.0f} GB/s, cuBLAS bf16 {top['tflops']:.0f} TFLOP/s", loc="left")
         ax.set(xscale="log", yscale="log", xlabel="intensity, FLOP / byte moved once", ylabel="TFLOP/s")
         drawing.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
@@ -131,10 +132,7 @@ def _curves(ax: Any, rows: Sequence[Row], x: str, y: str, series: dict[str, tupl
         theirs = [(row["problem"][x], row[y] / row["peers"][peer]) for row in mine if peer in row.get("peers", {})]
         if theirs:
             ax.plot(*zip(*theirs, strict=True), color=colour, linestyle="--", linewidth=1)
-    ax.set_xscale("log", base=2)
-    ticks = sorted(t for t in {row["problem"][x] for row in rows} if t & (t - 1) == 0)  # labels of others would run into theirs
-    ax.set_xticks(ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
-    ax.minorticks_off()
+    log_axis(ax, sorted(t for t in {row["problem"][x] for row in rows} if t & (t - 1) == 0))  # labels of others would run into theirs
 
 
 def _marks(row: Row, x: str) -> tuple[Any, ...]:
@@ -208,10 +206,9 @@ def platforms(rows: Sequence[Row]) -> Drawing:
     """
     groups: dict[str, list[Figure]] = {}
     for figure in figures():
-        if figure.op == "attention" and figure.metric == "TFLOP/s" and figure.problem.get("causal"):
-            for words in ("FMHA causal, TileGym", "FMHA tutorial, final", "Flash Attention, autotuned"):
-                if figure.kernel == words:
-                    groups.setdefault(f"{figure.hardware}: {figure.kernel} (published)", []).append(figure)
+        final = figure.kernel in ("FMHA causal, TileGym", "FMHA tutorial, final", "Flash Attention, autotuned")
+        if final and figure.op == "attention" and figure.metric == "TFLOP/s" and figure.problem.get("causal"):
+            groups.setdefault(f"{figure.hardware}: {figure.kernel} (published)", []).append(figure)
     with rc_context(STYLE):
         drawing, axes = _drawing(9.5, 4.4, 2)
         looks = colours([*groups, "ours"])
@@ -224,14 +221,10 @@ def platforms(rows: Sequence[Row]) -> Drawing:
             here = [row for f in one if (row := best_row(f, [r for r in rows if r["gpu"] == gpu])) is not None]
             xs = [row["problem"]["q_len"] for row in here]
             for ax, y in zip(axes, ("tflops", "roof_pct"), strict=True):
-                ax.plot(
-                    xs, [row[y] for row in here], color=looks["ours"][0], marker="o", markersize=4, linewidth=1.8, label=f"{gpu}: ours (measured)"
-                )
+                ys = [row[y] for row in here]
+                ax.plot(xs, ys, color=looks["ours"][0], marker="o", markersize=4, linewidth=1.8, label=f"{gpu}: ours (measured)")
         for ax, title, unit in zip(axes, ("rate", "share of the machine's roof"), ("TFLOP/s", "%"), strict=True):
-            ax.set_xscale("log", base=2)
-            ticks = [f.problem["q_len"] for f in one]
-            ax.set_xticks(ticks, [f"{t // 1024}k" for t in ticks])
-            ax.minorticks_off()
+            log_axis(ax, [f.problem["q_len"] for f in one])
             ax.set(title=title, xlabel="sequence length", ylabel=unit, ylim=(0, None))
         drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8.5, ncols=2)
     return drawing

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library_calls import kept, module, wide
+from .inputs import kept
+from .library_calls import module, wide
 
 PAGE = 16  # tokens, of a cache that has no pages: it cuts a sequence only between pages
 WORKSPACE_BYTES = 256 << 20
@@ -225,6 +226,6 @@ def _by_row(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(2).clone(memory_format=torch.contiguous_format)
 
 
-def merge_states(out: Tensor, lse: Tensor, **unused: Any) -> Any:
-    merged, total = module("flashinfer").merge_states(_by_row(out), _by_row(lse))
+def merge_states(states: Tensor, states_lse: Tensor, **unused: Any) -> Any:
+    merged, total = module("flashinfer").merge_states(_by_row(states), _by_row(states_lse))
     return merged[:, 0], total[:, 0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import next_pow2
 from . import flashinfer_calls as flashinfer
 from . import library_calls as calls
-from .attention_peers import Inputs
+from .inputs import Applies, Inputs, all_of, half, one_token, without
 from .peers import Peer
 
 STRAY = 0.05  # distance of two results, RMS over RMS, from which they are not the same computation; fp8 products differ by 0.01
@@ -81,23 +81,6 @@ def strays(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
 
 
 # ---------------------------------------------------------------------------------- what each takes
-Applies = Callable[[Inputs], bool]
-
-
-def _all(*conditions: Applies) -> Applies:
-    return lambda inputs: all(condition(inputs) for condition in conditions)
-
-
-def _without(*names: str) -> Applies:
-    """Whether every option of `names` is left out or off."""
-    return lambda inputs: all(inputs.get(name) is None or inputs.get(name) is False for name in names)
-
-
-def _half(name: str) -> Applies:
-    """Whether an input has 16 bits. In fp32 libraries use TF32 unlike us, or have no kernel."""
-    return lambda inputs: inputs[name].dtype in (torch.bfloat16, torch.float16)
-
-
 def _affine(inputs: Inputs) -> bool:
     return inputs.get("weight") is not None and inputs.get("bias") is not None
 
@@ -143,10 +126,6 @@ def _square(inputs: Inputs) -> bool:
     return bool(inputs["q_nope"].shape[2] == inputs["k_nope"].shape[2])
 
 
-def _one_token(name: str) -> Applies:
-    return lambda inputs: inputs[name].shape[2] == 1
-
-
 def _packed_prefill(inputs: Inputs) -> bool:
     return inputs["q"].dim() == 3 and inputs.get("cu_seqlens_kv") is not None
 
@@ -157,74 +136,76 @@ def _contiguous(*names: str) -> Applies:
 
 def _block_scaled(inputs: Inputs) -> bool:
     scale = inputs.get("scale_a")
-    plain = _without("bias", "residual", "silu_mul", "out_scale", "out_dtype")(inputs) and inputs.get("trans_b") is True
+    plain = without("bias", "residual", "silu_mul", "out_scale", "out_dtype")(inputs) and inputs.get("trans_b") is True
     return plain and inputs["a"].dtype is torch.float8_e4m3fn and scale is not None and scale.dim() == 2 and scale.shape[1] > 1
 
 
-_NO_RESIDUAL = _without("residual", "round_before_weight")
-_COSINES = _all(lambda inputs: inputs.get("cos") is not None, _half("q"), _heads_inside)
-_PLAIN_MATMUL = _all(_half("a"), _without("bias", "residual", "silu_mul", "out_scale", "scale_a"), _same_dtype_out)
-_PLAIN_BMM = _all(_half("a"), _without("scale_a"), _same_dtype_out, _same_batch)
-_PLAIN_PREFILL = _without("window", "kv_start", "return_lse", "sinks", "softcap", "q_scale")
-_PLAIN_DECODE = _all(_without("kv_start", "window", "sinks", "return_lse", "v_dim"), lambda inputs: bool(inputs.get("normalize", True)))
-_PLAIN_MLA = _all(_half("q_nope"), _without("return_lse"))
-_PLAIN_MLA_DECODE = _all(_half("q_latent"), _without("kv_start", "return_lse"))
+_NO_RESIDUAL = without("residual", "round_before_weight")
+_COSINES = all_of(lambda inputs: inputs.get("cos") is not None, half("q"), _heads_inside)
+_PLAIN_MATMUL = all_of(half("a"), without("bias", "residual", "silu_mul", "out_scale", "scale_a"), _same_dtype_out)
+_PLAIN_BMM = all_of(half("a"), without("scale_a"), _same_dtype_out, _same_batch)
+_PLAIN_PREFILL = without("window", "kv_start", "return_lse", "sinks", "softcap", "q_scale")
+_PLAIN_DECODE = all_of(without("kv_start", "window", "sinks", "return_lse", "v_dim"), lambda inputs: bool(inputs.get("normalize", True)))
+_PLAIN_MLA = all_of(half("q_nope"), without("return_lse"))
+_PLAIN_MLA_DECODE = all_of(half("q_latent"), without("kv_start", "return_lse"))
 _HEADS = (64, 128, 256)  # columns of a head that FlashInfer's kernels are made for
 
 _CALLS: dict[tuple[str, str], tuple[Callable[..., Any], Applies]] = {
     ("tilegym", "rms_norm"): (calls.tilegym_rms_norm, _NO_RESIDUAL),
     ("tilegym", "layer_norm"): (calls.tilegym_layer_norm, _affine),
     ("tilegym", "softmax"): (calls.tilegym_softmax, lambda inputs: True),
-    ("tilegym", "silu_mul"): (calls.tilegym_silu_mul, _without("up", "gelu_tanh")),
-    ("tilegym", "rope"): (calls.tilegym_rope, _all(_COSINES, _without("interleaved"), _whole_heads)),
+    ("tilegym", "silu_mul"): (calls.tilegym_silu_mul, without("up", "gelu_tanh")),
+    ("tilegym", "rope"): (calls.tilegym_rope, all_of(_COSINES, without("interleaved"), _whole_heads)),
     ("tilegym", "matmul"): (calls.tilegym_matmul, _PLAIN_MATMUL),
     ("tilegym", "bmm"): (calls.tilegym_bmm, _PLAIN_BMM),
     ("tilegym", "attention"): (
         calls.tilegym_attention,
-        _all(_half("q"), _PLAIN_PREFILL, _without("cu_seqlens_q"), _dense_prefill, _columns(*_HEADS), _contiguous("k", "v"), _whole("k")),
+        all_of(half("q"), _PLAIN_PREFILL, without("cu_seqlens_q"), _dense_prefill, _columns(*_HEADS), _contiguous("k", "v"), _whole("k")),
     ),
     ("tilegym", "attention_decode"): (
         calls.tilegym_decode,
-        _all(_half("q"), _PLAIN_DECODE, _without("block_table"), _one_token("q"), _columns(*_HEADS), _contiguous("k", "v"), _whole("k")),
+        all_of(half("q"), _PLAIN_DECODE, without("block_table"), one_token("q"), _columns(*_HEADS), _contiguous("k", "v"), _whole("k")),
     ),
     ("tilegym", "mla"): (
         calls.tilegym_mla,
-        _all(_PLAIN_MLA, _square, _whole("k_nope"), lambda inputs: inputs["causal"] and inputs["q_nope"].shape[-1] == inputs["v"].shape[-1]),
+        all_of(_PLAIN_MLA, _square, _whole("k_nope"), lambda inputs: inputs["causal"] and inputs["q_nope"].shape[-1] == inputs["v"].shape[-1]),
     ),
     ("tilegym", "mla_decode"): (
         calls.tilegym_mla_decode,
-        _all(_PLAIN_MLA_DECODE, _without("block_table"), _one_token("q_latent"), _whole("cache")),
+        all_of(_PLAIN_MLA_DECODE, without("block_table"), one_token("q_latent"), _whole("cache")),
     ),
     ("liger", "rms_norm"): (calls.liger_rms_norm, lambda inputs: True),
     ("liger", "layer_norm"): (calls.liger_layer_norm, _affine),
     ("liger", "softmax"): (calls.liger_softmax, lambda inputs: True),
     ("liger", "silu_mul"): (calls.liger_silu_mul, lambda inputs: inputs.get("up") is not None or not inputs.get("gelu_tanh")),
-    ("liger", "rope"): (calls.liger_rope, _all(_COSINES, _without("interleaved"))),
-    ("flashinfer", "rms_norm"): (flashinfer.rms_norm, _all(_half("x"), _flashinfer_norm)),
-    ("flashinfer", "layer_norm"): (flashinfer.layer_norm, _all(_affine, lambda inputs: inputs["x"].dtype is torch.bfloat16)),
-    ("flashinfer", "silu_mul"): (flashinfer.silu_mul, _all(_half("gate"), _without("up"))),
-    ("flashinfer", "rope"): (flashinfer.rope, _all(_COSINES, lambda inputs: inputs["cos"].shape[0] == 1)),
+    ("liger", "rope"): (calls.liger_rope, all_of(_COSINES, without("interleaved"))),
+    ("flashinfer", "rms_norm"): (flashinfer.rms_norm, all_of(half("x"), _flashinfer_norm)),
+    ("flashinfer", "layer_norm"): (flashinfer.layer_norm, all_of(_affine, lambda inputs: inputs["x"].dtype is torch.bfloat16)),
+    ("flashinfer", "silu_mul"): (flashinfer.silu_mul, all_of(half("gate"), without("up"))),
+    ("flashinfer", "rope"): (flashinfer.rope, all_of(_COSINES, lambda inputs: inputs["cos"].shape[0] == 1)),
     ("flashinfer", "attention"): (
         flashinfer.attention,
-        _all(_half("q"), _PLAIN_PREFILL, _columns(*_HEADS), lambda inputs: _dense_prefill(inputs) or _packed_prefill(inputs)),
+        all_of(half("q"), _PLAIN_PREFILL, _columns(*_HEADS), lambda inputs: _dense_prefill(inputs) or _packed_prefill(inputs)),
     ),
-    ("flashinfer", "attention_decode"): (flashinfer.attention_decode, _all(_half("q"), _PLAIN_DECODE, _columns(*_HEADS), _contiguous("k", "v"))),
+    ("flashinfer", "attention_decode"): (flashinfer.attention_decode, all_of(half("q"), _PLAIN_DECODE, _columns(*_HEADS), _contiguous("k", "v"))),
     ("flashinfer", "mla"): (
         flashinfer.mla,
-        _all(
+        all_of(
             _PLAIN_MLA,
             lambda inputs: (inputs["q_nope"].shape[-1], inputs["q_rope"].shape[-1], inputs["v"].shape[-1]) == (128, 64, 128),
         ),
     ),
     ("flashinfer", "mla_decode"): (
         flashinfer.mla_decode,
-        _all(_PLAIN_MLA_DECODE, _contiguous("cache"), lambda inputs: (inputs["q_latent"].shape[-1], inputs["q_rope"].shape[-1]) == (512, 64)),
+        all_of(_PLAIN_MLA_DECODE, _contiguous("cache"), lambda inputs: (inputs["q_latent"].shape[-1], inputs["q_rope"].shape[-1]) == (512, 64)),
     ),
     ("flashinfer", "merge_states"): (
         flashinfer.merge_states,
-        _all(_half("out"), lambda inputs: bool(inputs.get("base2")) and inputs["out"].dim() == 3 and inputs["out"].shape[2] in (*_HEADS, 512)),
+        all_of(
+            half("states"), lambda inputs: bool(inputs.get("base2")) and inputs["states"].dim() == 3 and inputs["states"].shape[2] in (*_HEADS, 512)
+        ),
     ),
-    ("quack", "rms_norm"): (calls.quack_rms_norm, _without("round_before_weight")),
+    ("quack", "rms_norm"): (calls.quack_rms_norm, without("round_before_weight")),
     ("quack", "layer_norm"): (calls.quack_layer_norm, lambda inputs: inputs.get("weight") is not None),
     ("quack", "softmax"): (calls.quack_softmax, lambda inputs: True),
     ("deepgemm", "matmul"): (calls.deepgemm_matmul, _block_scaled),

@@ -6,49 +6,21 @@ first call, outside the time.
 
 import importlib
 import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-Arguments = ParamSpec("Arguments")
-Made = TypeVar("Made")
+from .inputs import kept, packed
 
 
 def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def kept(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Remembers what `make` made of its first argument, a tensor, for as long as that tensor lives.
-
-    The result must not be a view of it.
-    """
-    made = WeakTensorKeyDictionary()
-
-    @wraps(make)
-    def known(*arguments: Arguments.args, **named: Arguments.kwargs) -> Made:
-        tensor = arguments[0]
-        if tensor not in made:
-            made[tensor] = make(*arguments, **named)
-        found: Made = made[tensor]
-        return found
-
-    return known
-
-
 @kept
 def wide(x: Tensor) -> Tensor:
     return x.clone() if x.dtype == torch.float32 else x.float()
-
-
-@kept
-def packed(x: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 # --- TileGym: its cuTile kernels, each tuned in its first call

@@ -27,8 +27,8 @@ class Sample:
 class Meter:
     """Samples in the background between `with` and its end.
 
-    read: returns SM clock, memory clock (MHz) and power (W), each or None.
-        None where there is nothing to read; no thread is started then.
+    read: returns SM clock, memory clock (MHz) and power (W), each or None. None where there is
+        nothing to read; no thread is started then.
     """
 
     def __init__(self, read: Reader | None, period_s: float = NVML_PERIOD_S) -> None:

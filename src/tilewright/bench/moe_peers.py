@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_peers import Inputs, Result
+from .inputs import Inputs, Result
 
 
 def moe_route(
@@ -63,15 +63,12 @@ def _expert_act(both: Tensor, alpha: float, limit: float | None, up_offset: floa
     return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
 
 
-def _plus(y: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
-    return y if bias is None else y + bias[experts]
-
-
-def grouped_moe(
+def moe(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
     *,
+    grouped: bool,
     weights: Tensor,
     ids: Tensor,
     alpha: float,
@@ -81,41 +78,24 @@ def grouped_moe(
     bias_down: Tensor | None = None,
     **unused: Any,
 ) -> Tensor:
-    """As transformers' experts with grouped products.
-
-    Rows are sorted by expert, multiplied twice, put back in the order of the tokens, and summed.
+    """As transformers' experts with grouped products: rows sorted by expert, and put back in the
+    order of the tokens. Or with batched products: the chosen weights, copied for each token.
     """
-    top_k = ids.shape[1]
-    flat = ids.reshape(-1)
-    order = flat.argsort()
-    offsets = torch.histc(flat[order].float(), bins=len(down), min=0, max=len(down) - 1).cumsum(0, dtype=torch.int32)
-    both = _plus(torch._grouped_mm(x[order // top_k], gate_up.mT, offs=offsets), bias_gate_up, flat[order])
-    y = _plus(torch._grouped_mm(_expert_act(both, alpha, limit, up_offset), down.mT, offs=offsets), bias_down, flat[order])
-    y = y * weights.reshape(-1)[order, None]
-    return y[order.argsort()].view(*ids.shape, -1).sum(1).to(x.dtype)
+    experts, factors = ids.reshape(-1), weights.reshape(-1, 1)
+    if not grouped:
+        rows = x.repeat_interleave(ids.shape[1], 0)
+    else:
+        order = experts.argsort()
+        experts, factors, rows = experts[order], factors[order], x[order // ids.shape[1]]
+        ends = torch.histc(experts.float(), bins=len(down), min=0, max=len(down) - 1).cumsum(0, dtype=torch.int32)
 
+    def product(rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch._grouped_mm(rows, matrices.mT, offs=ends) if grouped else torch.bmm(matrices[experts], rows[..., None])[..., 0]
+        return out if bias is None else out + bias[experts]
 
-def batched_moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    weights: Tensor,
-    ids: Tensor,
-    alpha: float,
-    limit: float | None,
-    up_offset: float,
-    bias_gate_up: Tensor | None = None,
-    bias_down: Tensor | None = None,
-    **unused: Any,
-) -> Tensor:
-    """As transformers' experts with batched products: the chosen weights, copied for each token."""
-    flat = ids.reshape(-1)
-    rows = x.repeat_interleave(ids.shape[1], 0)
-    both = _plus(torch.bmm(gate_up[flat], rows[..., None])[..., 0], bias_gate_up, flat)
-    y = _plus(torch.bmm(down[flat], _expert_act(both, alpha, limit, up_offset)[..., None])[..., 0], bias_down, flat)
-    y = y * weights.reshape(-1, 1)
-    return y.view(*ids.shape, -1).sum(1).to(x.dtype)
+    y = product(_expert_act(product(rows, gate_up, bias_gate_up), alpha, limit, up_offset), down, bias_down)
+    y = y * factors
+    return (y[order.argsort()] if grouped else y).view(*ids.shape, -1).sum(1).to(x.dtype)
 
 
 def plain_moe(inputs: Inputs) -> bool:

@@ -28,8 +28,8 @@ def report_command(paths: Sequence[Path], *, out: Path = Path("report"), against
     Args:
         paths: result files; of each case the last row counts.
         out: a folder; made if need be.
-        against: older result files to compare with.
-            By default the rows of `paths` that later ones replaced.
+        against: older result files to compare with. By default the rows of `paths` that later ones
+            replaced.
     Returns: 0. Raises: ValueError for a file that holds anything else, or no row.
     """
     console = console or Console(soft_wrap=True, highlight=False)

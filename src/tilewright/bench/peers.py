@@ -6,7 +6,7 @@ problem, is left out by its `applies`; it is never slowed down.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,39 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from ..ops import argmax, layer_norm, silu_mul, softmax
 from ..ops.common.scaling import FAST_SUM
-from .attention_peers import (
-    Inputs,
-    Result,
-    bmm_decode,
-    flex_attention,
-    flex_decode,
-    flexible_attention,
-    full_cache,
-    kv_append,
-    many_columns,
-    merge_states,
-    mla_as_decode,
-    one_token,
-    plain_attention,
-    plain_mla,
-    plain_mla_decode,
-    plain_sparse_decode,
-    sdpa,
-    sdpa_decode,
-    sdpa_mla,
-    sdpa_rows_decode,
-    sdpa_takes,
-    sparse_decode,
-)
-from .moe_peers import batched_moe, grouped_moe, moe_route, plain_moe, rms_norm_route
+from . import attention_peers as attention
+from . import moe_peers as experts
+from .inputs import Applies, Inputs, Result, kept, packed, without
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     name: str
     call: Callable[..., Any]
-    applies: Callable[[Inputs], bool] = lambda inputs: True
+    applies: Applies = lambda inputs: True
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +40,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return compiled[key](**inputs)
 
     return call
+
+
+def _torch(function: Callable[..., Any], applies: Applies = lambda inputs: True) -> tuple[Peer, Peer]:
+    return Peer("torch.eager", function, applies), Peer("torch.compile", _compiled(function), applies)
 
 
 # --- norms, activations, rope: as transformers composes them, and torch's fused function if any
@@ -83,12 +66,6 @@ def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **unused: Any)
 
 def _plain_rms_norm(inputs: Inputs) -> bool:
     return inputs.get("residual") is None and not inputs.get("weight_offset")
-
-
-def _silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Tensor:
-    if up is None:
-        gate, up = gate.chunk(2, -1)
-    return (F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)) * up
 
 
 def _rope(
@@ -179,7 +156,7 @@ def _silu_mul_quant(
 ) -> Result:
     if up is None:
         gate, up = gate.chunk(2, -1)
-    return _codes(_silu_mul(gate.float(), up.float(), gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
+    return _codes(silu_mul.reference(gate.float(), up.float(), gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
 
 
 # --- matmul
@@ -201,43 +178,36 @@ def _plain_bmm(inputs: Inputs) -> bool:
     return inputs["scale_a"] is None and inputs["out_dtype"] in (None, inputs["a"].dtype)
 
 
-_packed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+_nothing_behind = without("residual", "silu_mul", "out_scale", "out_dtype")
 
 
 def _plain_matmul(inputs: Inputs) -> bool:
-    return inputs["a"].dtype.itemsize > 1 and not any(inputs.get(name) is not None for name in ("residual", "silu_mul", "out_scale", "out_dtype"))
-
-
-@lru_cache(maxsize=128)
-def _inner_groups(scale: Tensor) -> Tensor:
-    """Block scales of b in the layout that cuBLAS takes, made once."""
-    return scale.contiguous()
+    return inputs["a"].dtype.itemsize > 1 and _nothing_behind(inputs)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_b: bool = False, scale_a: Tensor, scale_b: Tensor, **unused: Any) -> Tensor:
     if scale_a.dim() == 1:
         scale_a, scale_b = scale_a[:, None], scale_b[None]
     elif scale_a.dim() == 2:
-        scale_b = _inner_groups(scale_b).mT
+        scale_b = packed(scale_b).mT  # the layout that cuBLAS takes
     # With sums of 14 bits, its faster mode, where ours has them.
     fast = (scale_a.dim() < 2 or scale_a.shape[1] == 1) and a.shape[1] <= FAST_SUM
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def _scaled_matmul(inputs: Inputs) -> bool:
-    behind = ("residual", "silu_mul", "out_scale", "out_dtype")
-    return inputs["a"].dtype is torch.float8_e4m3fn and bool(inputs.get("trans_b")) and not any(inputs.get(name) is not None for name in behind)
+    return inputs["a"].dtype is torch.float8_e4m3fn and bool(inputs.get("trans_b")) and _nothing_behind(inputs)
+
+
+@kept
+def _used_rows(a: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The used rows of each group packed, and where each group ends."""
+    return torch.cat([a[group, :count] for group, count in enumerate(counts.tolist())]), counts.cumsum(0, dtype=torch.int32)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, counts: Tensor | None = None, *, trans_b: bool = False, **unused: Any) -> Tensor:
-    if counts is not None:  # it has no masked form: it gets the used rows packed, once and outside the time that is measured
-        known = _packed.get(a.data_ptr())
-        if known is None or known[0] is not a:
-            if len(_packed) >= 64:
-                _packed.clear()
-            rows = torch.cat([a[group, :count] for group, count in enumerate(counts.tolist())])
-            known = _packed[a.data_ptr()] = a, rows, counts.cumsum(0, dtype=torch.int32)
-        _, a, offsets = known
+    if counts is not None:  # it has no masked form
+        a, offsets = _used_rows(a, counts)
     return torch._grouped_mm(a, b.mT if trans_b else b, offs=offsets)
 
 
@@ -250,10 +220,6 @@ def _plain_grouped_gemm(inputs: Inputs) -> bool:
 
 def _dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> Tensor:
     return F.dropout(x, p, training=True)
-
-
-def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def _embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -293,55 +259,52 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("torch.eager", _rms_norm, lambda inputs: not _plain_rms_norm(inputs)),
         Peer("torch.compile", _compiled(_rms_norm)),
     ),
-    "rope": (Peer("torch.eager", _rope, _llama_rope), Peer("torch.compile", _compiled(_rope), _llama_rope)),
-    "silu_mul": (Peer("torch.eager", _silu_mul), Peer("torch.compile", _compiled(_silu_mul))),
+    "rope": _torch(_rope, _llama_rope),
+    "silu_mul": _torch(silu_mul.reference),
     "quantize_fp8": (Peer("torch.compile", _compiled(_quantize_fp8)),),
-    "rms_norm_matmul": (Peer("torch.eager", _rms_norm_matmul), Peer("torch.compile", _compiled(_rms_norm_matmul))),
+    "rms_norm_matmul": _torch(_rms_norm_matmul),
     "rms_norm_quant": (Peer("torch.compile", _compiled(_rms_norm_quant)),),
     "silu_mul_quant": (Peer("torch.compile", _compiled(_silu_mul_quant)),),
-    "softmax": (
-        Peer("torch.eager", lambda x: torch.softmax(x, -1)),
-        Peer("torch.compile", _compiled(lambda x: torch.softmax(x, -1))),
-    ),
-    "dropout": (Peer("torch.eager", _dropout), Peer("torch.compile", _compiled(_dropout))),
-    "layer_norm": (Peer("torch.eager", _layer_norm), Peer("torch.compile", _compiled(_layer_norm))),
-    "embedding": (Peer("torch.eager", _embedding), Peer("torch.compile", _compiled(_embedding))),
-    "argmax": (Peer("torch.eager", lambda x: x.argmax(-1)), Peer("torch.compile", _compiled(lambda x: x.argmax(-1)))),
-    "sample": (Peer("torch.eager", _sample), Peer("torch.compile", _compiled(_sample))),
+    "softmax": _torch(softmax.reference),
+    "dropout": _torch(_dropout),
+    "layer_norm": _torch(layer_norm.reference),
+    "embedding": _torch(_embedding),
+    "argmax": _torch(argmax.reference),
+    "sample": _torch(_sample),
     "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
     "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
     "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
-    "moe_route": (Peer("torch.eager", moe_route), Peer("torch.compile", _compiled(moe_route))),
-    "rms_norm_route": (Peer("torch.eager", rms_norm_route), Peer("torch.compile", _compiled(rms_norm_route))),
+    "moe_route": _torch(experts.moe_route),
+    "rms_norm_route": _torch(experts.rms_norm_route),
     "moe": (
-        Peer("grouped_mm", grouped_moe, plain_moe),
+        Peer("grouped_mm", partial(experts.moe, grouped=True), experts.plain_moe),
         # It copies the weights of each choice: 16 tokens of Mixtral would need 11 GB for that.
-        Peer("transformers", batched_moe, lambda inputs: plain_moe(inputs) and len(inputs["x"]) <= 16),
+        Peer("transformers", partial(experts.moe, grouped=False), lambda inputs: experts.plain_moe(inputs) and len(inputs["x"]) <= 16),
     ),
     "attention": (
-        Peer("cudnn", sdpa(SDPBackend.CUDNN_ATTENTION), plain_attention),
-        Peer("sdpa", sdpa(SDPBackend.FLASH_ATTENTION), plain_attention),
-        Peer("flex_attention", flex_attention, flexible_attention),
+        Peer("cudnn", attention.sdpa(SDPBackend.CUDNN_ATTENTION), attention.plain_attention),
+        Peer("sdpa", attention.sdpa(SDPBackend.FLASH_ATTENTION), attention.plain_attention),
+        Peer("flex_attention", attention.flex_attention, attention.flexible_attention),
     ),
-    "mla": (Peer("cudnn", sdpa_mla, plain_mla),),
-    "kv_append": (Peer("torch.compile", _compiled(kv_append), lambda inputs: bool((inputs["positions"] >= 0).all())),),
+    "mla": (Peer("cudnn", attention.sdpa_mla, attention.plain_mla),),
+    "kv_append": (Peer("torch.compile", _compiled(attention.kv_append), lambda inputs: bool((inputs["positions"] >= 0).all())),),
     "attention_decode": (
-        Peer("sdpa", sdpa_decode(SDPBackend.FLASH_ATTENTION), sdpa_takes),
-        Peer("cudnn", sdpa_decode(SDPBackend.CUDNN_ATTENTION), sdpa_takes),
-        Peer("sdpa", sdpa_rows_decode, many_columns),
-        Peer("cublas", bmm_decode, many_columns),
-        Peer("flex_attention", flex_decode, lambda inputs: full_cache(inputs) and not one_token(inputs)),
+        Peer("sdpa", attention.sdpa_decode(SDPBackend.FLASH_ATTENTION), attention.sdpa_takes),
+        Peer("cudnn", attention.sdpa_decode(SDPBackend.CUDNN_ATTENTION), attention.sdpa_takes),
+        Peer("sdpa", attention.rows_decode(attention.fused), attention.many_columns),
+        Peer("cublas", attention.rows_decode(attention.two_products), attention.many_columns),
+        Peer("flex_attention", attention.flex_decode, lambda inputs: attention.full_cache(inputs) and not attention.one_token(inputs)),
     ),
     "mla_decode": (
-        Peer("sdpa", mla_as_decode(sdpa_rows_decode), plain_mla_decode),
-        Peer("cublas", mla_as_decode(bmm_decode), plain_mla_decode),
+        Peer("sdpa", attention.mla_as_decode(attention.rows_decode(attention.fused)), attention.plain_mla_decode),
+        Peer("cublas", attention.mla_as_decode(attention.rows_decode(attention.two_products)), attention.plain_mla_decode),
     ),
     "sparse_decode": (
         # It widens the whole of an 8-bit cache.
-        Peer("torch.eager", sparse_decode, lambda inputs: plain_sparse_decode(inputs) and inputs["cache"].dtype != torch.uint8),
-        Peer("torch.compile", _compiled(sparse_decode), plain_sparse_decode),
+        Peer("torch.eager", attention.sparse_decode, lambda inputs: attention.plain_sparse_decode(inputs) and inputs["cache"].dtype != torch.uint8),
+        Peer("torch.compile", _compiled(attention.sparse_decode), attention.plain_sparse_decode),
     ),
-    "merge_states": (Peer("torch.eager", merge_states), Peer("torch.compile", _compiled(merge_states))),
+    "merge_states": _torch(attention.merge_states),
 }
 
 

@@ -19,6 +19,7 @@ from ..launch import dtype_name
 from ..launch.table import plain
 from ..testing import Accuracy
 from .ceilings import Ceilings
+from .results import against_peers
 from .timer import Timing
 
 
@@ -33,8 +34,8 @@ class Row:
     absent: name -> error of a peer that could not run the case.
     source: where the config came from: a table, else what ordered the space (launch.Choice);
         "search" for one that was given.
-    warm_us, peer_warm_us: on one set of inputs, again and again, where it fits in the L2 cache.
-        A call right behind another sees that.
+    warm_us, peer_warm_us: on one set of inputs, again and again, where it fits in the L2 cache. A
+        call right behind another sees that.
     backends: peer -> library, backend and version.
     clocks: SM and memory clock and board power, sampled while the case ran.
     draw_seed: of a problem that was drawn.
@@ -92,8 +93,7 @@ class Measured:
 
     times, warm: of "ours" and of each peer, on inputs from memory and on inputs in the L2 cache;
     warm is empty where they do not fit. written_bytes: of our outputs.
-    found: what the accuracy rule said.
-    The others are fields of `Row`.
+    found: what the accuracy rule said. The others are fields of `Row`.
     """
 
     times: Mapping[str, Timing]
@@ -165,13 +165,9 @@ def case_name(problem: Any) -> str:
 
 def summary(rows: Iterable[Row]) -> list[str]:
     """Geometric mean, worst and best ratio to every peer of every op; losses included."""
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        for peer, ratio in row.peers.items():
-            ratios.setdefault((row.op, peer), []).append(ratio)
     return [
-        f"{op} against {peer}: geomean {math.exp(sum(map(math.log, r)) / len(r)):.3f}x, worst {min(r):.2f}x, best {max(r):.2f}x, {len(r)} cases"
-        for (op, peer), r in ratios.items()
+        f"{a.op} against {a.peer}: geomean {a.mean:.3f}x, worst {a.worst:.2f}x, best {a.best:.2f}x, {a.cases} cases"
+        for a in against_peers({"op": row.op, "peers": row.peers} for row in rows)
     ]
 
 
