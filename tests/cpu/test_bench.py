@@ -18,6 +18,7 @@ from rich.console import Console
 from tilewright.bench import command, flashinfer_calls, libraries, library_calls, measure, timer
 from tilewright.bench.ceilings import Ceilings
 from tilewright.bench.command import _Run, bench_command
+from tilewright.bench.inputs import kept
 from tilewright.bench.libraries import backend_of, library_peers, strays
 from tilewright.bench.measure import Setup
 from tilewright.bench.meter import Meter, Sample, parse_smi, summarised
@@ -219,7 +220,7 @@ def test_other_libraries_are_peers_where_they_are_installed_and_compute_the_same
 
 def test_what_is_made_once_lives_as_long_as_its_tensor():
     made = []
-    make = library_calls.kept(lambda x: made.append(x.shape) or x.clone())
+    make = kept(lambda x: made.append(x.shape) or x.clone())
     x = torch.ones(3)
     assert make(x) is make(x)
     y = torch.ones(3)

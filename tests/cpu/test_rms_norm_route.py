@@ -37,12 +37,12 @@ def test_equal_scores_go_to_the_lower_index():
 
 def test_the_counter_is_zero_again_and_any_block_may_be_the_last():
     x, weight, router = (torch.randn(s).to(BF16) for s in ((3, 64), (64,), (130, 64)))
-    arrived, weights, ids = torch.zeros(3, dtype=torch.int32), torch.empty(3, 4), torch.empty(3, 4, dtype=torch.int32)
+    arrived, weights, ids, out = torch.zeros(3, dtype=torch.int32), torch.empty(3, 4), torch.empty(3, 4, dtype=torch.int32), torch.empty_like(x)
     found = []
     for order in (1, 2, 3):
         with interpret.checking(races=True, order=order):
-            results = (arrived, weights, ids, torch.empty_like(x), None)
-            rms_norm_route_out(x, weight, router, None, None, None, *results, 1e-6, 0.0, False, False, True, 1.0, 0, 0, 0)
+            options = (1e-6, 0.0, False, False, True, 1.0, 0, 0, 0)
+            rms_norm_route_out(x, weight, router, arrived, None, None, None, *options, weights, ids, out, None)
         assert arrived.eq(0).all()
         found.append((weights.clone(), ids.clone()))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

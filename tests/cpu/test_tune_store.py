@@ -1,21 +1,28 @@
-"""The file of tuned rows: broken files, kills at any moment, two tuners at once."""
+"""The file of tuned rows: broken files, kills at any moment, two tuners at once, hostile paths."""
 
 import dataclasses
+import errno
+import io
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import made_up
+import msgspec
 import pytest
 from made_up import H200, PROBLEM, SPACE, own_folder, row_for  # noqa: F401  (a fixture)
 
+from tilewright.launch import forget_plans, table
 from tilewright.launch.table import read_rows
 from tilewright.ops import rms_norm
+from tilewright.testing.problems import of_file
 from tilewright.tune.store import Store
 
 
@@ -118,3 +125,156 @@ def test_shipped_tables_are_whole_and_named_for_their_gpu():
         rows = read_rows(path)
         assert {row.gpu.replace(" ", "_") for row in rows} == {path.stem}
         assert len({row.key for row in rows}) == len(rows)
+
+
+# ------------------------------------------------------- paths that somebody else may have prepared
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+PLACES = {"a FIFO": os.mkfifo, "a folder": _folder, "a device": _device, "a link to itself": _link_to_itself}
+
+
+def source_of_a_call() -> str:
+    """Where a call's config comes from; the call may log its plan."""
+    forget_plans()
+    rms_norm.DECISION.launches(H200, **dataclasses.asdict(PROBLEM))
+    return rms_norm.DECISION.decide(PROBLEM, H200)[1]
+
+
+@pytest.fixture
+def in_time():
+    """Ends a test that hangs."""
+
+    def late(*unused):
+        raise TimeoutError("a store or a log hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["tuned.json", "tuned.lock", "plans.jsonl"])
+def test_no_call_hangs_or_fails_for_what_lies_in_the_cache_folder(place, name, in_time, monkeypatch):
+    path = Store().path.parent / name
+    path.parent.mkdir(parents=True)
+    PLACES[place](path)
+    monkeypatch.setenv("TILEWRIGHT_SHOW_PLANS", "log")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert source_of_a_call() == SPACE.source
+    assert any(str(path) in str(one.message) for one in said) == (name != "tuned.lock")
+    if name != "plans.jsonl":
+        with pytest.raises(OSError, match=name):
+            Store().add([row_for(PROBLEM, SPACE[2])])
+    assert os.path.lexists(path)
+    assert not path.is_file()
+
+
+@pytest.mark.parametrize("name", ["tuned.part", "tuned.lock", "plans.jsonl", "tuned.json"])
+def test_nothing_is_written_through_a_link(name, in_time, monkeypatch, tmp_path):
+    target = tmp_path / "precious"
+    target.write_bytes(b"[]")
+    link = Store().path.parent / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target)
+    monkeypatch.setenv("TILEWRIGHT_SHOW_PLANS", "log")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source_of_a_call()
+    if name == "tuned.lock":
+        with pytest.raises(OSError, match="must be a regular file, got a link"):
+            Store().add([row_for(PROBLEM, SPACE[2])])
+    else:
+        Store().add([row_for(PROBLEM, SPACE[2])])
+        assert len(Store().rows()) == 1
+    assert target.read_bytes() == b"[]"
+
+
+def test_a_folder_that_cannot_be_is_an_error_of_the_store_and_none_of_a_call(in_time, monkeypatch, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("TILEWRIGHT_SHOW_PLANS", "log")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nowhere", "/dev/null", "a\0b", "x" * 5000):
+        monkeypatch.setattr(table, "cache_folder", lambda folder=folder: Path(folder))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert source_of_a_call() == SPACE.source
+        assert said
+        with pytest.raises((OSError, ValueError)):
+            Store().add([row_for(PROBLEM, SPACE[2])])
+
+
+def _adds_to_a_full_disk(send) -> None:
+    """In a child process: a write ends in the middle."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    try:
+        Store().add([row_for(PROBLEM, SPACE[2])])
+    except OSError as error:
+        send.send(error.errno)
+
+
+def test_a_full_disk_keeps_the_old_rows_and_leaves_nothing_behind():
+    Store().add([row_for(PROBLEM, SPACE[1])])
+    before = Store().path.read_bytes()
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=_adds_to_a_full_disk, args=(send,))
+    child.start()
+    child.join()
+    assert receive.poll()
+    assert receive.recv() == errno.EFBIG
+    assert Store().path.read_bytes() == before
+    assert {path.name for path in Store().path.parent.iterdir()} <= {"tuned.json", "tuned.lock"}
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'[{"op": "x", "problem": ' + b"[" * 100_000, b"[null]", b"\0" * 1000])
+def test_deep_and_foreign_json_is_one_warning(content, in_time):
+    path = Store().path
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="must hold a JSON list"):
+        assert source_of_a_call() == SPACE.source
+
+
+def test_rows_of_foreign_problems_and_configs_are_not_taken():
+    row = row_for(PROBLEM, SPACE[2])
+    odd = [{"rows": [{}]}, {"rows": "x", "cols": None}, {"dtype": "load"}, {"evil": 1}, {"rows": [[[1]]], "cols": {"a": 1}}]
+    Store().add([msgspec.structs.replace(row, problem=row.problem | change) for change in odd])
+    Store().add([msgspec.structs.replace(row, config=change) for change in odd[:1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert source_of_a_call() == SPACE.source
+
+
+@pytest.mark.parametrize("line", ['{"op": "rms_norm", "problem": {"dtype": "evil"}}', "[" * 100_000, "\udcff", "null", '{"op": []}'])
+def test_a_broken_line_of_the_log_is_named(line, in_time):
+    path = table.log_file()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(line.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"plans\.jsonl:1 must be an object with op and problem"):
+        of_file(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="must be a regular file, got a FIFO"):
+        of_file(path)
+
+
+def test_a_closed_stderr_fails_no_call(monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_SHOW_PLANS", "1")
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert source_of_a_call() == SPACE.source

@@ -87,9 +87,7 @@ def compile_ops(
 
 
 def every_case(op: ModuleType, device: Device) -> list[Any]:
-    """Every problem of the GPU tests and the benchmark, once, that the device can run (8-bit ones
-    not on sm_80).
-    """
+    """Every problem of GPU tests and benchmark, once, that the device can run."""
     return [p for p in dict.fromkeys(cases(op, "bench") + cases(op, "real")) if _possible(op, p, device)]
 
 

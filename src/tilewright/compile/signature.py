@@ -1,6 +1,4 @@
-"""The signature that cuTile's just-in-time compiler derives from a launch, without GPU or
-driver.
-"""
+"""The signature that cuTile's compiler derives from a launch, without GPU or driver."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure as Drawing
 
-from ..bench.figures import INK, STYLE, colours, png
+from ..bench.figures import INK, STYLE, colours, log_axis, png
 from ..bench.published import figures
 from ..bench.report import Row
 from .ladder import Step
@@ -30,14 +30,11 @@ def draw(rows: Sequence[Row], steps: Sequence[Step], path: Path) -> None:
             shown = [(n, theirs[n]) for n in lengths if n in theirs]
             if shown:
                 ax.plot(*zip(*shown, strict=True), color=INK, linestyle=dashes, linewidth=1, label=f"{hardware}, published")
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
-        ax.minorticks_off()
+        log_axis(ax, lengths)
         ax.set(xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
         first = rows[0]
-        drawing.suptitle(
-            f"causal attention, batch 4, 32 heads, head_dim 128, fp16; steps measured on {first.gpu}, {first.date}", x=0.01, ha="left", fontsize=11
-        )
+        title = f"causal attention, batch 4, 32 heads, head_dim 128, fp16; steps measured on {first.gpu}, {first.date}"
+        drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
         drawing.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(drawing))
