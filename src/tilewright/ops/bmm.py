@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, dtype_name, hints, out_or_new, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Uneven, tiles_for
 from .common.pdl import pdl_overlap, use_pdl
@@ -139,7 +139,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     """Block scales: a step lies in one group of k. Uneven: there is something for both parts."""
     if c.extra_n and (p.scaling or (p.m <= c.tile_m if c.swap_ab else p.n <= c.tile_n)):
         return False
-    return (p.dtype not in FP8 or device.has_fp8) and (p.scaling is not Scaling.BLOCK or c.tile_k <= GROUP)
+    return p.scaling is not Scaling.BLOCK or c.tile_k <= GROUP
 
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
@@ -153,11 +153,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("bmm", candidates, legal, work, family, like="matmul")
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, out_or_new, torch_op
-from ..select import Choices, Ordered, Work, ordered
+from ..select import Choices, Work
 from . import rms_norm
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Tile
@@ -159,11 +159,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
 
 
 CHOICES = Choices("rms_norm_matmul", candidates, legal, work, like="matmul")
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """Every config worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ..launch.files import replace_file
 from ..launch.identity import cache_folder
 
 SHIPPED = Path(__file__).resolve().parent / "raw"
@@ -99,9 +100,7 @@ def pack(source: Path, target: Path, gpu: str, op: str) -> tuple[int, int]:
     data = b"".join(msgspec.json.encode(rows[key]) + b"\n" for key in sorted(rows))
     path = _stem(target, gpu, op).with_suffix(".jsonl.gz")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(gzip.compress(data, 9, mtime=0))
-    part.replace(path)
+    replace_file(path, gzip.compress(data, 9, mtime=0))
     path.with_suffix("").unlink(missing_ok=True)  # <op>.jsonl of the target: in the packed file now
     return len(rows), path.stat().st_size
 

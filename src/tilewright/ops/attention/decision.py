@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from ..common import prefill
 from ..common.attention_tiles import widths_of
 from ..common.prefill import ALIKE, SAMPLES, Config, least_width
@@ -179,13 +179,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
 
 
 CHOICES = Choices("attention", candidates, prefill.legal, work, prefill.family)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first; none where the device cannot run the
-    problem.
-    """
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:

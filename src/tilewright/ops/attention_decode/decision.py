@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from ..common.sequences import later, listed, sample
 from .candidates import TABLES
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
@@ -273,11 +273,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("attention_decode", candidates, legal, work, family)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing, the untuned default first."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def _in_one_loop(p: Problem, tile_n: int) -> bool:

@@ -316,15 +316,14 @@ def cpu_tiles(g: Gemm, config: type[C]) -> Iterator[C]:
 
 # ------------------------------------------------------------------------------------------- counts
 @cache
-def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bool, gated: bool) -> tuple[tuple[str, ...], str, float]:
-    """What sizes have no part in: kinds of the operations, name, operations of a step."""
-    size, tile = dtype.itemsize, tile_name(c)
-    tile_m, tile_n = c.tile_shape
+def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bool, gated: bool) -> tuple[tuple[str, ...], float]:
+    """What sizes have no part in: kinds of the operations, and how many a step has."""
+    size, (tile_m, tile_n) = dtype.itemsize, c.tile_shape
     longer, wide = (tile_n, tile_m) if c.swap_ab else (tile_m, tile_n)
     ctas = c.num_ctas or 1
     if c.form == "dot" or dtype is torch.float32:
         kinds: tuple[str, ...] = ("dot", f"dot{c.tile_m}") if c.form == "dot" else ("tf32" if tf32 else "fma",)
-        return kinds, tile, 2.0 * tile_m * tile_n * c.tile_k / ctas
+        return kinds, 2.0 * tile_m * tile_n * c.tile_k / ctas
     # Multiply-adds of an MMA of 64 rows, or the time its operands take out of shared memory (128
     # bytes a clock).
     rows = -(-longer // (64 * ctas)) * ctas
@@ -346,7 +345,7 @@ def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bo
         of_scaling = {Scaling.ROW: ("row",), Scaling.BLOCK: ("block",)}.get(scaling, ())
         of_sums = () if fast or scaling is Scaling.BLOCK else ("runs",) if c.runs else ("precise",)
         more = ("fp8", *of_scaling, *of_sums)
-    return (shape, *more, *(("gated",) if gated else ()), f"{size}{'b' if scaling is Scaling.BLOCK else ''} {tile}"), tile, flops
+    return (shape, *more, *(("gated",) if gated else ()), f"{size}{'b' if scaling is Scaling.BLOCK else ''} {tile_name(c)}"), flops
 
 
 @cache
@@ -359,7 +358,7 @@ def tile_name(c: Tile) -> str:
 
 def work(g: Gemm, c: Tile, device: Device, spill: int = 0) -> tuple[Work, ...]:
     """What a launch asks for: whole tiles, then those that are split."""
-    kinds, _, flops = _of_tile(c, g.dtype, g.scaling, g.fast, g.tf32, g.gated)
+    kinds, flops = _of_tile(c, g.dtype, g.scaling, g.fast, g.tf32, g.gated)
     size, ctas = g.dtype.itemsize, c.num_ctas or 1
     tile_m, tile_n = c.tile_shape
     filled = min(tile_m, g.m)

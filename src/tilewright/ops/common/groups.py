@@ -8,7 +8,8 @@ from ...select import Work
 from . import gemm_choices
 from .gemm_choices import Gemm, Tile
 
-MAX_BLOCKS = (1 << 24) - 1  # of a grid's first axis
+MANY_PANELS = 256  # from which on a deviation of sqrt(rows) is a panel or more, and the sum smooth
+MANY = 16.0  # rows that a group is as good as never without
 
 
 def expected_panels(rows: float, deviation: float, tile_m: int) -> float:
@@ -24,10 +25,6 @@ def expected_panels(rows: float, deviation: float, tile_m: int) -> float:
     else:
         panels = sum(0.5 * math.erfc((j * tile_m + 0.5 - rows) / width) for j in range(1, most + 1))
     return 1 - math.exp(-rows) + panels if rows < MANY else 1 + panels
-
-
-MANY_PANELS = 256  # from which on a deviation of sqrt(rows) is a panel or more, and the sum smooth
-MANY = 16.0  # rows that a group is as good as never without
 
 
 def work(g: Gemm, c: Tile, panels: float, most_panels: int, device: Device) -> tuple[Work, ...]:

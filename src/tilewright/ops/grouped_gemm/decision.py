@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from ..common import gemm_choices, groups
 from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tiles_of
-from ..common.groups import MAX_BLOCKS, expected_panels
-from ..common.scaling import FP8, GROUP, Scaling, fast_sum, random_codes, random_scales, scale_shapes
+from ..common.groups import expected_panels
+from ..common.rows import grid_fits
+from ..common.scaling import GROUP, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .candidates import tables
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
@@ -138,9 +139,9 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """Block scales: a step lies in one group of k. A grid has room for a block for each tile."""
-    if (p.dtype in FP8 and not device.has_fp8) or (p.scaling is Scaling.BLOCK and c.tile_k > GROUP):
+    if p.scaling is Scaling.BLOCK and c.tile_k > GROUP:
         return False
-    return c.persistent or c.most_panels(p) * -(-p.n // c.tile_n) <= MAX_BLOCKS
+    return c.persistent or grid_fits(c.most_panels(p) * -(-p.n // c.tile_n))
 
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
@@ -155,11 +156,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("grouped_gemm", candidates, legal, work, family)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ...launch import Decision, Device
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from ..common import gemm_choices
 from ..common.gemm_choices import tiles_for
 from ..common.pdl import whole_tiles
@@ -27,7 +27,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """What the kernels can do: see their docstrings."""
-    if p.dtype in FP8 and (c.dot or not device.has_fp8):
+    if p.dtype in FP8 and c.dot:
         return False
     if c.extra_n and (p.has_epilogue or (p.m <= c.tile_m if c.swap_ab else p.n <= c.tile_n)):
         return False
@@ -70,11 +70,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("matmul", candidates, legal, work, family)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
 
 
 DECISION = Decision(

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import product
 
 from ...launch import Device, next_pow2
-from ...select import Choices, Ordered, Work, ordered
+from ...select import Choices, Work
 from ..common import groups
 from ..common.gemm_choices import Gemm, Tile, tiles_of
-from ..common.groups import MAX_BLOCKS, expected_panels
+from ..common.groups import expected_panels
+from ..common.rows import grid_fits
 from ..common.scaling import GROUP, Scaling
 from .candidates import tables
 from .decision import E4M3, Config, Problem, Product
@@ -102,7 +103,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 def _fits_grid(p: Problem, c: Config) -> bool:
     panels = p.most_panels(c.tile_m)
-    return c.few or all(how.persistent or panels * -(-n // how.tile_n) <= MAX_BLOCKS for n, how in ((p.inter, c.up), (p.hidden, c.down)))
+    return c.few or all(how.persistent or grid_fits(panels * -(-n // how.tile_n)) for n, how in ((p.inter, c.up), (p.hidden, c.down)))
 
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
@@ -151,8 +152,4 @@ def family(p: Problem, c: Config) -> str:
 
 
 CHOICES = Choices("moe", candidates, legal, work, family)
-
-
-def space(p: Problem, device: Device) -> Ordered[Config]:
-    """The configs worth timing on `device`, the one for an untuned call first; all are legal."""
-    return ordered(CHOICES, p, device)
+space = CHOICES.space
