@@ -37,14 +37,16 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-SURVEYED = (*WEIGHTS, "matmul few")  # kinds of a survey: few rows, as in decode, decide most of what a user waits for
+# Kinds of a survey: few rows, as in decode, decide most of what a user waits for; few tiles are
+# hard to choose for.
+SURVEYED = (*WEIGHTS, "matmul few", "matmul wave")
 
 
 def draw(kind: str, count: int, seed: int) -> list[Any]:
     """So many problems of an op; the same for the same seed, and the first ones of a larger count.
 
     kind: the name of an op, or "matmul fp8", "grouped_gemm fp8", "moe fp8" for 8-bit operands, or
-        "matmul few" for up to 64 rows.
+        "matmul few" for up to 64 rows, "matmul wave" for few tiles.
     Raises: ValueError for another kind.
     """
     return list(islice(_problems(kind, seed), count))

@@ -21,6 +21,7 @@ from .scaling import FP8, GROUP, Scaling
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
 LEAST_PART = 512  # of k
+MOST_FEW_WAVES = 2
 MOST_SPLIT_WAVES = 8  # beyond, a last wave is not worth a second launch
 AGAIN = 0.5  # share of a panel of b that comes from memory again for each further band of tile rows, where b does not fit L2
 
@@ -205,7 +206,7 @@ def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
     then what may be done with it.
 
     p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores. g: gathered.
-        r: fast runs. +16: extra_n.
+        r: fast runs. f: only where all tiles fit MOST_FEW_WAVES. +16: extra_n.
     b: swap_ab. A tile_m of 0 is as many rows as a has; u: rows, without b columns, are a sum of two
         powers of two (`fitted_to`).
     Left out: tiles with what `config` has no field for.
@@ -260,7 +261,8 @@ def tables(g: Gemm, device: Device) -> str:
             return f"{known.HOPPER_BLOCK_FEW}, {known.HOPPER_BLOCK}" if g.m <= 32 else known.HOPPER_BLOCK
         if hopper:
             few = f"{known.HOPPER_FP8_FEW}, " if g.m <= known.MOST_SUM_ROWS else ""
-            return few + (known.HOPPER_FP8 if g.fast else known.HOPPER_FP8_PRECISE)
+            wave = f", {known.HOPPER_FP8_WAVE}" if g.m > known.FEW else ""
+            return few + (known.HOPPER_FP8 if g.fast else known.HOPPER_FP8_PRECISE) + wave
         return known.BLACKWELL_FP8 if blackwell else known.CONSUMER_FP8
     if g.gated and blackwell:
         return known.BLACKWELL_GATED
@@ -272,6 +274,8 @@ def tables(g: Gemm, device: Device) -> str:
     if hopper and known.LEAST_CUT < g.n <= known.MOST_CUT:
         many = f"{known.HOPPER_BROAD}, {many}"
     if g.m > known.FEW:
+        if hopper:
+            many = f"{many}, {known.HOPPER_WAVE}"
         return f"{many}, {known.HOPPER_GATHERED}" if hopper and g.pitch % 32 else many
     dot = known.DOT[next_pow2(g.m)] if g.m <= known.MOST_DOT_ROWS and g.k_major else ""
     if hopper:
@@ -291,8 +295,10 @@ def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
         c = fitted_to(found, how, g.m, g.n)
         if c is None or c.tile_m > tallest or (c.tile_shape[0] < g.m <= known.FEW and device.arch == "sm_90"):
             continue
-        yield c
         tiles, resident = g.tiles(c), c.resident(device)
+        if "f" in how and tiles > MOST_FEW_WAVES * resident:
+            continue
+        yield c
         # One row: its launch could not be early (a decode step of Llama-3.2-1B on an H200: 895 us,
         # 957 with persistent blocks).
         if "p" in how and g.m * g.batch > 1 and tiles > resident:

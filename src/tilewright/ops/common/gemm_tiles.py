@@ -40,6 +40,12 @@ HOPPER = (
     "128x128x64 4w 6l b +16, 128x128x64 4w 5l bs +32, 128x128x64 4w 5l bs +64, 64x256x64 8w 4l s, 128x64x128 8w 4l s, 64x128x128 8w 4l s,"
     "64x128x64 8w 4l +128, 128x128x64 8w 4l +64, 128x256x64 8w 4l b +64"
 )
+# Widths between powers of two, and clusters that read one operand once: where few tiles must fill a
+# wave. A second MMA of 16 columns costs as much as one of 40, so these are wider.
+HOPPER_WAVE = (
+    "64x64x128 4w 5l sf +32, 64x64x128 4w 5l bsf +32, 64x128x64 4w 6l sf +32, 64x128x64 4w 6l bsf +32, 128x64x64 4w 6l sf +32,"
+    "64x128x64 4w 5l sf +64, 64x256x64 4w 4l sf +64, 256x64x64 4w 4l bsf +64, 128x512x64 4w 4c 5l bsf"
+)
 HOPPER_GATHERED = (
     "128x128x128 4w 3l gs, 128x128x64 4w 4l gs, 128x128x64 4w 2o 2l gs, 64x128x128 4w 4l gs, 64x128x128 4w 2o 2l gs, 64x64x128 4w 2o 3l gs,"
     "128x256x64 8w 3l gs, 256x128x64 8w 4l gs"
@@ -55,6 +61,10 @@ HOPPER_FP8 = (
     "64x64x512 4w 4l sb, 64x128x256 8w 6l sb, 64x256x128 8w 4l ps, 64x128x256 8w 4l s, 64x128x128 4w 5l s, 128x64x128 8w 5l s,"
     "64x128x128 8w 4l +128, 128x128x128 8w 4l +64, 128x256x128 8w 4l b +64, 128x128x128 4w 5l bs +32, 128x128x128 4w 5l bs +64,"
     "64x64x256 4w 2o 3l sb, 64x64x256 4w 2o 3l s, 64x32x256 4w 2o 3l s"
+)
+HOPPER_FP8_WAVE = (
+    "64x64x256 4w 5l sf +32, 64x64x256 4w 5l bsf +32, 64x128x128 4w 6l sf +32, 64x128x128 4w 6l bsf +32, 128x64x128 4w 6l sf +32,"
+    "64x256x128 4w 4l sf +64, 128x512x128 8w 4c 5l bsf, 128x256x128 8w 2c 5l bsf"
 )
 # Sums of more bits than the tensor core's, for fp32 and fp16 outputs; runs of short ones for bf16
 # outputs and long k. Around runs the compiler waits for each MMA where a warp has fewer sums: 128 x

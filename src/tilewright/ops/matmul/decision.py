@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, hints
 from ..common.gemm_choices import Gemm, Split
 from ..common.pdl import use_pdl
 from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
@@ -17,8 +17,7 @@ from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel, matmul_uneven_persistent_kernel
 
-REDUCE_TILE = 1024  # elements of the output that one block of the reduce kernel sums
-REDUCE_PARTS = 8  # partial tiles that it loads at a time
+REDUCE_TILE, REDUCE_SIDE = 1024, 32  # elements of the output that one block of the reduce kernel sums, and of a side where it transposes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +154,13 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     transposed = c.swap_ab != (c.extra_n > 0)  # the uneven side is the rows: the sum loads powers of two of columns
     height, width = (tile_n, tile_m) if transposed else (tile_m, tile_n)
     scratch = {"partial": ((parts, split_tiles, height, width), torch.float32)}
-    rows = min(height & -height, max(1, REDUCE_TILE // width))
-    shape = {"tile_m": tile_m, "tile_n": tile_n, "group": c.group, "swap_ab": transposed, "rows": rows}
-    reduce = {**shape, "parts": min(REDUCE_PARTS, next_pow2(parts))}
+    columns = min(width & -width, REDUCE_SIDE if transposed else REDUCE_TILE)  # long runs for loads, and transposed for the store too
+    rows = min(height & -height, REDUCE_TILE // columns)
+    shape = {"tile_m": tile_m, "tile_n": tile_n, "group": c.group, "swap_ab": transposed}
+    reduce = {**shape, "rows": rows, "columns": columns, "parts": parts}
     return (
         Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, scratch=scratch, unused=unused),
-        Launch(matmul_reduce_kernel, (split_tiles, height // rows), reduce, occupancy=4, pdl=True),
+        Launch(matmul_reduce_kernel, (split_tiles, height // rows * (width // columns)), reduce, occupancy=4, pdl=True),
     )
 
 

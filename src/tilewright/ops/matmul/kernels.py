@@ -353,26 +353,28 @@ def matmul_reduce_kernel(
     GROUP: ct.Constant[int],
     SWAP_AB: ct.Constant[bool],
     ROWS: ct.Constant[int],
+    COLUMNS: ct.Constant[int],
     PARTS: ct.Constant[int],
 ):
-    """Sums the parts of the tiles that `matmul_kernel` split: block (s, i) takes ROWS rows of the
-    s-th of them.
+    """Sums the PARTS parts of the tiles that `matmul_kernel` split: block (s, i) takes the i-th
+    piece [ROWS, COLUMNS] of the s-th of them.
+
+    PARTS is a constant, so that all loads are on their way at once: a loop, or the sum of one tile
+    of parts, takes three times as long (4.3 and 12.5 us for 3 x 5 MB, H200).
     """
     pdl_overlap()
-    shared, strip = ct.bid(0), ct.bid(1)
+    shared, piece = ct.bid(0), ct.bid(1)
+    width = TILE_M if SWAP_AB else TILE_N  # of a partial tile
+    row, column = piece // (width // COLUMNS), piece % (width // COLUMNS)
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     tile_m, tile_n = grouped_tile(tiles_m * tiles_n - partial.shape[1] + shared, tiles_m, tiles_n, GROUP)
     if SWAP_AB:
-        columns = TILE_M
-        tile_n = tile_n * (TILE_N // ROWS) + strip
-        inside = tile_n * ROWS < out.shape[1]
+        first_m, first_n, PIECE_M, PIECE_N = tile_m * (TILE_M // COLUMNS) + column, tile_n * (TILE_N // ROWS) + row, COLUMNS, ROWS
     else:
-        columns = TILE_N
-        tile_m = tile_m * (TILE_M // ROWS) + strip
-        inside = tile_m * ROWS < out.shape[0]
-    if inside:
-        acc = ct.zeros((ROWS, columns), dtype=ct.float32)
-        for i in range(ct.cdiv(partial.shape[0], PARTS)):
-            part = ct.load(partial, index=(i, shared, strip, 0), shape=(PARTS, 1, ROWS, columns), padding_mode=ZERO, allow_tma=False)
-            acc += ct.sum(part.reshape((PARTS, ROWS, columns)), axis=0)
-        _store(out, tile_m, tile_n, acc, SWAP_AB)
+        first_m, first_n, PIECE_M, PIECE_N = tile_m * (TILE_M // ROWS) + row, tile_n * (TILE_N // COLUMNS) + column, ROWS, COLUMNS
+    if first_m * PIECE_M < out.shape[0] and first_n * PIECE_N < out.shape[1]:
+        acc = ct.zeros((ROWS, COLUMNS), dtype=ct.float32)
+        for part in ct.static_iter(range(PARTS)):
+            tile = ct.load(partial, index=(part, shared, row, column), shape=(1, 1, ROWS, COLUMNS), allow_tma=False)
+            acc += tile.reshape((ROWS, COLUMNS))
+        _store(out, first_m, first_n, acc, SWAP_AB)

@@ -20,6 +20,9 @@ HEADS = ((152_064, 3584), (128_256, 4096))
 DEEPSEEK = ((2112, 7168), (576, 7168), (24_576, 1536), (32_768, 512), (7168, 16_384), (4096, 7168), (7168, 2048))
 
 
+MOST_WAVE_TILES = 264  # of an H200 in two waves
+
+
 def _drawn(count: int, seed: int) -> list[Problem]:
     """Shapes nobody tuned for: m from 1 to 16384, n and k multiples of 8, all log-uniform."""
     draw = random.Random(seed)
@@ -119,6 +122,15 @@ def drawn(s: Sizes) -> Problem:
 def drawn_few(s: Sizes) -> Problem:
     """A decode step of up to 64 users."""
     return replace(drawn_fp8(s) if s.odds(0.25) else drawn(s), m=s.rows(64))
+
+
+def drawn_wave(s: Sizes) -> Problem:
+    """A prompt, or a step of many users, that two waves of 128x128 tiles cover."""
+    while True:
+        p = drawn_fp8(s) if s.odds(0.3) else drawn(s)
+        if p.k >= 512 and -(-p.n // 128) <= MOST_WAVE_TILES // 2:
+            rows = range(65, min(2048, 128 * (MOST_WAVE_TILES // -(-p.n // 128))))
+            return replace(p, m=s.log(rows.start, rows.stop))
 
 
 def drawn_fp8(s: Sizes) -> Problem:
