@@ -97,8 +97,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 def _blocks(p: Problem, c: Config) -> int:
     if c.units:
-        return ct.cdiv(p.tokens * p.dim * p.dtype.itemsize // 16, c.units)
-    return ct.cdiv(p.tokens, c.tokens) * ct.cdiv(p.dim, c.tile_n)
+        return int(ct.cdiv(p.tokens * p.dim * p.dtype.itemsize // 16, c.units))
+    return int(ct.cdiv(p.tokens, c.tokens) * ct.cdiv(p.dim, c.tile_n))
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:

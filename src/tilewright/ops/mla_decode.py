@@ -12,7 +12,7 @@ Bound     Memory (the cache, once) to about 100 heads x tokens; beyond that the 
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ def reference(
     """
     q = torch.cat((q_latent, q_rope), -1)
     options: dict[str, Any] = {"v_dim": q_latent.shape[-1], "block_table": block_table, "kv_start": kv_start, "scale": scale}
-    found: Any = decode.reference(q, cache[:, None], None, kv_len, return_lse=return_lse, **options)
-    return found
+    found = decode.reference(q, cache[:, None], None, kv_len, return_lse=return_lse, **options)
+    return cast(Tensor | tuple[Tensor, Tensor], found)
 
 
 @dataclass(frozen=True, slots=True)

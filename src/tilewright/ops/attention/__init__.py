@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
+from ..common.prefill import Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import (
     DTYPES,
@@ -38,7 +39,7 @@ from ..common.softmax_tiles import (
     check_scales,
     no_keys,
 )
-from .decision import CHOICES, Config, Problem, plan, space
+from .decision import CHOICES, Problem, plan, space
 from .kernels import attention_kernel
 
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]

@@ -98,7 +98,7 @@ class Config:
         """
         across = min(self.threads, self.tile_n // vector(p))  # threads that share a row
         rows = max(1.0, self.tile_m * across / self.threads)
-        return OWN_REGISTERS + self.kept(p.cols) * (1 + vectors * p.dtype.itemsize / 4 / rows)
+        return OWN_REGISTERS + self.kept(p.cols) * (1 + vectors * int(p.dtype.itemsize) / 4 / rows)
 
 
 def threads(config: Any) -> int:
@@ -286,7 +286,7 @@ def _tile_widths(p: Any, size: int, least: int, grouped: bool) -> list[int]:
 
 def tiles(p: Any, c: Config) -> int:
     """How many there are."""
-    return cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n)
+    return int(cdiv(p.rows, c.tile_m) * cdiv(p.cols, c.tile_n))
 
 
 def tile_legal(p: Any, c: Config, device: Device, *, most: int = 64) -> bool:

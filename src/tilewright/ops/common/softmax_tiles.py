@@ -150,7 +150,7 @@ def check_scale_and_window(scale: float | None, window: int | None, head_dim: in
     if window is not None and window < 1:
         raise argument_error("window", "at least 1", window)
     if scale is None:
-        return head_dim**-0.5
+        return float(head_dim**-0.5)
     check_positive(scale, "scale")
     return scale
 

@@ -19,7 +19,7 @@ Bound     Memory: k and v read and written once, q read and written once. For on
           and of the launch that rope and two copies no longer need.
 """
 
-from typing import Any, Optional
+from typing import Optional, cast
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ def reference(
     positions = positions.view(batch, tokens).long()
 
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
-        found: Any = x if weight is None else rms_norm.reference(x, weight, eps, round_before_weight=round_before_weight)
-        return found
+        return x if weight is None else cast(Tensor, rms_norm.reference(x, weight, eps, round_before_weight=round_before_weight))
 
     q, k, v = None if q is None else normed(q, q_norm), normed(k, k_norm), normed(v, v_norm)
     if cos is not None and sin is not None:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, check_out, check_tensor, torch_op
 from ...launch.values import Claims, positive, spans
+from ..common.prefill import Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import LOG2E, check_int32, check_scale_and_window, check_scales, no_keys
-from .decision import CHOICES, Config, Problem, plan, space
+from .decision import CHOICES, Problem, plan, space
 from .kernels import mla_kernel
 
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "mla", "mla_kernel", "mla_out", "plan", "reference", "space"]

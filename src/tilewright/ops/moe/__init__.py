@@ -296,7 +296,8 @@ def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | No
         check_tensor(bias_gate_up[..., None], "bias_gate_up[..., None]", shape=(experts, 2, inter, 1), like=x)
         return bias_gate_up
     check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2 * inter), like=x)
-    return bias_gate_up.unflatten(1, (2, inter))
+    paired: Tensor = bias_gate_up.unflatten(1, (2, inter))
+    return paired
 
 
 def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, inter: int, scaled: bool) -> None:
