@@ -34,7 +34,8 @@ class Mutant(NamedTuple):
     tests: str
 
 
-PLANTED, RACES, BUGS = "cpu/test_interpret_planted.py", "cpu/test_interpret_races.py", "cpu/test_interpret_bugs.py"
+PLANTED = "cpu/test_interpret_planted.py cpu/test_interpret_right.py"
+RACES, BUGS = "cpu/test_interpret_races.py", "cpu/test_interpret_bugs.py"
 INTERPRETED = "cpu/test_interpret_ops.py cpu/test_interpret_memory.py"
 SURVIVED = "cpu/test_survivors.py"
 

@@ -1,12 +1,16 @@
 """Fixtures and settings of many test files."""
 
-import functools
 import gc
 import signal
 
+import front_end
 import pytest
 import torch
-from cuda.tile._passes import hir2ir
+
+
+def pytest_collection_modifyitems(items):
+    """Slow tests first: at the end, one would leave the other processes of a run without work."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish():
@@ -16,7 +20,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    hir2ir.get_signature = functools.cache(hir2ir.get_signature)  # which it asks inspect for at every call of a kernel
+    front_end.remember()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ every architecture.
 """
 
 import dataclasses
+import functools
 import io
 import json
 
@@ -267,6 +268,9 @@ def test_an_unknown_architecture_is_refused(arch):
 
 
 # ----------------------------------------------------------------------------------------- every op
+possible = functools.cache(every_case)  # the price of every config of every case
+
+
 def work_of(problem) -> float:
     cost = problem.cost()
     return cost.size_bytes + cost.flops / 100
@@ -280,7 +284,7 @@ def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(o
     Instructions are left out, because printing them takes longest.
     """
     device = Device.for_arch(arch)
-    problem = max(every_case(op, device), key=work_of, default=None)
+    problem = max(possible(op, device), key=work_of, default=None)
     if problem is None:
         assert not device.has_fp8
         return
@@ -299,7 +303,8 @@ def test_a_spill_shows_without_the_instructions():
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
-def test_what_an_op_would_launch_has_a_signature(op):
+def test_what_an_op_would_launch_has_a_signature(op, monkeypatch):
+    monkeypatch.setattr("tilewright.compile.report.every_case", possible)
     for arch in ARCHS:
         device = Device.for_arch(arch)
         for problem in representative(op, device):

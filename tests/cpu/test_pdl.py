@@ -1,8 +1,10 @@
 """PDL: which plans use it, and that their kernels wait before they touch memory."""
 
 import ast
+import functools
 import inspect
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +26,18 @@ def called(statement: ast.stmt) -> str:
     return ast.unparse(value.func) if isinstance(value, ast.Call) else ""
 
 
+@functools.cache
+def statements(kernel: Any) -> list[ast.stmt]:
+    function = ast.parse(textwrap.dedent(inspect.getsource(kernel._pyfunc))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return function.body[1:] if ast.get_docstring(function) else function.body
+
+
 def waits_first(plan: Launch) -> bool:
     """Whether the kernel begins with `pdl_overlap` and is not persistent, or reads only weights
     between its halves.
     """
-    function = ast.parse(textwrap.dedent(inspect.getsource(plan.kernel._pyfunc))).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    body = function.body[1:] if ast.get_docstring(function) else function.body
+    body = statements(plan.kernel)
     if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == "WHOLE":
         if not constants(plan)["WHOLE"]:
             body = body[0].orelse

@@ -14,6 +14,7 @@ from tilewright.testing.fuzz_draws import DRAWS
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_half_a_minute_of_every_op():
     assert fuzz_command(None, seconds=30, device="cpu") == 0
 

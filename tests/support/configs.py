@@ -2,6 +2,8 @@
 
 from tilewright.launch import Device, forced_config
 
+ROWS = (*range(1, 65), *range(65, 3000, 13))  # of decode steps all; of prompts all remainders of 16
+
 
 def forced_each(op, configs):
     """Yields each config once; it is forced during the caller's loop body."""

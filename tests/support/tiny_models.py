@@ -1,8 +1,12 @@
 """Random transformers models of a few thousand parameters, for the tests of patch and engine."""
 
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tilewright.models import random_model
+import torch
+from torch import Tensor
+
+from tilewright.models import patch, random_model
 
 TINY = {
     "hidden_size": 32,
@@ -27,6 +31,40 @@ PLAIN = {
     "qwen3": {"model_type": "qwen3"},
 }
 
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+MODELS = {
+    **PLAIN,
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 24},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 24, "num_hidden_layers": 6},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "deepseek_v2": {"model_type": "deepseek_v2", **MLA, "topk_method": "greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        **MLA,
+        "q_lora_rank": 12,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "rope_scaling": None},
+}
+
 
 def tiny_model(family: dict, dtype: torch.dtype = torch.float32, **changes: object):
     """A model with TINY's sizes. family, changes: the config's other fields."""
@@ -34,3 +72,31 @@ def tiny_model(family: dict, dtype: torch.dtype = torch.float32, **changes: obje
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(30)  # so that a token tells
     return model
+
+
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
+    return tiny_model(MODELS[name], dtype, **changes)
+
+
+def left_padded() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    ids = torch.randint(3, TINY["vocab_size"], (3, 11))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[2, :1] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def logits(model, inputs: dict[str, Tensor], **options: object) -> Tensor:
+    with torch.inference_mode():
+        return model(**inputs, **options).logits
+
+
+def greedy(model, inputs: dict[str, Tensor], tokens: int = 8, **options: object) -> Tensor:
+    return model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **options)
+
+
+@contextmanager
+def patched(model) -> Iterator[object]:
+    with patch(model):
+        yield model

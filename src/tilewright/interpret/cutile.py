@@ -72,6 +72,7 @@ def parameters_of(kernel: Any) -> dict[str, Any]:
     return dict(zip(function.pysig.parameters, function.parameter_annotations, strict=True))
 
 
+@cache
 def parameter_kinds(kernel: Any) -> dict[str, str]:
     """Parameter name -> "constant" (ct.Constant), "scalar" (annotated as one) or "array", in
     order.

@@ -84,7 +84,8 @@ class Problem:
         options["kv_start"] = int32(starts) if self.has_start else None
         q = randn(self.batch, self.q_heads, self.q_len, self.head_dim)
         key = torch.arange(self.max_len, device=device)
-        unused = torch.stack([(key < start) | (key >= n) for n, start in zip(lengths, starts, strict=True)])  # [batch, max_len]
+        first, end = (torch.tensor(places, device=device)[:, None] for places in (starts, lengths))
+        unused = (key < first) | (key >= end)  # [batch, max_len]
         widths = (self.head_dim,) if self.shared else (self.head_dim, self.columns)
         if not self.page_size:
             caches = [randn(self.batch, self.kv_heads, self.max_len, width) for width in widths]
@@ -97,7 +98,7 @@ class Problem:
             unused = torch.nn.functional.pad(unused, (0, max_pages * self.page_size - self.max_len), value=True)
             shuffled = torch.empty(pages, self.page_size, dtype=torch.bool, device=device)
             shuffled[table.flatten().long()] = unused.view(pages, self.page_size)
-            held = torch.arange(max_pages, device=device) * self.page_size < torch.tensor(lengths, device=device)[:, None]
+            held = torch.arange(max_pages, device=device) * self.page_size < end
             options["block_table"] = torch.where(held, table, 2147480000)  # entries past the length may be anything
             unused = shuffled[:, None, :, None]
         k, *v = (torch.where(unused, torch.nan, x) for x in caches)  # memory that holds no key may hold anything

@@ -1,0 +1,151 @@
+"""Less work for cuda-tile's front end, in which most of the suite's time passes.
+
+It types each kernel again for each set of constants. Every step of that asks the same questions of
+the same objects; here they are asked once. The IR that comes out is the same: test_front_end.py.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, NoneType
+from typing import Any
+
+from cuda.tile._exception import Loc, TileError, TileInternalError
+from cuda.tile._ir import ir, op_impl
+from cuda.tile._ir.core_ops import sym2var
+from cuda.tile._passes import hir2ir
+
+NAMED = {FunctionType, BuiltinFunctionType, str, NoneType}  # constants that no operation computes with
+UNCHANGED: dict[tuple[Any, str], Any] = {}  # what `remember` replaced
+
+
+def remember() -> None:
+    """Replaces the functions below, for as long as the process lives."""
+    for owner, name, new in (
+        (hir2ir, "get_signature", functools.cache(hir2ir.get_signature)),
+        (hir2ir, "_resolve_operand", resolve_operand),
+        (hir2ir, "loosely_typed_const", constant),
+        (hir2ir, "_bind_args", bind_args),
+        (hir2ir, "_wrap_exceptions", Errors),
+        (hir2ir, "retarget_loc", retarget_loc),
+        (ir.Builder, "change_loc", lambda builder, loc: At(builder, loc)),
+        (ir.Operation, "__post_init__", lambda operation: None),  # asserts what all callers see to
+        (ir.Operation, "nested_blocks", property(nested_blocks)),
+        (op_impl.ImplRegistry, "_find_overload", find_overload),
+    ):
+        UNCHANGED.setdefault((owner, name), vars(owner)[name])
+        setattr(owner, name, new)
+
+
+@contextmanager
+def as_installed() -> Iterator[None]:
+    """Within the context cuda-tile is as it came."""
+    ours = {(owner, name): vars(owner)[name] for owner, name in UNCHANGED}
+    try:
+        for (owner, name), old in UNCHANGED.items():
+            setattr(owner, name, old)
+        yield
+    finally:
+        for (owner, name), new in ours.items():
+            setattr(owner, name, new)
+
+
+def resolve_operand(x: Any, scope: Any) -> Any:
+    """A function that is called is a value of the IR once, not once for each call."""
+    return constant(x) if type(x) in NAMED else UNCHANGED[hir2ir, "_resolve_operand"](x, scope)
+
+
+def constant(value: Any) -> Any:
+    if type(value) not in NAMED:
+        return UNCHANGED[hir2ir, "loosely_typed_const"](value)
+    known = vars(ir.Builder.get_current().ir_ctx).setdefault("_named", {})
+    if value not in known:
+        known[value] = sym2var(value, constant_only=True)
+    return known[value]
+
+
+_places: dict[Any, Any] = {}
+
+
+def bind_args(signature: inspect.Signature, name: str, args: Any, kwargs: Any, closure_defaults: Any = None) -> list[Any]:
+    """Which argument is which parameter depends on their number and names only."""
+    key = id(signature), len(args), tuple(kwargs)
+    if key not in _places:
+        _places[key] = signature, _bound(signature, len(args), tuple(kwargs))
+    places = _places[key][1]
+    if places is None:
+        return UNCHANGED[hir2ir, "_bind_args"](signature, name, args, kwargs, closure_defaults)  # type: ignore[no-any-return]
+    values = [*args, *kwargs.values()]
+    return [values[place] if type(place) is int else sym2var(place.default, constant_only=True) for place in places]
+
+
+def _bound(signature: inspect.Signature, count: int, names: tuple[str, ...]) -> list[Any] | None:
+    """Of each parameter the place of its argument, or the parameter; None if one takes several, or
+    its default is not a value.
+    """
+    try:
+        found = signature.bind(*range(count), **{name: count + i for i, name in enumerate(names)}).arguments
+    except TypeError:
+        return None
+    for parameter in signature.parameters.values():
+        several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if several or (parameter.name not in found and isinstance(parameter.default, hir2ir.ClosureDefaultPlaceholder)):
+            return None
+    return [found.get(name, parameter) for name, parameter in signature.parameters.items()]
+
+
+def retarget_loc(loc: Loc, scope: Any) -> Loc:
+    if loc.is_unknown():
+        return loc
+    function = scope.concrete_func_desc if loc.function is scope.func_hir.desc else loc.function
+    return Loc(loc.line, loc.col, loc.filename, loc.last_line, loc.end_col, function, scope.call_site)
+
+
+class Errors:
+    """A context in which errors learn their place."""
+
+    def __init__(self, loc: Loc):
+        self.loc = loc
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, TileError):
+            self.loc.__exit__(kind, error, trace)
+            return
+        inner = TileInternalError(str(error))
+        self.loc.__exit__(TileInternalError, inner, None)
+        raise inner from error
+
+
+class At:
+    """A context in which a builder's operations have a place."""
+
+    def __init__(self, builder: Any, loc: Loc):
+        self.builder, self.loc = builder, loc
+
+    def __enter__(self) -> None:
+        self.before, self.builder._loc = self.builder._loc, self.loc
+
+    def __exit__(self, *unused: object) -> None:
+        self.builder._loc = self.before
+
+
+def nested_blocks(operation: Any) -> tuple[Any, ...]:
+    names = operation._nested_block_names
+    return tuple([getattr(operation, name) for name in names]) if names else ()
+
+
+def find_overload(registry: Any, stub: Any, overload: tuple[Any, ...]) -> Any:
+    known = vars(registry).setdefault("_found", {})
+    try:
+        return known[stub, overload]
+    except KeyError:
+        known[stub, overload] = UNCHANGED[op_impl.ImplRegistry, "_find_overload"](registry, stub, overload)
+        return known[stub, overload]
+    except TypeError:  # not hashable
+        return UNCHANGED[op_impl.ImplRegistry, "_find_overload"](registry, stub, overload)
