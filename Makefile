@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LOCKED := $(PIP) install --no-deps --require-hashes -r requirements
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench docs picture gpu-test clean
+.PHONY: demo test check bench docs picture site notebooks newcomer gpu-test clean
 
 demo: $(VENV)/.demo ## answer a question with SmolLM2-135M, every kernel ours: interpreted without a GPU, compiled with one
-	OMP_NUM_THREADS=$$(nproc) $(BIN)/tilewright demo
+	env -u OMP_NUM_THREADS $(BIN)/tilewright demo # on a CPU it takes as many threads as cores are free
 
 test: check ## the whole CPU suite: what CI runs
 	$(BIN)/python -m pytest tests/cpu tests/fuzz -q -n 2 --dist worksteal
@@ -30,6 +30,15 @@ docs: $(VENV)/.dev ## the tables of README and docs from benchmarks/results; `ma
 picture: $(VENV)/.dev ## docs/report.png: the top of the report as Chromium draws it
 	$(BIN)/tilewright report benchmarks/results/*.jsonl -o $(VENV)/report
 	chromium --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size=1200,1750 --screenshot=docs/report.png $(VENV)/report/index.html
+
+site: $(VENV)/.site ## the web site in build/site: docs, notebooks, API reference, ops gallery, report; no network
+	PYTHONPATH=tools NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebooks: $(VENV)/.dev ## run the notebooks, and write their outputs into them
+	$(BIN)/python tools/notebooks.py
+
+newcomer: $(VENV)/.dev ## the wheel in an empty environment, where the quickstart is followed to the letter
+	$(BIN)/python tools/newcomer.py
 
 gpu-test: $(VENV)/.dev ## the same cases on a GPU
 	$(BIN)/python -m pytest tests/gpu -q
@@ -56,6 +65,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml requirements/demo.lock
 
 $(VENV)/.dev: $(VENV)/.demo requirements/test.lock
 	$(LOCKED)/test.lock
+	touch $@
+
+$(VENV)/.site: $(VENV)/.dev requirements/site.lock
+	$(LOCKED)/site.lock
 	touch $@
 
 clean:

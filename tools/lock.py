@@ -25,6 +25,7 @@ HEADER = "# Made by tools/lock.py. "
 SAYS = {
     "demo": "What `make demo` installs beside torch.",
     "test": "What `make test` installs beside torch.",
+    "site": "What `make site` installs beside what `make test` does.",
     "torch": "PyPI's build of torch, and what it needs beside the packages of the other locks.",
     "torch-cpu": "The CPU build of torch that the suite runs with.",
 }
@@ -67,9 +68,11 @@ def main() -> None:
     of_cuda = {name for name in with_torch if re.match("nvidia-|cuda-|triton", name)} - set(without)
     demo = compiled(wanted("demo"), known="\n".join(pins))
     model = compiled(extras["demo"], "--no-deps")
+    beside = compiled(extras["site"], known="\n".join(pins))
     locks = {
         "demo": {name: everything[name] for name in demo if name not in of_cuda | {"torch"}} | model,
         "test": {name: block for name, block in everything.items() if name not in of_cuda | {"torch"}},
+        "site": {name: block for name, block in beside.items() if name not in everything},
         "torch": {name: everything[name] for name in of_cuda | {"torch"}},
         "torch-cpu": {"torch": " \\\n    --hash=".join(CPU_TORCH)},
     }

@@ -1,9 +1,26 @@
-"""LLM kernels in cuTile Python: one source, compiled for NVIDIA GPUs or interpreted on a CPU."""
+"""Kernels for language models in cuTile Python: compiled for NVIDIA GPUs, or interpreted on a CPU.
 
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
+Attention         attention, attention_decode, mla, mla_decode, sparse_decode, merge_states,
+                  kv_append, pack_kv, unpack_kv
+Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
+8-bit floats      quantize_fp8, rms_norm_quant, silu_mul_quant
+Choosing          argmax, sample, moe_route, rms_norm_route
 
-if find_spec("cuda") is None or find_spec("cuda.tile") is None:
+Models            patch: our kernels in a transformers model; load: a model from a folder or file;
+                  Engine: fast decoding
+Kernels of yours  interpret: run one without a GPU, races and all; compile_report: its registers on
+                  any GPU; testing: the accuracy rule
+
+Ops take tensors on a GPU or on the CPU, and their results are new tensors unless `out=` is given.
+`python -m tilewright -h` lists the commands.
+"""
+
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _find_spec("cuda") is None or _find_spec("cuda.tile") is None:
     raise ImportError("tilewright's kernels are written in cuda-tile, with or without a GPU: pip install 'cuda-tile==1.7.*'")
 
 from .ops.argmax import argmax
@@ -33,22 +50,38 @@ from .ops.silu_mul_quant import silu_mul_quant
 from .ops.softmax import softmax
 from .ops.sparse_decode import pack_kv, sparse_decode, unpack_kv
 
-if TYPE_CHECKING:
-    from .models.patch import patch
+if _TYPE_CHECKING:
+    from . import testing
+    from .compile import compile_report
+    from .engine import Engine
+    from .interpret import interpret
+    from .models import load, patch
 
 __version__ = "0.1.0"
+_LATER = {  # imported when they are asked for: most programs need none of them
+    "Engine": "tilewright.engine",
+    "compile_report": "tilewright.compile",
+    "interpret": "tilewright",  # the package itself, which can be called
+    "load": "tilewright.models",
+    "patch": "tilewright.models",
+    "testing": "tilewright",
+}
 __all__ = [
+    "Engine",
     "__version__",
     "argmax",
     "attention",
     "attention_decode",
     "bmm",
+    "compile_report",
     "dropout",
     "embedding",
     "grouped_gemm",
     "grouped_gemm_list",
+    "interpret",
     "kv_append",
     "layer_norm",
+    "load",
     "matmul",
     "merge_states",
     "mla",
@@ -68,13 +101,17 @@ __all__ = [
     "silu_mul_quant",
     "softmax",
     "sparse_decode",
+    "testing",
     "unpack_kv",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "patch":  # only this name needs transformers
-        from .models.patch import patch
+def __getattr__(name: str) -> object:
+    home = _LATER.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _import_module(f"tilewright.{name}") if home == "tilewright" else getattr(_import_module(home), name)
 
-        return patch
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from .command_line import command, state
+
 app = typer.Typer(
-    help="Language-model kernels in cuTile Python: compiled on a GPU, interpreted on a CPU.",
+    help="Kernels for language models in cuTile Python: compiled on a GPU, interpreted on a CPU.",
+    epilog="Exit codes: 0 fine; 1 something is wrong; 2 it cannot run; 130 stopped by Ctrl-C.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -23,8 +26,7 @@ def option(name: str, told: str, **more: Any) -> Any:
 
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops; all of them if none is given.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-JsonFile = Annotated[Path | None, option("--json", "Also write the results to FILE.", metavar="FILE")]
+Json = Annotated[Path | None, option("--json", "Write the results as JSON too; - is stdout, with the text on stderr.", metavar="FILE")]
 DeviceName = Annotated[str, option("--device", "cpu, cuda or cuda:N. Default: a GPU if there is one.", metavar="DEVICE")]
 Gpu = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")]
 Jobs = Annotated[int | None, option("--jobs", "Compilers to run at once. Default: one a core.", min=1)]
@@ -36,39 +38,27 @@ Trust = Annotated[
 SUITES = ("playbook", "llm", "seeds", "decode")
 ENGINES = ("mega", "graph", "eager", "transformers")
 
-_state = {"traceback": False}
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        from . import __version__
+
+        typer.echo(f"tilewright {__version__}, cuda-tile {version('cuda-tile')}, torch {version('torch')}")
+        raise typer.Exit
 
 
 @app.callback()
-def options(traceback: Annotated[bool, typer.Option("--traceback", help="On an error show the whole Python traceback.")] = False) -> None:
-    _state["traceback"] = traceback
+def options(
+    traceback: Annotated[bool, typer.Option("--traceback", help="On an error show the whole Python traceback.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions.")] = False,
+) -> None:
+    state["traceback"] = traceback
 
 
 def verb(function: Callable[..., int]) -> Callable[..., None]:
-    """Makes a command of a function that returns its exit code.
-
-    An expected error becomes one line on stderr and exit code 1, or the error's own.
-    """
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = function(*args, **kwargs)
-        except (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError) as error:
-            if _state["traceback"]:
-                raise
-            message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-            if isinstance(error, ModuleNotFoundError) and error.name:
-                from .doctor import OPTIONAL
-
-                extra = OPTIONAL.get(error.name.partition(".")[0])
-                message += f": pip install 'tilewright[{extra}]'" if extra else ""
-            typer.echo(f"error: {' '.join(message.split()) or type(error).__name__}", err=True)
-            code = getattr(error, "exit_code", 1)
-        if code:
-            raise typer.Exit(code)
-
-    return app.command(name=function.__name__)(run)
+    return app.command(name=function.__name__)(command(function))
 
 
 @verb
@@ -77,7 +67,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")] = 16,
     device: DeviceName = "",
     dtype: Dtype = "",
-    as_json: Json = False,
+    json_file: Json = None,
 ) -> int:
     """Ask SmolLM2-135M-Instruct a question, with every kernel ours, and compare the tokens with
     stock transformers.
@@ -87,7 +77,7 @@ def demo(
     from .models import demo_gguf
     from .models.command import Question, answer_command, device_and_dtype
 
-    return answer_command(demo_gguf(), *device_and_dtype(device, dtype), Question(question, max_new_tokens), as_json=as_json)
+    return answer_command(demo_gguf(), *device_and_dtype(device, dtype), Question(question, max_new_tokens), json_file=json_file)
 
 
 @verb
@@ -98,6 +88,8 @@ def generate(  # noqa: PLR0913 an option each
     prompt_tokens: Annotated[int, option("--prompt-tokens", "Random prompts of N tokens instead, timed.", metavar="N")] = 0,
     batch: Annotated[int, typer.Option("--batch", help="Prompts at once, with --prompt-tokens.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="Draw tokens of a text; 0 takes the likeliest.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of --temperature: the same seed, the same text.")] = 0,
     engine: Annotated[
         str, typer.Option("--engine", metavar="ENGINE", help="mega, graph, eager (our engine), or transformers (the model patched).")
     ] = "transformers",
@@ -111,9 +103,9 @@ def generate(  # noqa: PLR0913 an option each
     compiled: Annotated[bool, typer.Option("--compiled", help="With --compare: transformers' compiled static-cache mode too.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the model's chat template.")] = False,
     trust_remote_code: Trust = False,
-    as_json: Json = False,
+    json_file: Json = None,
 ) -> int:
-    """Write text greedily, as it comes; or, with --prompt-tokens, measure how fast: times, kernels,
+    """Write text, as it comes; or, with --prompt-tokens, measure how fast: times, kernels,
     share of the bandwidth floor.
     """
     _refuse(
@@ -128,31 +120,34 @@ def generate(  # noqa: PLR0913 an option each
             and (compiled or (compare and not prompt_tokens)),
             f"--device must be cuda or cpu with --tp, which takes the first GPUs, got {device!r}": tp > 1 and ":" in device,
             "--nccl must come with --tp 2 or more": nccl and tp == 1,
+            "--temperature must be 0 with --compare, --prompt-tokens and --engine mega": temperature > 0
+            and (compare or prompt_tokens > 0 or engine == "mega"),
         }
     )
     if prompt_file:
         prompt = sys.stdin.read() if str(prompt_file) == "-" else prompt_file.read_text()
+    from .models import Draw
     from .models.command import Question, answer_command, answer_of_rank, device_and_dtype, load_and_say
 
     where, number_type = device_and_dtype(device, dtype)
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
-    question = Question(prompt, max_new_tokens, raw=raw, engine=engine, stock=compare)
+    question = Question(prompt, max_new_tokens, Draw(temperature, seed), raw=raw, engine=engine, stock=compare)
     with _full_gpu_explained():
         if not prompt_tokens and tp == 1:
-            return answer_command(model, where, number_type, question, as_json=as_json, trust_remote_code=trust_remote_code)
+            return answer_command(model, where, number_type, question, json_file=json_file, trust_remote_code=trust_remote_code)
         from .engine.command import Sizes, measure_command, measure_rank, tell
         from .engine.ranks import run_ranks
 
         ranks: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
         if not prompt_tokens:
-            return int(run_ranks(answer_of_rank, model, number_type, question, as_json, trust_remote_code, **ranks))
+            return int(run_ranks(answer_of_rank, model, number_type, question, json_file, trust_remote_code, **ranks))
         sizes = Sizes(batch, prompt_tokens, max_new_tokens)
         if tp > 1:
-            return tell(run_ranks(measure_rank, model, number_type, sizes, engine, compare, trust_remote_code, **ranks), as_json=as_json)
-        loaded = load_and_say(model, where, number_type, quiet=as_json, trust_remote_code=trust_remote_code)
+            return tell(run_ranks(measure_rank, model, number_type, sizes, engine, compare, trust_remote_code, **ranks), json_file=json_file)
+        loaded = load_and_say(model, where, number_type, trust_remote_code=trust_remote_code)
         baselines = ("eager", "compiled") if compiled else ("eager",) if compare else ()
-        return measure_command(loaded, sizes, engine=engine, baselines=baselines, as_json=as_json)
+        return measure_command(loaded, sizes, engine=engine, baselines=baselines, json_file=json_file)
 
 
 @verb
@@ -190,7 +185,7 @@ def serve(  # noqa: PLR0913 an option each
 @verb
 def bench(  # noqa: PLR0913 an option each
     ops: Ops = None,
-    json_file: JsonFile = None,
+    json_file: Json = None,
     case: Annotated[str, option("--case", "Only cases whose name contains this text.")] = "",
     suite: Annotated[
         str, option("--suite", "playbook, llm, seeds (what has a published figure) or decode (whole models) instead.", metavar="NAME")
@@ -252,7 +247,8 @@ def tune(  # noqa: PLR0913 an option each
     seconds: Annotated[float, option("--seconds", "Begin no problem after as many; what is done is kept.", min=0)] = float("inf"),
     jobs: Jobs = None,
     device: Gpu = "cuda",
-    show: Annotated[bool, typer.Option("--show", help="Print what is stored; tune nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print what is stored, with --case what contains a text; tune nothing.")] = False,
+    json_file: Json = None,
     export: Annotated[Path | None, option("--export", "Write the rows that still hold to FILE.", metavar="FILE")] = None,
     import_file: Annotated[Path | None, option("--import", "Add the rows of FILE.", metavar="FILE")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove rows whose kernel or compiler has changed.")] = False,
@@ -269,6 +265,7 @@ def tune(  # noqa: PLR0913 an option each
 
     if sum(map(bool, (show, export, import_file, prune, survey, pack, fit))) > 1:
         raise ValueError("at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given")
+    _refuse({"--json must come with --show": bool(json_file) and not show})
     if raw and not (survey or pack or fit):
         raise ValueError("--raw must come with --survey, --pack or --fit")
     if survey:
@@ -280,7 +277,7 @@ def tune(  # noqa: PLR0913 an option each
 
         return fit_command(ops, folder=raw)
     if show:
-        return command.show_command(ops)
+        return command.show_command(ops, case=case, json_file=json_file)
     if export:
         return command.export_command(export, ops)
     if import_file:
@@ -300,7 +297,7 @@ def tune(  # noqa: PLR0913 an option each
 def verify(
     ops: Ops = None,
     quick: Annotated[bool, typer.Option("--quick", help="Default configs only, not every config of the space.")] = False,
-    json_file: JsonFile = None,
+    json_file: Json = None,
     device: DeviceName = "",
     fuzz: Annotated[
         float | None, typer.Option("--fuzz", metavar="SECONDS", min=0, help="Draw calls for so long instead, any shapes.", show_default=False)
@@ -321,18 +318,47 @@ def verify(
 
 @verb
 def compile(
-    ops: Ops = None,
-    arch: Annotated[str, option("--arch", "Targets, e.g. sm_90,sm_121. Default: all supported.", metavar="ARCH,...")] = "",
-    json_file: JsonFile = None,
+    ops: Annotated[
+        list[str] | None, typer.Argument(metavar="[OP | FILE.py:KERNEL]...", help="Ops, or kernels of yours. Default: all ops.", show_default=False)
+    ] = None,
+    arch: Annotated[str, option("--arch", "Targets, e.g. sm_90,sm_121. Default: all; sm_90,sm_121 for yours.", metavar="ARCH,...")] = "",
+    json_file: Json = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Default configs only, not every config of the space.")] = False,
     jobs: Jobs = None,
 ) -> int:
     """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions;
     exits with 1 if a default config spills.
     """
+    own = [name for name in ops or () if ".py" in name]
+    _refuse({f"ops and kernels of files must be compiled apart, got {', '.join(ops or ())}": 0 < len(own) < len(ops or ())})
+    if own:
+        from .compile.own_command import compile_own_command
+
+        return compile_own_command(own, archs=arch.split(",") if arch else ("sm_90", "sm_121"), json_file=json_file)
     from .compile.command import compile_command
 
     return compile_command(ops, arch=arch, json_file=json_file, defaults=defaults, jobs=jobs)
+
+
+@verb
+def interpret(
+    kernel: Annotated[str, typer.Argument(metavar="FILE.py:KERNEL", help="A kernel; example_KERNEL() of the file makes its grid and arguments.")],
+    races: Annotated[bool, typer.Option("--races/--no-races", help="Report accesses of different blocks that nothing orders.")] = True,
+    block_order: Annotated[str, typer.Option("--block-order", metavar="ORDER", help="forward, reverse, or a seed that shuffles them.")] = "forward",
+    unwritten: Annotated[bool, typer.Option("--unwritten", help="Report outputs with elements that nobody wrote.")] = False,
+    strict_bounds: Annotated[bool, typer.Option("--strict-bounds", help="Report gathers and scatters outside that padding would hide.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Run the kernel's own lines: python -m pdb -m tilewright interpret ...")] = False,
+    trace: Annotated[Path | None, option("--trace", "Draw what each block loaded, stored and multiplied, as HTML.", metavar="FILE")] = None,
+    json_file: Json = None,
+) -> int:
+    """Run a kernel of yours without a GPU; exits with 1 if it did something undefined."""
+    named = block_order in ("forward", "reverse")
+    _refuse({f"--block-order must be forward, reverse or a seed, got {block_order!r}": not named and not block_order.isdigit()})
+    from .compile.own_command import interpret_command
+
+    order: Any = block_order if named else int(block_order)
+    looked = {"races": races, "unwritten": unwritten, "strict_bounds": strict_bounds, "debug": debug}
+    return interpret_command(kernel, json_file=json_file, trace=trace, block_order=order, **looked)
 
 
 @verb
@@ -341,7 +367,7 @@ def learn(
     seq: Annotated[str, option("--seq", "Sequence lengths of attention. Default: 2048, with --plot 1024 to 16384.", metavar="N,N,...")] = "",
     arch: Annotated[str, option("--arch", "Time nothing; show the resources on this target.", metavar="ARCH")] = "",
     plot: Annotated[Path | None, option("--plot", "Draw rates over sequence lengths, as PNG.", metavar="FILE")] = None,
-    json_file: JsonFile = None,
+    json_file: Json = None,
 ) -> int:
     """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted
     and compiled without one.
@@ -365,7 +391,7 @@ def difftest(  # noqa: PLR0913 an option each
     device: DeviceName = "",
     dtype: Dtype = "",
     trust_remote_code: Trust = False,
-    as_json: Json = False,
+    json_file: Json = None,
 ) -> int:
     """Run one token through the megakernel and its reference machine and compare every intermediate
     value; exit with 1 if one breaks the rule.
@@ -376,16 +402,16 @@ def difftest(  # noqa: PLR0913 an option each
 
     where, number_type = device_and_dtype(device, dtype)
     whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers, stop_after=stop_after)
-    loaded = load_and_say(model, where, number_type, quiet=as_json, layers=layers, trust_remote_code=trust_remote_code)
-    return difftest_command(loaded.model, whole=whole, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, as_json=as_json)
+    loaded = load_and_say(model, where, number_type, layers=layers, trust_remote_code=trust_remote_code)
+    return difftest_command(loaded.model, whole=whole, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, json_file=json_file)
 
 
 @verb
-def doctor(as_json: Json = False) -> int:
+def doctor(json_file: Json = None) -> int:
     """Say what works on this machine and how to fix the rest: GPU, driver, compiler, caches."""
     from .doctor import doctor_command
 
-    return doctor_command(as_json=as_json)
+    return doctor_command(json_file=json_file)
 
 
 def _refuse(rules: dict[str, bool]) -> None:

@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 
 from .launch import Bound, Device, Launch, traced
+from .launch.files import write_json
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 PIP_TOOLCHAIN = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
@@ -94,18 +95,17 @@ class System:
     writable: Callable[[Path], bool] = field(default=lambda path: _writable(path))
 
 
-def doctor_command(as_json: bool = False, *, system: System | None = None, console: Console | None = None) -> int:
-    """Prints every check, as lines or as JSON. Returns 1 if something required fails, else 0."""
+def doctor_command(json_file: Path | None = None, *, system: System | None = None, console: Console | None = None) -> int:
+    """Prints every check. Returns 1 if something required fails, else 0."""
     console = console or Console(soft_wrap=True, highlight=False)
     found: list[Check] = []
     for check in checks(system or System()):
         found.append(check)
-        if not as_json:
-            mark, style = MARKS[check.status]
-            console.print(f"[{style}]{mark}[/] {check.name:<18} ", end="")
-            console.print(check.found + (f"  ->  {check.mend}" if check.mend else ""), markup=False)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(check) for check in found], indent=1))
+        mark, style = MARKS[check.status]
+        console.print(f"[{style}]{mark}[/] {check.name:<18} ", end="")
+        console.print(check.found + (f"  ->  {check.mend}" if check.mend else ""), markup=False)
+    if json_file:
+        write_json(json_file, [dataclasses.asdict(check) for check in found])
     return 1 if any(check.status == "fail" for check in found) else 0
 
 

@@ -1,5 +1,6 @@
 """The command line: options reach their functions, errors are one line, output is text or JSON."""
 
+import io
 import json
 import math
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
+import tilewright
 import tilewright.bench.command
 import tilewright.compile.command
 import tilewright.doctor
@@ -72,7 +75,7 @@ def test_generate_compares_with_transformers(folder: Path) -> None:
 def test_generate_prints_one_json_object_and_reads_a_prompt_file(folder: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Hi there")
-    result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", 3, "--device", "cpu", "--json")
+    result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", 3, "--device", "cpu", "--json", "-")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["dtype"] == "float32"
@@ -105,7 +108,7 @@ def test_generate_measures_beside_transformers(folder: Path, engine: str) -> Non
 
 
 def test_generate_measurements_as_json_lines(folder: Path) -> None:
-    sizes = ("--batch", 2, "--prompt-tokens", 5, "--max-new-tokens", 3, "--device", "cpu", "--engine", "eager", "--compare", "--json")
+    sizes = ("--batch", 2, "--prompt-tokens", 5, "--max-new-tokens", 3, "--device", "cpu", "--engine", "eager", "--compare", "--json", "-")
     result = run("generate", "--model", folder, *sizes)
     (row,) = map(json.loads, result.stdout.splitlines())
     assert row["op"] == "generate"
@@ -140,15 +143,15 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2", "--engine", "eager", "--compare"), "error: --compare must come with --prompt-t"),
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2", "--engine", "eager", "--device", "cuda:0"), "error: --device must be cuda or"),
         (("generate", "--model", "x", "--prompt", "x", "--nccl"), "error: --nccl must come with --tp 2 or more"),
-        (("generate", "--model", "nowhere", "--prompt-file", "absent.txt"), "error: [Errno 2] No such file or directory: 'absent.txt'"),
+        (("generate", "--model", "nowhere", "--prompt-file", "absent.txt"), "error: absent.txt cannot be used: no such file or directory"),
         (("demo", "--device", "tpu"), "error: --device must be cpu, cuda or cuda:N, got 'tpu'"),
         (("demo", "--dtype", "int3", "--device", "cpu"), "error: --dtype must be one of float32, bfloat16, float16, got 'int3'"),
         (("verify", "no_such_op", "--device", "cpu"), "error: op must be one of"),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_1(arguments: tuple[str, ...], message: str) -> None:
+def test_an_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
 
@@ -156,7 +159,7 @@ def test_an_error_is_one_line_and_exit_code_1(arguments: tuple[str, ...], messag
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_an_error() -> None:
     result = run("demo", "--device", "cuda")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr == "error: --device must name a GPU of this machine, which has 0, got 'cuda'\n"
 
 
@@ -173,7 +176,7 @@ def test_a_full_gpu_is_one_line_that_says_what_to_lower(folder: Path, monkeypatc
 
     monkeypatch.setattr(tilewright.engine.command, "measure_command", full)
     result = run("generate", "--model", folder, "--prompt-tokens", 5, "--device", "cpu")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: CUDA out of memory. Tried to allocate 20.00 GiB. lower --batch")
     assert result.stderr.count("\n") == 1
 
@@ -219,7 +222,7 @@ def test_unknown_options_and_verbs_exit_with_2() -> None:
             ("--arch", "sm_90,sm_121", "--defaults", "--jobs", "3"),
             (([],), {"arch": "sm_90,sm_121", "json_file": None, "defaults": True, "jobs": 3}),
         ),
-        ("doctor", tilewright.doctor, ("--json",), ((), {"as_json": True})),
+        ("doctor", tilewright.doctor, ("--json", "d.json"), ((), {"json_file": Path("d.json")})),
     ],
 )
 def test_options_reach_the_function_of_the_room(monkeypatch: pytest.MonkeyPatch, verb: str, module, arguments, passed) -> None:
@@ -242,7 +245,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: p
 
     monkeypatch.setattr(tilewright.bench.command, "bench_command", command)
     result = run("bench")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pip install 'tilewright[bench]'" in result.output
 
 
@@ -290,5 +293,78 @@ def test_suites_of_the_engine_come_from_the_engine(monkeypatch: pytest.MonkeyPat
 )
 def test_options_that_exclude_each_other_are_refused(arguments, message):
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
+
+
+# ------------------------------------------------------------------ what all verbs have in common
+def test_the_package_is_a_program_with_versions_and_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "tilewright", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"tilewright {tilewright.__version__}, cuda-tile 1.")
+    assert "Exit codes: 0 fine; 1 something is wrong; 2 it cannot run" in run("-h").output
+    assert run("verify", "-h").exit_code == 0
+    assert "complete" in run("--show-completion", "bash").output.lower()
+
+
+def test_json_goes_to_a_file_or_to_stdout_with_the_text_on_stderr(tmp_path: Path) -> None:
+    arguments = ("verify", "merge_states", "--quick", "--device", "cpu", "--json")
+    result = run(*arguments, tmp_path / "new" / "v.json")
+    assert result.exit_code == 0, result.output
+    assert "merge_states" in result.stdout
+    whole = json.loads((tmp_path / "new" / "v.json").read_text())
+    result = run(*arguments, "-")
+    assert json.loads(result.stdout)["ops"] == whole["ops"]
+    assert "merge_states" in result.stderr
+
+
+def test_a_json_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilewright.testing.command, "verify_command", lambda *_, **__: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    for name in (tmp_path, tmp_path / "file" / "v.json"):
+        result = run("verify", "--json", name)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: --json must be a file, or - for stdout, got")
+
+
+def test_ctrl_c_keeps_what_is_done_as_valid_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, count = tilewright.testing.command.check_op, []
+
+    def stopped(op, *rest):
+        if op.__name__.endswith("merge_states"):
+            raise KeyboardInterrupt
+        count.append(op)
+        return check(op, *rest)
+
+    monkeypatch.setattr(tilewright.testing.command, "check_op", stopped)
+    result = run("verify", "embedding", "merge_states", "--quick", "--device", "cpu", "--json", tmp_path / "v.json")
+    assert (result.exit_code, result.stderr) == (130, "stopped\n")
+    assert [line["op"] for line in json.loads((tmp_path / "v.json").read_text())["ops"]] == ["embedding"]
+    monkeypatch.setattr(tilewright.compile.command, "compile_ops", lambda *_, **__: stopped(tilewright.ops.merge_states))
+    result = run("compile", "merge_states", "--json", tmp_path / "c.json")
+    assert result.exit_code == 130
+    assert json.loads((tmp_path / "c.json").read_text())["stopped"]
+
+
+def test_long_work_says_how_far_it_is_where_nobody_sees_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    lines = tilewright.compile.command.Lines(Console(file=out))
+    lines.say("compiled 1 of 9")
+    monkeypatch.setattr(tilewright.compile.command, "EVERY_S", 0.0)
+    lines.say("compiled 2 of 9")
+    assert out.getvalue() == "compiled 2 of 9\n"
+
+
+def test_a_temperature_draws_tokens_that_a_seed_repeats(folder: Path) -> None:
+    def tokens(*more: object) -> list[int]:
+        arguments = ("generate", "--model", folder, "--prompt", "Hi", "--max-new-tokens", 6, "--device", "cpu", "--json", "-", *more)
+        return json.loads(run(*arguments).stdout)["ours"]["tokens"]
+
+    greedy = tokens()
+    for engine in ("transformers", "eager"):
+        hot = tokens("--temperature", 5, "--seed", 1, "--engine", engine)
+        assert hot == tokens("--temperature", 5, "--seed", 1, "--engine", engine)
+        assert hot != tokens("--temperature", 5, "--seed", 2, "--engine", engine)
+        assert hot != greedy
+    result = run("generate", "--model", folder, "--prompt", "Hi", "--temperature", 1, "--compare")
+    assert result.exit_code == 2
+    assert "--temperature must be 0 with --compare" in result.stderr

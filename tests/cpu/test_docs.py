@@ -5,7 +5,9 @@ exists.
 import ast
 import importlib
 import inspect
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,11 +15,15 @@ from pathlib import Path
 
 import pytest
 import typer
+from page_names import NAMES, NOT_RUN, ON_A_CPU
 
 import tilewright
 from tilewright.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from notebooks import output, run, written  # noqa: E402
+
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*GUIDES, *sorted((ROOT / "notes").glob("*.md"))]
 VERBS = typer.main.get_command(app).commands
@@ -45,12 +51,15 @@ def test_the_source_names_pages_that_exist():
             assert (ROOT / path).exists(), f"{file.relative_to(ROOT)} names {path}"
 
 
-def test_the_readme_leads_to_every_page_and_verb():
-    text = (ROOT / "README.md").read_text()
+def test_the_readme_leads_to_every_page_and_the_site_to_every_verb():
+    text, site = (ROOT / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f"docs/{page.name}" in text, f"README does not name docs/{page.name}"
+        assert re.search(rf"\b{page.name}", site), f"mkdocs.yml has no docs/{page.name}"
+    for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{notebook.stem}.md" in site, f"mkdocs.yml has no {notebook.name}"
     for verb in VERBS:
-        assert f"| `tilewright {verb}" in text, f"README has no line for tilewright {verb}"
+        assert f"| `tilewright {verb}" in (ROOT / "docs" / "command-line.md").read_text(), f"docs/command-line.md has no tilewright {verb}"
 
 
 def test_every_public_name_is_in_some_guide():
@@ -119,7 +128,40 @@ def test_long_lines_are_found():
     assert too_long(text) == [word, f"| {word}{word} |"]
 
 
-def test_the_readme_s_first_snippet_runs():
-    code = blocks(ROOT / "README.md", "python")[0]
-    assert 'device="cuda"' in code
-    exec(code.replace("4096", "256").replace('device="cuda"', 'device="cpu"'), {})
+@pytest.mark.parametrize("page", [page for page in GUIDES if blocks(page, "python")], ids=lambda p: p.name)
+def test_code_runs_as_a_reader_would_run_it(page, tmp_path, monkeypatch, capsys):
+    """From top to bottom in one session, on this CPU."""
+    monkeypatch.chdir(tmp_path)
+    found = NAMES.get(page.name, dict)() | {"__name__": "__main__"}
+    for number, code in enumerate(blocks(page, "python")):
+        if (page.name, number) not in NOT_RUN:
+            for there, here in ON_A_CPU.items():
+                code = code.replace(there, here)
+            output(code, f"{page.name}:{number}", found)
+
+
+def test_what_is_not_run_is_there():
+    for page, number in NOT_RUN:
+        assert number < len(blocks(ROOT / "docs" / page, "python")), f"{page} has no block {number}"
+
+
+@pytest.mark.parametrize("name", ["first-kernel", "softmax-and-a-race", "patch-a-model", "engine"])
+def test_a_notebook_holds_the_outputs_of_a_run(name):
+    """The others compile for minutes where nothing is cached: tools/notebooks.py --check."""
+    path = ROOT / "docs" / "notebooks" / f"{name}.ipynb"
+    assert written(run(json.loads(path.read_text()), name)) == path.read_text()
+
+
+@pytest.mark.parametrize("name", ["torch_compile", "transformers_model"])
+def test_an_example_runs(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert re.search("the same result|stock transformers: True", capsys.readouterr().out)
+
+
+def test_an_op_in_a_package_of_ones_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "own_op" / "src"))
+    tests = runpy.run_path(str(ROOT / "examples" / "own_op" / "tests" / "test_scaled_add.py"))
+    for name, test in tests.items():
+        if name.startswith("test_"):
+            test()

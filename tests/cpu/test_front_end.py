@@ -28,8 +28,8 @@ def test_the_programs_are_those_of_cuda_tile_as_it_is_installed(op, monkeypatch)
     """The first case as an H200 runs it."""
     made = []
 
-    def noted(kernel, constraints, *, debug):
-        made.append((kernel, constraints, codegen.compile_program(kernel, constraints, debug=debug)))
+    def noted(kernel, constraints, **options):
+        made.append((kernel, constraints, codegen.compile_program(kernel, constraints, **options)))
         return made[-1][-1]
 
     monkeypatch.setattr(run, "_programs", {})
@@ -66,7 +66,7 @@ def python_fails(x):
 def test_the_errors_are_those_of_cuda_tile_as_it_is_installed(kernel):
     def error():
         with pytest.raises(ct.TileError) as caught:
-            interpret.interpret((1,), kernel, (torch.zeros(16),))
+            interpret.interpret(kernel, (1,), (torch.zeros(16),))
         return type(caught.value), str(caught.value)
 
     ours = error()

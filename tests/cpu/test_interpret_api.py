@@ -15,6 +15,7 @@ import torch
 
 from tilewright import interpret as package
 from tilewright.interpret import KernelError, checking, compiled_count, cutile, interpret, source, version
+from tilewright.interpret import threads as threads_module
 
 
 @ct.kernel
@@ -26,7 +27,7 @@ def scale(x, out, factor, n: ct.Constant[int]):
 def test_one_specialisation_serves_every_shape_stride_and_value():
     def run(n: int, factor: float, stride: int = 1) -> None:
         x, out = torch.randn(n * stride)[::stride], torch.empty(n)
-        interpret((-(-n // 16),), scale, (x, out, factor, 16))
+        interpret(scale, (-(-n // 16),), (x, out, factor, 16))
         torch.testing.assert_close(out, x * factor)
 
     run(16, 1.5)
@@ -38,15 +39,15 @@ def test_one_specialisation_serves_every_shape_stride_and_value():
 
 def test_types_constants_and_ranks_are_specialised_for():
     x, out = torch.ones(16), torch.empty(16)
-    interpret((1,), scale, (x, out, 2.0, 16))
+    interpret(scale, (1,), (x, out, 2.0, 16))
     before = compiled_count()
-    interpret((1,), scale, (x, out, 2, 16))
-    interpret((1,), scale, (x.double(), out.double(), 2.0, 16))
-    interpret((2,), scale, (x, out, 2.0, 8))
+    interpret(scale, (1,), (x, out, 2, 16))
+    interpret(scale, (1,), (x.double(), out.double(), 2.0, 16))
+    interpret(scale, (2,), (x, out, 2.0, 8))
     assert compiled_count() == before + 3
-    interpret((2,), scale, (x, out, 3.0, 8))
+    interpret(scale, (2,), (x, out, 3.0, 8))
     hinted = scale.replace_hints(occupancy=2)
-    interpret((2,), hinted, (x, out, 2.0, 8))
+    interpret(hinted, (2,), (x, out, 2.0, 8))
     assert compiled_count() == before + 3  # hints do not change what is computed
 
 
@@ -59,13 +60,13 @@ def test_the_generated_python_can_be_read():
 # ---------------------------------------------------------------------------------------- arguments
 def test_numpy_arrays_are_arguments():
     x, out = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)
-    interpret((1,), scale, (x, out, 2.0, 8))
+    interpret(scale, (1,), (x, out, 2.0, 8))
     np.testing.assert_array_equal(out, x * 2)
 
 
 def test_tensors_that_need_a_gradient_are_read():
     x, out = torch.ones(8, requires_grad=True), torch.empty(8)
-    interpret((1,), scale, (x, out, 2.0, 8))
+    interpret(scale, (1,), (x, out, 2.0, 8))
     assert out.eq(2).all()
 
 
@@ -75,7 +76,7 @@ def test_empty_arrays_and_scalars_of_rank_zero():
         ct.store(y, (), ct.load(y, (), ()) + ct.num_tiles(x, 0, (4,)).astype(ct.float32))
 
     y = torch.tensor(3.0)
-    interpret((1,), kernel, (torch.empty(0), y))
+    interpret(kernel, (1,), (torch.empty(0), y))
     assert y.item() == 3
 
 
@@ -90,7 +91,7 @@ def test_lists_and_nested_tuples():
 
     xs = [torch.randn(4) for _ in range(3)]
     a, out = torch.randn(4), torch.empty(4)
-    interpret((1,), kernel, (xs, ((a, 2), 0.5), out))
+    interpret(kernel, (1,), (xs, ((a, 2), 0.5), out))
     torch.testing.assert_close(out, sum(xs) * 2 + a + 0.5)
 
 
@@ -101,12 +102,12 @@ def test_wide_scalars_and_static_shapes():
 
     out = torch.zeros(1, dtype=torch.int64)
     for length in (4, 8):
-        interpret((1,), kernel, (out, 1 << 40, torch.ones(length)))
+        interpret(kernel, (1,), (out, 1 << 40, torch.ones(length)))
         assert out.item() == (1 << 40) + length
 
 
 @pytest.mark.parametrize(("args", "error", "message"), [
-    ((torch.ones(8), torch.empty(8), 2.0), TypeError, "Kernel expects 4 arguments but 3 were given"),
+    ((torch.ones(8), torch.empty(8), 2.0), TypeError, r"args must be 4 values, as many as scale has parameters \(x, out, factor, n\), got 3"),
     ((torch.ones(8), torch.empty(8), "two", 8), TypeError, "kernel argument #2: Objects of type 'str' are not supported"),
     ((torch.ones(8), torch.empty(8), 2.0, torch.ones(1)), TypeError, "kernel argument #3: Could not interpret object of type 'Tensor' as a constant"),
     ((torch.ones(8), torch.empty(8), 1 << 40, 8), OverflowError, "int32"),
@@ -115,13 +116,13 @@ def test_wide_scalars_and_static_shapes():
 ])  # fmt: skip
 def test_wrong_arguments(args, error, message):
     with pytest.raises(error, match=message):
-        interpret((1,), scale, args)
+        interpret(scale, (1,), args)
 
 
 @pytest.mark.parametrize("grid", [(1, 1, 1, 1), (1 << 24,), (1, 65536), (1, 1, 65536), (-1,)])
 def test_grids_that_no_gpu_launches(grid):
     with pytest.raises(ValueError, match=r"[Gg]rid"):
-        interpret(grid, scale, (torch.ones(8), torch.empty(8), 2.0, 8))
+        interpret(scale, grid, (torch.ones(8), torch.empty(8), 2.0, 8))
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -133,7 +134,7 @@ def note_order(count, order):
 def orders(order) -> list[int]:
     count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
     with checking(order=order):
-        interpret((3, 4), note_order, (count, out))
+        interpret(note_order, (3, 4), (count, out))
     return out.T.flatten().tolist()
 
 
@@ -156,10 +157,10 @@ def test_options_nest_and_end_with_their_context():
     x = torch.zeros(4)
     with checking(races=True):
         with checking(order="reverse"), pytest.raises(KernelError, match="race"):
-            interpret((2,), race, (x,))
+            interpret(race, (2,), (x,))
         with checking(races=False):
-            interpret((2,), race, (x,))
-    interpret((2,), race, (x,))
+            interpret(race, (2,), (x,))
+    interpret(race, (2,), (x,))
 
 
 def test_printing(capsys):
@@ -168,7 +169,7 @@ def test_printing(capsys):
         ct.printf("%d: %5.1f %x%%\n", ct.bid(0), ct.load(x, (0,), (2,)), 255)
         print("block", ct.bid(0))
 
-    interpret((2,), kernel, (torch.tensor([1.5, -2.0]),))
+    interpret(kernel, (2,), (torch.tensor([1.5, -2.0]),))
     assert capsys.readouterr().out == "0: [  1.5,  -2.0] ff%\nblock 0\n1: [  1.5,  -2.0] ff%\nblock 1\n"
 
 
@@ -196,10 +197,10 @@ def test_debug_mode_runs_the_kernels_own_lines_and_variables():
 
     out = torch.zeros(1)
     with checking(debug=True):
-        interpret((1,), stepped, (torch.ones(1, 4), out, 4))
+        interpret(stepped, (1,), (torch.ones(1, 4), out, 4))
         sys.settrace(trace)
         try:
-            interpret((1,), stepped, (torch.ones(1, 4), out, 4))
+            interpret(stepped, (1,), (torch.ones(1, 4), out, 4))
         finally:
             sys.settrace(None)
     assert out.item() == -4
@@ -219,7 +220,7 @@ def test_errors_in_debug_mode_name_the_same_line():
         ct.store(out, (0,), t)
 
     with checking(debug=True), pytest.raises(KernelError, match="lies entirely outside") as caught:
-        interpret((1,), kernel, (torch.zeros(8), torch.zeros(8)))
+        interpret(kernel, (1,), (torch.zeros(8), torch.zeros(8)))
     file, line, _ = caught.value.places[0]
     assert "# BUG" in linecache.getline(file, line)
 
@@ -238,7 +239,7 @@ def test_pdb_stops_in_a_kernel(tmp_path):
             ct.store(out, (ct.bid(0),), row * 2)
 
         with checking(debug=True):
-            interpret((2,), kernel, (torch.arange(8.0), torch.zeros(8)))
+            interpret(kernel, (2,), (torch.arange(8.0), torch.zeros(8)))
         """)
     )
     commands = "b script.py:9\nc\np row.tolist()\nc\np row.tolist()\nq\n"
@@ -248,6 +249,22 @@ def test_pdb_stops_in_a_kernel(tmp_path):
     assert "ct.store(out, (ct.bid(0),), row * 2)" in done.stdout, done.stdout + done.stderr
     assert "[0.0, 1.0, 2.0, 3.0]" in done.stdout, done.stdout
     assert "[4.0, 5.0, 6.0, 7.0]" in done.stdout, done.stdout
+
+
+# ------------------------------------------------------------------------------------------ threads
+@pytest.mark.parametrize(("load", "given", "threads"), [(0.2, "", 4), (2.6, "", 1), (9.0, "", 1), (9.0, "3", 4)])
+def test_products_take_no_more_threads_than_cores_are_free(monkeypatch, load, given, threads):
+    monkeypatch.setattr(threads_module.os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(threads_module.os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        threads_module.choose_threads()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------- signatures

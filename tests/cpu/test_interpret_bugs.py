@@ -20,7 +20,7 @@ def test_tile_entirely_outside():
 
     bug((2,), kernel, (zeros(8), zeros(8)), "tile (2,) of shape (4,) lies entirely outside array x: float32[8]", (1, 0, 0))
     with checking(strict=False):
-        interpret((2,), kernel, (zeros(8), zeros(8)))
+        interpret(kernel, (2,), (zeros(8), zeros(8)))
 
 
 def test_negative_tile_index():
@@ -104,13 +104,13 @@ def test_a_kernels_write_initialises_for_later_launches():
 
     with checking():
         mark_uninitialised(x)
-        interpret((1,), fill, (x,))
+        interpret(fill, (1,), (x,))
         with pytest.raises(KernelError, match=r"element \(0, 4\) of x"):
-            interpret((1,), read, (x, out))
-        interpret((2,), fill, (x,))
-        interpret((1,), read, (x, out))
+            interpret(read, (1,), (x, out))
+        interpret(fill, (2,), (x,))
+        interpret(read, (1,), (x, out))
     assert out.eq(2).all()
-    interpret((1,), read, (torch.empty(2, 8), out))  # over with the context
+    interpret(read, (1,), (torch.empty(2, 8), out))  # over with the context
 
 
 def test_an_atomic_reads():
@@ -127,12 +127,12 @@ def test_memory_allocated_inside_the_context():
         x, filled, copied, zeroed = torch.empty(8), torch.empty(8).fill_(1), torch.empty_like(zeros(8)), torch.zeros(8)
         copied[:] = 3
         for written in (filled, copied, zeroed):
-            interpret((2,), add_one, (written, torch.empty(8)))
+            interpret(add_one, (2,), (written, torch.empty(8)))
         with pytest.raises(KernelError, match=r"read of uninitialised memory: element \(0,\) of x"):
-            interpret((2,), add_one, (x, torch.empty(8)))
-        interpret((2,), add_one, (filled, x))
-        interpret((2,), add_one, (x, torch.empty(8)))
-    interpret((2,), add_one, (torch.empty(8), torch.empty(8)))
+            interpret(add_one, (2,), (x, torch.empty(8)))
+        interpret(add_one, (2,), (filled, x))
+        interpret(add_one, (2,), (x, torch.empty(8)))
+    interpret(add_one, (2,), (torch.empty(8), torch.empty(8)))
 
 
 def test_marks_need_a_context():
@@ -181,7 +181,7 @@ def test_deadlock():
             pass
 
     with pytest.raises(Deadlock, match="2 blocks wait, and none has changed memory"):
-        interpret((2,), kernel, (integers(1),))
+        interpret(kernel, (2,), (integers(1),))
 
 
 def test_a_plain_load_in_a_spin_loop():
@@ -200,9 +200,9 @@ def test_a_plain_load_in_a_spin_loop():
             ct.scatter(flag, 0, 1)
 
     with pytest.raises(Deadlock, match="the only block left loops"):
-        interpret((2,), kernel, (integers(1), zeros(1)))
+        interpret(kernel, (2,), (integers(1), zeros(1)))
     with checking(races=True), pytest.raises(KernelError, match="race between blocks"):
-        interpret((2,), kernel, (integers(1), zeros(1)))
+        interpret(kernel, (2,), (integers(1), zeros(1)))
 
 
 def test_what_does_not_type_is_the_front_ends_error():
@@ -218,6 +218,6 @@ def test_what_does_not_type_is_the_front_ends_error():
         ct.store(out, (0,), ct.load(x, (0,), (6,)))
 
     with pytest.raises(ct.TileTypeError, match="depends on path taken"):
-        interpret((1,), changes_type, (zeros(12), zeros(4)))
+        interpret(changes_type, (1,), (zeros(12), zeros(4)))
     with pytest.raises(ct.TileTypeError, match="not a power of two"):
-        interpret((1,), odd_shape, (zeros(12), zeros(12)))
+        interpret(odd_shape, (1,), (zeros(12), zeros(12)))

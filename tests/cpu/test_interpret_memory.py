@@ -25,7 +25,7 @@ def copy_tiles(x, out, rows: ct.Constant[int], columns: ct.Constant[int]):
 def test_partial_tiles_are_copied_exactly(dtype):
     x = numbers((13, 21), dtype)
     out = torch.zeros_like(x)
-    interpret((4, 3), copy_tiles, (x, out, 4, 8))
+    interpret(copy_tiles, (4, 3), (x, out, 4, 8))
     assert torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 
@@ -37,13 +37,13 @@ def test_partial_tiles_are_copied_exactly(dtype):
 def test_any_strides(strided):
     x = strided(numbers((16, 32)))
     out = torch.zeros(x.shape)
-    interpret((-(-x.shape[0] // 4), -(-x.shape[1] // 8)), copy_tiles, (x, out, 4, 8))
+    interpret(copy_tiles, (-(-x.shape[0] // 4), -(-x.shape[1] // 8)), (x, out, 4, 8))
     assert torch.equal(out, x)
 
 
 def test_stores_leave_what_lies_around_alone():
     whole = torch.full((20, 20), -1.0)
-    interpret((2, 2), copy_tiles, (numbers((5, 7)), whole[2:7, 3:10], 4, 4))
+    interpret(copy_tiles, (2, 2), (numbers((5, 7)), whole[2:7, 3:10], 4, 4))
     expected = torch.full((20, 20), -1.0)
     expected[2:7, 3:10] = numbers((5, 7))
     assert torch.equal(whole, expected)
@@ -61,7 +61,7 @@ def test_padding_modes(mode, dtype):
 
     x = numbers((3, 5), dtype)
     out = torch.empty(4, 8, dtype=dtype)
-    interpret((1,), kernel, (x, out))
+    interpret(kernel, (1,), (x, out))
     expected = torch.full((4, 8), PADDING[mode], dtype=dtype)
     expected[:3, :5] = x
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
@@ -76,10 +76,10 @@ def test_undetermined_padding_is_poison_unless_told_otherwise(dtype, poison):
         ct.store(out, (0,), ct.load(x, (0,), (4,)))
 
     x, out = numbers((3,), dtype), torch.empty(4, dtype=dtype)
-    interpret((1,), kernel, (x, out))
+    interpret(kernel, (1,), (x, out))
     assert out[3].isnan() if poison is None else out[3] == poison
     with checking(strict=False):
-        interpret((1,), kernel, (x, out))
+        interpret(kernel, (1,), (x, out))
     assert out[3] == 0
 
 
@@ -92,7 +92,7 @@ def test_axis_order():
     x = numbers((6, 10))
     out = torch.zeros(10, 6)
     with checking(strict=False):
-        interpret((3, 3), kernel, (x, out))
+        interpret(kernel, (3, 3), (x, out))
     assert torch.equal(out, x.T)
 
 
@@ -105,7 +105,7 @@ def test_tiles_that_overlap():
         ct.scatter(out, (i, 4), view.num_tiles(0).astype(ct.float32))
 
     x, out = numbers((7,)), torch.zeros(4, 5)
-    interpret((4,), kernel, (x, out))
+    interpret(kernel, (4,), (x, out))
     padded = torch.cat((x, torch.zeros(3)))
     assert torch.equal(out[:, :4], padded.unfold(0, 4, 2)[:4])
     assert out[:, 4].eq(4).all()
@@ -119,7 +119,7 @@ def test_slices_of_arrays():
             ct.store(out, (i, 0), ct.load(part, (i, 0), (2, 4), padding_mode=Pad.ZERO) + part.shape[0])
 
     x, out = numbers((10, 4)), torch.zeros(6, 4)
-    interpret((1,), kernel, (x, out, 3, 8))
+    interpret(kernel, (1,), (x, out, 3, 8))
     expected = torch.full((6, 4), 5.0)
     expected[:5] += x[3:8]
     assert torch.equal(out, expected)
@@ -136,7 +136,7 @@ def test_gather_and_scatter():
     rows = torch.tensor([0, 3, 2, 1, -1, 4, 3, 0], dtype=torch.int32)
     columns = torch.tensor([0, 3, 1, 2, 0, 0, -1, 1], dtype=torch.int32)
     out = torch.full((8,), -1.0)
-    interpret((1,), kernel, (x, rows, columns, out, 7))
+    interpret(kernel, (1,), (x, rows, columns, out, 7))
     gathered = [0.0, 15.0, -5.0, 6.0, -5.0, -5.0, -5.0]  # masked, or outside the array
     assert out.tolist() == [-1.0, *reversed(gathered)]
 
@@ -147,7 +147,7 @@ def test_load_with_an_index_tile():
         ct.store(out, (0, 0), ct.load_advanced_indexing(x, (ct.load(rows, (0,), (4,)), ct.Slice(0, 4)), padding_mode=Pad.ZERO))
 
     x, rows, out = numbers((6, 4)), torch.tensor([5, 0, 5, 9], dtype=torch.int32), torch.empty(4, 4)
-    interpret((1,), kernel, (x, rows, out))
+    interpret(kernel, (1,), (x, rows, out))
     assert torch.equal(out, torch.cat((x[[5, 0, 5]], torch.zeros(1, 4))))
 
 
@@ -159,7 +159,7 @@ def test_a_load_keeps_its_values_when_the_array_is_overwritten():
         ct.store(out, (0,), before)
 
     x, out = numbers((4,)) + 1, torch.zeros(4)
-    interpret((1,), kernel, (x, out))
+    interpret(kernel, (1,), (x, out))
     assert out.tolist() == [1, 2, 3, 4]
 
 
@@ -186,7 +186,7 @@ def test_a_load_keeps_its_values_when_an_alias_is_overwritten(through):
     x, out = numbers((4,)) + 1, torch.zeros(4)
     alias = {"a view": x.view(4), "a list": [x[:]]}.get(through, x)
     kernel = {"a list": listed, "an atomic": atomic}.get(through, plain)
-    interpret((1,), kernel, (x, alias, out))
+    interpret(kernel, (1,), (x, alias, out))
     assert out.tolist() == [1, 2, 3, 4]
     assert x.tolist() == [2, 4, 6, 8]
 
@@ -209,7 +209,7 @@ def test_an_array_that_nothing_writes_is_not_copied():
     x, out = numbers((8,)), torch.zeros(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Machine, "load", spy)
-        interpret((1,), kernel, (x, out))
+        interpret(kernel, (1,), (x, out))
     assert np.shares_memory(seen[0], x.numpy())
 
 
@@ -224,7 +224,7 @@ def test_atomic_add_returns_the_value_before(dtype):
     x = torch.zeros(4, dtype=dtype)
     at = torch.tensor([0, 1, 0, 3, 0, 1, 7, 3], dtype=torch.int32)
     before = torch.zeros(8, dtype=dtype)
-    interpret((1,), kernel, (x, at, torch.arange(1, 9).to(dtype), before))
+    interpret(kernel, (1,), (x, at, torch.arange(1, 9).to(dtype), before))
     assert x.double().tolist() == [9.0, 8.0, 0.0, 12.0]
     assert before.double().tolist()[:6] == [0.0, 0.0, 1.0, 0.0, 4.0, 2.0]
     assert before.double().tolist()[7] == 4.0
@@ -243,7 +243,7 @@ def test_the_other_atomics():
         ct.scatter(before, 7, ct.atomic_cas(x, 7, 4, 12))
 
     x, before = torch.full((8,), 3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    interpret((1,), kernel, (x, before))
+    interpret(kernel, (1,), (x, before))
     assert before.tolist() == [3] * 8
     assert x.tolist() == [7, 9, -9, 2, 11, 2, 11, 3]
 
@@ -257,7 +257,7 @@ def test_blocks_add_up():
     for order in ("forward", "reverse", 3):
         total.zero_()
         with checking(order=order):
-            interpret((10,), kernel, (x, total))
+            interpret(kernel, (10,), (x, total))
         assert total.item() == x.sum()
 
 
@@ -267,7 +267,7 @@ def test_atomic_stores_through_a_view():
         out.tiled_view((4, 4)).atomic_store_add((0, 1), ct.load(x, (ct.bid(0), 0), (4, 4)))
 
     x, out = numbers((8, 4)), torch.zeros(4, 6)
-    interpret((2,), kernel, (x, out))
+    interpret(kernel, (2,), (x, out))
     expected = torch.zeros(4, 6)
     expected[:, 4:] = (x[:4] + x[4:])[:, :2]
     assert torch.equal(out, expected)
@@ -281,5 +281,5 @@ def test_raw_memory():
         out.get_raw_memory().store_offset(ct.arange(4, dtype=ct.int32), t)
 
     x, out = numbers((2, 4)), torch.zeros(4)
-    interpret((1,), kernel, (x, out))
+    interpret(kernel, (1,), (x, out))
     assert out.tolist() == [0.0, 2.0, 4.0, 6.0]

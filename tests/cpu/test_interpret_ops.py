@@ -28,7 +28,7 @@ def unary(function, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> to
         ct.store(out, (0,), function(ct.load(x, (0,), (n,))))
 
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype)
-    interpret((1,), kernel, (x, out, x.numel()))
+    interpret(kernel, (1,), (x, out, x.numel()))
     return out
 
 
@@ -38,7 +38,7 @@ def binary(function, x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | 
         ct.store(out, (0,), function(ct.load(x, (0,), (n,)), ct.load(y, (0,), (n,))))
 
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype)
-    interpret((1,), kernel, (x, y, out, x.numel()))
+    interpret(kernel, (1,), (x, y, out, x.numel()))
     return out
 
 
@@ -177,7 +177,7 @@ def test_a_literal_carried_by_a_loop_has_the_loops_type():
         ct.store(out, (0,), ct.full((1,), s, ct.int32))
 
     out = torch.zeros(1, dtype=torch.int32)
-    interpret((1,), kernel, (out,))
+    interpret(kernel, (1,), (out,))
     assert out.item() == -2147483648
 
 
@@ -195,7 +195,7 @@ def test_shape_operations():
 
     x = torch.arange(32.0).reshape(4, 8)
     out = torch.empty(4, 4, 4)
-    interpret((1,), kernel, (x, out))
+    interpret(kernel, (1,), (x, out))
     t = x.T.reshape(2, 4, 4)
     t = torch.cat((t, t), 0)
     t[0:2, 0:2, :] = t[2:4, 2:4, :] * 10
@@ -211,7 +211,7 @@ def test_broadcasting_rows_against_columns():
 
     x, y = torch.arange(4.0), torch.arange(8.0)
     out = torch.empty(4, 8)
-    interpret((1,), kernel, (x, y, out))
+    interpret(kernel, (1,), (x, y, out))
     assert torch.equal(out, torch.where(x[:, None] * y > 3, x[:, None].expand(4, 8), 7.0))
 
 
@@ -228,7 +228,7 @@ def test_tiles_that_are_only_broadcasts_are_whole_where_they_must_be():
         ct.store(out, (0, 0), t)
 
     out, total, product = torch.empty(8, 4), torch.empty(8), torch.empty(4, 4)
-    interpret((1,), kernel, (out, total, product))
+    interpret(kernel, (1,), (out, total, product))
     assert torch.equal(total, torch.full((8,), 8.0))
     assert torch.equal(product, torch.full((4, 4), 33.0))
     assert torch.equal(out, (2 + 2 * torch.arange(4.0)).expand(8, 4))
@@ -245,7 +245,7 @@ def test_mma(dtype, acc):
 
     x, y = values(dtype, 512).reshape(16, 32), values(dtype, 256).reshape(32, 8)
     out = torch.empty(16, 8, dtype=getattr(torch, acc.name))
-    interpret((1,), kernel, (x, y, out))
+    interpret(kernel, (1,), (x, y, out))
     exact = x.double() @ y.double() + 1
     tolerance = 0 if dtype is torch.int8 else 1e-2 if acc is ct.float16 else 1e-5
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
@@ -259,7 +259,7 @@ def test_tf32_drops_mantissa_bits():
 
     x = torch.full((16, 16), 1 + 2.0**-13)
     out = torch.empty(16, 16)
-    interpret((1,), kernel, (x, torch.eye(16), out))
+    interpret(kernel, (1,), (x, torch.eye(16), out))
     assert torch.equal(out, torch.ones(16, 16))
 
 
@@ -281,7 +281,7 @@ def test_product_of_partial_tiles(m, n, k, fill):
     around[0, :m, :k], around[1, :n, :k] = values(torch.float32, m * k).reshape(m, k), values(torch.float32, n * k).reshape(n, k)
     x, y = around[:1, :m, :k], around[1, :n, :k]
     out = torch.zeros(16, 16)
-    interpret((1,), kernel, (x, y, out))
+    interpret(kernel, (1,), (x, y, out))
     expected = torch.full((16, 16), 2.0)
     expected[:m, :n] += x[0] @ y.T
     torch.testing.assert_close(out, expected)
@@ -297,7 +297,7 @@ def test_partial_tiles_of_different_extents():
     x, y = torch.ones(4, 9), torch.ones(12, 4)
     y[10, 2] = torch.inf
     out = torch.empty(4, 4)
-    interpret((1,), kernel, (x, y, out))
+    interpret(kernel, (1,), (x, y, out))
     expected = torch.full((4, 4), 9.0)
     expected[:, 2] = torch.nan  # 0 * inf, as on a GPU
     torch.testing.assert_close(out, expected, equal_nan=True)
@@ -320,7 +320,7 @@ def test_reductions(axis, dtype):
     n = x.shape[1 - axis]
     out = [torch.empty(n, dtype=dtype) for _ in range(4)]
     at = torch.empty(n, dtype=torch.int32)
-    interpret((1,), kernel, (x, *out, at))
+    interpret(kernel, (1,), (x, *out, at))
     tolerance = {"rtol": 1e-2, "atol": 2e-2} if dtype is torch.float16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(out[0], x.sum(axis).to(dtype), **tolerance)
     torch.testing.assert_close(out[1], x.prod(axis).to(dtype), **tolerance)
@@ -339,7 +339,7 @@ def test_scans(reverse):
 
     x = values(torch.int32, 32).reshape(4, 8)
     sums, products = torch.empty_like(x), torch.empty_like(x)
-    interpret((1,), kernel, (x, sums, products))
+    interpret(kernel, (1,), (x, sums, products))
     flip = (lambda t, d: t.flip(d)) if reverse else (lambda t, d: t)
     assert torch.equal(sums, flip(flip(x, 1).cumsum(1), 1).int())
     assert torch.equal(products, flip(flip(x, 0).cumprod(0), 0).int())
@@ -360,7 +360,7 @@ def test_reduction_and_scan_with_a_function_of_several_tiles():
 
     x = values(torch.float32, 16)
     best, at, running = torch.empty(1), torch.empty(1, dtype=torch.int32), torch.empty(16)
-    interpret((1,), kernel, (x, best, at, running))
+    interpret(kernel, (1,), (x, best, at, running))
     assert best.item() == x.max()
     assert at.item() == x.argmax()
     assert torch.equal(running, x.cummax(0).values)
@@ -388,7 +388,7 @@ def test_loops_branches_and_early_ends():
 
     x = torch.tensor([1, -5, 2, 3, 101, 50], dtype=torch.int32)
     out = torch.zeros(2, dtype=torch.int32)
-    interpret((1,), kernel, (x, out, 6))
+    interpret(kernel, (1,), (x, out, 6))
     assert out.tolist() == [6, 8]
 
 
@@ -405,7 +405,7 @@ def test_nested_loops_carry_tiles():
 
     x = values(torch.float32, 16)
     out = torch.empty(4)
-    interpret((1,), kernel, (x, out))
+    interpret(kernel, (1,), (x, out))
     rows = x.reshape(4, 4)
     torch.testing.assert_close(out, 3 * rows[0] + 2 * rows[1] + rows[2])
 
@@ -425,9 +425,9 @@ def test_helpers_closures_tuples_and_constants():
 
     x = values(torch.float32, 4)
     out = torch.empty(4)
-    interpret((1,), kernel, (x, out, (2, 0.5), 3.0, True))
+    interpret(kernel, (1,), (x, out, (2, 0.5), 3.0, True))
     torch.testing.assert_close(out, (x * 3 + 2) * 3 + 2 - 0.5)
-    interpret((1,), kernel, (x, out, (2, 0.5), 3.0, False))
+    interpret(kernel, (1,), (x, out, (2, 0.5), 3.0, False))
     torch.testing.assert_close(out, (x * 3 + 2) * 3 + 2)
 
 
@@ -438,4 +438,4 @@ def test_a_range_must_step_forward():
             ct.scatter(x, i, 1.0)
 
     with pytest.raises(KernelError, match="step must be positive, got 0"):
-        interpret((1,), kernel, (torch.zeros(4), 0))
+        interpret(kernel, (1,), (torch.zeros(4), 0))

@@ -57,9 +57,9 @@ def readers_then_writer(x, flags, out, known: ct.Constant[int]):
 def test_one_of_three_readers_is_not_waited_for(forgotten, order):
     kernel = ct.kernel(readers_then_writer)
     with checking(races=True, order=order), pytest.raises(KernelError, match=rf"block \({forgotten}, 0, 0\)"):
-        interpret((4,), kernel, (zeros(1), integers(3), zeros(3), 7 & ~(1 << forgotten)))
+        interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7 & ~(1 << forgotten)))
     with checking(races=True, order=order):
-        interpret((4,), kernel, (zeros(1), integers(3), zeros(3), 7))
+        interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7))
 
 
 @planted(40, "write of element (0,) of x: float32[1], with nothing that orders it after a read by block (0, 0, 0)", rows(1), ints(40), rows(40))
@@ -348,7 +348,7 @@ def test_there_are_enough():
 def test_every_seed_finds_the_two_locks(order):
     kernel = next(p.values[1] for p in PLANTED if p.id == "two_locks_in_opposite_order")
     with checking(order=order), pytest.raises(Deadlock, match="deadlock: 2 blocks wait"):
-        interpret((2,), kernel, (integers(2), zeros(4)))
+        interpret(kernel, (2,), (integers(2), zeros(4)))
 
 
 def test_named_outputs_must_be_written():
@@ -360,5 +360,5 @@ def test_named_outputs_must_be_written():
     with checking(unwritten=True):
         torch.empty(8)
         scratch = torch.empty(8)
-        interpret((1,), next(p.values[1] for p in PLANTED if p.id == "the_last_tile_is_forgotten"), (scratch,))
+        interpret(next(p.values[1] for p in PLANTED if p.id == "the_last_tile_is_forgotten"), (1,), (scratch,))
         del scratch  # nobody holds it at the end: not an output

@@ -17,7 +17,7 @@ def test_two_blocks_write_one_tile():
     what = "write of element (0,) of x: float32[4], with nothing that orders it after a write by block (0, 0, 0) at"
     bug((2,), kernel, (zeros(4),), what, (1, 0, 0), races=True)
     bug((2,), kernel, (zeros(4),), "by block (1, 0, 0)", (0, 0, 0), races=True, order="reverse")
-    interpret((2,), kernel, (zeros(4),))  # not looked for unless asked for
+    interpret(kernel, (2,), (zeros(4),))  # not looked for unless asked for
 
 
 def test_sum_without_an_atomic():
@@ -114,7 +114,7 @@ def test_arguments_that_share_memory_are_one_memory():
     memory = zeros(8)
     bug((2,), kernel, (memory[:6], memory[3:]), "write of element (0,) of y: float32[5], with nothing that orders", (1, 0, 0), races=True)
     with checking(races=True):
-        interpret((2,), kernel, (memory[:4], memory[4:]))
+        interpret(kernel, (2,), (memory[:4], memory[4:]))
 
 
 # --------------------------------------------------------------------------------- no false reports
@@ -123,7 +123,7 @@ class TestRightKernels:
     def test_last_block(self, order):
         out = zeros(1)
         with checking(races=True, order=order):
-            interpret((4,), last_block, (torch.ones(16), zeros(4), integers(1), out))
+            interpret(last_block, (4,), (torch.ones(16), zeros(4), integers(1), out))
         assert out.item() == 16
 
     def test_sum_by_atomics(self, order):
@@ -133,7 +133,7 @@ class TestRightKernels:
 
         total = zeros(1)
         with checking(races=True, order=order):
-            interpret((4,), kernel, (torch.ones(16), total))
+            interpret(kernel, (4,), (torch.ones(16), total))
         assert total.item() == 16
 
     def test_lock(self, order):
@@ -146,7 +146,7 @@ class TestRightKernels:
 
         total = zeros(4)
         with checking(races=True, order=order):
-            interpret((5,), kernel, (integers(1), total))
+            interpret(kernel, (5,), (integers(1), total))
         assert total.tolist() == [5.0] * 4
 
     def test_hand_over_to_an_earlier_block(self, order):
@@ -162,7 +162,7 @@ class TestRightKernels:
 
         out = zeros(8)
         with checking(races=True, order=order):
-            interpret((2,), kernel, (integers(1), out))
+            interpret(kernel, (2,), (integers(1), out))
         assert out.tolist() == [6.0] * 4 + [5.0] * 4
 
     def test_flag_by_ordered_load_and_store(self, order):
@@ -179,7 +179,7 @@ class TestRightKernels:
 
         out = zeros(8)
         with checking(races=True, order=order):
-            interpret((2,), kernel, (integers(1), out))
+            interpret(kernel, (2,), (integers(1), out))
         assert out.tolist() == [6.0] * 4 + [5.0] * 4
 
     def test_grid_barriers(self, order):
@@ -196,7 +196,7 @@ class TestRightKernels:
         x = zeros(4, 6)
         x[0] = torch.arange(6.0)
         with checking(races=True, order=order):
-            interpret((6,), kernel, (x, integers(1), 6))
+            interpret(kernel, (6,), (x, integers(1), 6))
         assert torch.equal(x[3], torch.arange(6.0).roll(-3) + 3)
 
     def test_release_carried_on_by_relaxed_atomics(self, order):
@@ -217,5 +217,5 @@ class TestRightKernels:
 
         out = zeros(1)
         with checking(races=True, order=order):
-            interpret((3,), kernel, (integers(1), zeros(1), out))
+            interpret(kernel, (3,), (integers(1), zeros(1), out))
         assert out.item() == 7

@@ -131,7 +131,7 @@ def writes(change):
         for i in range(4):
             for j in range(6):
                 try:
-                    interpret((1,), read, (x, i, j, zeros(1)))
+                    interpret(read, (1,), (x, i, j, zeros(1)))
                     found[i, j] = True
                 except KernelError:
                     pass

@@ -106,7 +106,7 @@ def test_the_interpreter_takes_the_grids_that_a_gpu_takes(axis):
     grid = [1, 1, 1]
     grid[axis] = most + 1
     with pytest.raises(ValueError, match=rf"grid\[{axis}\] must be in 0\.\.{most}, got {most + 1}"):
-        interpret(tuple(grid), touch, (x,))
+        interpret(touch, tuple(grid), (x,))
     assert x == 0
 
 

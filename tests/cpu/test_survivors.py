@@ -110,7 +110,7 @@ def test_a_maximum_leaves_out_nan_unless_it_is_asked_for(dtype):
         ct.store(out, (1,), ct.maximum(t, ct.full((2,), 1.0, x.dtype), propagate_nan=True))
 
     out = torch.zeros(4, dtype=dtype)
-    interpret((1,), kernel, (torch.tensor([torch.nan, 2.0], dtype=dtype), out))
+    interpret(kernel, (1,), (torch.tensor([torch.nan, 2.0], dtype=dtype), out))
     assert out[:2].tolist() == [1.0, 2.0]
     assert out[2].isnan()
     assert out[3] == 2
@@ -129,5 +129,5 @@ def test_padding_that_is_not_zero_reaches_a_product():
         ct.store(out, (0, 0), ct.mma(a, b, ct.zeros((16, 16), ct.float32)))
 
     out = torch.zeros(16, 16)
-    interpret((1,), kernel, (torch.ones(16, 12), torch.ones(12, 16), out))
+    interpret(kernel, (1,), (torch.ones(16, 12), torch.ones(12, 16), out))
     assert out.isnan().all()

@@ -419,6 +419,12 @@ def test_show_export_import_prune(tmp_path, capsys):
     assert "kernel changed" in shown
     assert "2.00x" in shown
     assert "rms_norm: untuned takes 2.000x the time in geomean, at worst 2.00x, of 1 rows" in shown
+    (line,) = [line for line in shown.splitlines() if "rows=99" in line]  # one line each, for grep
+    assert "kernel changed" in line
+    rows = tmp_path / "rows.json"
+    show_command(case="rows=99", json_file=rows, console=console)
+    assert [row["state"] for row in json.loads(rows.read_text())] == ["kernel changed"]
+    assert "rows=16" not in capsys.readouterr().out
     file = tmp_path / "out" / "H200.json"
     export_command(file, ["rms_norm"], console=console)
     assert [row.problem["rows"] for row in read_rows(file)] == [16]

@@ -21,7 +21,7 @@ def integers(*shape: int) -> torch.Tensor:
 def bug(grid, kernel, args, what: str, block: tuple[int, ...], **options) -> KernelError:
     """Runs a kernel that has a line marked BUG, which the error must name."""
     with checking(**options), pytest.raises(KernelError, match=re.escape(what)) as caught:
-        interpret(grid, kernel, args)
+        interpret(kernel, grid, args)
     error = caught.value
     file, line, function = error.places[0]
     assert "# BUG" in linecache.getline(file, line), linecache.getline(file, line)
@@ -38,7 +38,7 @@ def run_with_everything(blocks, kernel, arguments, **options):
     """Every check there is, blocks in the usual order unless an option says otherwise."""
     with checking(races=True, uninitialised=True, unwritten=True, strict_bounds=True, **options):
         held = tuple(make() for make in arguments)  # an output that somebody holds
-        interpret((blocks,), kernel, held)
+        interpret(kernel, (blocks,), held)
 
 
 def rows(*shape):

@@ -15,7 +15,8 @@ import torch
 from cuda.tile import _cext, _compile, compilation
 from torch.overrides import TorchFunctionMode
 
-from tilewright.interpret import cutile, interpret
+from tilewright.interpret import cutile
+from tilewright.interpret.run import execute
 
 ARCHITECTURE = (10, 0)
 
@@ -60,7 +61,7 @@ class Generator(torch.Generator):
 def launch(stream, grid, kernel, args, /, *, programmatic_dependent_launch=None):
     if not isinstance(kernel, ct.kernel):
         raise TypeError(f"launch() kernel must be a tile kernel, got {type(kernel).__name__}")
-    interpret(tuple(grid), kernel, args)
+    execute(kernel, tuple(grid), args)
 
 
 def without_shapes(constraint):

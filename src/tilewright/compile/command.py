@@ -1,6 +1,7 @@
 """`tilewright compile`: a table for a terminal, lines for a pipe, JSON for a program."""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import ops as all_ops
-from ..launch import Device
+from ..launch import Device, argument_error
+from ..launch.files import write_json
 from .cache import toolchain
+from .disassemble import require_tools
 from .report import ARCHS, Row, compile_ops
 
 COLUMNS = ("op", "arch", "kernel", "regs", "stack B", "smem B", "matrix", "UTMALDG", "LDL", "STL", "cubin B", "s", "", "config", "first problem")
+EVERY_S = 10.0  # between lines that say how far it is
 NUMBERS = {"regs", "stack B", "smem B", "UTMALDG", "LDL", "STL", "cubin B", "s"}
 
 
@@ -36,36 +40,50 @@ def compile_command(
         json_file: the rows, with versions, are written there too.
         defaults: only the config an untuned call would use, for every real and benchmark case.
         jobs: processes; by default one per core.
-    Returns: 1 if a default config spills or fails, 2 for an unknown op or architecture, else 0.
+    Returns: 1 if a default config spills or fails, else 0.
+    Raises: ValueError or KeyError for an unknown op or architecture; ToolMissing without one.
     """
     console = console or Console(soft_wrap=True, highlight=False)
+    require_tools()
     archs = [name.strip() for name in arch.split(",") if name.strip()] or list(ARCHS)
-    try:
-        chosen = all_ops.named(ops)
-        for name in archs:
-            if Device.for_arch(name).is_cpu:
-                raise KeyError(f"arch must be a GPU's, got {name!r}")
-    except (KeyError, ValueError) as error:
-        console.print(str(error.args[0] if error.args else error), style="red")
-        return 2
+    chosen = all_ops.named(ops)
+    for name in archs:
+        if Device.for_arch(name).is_cpu:
+            raise argument_error("arch", "a GPU's", repr(name))
     with Progress(
         TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as progress:
         bar = progress.add_task("compile", total=None)
-        rows = compile_ops(
-            chosen,
-            archs,
-            defaults_only=defaults,
-            jobs=jobs,
-            on_done=lambda done, distinct: progress.update(bar, completed=done, total=distinct),
-        )
+        lines = Lines(progress.console)
+
+        def show(done: int, distinct: int) -> None:
+            progress.update(bar, completed=done, total=distinct)
+            lines.say(f"compiled {done} of {distinct}")
+
+        try:
+            rows = compile_ops(chosen, archs, defaults_only=defaults, jobs=jobs, on_done=show)
+        except KeyboardInterrupt:
+            if json_file:  # what is compiled is in the cache: the same command goes on from there
+                write_json(json_file, as_json([]) | {"stopped": True})
+            raise
     print_rows(console, rows)
     for line in summary(rows):
         console.print(line)
     if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(as_json(rows)), indent=1) + b"\n")
+        write_json(json_file, as_json(rows))
     return exit_code(rows)
+
+
+class Lines:
+    """A line now and then, where nobody sees a progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.last = console, time.monotonic()
+
+    def say(self, line: str) -> None:
+        if not self.console.is_terminal and time.monotonic() - self.last >= EVERY_S:
+            self.last = time.monotonic()
+            self.console.print(line)
 
 
 def exit_code(rows: Sequence[Row]) -> int:

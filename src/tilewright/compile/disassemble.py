@@ -17,7 +17,7 @@ USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shar
 OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)", re.MULTILINE)
 MATRIX = re.compile(r"(UTC\w*MMA|[A-Z]*GMMA|[A-Z]MMA)(\d\w*)?")
 
-
+TOOLS = ("tileiras", "cuobjdump", "nvdisasm")
 MOST_STACK = 64  # bytes of a thread that a config may spill and still be timed, or be a default
 
 
@@ -74,7 +74,7 @@ def find_tool(name: str, environ: Mapping[str, str] = os.environ) -> Path | None
 def disassemble(cubin: bytes) -> Resources:
     """Reads the one kernel of `cubin`.
 
-    Raises FileNotFoundError that names the package to install if cuobjdump or nvdisasm is missing.
+    Raises ToolMissing, which names the package to install if cuobjdump or nvdisasm is missing.
     """
     tool = _needed("cuobjdump")
     return parse(_printed([tool, "-res-usage", "-sass"], cubin, os.environ | {"NVDISASM_PATH": str(_needed("nvdisasm").parent)}))
@@ -85,15 +85,25 @@ def usage(cubin: bytes) -> Resources:
 
     Takes 2 ms; disassembling its instructions would take 400.
 
-    Raises FileNotFoundError that names the package to install if cuobjdump is missing.
+    Raises ToolMissing, which names the package to install if cuobjdump is missing.
     """
     return parse(_printed([_needed("cuobjdump"), "-res-usage"], cubin, os.environ))
+
+
+class ToolMissing(FileNotFoundError):
+    """The compiler, or a tool that reads its binaries, is not installed."""
+
+
+def require_tools() -> None:
+    """Raises ToolMissing unless kernels can be compiled and their binaries be read."""
+    for name in TOOLS:
+        _needed(name)
 
 
 def _needed(name: str) -> Path:
     path = find_tool(name)
     if path is None:
-        raise FileNotFoundError(f"{name} must be installed (pip install nvidia-cuda-{name}), got none in the environment, PATH or CUDA_HOME")
+        raise ToolMissing(f"{name} must be installed (pip install 'tilewright[cuda]'), got none in the environment, PATH or CUDA_HOME")
     return path
 
 

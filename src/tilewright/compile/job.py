@@ -86,31 +86,42 @@ class Job:
 
     def build(self) -> bytes:
         """The binary. Raises what cuTile or its compiler raise."""
-        kernel = self.find_kernel()
-        hints = {name: value for name, value in zip(HINTS, self.hints, strict=True) if value is not None}
-        cubin = io.BytesIO()
-        with ct.compiler_timeout(TIMEOUT_S):
-            export_kernel(
-                kernel.replace_hints(**hints) if hints else kernel,
-                [kernel_signature(kernel, self.args)],
-                cubin,
-                gpu_code=self.arch,
-                output_format="cubin",
-            )
-        return cubin.getvalue()
+        return binary(self._hinted(), self.args, self.arch)
 
     def run(self) -> Compiled:
-        """Builds and disassembles.
-
-        An error is part of the result: one broken kernel must not hide the others.
-        """
-        start = time.perf_counter()
+        """Builds and disassembles."""
         try:
-            cubin = self.build()
-            seconds = time.perf_counter() - start
-            return Compiled(disassemble(cubin), len(cubin), round(seconds, 3))
-        except Exception as error:
-            return Compiled(compile_s=round(time.perf_counter() - start, 3), error=one_line(error))
+            kernel = self._hinted()
+        except Exception as error:  # its module cannot be imported here
+            return Compiled(error=one_line(error))
+        return compiled(kernel, self.args, self.arch)
+
+    def _hinted(self) -> Any:
+        kernel = self.find_kernel()
+        hints = {name: value for name, value in zip(HINTS, self.hints, strict=True) if value is not None}
+        return kernel.replace_hints(**hints) if hints else kernel
+
+
+def binary(kernel: Any, args: tuple[Any, ...], arch: str) -> bytes:
+    """What a launch with these arguments would load. Raises what cuTile or its compiler raise."""
+    cubin = io.BytesIO()
+    with ct.compiler_timeout(TIMEOUT_S):
+        export_kernel(kernel, [kernel_signature(kernel, args)], cubin, gpu_code=arch, output_format="cubin")
+    return cubin.getvalue()
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], arch: str) -> Compiled:
+    """Builds and disassembles.
+
+    An error is part of the result: one broken kernel must not hide the others.
+    """
+    start = time.perf_counter()
+    try:
+        cubin = binary(kernel, args, arch)
+        seconds = time.perf_counter() - start
+        return Compiled(disassemble(cubin), len(cubin), round(seconds, 3))
+    except Exception as error:
+        return Compiled(compile_s=round(time.perf_counter() - start, 3), error=one_line(error))
 
 
 def one_line(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..bench.ceilings import measure_ceilings
 from ..bench.report import command, versions
 from ..launch import Device, argument_error
+from ..launch.files import replace_file
 from ..models import Loaded, load, patch
 from .engine import Engine, OnProgress
 from .measure import Run, run_engine, run_transformers
@@ -96,7 +97,7 @@ class Measured:
         self.logits.clear()
 
 
-def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], as_json: bool) -> int:
+def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], json_file: Path | None) -> int:
     """Times `engine` beside unpatched transformers: "eager", "graph", "mega", or "transformers" for
     the patched model. Returns the exit code: 1 if the graph's tokens are not those of the eager
     engine. The megakernel sums in another order; its tokens are compared with the graph's, without
@@ -129,15 +130,16 @@ def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tup
     if given is not None:
         with in_float32(model):
             found.keep_distances(_stock_logits(model, prompts, given))
-    return tell(found, as_json=as_json)
+    return tell(found, json_file=json_file)
 
 
-def tell(found: Measured, *, as_json: bool) -> int:
-    """Prints the results. Returns the exit code."""
-    for line in rows_of(found) if as_json else ():
-        print(json.dumps(line))
+def tell(found: Measured, *, json_file: Path | None) -> int:
+    """Prints the results. json_file: gets a line of JSON for each row. Returns the exit code."""
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(json_file, "".join(json.dumps(line) + "\n" for line in rows_of(found)).encode())
     # The table needs about 130 columns.
-    _show(Console(quiet=as_json, highlight=False, width=None if Console(stderr=True).is_terminal else 160), found)
+    _show(Console(highlight=False, width=None if Console(stderr=True).is_terminal else 160), found)
     by_name = {run.name: run.tokens for run in found.runs}
     both = "tilewright graph" in by_name and "tilewright eager" in by_name
     return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])

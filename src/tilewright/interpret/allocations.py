@@ -33,7 +33,7 @@ class Unwritten:
         units = self.region.units(buffer, offset)
         inside = (units >= 0) & (units < self.region.size)
         units = units[inside]
-        if kind == "write":
+        if kind == "write" or (kind == "atomic" and not self.early):
             self.written[units] = True
         elif self.early and not self.written[units].all():
             first = int(offset.reshape(-1)[np.flatnonzero(inside)[~self.written[units]][0] // (inside.size // offset.size)])

@@ -188,7 +188,7 @@ class Watch:
         clock[self.block] += 1
 
     def _compare(self, history: History, units: np.ndarray, kind: str, atomic: bool, clock: Clock, buffer: Buffer, offset: np.ndarray) -> None:
-        mine = Access(self.block, clock[self.block], self._line(), atomic)
+        mine = Access(self.block, clock[self.block], running_line(self.code), atomic)
         writes = history.writes[units]
         self._check(writes, mine, clock, ("write", kind, buffer, offset))
         if kind == "read":
@@ -231,12 +231,13 @@ class Watch:
         x, y, _ = self.grid
         return block % x, block // x % y, block // (x * y)
 
-    def _line(self) -> int:
-        """The line of generated code that runs now."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_globals is not self.code:
-            frame = frame.f_back
-        return frame.f_lineno if frame is not None else 0
+
+def running_line(code: dict[str, Any]) -> int:
+    """The line of generated code, whose globals these are, that runs now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals is not code:
+        frame = frame.f_back
+    return frame.f_lineno if frame is not None else 0
 
 
 def _distinct(numbers: np.ndarray) -> list[int]:

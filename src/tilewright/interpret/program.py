@@ -1,10 +1,11 @@
 """A kernel specialised for its arguments' types: `codegen` makes it, `run` runs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import Place
+from .live import LiveTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Program:
         generator function that yields wherever a block may have to wait for another one.
     code: the globals of `function`.
     written: indices into `parameters` of arrays that it may write.
+    live: line of the running code -> the tiles that hold values there; empty unless traced.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Program:
     code: dict[str, Any]
     line_places: tuple[tuple[Place, ...], ...]
     written: frozenset[int]
+    live: Mapping[int, tuple[LiveTile, ...]]
 
     def places(self, line: int) -> tuple[Place, ...]:
         """Where line `line` (from 1) of the running code comes from: the innermost place first."""

@@ -19,6 +19,8 @@ from .formats import CONTAINER
 from .memory import Array, Buffer, Machine
 from .program import Program
 from .schedule import STEPS, Order, Schedule, blocks
+from .threads import choose_threads_once
+from .trace import Recorder, Trace
 
 INT32_MAX = (1 << 31) - 1
 
@@ -84,6 +86,7 @@ def checking(
         named = {id(tensor): tensor for tensor in (*early, *missing)}
         chosen = [{id(tensor) for tensor in tensors} for tensors in (early, missing)]
         marks = [*(marks or ()), *(Unwritten(t, early=i in chosen[0], missing=i in chosen[1]) for i, t in named.items())]
+    before = len(marks)
     token = _options.set(replace(changed, marks=marks))
     watched = uninitialised is True or unwritten is True
     try:
@@ -92,7 +95,10 @@ def checking(
     finally:
         _options.reset(token)
     for mark in marks:
-        if mark.missing and (any(mark.tensor is t for t in missing) or (mark.name and mark.is_output())):
+        if mark.missing and any(mark.tensor is t for t in missing):
+            mark.require_written()
+    for mark in marks[before:] if unwritten is True else ():  # not those of an outer context: its end has not come
+        if mark.name and mark.is_output():
             mark.require_written()
 
 
@@ -121,17 +127,30 @@ def source(kernel: Any, args: tuple[Any, ...]) -> str:
     return _program(kernel, args, _options.get().debug).source
 
 
-def _program(kernel: Any, args: tuple[Any, ...], debug: bool) -> Program:
+def written_by(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arrays among the arguments that the kernel may write, those of tuples and lists too."""
+    program = _program(kernel, args, _options.get().debug)
+    found: list[Any] = []
+    for index in sorted(program.written):
+        path = program.parameters[index].path
+        argument = args[path[0]]
+        for item in path[1:]:
+            argument = argument[item]
+        found += argument if isinstance(argument, list) else [argument] if cutile.is_array(argument) else []
+    return tuple(found)
+
+
+def _program(kernel: Any, args: tuple[Any, ...], debug: bool, traced: bool = False) -> Program:
     nodes = _parameters.get(kernel)
     if nodes is None:
         nodes = _parameters[kernel] = tuple(cutile.parameters_of(kernel).values())
     key: tuple[Any, ...] | None = None
     if len(nodes) == len(args):
-        key = (kernel._pyfunc, debug, *[_type(value, node) for value, node in zip(args, nodes, strict=True)])
+        key = (kernel._pyfunc, debug, traced, *[_type(value, node) for value, node in zip(args, nodes, strict=True)])
         program = _programs.get(key)
         if program is not None:
             return program
-    program = compile_program(kernel, cutile.constraints_of(kernel, args), debug=debug)
+    program = compile_program(kernel, cutile.constraints_of(kernel, args), debug=debug, traced=traced)
     if key is not None:
         _programs[key] = program
     return program
@@ -215,27 +234,22 @@ def _extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 # ------------------------------------------------------------------------------------------- blocks
-def interpret(grid: tuple[int, ...], kernel: Any, args: tuple[Any, ...]) -> None:
-    """Runs a kernel on CPU tensors, block by block.
+def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Trace | None = None) -> None:
+    """Runs a kernel on CPU tensors, block by block, as the context says. `interpret` checks first.
 
-    Blocks that wait for one another take turns.
-
-    Args:
-        grid: number of blocks along 1 to 3 axes.
-        kernel: a function decorated with @ct.kernel; its hints are ignored.
-        args: its arguments: CPU tensors or numpy arrays, lists and tuples of them, bool, int,
-            float.
-    Raises: cuda-tile's own errors for code that does not type; KernelError if the kernel did
-        something undefined.
+    Blocks that wait for one another take turns. trace: gets what each block did.
     """
+    choose_threads_once()
     extents = _extents(grid)
     options = _options.get()
-    program = _program(kernel, args, options.debug)
+    program = _program(kernel, args, options.debug, trace is not None)
     values, buffers = _bind(program, args)
     machine = Machine(extents, options.strict, strict_bounds=options.strict_bounds)
     if options.races or options.marks:
         marks = [mark for mark in options.marks or () if _touches(mark, buffers)]
         machine.watch = Watch(buffers, extents, races=options.races, marks=marks, code=program.code, places=program.places)
+    if trace is not None:
+        machine.watch = Recorder(trace, program, extents, buffers, machine.watch)
     try:
         # Not under the caller's autocast: it would change the dtype of products behind our back.
         with np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):

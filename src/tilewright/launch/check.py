@@ -60,7 +60,10 @@ def check_tensor(
 def _stride_error(tensor: Tensor, name: str, contiguous: bool) -> ValueError:
     if contiguous:
         return argument_error(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")
-    return argument_error(f"{name}.stride(-1)", 1, tensor.stride(-1))
+    was = str(tensor.stride(-1))
+    if tensor.dim() >= 2 and tensor.stride(-2) == 1:  # the commonest mistake: matmul(x, weight.t())
+        was += f", a transposed view: give {name}.mT instead, with trans_{name}=True where the op has it, or {name}.contiguous()"
+    return argument_error(f"{name}.stride(-1)", 1, was)
 
 
 def out_or_new(

@@ -5,10 +5,11 @@ So reading takes regular files only, and writing follows no link. Errors are OSE
 """
 
 import contextlib
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -83,3 +84,9 @@ def append_line(path: Path, line: bytes) -> None:
     with os.fdopen(descriptor, "ab", buffering=0) as file:
         check_regular(path, os.fstat(file.fileno()).st_mode)
         file.write(line + b"\n")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Puts JSON into a file, whole or not at all, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(data, indent=1).encode() + b"\n")

@@ -69,14 +69,15 @@ class Bound:
                 except OverflowError:
                     launch_kernel(stream, grid, *with_int64_indices(kernel, values), programmatic_dependent_launch=pdl)
         elif kind == "cpu":
-            from ..interpret import interpret  # numpy code generation: loaded by the first CPU launch, not by the import
+            from ..interpret.run import execute  # numpy code generation: loaded by the first CPU launch, not by the import
 
             for kernel, grid, pick, constants, _ in self._ready:
                 values = pick(args) + constants
                 try:
-                    interpret(grid, kernel, values)
+                    execute(kernel, grid, values)
                 except OverflowError:
-                    interpret(grid, *with_int64_indices(kernel, values))
+                    wide, values = with_int64_indices(kernel, values)
+                    execute(wide, grid, values)
         return None
 
 

@@ -14,7 +14,7 @@ from ..bench.measure import Setup, measure_case
 from ..bench.peers import Peer
 from ..bench.published import Figure
 from ..bench.report import Row, append_jsonl, case_name
-from ..compile import Compiled, compile_launches
+from ..compile import Compiled, compile_launches, require_tools
 from ..launch import Device, argument_error, traced
 from ..testing import check_op, op_name, public_function, run_op
 from . import SEQ_LENS, Ladder, Step, ladders
@@ -55,6 +55,7 @@ def learn_command(
             raise argument_error(name, "asked where steps are timed: on a GPU and without --arch", file)
     chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()))
     if not timed:
+        require_tools()
         return 1 if _untimed(chosen, _target(arch or "sm_90"), console) else 0
     rows, wrong = _timed(chosen, console, json_file)
     if plot and rows:

@@ -2,7 +2,7 @@
 
 from .configs import CONFIGS
 from .files import ModelFileError
-from .generate import Comparison, Generation, compare, encode, generate
+from .generate import Comparison, Draw, Generation, compare, encode, generate
 from .load import DTYPES, Loaded, demo_gguf, load, outline_of, random_model
 from .patch import Kept, Replaced, Report, patch
 from .shard import Shard, cut, shard_of
@@ -11,6 +11,7 @@ __all__ = [
     "CONFIGS",
     "DTYPES",
     "Comparison",
+    "Draw",
     "Generation",
     "Kept",
     "Loaded",

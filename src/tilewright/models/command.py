@@ -3,7 +3,6 @@
 `serve` and `difftest` use the loading too.
 """
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
-from .generate import Comparison, compare, encode
+from ..interpret.threads import choose_threads_once
+from ..launch.files import write_json
+from .generate import GREEDY, Comparison, Draw, compare, encode
 from .load import DTYPES, Loaded, load
 from .shard import shard_of
 
@@ -35,6 +36,8 @@ def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype
     where = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(where)
+    else:
+        choose_threads_once()  # before anything runs, stock transformers too
     return where, DTYPES[dtype]
 
 
@@ -72,11 +75,12 @@ class Question:
     """What to ask a model, and how.
 
     raw: without the model's chat template. engine: as in `compare`. stock: ask unpatched
-        transformers too.
+        transformers too. draw: as in `generate`.
     """
 
     prompt: str
     max_new_tokens: int
+    draw: Draw = GREEDY
     raw: bool = False
     engine: str = "transformers"
     stock: bool = True
@@ -88,7 +92,7 @@ def answer_command(
     dtype: torch.dtype,
     question: Question,
     *,
-    as_json: bool,
+    json_file: Path | None = None,
     group: Any = None,
     trust_remote_code: bool = False,
 ) -> int:
@@ -98,8 +102,8 @@ def answer_command(
     rank prints.
     """
     silent = group is not None and group.shard.rank > 0
-    console = _console(as_json or silent)
-    loaded = load_and_say(model, where, dtype, quiet=as_json or silent, group=group, trust_remote_code=trust_remote_code)
+    console = _console(silent)
+    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code)
     prompt_ids = encode(loaded, question.prompt, raw=question.raw)
     console.print(f"> {question.prompt}", style="bold")
 
@@ -107,22 +111,22 @@ def answer_command(
         console.print(text, end="")
         console.file.flush()
 
-    on_text = None if as_json or silent else show
-    how: dict[str, Any] = {"max_new_tokens": question.max_new_tokens, "stock": question.stock, "engine": question.engine}
+    on_text = None if silent else show
+    how: dict[str, Any] = {name: getattr(question, name) for name in ("max_new_tokens", "draw", "stock", "engine")}
     result = compare(loaded, prompt_ids, **how, on_text=on_text, group=group)
     console.print()
-    if as_json and not silent:
-        print(json.dumps({"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()}))
-    elif not silent:
+    if json_file and not silent:
+        write_json(json_file, {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()})
+    if not silent:
         _summary(console, result)
     return 1 if result.equal is False else 0
 
 
 def answer_of_rank(
-    group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, as_json: bool, trust_remote_code: bool
+    group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, json_file: Path | None, trust_remote_code: bool
 ) -> int:
     """`answer_command` in each process of --tp."""
-    return answer_command(model, where, dtype, question, as_json=as_json, group=group, trust_remote_code=trust_remote_code)
+    return answer_command(model, where, dtype, question, json_file=json_file, group=group, trust_remote_code=trust_remote_code)
 
 
 def _console(quiet: bool) -> Console:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from ..launch.files import read_regular
 NAMED = 3  # weights that an error names of each kind
 LONGEST = 300  # characters of another library's reason
 TRUSTED = "with --trust-remote-code (trust_remote_code=True) by somebody who has read its code"
+
+
+def require_transformers(what: str) -> None:
+    """Raises ModuleNotFoundError that says what to install, unless transformers is here."""
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError(f"{what} needs transformers: pip install 'tilewright[models]'", name="transformers")
 
 
 class ModelFileError(ValueError):

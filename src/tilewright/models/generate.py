@@ -59,6 +59,19 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """How tokens are chosen. temperature: 0 takes the likeliest; else `seed` decides what is
+    drawn.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+
+
+GREEDY = Draw()
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Our kernels, and on request stock transformers on the same weights. report: None for an
     engine, which patches nothing.
@@ -149,23 +162,23 @@ class _Stream:
             self._printed = len(text)
 
 
-def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text: OnText | None = None) -> Generation:
-    """The greedy continuation of [1, prompt_tokens]. on_text: called with each new piece of
-    text.
-    """
+def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: Draw = GREEDY, on_text: OnText | None = None) -> Generation:
+    """The continuation of [1, prompt_tokens]. on_text: called with each new piece of text."""
     if max_new_tokens < 1:
         raise argument_error("max_new_tokens", "at least 1", max_new_tokens)
     stream = _Stream(loaded.tokenizer, on_text)
+    if draw.temperature:
+        torch.manual_seed(draw.seed)
     start = time.perf_counter()
     with torch.inference_mode(), counted() as launches:
         loaded.model.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
+            do_sample=draw.temperature > 0,
             num_beams=1,  # whatever the model's files ask for
             num_return_sequences=1,
-            temperature=None,
+            temperature=draw.temperature or None,
             top_p=None,
             top_k=None,
             streamer=stream,
@@ -175,7 +188,14 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, on_text
 
 
 def generate_with_engine(
-    loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, mode: str, on_text: OnText | None = None, group: Any = None
+    loaded: Loaded,
+    prompt_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    mode: str,
+    draw: Draw = GREEDY,
+    on_text: OnText | None = None,
+    group: Any = None,
 ) -> Generation:
     """As `generate`, by an Engine made for this call.
 
@@ -183,7 +203,7 @@ def generate_with_engine(
 
     mode: "eager", "graph" or "mega"; replays of a graph count no launches. group: as in Engine.
     """
-    from ..engine import Engine
+    from ..engine import Engine, Sampling
 
     eos = loaded.model.generation_config.eos_token_id
     stop = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -194,7 +214,8 @@ def generate_with_engine(
     with Engine(loaded.model, mode=mode, group=group, **options) as engine:  # type: ignore[arg-type]
         engine.warm_up(1, prompt_tokens)
         with counted() as launches:
-            found = engine.generate(prompt_ids, max_new_tokens, stop=stop, on_tokens=lambda new: stream.put(torch.tensor(new)))
+            sampling = Sampling(temperature=draw.temperature, seed=draw.seed) if draw.temperature else None
+            found = engine.generate(prompt_ids, max_new_tokens, sampling=sampling, stop=stop, on_tokens=lambda new: stream.put(torch.tensor(new)))
     stream.end()
     return Generation(
         prompt_tokens, found.tokens[0], stream.text(), found.first_token_s, sum(found.step_s), {} if mode == "graph" else dict(launches)
@@ -206,6 +227,7 @@ def compare(
     prompt_ids: Tensor,
     *,
     max_new_tokens: int,
+    draw: Draw = GREEDY,
     stock: bool = True,
     on_text: OnText | None = None,
     engine: str = "transformers",
@@ -218,10 +240,11 @@ def compare(
     engine: "transformers" for the patched model; "eager", "graph" or "mega" for an Engine in that
         mode. group: as in Engine.
     """
-    theirs = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if stock else None
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "draw": draw}
+    theirs = generate(loaded, prompt_ids, **how) if stock else None
     if engine != "transformers":
-        ours = generate_with_engine(loaded, prompt_ids, max_new_tokens=max_new_tokens, mode=engine, on_text=on_text, group=group)
+        ours = generate_with_engine(loaded, prompt_ids, **how, mode=engine, on_text=on_text, group=group)
         return Comparison(ours, theirs, None)
     with patch(loaded.model) as report:
-        ours = generate(loaded, prompt_ids, max_new_tokens=max_new_tokens, on_text=on_text)
+        ours = generate(loaded, prompt_ids, **how, on_text=on_text)
     return Comparison(ours, theirs, report)

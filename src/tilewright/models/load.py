@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..launch import argument_error
 from .configs import CONFIGS
+from .files import require_transformers
 from .folder import load_folder
 from .folder import read_config as folder_config
 from .gguf_file import OnProgress, load_gguf
@@ -64,6 +65,7 @@ def load(
         ValueError: `source` is none of the three, or its sizes cannot be divided by so many ranks.
     """
     path, kind = _kind(source)
+    require_transformers("tilewright.load")
     if kind is _Kind.NAME:
         config = CONFIGS[str(source)] | ({"num_hidden_layers": layers} if layers else {})
         return Loaded(random_model(config, device=device, dtype=dtype, seed=seed, shard=shard), None, f"random weights, config {source}")

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..launch import argument_error
 from .attention import register
+from .files import require_transformers
 from .forwards import NAME
 from .hooks import wrapped, wrapper_of
 from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
@@ -107,6 +108,7 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
         ValueError: its type is unknown, it is patched already, or nothing in it matched; the model
             is unchanged.
     """
+    require_transformers("tilewright.patch")
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):

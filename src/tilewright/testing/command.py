@@ -1,8 +1,7 @@
 """`tilewright verify`: the accuracy rule on every op and config, on the device at hand."""
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from .. import ops
 from ..launch import Device
+from ..launch.files import write_json
 from .cases import cases
 from .check import check_op, op_name
 from .quantised import quantised_distances
@@ -31,7 +31,25 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
     here = Device.of(torch.empty(0, device=where))
     console.print(f"verify on {here.name} ({here.arch}): RMS and worst element as a share of what the accuracy rule allows")
     lines: list[dict[str, Any]] = []
-    for op in ops.named(names):
+    try:
+        _each_op(ops.named(names), where, quick, console, lines)
+    finally:  # Ctrl-C keeps the ops that are done
+        if json_file:
+            write_json(json_file, {"device": here.name, "ops": lines})
+    distances: dict[str, float] = {}
+    if here.has_fp8 and any(line["op"] == "quantize_fp8" for line in lines):
+        with torch.inference_mode():
+            distances = quantised_distances(where)
+        parts = " ".join(f"{name} {value:.1e}" for name, value in distances.items())
+        console.print(f"fp8 products against those of the operands before quantising, calc_diff by kind of scales: {parts}")
+        if json_file:
+            write_json(json_file, {"device": here.name, "ops": lines, "calc_diff": distances})
+    return 1 if any(line["failures"] for line in lines) else 0
+
+
+def _each_op(chosen: Sequence[ModuleType], where: torch.device, quick: bool, console: Console, lines: list[dict[str, Any]]) -> None:
+    here = Device.of(torch.empty(0, device=where))
+    for op in chosen:
         start, runs, worst, failures = time.perf_counter(), 0, (0.0, 0.0), []
         for problem, config in _runs(op, here, quick):
             runs += 1
@@ -48,15 +66,6 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
         for failure in failures[:5]:
             console.print(f"    {failure}", style="red")
         lines.append({"op": op_name(op), "runs": runs, "failures": failures, "rms_ratio": worst[0], "worst_ratio": worst[1]})
-    distances: dict[str, float] = {}
-    if here.has_fp8 and any(line["op"] == "quantize_fp8" for line in lines):
-        with torch.inference_mode():
-            distances = quantised_distances(where)
-        parts = " ".join(f"{name} {value:.1e}" for name, value in distances.items())
-        console.print(f"fp8 products against those of the operands before quantising, calc_diff by kind of scales: {parts}")
-    if json_file:
-        json_file.write_text(json.dumps({"device": here.name, "ops": lines, "calc_diff": distances}, indent=1) + "\n")
-    return 1 if any(line["failures"] for line in lines) else 0
 
 
 def _runs(op: ModuleType, here: Device, quick: bool) -> Iterator[tuple[Any, Any]]:

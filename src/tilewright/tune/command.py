@@ -17,6 +17,7 @@ from ..bench.report import case_name
 from ..bench.results import geomean
 from ..launch import Device, argument_error, decision_of, forget_plans
 from ..launch import table as tables
+from ..launch.files import write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import op_name
 from ..testing.cases import cases
@@ -268,28 +269,44 @@ def _key(task: Task, bench: Workbench) -> Key | None:
 
 
 # ----------------------------------------------------------------------------------- what is stored
-def show_command(names: list[str] | None = None, *, console: Console | None = None) -> int:
-    """Prints the user's rows, and shipped rows for other problems, each with its state."""
+def show_command(names: list[str] | None = None, *, case: str = "", json_file: Path | None = None, console: Console | None = None) -> int:
+    """Prints the user's rows, and shipped rows for other problems, each with its state: a table for
+    a terminal, a line each for a pipe.
+
+    case: only rows whose problem contains this text, as printed. json_file: gets the same rows.
+    """
     console = console or Console(soft_wrap=True, highlight=False)
     wanted = {decision_of(op).op for op in ops.named(names)}
     own = Store().rows()
     keys = {row.key for row in own}
     rows = [("user", row) for row in own]
     rows += [("shipped", row) for path in sorted(shipped_file("x").parent.glob("*.json")) for row in read_rows(path) if row.key not in keys]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("op", "gpu", "problem", "us", "+-", "of default", "config", "runner-up", "from", "state"):
-        table.add_column(name, overflow="fold")
-    for source, row in rows:
-        if row.op in wanted:
-            gain = f"{row.default_us / row.time_us:.2f}x" if row.default_us else "-"
-            second = f"{row.runner_up_us:.1f} us" if row.runner_up_us else "-"
-            cells = (row.op, row.gpu, fields(row.problem), f"{row.time_us:.1f}", f"{row.spread_us:.1f}", gain, fields(row.config), second)
-            table.add_row(*cells, source, state(row))
-    console.print(table)
-    for line in gain_lines([row for _, row in rows if row.op in wanted]):
-        console.print(line)
+    rows = [(source, row) for source, row in rows if row.op in wanted and case in fields(row.problem)]
+    columns = ("op", "gpu", "problem", "us", "+-", "of default", "config", "runner-up", "from", "state")
+    lines = [_shown(source, row) for source, row in rows]
+    if console.is_terminal:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in columns:
+            table.add_column(name, overflow="fold")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    else:
+        for line in lines:
+            console.out("\t".join(line), highlight=False)
+    for text in gain_lines([row for _, row in rows]):
+        console.print(text)
     console.print(f"{len(rows)} rows; yours are in {Store().path}")
+    if json_file:
+        write_json(json_file, [dict(zip(columns, line, strict=True)) for line in lines])
     return 0
+
+
+def _shown(source: str, row: Row) -> tuple[str, ...]:
+    gain = f"{row.default_us / row.time_us:.2f}x" if row.default_us else "-"
+    second = f"{row.runner_up_us:.1f} us" if row.runner_up_us else "-"
+    cells = (row.op, row.gpu, fields(row.problem), f"{row.time_us:.1f}", f"{row.spread_us:.1f}", gain, fields(row.config), second)
+    return (*cells, source, state(row))
 
 
 def gain_lines(rows: Sequence[Row]) -> list[str]:

@@ -5,10 +5,10 @@ the other implementation. Slots of the cache that hold no key of the text are fi
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ...launch import Device, argument_error
+from ...launch.files import write_json
 from ...testing import Accuracy, accuracy
 from ..read import read
 from .pack import LayerStacks, Weights, dims_of, refuse
@@ -182,7 +183,7 @@ def scheduled(weights: Weights, program: list[Phase], device: Device, position: 
     return machine
 
 
-def difftest_command(model: Any, *, whole: Dims, stop_after: str, position: int, blocks: int, gpu: str, as_json: bool) -> int:
+def difftest_command(model: Any, *, whole: Dims, stop_after: str, position: int, blocks: int, gpu: str, json_file: Path | None = None) -> int:
     """Compares and prints; with `gpu`, runs its schedule in the machine alone. Returns the exit code: 1 if a value breaks the accuracy rule.
 
     model: the layers to run. whole: of all layers, as `decided`.
@@ -196,16 +197,15 @@ def difftest_command(model: Any, *, whole: Dims, stop_after: str, position: int,
             weights, program = program_of(weights, 0, stop_after)
             if device is not None:
                 machine = scheduled(weights, program, device, position, TOKENS, blocks=blocks or None)
-                return _print_schedule(StreamSchedule(whole, machine.schedule.blocks, machine.schedule.config), machine, device, as_json)
+                return _print_schedule(StreamSchedule(whole, machine.schedule.blocks, machine.schedule.config), machine, device, json_file)
             found = differences(weights, program, position, blocks=blocks or None, on_progress=lambda line: print(line, file=sys.stderr, flush=True))
         finally:
             stacks.undo()
     good = all(d.accuracy.ok for d in found)
-    if as_json:
+    if json_file:
         rows = [[d.name, d.absolute, d.relative, d.accuracy.rms_ratio, d.accuracy.worst_ratio] for d in found]
         columns = ["name", "max_absolute", "mean_relative", "rms_ratio", "worst_ratio"]
-        print(json.dumps({"ok": good, "values": [dict(zip(columns, row, strict=True)) for row in rows]}))
-        return int(not good)
+        write_json(json_file, {"ok": good, "values": [dict(zip(columns, row, strict=True)) for row in rows]})
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in ("value", "max |a - b|", "mean 2|a - b| / (|a| + |b|)", "rms of the bound", "worst of the bound"):
@@ -218,7 +218,7 @@ def difftest_command(model: Any, *, whole: Dims, stop_after: str, position: int,
     return int(not good)
 
 
-def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Device, as_json: bool) -> int:
+def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Device, json_file: Path | None) -> int:
     """whole: of all layers. machine: has run some."""
     least, most = whole.size // whole.blocks, -(-whole.size // whole.blocks)
     c, shares = whole.config, whole.dims.kv_heads * whole.splits
@@ -233,9 +233,8 @@ def _print_schedule(whole: StreamSchedule, machine: StreamMachine, device: Devic
         "layers_run": machine.schedule.dims.layers,
         "tokens": machine.tokens,
     }
-    if as_json:
-        print(json.dumps(found))
-        return 0
+    if json_file:
+        write_json(json_file, found)
     print(f"{device.name}: {whole.blocks} blocks, {least} to {most} tiles of {c.rows} rows each, balance {whole.balance():.4f}")
     print(f"attention: {whole.splits} ranges of keys for each of {whole.dims.kv_heads} key heads, on {found['attending']} of {whole.blocks} blocks")
     print(

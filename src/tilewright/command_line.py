@@ -1,0 +1,110 @@
+"""What every verb of `tilewright` has in common: exit codes, errors in one line, `--json`.
+
+| exit code | means |
+|---|---|
+| 0 | fine |
+| 1 | something is wrong: an answer, a race, a spill of a default, tokens that differ |
+| 2 | it cannot run: an option, a file, a package or a GPU that is missing or does not fit |
+| 130 | stopped by Ctrl-C; what was done is kept |
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+WRONG, CANNOT, STOPPED = 1, 2, 130
+EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError)
+state = {"traceback": False}
+
+
+def command(function: Callable[..., int]) -> Callable[..., None]:
+    """A function of options that returns its exit code, as a command.
+
+    An expected error becomes one line on stderr and exit code 2.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            with json_on_stdout(kwargs):
+                code = function(*args, **kwargs)
+        except KeyboardInterrupt:
+            if state["traceback"]:
+                raise
+            typer.echo("stopped", err=True)
+            code = STOPPED
+        except EXPECTED as error:
+            if state["traceback"]:
+                raise
+            typer.echo(f"error: {' '.join(_message(error).split()) or type(error).__name__}", err=True)
+            code = CANNOT
+        if code:
+            raise typer.Exit(code)
+
+    return run
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyError) and error.args:
+        return str(error.args[0])
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename} cannot be used: {error.strerror.lower()}"
+    if isinstance(error, ModuleNotFoundError) and error.name and "pip install" not in str(error):
+        from .doctor import OPTIONAL
+
+        extra = OPTIONAL.get(error.name.partition(".")[0])
+        return str(error) + (f": pip install 'tilewright[{extra}]'" if extra else "")
+    return str(error)
+
+
+@contextlib.contextmanager
+def json_on_stdout(options: dict[str, Any]) -> Iterator[None]:
+    """Checks the file of `--json` before anything runs.
+
+    For `-`, JSON goes to stdout when the verb ends, and all text to stderr.
+    """
+    file = options.get("json_file")
+    if file is None or str(file) != "-":
+        if file is not None:
+            _check_writable(file)
+        yield
+        return
+    stdout = sys.stdout
+    stdout.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        part = options["json_file"] = Path(folder, "out.json")
+        try:
+            with contextlib.redirect_stdout(sys.stderr), _descriptor_to_stderr():
+                yield
+        finally:
+            stdout.write(part.read_text() if part.exists() else "")
+            stdout.flush()
+
+
+@contextlib.contextmanager
+def _descriptor_to_stderr() -> Iterator[None]:
+    """The same for processes that this one starts."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _check_writable(file: Path) -> None:
+    """Raises ValueError for a file that could not be written in the end."""
+    folder = file.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        was = "a folder" if file.is_dir() else "one that cannot be written"
+        raise ValueError(f"--json must be a file, or - for stdout, got {str(file)!r}, {was}")

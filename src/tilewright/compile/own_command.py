@@ -1,0 +1,95 @@
+"""`tilewright interpret` and `compile` of FILE.py:KERNEL: kernels of yours."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cuda.tile as ct
+import msgspec
+from rich.console import Console
+
+from ..interpret.api import interpret
+from ..interpret.errors import KernelError
+from ..launch.files import write_json
+from .cache import toolchain
+from .own import compile_report
+
+Call = tuple[Any, tuple[int, ...], tuple[Any, ...]]
+
+
+def call_of(name: str) -> Call:
+    """Kernel, grid and arguments of "FILE.py:KERNEL".
+
+    The file has a function `example_KERNEL` that makes the grid and the arguments.
+    Raises: ValueError that says what is missing, and what to write; what the file itself raises.
+    """
+    file, _, kernel_name = name.rpartition(":") if ".py:" in name else (name, "", "")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"{file} must be a Python file, got none there")
+    module = _module(path)
+    known = [name for name, value in vars(module).items() if isinstance(value, ct.kernel)]
+    if kernel_name not in known:
+        named = ", ".join(known) or "no function with @ct.kernel"
+        raise ValueError(f"the kernel must be named, as in {file}:{known[0] if known else 'KERNEL'}; the file has {named}, got {kernel_name!r}")
+    make = getattr(module, f"example_{kernel_name}", None)
+    if not callable(make):
+        raise ValueError(f"{file} must have a function example_{kernel_name}() that returns the grid and the arguments: `return (4,), (x, out)`")
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"example_{kernel_name}() must return (grid, args), got {type(made).__name__}")
+    return getattr(module, kernel_name), *made
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # a dataclass looks for its module there
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def interpret_command(name: str, *, json_file: Path | None = None, trace: Path | None = None, **options: Any) -> int:
+    """Runs a kernel of a file without a GPU. Returns 1 if it did something undefined, else 0.
+
+    options: those of `interpret`.
+    """
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    kernel, grid, args = call_of(name)
+    looked = [word.replace("_", " ") for word, value in options.items() if value is True]
+    error = None
+    try:
+        recorded = interpret(kernel, grid, args, trace=trace or False, **options)
+    except KernelError as found:
+        error = found
+        console.print(str(found), style="red")
+    else:
+        console.print(f"{name}: blocks of grid {grid} ran; nothing wrong was found ({', '.join(['bounds', *looked])})")
+        if recorded is not None:
+            console.print(str(recorded))
+            console.print(f"drawn in {trace}")
+    if json_file:
+        wrong = None if error is None else {"what": error.what, "block": error.block, "places": error.places}
+        write_json(json_file, {"kernel": name, "grid": grid, "looked_for": looked, "error": wrong})
+    return 0 if error is None else 1
+
+
+def compile_own_command(names: Sequence[str], *, archs: Sequence[str], json_file: Path | None = None) -> int:
+    """Compiles kernels of files. Returns 1 if one spills or fails, else 0."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    reports = []
+    for name in names:
+        reports.append(compile_report(*call_of(name), archs))
+        console.print(str(reports[-1]))
+    if json_file:
+        rows = [{"kernel": name, "archs": msgspec.to_builtins(report.by_arch)} for name, report in zip(names, reports, strict=True)]
+        write_json(json_file, {"toolchain": toolchain(), "kernels": rows})
+    return 0 if all(report.ok for report in reports) else 1

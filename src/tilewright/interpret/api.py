@@ -1,0 +1,112 @@
+"""`tilewright.interpret(kernel, grid, args)`: one launch of any kernel, and what to watch of it."""
+
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from .cutile import is_array, parameters_of, python_function
+from .run import checking, execute, written_by
+from .schedule import Order
+from .trace import Trace
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def interpret(  # noqa: PLR0913 an option each
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...] = (),
+    *,
+    races: bool | None = None,
+    block_order: Order | None = None,
+    uninitialised: bool | Tensors = (),
+    unwritten: bool | Tensors = (),
+    strict: bool | None = None,
+    strict_bounds: bool | None = None,
+    steps: int | None = None,
+    debug: bool | None = None,
+    trace: bool | str | Path = False,
+) -> Trace | None:
+    """Runs a kernel on the CPU, block by block, with no GPU.
+
+        tilewright.interpret(total, (4,), (x, out), races=True)
+
+    What is computed is what a GPU would compute (docs/interpreter.md says how exactly). An option
+    that is not given keeps the value of the `checking` context around the call, if there is one.
+
+    Args:
+        kernel: a function decorated with @ct.kernel. Its hints change nothing.
+        grid: number of blocks along 1 to 3 axes.
+        args: what the kernel takes: CPU tensors or numpy arrays, lists and tuples of them, bool,
+            int, float.
+        races: raise on accesses of different blocks that nothing orders.
+        block_order: "forward", "reverse", or a seed that shuffles the blocks.
+        uninitialised: tensors whose elements may not be read before a kernel wrote them. True: all
+            that torch.empty returns during the call.
+        unwritten: tensors of which every element must have been written in the end. True: every
+            array among `args` that the kernel may write.
+        strict: True, the default: a tile entirely outside its array is an error, and padding left
+            undetermined is NaN. False: both read 0.
+        strict_bounds: raise on a gather, scatter or atomic with an index outside of its array that
+            its own mask leaves in, though it would read padding or be dropped.
+        steps: the most waiting points of a block that changes memory; more are an endless loop.
+        debug: run code with the kernel's own lines and variables, for breakpoints and stepping.
+        trace: a file for an HTML page that draws what each block loaded, stored and multiplied,
+            up to the error if there is one. True: record it, write nothing.
+    Returns: what was recorded, with `trace`; else None.
+    Raises: TypeError or ValueError for a call that cannot be made; cuda-tile's own errors for code
+        that does not type; KernelError where the kernel did something undefined.
+    """
+    values = check_call("interpret", kernel, grid, args)
+    watched = written_by(kernel, values) if unwritten is True else unwritten
+    recorded = Trace(kernel_name(kernel)) if trace else None
+    options: dict[str, Any] = {"races": races, "order": block_order, "strict": strict, "strict_bounds": strict_bounds, "steps": steps, "debug": debug}
+    try:
+        with checking(uninitialised=uninitialised, unwritten=watched, **options):
+            execute(kernel, grid, values, recorded)
+    finally:
+        if recorded is not None and trace is not True:
+            recorded.save(Path(str(trace)))
+    return recorded
+
+
+def kernel_name(kernel: Any) -> str:
+    return python_function(kernel).__name__
+
+
+def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, ...]:
+    """The arguments as a tuple.
+
+    Raises TypeError that says what to write, for a call of `function` with something else than a
+    kernel, a grid and arguments.
+    """
+    order = f"{function}(kernel, grid, args)"
+    if not isinstance(kernel, ct.kernel):
+        if isinstance(grid, ct.kernel):
+            raise TypeError(f"{order}: the kernel comes first. Write {function}({kernel_name(grid)}, {_as_grid(kernel)}, ...)")
+        if isinstance(kernel, FunctionType):
+            name = kernel.__name__
+            public = kernel.__module__.startswith("tilewright.")
+            mend = f"call {name} itself, with CPU tensors: it is interpreted" if public else f"write @ct.kernel above `def {name}`"
+            raise TypeError(f"kernel must be a function decorated with @ct.kernel, got the plain function {name}: {mend}")
+        raise TypeError(f"kernel must be a function decorated with @ct.kernel, got {type(kernel).__name__}: write {order}")
+    name = kernel_name(kernel)
+    if not isinstance(grid, (tuple, list)) or not all(isinstance(n, int) for n in grid):
+        what = "an array" if is_array(grid) else repr(grid)
+        raise TypeError(f"grid must be a tuple of 1 to 3 ints, got {what}: write {function}({name}, {_as_grid(grid)}, (...))")
+    if not isinstance(args, (tuple, list)):
+        was = f"{type(args).__name__}: write {function}({name}, {tuple(grid)}, (x, ...))"
+        raise TypeError(f"args must be a tuple of the arguments of {name}, got {was}")
+    wanted = list(parameters_of(kernel))
+    if len(args) != len(wanted):
+        raise TypeError(f"args must be {len(wanted)} values, as many as {name} has parameters ({', '.join(wanted)}), got {len(args)}")
+    return tuple(args)
+
+
+def _as_grid(value: Any) -> str:
+    if isinstance(value, int):
+        return f"({value},)"
+    return repr(tuple(value)) if isinstance(value, (tuple, list)) else "(4,)"

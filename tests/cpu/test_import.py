@@ -1,0 +1,60 @@
+"""What `import tilewright` shows, and what its commonest mistakes say."""
+
+import inspect
+import pydoc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tilewright
+from tilewright import ops
+from tilewright.testing import public_function
+
+BESIDE_OPS = {"Engine", "__version__", "compile_report", "interpret", "load", "patch", "testing"}
+
+
+def test_dir_shows_the_ops_and_the_front_doors_and_nothing_else():
+    own = {public_function(op).__name__ for op in ops.ALL} | {"grouped_gemm_list", "pack_kv", "unpack_kv"}
+    assert set(dir(tilewright)) == own | BESIDE_OPS
+    for name in dir(tilewright):
+        assert getattr(tilewright, name) is not None
+    code = "import tilewright, sys; print(*(n for n in vars(tilewright) if not n.startswith('_')))"
+    names = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    assert names - set(dir(tilewright)) == {"launch", "ops", "select"}  # packages of its own: Python puts them there
+
+
+def test_help_lists_every_name_by_group():
+    text = pydoc.plain(pydoc.render_doc(tilewright)).partition("PACKAGE CONTENTS")[0]
+    for name in set(dir(tilewright)) - {"__version__"}:
+        assert name in text
+    assert text.index("Matrix products") < text.index("Attention") < text.index("Kernels of yours")
+
+
+def test_interpret_is_a_package_that_can_be_called():
+    from tilewright.interpret import checking, interpret
+
+    assert tilewright.interpret.checking is checking
+    assert tilewright.interpret.interpret is interpret
+    assert callable(tilewright.interpret)
+    assert next(iter(inspect.signature(tilewright.interpret).parameters)) == "kernel"
+
+
+def test_a_transposed_weight_is_named_with_its_mend():
+    x, w = torch.randn(4, 16), torch.randn(8, 16)
+    with pytest.raises(ValueError, match=r"b.stride\(-1\) must be 1, got 16, a transposed view: give b.mT instead, with trans_b=True"):
+        tilewright.matmul(x, w.t())
+    torch.testing.assert_close(tilewright.matmul(x, w.t().mT, trans_b=True), x @ w.t())
+
+
+def test_without_transformers_patch_and_load_say_what_to_install():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('transformers', 'gguf', 'safetensors')))\n"
+        "import tilewright, torch\n"
+        "for call in (lambda: tilewright.patch(torch.nn.Linear(2, 2)), lambda: tilewright.load('Llama-3.2-1B')):\n"
+        "    try:\n        call()\n"
+        "    except ModuleNotFoundError as error:\n        print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [f"tilewright.{name} needs transformers: pip install 'tilewright[models]'" for name in ("patch", "load")]
