@@ -1,6 +1,7 @@
 """Loads a server with many OpenAI clients, stops it in the middle, and checks what each was told.
 
     python benchmarks/serving_load.py tiny --seconds 10                  # a random model, on a CPU
+    python benchmarks/serving_load.py small --seconds 60 --inexact       # a random one on a GPU
     python benchmarks/serving_load.py Llama-3.1-8B --seconds 600 --json out.jsonl
 
 It starts `tilewright serve` and asks each user's question alone, greedily. Then all users ask at
@@ -38,11 +39,12 @@ import openai
 import psutil
 
 from tilewright.bench.report import tell
-from tilewright.testing.tiny_chat import write
+from tilewright.testing import tiny_chat
 
 SERVE = "from tilewright.cli import main; main()"
 GROWTH_SHARE, GROWTH_BYTES = 0.05, 64e6
 END_SECONDS = 15.0  # beyond those to drain
+RANDOM = {"tiny": tiny_chat.TINY, "small": tiny_chat.SMALL}
 
 
 @dataclass
@@ -217,7 +219,7 @@ def check(seen: Seen, code: int | None, end_s: float, given: argparse.Namespace)
 def main(arguments: list[str] | None = None, start: Callable[..., tuple[Any, str, str]] = start) -> int:
     """start: runs a server; a test has its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a folder or a .gguf file with a tokenizer; tiny: a random model of some thousand parameters")
+    parser.add_argument("model", help="a folder or a .gguf file with a tokenizer; tiny, small: with random weights")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0, help="of load before SIGTERM")
     parser.add_argument("--prompt-chars", type=int, default=200, help="at most; lengths are drawn")
@@ -229,9 +231,11 @@ def main(arguments: list[str] | None = None, start: Callable[..., tuple[Any, str
     parser.add_argument("--json", type=Path, help="also append the row here")
     given, given_serve = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        if given.model == "tiny":
-            write(Path(folder) / "tiny")
-        process, url, name = start(str(Path(folder) / "tiny") if given.model == "tiny" else given.model, given_serve, given)
+        model = given.model
+        if model in RANDOM:
+            model = str(Path(folder) / model)
+            tiny_chat.write(Path(model), sizes=RANDOM[given.model])
+        process, url, name = start(model, given_serve, given)
         try:
             load = Load(url, name, users(given), given)
             asyncio.run(load.run(process))

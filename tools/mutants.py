@@ -10,6 +10,7 @@ a reason in SURVIVORS. `tests/cpu/test_mutants.py` holds every `old` text to one
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300  # a loop that never ends counts as found
-SURVIVORS = {  # "file: new text" -> why no test can or should see it
-    "ops/rms_norm.py: y = y.astype(ct.float32)": "one rounding less is nearer to the truth, and the accuracy rule bounds errors from above",
-}
+SECONDS, IDLE = 300, 6  # processor time: a loop that never ends counts as found, and so does a wait of IDLE times that
+SURVIVORS: dict[str, str] = {}  # "file: new text" -> why no test can or should see it
 
 
 class Mutant(NamedTuple):
@@ -96,7 +95,7 @@ MUTANTS = [
     Mutant("testing/accuracy.py", "torch.where(error.isnan(), torch.inf, error)", "torch.where(error.isnan(), 0.0, error)", "cpu/test_accuracy.py"),
     Mutant("testing/poison.py", "flat.copy_(torch.full((), torch.nan, device=tensor.device))", "flat.zero_()", "cpu/test_accuracy.py"),
     # Kernels: rows
-    Mutant("ops/rms_norm.py", "y = y.astype(dtype).astype(ct.float32)", "y = y.astype(ct.float32)", of_op("rms_norm")),
+    Mutant("ops/rms_norm.py", "y = y.astype(dtype).astype(ct.float32)", "y = y.astype(ct.float32)", SURVIVED),
     Mutant("ops/rms_norm.py", "(weight.astype(ct.float32) + weight_offset)", "(weight.astype(ct.float32))", of_op("rms_norm")),
     Mutant("ops/rms_norm.py", "x = load(NEW_RESIDUAL if ADD else X, i, j, whole)", "x = load(X, i, j, whole)", of_op("rms_norm")),
     Mutant("ops/softmax.py", "NEG_INF if COLS % TILE_N else ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)\n\n    def store(i, j, whole, y):\n        ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)\n\n    def normalise(i, whole):\n        xs", "ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)\n\n    def store(i, j, whole, y):\n        ct.store(OUT, (i, j), y.astype(OUT.dtype), check_bounds=not whole, allow_tma=STORE_TMA)\n\n    def normalise(i, whole):\n        xs", of_op("softmax")),
@@ -117,18 +116,18 @@ MUTANTS = [
     Mutant("ops/sample/kernels.py", "drawn = temperature > 0.0", "drawn = temperature >= 0.0", "cpu/test_sample.py"),
     Mutant("ops/sample/kernels.py", "ct.where((x < least) | (x == -math.inf), 0.0, amounts(x, False))", "amounts(x, False)", "cpu/test_sample.py"),
     Mutant("ops/sample/kernels.py", "if target > 0.0 else highest", "if target > 0.0 else lowest", "cpu/test_sample.py"),
-    Mutant("ops/common/routing.py", "return ct.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "return bits", "cpu/test_moe_route.py"),
+    Mutant("ops/common/routing.py", "return ct.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "return bits", SURVIVED),
     Mutant("ops/common/routing.py", "_order_keys(first + second), TAKEN)", "_order_keys(first), TAKEN)", "cpu/test_moe_route.py"),
     Mutant("ops/common/routing.py", "        keys = ct.where(taken, TAKEN, keys)\n", "        keys = ct.where(taken, keys, keys)\n", "cpu/test_moe_route.py"),
     Mutant("ops/moe/lists.py", "known = (chosen >= 0) & (chosen < experts)", "known = chosen >= 0", "cpu/test_moe.py"),
     Mutant("ops/moe/lists.py", "ct.scatter(panels, 1 + first + panel, own, mask=panel < mine)", "ct.scatter(panels, 1 + first + panel, own)", "cpu/test_moe.py"),
     Mutant("ops/moe/lists.py", "acc = ct.where(row >= 0, acc + weight", "acc = ct.where(row > 0, acc + weight", "cpu/test_moe.py"),
     # Kernels: products and attention
-    Mutant("ops/matmul/kernels.py", "last = ct.where(is_part, min(part * run + run, steps), steps)", "last = ct.where(is_part, part * run + run - 1, steps)", of_op("matmul")),
-    Mutant("ops/matmul/kernels.py", "tile = ct.where(is_part, whole + shared, block)", "tile = ct.where(is_part, whole, block)", of_op("matmul")),
+    Mutant("ops/matmul/kernels.py", "last = ct.where(is_part, min(part * run + run, steps), steps)", "last = ct.where(is_part, part * run + run - 1, steps)", "cpu/test_matmul.py"),
+    Mutant("ops/matmul/kernels.py", "tile = ct.where(is_part, whole + shared, block)", "tile = ct.where(is_part, whole, block)", "cpu/test_matmul.py"),
     Mutant("ops/common/softmax_tiles.py", "return weights, factor, largest, denominator * factor + total", "return weights, factor, largest, denominator + total", of_op("attention")),
     Mutant("ops/common/softmax_tiles.py", "    total = denominator + ct.exp2(sink - maximum)", "    total = denominator + ct.exp2(sink)", "cpu/test_attention_decode.py"),
-    Mutant("ops/common/softmax_tiles.py", "sums * shrink + more * weight, largest,", "sums + more * weight, largest,", of_op("attention_decode")),
+    Mutant("ops/common/softmax_tiles.py", "sums * shrink + more * weight, largest,", "sums + more * weight, largest,", "cpu/test_merge_states.py cpu/test_ops.py -k merge_states"),
     Mutant("ops/common/attention_tiles.py", "begin = max(0, first - window + 1) // TAIL_N", "begin = max(0, first - window + 2) // TAIL_N", SURVIVED),
     Mutant("ops/common/attention_tiles.py", "seen = seen & (key > row - window)", "seen = seen & (key >= row - window)", "cpu/test_attention.py"),
     Mutant("ops/common/attention_tiles.py", "whole_to = min(whole_to, max(0, first + 1) // TILE_N)", "whole_to = min(whole_to, max(0, first + 2) // TILE_N)", f"{SURVIVED} cpu/test_attention.py"),
@@ -139,6 +138,53 @@ MUTANTS = [
     Mutant("ops/attention_decode/kernels.py", "seen = seen & (key >= row_end - window)", "seen = seen & (key > row_end - window)", "cpu/test_attention_decode.py"),
     Mutant("ops/attention_decode/kernels.py", "key, at = ct.where(j < last, key, end), min(j, last - 1)", "key, at = key, min(j, last - 1)", "cpu/test_attention_decode.py"),
     Mutant("models/attention.py", "kv_start=kv_start, window=sliding_window, scale=scaling", "kv_start=kv_start, window=None, scale=scaling", SURVIVED),
+    # Plans: grids, constants, scratch, launches left out
+    Mutant("ops/rms_norm.py", "blocks = c.blocks(ct.cdiv(p.rows, c.tile_m), device)", "blocks = c.blocks(p.rows // c.tile_m or 1, device)", SURVIVED),
+    Mutant("ops/rms_norm.py", '"round": p.round_before_weight, **c.constants', '"round": False, **c.constants', SURVIVED),
+    Mutant("ops/softmax.py", "device), c.constants(p.cols), **hints(c)", "device), c.constants(p.cols + 1), **hints(c)", of_op("softmax")),
+    Mutant("ops/layer_norm.py", "c.blocks(ct.cdiv(p.rows, c.tile_m), device)", "c.blocks(p.rows // c.tile_m or 1, device)", SURVIVED),
+    Mutant("ops/argmax.py", "return ranges, Launch(argmax_merge_kernel, (p.rows,), merge, pdl=True)", "return (ranges,)", "cpu/test_argmax.py cpu/test_ops.py -k argmax"),
+    Mutant("ops/argmax.py", "((2, p.rows, c.num_splits), torch.int32)", "((2, p.rows, c.num_splits - 1), torch.int32)", "cpu/test_argmax.py cpu/test_ops.py -k argmax"),
+    Mutant("ops/quantize_fp8/decision.py", '"largest": largest_code(p.codes),', '"largest": 448.0,', of_op("quantize_fp8")),
+    Mutant("ops/quantize_fp8/decision.py", 'scratch = {"partial": ((count,), torch.float32)}', 'scratch = {"partial": ((count - 1 or 1,), torch.float32)}', of_op("quantize_fp8")),
+    Mutant("ops/rms_norm_quant/decision.py", '"power_of_two": p.power_of_two_scales,', '"power_of_two": False,', of_op("rms_norm_quant")),
+    Mutant("ops/matmul/decision.py", "else tiles - split_tiles + split_tiles * parts", "else tiles - split_tiles + split_tiles * (parts - 1)", "cpu/test_matmul.py"),
+    Mutant("ops/matmul/decision.py", '{"partial": ((parts, split_tiles, height, width), torch.float32)}', '{"partial": ((parts - 1, split_tiles, height, width), torch.float32)}', "cpu/test_matmul.py"),
+    Mutant("ops/matmul/decision.py", "Launch(matmul_reduce_kernel, (split_tiles, height // rows), reduce", "Launch(matmul_reduce_kernel, (split_tiles, height // rows - 1 or 1), reduce", "cpu/test_matmul.py"),
+    Mutant("ops/matmul/decision.py", '"bias": p.bias, "latency": c.latency, "tile_k"', '"bias": False, "latency": c.latency, "tile_k"', of_op("matmul")),
+    Mutant("ops/bmm.py", "blocks = min(tiles, c.resident(device)) if c.persistent else tiles\n", "blocks = min(tiles, c.resident(device)) if c.persistent else tiles - 1 or 1\n", of_op("bmm")),
+    Mutant("ops/grouped_gemm/decision.py", '{"panels": ((3, 1 + panels), torch.int32)}', '{"panels": ((3, panels), torch.int32)}', of_op("grouped_gemm")),
+    Mutant("ops/grouped_gemm/decision.py", "tiles = panels * -(-p.n // c.tile_n)", "tiles = panels * (p.n // c.tile_n or 1)", of_op("grouped_gemm")),
+    Mutant("ops/grouped_gemm/__init__.py", "return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)", "return torch.bfloat16 if a.dtype in FP8 else a.dtype", of_op("grouped_gemm")),
+    Mutant("ops/common/prefill.py", "    tiles = -(-p.q_len // c.tile_m)\n    grid", "    tiles = p.q_len // c.tile_m or 1\n    grid", of_op("attention")),
+    Mutant("ops/common/prefill.py", "grid = p.q_len // c.tile_m + p.batch, p.q_heads", "grid = p.q_len // c.tile_m + p.batch - 1, p.q_heads", of_op("attention")),
+    Mutant("ops/common/prefill.py", " or p.kv_len % c.tile_n != 0,", ",", of_op("attention")),
+    Mutant("ops/common/prefill.py", "((plain or not c.persistent) and", "(", SURVIVED),
+    Mutant("ops/attention/decision.py", "group=p.q_heads // p.kv_heads,", "group=1,", of_op("attention")),
+    Mutant("ops/attention_decode/decision.py", "return attend, merge(p, c.num_kv_splits, device)", "return (attend,)", of_op("attention_decode")),
+    Mutant("ops/attention_decode/decision.py", "grid = (c.num_kv_splits * column_blocks *", "grid = ((c.num_kv_splits - 1 or 1) * column_blocks *", of_op("attention_decode")),
+    Mutant("ops/attention_decode/decision.py", "-(-(p.columns + 2) // 4) * 4)", "-(-(p.columns + 1) // 4) * 4)", SURVIVED),
+    Mutant("ops/attention_decode/decision.py", '"whole": tile_s == splits and p.columns % tile_v == 0', '"whole": True', of_op("attention_decode")),
+    Mutant("ops/kv_append/decision.py", "return (g.q + 2 * g.kv) *", "return (g.q + g.kv) *", of_op("kv_append")),
+    Mutant("ops/kv_append/decision.py", '"rotary": p.rotary_dim,', '"rotary": p.head_dim if p.rotary_dim else 0,', of_op("kv_append")),
+    Mutant("ops/merge_states.py", "(ct.cdiv(p.rows, c.tile_m),), constants", "(p.rows // c.tile_m or 1,), constants", of_op("merge_states")),
+    Mutant("ops/sample/decision.py", '"has_top_p": p.top_p,', '"has_top_p": False,', "cpu/test_sample.py"),
+    Mutant("ops/sample/decision.py", "return c.num_ctas == 1 or next_pow2(p.cols) >= LEAST_COLUMNS * c.num_ctas", "return True", SURVIVED),
+    Mutant("ops/moe/decision.py", "((p.pairs, c.tile_m, p.inter), p.dtype)", "((p.pairs, 1, p.inter), p.dtype)", of_op("moe")),
+    Mutant("ops/moe/decision.py", "return Launch(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n))", "return Launch(moe_sum_kernel, (p.tokens - 1 or 1, -(-p.hidden // tile_n))", of_op("moe")),
+    Mutant("ops/moe/decision.py", "return self.pairs // tile_m + min(self.experts, self.pairs)", "return self.pairs // tile_m + 1", of_op("moe")),
+    Mutant("ops/moe/choices.py", "if c.few and (p.tokens > c.tile_m or c.quantized):", "if c.few and c.quantized:", "cpu/test_moe.py"),
+    Mutant("ops/moe/choices.py", "if c.quantized and not (p.scaling and", "if c.quantized and not (", "cpu/test_moe.py"),
+    Mutant("ops/moe_route.py", "(ct.cdiv(p.tokens, c.tile_m),), constants", "(p.tokens // c.tile_m or 1,), constants", "cpu/test_moe_route.py cpu/test_ops.py -k moe_route"),
+    Mutant("ops/dropout.py", "if c.persistent else tiles\n", "if c.persistent else tiles - 1 or 1\n", of_op("dropout")),
+    Mutant("ops/sparse_decode/decision.py", "(-(-p.topk // c.rows) + -(-p.more_topk // c.rows), tokens)", "(-(-p.topk // c.rows), tokens)", of_op("sparse_decode")),
+    Mutant("ops/sparse_decode/decision.py", '"count": ((tokens,), torch.int32)}', '"count": ((tokens - 1 or 1,), torch.int32)}', of_op("sparse_decode")),
+    Mutant("ops/rms_norm_matmul.py", "if p.residual and not c.persistent else 0", "if False else 0", of_op("rms_norm_matmul")),
+    # Choosing
+    Mutant("launch/decision.py", "legal, device) or (configs[0],", "legal, device) or (configs[-1],", "cpu/test_select.py cpu/test_launch.py cpu/test_tune.py"),
+    Mutant("select/choose.py", "key=lambda i: (prices[i], i)", "key=lambda i: (-prices[i], i)", "cpu/test_select.py"),
+    Mutant("select/choose.py", "    return device.has_fp8 or not any(", "    return True or not any(", "cpu/test_moe.py cpu/test_matmul.py cpu/test_select.py"),
+    Mutant("launch/decision.py", 'config, source = context.forced.get(self.plan), "forced"', 'config, source = None, "forced"', "cpu/test_launch.py cpu/test_tune.py"),
     # Tuner, engine, megakernel, server
     Mutant("launch/files.py", "            os.fsync(file.fileno())\n", "            pass\n", SURVIVED),
     Mutant("tune/store.py", "            self.path.replace(aside)\n", "            pass\n", "cpu/test_tune_store.py"),
@@ -168,11 +214,16 @@ def run(mutant: Mutant) -> tuple[str, float]:
         command += ["-k", chosen] if chosen else []
         try:
             code = subprocess.run(
-                command, cwd=tree, env=environment, timeout=SECONDS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command, cwd=tree, env=environment, timeout=IDLE * SECONDS, preexec_fn=bounded, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             ).returncode
         except subprocess.TimeoutExpired:
             code = 1
-    return {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken"), time.perf_counter() - start
+    return "killed" if code < 0 else {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken"), time.perf_counter() - start
+
+
+def bounded() -> None:
+    """Of processor time: a busy machine kills no mutant."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
 
 
 def main() -> int:

@@ -304,12 +304,15 @@ def verify(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of --fuzz: one seed, one sequence of calls.")] = 0,
     case: Annotated[str, typer.Option("--case", metavar="FAMILY.CASE", help="With --fuzz: this call alone.", show_default=False)] = "",
+    jobs: Annotated[int | None, option("--jobs", "Of --fuzz: processes. Default: one, on a GPU up to 8.", min=1)] = None,
 ) -> int:
     """Check the accuracy of ops on this machine: one line each; exits with 1 if any is off."""
     if fuzz is not None:
+        from .bench.report import tell
         from .testing.fuzz import fuzz_command
 
-        return fuzz_command(ops, seconds=fuzz, seed=seed, case=case, device=device)
+        row = functools.partial(tell, file=json_file) if json_file else None
+        return fuzz_command(ops, seconds=fuzz, seed=seed, case=case, device=device, jobs=jobs, tell=row)
     _refuse({"--case must come with --fuzz": bool(case)})
     from .testing.command import verify_command
 

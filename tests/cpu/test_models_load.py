@@ -89,6 +89,28 @@ def test_folder_gives_back_the_saved_model(tmp_path: Path) -> None:
     assert load(tmp_path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.to(torch.int32), r"a model of floating-point weights, .* got codes in \['model\.layers\.1\.mlp\.down_proj\.weight'\]"),
+        (lambda x: x.to(torch.float8_e4m3fn), r"a model of floating-point weights, .* got codes in"),
+        (lambda x: x * torch.nan, r"weights are finite in float16, got a NaN or an infinity in \['model\.layers\.1\.mlp\.down_proj\.weight'\]"),
+        (lambda x: x + 1e5, "weights are finite in float16, got a NaN or an infinity in"),  # in fp32 it was
+    ],
+    ids=["integers", "codes", "nan", "large"],
+)
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, change, message: str) -> None:
+    """They loaded, were cast without a word, and answered nonsense."""
+    from safetensors.torch import load_file, save_file
+
+    tiny().save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    weights = load_file(file)
+    save_file({**weights, name: change(weights[name])}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, dtype=torch.float16)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_gguf_gives_back_the_written_model_and_its_tokenizer(tmp_path: Path, architecture: str) -> None:
     model, path, seen = tiny(architecture), tmp_path / "tiny.gguf", []

@@ -329,3 +329,15 @@ def test_blocks_that_walk_add_nothing_for_other_ranks(ids, shared):
     inputs = seeded_inputs(op, problem, CPU) | {"ids": torch.tensor([ids], dtype=torch.int32)}
     found = run_op(op, inputs, walking)
     assert_accurate(found, op.reference(**inputs), op.reference(**widened(inputs)))
+
+
+def test_a_config_of_another_problem_is_right_or_illegal():
+    """A tuned row, or a caller, may name any config that is legal."""
+    device = Device.named("CPU")
+    problems = [Problem(tokens, 2, 3, 136, 128, scaling=scaling) for scaling in (Scaling.NONE, Scaling.BLOCK) for tokens in (1, 17)]
+    every = dict.fromkeys(c for p in (*problems, Problem(4, 2, 3, 136, 128)) for c in op.space(p, device))
+    for problem in problems:
+        legal = [c for c in every if op.CHOICES.legal(problem, c, device)]
+        assert set(op.space(problem, device)) <= set(legal) < set(every)
+        for config in legal:
+            check_op(op, problem, CPU, config)

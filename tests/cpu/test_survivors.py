@@ -1,5 +1,6 @@
 """Bugs that were planted and that no other test found."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -10,15 +11,21 @@ import torch
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
+from tilewright import ops
 from tilewright.interpret import interpret
 from tilewright.interpret.formats import round_to
 from tilewright.launch import Device, forced_config
 from tilewright.models import patch
 from tilewright.ops import attention as attention_op
+from tilewright.ops import attention_decode as decode_op
+from tilewright.ops import sample as sample_op
 from tilewright.ops.attention import attention
 from tilewright.ops.attention_decode import attention_decode
+from tilewright.ops.moe_route import moe_route
+from tilewright.ops.rms_norm import rms_norm
 from tilewright.ops.sample import sample
-from tilewright.testing import accuracy, assert_accurate
+from tilewright.testing import accuracy, assert_accurate, check_op, op_name
+from tilewright.testing.cases import cases
 from tilewright.testing.definitions import DEFINITIONS
 from tilewright.tune import store
 
@@ -131,3 +138,58 @@ def test_padding_that_is_not_zero_reaches_a_product():
     out = torch.zeros(16, 16)
     interpret(kernel, (1,), (torch.ones(16, 12), torch.ones(12, 16), out))
     assert out.isnan().all()
+
+
+def test_experts_whose_scores_are_below_zero_are_in_order_too():
+    torch.manual_seed(0)
+    logits, bias = torch.randn(9, 16), -2.0 - torch.rand(16)
+    _, ids = moe_route(logits, 4, sigmoid=True, bias=bias)
+    assert torch.equal(ids.long(), (logits.sigmoid() + bias).topk(4).indices)
+
+
+def uneven(op, problem):
+    """A config of the H200 whose last tile of rows is not full, else its default: the interpreter's
+    own take all rows of a small problem at once.
+    """
+    configs, rows = op.space(problem, Device.named("H200")), getattr(problem, "rows", getattr(problem, "tokens", 0))
+    return next((c for c in configs if rows % getattr(c, "tile_m", 1) and not getattr(c, "persistent", False)), configs[0])
+
+
+@pytest.mark.parametrize("op", ops.ALL, ids=op_name)
+def test_tiles_of_a_gpu_cover_what_the_interpreters_own_take_at_once(op):
+    with torch.inference_mode():
+        for problem in cases(op, "small")[:2]:
+            check_op(op, problem, torch.device("cpu"), uneven(op, problem))
+
+
+def test_a_norm_rounds_before_its_weight_where_asked():
+    """The accuracy rule cannot see it: one rounding less is nearer to the truth."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 256).bfloat16(), torch.randn(256).bfloat16()
+    y = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    rounded, other = y.bfloat16() * weight, (y * weight.float()).bfloat16()
+    assert (rounded != other).float().mean() > 0.1
+    for wanted, expected in ((True, rounded), (False, other)):
+        found = rms_norm(x, weight, eps=1e-6, round_before_weight=wanted)
+        assert (found != expected).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("columns", [32, 33, 34, 35])
+def test_partial_sums_of_any_width_have_room_for_their_maximum_and_denominator(columns):
+    problem = decode_op.Problem(1, 2, 1, 64, 64, torch.float32, v_dim=columns)
+    config = next(c for c in decode_op.space(problem, Device.named("CPU")) if c.num_kv_splits > 1)
+    check_op(decode_op, problem, torch.device("cpu"), config)
+
+
+def test_what_kernels_cannot_run_is_not_legal():
+    """No candidate is such a config, but a row of a table may be."""
+    h200 = Device.named("H200")
+    plain = attention_op.Problem(4, 8, 8, 1024, 1024, 128, torch.bfloat16)
+    walking = dataclasses.replace(attention_op.space(plain, h200)[0], persistent=True, tile_n=128)
+    assert attention_op.CHOICES.legal(plain, walking, h200)
+    for change in ({"has_len": True}, {"has_start": True}, {"varlen": True}, {"window": 100}):
+        assert not attention_op.CHOICES.legal(dataclasses.replace(plain, **change), walking, h200)
+    wide, narrow = (sample_op.Problem(4, columns, torch.bfloat16) for columns in (128_256, 256))
+    cluster = next(c for c in sample_op.space(wide, h200) if c.num_ctas == 8)
+    assert sample_op.CHOICES.legal(wide, cluster, h200)
+    assert not sample_op.CHOICES.legal(narrow, cluster, h200)

@@ -5,6 +5,8 @@ others.
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +106,28 @@ def test_an_interrupt_ends_all_ranks() -> None:
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(waiting, ranks=2)
+
+
+def decoding(group: Group, device: torch.device, folder: str) -> None:
+    model = random_model({**SIZES, **MODELS["llama"]}, device=device, dtype=torch.bfloat16, shard=group.shard)
+    with Engine(model, max_batch=8, max_len=128, mode="graph", prefill_tokens=128, group=group) as engine:
+        while True:
+            engine.generate(prompts(), 40)
+            Path(folder, f"{group.shard.rank}-{os.getpid()}").touch()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_at_once(which: int, tmp_path: Path) -> None:
+    """By kill -9, while both replay their graphs."""
+    at = []
+
+    def kill() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        at.append(time.monotonic())
+        os.kill(int(sorted(tmp_path.iterdir())[which].name.partition("-")[2]), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(RuntimeError, match=f"rank {which} was ended by SIGKILL, and so all ranks were"):
+        run_ranks(decoding, str(tmp_path), ranks=2)
+    assert time.monotonic() - at[0] < 10

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..launch import Device, argument_error
+from ..launch import Device, argument_error, check_integers
 from ..models.shard import Shard, shard_of
 from .mega.pack import refuse
 from .parallel import Group
@@ -11,6 +11,7 @@ HELD = "tilewright_engine"  # the attribute of a model that an engine holds
 
 
 def check_positive(**sizes: int) -> None:
+    check_integers(**sizes)
     for name, value in sizes.items():
         if value < 1:
             raise argument_error(name, "at least 1", value)

@@ -6,7 +6,7 @@ padding's keys lie in the cache beyond the sequence's length, where nothing read
 tokens overwrite them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -204,8 +204,10 @@ class Engine:
         Raises: ValueError for prompts that do not fit; MemoryError if the GPU is full or the pages
             are used up. It says what to lower.
         """
-        rows = self._checked(prompts, max_new_tokens)
         check_positive(max_new_tokens=max_new_tokens)
+        rows = self._checked(prompts, max_new_tokens)
+        if isinstance(stop, str) or not isinstance(stop, Collection) or not all(isinstance(token, int) for token in stop):
+            raise TypeError(f"stop must be a list of token ids, got {stop!r:.80}")
         ending = set(stop)
         tokens: list[list[int]] = [[] for _ in rows]
         try:
@@ -283,7 +285,10 @@ class Engine:
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
         if self._model is None:
             raise argument_error("the engine", "open", "one that was closed")
-        rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(p) for p in prompts]
+        given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        if not all(isinstance(row, Sequence) and all(isinstance(token, int) for token in row) for row in given):
+            raise TypeError(f"prompts must be lists of token ids, or one tensor [batch, tokens] of integers, got {given!r:.80}")
+        rows = [list(row) for row in given]
         if not 1 <= len(rows) <= self.max_batch:
             raise argument_error("the number of prompts", f"1 to max_batch = {self.max_batch}", len(rows))
         for row in rows:

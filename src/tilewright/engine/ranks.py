@@ -1,6 +1,6 @@
 """`run_ranks(function, ...)`: one process for each rank, on this host.
 
-If one fails or is interrupted, all end.
+If one fails, is interrupted or killed, all end.
 """
 
 import contextlib
@@ -54,17 +54,21 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
             while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):
                 if not wait(running, TIDYING_S) and (folder / "result").is_file():
                     break  # all ranks are done, and what a GPU's library does at the end of a process takes too long
-            failed = next(((rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode), None)
+            failed = sorted((p.exitcode, rank) for rank, p in enumerate(processes) if p.exitcode)
         finally:
             # Killed, not asked to end: after a failure or Ctrl-C in one rank the others wait for
             # it, on a GPU for ever.
             for p in processes:
                 p.kill()
                 p.join()
+        killed = [rank for code, rank in failed if code == -signal.SIGKILL]
+        if killed:  # what the others may have told is a lost connection
+            why = "the system does that when its memory is full, and its log says so"
+            raise RuntimeError(f"rank {killed[0]} was ended by SIGKILL, and so all ranks were: {why}")
         if (folder / "error").is_file():
             raise pickle.loads((folder / "error").read_bytes())
-        if failed is not None:
-            raise RuntimeError(f"rank {failed[0]} ended with exit code {failed[1]}")
+        if failed:
+            raise RuntimeError(f"rank {failed[0][1]} ended with exit code {failed[0][0]}, and so all ranks were ended")
         return pickle.loads((folder / "result").read_bytes())
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..launch import argument_error
+from ..launch import argument_error, check_finite, check_integers, check_number
 from ..ops.argmax import argmax_out
 from ..ops.sample import sample_out
 from .advance import advance
@@ -30,6 +30,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_integers(top_k=self.top_k, seed=self.seed)
+        check_finite(self.temperature, "temperature")
+        check_number(self.top_p, "top_p")
+        if not -(2**63) <= self.seed < 2**63:
+            raise argument_error("seed", "a number of 64 bits", self.seed)
         if self.temperature < 0:
             raise argument_error("temperature", "0 or more", self.temperature)
         if self.top_k < 0:

@@ -44,8 +44,8 @@ def check_tensor(
             raise argument_error(f"{name}.device", like.device, tensor.device)
     elif tensor.device.type not in ("cuda", "cpu", "meta"):
         raise argument_error(f"{name}.device", "a CUDA or CPU device", tensor.device)
-    if tensor.layout is not torch.strided:
-        raise argument_error(f"{name}.layout", "torch.strided", tensor.layout)
+    if tensor.layout is not torch.strided or tensor.is_neg():
+        raise _layout_error(tensor, name)
     if ndim is not None and tensor.dim() != ndim:
         raise argument_error(f"{name}.dim()", ndim, tensor.dim())
     if shape is not None and tensor.shape != shape:
@@ -55,6 +55,12 @@ def check_tensor(
         raise _stride_error(tensor, name, contiguous)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
+
+
+def _layout_error(tensor: Tensor, name: str) -> ValueError:
+    if tensor.layout is not torch.strided:
+        return argument_error(f"{name}.layout", "torch.strided", tensor.layout)
+    return argument_error(name, "what its memory holds (call its resolve_neg())", "a view of the negated values")
 
 
 def _stride_error(tensor: Tensor, name: str, contiguous: bool) -> ValueError:
@@ -140,6 +146,13 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
         raise argument_error(name, f"free of elements of {other_name}, both being written in place", "tensors that overlap")
 
 
+def check_apart(x: Tensor, name: str, **read: Tensor) -> None:
+    """Raises ValueError if x, which an op writes into, has an element of a tensor that it reads."""
+    for other_name, other in read.items():
+        if overlap(x, other):
+            raise argument_error(name, f"free of elements of {other_name}, being written in place", "tensors that overlap")
+
+
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have an element in common. False while torch.compile traces.
 
@@ -188,17 +201,32 @@ def _meet(apart: int, shape: Sizes, strides: Sizes, other_shape: Sizes, other_st
 
 
 def check_positive(value: float, name: str) -> None:
-    """Raises ValueError unless it is a positive number in fp32, as kernels take it: 1e-50 is 0
-    there.
+    """Raises TypeError or ValueError unless it is a positive number in fp32, as kernels take it:
+    1e-50 is 0 there.
     """
+    check_number(value, name)
     if not SMALLEST <= value <= LARGEST:
         raise argument_error(name, "a normal number of float32" if value > 0 else "positive", value)
 
 
 def check_finite(value: float, name: str) -> None:
-    """Raises ValueError for a NaN, and for what is infinite in fp32."""
+    """Raises TypeError or ValueError for a NaN, and for what is infinite in fp32."""
+    check_number(value, name)
     if not -LARGEST <= value <= LARGEST:
         raise argument_error(name, "finite", value)
+
+
+def check_number(value: object, name: str) -> None:
+    """Raises TypeError unless it is a number of Python: a tensor's would be read on the device."""
+    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a number of Python, got {value!r:.80}")
+
+
+def check_integers(**values: object) -> None:
+    """Raises TypeError unless each is an integer of Python."""
+    for name, value in values.items():
+        if not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an integer of Python, got {value!r:.80}")
 
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..launch.files import check_regular
-from .files import TRUSTED, ModelFileError, file_error, read_by_others, read_json
+from .files import TRUSTED, ModelFileError, file_error, read_by_others, read_json, some
 from .safetensors_header import StoredTensor, folder_weights
 from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
 
@@ -125,6 +125,9 @@ def _refuse_what_is_too_small(folder: Path, empty: Any, stored: dict[str, Stored
     quantised = getattr(empty.config, "quantization_config", None) is not None
     held = sum(4 * tensor.size if quantised else math.prod(tensor.shape) for tensor in stored.values())
     misshapen = [] if quantised else [(n, t.shape, weights[n].shape) for n, t in stored.items() if n in weights and t.shape != weights[n].shape]
+    coded = [] if quantised else sorted(name for name, tensor in stored.items() if name in weights and not tensor.plain)
+    if coded:
+        raise file_error(folder, "a model of floating-point weights, or one whose config says how they are coded", f"codes in {some(coded)}")
     renamed = not stored.keys() <= empty.state_dict().keys()
     short = sum(parameter.numel() for parameter in weights.values()) > (2 if renamed else 1) * held
     missing = weights.keys() - stored.keys() if short else ()

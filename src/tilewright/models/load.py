@@ -21,7 +21,7 @@ from .gguf_file import read_config as gguf_config
 from .gguf_header import read_header as gguf_header
 from .safetensors_header import folder_weights
 from .shard import Shard, cut
-from .whole import outline
+from .whole import check_finite_weights, outline
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +75,9 @@ def load(
         model, tokenizer = load_folder(path, dtype, layers=layers, trust_remote_code=trust_remote_code)
     if shard is not None:
         cut(model, shard, device=device)
-    return Loaded(model.to(device).eval(), tokenizer, str(path))
+    model = model.to(device).eval()
+    check_finite_weights(path, model)
+    return Loaded(model, tokenizer, str(path))
 
 
 def outline_of(source: str | Path, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:

@@ -95,6 +95,18 @@ def refuse_other_weights(
         raise file_error(path, f"a complete {model_type} model", ", ".join(parts))
 
 
+def check_finite_weights(path: Path, model: Any) -> None:
+    """Raises ModelFileError for a NaN or an infinity, with which every answer would be one token.
+
+    A float16 of a large bfloat16 is one.
+    """
+    sums = {name: parameter.detach().sum(dtype=torch.float32) for name, parameter in model.named_parameters() if not parameter.is_meta}
+    finite = torch.stack(list(sums.values())).isfinite().tolist() if sums else []
+    if wrong := [name for name, fine in zip(sums, finite, strict=True) if not fine]:
+        dtype = next(iter(model.parameters())).dtype
+        raise file_error(path, f"a model whose weights are finite in {str(dtype).removeprefix('torch.')}", f"a NaN or an infinity in {some(wrong)}")
+
+
 def check_stop_tokens(path: Path, model: Any) -> None:
     """Raises ModelFileError unless the tokens that end a text are numbers."""
     stop = model.generation_config.eos_token_id

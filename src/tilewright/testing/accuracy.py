@@ -68,16 +68,13 @@ def _judged(ours: Tensor, theirs: Tensor, truth: Tensor) -> Accuracy:
     rms_bound = 2 * _rms(their_error) + eps / 4 * _rms(scale)
     worst_bound = 2 * their_error.max() + _ulp(scale, ours.dtype)
     ratio = torch.where(error == 0, 0.0, error / worst_bound)
-    worst = int(torch.where(ratio.isnan(), torch.inf, ratio).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), truth.shape))
+    worst = torch.where(ratio.isnan(), torch.inf, ratio).flatten().argmax()
     rms = _rms(error)
-    return Accuracy(
-        rms_ratio=float(rms / rms_bound) if rms != 0 else 0.0,
-        worst_ratio=float(ratio.flatten()[worst]),
-        worst_index=index,
-        ours=float(ours[index]),
-        truth=float(truth[index]),
-    )
+    # float64 holds every position; one copy, so that a GPU is waited for once
+    there = [x.flatten()[worst].double() for x in (ratio, ours, truth)]
+    rms_ratio, at, worst_ratio, own, true = torch.stack([torch.where(rms != 0, rms / rms_bound, 0.0), worst.double(), *there]).tolist()
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(int(at)), truth.shape))
+    return Accuracy(rms_ratio, worst_ratio, index, own, true)
 
 
 def assert_accurate(ours: Tensor, theirs: Tensor, truth: Tensor, what: str = "result") -> Accuracy:

@@ -1,4 +1,5 @@
-"""What each op means, written from its formula once more, for the fuzz.
+"""What each op means, written from its formula once more, for the fuzz; attention and caches are in
+definitions_attention.py.
 
 `DEFINITIONS[op](**inputs)` returns the op's results. Called with float64 tensors it is the truth;
 in the op's own dtype, with the roundings that PyTorch has, it is what the accuracy rule allows.
@@ -6,7 +7,8 @@ Nothing here calls an op's `reference`, so an error in both of them shows.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -187,12 +189,31 @@ def silu_mul_quant(gate: Tensor, up: Any = None, *, gelu_tanh: bool, block: Any,
 
 
 # --------------------------------------------------------------------------------- matrix products
+@contextmanager
+def tf32_products(on: bool) -> Iterator[None]:
+    """Products of fp32 on a GPU as TF32 has them."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, exact: bool) -> Tensor:
+    """a [.., m, k] times b [.., n, k]; scales of matrices and rows after the sum, as in
+    torch._scaled_mm.
+    """
+    if exact or scale_a is None or scale_b is None or scale_a.dim() == a.dim():
+        return values_of(a, scale_a, exact) @ values_of(b, scale_b, exact).mT
+    return a.float() @ b.float().mT * spread(scale_a, tuple(a.shape)) * spread(scale_b, tuple(b.shape)).mT
+
+
 @defines
 def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, **options: Any) -> Results:
-    x = values_of(a.mT if trans_a else a, options.get("scale_a"), exact)
-    w = values_of(b if trans_b else b.mT, options.get("scale_b"), exact)
-    y = x @ w.mT
-    y = y if exact or x.dtype == a.dtype else y.to(stored)
+    with tf32_products(options["tf32"]):
+        y = product(a.mT if trans_a else a, b if trans_b else b.mT, options.get("scale_a"), options.get("scale_b"), exact)
+    y = y if exact or y.dtype == a.dtype else y.to(stored)
     y = y if bias is None else y + bias
     if options.get("silu_mul"):
         y = activated(y[..., 0::2], False).to(y.dtype) * y[..., 1::2]
@@ -203,8 +224,8 @@ def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exa
 
 @defines
 def bmm(a: Tensor, b: Tensor, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, scale_a: Any, scale_b: Any) -> Results:
-    x, w = values_of(a.mT if trans_a else a, scale_a, exact), values_of(b if trans_b else b.mT, scale_b, exact)
-    y = x @ w.mT if exact or stored == x.dtype else x.float() @ w.mT.float()
+    x, w = a.mT if trans_a else a, b if trans_b else b.mT
+    y = product(x, w, scale_a, scale_b, exact) if exact or a.dtype in FP8 or stored == a.dtype else x.float() @ w.mT.float()
     return [y if exact else y.to(stored)]
 
 
@@ -212,15 +233,15 @@ def bmm(a: Tensor, b: Tensor, *, trans_a: bool, trans_b: bool, exact: bool, stor
 def grouped_gemm(  # noqa: PLR0913 the op's arguments
     a: Tensor, b: Tensor, offsets: Any, counts: Any, *, trans_b: bool, exact: bool, stored: torch.dtype, scale_a: Any, scale_b: Any
 ) -> Results:
-    x, w = values_of(a, scale_a, exact), values_of(b if trans_b else b.mT, scale_b, exact)
-    x, w = (x, w) if exact or stored == x.dtype else (x.float(), w.float())
+    x, w = a, b if trans_b else b.mT
+    x, w = (x, w) if exact or a.dtype in FP8 or stored == x.dtype else (x.float(), w.float())
+    y = product(x, w, scale_a, scale_b, exact)  # of rooms, or [groups, rows, n] of all rows with each
     row = torch.arange(a.shape[-2], device=a.device)
     if counts is not None:
-        y = torch.where((row < counts[:, None])[..., None], torch.where((row < counts[:, None])[..., None], x, 0) @ w.mT, 0)
+        y = torch.where((row < counts[:, None])[..., None], y, 0)
     else:
         group = torch.searchsorted(offsets.long(), row, right=True)
-        each = torch.stack([x @ matrix.mT for matrix in w])
-        y = torch.where((group < len(w))[:, None], each[group.clamp(max=len(w) - 1), row], 0)
+        y = torch.where((group < len(w))[:, None], y[group.clamp(max=len(w) - 1), row], 0)
     return [y if exact else y.to(stored)]
 
 
@@ -235,6 +256,20 @@ def rms_norm_matmul(
     return [y, *([] if residual is None else [total])]
 
 
+def through(x: Tensor, matrix: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[experts, tokens, columns]: x, of all experts or of each, times each expert's matrix. With
+    scales x gets 8 bits too, in groups of 128, but not in float64.
+    """
+    each = x.expand(len(matrix), *x.shape[-2:])
+    if scale is None:
+        y = each @ matrix.mT
+    else:
+        if x.dtype is not torch.float64:
+            each = torch.stack([coded(wide(rows), (1, 128), torch.float8_e4m3fn, False)[0].to(x.dtype) for rows in each])
+        y = (wide(each) @ wide(values_of(matrix, scale, x.dtype is torch.float64)).mT).to(x.dtype)
+    return y if bias is None else y + bias[:, None]
+
+
 @defines
 def moe(x: Tensor, gate_up: Tensor, down: Tensor, *, weights: Tensor, ids: Tensor, **options: Any) -> Results:
     """Every expert for every token, then the share that each token has of each."""
@@ -242,15 +277,16 @@ def moe(x: Tensor, gate_up: Tensor, down: Tensor, *, weights: Tensor, ids: Tenso
     here = (ids >= 0) & (ids < experts)
     share = torch.zeros(len(x), experts + 1, dtype=weights.dtype, device=x.device)
     share.scatter_add_(1, torch.where(here, ids, experts).long(), weights)
-    both = torch.einsum("th,eih->eti", x, gate_up)
-    both = both if options.get("bias_gate_up") is None else both + options["bias_gate_up"][:, None]
-    gate, up = both.chunk(2, -1)
+    gate, up = through(x, gate_up, options["scale_gate_up"], options.get("bias_gate_up")).chunk(2, -1)
     if options["limit"] is not None:
         gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
     active = gate / (1 + (-options["alpha"] * gate).exp()) * (up + options["up_offset"])
-    y = torch.einsum("eti,ehi->eth", active, down)
-    y = y if options.get("bias_down") is None else y + options["bias_down"][:, None]
-    return [torch.einsum("te,eth->th", share[:, :experts], wide(y)).to(x.dtype)]
+    y = through(active, down, options["scale_down"], options.get("bias_down"))
+    out = torch.einsum("te,eth->th", share[:, :experts], wide(y))
+    if "shared_down" in options:
+        gate, up = (torch.einsum("th,sih->sti", x, options["shared_gate_up"][:, part]) for part in (0, 1))
+        out = out + wide(torch.einsum("sti,shi->th", activated(gate, False).to(x.dtype) * up, options["shared_down"]))
+    return [out.to(x.dtype)]
 
 
 def scores_of(logits: Tensor, sigmoid: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -275,138 +311,3 @@ def moe_route(
     weights = scores.gather(-1, ids[..., :top_k])
     weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
     return [weights * scale, chosen[..., :top_k]]
-
-
-# --------------------------------------------------------------------------------------- attention
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None) -> Results:
-    """q [.., heads, queries, d], k and v [.., kv_heads, keys, d], seen [.., 1, queries, keys]."""
-    used = seen.any(-2).unsqueeze(-1)  # memory that holds no key may hold anything
-    group = q.shape[-3] // k.shape[-3]
-    k, v = (torch.where(used, x, 0).repeat_interleave(group, -3) for x in (k, v))
-    scores = wide(q @ k.mT * scale)
-    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen, -torch.inf)
-    lse = scores.logsumexp(-1)
-    total = lse if sinks is None else torch.logaddexp(lse, wide(sinks).to(lse.dtype)[:, None].expand(lse.shape))
-    weights = torch.where(seen, (scores - torch.where(total.isfinite(), total, 0.0)[..., None]).exp(), 0.0)
-    return [(weights.to(v.dtype) @ v).to(q.dtype), lse]
-
-
-def visible(query: Tensor, key: Tensor, keys: Tensor, queries: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether a query sees a key: both counted in their sequence, the last two side by side."""
-    last = query + keys - queries
-    seen = key < keys
-    seen = seen & (key <= last) if causal else seen
-    return seen if window is None else seen & (key > last - window)
-
-
-@defines
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Any, return_lse: bool, softcap: Any, sinks: Any = None, **ragged: Any
-) -> Results:
-    scale, device = q.shape[-1] ** -0.5, q.device
-    if "cu_seqlens_q" in ragged:
-        starts = [ragged[name].long() for name in ("cu_seqlens_q", "cu_seqlens_kv")]
-        at = [torch.arange(len(x), device=device) for x in (q, k)]
-        own = [torch.searchsorted(start, i, right=True) - 1 for start, i in zip(starts, at, strict=True)]
-        counts = [start.diff()[own[0].clamp(max=len(start) - 2)][:, None] for start in starts]
-        inside = [i - start[sequence.clamp(max=len(start) - 2)] for i, start, sequence in zip(at, starts, own, strict=True)]
-        seen = visible(inside[0][:, None], inside[1][None], counts[1], counts[0], causal, window) & (own[0][:, None] == own[1][None])
-        out, lse = attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen[None], scale, softcap, sinks)
-        return [out.transpose(0, 1), *([lse] if return_lse else [])]
-    queries, keys = q.shape[2], k.shape[2]
-    zero = torch.zeros(len(q), dtype=torch.int64, device=device)
-    start = zero if ragged.get("kv_start") is None else ragged["kv_start"].long()
-    end = zero + keys if ragged.get("kv_len") is None else ragged["kv_len"].long()
-    i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
-    n = (end - start)[:, None, None, None].clamp(min=0)
-    key = j - start[:, None, None, None]
-    seen = visible(i, key, n, torch.tensor(queries, device=device), causal, window) & (key >= 0)
-    return attend(q, k, v, seen, scale, softcap, sinks)[: 1 + return_lse]
-
-
-@defines
-def mla(q_nope: Tensor, q_rope: Tensor, *, k_nope: Tensor, k_rope: Tensor, v: Tensor, causal: bool, return_lse: bool, kv_len: Any = None) -> Results:
-    k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
-    return attention(torch.cat((q_nope, q_rope), -1), k, v, causal=causal, window=None, return_lse=return_lse, softcap=None, kv_len=kv_len)
-
-
-def newest(  # noqa: PLR0913 the op's arguments
-    q: Tensor, k: Tensor, v: Tensor, kv_len: Any, table: Any, kv_start: Any, window: Any, scale: float, sinks: Any = None
-) -> Results:
-    """Attention of the last tokens of each sequence over a cache, in one piece or in pages."""
-    if table is not None:
-        k, v = (x[table.long().clamp(0, len(x) - 1)].transpose(1, 2).flatten(2, 3) for x in (k, v))
-    queries, keys = q.shape[2], k.shape[2]
-    n = torch.full((len(q),), keys, device=q.device) if kv_len is None else kv_len.long().clamp(0, keys)
-    start = torch.zeros_like(n) if kv_start is None else kv_start.long()
-    i, j = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)
-    seen = visible(i, j, n[:, None, None, None], torch.tensor(queries, device=q.device), True, window) & (j >= start[:, None, None, None])
-    return attend(q, k, v, seen, scale, None, sinks)
-
-
-@defines
-def attention_decode(q: Tensor, k: Tensor, v: Any, kv_len: Any, *, window: Any, return_lse: bool, kv_start: Any = None, **options: Any) -> Results:
-    v = k[..., : options.get("v_dim")] if v is None else v
-    table, sinks = options.get("block_table"), options.get("sinks")
-    return newest(q, k, v, kv_len, table, kv_start, window, q.shape[-1] ** -0.5, sinks)[: 1 + return_lse]
-
-
-@defines
-def mla_decode(
-    q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Any, *, scale: float, block_table: Any, kv_start: Any, return_lse: bool
-) -> Results:
-    q, k = torch.cat((q_latent, q_rope), -1), cache[:, None]
-    return newest(q, k, k[..., : q_latent.shape[-1]], kv_len, block_table, kv_start, None, scale)[: 1 + return_lse]
-
-
-@defines
-def sparse_decode(q: Tensor, cache: Tensor, indices: Tensor, topk_length: Any, *, scale: float, return_lse: bool, **options: Any) -> Results:
-    """Each token is a sequence of its own, of the rows that its lists name."""
-    rows, named = [], []
-    for held, lists, length in (
-        (cache, indices, topk_length),
-        *([(options["extra_cache"], options["extra_indices"], options["extra_length"])] if "extra_cache" in options else []),
-    ):
-        flat, lists = held.flatten(0, 1), lists.flatten(0, 1).long()
-        entry = torch.arange(lists.shape[-1], device=q.device)
-        counted = torch.ones_like(lists, dtype=torch.bool) if length is None else entry < length.repeat_interleave(q.shape[2])[:, None]
-        named.append(counted & (lists >= 0) & (lists < len(flat)))
-        rows.append(flat[lists.clamp(0, len(flat) - 1)])
-    keys, seen = torch.cat(rows, 1)[:, None], torch.cat(named, 1)[:, None, None]
-    tokens = q.transpose(1, 2).flatten(0, 1)[:, :, None]  # [tokens, heads, 1, head_dim]
-    columns = options.get("v_dim") or min(q.shape[-1], 512)
-    out, lse = attend(tokens, keys, keys[..., :columns], seen, scale, None, options.get("sinks"))
-    shaped = [x[:, :, 0].unflatten(0, (len(q), -1)).transpose(1, 2) for x in (out, lse[..., None])]
-    return [shaped[0], shaped[1][..., 0]][: 1 + return_lse]
-
-
-@defines
-def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, positions: Tensor, q: Any = None, exact: bool, **options: Any) -> Results:
-    batch, _, tokens, _ = k.shape
-    at = positions.view(batch, tokens).long()
-    eps, early = options.get("eps", 1e-6), options.get("round_before_weight", False)
-    parts = {"q": q, "k": k, "v": v}
-    for name, x in parts.items():
-        weight = options.get(f"{name}_norm")
-        if x is not None and weight is not None:
-            parts[name] = normed(x, weight, eps, 0.0, early).to(x.dtype)
-    if options.get("cos") is not None:
-        own = options.get("rope_positions")
-        row = (at if own is None else own.view(batch, tokens).long()).clamp(0, len(options["cos"]) - 1)
-        angles = [options[name][row][:, None] for name in ("cos", "sin")]
-        for name in ("q", "k"):
-            if parts[name] is not None:
-                parts[name] = rotated(parts[name], angles[0], angles[1], options.get("interleaved", False))
-    table, room = options.get("block_table"), k_cache.shape[2]
-    most = room if table is None else room * table.shape[1]
-    b, t = ((at >= 0) & (at < most)).nonzero(as_tuple=True)
-    place = at[b, t]
-    outer = b if table is None else table[b, place // room].long()
-    caches = [k_cache.clone(), v_cache.clone()]
-    for name, cache in zip(("k", "v"), caches, strict=True):
-        row, scale = parts[name][b, :, t], options.get(f"{name}_scale")
-        if scale is not None:
-            row = (wide(row) / scale).clamp(-448.0, 448.0)
-        cache[outer, :, place % room] = row if exact else row.to(cache.dtype)
-    return [*caches, *([] if q is None else [parts["q"]])]

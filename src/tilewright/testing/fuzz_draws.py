@@ -76,18 +76,37 @@ def heads(s: Sizes, widest: int = 128) -> Fields:
 
 
 def attention(s: Sizes) -> Fields:
-    found = {**heads(s), "dtype": any_float(s), **some(s, "causal", "return_lse", "has_sinks")}
+    eight = s.odds(0.2)
+    found = {**heads(s, 128 if eight else 256), "dtype": E4M3 if eight else any_float(s), **some(s, "causal", "return_lse", "has_sinks")}
     found["window"] = s.log(1, 200) if s.odds(0.3) else None
     found["softcap"] = s.choice((5.0, 30.0)) if s.odds(0.3) else None
     found["v_dim"] = s.choice((0, 0, 32, 100))
     kind = s.choice(("", "", "has_start", "has_len", "varlen"))
+    found["keys_last"] = eight and kind != "varlen" and s.odds(0.5)
     return {**found, **({kind: True} if kind else {})}
+
+
+def attended(s: Sizes, fixed: Fields) -> Fields:
+    found = {"batch": s.log(1, 4), "q_len": s.log(1, 200), "kv_len": s.log(1, 200)}
+    return {**found, "longest": s.choice((0, 16, 200))} if fixed.get("varlen") else found
+
+
+def latent(s: Sizes) -> Fields:
+    eight = s.odds(0.3)
+    found = {"heads": s.log(1, 4), "dtype": E4M3 if eight else half(s), **some(s, "causal", "has_len", "return_lse")}
+    found |= {"nope_dim": s.choice((128, 128, 64, s.log(1, 128))), "rope_dim": s.choice((16, 64, s.log(1, 128)))}
+    return {**found, "v_dim": s.choice((128, 128, 32, 100)), "keys_last": eight and s.odds(0.5)}
 
 
 def decode(s: Sizes) -> Fields:
     found = {**heads(s), "dtype": any_float(s), **some(s, "has_start", "has_len", "return_lse", "sinks")}
     found |= {"page_size": s.choice((0, 0, 16, 64)), "window": s.log(1, 200) if s.odds(0.3) else None, "q_len": s.choice((1, 1, 2, 4))}
     found["max_len"] = s.choice((64, 256, 512))
+    kind = s.choice(("", "", "shared", "normalize", "v_dim"))
+    if kind == "normalize":
+        found |= {"normalize": False, "return_lse": False, "sinks": False}
+    elif kind:
+        found |= {"v_dim": s.log(1, found["head_dim"]), "shared": kind == "shared"}
     return found
 
 
@@ -100,35 +119,60 @@ def append(s: Sizes) -> Fields:
     else:
         found["q_heads"] = 0
     found["cache_dtype"] = E4M3 if s.odds(0.25) else None
-    return found
+    found["v_dim"] = s.choice((0, 0, 2 * s.log(1, 64)))
+    return {**found, **some(s, "round_before_weight")}
+
+
+def sparse(s: Sizes) -> Fields:
+    found: Fields = {
+        "q_heads": s.log(1, 20),
+        "dtype": half(s),
+        "head_dim": s.choice((64, 128, 576)),
+        "topk": s.log(1, 200),
+        "q_len": s.choice((1, 2)),
+    }
+    if s.odds(0.4):
+        found |= {"dtype": BF16, "cache_dtype": E4M3, "head_dim": s.choice((512, 576))}
+    found["v_dim"] = s.choice((0, 0, s.log(1, min(found["head_dim"], 512))))
+    return {**found, "more_topk": s.choice((0, 0, s.log(1, 100))), **some(s, "has_length", "sinks", "return_lse")}
 
 
 def routing(s: Sizes) -> Fields:
     top_k = s.choice((1, 2, 4, 8))
     found = {"top_k": top_k, "experts": s.choice((8, 16, 60, 64, 128)), **some(s, "sigmoid", "bias", "normalize")}
     if s.odds(0.3):
-        found |= {"experts": 64, "groups": 8, "top_groups": 4}
-    return found
+        found |= {"experts": 64, **s.choice(({"groups": 8, "top_groups": 4}, {"groups": 4, "top_groups": 2}))}
+    return found | {"scale": s.choice((1.0, 2.5)), "first_expert": s.choice((0, 0, s.randrange(found["experts"])))}
 
 
 def experts(s: Sizes) -> Fields:
+    scaling = s.choice((Scaling.NONE, Scaling.NONE, Scaling.ROW, Scaling.BLOCK))
     found: Fields = {
         "top_k": s.choice((1, 2, 3)),
         "experts": s.choice((3, 8)),
         "dtype": half(s),
-        "hidden": 8 * s.log(1, 20),
-        "inter": 8 * s.log(1, 16),
+        "hidden": 8 * s.log(1, 40),
+        "inter": 128 * s.choice((1, 2)) if scaling is Scaling.BLOCK else 8 * s.log(1, 16),
+        "scaling": scaling,
     }
-    return found | {"bias": s.odds(0.3), "foreign": s.choice((0, 0, 1)) if found["top_k"] > 1 else 0, "limit": s.choice((0.0, 2.0))}
+    if not scaling and s.odds(0.15):
+        return found | {"shared": s.choice((1, 2)), "tokens": 1}
+    found |= {"alpha": s.choice((1.0, 1.702)), "limit": s.choice((0.0, 2.0)), "up_offset": s.choice((0.0, 1.0))}
+    return found | {"bias": s.odds(0.3), "foreign": s.choice((0, 0, 1)) if found["top_k"] > 1 else 0, "only": s.choice(((), (), (1,)))}
 
 
 def codes(s: Sizes) -> Fields:
     block = s.choice(BLOCKS)
-    return {"cols": columns(s), "dtype": any_float(s), "block": block, "codes": s.choice((E4M3, E5M2)), **some(s, "power_of_two_scales")}
+    found = {"cols": columns(s), "dtype": any_float(s), "block": block, "codes": s.choice((E4M3, E5M2)), **some(s, "power_of_two_scales")}
+    return {**found, "given_scale": True, "power_of_two_scales": False} if block == BLOCKS[0] and s.odds(0.5) else found
 
 
-def row_codes(*options: str) -> Callable[[Sizes], Fields]:
-    return lambda s: {**codes(s), "block": s.choice(BLOCKS[1:3]), **some(s, *options)}
+def row_codes(*options: str, **more: Callable[[Sizes], Any]) -> Callable[[Sizes], Fields]:
+    def fixed(s: Sizes) -> Fields:
+        found = {**codes(s), "block": s.choice(BLOCKS[1:3]), **some(s, *options), **{name: draw(s) for name, draw in more.items()}}
+        return {name: value for name, value in found.items() if name != "given_scale"}
+
+    return fixed
 
 
 def rope(s: Sizes) -> Fields:
@@ -162,11 +206,8 @@ DRAWS: dict[str, Draw] = {
         lambda s, f: {**matrix(s, f), "batch": s.log(1, 5), **s.choice(({}, {}, {"one_a": True}, {"one_b": True}))},
     ),
     "grouped_gemm": (lambda s: {**product(s), **some(s, "masked", "trans_b")}, grouped),
-    "attention": (attention, lambda s, f: {"batch": s.log(1, 4), "q_len": s.log(1, 200), "kv_len": s.log(1, 200)}),
-    "mla": (
-        lambda s: {"heads": s.log(1, 4), "dtype": half(s), "rope_dim": s.choice((16, 64)), **some(s, "causal", "has_len", "return_lse")},
-        lambda s, f: {"batch": s.log(1, 3), "q_len": s.log(1, 120), "kv_len": s.log(1, 160)},
-    ),
+    "attention": (attention, attended),
+    "mla": (latent, lambda s, _: {"batch": s.log(1, 3), "q_len": s.log(1, 120), "kv_len": s.log(1, 160)}),
     "attention_decode": (decode, lambda s, _: {"batch": s.log(1, 9)}),
     "kv_append": (append, lambda s, _: {"batch": s.log(1, 6), "tokens": s.log(1, 30)}),
     "merge_states": (
@@ -180,16 +221,10 @@ DRAWS: dict[str, Draw] = {
         ),
         lambda s, _: {"batch": s.log(1, 5)},
     ),
-    "sparse_decode": (
-        lambda s: (
-            {"q_heads": s.log(1, 20), "dtype": half(s), "head_dim": s.choice((64, 128, 576)), "topk": s.log(1, 200), "q_len": s.choice((1, 2))}
-            | {"more_topk": s.choice((0, 0, s.log(1, 100))), **some(s, "has_length", "sinks", "return_lse")}
-        ),
-        lambda s, _: {"batch": s.log(1, 5)},
-    ),
+    "sparse_decode": (sparse, lambda s, _: {"batch": s.log(1, 5)}),
     "dropout": (
         lambda s: {"dtype": any_float(s), **some(s, "has_offset")},
-        lambda s, _: {"size": s.log(1, 20_000), "p": s.choice((0.0, 0.1, 0.5, 0.9))},
+        lambda s, _: {"size": s.log(1, 20_000), "p": s.choice((0.0, 0.1, 0.5, 0.9, 1.0))},
     ),
     "layer_norm": row_wise("weight", "bias"),
     "embedding": (
@@ -198,7 +233,7 @@ DRAWS: dict[str, Draw] = {
     ),
     "argmax": row_wise(),
     "quantize_fp8": (codes, rows),
-    "rms_norm_quant": (row_codes("residual", "round_before_weight"), rows),
+    "rms_norm_quant": (row_codes("residual", "round_before_weight", weight_offset=lambda s: s.choice((0.0, 1.0))), rows),
     "silu_mul_quant": (row_codes("fused", "gelu_tanh"), rows),
     "sample": row_wise("temperature", "top_k", "top_p", "offset", "per_row"),
     "moe_route": (lambda s: {**routing(s), "dtype": any_float(s)}, tokens(100)),
@@ -206,5 +241,5 @@ DRAWS: dict[str, Draw] = {
         lambda s: {**routing(s), "dtype": half(s), "k": s.log(8, 600), **some(s, "residual", "round_before_weight", "router_bias")},
         tokens(6),
     ),
-    "moe": (experts, tokens(60)),
+    "moe": (experts, lambda s, f: {} if f.get("shared") else {"tokens": s.log(1, 60)}),
 }

@@ -1,5 +1,6 @@
 """A tiny random model that can chat, for tests of servers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,22 @@ def tokenizer() -> Any:
     return made
 
 
-def write(folder: Path, seed: int = 0) -> None:
-    """Saves a Llama of some thousand parameters, whose answers tell prompts apart."""
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+
+
+def write(folder: Path, seed: int = 0, sizes: Mapping[str, Any] = TINY) -> None:
+    """Saves a Llama with random weights, whose answers tell prompts apart: of some thousand
+    parameters, or SMALL, of 138 million.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
     words = tokenizer()
-    config = LlamaConfig(
-        **sizes, vocab_size=len(words), max_position_embeddings=512, initializer_range=0.5, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    )
+    spread: Any = {"initializer_range": 0.5 * (TINY["hidden_size"] / sizes["hidden_size"]) ** 0.5}
+    config = LlamaConfig(**sizes, **spread, vocab_size=len(words), max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     LlamaForCausalLM(config).save_pretrained(folder)
     words.save_pretrained(folder)

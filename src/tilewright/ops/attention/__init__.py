@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
+from ...launch import Decision, Device, argument_error, check_number, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
@@ -291,6 +291,8 @@ def attention(
     check_tensor(k, "k", ndim=q.dim(), like=q)
     check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
     scale = check_scale_and_window(scale, window, q.shape[-1])
+    if softcap is not None:
+        check_number(softcap, "softcap")
     if softcap is not None and not 1 / MAX_SOFTCAP <= softcap <= MAX_SOFTCAP:
         raise argument_error("softcap", "in 2**-64..2**64 (None for no cap)" if softcap > 0 else "positive", softcap)
     if sinks is not None:

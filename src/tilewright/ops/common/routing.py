@@ -8,7 +8,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error
+from ...launch import argument_error, check_integers
 
 MOST_EXPERTS = 1024
 MOST_TOP_K = 64
@@ -51,7 +51,8 @@ def scores_of(logits: Tensor, sigmoid: bool, bias: Tensor | None) -> tuple[Tenso
 
 
 def check_routing(experts: int, top_k: int, groups: int, top_groups: int, first_expert: int) -> None:
-    """Raises ValueError for a choice that can't be made."""
+    """Raises TypeError or ValueError for a choice that can't be made."""
+    check_integers(top_k=top_k, groups=groups, top_groups=top_groups, first_expert=first_expert)
     if not 1 <= top_k <= min(experts, MOST_TOP_K):
         raise argument_error("top_k", f"1 to {min(experts, MOST_TOP_K)}", top_k)
     if groups < 0 or (groups and experts % groups):

@@ -146,7 +146,7 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
     """The scale to use. Raises ValueError unless both are positive where given."""
     if window is not None and not isinstance(window, (int, torch.SymInt)):
-        raise argument_error("window", "an integer", window)
+        raise argument_error("window", "an integer of Python", repr(window))
     if window is not None and window < 1:
         raise argument_error("window", "at least 1", window)
     if scale is None:

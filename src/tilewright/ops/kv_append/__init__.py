@@ -24,7 +24,7 @@ from typing import Optional, cast
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_apart, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
 from .. import rms_norm
 from ..common.scaling import FP8
@@ -289,6 +289,8 @@ def kv_append(
     # refused.
     apart = block_table is not None and v_cache.data_ptr() != k_cache.data_ptr()
     check_writable(v_cache, "v_cache", None if apart else k_cache, "k_cache")
+    check_apart(k_cache, "k_cache", k=k, v=v)
+    check_apart(v_cache, "v_cache", k=k, v=v)
     positions = _check_positions(positions, "positions", k)
     if block_table is not None:
         check_int32(block_table, "block_table", k, (batch, None))
@@ -310,6 +312,7 @@ def kv_append(
         check_tensor(q, "q", ndim=4, like=k)
         check_tensor(q, "q", shape=(batch, q.shape[1], tokens, head_dim), like=k)
         check_writable(q, "q")
+        check_apart(q, "q", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype in FP8:
             check_tensor(scale, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]

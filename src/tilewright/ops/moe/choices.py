@@ -94,11 +94,20 @@ def _cpu_configs(p: Problem) -> Iterator[Config]:
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """8-bit weights need tensor cores for them, shared experts a single token; persistent blocks of
-    one token spill with biases.
+    one token spill with biases. One tile holds all of a few tokens. Scales of blocks: a tile lies
+    in one block, a step in one group of k, or has whole groups where the token is single.
     """
-    if (p.scaling and not device.has_fp8) or (p.shared and not (c.few and p.tokens == 1)):
+    one = c.few and p.tokens == 1
+    if (p.scaling and not device.has_fp8) or (p.shared and not one) or (one and p.bias and c.up.persistent and not device.is_cpu):
         return False
-    return _fits_grid(p, c) and not (c.few and p.tokens == 1 and p.bias and c.up.persistent and not device.is_cpu)
+    if c.few and (p.tokens > c.tile_m or c.quantized):
+        return False
+    if c.quantized and not (p.scaling and c.up.tile_k == c.down.tile_k == GROUP):
+        return False
+    blocks = p.scaling is Scaling.BLOCK
+    return _fits_grid(p, c) and not (
+        blocks and any(GROUP % how.tile_n or (how.tile_k % GROUP if one else GROUP % how.tile_k) for how in (c.up, c.down))
+    )
 
 
 def _fits_grid(p: Problem, c: Config) -> bool:
