@@ -1,6 +1,7 @@
 """Kernels for language models in cuTile Python: compiled for NVIDIA GPUs, or interpreted on a CPU.
 
-Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
+Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul,
+                  quantized_matmul: weights of 4 and 8 bits as QuantizedWeight
 Attention         attention, attention_decode, mla, mla_decode, sparse_decode, merge_states,
                   kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
@@ -27,6 +28,7 @@ from .ops.argmax import argmax
 from .ops.attention import attention
 from .ops.attention_decode import attention_decode
 from .ops.bmm import bmm
+from .ops.common.weight_formats import QuantizedWeight
 from .ops.dropout import dropout
 from .ops.embedding import embedding
 from .ops.grouped_gemm import grouped_gemm, grouped_gemm_list
@@ -39,6 +41,7 @@ from .ops.mla_decode import mla_decode
 from .ops.moe import moe
 from .ops.moe_route import moe_route
 from .ops.quantize_fp8 import quantize_fp8
+from .ops.quantized_matmul import quantized_matmul
 from .ops.rms_norm import rms_norm
 from .ops.rms_norm_matmul import rms_norm_matmul
 from .ops.rms_norm_quant import rms_norm_quant
@@ -68,6 +71,7 @@ _LATER = {  # imported when they are asked for: most programs need none of them
 }
 __all__ = [
     "Engine",
+    "QuantizedWeight",
     "__version__",
     "argmax",
     "attention",
@@ -91,6 +95,7 @@ __all__ = [
     "pack_kv",
     "patch",
     "quantize_fp8",
+    "quantized_matmul",
     "rms_norm",
     "rms_norm_matmul",
     "rms_norm_quant",

@@ -95,8 +95,9 @@ def test_snippets_call_what_exists_with_arguments_it_takes(page):
         for node in ast.walk(tree):
             called = _object(node.func, names) if isinstance(node, ast.Call) else None
             if called is not None and ... not in [getattr(a, "value", None) for a in (*node.args, *(k.value for k in node.keywords))]:
-                keywords = {k.arg: None for k in node.keywords}
-                inspect.signature(called).bind(*node.args, **keywords)
+                keywords = {k.arg: None for k in node.keywords if k.arg}
+                signature = inspect.signature(called)
+                (signature.bind if len(keywords) == len(node.keywords) else signature.bind_partial)(*node.args, **keywords)
 
 
 def _object(node, names):

@@ -18,6 +18,7 @@ from ..ops import argmax, layer_norm, silu_mul, softmax
 from ..ops.common.scaling import FAST_SUM
 from . import attention_peers as attention
 from . import moe_peers as experts
+from . import quantized_peers as quantized
 from .inputs import Applies, Inputs, Result, kept, packed, without
 
 
@@ -272,6 +273,11 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "argmax": _torch(argmax.reference),
     "sample": _torch(_sample),
     "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
+    "quantized_matmul": (
+        Peer("cublas", quantized.cublas),
+        Peer("matmul", quantized.matmul),
+        Peer("int4pack_mm", quantized.int4pack_mm, quantized.takes_int4pack),
+    ),
     "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
     "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
     "moe_route": _torch(experts.moe_route),

@@ -222,6 +222,43 @@ def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exa
     return [y if exact else y.to(stored)]
 
 
+# Where the bits of an e2m1 code of each plane lie in a half-word, the lowest first.
+E2M1_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 13, 14, 11))
+
+
+def number_of(code: Tensor, name: str) -> Tensor:
+    """What a code of a weight format stands for, in float64, a zero point known beforehand off."""
+    if "fp4" in name:
+        exponent, last = (code >> 1 & 3).double(), (code & 1).double()
+        size = torch.where(exponent == 0, last / 2, (1 + last / 2) * 2 ** (exponent - 1))
+        return torch.where(code > 7, -size, size)
+    if name.startswith("e4m3"):
+        exponent, last = (code >> 3 & 15).double(), (code & 7).double()
+        size = torch.where(exponent == 0, last / 512, (1 + last / 8) * 2 ** (exponent - 7))
+        return torch.where(code > 127, -size, size)
+    return code.double() - (0 if name.endswith("zeros") else 8 if name.startswith("int4") else 128)
+
+
+@defines
+def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, factor: Any, bias: Any, weight_format: str) -> Results:
+    (n, k), four = (scales.shape[1], x.shape[-1]), "4-" in weight_format or "fp4" in weight_format
+    bits = 4 if four else 8
+    fields = E2M1_BITS if "fp4" in weight_format else [range(bits * j, bits * j + bits) for j in range(16 // bits)]
+    run, codes = 32 * len(fields), torch.zeros(words.shape[0], 64, words.shape[1] * 32 * len(fields), dtype=torch.int64, device=x.device)
+    for j, field in enumerate(fields):
+        for half in (0, 1):
+            code = torch.stack([(words.long() >> (16 * half + bit) & 1) << i for i, bit in enumerate(field)]).sum(0)
+            for word in range(16):
+                codes[:, :, 32 * j + 2 * word + half :: run] = code[..., word].mT
+    value = number_of(codes.reshape(-1, codes.shape[2])[:n, :k], weight_format)
+    of_group = torch.arange(k, device=x.device) // {"mxfp4": 32, "nvfp4": 16}.get(weight_format, int((weight_format + "-0").split("-")[1]) or k)
+    scale = 2.0 ** (scales.double() - 127) if weight_format == "mxfp4" else scales.double()
+    value = value if zeros is None else value - zeros.double()[of_group].T
+    weight = value * scale[of_group].T * (1.0 if factor is None else factor.double())
+    y = x @ weight.to(x.dtype).T
+    return [y if bias is None else y + bias]
+
+
 @defines
 def bmm(a: Tensor, b: Tensor, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, scale_a: Any, scale_b: Any) -> Results:
     x, w = a.mT if trans_a else a, b if trans_b else b.mT

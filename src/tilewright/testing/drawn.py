@@ -34,6 +34,7 @@ WEIGHTS = {
     "attention": 9, "attention_decode": 9, "mla_decode": 6, "grouped_gemm": 6, "bmm": 6, "moe": 6,
     "rms_norm_matmul": 1, "mla": 1, "kv_append": 1, "merge_states": 1, "sparse_decode": 1, "dropout": 1, "embedding": 1, "argmax": 1,
     "rms_norm_quant": 1, "silu_mul_quant": 1, "sample": 1, "moe_route": 1, "rms_norm_route": 1, "grouped_gemm fp8": 1, "moe fp8": 1,
+    "quantized_matmul": 1,
 }  # fmt: skip
 
 

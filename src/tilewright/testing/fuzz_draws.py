@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..ops.common.scaling import Scaling
+from ..ops.common.weight_formats import FORMATS
 from .sizes import BF16, FP16, FP32, Sizes
 
 Fields = dict[str, Any]
@@ -35,6 +36,11 @@ def columns(s: Sizes, most: int = 2500) -> int:
     """A tenth of one column, a third of a power of two or near one."""
     near = (1 << s.randrange(12)) + s.choice((-1, 0, 0, 1))
     return 1 if s.odds(0.05) else max(1, min(most, near if s.odds(0.3) else s.log(2, most)))
+
+
+def small_weight(s: Sizes) -> Fields:
+    of = s.choice(list(FORMATS.values()))
+    return {"weight_format": of.name, "n": s.log(1, 200), "k": of.multiple * s.log(1, 600 // of.multiple), **some(s, "bias")}
 
 
 def rows(s: Sizes, _: Fields) -> Fields:
@@ -197,6 +203,7 @@ DRAWS: dict[str, Draw] = {
     "silu_mul": row_wise("fused", "gelu_tanh"),
     "softmax": row_wise(),
     "matmul": (matmul, matrix),
+    "quantized_matmul": (small_weight, lambda s, _: {"m": s.log(1, 90)}),
     "rms_norm_matmul": (
         lambda s: {"dtype": half(s), "n": 2 * s.log(1, 200), "k": s.log(1, 600), **some(s, "bias", "residual", "silu_mul")},
         lambda s, _: {"rows": s.log(1, 8)},

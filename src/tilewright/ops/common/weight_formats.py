@@ -1,0 +1,338 @@
+"""Formats of small weights: what a code, a scale and a zero point mean, and the words that
+`quantized_matmul` reads.
+
+    weight[n, k] = (value(code[n, k]) - zero[k / group, n]) * scale[k / group, n] * factor
+
+    name            code   bits  group           scales       zero
+    int4-G          0..15  4     32, 64, 128     bf16         8
+    int4-G-zeros    0..15  4     32, 64, 128     bf16, fp16   bf16
+    int8            bytes  8     a row           fp32         128
+    e4m3            e4m3   8     a row           fp32
+    e4m3-128        e4m3   8     128 (x 128)     fp32
+    mxfp4           e2m1   4     32              e8m0
+    nvfp4           e2m1   4     16              bf16         and a factor of the matrix
+
+Words are int32 [panels of 64 rows, runs, 64, 16], so that a panel's run, what one TMA load brings,
+is 4 KB in a piece. A run is 128 weights of a row along k, or 64 of 8 bits. It has a plane of 32 for
+each code of a half-word: word i, half h, plane j is k = 32 j + 2 i + h. `FIELDS` says where in a
+half-word a plane's code lies. Rows and runs are filled up with zeros, and scales up to whole runs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...launch import argument_error, check_tensor, dtype_name
+
+ROWS, WORDS = 64, 16  # of a panel: rows, and words of each row in a run
+PLANE = 2 * WORDS  # k
+INT4, INT8, E2M1, E4M3 = range(4)  # codes
+Field = tuple[tuple[int, int], ...]  # (mask, shift to the left) of the parts of a code
+# Of each plane. e2m1: a sign at bit 15 and the rest at bits 6 to 8 are value * 2**-126 of a bf16;
+# three of four codes get there by one shift.
+_BYTES: tuple[Field, ...] = (((0xFF, 0),), ((0xFF, 8),))
+FIELDS: dict[int, tuple[Field, ...]] = {
+    INT4: (((15, 0),), ((15, 4),), ((15, 8),), ((15, 12),)),
+    INT8: _BYTES,
+    E4M3: _BYTES,
+    E2M1: (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 10), (6, 12), (8, 8))),
+}
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where rounding changes; at every other one up, to an even code
+LARGEST = {INT8: 127.0, E4M3: 448.0, E2M1: 6.0}
+LEAST_K = 16  # k is a multiple of it, where there are no groups: rows of x begin at multiples of 32 bytes
+LARGEST_E8M0 = 127 + 17  # 2**17: the kernel multiplies it by 2**110, in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """One way to store weights.
+
+    code: INT4, INT8, E2M1 or E4M3. group: weights along k that share a scale, 0 for a whole row.
+        zeros: groups have zero points. blocks: so many rows share a scale too, when quantised.
+    """
+
+    name: str
+    code: int
+    group: int
+    scale_dtype: torch.dtype
+    zeros: bool = False
+    factor: bool = False
+    blocks: int = 1
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 16 // len(FIELDS[self.code])
+
+    @property
+    def run(self) -> int:
+        """Weights of a row that lie in 16 words."""
+        return PLANE * len(FIELDS[self.code])
+
+    @property
+    def multiple(self) -> int:
+        """What k must be a multiple of."""
+        return self.group or LEAST_K
+
+    def shapes(self, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Of the words, and of scales and zero points."""
+        runs = -(-k // self.run)
+        groups = runs * self.run // self.group if self.group and self.group < self.run else -(-k // self.group) if self.group else 1
+        return (-(-n // ROWS), runs, ROWS, WORDS), (groups, n)
+
+    def size_bytes(self, n: int, k: int) -> int:
+        """Of a weight: words, scales and zero points."""
+        (panels, runs, *_), (groups, _) = self.shapes(n, k)
+        return 4 * panels * runs * ROWS * WORDS + groups * n * (self.scale_dtype.itemsize + 2 * self.zeros) + 4 * self.factor
+
+
+_BF16, _FP32, _E8M0 = torch.bfloat16, torch.float32, torch.uint8
+FORMATS = {
+    of.name: of
+    for of in (
+        *(WeightFormat(f"int4-{group}", INT4, group, _BF16) for group in (128, 64, 32)),
+        *(WeightFormat(f"int4-{group}-zeros", INT4, group, _BF16, zeros=True) for group in (128, 64, 32)),
+        WeightFormat("int8", INT8, 0, _FP32),
+        WeightFormat("e4m3", E4M3, 0, _FP32),
+        WeightFormat("e4m3-128", E4M3, 128, _FP32, blocks=128),
+        WeightFormat("mxfp4", E2M1, 32, _E8M0),
+        WeightFormat("nvfp4", E2M1, 16, _BF16, factor=True),
+    )
+}
+
+
+def format_named(name: str) -> WeightFormat:
+    """Raises ValueError naming the known ones."""
+    if name not in FORMATS:
+        raise argument_error("weight_format", f"one of {', '.join(FORMATS)}", repr(name))
+    return FORMATS[name]
+
+
+def check_k(k: int, of: WeightFormat) -> None:
+    """Raises ValueError unless a row of k weights can have the format."""
+    if k <= 0 or k % of.multiple:
+        what = f"a multiple of {of.multiple}" + (f", the group of {of.name}" if of.group else f" for {of.name}")
+        fitting = [other.name for other in FORMATS.values() if k > 0 and k % other.multiple == 0]
+        raise argument_error("k of the weight", f"{what} (formats for it: {', '.join(fitting) or 'none'})", k)
+
+
+# ---------------------------------------------------------------------------------- codes <-> words
+def pack(codes: Tensor, of: WeightFormat) -> Tensor:
+    """Codes [n, k] of any integer dtype, 0 to 2**bits - 1, as words [panels, runs, 64, 16]."""
+    (n, k), fields = codes.shape, FIELDS[of.code]
+    codes = F.pad(codes.to(torch.int32), (0, -k % of.run, 0, -n % ROWS))
+    planes = codes.view(-1, ROWS, codes.shape[1] // of.run, len(fields), WORDS, 2).unbind(3)
+    halves = torch.zeros_like(planes[0])
+    for plane, field in zip(planes, fields, strict=True):
+        for mask, shift in field:
+            halves |= (plane & mask) << shift
+    return (halves[..., 0] | (halves[..., 1] << 16)).transpose(1, 2).contiguous()
+
+
+def unpack(words: Tensor, of: WeightFormat, n: int, k: int) -> Tensor:
+    """The codes [n, k] of words, int32."""
+    words = words.transpose(1, 2)  # [panels, 64, runs, 16]
+    halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1)
+    planes = [sum((halves >> shift) & mask for mask, shift in field) for field in FIELDS[of.code]]
+    return torch.stack(planes, 3).reshape(words.shape[0] * ROWS, -1)[:n, :k]  # type: ignore[arg-type]  # no plane is the int 0
+
+
+def values(codes: Tensor, of: WeightFormat, dtype: torch.dtype) -> Tensor:
+    """What codes stand for, before scale and zero point."""
+    if of.code == E4M3:
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    if of.code == E2M1:
+        table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), dtype=dtype, device=codes.device)
+        return table[codes.long()]
+    return codes.to(dtype)
+
+
+def dequantized(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor | None, of: WeightFormat, k: int, dtype: torch.dtype) -> Tensor:
+    """The weight [n, k], in float64 for float64, else rounded once to dtype."""
+    wide = dtype if dtype is torch.float64 else torch.float32
+    n = scales.shape[1]
+    found = values(unpack(words, of, n, k), of, wide)
+
+    def each(groups: Tensor) -> Tensor:
+        return groups.to(wide).T.repeat_interleave(of.group, 1)[:, :k] if of.group else groups.to(wide).T
+
+    zero = each(zeros) if zeros is not None else {INT4: 8.0, INT8: 128.0}.get(of.code, 0.0)
+    scale = torch.exp2(scales.to(wide) - 127) if scales.dtype is _E8M0 else scales
+    found = (found - zero) * each(scale)
+    return (found if factor is None else found * factor.to(wide)).to(dtype)
+
+
+# ----------------------------------------------------------------------------------------- rounding
+def rounded(weight: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes [n, k], scales and zero points [groups, n], and the factor of a weight, rounded to
+    nearest. Nothing is calibrated.
+    """
+    n, k = weight.shape
+    groups = weight.float().view(n, -1, of.group or k)
+    if of.code == INT4:
+        return _int4(groups, of)
+    largest = groups.abs().amax(2)
+    if of.blocks > 1:
+        padded = F.pad(largest, (0, 0, 0, -n % of.blocks)).view(-1, of.blocks, largest.shape[1])
+        largest = padded.amax(1).repeat_interleave(of.blocks, 0)[:n]
+    factor = None
+    if of.scale_dtype is _E8M0:
+        exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 2  # the largest code is 6: 2**2 and a fraction
+        scale, stored = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
+    else:
+        scale = largest.clamp(min=2.0**-100) / LARGEST[of.code]
+        if of.factor:
+            factor = (weight.float().abs().amax() / (LARGEST[E2M1] * LARGEST[E4M3])).clamp(min=2.0**-100).view(1)
+            scale = (scale / factor).clamp(min=2.0**-9).to(torch.float8_e4m3fn).float()
+        stored = scale.to(of.scale_dtype)
+        scale = scale * factor if factor is not None else scale
+    scaled = (groups / scale[..., None]).view(n, k)
+    return _codes(scaled, of.code), stored.T.contiguous(), None, factor
+
+
+def _codes(scaled: Tensor, code: int) -> Tensor:
+    if code == E4M3:
+        return scaled.clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(torch.float8_e4m3fn).view(torch.uint8)
+    if code == INT8:
+        return (scaled.round().clamp(-127, 127) + 128).to(torch.uint8)
+    size, found = scaled.abs(), torch.zeros_like(scaled, dtype=torch.uint8)
+    for i, end in enumerate(E2M1_ENDS):
+        found += size >= end if i % 2 else size > end
+    return found | (scaled.signbit().to(torch.uint8) << 3)
+
+
+def _int4(groups: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    """Symmetric: the largest value is code 0, -8 steps from the zero point, so scales have its
+    sign.
+    """
+    n, zero = groups.shape[0], None
+    if of.zeros:
+        low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
+        scale = ((high - low) / 15).clamp(min=2.0**-100).to(of.scale_dtype)
+        zero = (-low / scale.float()).round().clamp(0, 15)
+    else:
+        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
+        scale = torch.where(largest.abs() < 2.0**-100, 2.0**-100, -largest / 8).to(of.scale_dtype)
+    codes = (groups / scale.float()[..., None] + (8.0 if zero is None else zero[..., None])).round().clamp(0, 15)
+    return codes.to(torch.uint8).view(n, -1), scale.T.contiguous(), None if zero is None else zero.to(_BF16).T.contiguous(), None
+
+
+# ----------------------------------------------------------------------------------------- a weight
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [n, k] of small codes, packed for `quantized_matmul`.
+
+    weight_format: a name of `FORMATS`. words, scales, zeros, factor: as the module says.
+    """
+
+    weight_format: str
+    k: int
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    factor: Tensor | None = None
+
+    @staticmethod
+    def of(weight: Tensor, weight_format: str) -> "QuantizedWeight":
+        """A weight [n, k] of floats, rounded to nearest without calibration.
+
+        Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+        """
+        of = format_named(weight_format)
+        check_tensor(weight, "weight", ndim=2, dtypes=(torch.bfloat16, torch.float16, torch.float32))
+        check_k(weight.shape[1], of)
+        if not bool(weight.isfinite().all()):
+            raise argument_error("weight", "finite", "a NaN or an infinity")
+        return QuantizedWeight.packed(*rounded(weight, of), weight_format=weight_format)
+
+    @staticmethod
+    def packed(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, factor: Tensor | None = None, *, weight_format: str) -> "QuantizedWeight":
+        """Codes [n, k] with scales and zero points [groups, n], such as a checkpoint has."""
+        of = format_named(weight_format)
+        n, k = codes.shape
+        check_k(k, of)
+        shape = (k // of.group if of.group and k % of.group == 0 else 1, n)
+        for name, tensor in (("scales", scales), ("zeros", zeros)):
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise argument_error(f"{name}.shape", f"{shape} for {of.name} codes {(n, k)}", tuple(tensor.shape))
+        if of.code == E4M3 and bool(((codes & 0x7F) == 0x7F).any()):
+            raise argument_error("codes", "finite", "a NaN of e4m3")
+        if of.scale_dtype is _E8M0 and scales.numel() and int(scales.max()) > LARGEST_E8M0:
+            raise argument_error("scales", f"at most 2**{LARGEST_E8M0 - 127}", f"2**{int(scales.max()) - 127}")
+        more = (0, 0, 0, of.shapes(n, k)[1][0] - shape[0])
+        padded = [None if tensor is None else F.pad(tensor, more).contiguous() for tensor in (scales, zeros)]
+        assert padded[0] is not None
+        return QuantizedWeight(weight_format, k, pack(codes, of), padded[0], padded[1], factor)
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        return self.scales.shape[1]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keywords of `quantized_matmul` that it is."""
+        return {"words": self.words, "scales": self.scales, "zeros": self.zeros, "factor": self.factor, "weight_format": self.weight_format}
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its tensors."""
+        tensors = (self.words, self.scales, self.zeros, self.factor)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weight [n, k] that the codes stand for, rounded once."""
+        return dequantized(self.words, self.scales, self.zeros, self.factor, format_named(self.weight_format), self.k, dtype)
+
+    def error(self, weight: Tensor) -> float:
+        """Root mean square of the difference from `weight`, as a share of that of `weight`."""
+        truth = weight.double()
+        return float(((self.dequantize(torch.float64) - truth).square().mean() / truth.square().mean()).sqrt())
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        """The same on another device."""
+        moved = (None if t is None else t.to(device) for t in (self.words, self.scales, self.zeros, self.factor))
+        words, scales, zeros, factor = moved
+        assert words is not None
+        assert scales is not None
+        return QuantizedWeight(self.weight_format, self.k, words, scales, zeros, factor)
+
+
+def check_weight(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor | None, of: WeightFormat, k: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless these are a weight of a format, with rows of k."""
+    check_k(k, of)
+    check_tensor(scales, "scales", ndim=2, dtypes=(of.scale_dtype, torch.float16) if of.code == INT4 else (of.scale_dtype,))
+    n = scales.shape[1]
+    shape_words, shape_scales = of.shapes(n, k)
+    check_tensor(words, "words", shape=shape_words, dtypes=(torch.int32,))
+    check_tensor(scales, "scales", shape=shape_scales)
+    for name, tensor, wanted in (("zeros", zeros, of.zeros), ("factor", factor, of.factor)):
+        if (tensor is not None) != wanted:
+            raise argument_error(name, f"{'given' if wanted else 'None'} for {of.name}", "None" if tensor is None else "a tensor")
+    if zeros is not None:
+        check_tensor(zeros, "zeros", shape=shape_scales, dtypes=(torch.bfloat16,))
+    if factor is not None:
+        check_tensor(factor, "factor", shape=(1,), dtypes=(torch.float32,))
+    for name, tensor in (("words", words), ("scales", scales), ("zeros", zeros), ("factor", factor)):
+        if tensor is not None and tensor.device != device:
+            raise argument_error(f"{name}.device", device, tensor.device)
+
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "FORMATS",
+    "INT4",
+    "INT8",
+    "ROWS",
+    "WORDS",
+    "QuantizedWeight",
+    "WeightFormat",
+    "check_weight",
+    "dtype_name",
+    "format_named",
+]

@@ -1,0 +1,146 @@
+"""Which configs of `quantized_matmul` may be worth timing, which of them the kernels can run, and
+what each asks of the machine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...launch import Decision, Device, next_pow2
+from ...select import Choices, Work
+from ..common.weight_formats import E2M1, E4M3, INT4, INT8, ROWS, WORDS
+from .decision import Config, Problem, plan
+
+MOST_DECODE = 16  # rows of x of a decode step
+FEW = 64  # rows of x up to which the product is bound by reading the weights
+PARTS = (2, 3, 4, 6, 8, 12, 16)
+LEAST_PART = 512  # of k
+STEPS_BYTES = {"sm_80": 163 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10}  # of shared memory of an SM
+MOST_STEPS_BYTES = 227 << 10
+# Instructions of a thread for each weight, in the loops below (sm_90), and what one is worth beside
+# the tensor core's 4096 flop a clock: 128 threads issue in a clock.
+INSTRUCTIONS = {INT4: 2.2, INT8: 1.9, E2M1: 2.9, E4M3: 2.9}
+FLOPS = 32
+TIE = 0.02
+MOST_COLUMNS = 16  # of scales and zero points of a step that stay in registers (4 blocks an SM, sm_90)
+# tile_n, runs, occupancy, latency, warps. Blocks that share an SM by fours have one stage each, and
+# hide each other's loads: 8192 x 8192, one row, int4-128, in four shares of k take 15.4 us, two a
+# pipelined SM in two shares 21.7 (H200, 2026-11-22).
+DECODE = ((64, 4, 4, 4, 4), (64, 2, 4, 4, 4), (64, 1, 4, 4, 4), (128, 1, 4, 4, 4), (64, 2, 2, 10, 4), (128, 1, 2, 10, 4))
+BATCH = ((128, 1, 2, 5, 4), (128, 1, 2, 5, 8), (64, 2, 2, 10, 4), (64, 1, 2, 5, 4))  # from 17 rows
+CONSUMER_DECODE = ((64, 1, 2, 4, 4), (64, 2, 4, 4, 4), (64, 4, 2, 4, 4))
+AMPERE_DECODE = ((64, 1, 2, 4, 4),)
+# tile_m, tile_n, runs, occupancy, latency, warps: the weights of a step are decoded while the
+# tensor cores work on those of the other warpgroup.
+MANY = ((256, 128, 1, 1, 8, 8), (128, 128, 1, 1, 5, 8), (64, 128, 1, 2, 5, 4), (64, 64, 1, 2, 4, 4))
+CONSUMER_MANY = ((128, 64, 1, 1, 3, 8), (64, 128, 1, 1, 3, 8), (64, 64, 1, 2, 3, 4))
+AMPERE_MANY = ((64, 64, 1, 1, 3, 8),)
+FEW_TILES = {"sm_80": AMPERE_DECODE, "sm_120": CONSUMER_DECODE, "sm_121": CONSUMER_DECODE}
+MANY_TILES = {"sm_80": AMPERE_MANY, "sm_120": CONSUMER_MANY, "sm_121": CONSUMER_MANY}
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Tiles of few rows with k shared among blocks until they fill the GPU, and tiles of many; with
+    scales by TMA behind those without, which were timed.
+    """
+    if device.is_cpu:
+        yield Config(next_pow2(min(p.m, 512)), ROWS * next_pow2(min(8, -(-p.n // ROWS))), next_pow2(min(p.runs, 4)))
+        return
+    found = dict.fromkeys(_tiles(p, device))
+    yield from found
+    if p.format.group and device.arch != "sm_80":
+        yield from (replace(c, tma_scales=True) for c in found)
+
+
+def _tiles(p: Problem, device: Device) -> Iterator[Config]:
+    rows, of = max(8, next_pow2(p.m)), p.format
+    if p.m <= FEW:
+        tiles = FEW_TILES.get(device.arch, DECODE if p.m <= MOST_DECODE else BATCH)
+        for tile_n, runs, occupancy, latency, warps in tiles:
+            sums = of.group > 0 and of.group % of.run == 0
+            c = Config(rows, tile_n, runs, scale_sums=sums, latency=latency, occupancy=occupancy, num_worker_warps=warps)
+            yield from _shared(c, p, device)
+    for tile_m, tile_n, runs, occupancy, latency, warps in MANY_TILES.get(device.arch, MANY):
+        if tile_m <= max(64, rows):
+            c = Config(tile_m, tile_n, runs, latency=latency, occupancy=occupancy, num_worker_warps=warps)
+            yield from _shared(c, p, device) if p.m <= tile_m else (c,)
+
+
+def _shared(c: Config, p: Problem, device: Device) -> Iterator[Config]:
+    """Without and with k shared, as far as blocks find room."""
+    yield c
+    yield from (replace(c, split_k=parts) for parts in PARTS if c.tiles(p) * parts <= _resident(c, device) and parts * LEAST_PART <= p.k)
+
+
+def _resident(c: Config, device: Device) -> int:
+    return device.sms * c.occupancy
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Sums are scaled where a group is whole runs. A warpgroup scales the weights of one panel.
+
+    Those of two would pass through shared memory (mxfp4, 8192 x 8192, one row: 19 and 32 us, H200).
+    """
+    of = p.format
+    if c.scale_sums and not (of.group and of.group % of.run == 0):
+        return False
+    if of.group and not c.scale_sums and c.tile_n > 16 * c.num_worker_warps and not device.is_cpu:
+        return False
+    # The compiler gives e8m0 scales one stage there: 582 us, and tiles of 128 rows 539 (mxfp4, 2048
+    # rows, 8192 x 8192, H200). By TMA they have two, and wait to be timed.
+    if of.scale_dtype.itemsize == 1 and c.tile_m > 128 and device.arch == "sm_90":
+        return False
+    columns = c.runs * of.run // of.group * (1 + of.zeros) if of.group else 0
+    return device.is_cpu or (columns <= MOST_COLUMNS and _step_bytes(p, c) * c.occupancy <= _room(device))
+
+
+def _room(device: Device) -> int:
+    return STEPS_BYTES.get(device.arch, MOST_STEPS_BYTES)
+
+
+def _step_bytes(p: Problem, c: Config) -> int:
+    return c.runs * (4 * WORDS * c.tile_n + 2 * p.format.run * c.tile_m)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """Bytes of the weights, and x once for each tile of them."""
+    of, parts, tiles = p.format, c.parts(p), c.tiles(p)
+    steps = -(-p.runs // c.runs)
+    deep = c.runs * of.run
+    stages = max(1, min(c.latency, _room(device) // c.occupancy // _step_bytes(p, c))) if c.latency >= 5 else 1
+    # Of a run: words out of shared memory, then numbers, then products of each panel. Products of
+    # many rows run under those of the other warpgroup.
+    waits = 2 + c.tile_n // 16 // c.num_worker_warps
+    return Work(
+        blocks=tiles * parts,
+        resident=_resident(c, device),
+        per_sm=c.occupancy,
+        steps=-(-steps // parts),
+        flops=2.0 * c.tile_m * c.tile_n * deep + FLOPS * INSTRUCTIONS[of.code] * c.tile_n * deep,
+        kinds=(f"{of.bits} {c.tile_n}x{c.runs} {c.occupancy}{c.latency}{c.num_worker_warps}",),
+        fill=c.runs * 4 * WORDS * c.tile_n + 2 * deep * min(p.m, c.tile_m),
+        padding=2 * deep * max(0, c.tile_m - p.m),
+        dram=p.cost().size_bytes,
+        out=c.tile_m * c.tile_n,
+        serial=waits * c.runs * (of.run / 128) * min(1.0, FEW / c.tile_m),
+        partial=8.0 * parts * p.m * p.n if parts > 1 else 0.0,
+        stages=stages,
+    )
+
+
+def family(p: Problem, c: Config) -> str:
+    """What the model errs alike about."""
+    of = p.format
+    how = f"{of.code}/{of.group}{'z' * of.zeros}{'s' * c.scale_sums}{'+' * (c.split_k > 1)}"
+    return f"{how} {c.tile_m}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}"
+
+
+CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE)
+space = CHOICES.space
+
+DECISION = Decision(
+    "quantized_matmul",
+    problem=Problem,
+    arguments=("x", "words", "scales", "zeros", "factor", "bias", "out"),
+    space=space,
+    plan=plan,
+)

@@ -1,0 +1,126 @@
+"""What `quantized_matmul` decides from (Problem) and what it decides (Config), and the launches
+that follow.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.pdl import use_pdl
+from ..common.weight_formats import FORMATS, QuantizedWeight, WeightFormat
+from .kernels import quantized_matmul_kernel, quantized_matmul_sum_kernel
+
+SUM_TILE = (8, 128)  # rows and columns that a block of the second launch sums, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """out [m, n] = x [m, k] @ weight [n, k].T, with a weight of a format."""
+
+    m: int
+    n: int
+    k: int
+    weight_format: str = "int4-128"
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def format(self) -> WeightFormat:
+        """What its name stands for."""
+        return FORMATS[self.weight_format]
+
+    @property
+    def runs(self) -> int:
+        """Of a row: what a step takes one or more of."""
+        return -(-self.k // self.format.run)
+
+    def cost(self) -> Cost:
+        rows = 2 * (self.m * (self.k + self.n) + self.n * self.bias)
+        return Cost(rows + self.format.size_bytes(self.n, self.k), 2 * self.m * self.n * self.k)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+        return {"x": randn(self.m, self.k), **self._weight(device), "bias": randn(self.n) if self.bias else None}
+
+    def _weight(self, device: torch.device) -> dict[str, Any]:
+        of = self.format
+        if device.type != "meta":  # rows of unlike sizes
+            size = torch.rand(self.n, 1, dtype=torch.bfloat16, device=device) + 0.5
+            return QuantizedWeight.of(torch.randn(self.n, self.k, dtype=torch.bfloat16, device=device) * size, of.name).arguments
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        words, scales = of.shapes(self.n, self.k)
+        zeros, factor = empty(scales, torch.bfloat16) if of.zeros else None, empty((1,), torch.float32) if of.factor else None
+        return QuantizedWeight(of.name, self.k, empty(words, torch.int32), empty(scales, of.scale_dtype), zeros, factor).arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to compute it.
+
+    tile_m, tile_n: rows of x, and rows of the weight (64 or more), of a block.
+    runs: 16 words of each row of the weight, loaded in one step.
+    split_k: blocks that share the sum over k of one tile; a second launch adds their sums.
+    scale_sums: scales of groups multiply their sums, in fp32; else the weights. For groups of a run
+        or longer.
+    tma_scales: the scales of a step come as one tile by TMA; else each thread loads its own.
+    band: tile rows of the tile order that share weights in L2.
+    latency, occupancy, num_worker_warps: compiler hints.
+    """
+
+    tile_m: int
+    tile_n: int
+    runs: int = 1
+    split_k: int = 1
+    scale_sums: bool = False
+    tma_scales: bool = False
+    band: int = 8
+    latency: int = 5
+    occupancy: int = 1
+    num_worker_warps: int = 4
+
+    def tiles(self, p: Problem) -> int:
+        """Of the output."""
+        return -(-p.m // self.tile_m) * -(-p.n // self.tile_n)
+
+    def parts(self, p: Problem) -> int:
+        """Blocks for a tile, none of them without a step."""
+        steps = -(-p.runs // self.runs)
+        return -(-steps // -(-steps // self.split_k))
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """The product, and the sum of its parts where k is shared."""
+    of, parts = p.format, c.parts(p)
+    meaning = {"code": of.code, "group": of.group, "zeros": of.zeros}
+    tile = {
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "runs": c.runs,
+        "band": c.band,
+        "scale_sums": c.scale_sums,
+        "tma_scales": c.tma_scales,
+        "even": p.n % c.tile_n == 0,
+        "latency": c.latency,
+    }
+    last = {"factor": of.factor, "bias": p.bias}
+    optional = {"zeros": of.zeros, "factor": of.factor and parts == 1, "bias": p.bias and parts == 1, "partial": parts > 1}
+    unused = tuple(name for name, used in optional.items() if not used)
+    how: dict[str, Any] = {**hints(c), "pdl": use_pdl(p.m, False)}
+    constants = {**meaning, **last, **tile, "split_k": parts > 1}
+    if parts == 1:
+        return (Launch(quantized_matmul_kernel, (c.tiles(p),), constants, **how, unused=unused),)
+    scratch = {"partial": ((parts, p.m, p.n), torch.float32)}
+    rows = min(next_pow2(p.m), SUM_TILE[0])
+    grid = (-(-p.n // SUM_TILE[1]), -(-p.m // rows))
+    summed = {**last, "tile_m": rows, "tile_n": SUM_TILE[1], "parts": parts}
+    return (
+        Launch(quantized_matmul_kernel, (c.tiles(p), parts), constants, **how, scratch=scratch, unused=unused),
+        Launch(quantized_matmul_sum_kernel, grid, summed, occupancy=4, pdl=True, unused=tuple(name for name, used in last.items() if not used)),
+    )

@@ -1,0 +1,216 @@
+"""Tile code of `quantized_matmul`: words of small codes become bf16 in registers, on the way to the
+tensor cores.
+
+The weights are the first operand of the MMA, even for one row of x: Hopper's wgmma takes it from
+registers, so decoded weights never pass through shared memory.
+
+All bit work is on 32-bit words. A field of up to 8 bits at the bottom of a bf16 is linear, because
+subnormal numbers and the first normal ones are evenly spaced: its value is code * 2**-133. So one
+AND takes two codes, and one packed multiply-add makes numbers of them and subtracts the zero point,
+exactly. The same operations on tiles of 8 or 16 bits are not packed.
+"""
+
+import cuda.tile as ct
+
+from ..common.pdl import pdl_overlap
+from ..common.tiles import grouped_tile
+from ..common.weight_formats import E2M1, E4M3, INT4, INT8, PLANE, ROWS, WORDS
+
+ZERO = ct.PaddingMode.ZERO
+SIGNS, E4M3_REST, E2M1_FIELD = 0x80008000 - (1 << 32), 0x07F007F0, 0x81C081C0 - (1 << 32)
+SMALL = 2.0**16  # what fp4 weights are short of in the sum: 2**110 of their scale and 2**126 of their codes
+
+
+@ct.kernel
+def quantized_matmul_kernel(
+    x,
+    words,
+    scales,
+    zeros,
+    factor,
+    bias,
+    partial,
+    out,
+    CODE: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    ZEROS: ct.Constant[bool],
+    FACTOR: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    RUNS: ct.Constant[int],
+    BAND: ct.Constant[int],
+    SCALE_SUMS: ct.Constant[bool],
+    TMA_SCALES: ct.Constant[bool],
+    SPLIT_K: ct.Constant[bool],
+    EVEN: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """out [m, n] = x [m, k] @ weight [n, k].T, a tile of TILE_N rows of the weight to a block.
+
+    words: [panels, runs, 64, 16] as ops/common/weight_formats.py packs them. RUNS: of a step.
+    scales, zeros: [groups of k, n]; [1, n] where GROUP is 0, one scale for a row.
+    SCALE_SUMS: a group's scale multiplies its sum in fp32; else the weights, rounded to bf16.
+    TMA_SCALES: the scales of a step come as one tile by TMA; else each thread loads its own.
+    SPLIT_K: partial [parts, m, n] takes the sums over shares of k, without factor and bias.
+    EVEN: the tiles end with the rows of the weight.
+    """
+    pdl_overlap()
+    tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
+    tile_m, tile_n = grouped_tile(ct.bid(0), tiles_m, tiles_n, BAND)
+    RUN = WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
+    DEEP = RUN * RUNS  # k of a step
+    GROUPS = max(1, DEEP // GROUP) if GROUP > 0 else 0  # of a step
+    steps = ct.cdiv(words.shape[1], RUNS)
+    if SPLIT_K:
+        share = ct.cdiv(steps, partial.shape[0])
+        first = ct.bid(1) * share
+        last = min(first + share, steps)
+    else:
+        first, last = 0, steps
+    acc = ct.zeros((TILE_N, TILE_M), ct.float32)
+    for step in range(first, last):
+        loaded = ct.load(words, (tile_n, step, 0, 0), (TILE_N // ROWS, RUNS, ROWS, WORDS), padding_mode=ZERO, latency=LATENCY)
+        rows = ct.load(x, (tile_m, step), (TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY)
+        how = (GROUPS, GROUP, DEEP, TILE_N, TMA_SCALES, EVEN, LATENCY)
+        scale = _columns(scales, step, tile_n, how)
+        zero = _columns(zeros, step, tile_n, how) if ZEROS else ()
+        for i in ct.static_iter(range(RUNS)):
+            q = ct.extract(loaded, (0, i, 0, 0), (TILE_N // ROWS, 1, ROWS, WORDS)).reshape((TILE_N, WORDS))
+            y = ct.extract(rows, (0, i), (TILE_M, RUN)).transpose()
+            if SCALE_SUMS:
+                codes = _joined(_planes(q, _zero(zero, i * GROUPS // RUNS, CODE), CODE))
+                part = ct.mma(codes, y, ct.zeros((TILE_N, TILE_M), ct.float32))
+                acc = acc + part * (scale[i * GROUPS // RUNS].astype(ct.float32) * _unit(CODE))
+            elif GROUPS == 0:
+                acc = ct.mma(_joined(_planes(q, _zero((), 0, CODE), CODE)), y, acc)
+            else:
+                acc = ct.mma(_scaled(q, scale, zero, i, RUN, CODE, GROUP), y, acc)
+    if GROUP == 0:
+        scale = ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False)
+        acc = acc * (scale.reshape((TILE_N, 1)) * _unit(CODE))
+    elif CODE == E2M1:
+        acc = acc * SMALL
+    if SPLIT_K:
+        ct.store(partial, (ct.bid(1), tile_m, tile_n), acc.transpose().reshape((1, TILE_M, TILE_N)), allow_tma=False)
+    else:
+        _finish(acc.transpose(), factor, bias, out, tile_m, tile_n, FACTOR, BIAS)
+
+
+@ct.kernel
+def quantized_matmul_sum_kernel(
+    partial,
+    factor,
+    bias,
+    out,
+    FACTOR: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    PARTS: ct.Constant[int],
+):
+    """Sums the shares of k. PARTS: how many there are, of which a tile is loaded at once."""
+    pdl_overlap()
+    tile_n, tile_m = ct.bid(0), ct.bid(1)
+    acc = ct.zeros((TILE_M, TILE_N), ct.float32)
+    for part in ct.static_iter(range(PARTS)):
+        acc = acc + ct.load(partial, (part, tile_m, tile_n), (1, TILE_M, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_M, TILE_N))
+    _finish(acc, factor, bias, out, tile_m, tile_n, FACTOR, BIAS)
+
+
+def _finish(acc, factor, bias, out, tile_m, tile_n, FACTOR, BIAS):
+    """Stores a tile [TILE_M, TILE_N] of sums over all of k."""
+    if FACTOR:
+        acc = acc * ct.load(factor, (0,), (1,), allow_tma=False)
+    if BIAS:
+        acc = acc + ct.load(bias, (tile_n,), (acc.shape[1],), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    ct.store(out, (tile_m, tile_n), acc.astype(out.dtype))
+
+
+def _columns(array, step, tile_n, how):
+    """Of each group of a step [TILE_N, 1]: a number for each row of the tile."""
+    GROUPS, GROUP, DEEP, TILE_N, TMA, EVEN, LATENCY = how
+    found: tuple = ()
+    if TMA and GROUPS > 0:
+        tile = ct.load(array, (step * DEEP // max(GROUP, DEEP), tile_n), (GROUPS, TILE_N), padding_mode=ZERO, latency=LATENCY)
+    for i in ct.static_iter(range(GROUPS)):
+        group = min(step * GROUPS + i, array.shape[0] - 1) if GROUPS > 1 else step * DEEP // GROUP  # behind the end x is zeros
+        if TMA:
+            column = ct.extract(tile, (i, 0), (1, TILE_N))
+        elif EVEN:
+            column = ct.load(array, (group, tile_n), (1, TILE_N), check_bounds=False, latency=LATENCY, allow_tma=False)
+        else:
+            column = ct.load(array, (group, tile_n), (1, TILE_N), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
+        found = (*found, column.reshape((TILE_N, 1)))
+    return found
+
+
+def _zero(zeros, i, CODE):
+    """The zero point of the i-th group, in the units of `_planes`: a column, or one for all."""
+    if len(zeros) > 0:
+        return zeros[i] * (1 / 64)
+    return 0.125 if CODE == INT4 else 2.0
+
+
+def _unit(CODE):
+    """What a unit of `_planes` stands for."""
+    return 1.0 if CODE == E4M3 else 64.0
+
+
+def _pairs(words):
+    """Words whose halves are the bits of bf16 numbers, as those: no instruction, the registers
+    stay.
+    """
+    return ct.unpack_from_bytes(ct.pack_to_bytes(words), ct.bfloat16).reshape((words.shape[0], 2 * words.shape[1]))
+
+
+def _planes(q, zero, CODE):
+    """The codes of words as bf16 tiles, a plane of the run each, in the order of k.
+
+    INT4, INT8: (code - zero) / 64 with zero in that unit. E4M3: the value. E2M1: value * 2**-126.
+    """
+    if CODE == INT4:
+        h = q >> 8
+        return (
+            _pairs(q & 0x000F000F) * 2.0**127 - zero,
+            _pairs(q & 0x00F000F0) * 2.0**123 - zero,
+            _pairs(h & 0x000F000F) * 2.0**127 - zero,
+            _pairs(h & 0x00F000F0) * 2.0**123 - zero,
+        )
+    if CODE == INT8:
+        return _pairs(q & 0x00FF00FF) * 2.0**127 - zero, _pairs((q >> 8) & 0x00FF00FF) * 2.0**127 - zero
+    if CODE == E4M3:
+        low, high = ((q << 8) & SIGNS) | ((q << 4) & E4M3_REST), (q & SIGNS) | ((q >> 4) & E4M3_REST)
+        return _pairs(low) * 2.0**120, _pairs(high) * 2.0**120
+    last = (q >> 6) & 0x01800180 | (q >> 4) & 0x00400040 | (q << 4) & SIGNS
+    return _pairs(q & E2M1_FIELD), _pairs((q << 3) & E2M1_FIELD), _pairs((q << 6) & E2M1_FIELD), _pairs(last)
+
+
+def _joined(p):
+    """The planes of a run side by side."""
+    if len(p) == 2:
+        return ct.cat(p, 1)
+    return ct.cat((ct.cat((p[0], p[1]), 1), ct.cat((p[2], p[3]), 1)), 1)
+
+
+def _scaled(q, scales, zeros, i, RUN, CODE, GROUP):
+    """[rows, k of a run]: the weights of a step's i-th run, bf16. A group is several planes of the
+    run, one, half of one, or all of it.
+    """
+    PLANES, HALVES = RUN // PLANE, 2 if GROUP < PLANE else 1
+    found: tuple = ()
+    for j in ct.static_iter(range(PLANES)):
+        parts: tuple = ()
+        for half in ct.static_iter(range(HALVES)):
+            group = (i * RUN + j * PLANE + half * WORDS) // GROUP
+            words = ct.extract(q, (0, half), (q.shape[0], WORDS // HALVES)) if HALVES > 1 else q
+            parts = (*parts, _planes(words, _zero(zeros, group, CODE), CODE)[j] * _scale(scales[group], CODE))
+        found = (*found, ct.cat(parts, 1) if HALVES > 1 else parts[0])
+    return _joined(found)
+
+
+def _scale(scale, CODE):
+    """bf16: what a unit of `_planes` is multiplied by."""
+    if scale.dtype == ct.uint8:  # e8m0: the exponent of a bf16
+        scale = ct.bitcast(scale.astype(ct.uint16) << 7, ct.bfloat16)
+    return scale.astype(ct.bfloat16) * (2.0**110 if CODE == E2M1 else _unit(CODE))
