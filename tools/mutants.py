@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant("ops/rms_norm_quant/decision.py", '"power_of_two": p.power_of_two_scales,', '"power_of_two": False,', of_op("rms_norm_quant")),
     Mutant("ops/matmul/decision.py", "else tiles - split_tiles + split_tiles * parts", "else tiles - split_tiles + split_tiles * (parts - 1)", "cpu/test_matmul.py"),
     Mutant("ops/matmul/decision.py", '{"partial": ((parts, split_tiles, height, width), torch.float32)}', '{"partial": ((parts - 1, split_tiles, height, width), torch.float32)}', "cpu/test_matmul.py"),
-    Mutant("ops/matmul/decision.py", "Launch(matmul_reduce_kernel, (split_tiles, height // rows), reduce", "Launch(matmul_reduce_kernel, (split_tiles, height // rows - 1 or 1), reduce", "cpu/test_matmul.py"),
+    Mutant("ops/matmul/decision.py", "Launch(matmul_reduce_kernel, (split_tiles, height // rows * (width // columns)), reduce", "Launch(matmul_reduce_kernel, (split_tiles, height // rows * (width // columns) - 1 or 1), reduce", "cpu/test_matmul.py"),
     Mutant("ops/matmul/decision.py", '"bias": p.bias, "latency": c.latency, "tile_k"', '"bias": False, "latency": c.latency, "tile_k"', of_op("matmul")),
     Mutant("ops/bmm.py", "blocks = min(tiles, c.resident(device)) if c.persistent else tiles\n", "blocks = min(tiles, c.resident(device)) if c.persistent else tiles - 1 or 1\n", of_op("bmm")),
     Mutant("ops/grouped_gemm/decision.py", '{"panels": ((3, 1 + panels), torch.int32)}', '{"panels": ((3, panels), torch.int32)}', of_op("grouped_gemm")),

@@ -52,6 +52,9 @@ LINES = (
     ("sparse_decode", "sparse_decode", lambda r: "torch.compile" in r["peers"], "torch.compile"),
     ("merge_states", "merge_states", lambda r: True, "torch.compile"),
     ("kv_append", "kv_append", lambda r: True, "torch.compile"),
+    ("gated_delta_rule", "gated_delta_rule", lambda r: True, "fla"),
+    ("causal_conv1d", "causal_conv1d", lambda r: True, "torch.compile"),
+    ("rms_norm_gated", "rms_norm_gated", lambda r: True, "torch.compile"),
 )
 HEADLINE = (  # of LINES: a row or two of each kind of op, losses among them
     "rms_norm", "softmax", "quantize_fp8", "matmul", "matmul, fp8, scale per block", "bmm", "moe", "attention", "attention_decode", "mla_decode",

@@ -5,6 +5,7 @@ Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_ma
 Attention         attention, attention_decode, mla, mla_decode, sparse_decode, merge_states,
                   kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
+Linear attention  gated_delta_rule, causal_conv1d, rms_norm_gated
 8-bit floats      quantize_fp8, rms_norm_quant, silu_mul_quant
 Choosing          argmax, sample, moe_route, rms_norm_route
 
@@ -28,9 +29,11 @@ from .ops.argmax import argmax
 from .ops.attention import attention
 from .ops.attention_decode import attention_decode
 from .ops.bmm import bmm
+from .ops.causal_conv1d import causal_conv1d
 from .ops.common.weight_formats import QuantizedWeight
 from .ops.dropout import dropout
 from .ops.embedding import embedding
+from .ops.gated_delta_rule import gated_delta_rule
 from .ops.grouped_gemm import grouped_gemm, grouped_gemm_list
 from .ops.kv_append import kv_append
 from .ops.layer_norm import layer_norm
@@ -43,6 +46,7 @@ from .ops.moe_route import moe_route
 from .ops.quantize_fp8 import quantize_fp8
 from .ops.quantized_matmul import quantized_matmul
 from .ops.rms_norm import rms_norm
+from .ops.rms_norm_gated import rms_norm_gated
 from .ops.rms_norm_matmul import rms_norm_matmul
 from .ops.rms_norm_quant import rms_norm_quant
 from .ops.rms_norm_route import rms_norm_route
@@ -77,9 +81,11 @@ __all__ = [
     "attention",
     "attention_decode",
     "bmm",
+    "causal_conv1d",
     "compile_report",
     "dropout",
     "embedding",
+    "gated_delta_rule",
     "grouped_gemm",
     "grouped_gemm_list",
     "interpret",
@@ -97,6 +103,7 @@ __all__ = [
     "quantize_fp8",
     "quantized_matmul",
     "rms_norm",
+    "rms_norm_gated",
     "rms_norm_matmul",
     "rms_norm_quant",
     "rms_norm_route",

@@ -10,10 +10,24 @@ import weakref
 import pytest
 import torch
 
-from tilewright.bench import flashinfer_calls, libraries, library_calls
+from tilewright.bench import flashinfer_calls, libraries, library_calls, linear_peers
 from tilewright.bench.inputs import kept
 from tilewright.bench.libraries import backend_of, library_peers, strays
-from tilewright.ops import attention, attention_decode, bmm, layer_norm, matmul, merge_states, mla, mla_decode, rms_norm, rope, silu_mul, softmax
+from tilewright.ops import (
+    attention,
+    attention_decode,
+    bmm,
+    gated_delta_rule,
+    layer_norm,
+    matmul,
+    merge_states,
+    mla,
+    mla_decode,
+    rms_norm,
+    rope,
+    silu_mul,
+    softmax,
+)
 from tilewright.ops.common.scaling import Scaling
 from tilewright.testing import op_name
 
@@ -87,6 +101,11 @@ PROBLEMS = {
     "mla": (mla.Problem(2, 4, 32, 32, HALF), mla.Problem(2, 4, 32, 64, HALF, has_len=True)),
     "mla_decode": (mla_decode.Problem(2, 16, 64, HALF, has_len=False), mla_decode.Problem(2, 16, 64, HALF, page_size=16)),
     "merge_states": (merge_states.Problem(3, 8, 64, HALF, base2=True),),
+    "gated_delta_rule": (
+        gated_delta_rule.Problem(2, 1, 2, 70, 32, HALF),
+        gated_delta_rule.Problem(2, 1, 2, 1, 32, HALF),
+        gated_delta_rule.Problem(2, 1, 2, 70, 32, HALF, varlen=True, has_state=False),
+    ),
 }
 
 
@@ -94,7 +113,7 @@ def noted_calls(monkeypatch, library, op):
     """The calls of a peer's entry, over the problems of the op that it takes."""
     call, applies = libraries._CALLS[library, op]
     noted = []
-    for file in (library_calls, flashinfer_calls):
+    for file in (library_calls, flashinfer_calls, linear_peers):
         monkeypatch.setattr(file, "module", lambda name: Recorder((name,), noted))
     taken = 0
     for problem in PROBLEMS[op]:

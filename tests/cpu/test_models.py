@@ -12,7 +12,7 @@ from tilewright.launch import counted
 from tilewright.models import patch
 from tilewright.testing import assert_accurate
 
-SPARSE = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2-groups", "deepseek_v3", "gpt_oss")
+SPARSE = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2-groups", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe")
 
 
 @pytest.mark.parametrize("name", MODELS)

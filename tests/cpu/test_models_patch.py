@@ -6,15 +6,10 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import TINY, left_padded, logits, patched, tiny
+from tiny_models import TINY, left_padded, logits, patched, state_of, tiny
 
 from tilewright.launch import counted
 from tilewright.models import patch
-
-
-def state_of(model) -> dict[str, dict[str, int]]:
-    """Which object every attribute of every module is."""
-    return {name: {key: id(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}
 
 
 def test_undo_restores_every_attribute_and_every_bit() -> None:

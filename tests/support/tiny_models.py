@@ -66,6 +66,23 @@ MODELS = {
 }
 
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+MODELS |= {
+    "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
+    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **LINEAR, **EXPERTS},
+}
+
+
 def tiny_model(family: dict, dtype: torch.dtype = torch.float32, **changes: object):
     """A model with TINY's sizes. family, changes: the config's other fields."""
     model = random_model({**TINY, **family, **changes}, dtype=dtype)
@@ -85,6 +102,11 @@ def left_padded() -> dict[str, Tensor]:
     mask[0, :4] = 0
     mask[2, :1] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def state_of(model) -> dict[str, dict[str, int]]:
+    """Which object every attribute of every module is."""
+    return {name: {key: id(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}
 
 
 def logits(model, inputs: dict[str, Tensor], **options: object) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..launch import next_pow2
 from . import flashinfer_calls as flashinfer
 from . import library_calls as calls
+from . import linear_peers as linear
 from .inputs import Applies, Inputs, all_of, half, one_token, without
 from .peers import Peer
 
@@ -29,6 +30,7 @@ LIBRARIES = {
     "flashinfer": "flashinfer",
     "quack": "quack",
     "deepgemm": "deep_gemm",
+    "fla": "fla",
 }
 
 
@@ -208,5 +210,6 @@ _CALLS: dict[tuple[str, str], tuple[Callable[..., Any], Applies]] = {
     ("quack", "rms_norm"): (calls.quack_rms_norm, without("round_before_weight")),
     ("quack", "layer_norm"): (calls.quack_layer_norm, lambda inputs: inputs.get("weight") is not None),
     ("quack", "softmax"): (calls.quack_softmax, lambda inputs: True),
+    ("fla", "gated_delta_rule"): (linear.fla, half("q")),
     ("deepgemm", "matmul"): (calls.deepgemm_matmul, _block_scaled),
 }

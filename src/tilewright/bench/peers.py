@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..ops import argmax, layer_norm, silu_mul, softmax
+from ..ops import argmax, layer_norm, rms_norm_gated, silu_mul, softmax
 from ..ops.common.scaling import FAST_SUM
 from . import attention_peers as attention
+from . import linear_peers as linear
 from . import moe_peers as experts
 from . import quantized_peers as quantized
 from .inputs import Applies, Inputs, Result, kept, packed, without
@@ -311,6 +312,12 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("torch.compile", _compiled(attention.sparse_decode), attention.plain_sparse_decode),
     ),
     "merge_states": _torch(attention.merge_states),
+    "gated_delta_rule": (
+        Peer("torch.eager", linear.chunked, linear.prompts),
+        Peer("torch.compile", _compiled(linear.recurrent), linear.one_token),
+    ),
+    "causal_conv1d": _torch(linear.causal_conv1d, without("cu_seqlens")),
+    "rms_norm_gated": _torch(rms_norm_gated.reference),
 }
 
 

@@ -134,7 +134,7 @@ def with_our_function(stock: Any, name: str, ours: Callable[..., Any]) -> Callab
     scope = {**stock.__globals__, name: ours}
     # torch.compile guards a global through the importable module of this name. There it would find
     # the stock function and recompile for ever.
-    del scope["__name__"]
+    scope.pop("__name__", None)
     forward = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
     forward.__kwdefaults__ = stock.__kwdefaults__
     return forward

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import forwards as f
+from . import linear_attention as linear
 from .hooks import wrapper_of
 
 # config.model_type -> prefix of its module classes. SmolLM2, and many others, are of type llama.
@@ -28,9 +29,13 @@ FAMILIES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
 }
+_LINEAR = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 _LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "DeepseekV2", "DeepseekV3")
-_ROTATING = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Gemma3", "DeepseekV3")
+_ROTATING = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Gemma3", "DeepseekV3", *_LINEAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +120,25 @@ ROWS = (
     Row("matmul", "Linear", lambda cls: f.linear_forward, _keep_linear),
     Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_forward, of=_LLAMA_LIKE),
     Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_rounded_once_forward, of=("GptOss",)),
-    Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_offset_forward, of=("Gemma2", "Gemma3")),
+    Row("rms_norm", "{}RMSNorm", lambda cls: f.rms_norm_offset_forward, of=("Gemma2", "Gemma3", *_LINEAR)),
     Row("silu_mul", "Phi3MLP", lambda cls: f.fused_mlp_forward, _keep_mlp, of=("Phi3",)),
     Row("silu_mul", "{}MLP", lambda cls: f.mlp_forward, _keep_mlp, of=tuple(set(FAMILIES.values()) - {"Phi3", "GptOss", "Mixtral"})),
-    Row("moe_route", "{}TopKRouter", lambda cls: f.router_forward, of=("Mixtral", "Qwen3Moe", "GptOss")),
+    Row("moe_route", "{}TopKRouter", lambda cls: f.router_forward, of=("Mixtral", "Qwen3Moe", "GptOss", "Qwen3Next", "Qwen3_5Moe")),
     Row("moe_route", "{}TopkRouter", lambda cls: f.deepseek_v2_router_forward, of=("DeepseekV2",)),
     Row("moe_route", "{}TopkRouter", lambda cls: f.deepseek_v3_router_forward, of=("DeepseekV3",)),
-    Row("moe", "{}Experts", lambda cls: f.experts_forward, _keep_experts, of=("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3")),
+    Row(
+        "moe",
+        "{}Experts",
+        lambda cls: f.experts_forward,
+        _keep_experts,
+        of=("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3", "Qwen3Next", "Qwen3_5Moe"),
+    ),
     _rope("apply_rotary_pos_emb", f.rotate_half_split, *_ROTATING),
     _rope("apply_rotary_pos_emb", f.rotate_by_halves, "GptOss"),
     _rope("apply_rotary_emb", f.rotate_pairs, "DeepseekV2"),
     Row("attention", "{}Attention", None, _keep_attention),
+    Row("gated_delta_rule", "{}GatedDeltaNet", linear.with_our_functions, linear.keep_linear_attention, of=_LINEAR),
+    Row("rms_norm_gated", "{}RMSNormGated", lambda cls: linear.gated_norm_forward, of=_LINEAR),
     Row("mla_decode", "{}Attention", lambda cls: f.unexpanded, _keep_latents, of=("DeepseekV2", "DeepseekV3"), method="expand_kv"),
 )
 
@@ -134,6 +147,7 @@ ROWS = (
 KEPT = {
     "Embedding": "gathers rows, computes nothing",
     "{}TextScaledWordEmbedding": "gathers rows and scales them",
+    "{}TextRotaryEmbedding": "cos and sin, once per forward for all layers",
     "{}RotaryEmbedding": "cos and sin, once per forward for all layers",
     "{}DecoderLayer": "its two residual additions",
     "{}Moe": "adds the shared experts to the others",
@@ -142,5 +156,5 @@ KEPT = {
 }
 # Leaf modules that do nothing in inference, or that no longer run if the module around them is
 # replaced.
-ABSORBED = ("SiLUActivation", "SiLU", "GELUTanh", "Dropout")
+ABSORBED = ("SiLUActivation", "SiLU", "GELUTanh", "Dropout", "Conv1d")
 CONTAINERS = ("ModuleList", "{}Model", "{}TextModel", "{}ForCausalLM", "{}MLP", "{}Attention", "{}SparseMoeBlock")

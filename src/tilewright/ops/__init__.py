@@ -7,8 +7,10 @@ from . import (
     attention,
     attention_decode,
     bmm,
+    causal_conv1d,
     dropout,
     embedding,
+    gated_delta_rule,
     grouped_gemm,
     kv_append,
     layer_norm,
@@ -21,6 +23,7 @@ from . import (
     quantize_fp8,
     quantized_matmul,
     rms_norm,
+    rms_norm_gated,
     rms_norm_matmul,
     rms_norm_quant,
     rms_norm_route,
@@ -60,6 +63,9 @@ ALL = (
     moe_route,
     rms_norm_route,
     moe,
+    gated_delta_rule,
+    causal_conv1d,
+    rms_norm_gated,
 )
 
 

@@ -28,8 +28,7 @@ from ..launch import Device
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
 from .check import op_name, outputs, run_op
-from .definitions import FP8, Results, normed, scores_of, wide
-from .definitions_attention import DEFINITIONS
+from .definitions import DEFINITIONS, FP8, Results, normed, scores_of, wide
 from .fuzz_draws import DRAWS
 from .poison import MARGIN_BYTES, poisoned_empty
 from .sizes import Sizes

@@ -143,6 +143,12 @@ def sparse(s: Sizes) -> Fields:
     return {**found, "more_topk": s.choice((0, 0, s.log(1, 100))), **some(s, "has_length", "sinks", "return_lse")}
 
 
+def delta(s: Sizes) -> Fields:
+    heads = s.choice((1, 1, 2))
+    found = {"k_heads": heads, "v_heads": heads * s.choice((1, 2, 3)), "dtype": any_float(s), **some(s, "has_state", "varlen")}
+    return found | {"head_dim": s.choice((16, 32, 64, 128, s.log(1, 200))), "v_dim": s.choice((0, 0, 24, 64)), "normalize": s.odds(0.8)}
+
+
 def routing(s: Sizes) -> Fields:
     top_k = s.choice((1, 2, 4, 8))
     found = {"top_k": top_k, "experts": s.choice((8, 16, 60, 64, 128)), **some(s, "sigmoid", "bias", "normalize")}
@@ -249,4 +255,16 @@ DRAWS: dict[str, Draw] = {
         tokens(6),
     ),
     "moe": (experts, lambda s, f: {} if f.get("shared") else {"tokens": s.log(1, 60)}),
+    "gated_delta_rule": (delta, lambda s, f: {"batch": s.log(1, 4), "tokens": s.choice((1, s.log(1, 40), s.log(1, 260)))}),
+    "causal_conv1d": (
+        lambda s: {
+            "channels": columns(s, 600),
+            "dtype": any_float(s),
+            "width": s.choice((2, 3, 4, 4)),
+            "taps": s.choice((0, 3, 4)),
+            **some(s, "bias", "silu", "varlen"),
+        },
+        lambda s, _: {"batch": s.log(1, 4), "tokens": s.choice((1, s.log(1, 60)))},
+    ),
+    "rms_norm_gated": row_wise(),
 }

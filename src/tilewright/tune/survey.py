@@ -30,6 +30,7 @@ PASS = {
     "quantize_fp8": 2, "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "mla_decode": 1, "mla": 1, "bmm": 2, "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1,
     "moe_route": 1, "rms_norm_route": 1, "sample": 1, "dropout": 1,
+    "gated_delta_rule": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 MOST = {"matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul fp8": 24, "bmm": 16, "attention": 12, "attention_decode": 16, "moe": 10}
 MOST_CONFIGS = 12

@@ -13,7 +13,7 @@ from ..common import prefill
 from ..common.attention_tiles import widths_of
 from ..common.prefill import ALIKE, SAMPLES, Config, least_width
 from ..common.scaling import FP8
-from ..common.sequences import counted, later, sample, shorter
+from ..common.sequences import counted, later, packed, sample, shorter
 from ..common.softmax_tiles import visible_scores
 from .candidates import SPILLS, TABLES
 from .kernels import attention_kernel
@@ -80,17 +80,6 @@ class Problem:
         """Where they begin."""
         return later(self.kv_len, i, self.batch) if self.has_start else 0
 
-    def _packed(self, total: int, i: int) -> int:
-        """Where packed sequence i begins: lengths fall to a third likewise, with an empty one in
-        the middle of three and more.
-        """
-        middle = self.batch // 2 if self.batch > 2 else self.batch
-
-        def shares(i: int) -> int:
-            return i * (3 * self.batch + 1 - i) - (3 * self.batch - 2 * middle) * (i > middle)
-
-        return total * shares(i) // shares(self.batch)
-
     def lengths(self) -> list[tuple[int, int, int]]:
         """Queries and keys of a sequence, and how many are like it: of those of `inputs`, or, with
         varlen, of a server's: some of the longest, the others of one query.
@@ -105,19 +94,19 @@ class Problem:
 
     def size_bytes(self) -> int:
         """Of the arguments and results of `inputs`, each once."""
-        dims, packed = self.head_dim + self.values_dim, self.varlen
-        queries, keys = (self.q_len, self.kv_len) if packed else counted(self.lengths())
+        dims = self.head_dim + self.values_dim
+        queries, keys = (self.q_len, self.kv_len) if self.varlen else counted(self.lengths())
         read = queries * self.q_heads * self.head_dim + keys * self.kv_heads * dims
         written = self.values_dim * max(2, self.dtype.itemsize) + 4 * self.return_lse
         return read * self.dtype.itemsize + queries * self.q_heads * written
 
     def cost(self) -> Cost:
-        def packed(total: int, i: int) -> int:
-            return self._packed(total, i + 1) - self._packed(total, i)
+        def length(total: int, i: int) -> int:
+            return packed(total, i + 1, self.batch) - packed(total, i, self.batch)
 
         each = self.lengths()
         if self.varlen:
-            each = [(packed(self.q_len, i), packed(self.kv_len, i), count) for i, count in sample(self.batch, SAMPLES)]
+            each = [(length(self.q_len, i), length(self.kv_len, i), count) for i, count in sample(self.batch, SAMPLES)]
         scores = sum(count * visible_scores(q, n, self.causal, self.window) for q, n, count in each)
         return Cost(self.size_bytes(), 2 * scores * self.q_heads * (self.head_dim + self.values_dim))
 
@@ -136,7 +125,7 @@ class Problem:
                 options[f"{name}_scale"] = 0.5 + torch.rand(heads, device=device)
         if self.varlen:
             for name, total in (("q", self.q_len), ("kv", self.kv_len)):
-                options[f"cu_seqlens_{name}"] = int32([self._packed(total, i) for i in range(self.batch + 1)])
+                options[f"cu_seqlens_{name}"] = int32([packed(total, i, self.batch) for i in range(self.batch + 1)])
             q = randn(self.q_len, self.q_heads, self.head_dim)
             k, v = (randn(self.kv_len, self.kv_heads, dim) for dim in (self.head_dim, self.values_dim))
             return {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "max_q_len": self.longest or None, **options}

@@ -31,6 +31,18 @@ def listed(longest: int, i: int, batch: int) -> int:
     return 0 if 2 < batch < 8 and i == batch - 1 else shorter(longest, i, batch)
 
 
+def packed(total: int, i: int, batch: int) -> int:
+    """Where packed sequence i begins: lengths fall to a third likewise, with an empty one in the
+    middle of three and more.
+    """
+    middle = batch // 2 if batch > 2 else batch
+
+    def shares(i: int) -> int:
+        return i * (3 * batch + 1 - i) - (3 * batch - 2 * middle) * (i > middle)
+
+    return total * shares(i) // shares(batch)
+
+
 def counted(lengths: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
     """Queries and keys of all sequences, of (queries, keys, how many are like it)."""
     each = list(lengths)

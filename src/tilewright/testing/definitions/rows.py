@@ -1,10 +1,4 @@
-"""What each op means, written from its formula once more, for the fuzz; attention and caches are in
-definitions_attention.py.
-
-`DEFINITIONS[op](**inputs)` returns the op's results. Called with float64 tensors it is the truth;
-in the op's own dtype, with the roundings that PyTorch has, it is what the accuracy rule allows.
-Nothing here calls an op's `reference`, so an error in both of them shows.
-"""
+"""What products and ops of rows mean."""
 
 import math
 from collections.abc import Callable, Iterator

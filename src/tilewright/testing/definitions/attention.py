@@ -1,4 +1,4 @@
-"""What attention and its caches mean, written from the formulas once more (definitions.py)."""
+"""What attention and its caches mean."""
 
 import math
 from typing import Any
@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .definitions import DEFINITIONS, FP8, Results, defines, normed, rotated, wide
-
-__all__ = ["DEFINITIONS"]
+from .rows import FP8, Results, defines, normed, rotated, wide
 
 
 def per_head(x: Tensor, scale: Tensor | None) -> Tensor:

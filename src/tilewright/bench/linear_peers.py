@@ -1,0 +1,119 @@
+"""Peers of the linear attention ops, as plain torch composes them and as flash-linear-attention
+has them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .inputs import Inputs, Result, kept, without
+from .library_calls import module
+
+CHUNK = 64
+
+
+def one_token(inputs: Inputs) -> bool:
+    """Of each sequence."""
+    return inputs["v"].shape[2] == 1 and without("cu_seqlens")(inputs)
+
+
+def prompts(inputs: Inputs) -> bool:
+    return not one_token(inputs) and without("cu_seqlens")(inputs)
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None, normalize: bool) -> tuple[Tensor, Tensor]:
+    """q and k as fp32, of each head of v."""
+    q, k = ((x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) if normalize else x) for x in (q.float(), k.float()))
+    group = v.shape[1] // k.shape[1]
+    return (q * (q.shape[-1] ** -0.5 if scale is None else scale)).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    beta: Tensor,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+) -> Result:
+    """One token of each sequence, the state in place."""
+    q, k = (x[:, :, 0] for x in _rows(q, k, v, scale, normalize))
+    s = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1], dtype=torch.float32) if state is None else state
+    s = s * g[:, :, 0, None, None].exp()
+    delta = (v[:, :, 0] - (s * k[..., None]).sum(-2)) * beta[:, :, 0, None]
+    s = s + k[..., None] * delta[:, :, None]
+    out = (s * q[..., None]).sum(-2)[:, :, None].to(v.dtype)
+    return out if state is None else (out, state.copy_(s))
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    beta: Tensor,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+) -> Result:
+    """Prompts of one length, in chunks, by a triangular solve; fp32 as transformers has it."""
+    tokens, (q, k) = v.shape[2], _rows(q, k, v, scale, normalize)
+    pad = -tokens % CHUNK
+    q, k, wide = (F.pad(x.float(), (0, 0, 0, pad)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+    decay, rate = (F.pad(x.float(), (0, pad)).unflatten(2, (-1, CHUNK)) for x in (g, beta))
+    decay = decay.cumsum(-1)
+    between = (decay[..., None] - decay[..., None, :]).masked_fill(q.new_ones(CHUNK, CHUNK).triu(1).bool(), -torch.inf).exp()
+    square = (k * rate[..., None] @ k.mT) * between
+    both = torch.cat((wide * rate[..., None], k * (rate * decay.exp())[..., None]), -1)
+    solved = torch.linalg.solve_triangular(square, both, upper=False, unitriangular=True)
+    values, seen = solved.split((v.shape[-1], k.shape[-1]), -1)
+    inside, q = (q @ k.mT) * between, q * decay.exp()[..., None]
+    k = k * (decay[..., -1:] - decay).exp()[..., None]
+    s = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1], dtype=torch.float32) if state is None else state
+    out = torch.empty_like(wide)
+    for i in range(out.shape[2]):
+        new = values[:, :, i] - seen[:, :, i] @ s
+        out[:, :, i] = q[:, :, i] @ s + inside[:, :, i] @ new
+        s = s * decay[:, :, i, -1, None, None].exp() + k[:, :, i].mT @ new
+    found = out.flatten(2, 3)[:, :, :tokens].to(v.dtype)
+    return found if state is None else (found, state.copy_(s))
+
+
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, state: Tensor | None = None, silu: bool = True) -> Result:
+    before = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if state is None else state
+    seen = torch.cat((before, x), 1)
+    y = F.conv1d(seen[:, before.shape[1] - weight.shape[1] + 1 :].mT, weight[:, None], bias, groups=len(weight)).mT
+    y = F.silu(y) if silu else y
+    return y if state is None else (y, state.copy_(seen[:, x.shape[1] :]))
+
+
+@kept
+def _long(x: Tensor) -> Tensor:
+    return x.long()
+
+
+def fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, **options: Any
+) -> Any:
+    """flash-linear-attention, whose axes are [batch, tokens, heads, ...]; the final state is a new
+    tensor.
+    """
+    ops = module("fla.ops.gated_delta_rule")
+    one = cu_seqlens is None and v.shape[2] == 1
+    rows = [x[None] if cu_seqlens is not None else x.transpose(1, 2) for x in (q, k, v, g, beta)]
+    found = (ops.fused_recurrent_gated_delta_rule if one else ops.chunk_gated_delta_rule)(
+        *rows,
+        scale=options.get("scale"),
+        initial_state=state,
+        output_final_state=state is not None,
+        use_qk_l2norm_in_kernel=options.get("normalize", True),
+        cu_seqlens=None if cu_seqlens is None else _long(cu_seqlens),
+    )
+    out = found[0][0] if cu_seqlens is not None else found[0].transpose(1, 2)
+    return out if state is None else (out, found[1])

@@ -1,0 +1,449 @@
+"""Causal convolution of each channel over time: out[t] = silu(bias + sum_i weight[i] x[t - width +
+1 + i])
+
+In front of a sequence stand the inputs that its state keeps, or zeros. The state then keeps the
+last inputs.
+
+Source    The short convolution of Mamba (Gu and Dao 2023, arXiv:2312.00752).
+Numerics  Sums and silu in fp32, rounded once. States are copied.
+Bound     Memory: x read once, out written once; of one token also the state, read and written.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Optional
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import (
+    Cost,
+    Decision,
+    Device,
+    Launch,
+    argument_error,
+    as_rows,
+    check_tensor,
+    check_writable,
+    hints,
+    next_pow2,
+    out_or_new,
+    torch_op,
+)
+from ..launch.values import Claims, rising
+from ..select import Choices, Work
+from .common.attention_tiles import packed_tile
+from .common.pdl import pdl_overlap, use_pdl
+from .common.rows import CPU_TILE, grid_fits, stream, threads, vector
+from .common.sequences import packed
+from .common.softmax_tiles import check_int32
+from .common.tiles import gated, of_width, rows_from
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 8  # inputs of a result
+# Of the candidates: tile_m, 16-byte pieces of a thread in a row of a tile, worker warps, occupancy.
+TILES = ((16, 0.25, 4, 6), (8, 0.25, 4, 8))
+ONE_TOKEN = ((1, 0.5, 4, None), (1, 0.25, 4, None), (1, 1, 4, None))
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The definition, not in place, with the roundings of torch's convolution."""
+    if cu_seqlens is not None:
+        starts = cu_seqlens.tolist()
+        out, final = torch.zeros_like(x), None if state is None else state.clone()
+        for i, (a, b) in enumerate(pairwise(starts)):
+            own = reference(x[None, a:b], weight, bias, state=None if state is None else state[i : i + 1], silu=silu)
+            if final is not None:
+                final[i] = own[1][0]
+            out[a:b] = (own if state is None else own[0])[0]
+        return out if final is None else (out, final)
+    width, taps = weight.shape[1], 0 if state is None else state.shape[1]
+    before = x.new_zeros(len(x), width - 1, x.shape[2]) if state is None else state[:, taps - width + 1 :]
+    seen = torch.cat((before, x), 1)
+    y = torch.nn.functional.conv1d(seen.mT, weight[:, None], bias, groups=len(weight)).mT if x.shape[1] else x
+    y = torch.nn.functional.silu(y) if silu else y
+    return y if state is None else (y, torch.cat((state, x), 1)[:, x.shape[1] :].clone())
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on.
+
+    tokens: of each sequence; of all sequences together with varlen. taps: inputs that a state
+    keeps; 0 without one.
+    """
+
+    batch: int
+    tokens: int
+    channels: int
+    dtype: torch.dtype
+    width: int = 4
+    taps: int = 3
+    bias: bool = False
+    silu: bool = True
+    varlen: bool = False
+
+    @property
+    def cols(self) -> int:
+        return self.channels
+
+    @property
+    def one(self) -> bool:
+        """Whether each sequence has one token: a block then reads and writes the state itself."""
+        return self.tokens == 1 and not self.varlen
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens if self.varlen else self.batch * self.tokens
+
+    def cost(self) -> Cost:
+        rows = 2 * (self.all_tokens + self.batch * self.taps) + self.width
+        return Cost(rows * self.channels * self.dtype.itemsize, 2 * self.all_tokens * self.channels * self.width)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(self.dtype)
+
+        sizes = (self.tokens,) if self.varlen else (self.batch, self.tokens)
+        options: dict[str, Any] = {"silu": self.silu}
+        if self.taps:
+            options["state"] = randn(self.batch, self.taps, self.channels)
+        if self.varlen:
+            starts = [packed(self.tokens, i, self.batch) for i in range(self.batch + 1)]
+            options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        bias = randn(self.channels) if self.bias else None
+        return {"x": randn(*sizes, self.channels), "weight": randn(self.channels, self.width), "bias": bias, **options}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tokens and channels of a block, the channels a power of two, and compiler hints."""
+
+    tile_m: int
+    tile_n: int
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """A thread has one load of each row."""
+    whole = next_pow2(p.channels)
+    if device.is_cpu:
+        yield Config(min(4, next_pow2(p.tokens)), min(whole, CPU_TILE))
+        yield Config(min(2, next_pow2(p.tokens)), min(whole, 128))
+        return
+    for tile_m, pieces, warps, occupancy in ONE_TOKEN if p.one else TILES:
+        yield Config(tile_m, min(whole, int(pieces * 32 * warps * 16 / p.dtype.itemsize)), occupancy, warps)
+
+
+def _places(p: Problem, c: Config) -> int:
+    """Tiles of tokens: see packed_tile."""
+    return p.tokens // c.tile_m + p.batch if p.varlen else p.batch * -(-p.tokens // c.tile_m)
+
+
+def _columns(p: Problem, c: Config) -> int:
+    return -(-p.channels // c.tile_n)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """A grid has a block for each tile, and for each state."""
+    return grid_fits(_places(p, c) * _columns(p, c)) and grid_fits(p.batch * _columns(p, c))
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    """A block reads the rows in front of its tile too; they lie in L2."""
+    rows = c.tile_m + p.width - 1
+    each = c.tile_n / threads(c)
+    return stream(
+        p,
+        c,
+        device,
+        _places(p, c) * _columns(p, c),
+        rows * c.tile_n,
+        registers=32 + each * (rows * p.dtype.itemsize / 4 + p.width + 4),
+        aligned=p.channels * p.dtype.itemsize,
+        load=1 / vector(p),
+        masked=p.channels % c.tile_n > 0,
+        operations=2 * p.width + 4,
+        partial=0 if p.one or not p.taps else p.batch * p.taps * p.channels * p.dtype.itemsize,
+    )
+
+
+CHOICES = Choices("causal_conv1d", candidates, legal, work, tie=0.05)
+space = CHOICES.space
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """One launch; for a state and more than one token a second one, which moves the state on."""
+    one, columns = p.one, _columns(p, c)
+    sizes = {"varlen": p.varlen, "taps": p.taps, "cols": p.channels, "tile_n": c.tile_n}
+    constants = {**sizes, "one": one, "width": p.width, "silu": p.silu, "has_bias": p.bias, "tile_m": c.tile_m}
+    absent = () if p.varlen else ("cu_seqlens",)
+    unused = (*absent, *(() if p.bias else ("bias",)), *(() if p.taps else ("state",)))
+    pdl = use_pdl(p.all_tokens, False)
+    main = Launch(causal_conv1d_kernel, (_places(p, c) * columns,), constants, **hints(c), pdl=pdl, unused=unused)
+    if one or not p.taps:
+        return (main,)
+    return main, Launch(keep_kernel, (p.batch * columns,), sizes, num_worker_warps=c.num_worker_warps, unused=absent)
+
+
+def sequence(X, OUT, CU_SEQLENS, seq, tokens, VARLEN):
+    """Rows of a sequence of X and OUT, and how many they are."""
+    if VARLEN:
+        first, end = ct.load(CU_SEQLENS, (seq,), ()), ct.load(CU_SEQLENS, (seq + 1,), ())
+    else:
+        first, end = ct.astype(seq, ct.int64) * tokens, (ct.astype(seq, ct.int64) + 1) * tokens
+    return rows_from(X, 0, first, end), rows_from(OUT, 0, first, end), ct.astype(end - first, ct.int32)
+
+
+def columns_of(j, TILE_N):
+    """[1, TILE_N]: the indices of tile j."""
+    return (ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N).reshape((1, TILE_N))
+
+
+def row_of(X, t, j, TILE_N, whole):
+    """[1, TILE_N]: a part of row t. whole: it is there; otherwise zeros where it is not."""
+    if whole:
+        return ct.load(X, (t, j), (1, TILE_N), check_bounds=False, allow_tma=False)
+    columns = columns_of(j, TILE_N)
+    return ct.gather(X, (t, columns), mask=(columns < X.shape[1]) & (t >= 0) & (t < X.shape[0]), padding_value=0, check_bounds=False)
+
+
+def put_row(X, t, j, row, TILE_N, whole):
+    """The same part of row t is `row`, where it is there."""
+    if whole:
+        ct.store(X, (t, j), row, check_bounds=False, allow_tma=False)
+    else:
+        columns = columns_of(j, TILE_N)
+        ct.scatter(X, (t, columns), row, mask=(columns < X.shape[1]) & (t < X.shape[0]), check_bounds=False)
+
+
+def kept_row(STATE, seq, at, j, TILE_N, there):
+    """[1, TILE_N]: what a state keeps as its input `at`; zeros if it is not there."""
+    columns = columns_of(j, TILE_N)
+    return ct.gather(STATE, (seq, at, columns), mask=(columns < STATE.shape[2]) & there, padding_value=0, check_bounds=False)
+
+
+def keep_row(STATE, seq, at, j, row, TILE_N):
+    columns = columns_of(j, TILE_N)
+    ct.scatter(STATE, (seq, at, columns), row, mask=columns < STATE.shape[2], check_bounds=False)
+
+
+@ct.kernel
+def causal_conv1d_kernel(
+    X,
+    WEIGHT,
+    BIAS,
+    STATE,
+    OUT,
+    CU_SEQLENS,
+    tokens: int,
+    VARLEN: ct.Constant[bool],
+    ONE: ct.Constant[bool],
+    SILU: ct.Constant[bool],
+    HAS_BIAS: ct.Constant[bool],
+    WIDTH: ct.Constant[int],
+    TAPS: ct.Constant[int],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+):
+    """TILE_M tokens of TILE_N channels, row after row. Grid (tiles of tokens * tiles of channels).
+
+    X, OUT [all tokens, COLS]; WEIGHT [WIDTH, COLS]; BIAS [COLS]; STATE [sequences, TAPS, COLS];
+    CU_SEQLENS [sequences + 1] int32. tokens: of each sequence without VARLEN. ONE: one token each;
+    the state is moved on too.
+    """
+    pdl_overlap()
+    columns = ct.cdiv(COLS, TILE_N)
+    j, place = ct.bid(0) % columns, ct.bid(0) // columns
+    if VARLEN:
+        seq, c = packed_tile(CU_SEQLENS, place, TILE_M)
+    else:
+        tiles = ct.cdiv(tokens, TILE_M)
+        seq, c = place // tiles, place % tiles
+    X, OUT, n = sequence(of_width(X, COLS), of_width(OUT, COLS), CU_SEQLENS, seq, tokens, VARLEN)
+
+    def convolve(whole, first):
+        """first: the tile's first tokens see what stands in front of the sequence."""
+        rows: tuple = ()
+        for i in ct.static_iter(range(WIDTH - 1)):
+            t = c * TILE_M - (WIDTH - 1) + i
+            if ONE and TAPS > 0:
+                rows = (*rows, kept_row(STATE, seq, TAPS - (WIDTH - 1) + i, j, TILE_N, True))
+            elif first and TAPS > 0:
+                rows = (*rows, ct.where(t < 0, kept_row(STATE, seq, TAPS + t, j, TILE_N, t < 0), row_of(X, t, j, TILE_N, False)))
+            else:
+                rows = (*rows, row_of(X, t, j, TILE_N, whole and not first))
+        for i in ct.static_iter(range(TILE_M)):
+            rows = (*rows, row_of(X, c * TILE_M + i, j, TILE_N, whole))
+        weights: tuple = ()
+        for i in ct.static_iter(range(WIDTH)):
+            weights = (*weights, row_of(WEIGHT, i, j, TILE_N, COLS % TILE_N == 0).astype(ct.float32))
+        start = ct.zeros((1, TILE_N), dtype=ct.float32)
+        if HAS_BIAS:
+            start = ct.load(BIAS, (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False).reshape((1, TILE_N)).astype(ct.float32)
+        for i in ct.static_iter(range(TILE_M)):
+            y = start
+            for k in ct.static_iter(range(WIDTH)):
+                y = y + rows[i + k].astype(ct.float32) * weights[k]
+            if SILU:
+                y = gated(y, 1.0, False)
+            put_row(OUT, c * TILE_M + i, j, y.astype(OUT.dtype), TILE_N, whole)
+        if ONE and TAPS > 0:
+            kept: tuple = ()
+            for i in ct.static_iter(range(1, TAPS)):
+                kept = (*kept, rows[i - TAPS + WIDTH - 1] if i >= TAPS - WIDTH + 1 else kept_row(STATE, seq, i, j, TILE_N, True))
+            kept = (*kept, rows[WIDTH - 1])
+            for i in ct.static_iter(range(TAPS)):
+                keep_row(STATE, seq, i, j, kept[i], TILE_N)
+
+    inside = COLS % TILE_N == 0
+    if ONE:
+        convolve(inside, True)
+    elif 0 <= c < ct.cdiv(n, TILE_M):
+        if c * TILE_M < WIDTH - 1:
+            convolve(False, True)
+        elif inside and c * TILE_M + TILE_M <= n:
+            convolve(inside, False)
+        else:
+            convolve(False, False)
+
+
+@ct.kernel
+def keep_kernel(
+    X,
+    STATE,
+    CU_SEQLENS,
+    tokens: int,
+    VARLEN: ct.Constant[bool],
+    TAPS: ct.Constant[int],
+    COLS: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+):
+    """The last TAPS inputs of each sequence into its state. Grid (sequences * tiles of channels);
+    arrays as of the other.
+    """
+    columns = ct.cdiv(COLS, TILE_N)
+    j, seq = ct.bid(0) % columns, ct.bid(0) // columns
+    X, _, n = sequence(of_width(X, COLS), X, CU_SEQLENS, seq, tokens, VARLEN)
+    kept: tuple = ()
+    for i in ct.static_iter(range(TAPS)):
+        t = n - TAPS + i
+        kept = (*kept, ct.where(t >= 0, row_of(X, t, j, TILE_N, False), kept_row(STATE, seq, t + TAPS, j, TILE_N, t < 0)))
+    for i in ct.static_iter(range(TAPS)):
+        keep_row(STATE, seq, i, j, kept[i], TILE_N)
+
+
+DECISION = Decision(
+    "causal_conv1d",
+    problem=Problem,
+    arguments=("x", "weight", "bias", "state", "out", "cu_seqlens", "tokens"),
+    space=space,
+    plan=plan,
+)
+
+
+def _claims(x: Tensor, cu_seqlens: Tensor | None) -> Claims:
+    yield from rising("cu_seqlens", cu_seqlens, x.shape[0])
+
+
+@torch_op(mutates=("state", "out"), claims=_claims)
+def causal_conv1d_out(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    state: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    batch: int,
+    silu: bool,
+    out: Tensor,
+) -> None:
+    """`causal_conv1d` of x [all tokens, channels], of `batch` sequences, into `out`, and `state` in
+    place.
+
+    No checks, no sync: safe under graph capture.
+    """
+    rows, channels = x.shape
+    tokens = rows if cu_seqlens is not None else rows // batch
+    launches = DECISION.launches(
+        Device.of(x),
+        batch=batch,
+        tokens=tokens,
+        channels=channels,
+        dtype=x.dtype,
+        width=weight.shape[1],
+        taps=0 if state is None else state.shape[1],
+        bias=bias is not None,
+        silu=silu,
+        varlen=cu_seqlens is not None,
+    )
+    launches.run(x, weight.mT, bias, state, out, cu_seqlens, tokens)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    silu: bool = True,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Convolution of each channel with its own few weights, over a prompt or the next tokens.
+
+    Args:
+        x: [batch, tokens, channels]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its
+            leading axes do not fold into one.
+        weight: [channels, width], dtype and device of x; width 2..8; the last one meets the token
+            itself.
+        bias: [channels], likewise; added before the activation.
+        state: [batch, taps, channels], likewise, taps from width - 1 to 8, any strides: the last
+            inputs in front of these tokens, the newest last. Overwritten by the last inputs so far.
+            Default: zeros stand in front, and nothing is kept.
+        cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
+            x is [total_tokens, channels], and state has one of each sequence.
+        silu: apply silu to the result.
+        out: where the result goes: contiguous, shape, dtype and device of x, no element in common
+            with an input; default a new tensor.
+    Returns: a contiguous tensor shaped like x; with a state the tuple (that, state), the latter the
+        tensor that it was given.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(x, "x", ndim=3 if cu_seqlens is None else 2, dtypes=DTYPES)
+    channels = x.shape[-1]
+    check_tensor(weight, "weight", ndim=2, like=x)
+    if not 2 <= weight.shape[1] <= WIDEST or weight.shape[0] != channels:
+        raise argument_error("weight.shape", f"({channels}, 2..{WIDEST})", tuple(weight.shape))
+    if bias is not None:
+        check_tensor(bias, "bias", shape=(channels,), like=x)
+    batch = x.shape[0]
+    if cu_seqlens is not None:
+        check_int32(cu_seqlens, "cu_seqlens", x, (None,))
+        if not len(cu_seqlens):
+            raise argument_error("cu_seqlens.shape", "(sequences + 1,)", (0,))
+        batch = len(cu_seqlens) - 1
+    if state is not None:
+        _check_state(state, x, batch, weight.shape[1])
+    out = out_or_new(out, x.shape, x.dtype, x, weight, bias, state, cu_seqlens)
+    if out.numel() and batch:
+        causal_conv1d_out(as_rows(x), weight, bias, state, cu_seqlens, batch, silu, as_rows(out))
+    return out if state is None else (out, state)
+
+
+def _check_state(state: Tensor, x: Tensor, batch: int, width: int) -> None:
+    """Raises TypeError or ValueError unless it keeps what the weights see; any strides."""
+    fits = state.dim() == 3 and width - 1 <= state.shape[1] <= WIDEST
+    check_tensor(state[..., None], "state", shape=(batch, state.shape[1] if fits else width - 1, x.shape[-1], 1), like=x)
+    check_writable(state, "state")

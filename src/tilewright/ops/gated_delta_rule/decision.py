@@ -1,0 +1,293 @@
+"""What a launch of `gated_delta_rule` depends on, which configs it may take, and what each comes
+to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Work
+from ..common.pdl import use_pdl
+from ..common.rows import grid_fits
+from ..common.sequences import packed
+from .kernels import link_kernel, recurrent_kernel, scan_kernel, solve_kernel
+
+LEAST_TILE = 16  # of a product
+WIDEST_CHUNKED = 128  # head_dim; a wider state and a chunk do not fit the registers of a block
+FORGETS = 0.1  # mean log decay of a token of `inputs`, of the head that forgets fastest
+WAITS = 3.0  # of a product: for its operands, its issue and its sums
+LINK_TILE = 16  # columns of the state of a block of the link: all rows of its matrix stand in registers
+FACTORS = 4  # rows of them; the last keeps a chunk's aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on.
+
+    tokens: of each sequence; of all sequences together with varlen.
+    v_dim: columns of v; 0 for head_dim. has_state: a state is given. normalize: as of the op.
+    """
+
+    batch: int
+    k_heads: int
+    v_heads: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    v_dim: int = 0
+    has_state: bool = True
+    varlen: bool = False
+    normalize: bool = True
+
+    @property
+    def values_dim(self) -> int:
+        return self.v_dim or self.head_dim
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens if self.varlen else self.batch * self.tokens
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence of `inputs`."""
+        return packed(self.tokens, 1, self.batch) if self.varlen else self.tokens
+
+    @property
+    def states(self) -> int:
+        """Elements of all states."""
+        return self.batch * self.v_heads * self.head_dim * self.values_dim
+
+    def cost(self) -> Cost:
+        size, n = self.dtype.itemsize, self.all_tokens
+        read = n * (2 * self.k_heads * self.head_dim + 2 * self.v_heads * self.values_dim) * size + 8 * n * self.v_heads
+        return Cost(read + 8 * self.states * self.has_state, 6 * n * self.v_heads * self.head_dim * self.values_dim)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        rows = (self.tokens,) if self.varlen else (self.batch, self.tokens)
+
+        def heads(count: int, *dim: int) -> Tensor:
+            """As a projection leaves them: the heads of a token side by side."""
+            x = torch.randn(*rows, count, *dim, device=device)
+            return x if self.varlen else x.transpose(1, 2)
+
+        options: dict[str, Any] = {"scale": None, "normalize": self.normalize}
+        q, k = heads(self.k_heads, self.head_dim), heads(self.k_heads, self.head_dim)
+        if not self.normalize:
+            q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+        # Heads that forget within a few tokens, and heads that hardly do.
+        speed = torch.logspace(-3, 0, self.v_heads, device=device) * FORGETS
+        g = heads(self.v_heads).exp() * -(speed if self.varlen else speed[:, None])
+        beta = heads(self.v_heads).sigmoid()
+        if self.has_state:
+            options["state"] = torch.randn(self.batch, self.v_heads, self.head_dim, self.values_dim, device=device)
+        if self.varlen:
+            starts = [packed(self.tokens, i, self.batch) for i in range(self.batch + 1)]
+            options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        v = heads(self.v_heads, self.values_dim)
+        return {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "g": g, "beta": beta, **options}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a sequence is gone through.
+
+    tile_v: columns of v, and of the state, of a block.
+    chunk: tokens of a step; 0 for one token after the other.
+    transposed: of a chunk: columns of v are rows of tiles.
+    segment: chunks of a segment, a power of two: the segments of a sequence run at once, behind a
+        pass that finds the states they start from; 0 for whole sequences.
+    latency: prefetch hint of the loads of a chunk, 1 to 10.
+    solve_occupancy: of the launch that needs no state.
+    occupancy, num_worker_warps: compiler hints of the launch that does.
+    """
+
+    tile_v: int
+    chunk: int = 0
+    transposed: bool = False
+    segment: int = 0
+    latency: int = 3
+    solve_occupancy: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+RECURRENT = ((32, 5), (32, 4), (16, 6), (64, 2), (8, 8))  # tile_v, occupancy
+# tile_v, chunk, transposed, latency, occupancy and that of the solve
+CHUNKED = {
+    "sm_90": ((64, 64, True, 2, 2, 2), (32, 64, False, 3, 2, 2)),
+    "sm_100": ((32, 64, False, 3, 2, 2),),
+    "sm_103": ((32, 64, False, 3, 2, 2),),
+}
+ANYWHERE = ((32, 32, False, 3, 2, 2),)  # longer chunks spill
+SEGMENTS = (256, 128, 64, 32, 16)  # where links do not spill: on the architectures above
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Token after token for any; of 16 bits also chunk after chunk."""
+    widest = max(LEAST_TILE, next_pow2(p.values_dim))
+    if device.is_cpu:
+        yield Config(min(64, widest))
+        yield Config(min(64, widest), 64)
+        yield Config(min(64, widest), 32, transposed=True, segment=1)
+        return
+    for tile_v, occupancy in RECURRENT:
+        yield Config(min(tile_v, widest), occupancy=occupancy)
+    segments = (0, *SEGMENTS) if device.arch in CHUNKED else (0,)
+    for tile_v, chunk, transposed, latency, occupancy, solve in CHUNKED.get(device.arch, ANYWHERE):
+        for segment in segments:
+            c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, occupancy)
+            few = _segments(p, c) > p.batch and _blocks(p, c) * p.v_heads * p.batch < device.sms * occupancy
+            if not segment or (few and device.sms * occupancy <= 4 * _blocks(p, c) * p.v_heads * _segments(p, c)):
+                yield c
+
+
+def tile_k(p: Problem) -> int:
+    return max(LEAST_TILE, next_pow2(p.head_dim))
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Products of fp32 on tensor cores would lose what it is there for."""
+    fits = grid_fits(_blocks(p, c) * p.v_heads * p.batch)
+    if not c.chunk:
+        return fits and (device.is_cpu or tile_k(p) * c.tile_v * (c.occupancy or 1) <= 160 * 128)
+    return fits and p.dtype.itemsize == 2 and tile_k(p) <= WIDEST_CHUNKED and grid_fits(_chunks(p, c), p.v_heads)
+
+
+def _blocks(p: Problem, c: Config) -> int:
+    return -(-p.values_dim // c.tile_v)
+
+
+def _chunks(p: Problem, c: Config) -> int:
+    """Places of the first launch: see packed_tile."""
+    return p.tokens // c.chunk + p.batch if p.varlen else p.batch * -(-p.tokens // c.chunk)
+
+
+def _segments(p: Problem, c: Config) -> int:
+    """Places of the launches that hold a state."""
+    length = c.segment * c.chunk
+    if not length:
+        return p.batch
+    return p.tokens // length + p.batch if p.varlen else p.batch * -(-p.tokens // length)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
+    """Blocks of the state go through their sequence step by step, each behind the one before."""
+    width, size, per_sm = tile_k(p), p.dtype.itemsize, c.occupancy or 1
+    blocks, cost = _blocks(p, c) * p.v_heads * p.batch, p.cost()
+    mean = max(1.0, p.all_tokens / max(1, p.batch))
+    scan = Work(
+        blocks=blocks,
+        resident=device.sms * per_sm,
+        per_sm=per_sm,
+        steps=mean,
+        flops=10 * width * c.tile_v,
+        kinds=("token",),
+        serial=1.0,
+        fill=(2 * width + 2 * c.tile_v) * size,
+        dram=cost.size_bytes,
+        out=width * c.tile_v,
+        chain=1.0,
+        ragged=max(1.0, p.longest_tokens / mean),
+    )
+    if not c.chunk:
+        return scan
+    square, chunks = c.chunk * c.chunk, _chunks(p, c)
+    stored = chunks * p.v_heads * (2 * square * 2 + FACTORS * c.chunk * 4)
+    solve = Work(
+        blocks=chunks * p.v_heads,
+        resident=device.sms * (c.solve_occupancy or 1),
+        per_sm=c.solve_occupancy or 1,
+        flops=4 * square * width + 16 * square * c.chunk,
+        kinds=("solve",),
+        serial=WAITS * (3 + 2 * (c.chunk.bit_length() - 2)),
+        fill=2 * c.chunk * width * size,
+        dram=stored + 2 * p.all_tokens * p.k_heads * p.head_dim * size,
+        out=2 * square,
+    )
+    scan = replace(
+        scan,
+        steps=mean / c.chunk,
+        flops=c.tile_v * (6 * c.chunk * width + 4 * square),
+        kinds=("scan" if c.transposed else "plain",),
+        serial=WAITS * 5,
+        fill=(2 * c.chunk * (width + c.tile_v) + 2 * square) * size,
+        dram=cost.size_bytes + stored,
+    )
+    if not c.segment:
+        return solve, scan
+    local = 8 * _segments(p, c) * p.v_heads * width * (_blocks(p, c) * c.tile_v + width)
+    resume = replace(scan, blocks=_blocks(p, c) * p.v_heads * _segments(p, c), steps=min(scan.steps, c.segment), ragged=1.0)
+    columns = -(-width // c.tile_v)
+    carry = replace(
+        resume,
+        blocks=max(1, (_blocks(p, c) + columns) * p.v_heads * (_segments(p, c) - p.batch)),
+        flops=c.tile_v * (4 * c.chunk * width + 2 * square),
+        serial=WAITS * 3,
+        dram=stored / 2 + local,
+        partial=local,
+    )
+    return solve, carry, resume
+
+
+def family(p: Problem, c: Config) -> str:
+    """Launches that the model errs alike about."""
+    return f"{p.dtype.itemsize} {tile_k(p)}x{c.tile_v}/{c.chunk}{'t' * c.transposed}{'s' * (c.segment > 0)}{c.occupancy}"
+
+
+CHOICES = Choices("gated_delta_rule", candidates, legal, work, family, tie=0.05)
+space = CHOICES.space
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """One launch, or for chunks two: what needs no state, then what does."""
+    shared = {"varlen": p.varlen, "group": p.v_heads // p.k_heads, "tile_k": tile_k(p)}
+    of_state = {**shared, "has_state": p.has_state, "blocks": _blocks(p, c), "tile_v": c.tile_v}
+    absent = (*(() if p.has_state else ("state",)), *(() if p.varlen else ("cu_seqlens",)))
+    grid = (_blocks(p, c) * p.v_heads * p.batch,)
+    if not c.chunk:
+        one = p.tokens == 1 and not p.varlen
+        whole = p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0
+        constants = {**of_state, "normalize": p.normalize, "one": one, "whole": whole}
+        pdl = use_pdl(p.all_tokens, False)
+        return (Launch(recurrent_kernel, grid, constants, **hints(c), pdl=pdl, unused=absent),)
+    chunks = _chunks(p, c)
+    squares = (chunks, p.v_heads, c.chunk, c.chunk), p.dtype
+    scratch: dict[str, Any] = {"t": squares, "p": squares, "factors": ((chunks, p.v_heads, FACTORS, c.chunk), torch.float32)}
+    scratch["decay"] = (chunks, p.v_heads), torch.float32
+    solve = Launch(
+        solve_kernel,
+        (chunks, p.v_heads),
+        {**shared, "normalize": p.normalize, "chunk": c.chunk},
+        occupancy=c.solve_occupancy,
+        scratch=scratch,
+        unused=() if p.varlen else ("cu_seqlens",),
+    )
+    of_chunks = {"varlen": p.varlen, "segment": c.segment, "blocks": _blocks(p, c), "chunk": c.chunk, "tile_k": tile_k(p), "tile_v": c.tile_v}
+    columns = -(-tile_k(p) // c.tile_v)
+    of_scan = {**of_state, **of_chunks, "transposed": c.transposed, "columns": columns, "latency": c.latency}
+    parts = _segments(p, c) * p.v_heads
+    absent = (*absent, *(() if c.segment else ("local",)))
+    scan = Launch(scan_kernel, (_blocks(p, c) * parts,), {**of_scan, "carry": False}, **hints(c), unused=absent)
+    if not c.segment:
+        return solve, scan
+    carry = Launch(
+        scan_kernel,
+        ((_blocks(p, c) + columns) * parts,),
+        {**of_scan, "carry": True},
+        **hints(c),
+        scratch={"local": ((_segments(p, c), p.v_heads, tile_k(p), (_blocks(p, c) + columns) * c.tile_v), torch.float32)},
+        unused=(*absent, "q", "p", "out"),
+    )
+    narrow = {"tile_v": LINK_TILE, "blocks": _blocks(p, c) * c.tile_v // LINK_TILE, "columns_before": _blocks(p, c) * c.tile_v}
+    link = Launch(
+        link_kernel,
+        (narrow["blocks"] * p.v_heads * p.batch,),
+        {**of_chunks, **narrow},
+        num_worker_warps=8,
+        unused=() if p.varlen else ("cu_seqlens",),
+    )
+    return solve, carry, link, scan

@@ -1,0 +1,374 @@
+"""Tile code of `gated_delta_rule`: token after token, or a chunk of tokens at a time.
+
+Inside a chunk, with G_i the sum of its log2 decays up to token i:
+
+    A  = tril(beta K K^T 2**(G_i - G_j), -1)        P = scale tril(Q K^T 2**(G_i - G_j))
+    T  = (I + A)^-1 beta                            W = V - 2**G K S
+    V' = T W          O = scale 2**G Q S + P V'     S <- 2**G_last S + K^T 2**(G_last - G) V'
+
+A and P know nothing of the state S: `solve_kernel` makes them for all chunks at once. What needs
+the state is left for `scan_kernel`, chunk after chunk. The norms of q and k are factors of rows, so
+both take q and k as they come.
+"""
+
+import math
+
+import cuda.tile as ct
+
+from ..common.attention_tiles import packed_tile
+from ..common.pdl import pdl_overlap
+from ..common.tiles import load_tile, rows_from
+
+ZERO = ct.PaddingMode.ZERO
+LOG2E = math.log2(math.e)
+FLOOR = -1.0e30  # an exponent of nothing
+# Log2 of the least decay of a token: it leaves 1e-13 of the state. Behind a larger one the sums of
+# a chunk would lose the decays of its other tokens.
+LEAST_DECAY = -43.0
+INTO, ONWARD, OUTWARD = 0, 1, 2  # rows of FACTORS
+
+
+@ct.kernel
+def recurrent_kernel(
+    Q,
+    K,
+    V,
+    G,
+    BETA,
+    STATE,
+    OUT,
+    CU_SEQLENS,
+    scale: float,
+    eps: float,
+    VARLEN: ct.Constant[bool],
+    HAS_STATE: ct.Constant[bool],
+    NORMALIZE: ct.Constant[bool],
+    ONE: ct.Constant[bool],
+    WHOLE: ct.Constant[bool],
+    GROUP: ct.Constant[int],
+    BLOCKS: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    TILE_V: ct.Constant[int],
+):
+    """Tokens of one sequence in order; TILE_V columns of the state of one head stay in registers.
+    Grid (BLOCKS * v_heads * sequences).
+
+    Q, K [batch, k_heads, tokens, head_dim]; V, OUT [batch, v_heads, tokens, v_dim]; G, BETA [batch,
+    v_heads, tokens]; STATE [sequences, v_heads, head_dim, v_dim] fp32, overwritten with HAS_STATE;
+    CU_SEQLENS [sequences + 1] int32, for arrays whose batch axis is 1. ONE: of one token each.
+    WHOLE: every tile of a state lies inside.
+    """
+    pdl_overlap()
+    j, item = ct.bid(0) % BLOCKS, ct.bid(0) // BLOCKS
+    h, seq = item % V.shape[1], item // V.shape[1]
+    kh, b = h // GROUP, seq
+    if VARLEN:
+        first, end = ct.load(CU_SEQLENS, (seq,), ()), ct.load(CU_SEQLENS, (seq + 1,), ())
+        Q, K, V, OUT = rows_from(Q, 2, first, end), rows_from(K, 2, first, end), rows_from(V, 2, first, end), rows_from(OUT, 2, first, end)
+        G, BETA = rows_from(G, 2, first, end), rows_from(BETA, 2, first, end)
+        b = 0
+    s = ct.zeros((TILE_K, TILE_V), dtype=ct.float32)
+    if HAS_STATE:
+        s = load_tile(STATE, (seq, h, 0, j), (1, 1, TILE_K, TILE_V), ZERO, WHOLE, None, False).reshape((TILE_K, TILE_V))
+
+    def row(X, head, t, column, size):
+        return load_tile(X, (b, head, t, column), (1, 1, 1, size), ZERO, WHOLE, None, False).reshape((size,)).astype(ct.float32)
+
+    def step(s, t):
+        q, k, v = row(Q, kh, t, 0, TILE_K), row(K, kh, t, 0, TILE_K), row(V, h, t, j, TILE_V)
+        decay = ct.exp(ct.load(G, (b, h, t), ()).astype(ct.float32))
+        beta = ct.load(BETA, (b, h, t), ()).astype(ct.float32)
+        of_k, of_q = 1.0, scale
+        if NORMALIZE and K.dtype == ct.float32:  # in the definition's order; rsqrt is 2 ulp off
+            q, k = q * (1.0 / ct.sqrt(ct.sum(q * q) + eps)), k * (1.0 / ct.sqrt(ct.sum(k * k) + eps))
+        elif NORMALIZE:  # no sum waits for another
+            of_k, of_q = ct.rsqrt(ct.sum(k * k) + eps), ct.rsqrt(ct.sum(q * q) + eps) * scale
+        # Both sums are over the state as it was: new^T q = decay S^T q + (k q) delta.
+        seen, found = ct.sum(s * k[:, None], 0), ct.sum(s * q[:, None], 0)
+        delta = (v - decay * of_k * seen) * (beta * of_k)
+        out = (decay * found + ct.sum(k * q) * delta) * of_q
+        ct.store(OUT, (b, h, t, j), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_V)), check_bounds=not WHOLE, allow_tma=False)
+        return s * decay + k[:, None] * delta[None, :]
+
+    if ONE:
+        s = step(s, 0)
+    else:
+        for t in range(V.shape[2]):
+            s = step(s, t)
+    if HAS_STATE:
+        ct.store(STATE, (seq, h, 0, j), s.reshape((1, 1, TILE_K, TILE_V)), check_bounds=not WHOLE, allow_tma=False)
+
+
+def lower_inverse(minus, CHUNK):
+    """(I - minus)^-1 of a strictly lower matrix [CHUNK, CHUNK].
+
+    Blocks of the diagonal are doubled: with T the inverse of blocks of b, T + T (minus of the band)
+    T is that of blocks of 2 b. No entry below the diagonal is larger than beta where keys have at
+    most length 1, so 16 bits hold the factors. Powers would reach C(CHUNK - 1, CHUNK / 2).
+    """
+    blocks = CHUNK // 16
+    split = minus.reshape((blocks, 16, blocks, 16))
+    p, r = ct.arange(blocks, dtype=ct.int32)[:, None, None, None], ct.arange(blocks, dtype=ct.int32)[None, None, :, None]
+    # Blocks of 16 are many small products without a barrier between them.
+    small = doubled(ct.sum(ct.where(p == r, split, 0.0), 2), 16, 1, 4)
+    t = ct.where(p == r, small.reshape((blocks, 16, 1, 16)), 0.0).reshape((CHUNK, CHUNK))
+    return doubled(minus, CHUNK, 4, ct.static_eval(CHUNK.bit_length() - 1), t)
+
+
+def doubled(minus, SIZE, FIRST, LAST, t=None):
+    """From inverses t of diagonal blocks of 2**FIRST those of 2**LAST, in matrices [..., SIZE,
+    SIZE]; without t FIRST is 1.
+    """
+    i, j = ct.arange(SIZE, dtype=ct.int32)[:, None], ct.arange(SIZE, dtype=ct.int32)[None, :]
+    apart = i ^ j  # from 2**n to 2**(n + 1) - 1 in the same block of 2**(n + 1), in two of 2**n
+    apart = apart.reshape(ct.static_eval((1,) * (len(minus.shape) - 2) + (SIZE, SIZE)))
+    if t is None:
+        t = ct.where(apart == 0, 1.0, ct.where(apart == 1, minus, 0.0))
+    for level in ct.static_iter(range(FIRST, LAST)):
+        band = ct.where((apart >= 2**level) & (apart < 2 ** (level + 1)), minus, 0.0).astype(ct.float16)
+        factor = t.astype(ct.float16)
+        t = ct.mma(factor, ct.mma(band, factor, ct.zeros(minus.shape, dtype=ct.float32)).astype(ct.float16), t)
+    return t
+
+
+def lengths(x):
+    """Squared lengths of the rows of a tile: the diagonal of x x^T, for which no element leaves
+    shared memory.
+    """
+    n = x.shape[0]
+    same = ct.arange(n, dtype=ct.int32)[:, None] == ct.arange(n, dtype=ct.int32)[None, :]
+    return ct.sum(ct.where(same, ct.mma(x, ct.transpose(x), ct.zeros((n, n), dtype=ct.float32)), 0.0), 1)
+
+
+@ct.kernel
+def solve_kernel(
+    Q,
+    K,
+    G,
+    BETA,
+    CU_SEQLENS,
+    T,
+    P,
+    FACTORS,
+    DECAY,
+    scale: float,
+    eps: float,
+    VARLEN: ct.Constant[bool],
+    NORMALIZE: ct.Constant[bool],
+    GROUP: ct.Constant[int],
+    CHUNK: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+):
+    """What a chunk of one head is without the state. Grid (chunks, v_heads).
+
+    T, P [chunks, v_heads, CHUNK, CHUNK]. FACTORS [chunks, v_heads, 4, CHUNK]: of each token, what
+    scales K S, the K of the new state, and Q S. DECAY [chunks, v_heads]: of the chunk.
+    """
+    place, h = ct.bid(0), ct.bid(1)
+    kh = h // GROUP
+    b, c = place_of(CU_SEQLENS, place, CHUNK, Q.shape[2], VARLEN)
+    if VARLEN:
+        first, end = ct.load(CU_SEQLENS, (b,), ()), ct.load(CU_SEQLENS, (b + 1,), ())
+        Q, K, G, BETA = rows_from(Q, 2, first, end), rows_from(K, 2, first, end), rows_from(G, 2, first, end), rows_from(BETA, 2, first, end)
+        b = 0
+    if 0 <= c < ct.cdiv(Q.shape[2], CHUNK):
+        q = ct.load(Q, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
+        k = ct.load(K, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
+        of_q = ct.full((CHUNK,), 1.0, dtype=ct.float32)
+        of_k = of_q
+        if NORMALIZE:
+            of_q, of_k = ct.rsqrt(lengths(q) + eps), ct.rsqrt(lengths(k) + eps)
+        kt = ct.transpose(k)
+        kk = ct.mma(k, kt, ct.zeros((CHUNK, CHUNK), dtype=ct.float32))
+        qk = ct.mma(q, kt, ct.zeros((CHUNK, CHUNK), dtype=ct.float32))
+        beta = ct.load(BETA, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
+        g = ct.load(G, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
+        g = ct.maximum(g * LOG2E, LEAST_DECAY)
+        last = ct.sum(g)
+        g = ct.cumsum(g, 0)
+        i, j = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
+        between = ct.exp2(ct.where(i >= j, g[:, None] - g[None, :], FLOOR)) * of_k[None, :]
+        ct.store(P, (place, h, 0, 0), (qk * between * (of_q * scale)[:, None]).astype(P.dtype).reshape((1, 1, CHUNK, CHUNK)))
+        t = lower_inverse(ct.where(i > j, kk * between * (beta * -of_k)[:, None], 0.0), CHUNK)
+        ct.store(T, (place, h, 0, 0), (t * beta[None, :]).astype(T.dtype).reshape((1, 1, CHUNK, CHUNK)))
+        into = ct.exp2(g)
+        shape = (1, 1, 1, CHUNK)
+        ct.store(FACTORS, (place, h, INTO, 0), (into * of_k).reshape(shape), allow_tma=False)
+        ct.store(FACTORS, (place, h, ONWARD, 0), (ct.exp2(last - g) * of_k).reshape(shape), allow_tma=False)
+        ct.store(FACTORS, (place, h, OUTWARD, 0), (into * of_q * scale).reshape(shape), allow_tma=False)
+        ct.store(DECAY, (place, h), ct.exp2(last))
+
+
+@ct.kernel
+def scan_kernel(
+    Q,
+    K,
+    V,
+    T,
+    P,
+    FACTORS,
+    DECAY,
+    CU_SEQLENS,
+    STATE,
+    LOCAL,
+    OUT,
+    VARLEN: ct.Constant[bool],
+    HAS_STATE: ct.Constant[bool],
+    TRANSPOSED: ct.Constant[bool],
+    CARRY: ct.Constant[bool],
+    SEGMENT: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    BLOCKS: ct.Constant[int],
+    COLUMNS: ct.Constant[int],
+    CHUNK: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    TILE_V: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """Chunks of one segment of a sequence in order; TILE_V columns of the state of one head stay in
+    registers. Grid (columns of the state / TILE_V * v_heads * segments).
+
+    Arrays as of the other two. SEGMENT: chunks of a segment; 0 for whole sequences.
+    LOCAL [segments, v_heads, TILE_K, (BLOCKS + COLUMNS) * TILE_V] fp32: the state behind each
+    segment, and the matrix that takes the state in front of it there. CARRY: makes these, the state
+    from zero but for a sequence's first segment, and no result; otherwise a segment starts from the
+    state behind the one before. The last segment's part of LOCAL keeps the initial state.
+    TRANSPOSED: tiles have their columns of v as rows, so that wgmma takes them from registers; it
+    needs 64 of these.
+    """
+    blocks = BLOCKS + COLUMNS if CARRY else BLOCKS
+    j, item = ct.bid(0) % blocks, ct.bid(0) // blocks
+    h, part = item % V.shape[1], item // V.shape[1]
+    kh = h // GROUP
+    seq, segment = place_of(CU_SEQLENS, part, SEGMENT * CHUNK, V.shape[2], VARLEN)
+    b = seq
+    if VARLEN:
+        first, end = ct.load(CU_SEQLENS, (seq,), ()), ct.load(CU_SEQLENS, (seq + 1,), ())
+        Q, K, V, OUT = rows_from(Q, 2, first, end), rows_from(K, 2, first, end), rows_from(V, 2, first, end), rows_from(OUT, 2, first, end)
+        b = 0
+        place = first // CHUNK + seq
+    else:
+        place = seq * ct.cdiv(V.shape[2], CHUNK)
+
+    def turned(x):
+        """A tile whose rows are tokens, or the state, as the loop has them, and back."""
+        return ct.transpose(x) if TRANSPOSED else x
+
+    def times(m, x, sums):
+        """sums + m @ x."""
+        return ct.mma(x, ct.transpose(m), sums) if TRANSPOSED else ct.mma(m, x, sums)
+
+    def rows_of(X, c):
+        return ct.load(X, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO, latency=LATENCY).reshape((CHUNK, TILE_K))
+
+    def square_of(X, c):
+        return ct.load(X, (place + c, h, 0, 0), (1, 1, CHUNK, CHUNK), latency=LATENCY).reshape((CHUNK, CHUNK))
+
+    def factor_of(c, at):
+        # By TMA where it pays (H200, 1x32768: transposed 7 % faster, plain 30 % slower).
+        factor = ct.load(FACTORS, (place + c, h, at, 0), (1, 1, 1, CHUNK), check_bounds=False, latency=LATENCY, allow_tma=TRANSPOSED)
+        return factor.reshape((1, CHUNK) if TRANSPOSED else (CHUNK, 1))
+
+    def columns_of(X, index):
+        """The block's columns of a state."""
+        tile = ct.load(X, (index, h, 0, j), (1, 1, TILE_K, TILE_V), padding_mode=ZERO, allow_tma=False)
+        return turned(tile.reshape((TILE_K, TILE_V)))
+
+    def scan(begin, end, last):
+        empty = ct.zeros((TILE_V, CHUNK) if TRANSPOSED else (CHUNK, TILE_V), dtype=ct.float32)
+        s = ct.zeros((TILE_V, TILE_K) if TRANSPOSED else (TILE_K, TILE_V), dtype=ct.float32)
+        if CARRY and j >= BLOCKS:
+            row, column = ct.arange(TILE_K, dtype=ct.int32)[:, None], ct.arange(TILE_V, dtype=ct.int32)[None, :]
+            s = turned(ct.where(row == column + (j - BLOCKS) * TILE_V, 1.0, 0.0))
+        if not CARRY and SEGMENT > 0 and segment > 0:
+            s = columns_of(LOCAL, part - 1)
+        elif HAS_STATE and segment == 0:
+            s = columns_of(STATE, seq) if CARRY or SEGMENT == 0 else columns_of(LOCAL, part + segments - 1)
+        decay = ct.load(DECAY, (place + begin, h), (), check_bounds=False)
+        for c in range(begin, end):
+            following = ct.load(DECAY, (place + min(c + 1, end - 1), h), (), check_bounds=False)
+            k = rows_of(K, c)
+            v = ct.load(V, (b, h, c, j % BLOCKS if CARRY else j), (1, 1, CHUNK, TILE_V), padding_mode=ZERO, latency=LATENCY).reshape((CHUNK, TILE_V))
+            before = s.astype(k.dtype)
+            wanted = turned(v).astype(ct.float32)
+            if CARRY:
+                wanted = wanted * ct.where(j < BLOCKS, 1.0, 0.0)
+            missing = wanted - times(k, before, empty) * factor_of(c, INTO)
+            new = times(square_of(T, c), missing.astype(k.dtype), empty)
+            added = (new * factor_of(c, ONWARD)).astype(k.dtype)
+            s = ct.mma(added, k, s * decay) if TRANSPOSED else ct.mma(ct.transpose(k), added, s * decay)
+            decay = following
+            if not CARRY:  # behind the state, which the next chunk waits for
+                out = times(rows_of(Q, c), before, empty) * factor_of(c, OUTWARD)
+                out = times(square_of(P, c), new.astype(k.dtype), out)
+                ct.store(OUT, (b, h, c, j), turned(out).astype(OUT.dtype).reshape((1, 1, CHUNK, TILE_V)))
+        if CARRY:
+            ct.store(LOCAL, (part, h, 0, j), turned(s).reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)
+        elif HAS_STATE and last:
+            ct.store(STATE, (seq, h, 0, j), turned(s).reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)
+
+    chunks = ct.cdiv(V.shape[2], CHUNK)
+    if SEGMENT == 0:
+        segments = 1
+        scan(0, chunks, True)
+    else:
+        segments = ct.cdiv(chunks, SEGMENT)
+        if 0 <= segment < segments:
+            begin, end = segment * SEGMENT, min(segment * SEGMENT + SEGMENT, chunks)
+            if not CARRY:
+                scan(begin, end, segment == segments - 1)
+            elif segment == segments - 1:
+                # It hands no state on, and keeps the initial one, which the other pass overwrites.
+                if HAS_STATE and j < BLOCKS:
+                    ct.store(LOCAL, (part, h, 0, j), turned(columns_of(STATE, seq)).reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)
+            elif segment > 0 or j < BLOCKS:  # the state in front of the first is known
+                scan(begin, end, False)
+
+
+def place_of(CU_SEQLENS, place, TILE, tokens, VARLEN):
+    """(sequence, its tile of TILE tokens) at a place of a grid; TILE 0: all of its tokens."""
+    if TILE == 0:
+        return place, 0
+    if VARLEN:
+        return packed_tile(CU_SEQLENS, place, TILE)
+    tiles = ct.cdiv(tokens, TILE)
+    return place // tiles, place % tiles
+
+
+@ct.kernel
+def link_kernel(
+    LOCAL,
+    V,
+    CU_SEQLENS,
+    VARLEN: ct.Constant[bool],
+    SEGMENT: ct.Constant[int],
+    BLOCKS: ct.Constant[int],
+    COLUMNS_BEFORE: ct.Constant[int],
+    CHUNK: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    TILE_V: ct.Constant[int],
+):
+    """The true state behind each segment of a sequence but the last, one after the other. Grid
+    (BLOCKS * v_heads * sequences); arrays and SEGMENT as of the scan. COLUMNS_BEFORE: of LOCAL, in
+    front of the matrix.
+
+    Products of fp32, of two bf16 parts each.
+    """
+    j, item = ct.bid(0) % BLOCKS, ct.bid(0) // BLOCKS
+    h, seq = item % V.shape[1], item // V.shape[1]
+    if VARLEN:
+        first, end = ct.load(CU_SEQLENS, (seq,), ()), ct.load(CU_SEQLENS, (seq + 1,), ())
+        segments, place = ct.cdiv(end - first, SEGMENT * CHUNK), first // (SEGMENT * CHUNK) + seq
+    else:
+        segments = ct.cdiv(V.shape[2], SEGMENT * CHUNK)
+        place = seq * segments
+    ONWARD_MATRIX = LOCAL.slice(3, COLUMNS_BEFORE, COLUMNS_BEFORE + TILE_K)
+    if segments > 2:
+        s = ct.load(LOCAL, (place, h, 0, j), (1, 1, TILE_K, TILE_V), allow_tma=False).reshape((TILE_K, TILE_V))
+        for segment in range(1, segments - 1):
+            m = ct.load(ONWARD_MATRIX, (place + segment, h, 0, 0), (1, 1, TILE_K, TILE_K), allow_tma=False).reshape((TILE_K, TILE_K))
+            own = ct.load(LOCAL, (place + segment, h, 0, j), (1, 1, TILE_K, TILE_V), allow_tma=False).reshape((TILE_K, TILE_V))
+            high, m_high = s.astype(ct.bfloat16), m.astype(ct.bfloat16)
+            low, m_low = (s - high.astype(ct.float32)).astype(ct.bfloat16), (m - m_high.astype(ct.float32)).astype(ct.bfloat16)
+            s = ct.mma(m_high, high, ct.mma(m_high, low, ct.mma(m_low, high, own)))
+            ct.store(LOCAL, (place + segment, h, 0, j), s.reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)

@@ -1,0 +1,11 @@
+"""What each op means, written from its formula once more, for the fuzz.
+
+`DEFINITIONS[op](**inputs)` returns the op's results. Called with float64 tensors it is the truth;
+in the op's own dtype, with the roundings that PyTorch has, it is what the accuracy rule allows.
+Nothing here calls an op's `reference`, so an error in both of them shows.
+"""
+
+from . import attention, linear
+from .rows import DEFINITIONS, FP8, Results, normed, scores_of, wide
+
+__all__ = ["DEFINITIONS", "FP8", "Results", "attention", "linear", "normed", "scores_of", "wide"]

@@ -1,0 +1,74 @@
+"""What the ops of linear attention mean."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import Results, activated, defines, normed, wide
+
+
+def each_sequence(cu_seqlens: Tensor) -> list[slice]:
+    starts = cu_seqlens.tolist()
+    return [slice(a, b) for a, b in pairwise(starts)]
+
+
+@defines
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Any = None, cu_seqlens: Any = None, **options: Any
+) -> Results:
+    """A state as a matrix that each token multiplies: S <- (I - beta k k^T) exp(g) S + beta k v^T,
+    out = S^T q; in 16 bits of operands that are rounded, as tensor cores take them.
+    """
+    if cu_seqlens is not None:
+        parts, states = [], []
+        for i, rows in enumerate(each_sequence(cu_seqlens)):
+            one = [x[rows].transpose(0, 1)[None] for x in (q, k, v, g, beta)]
+            found = gated_delta_rule(*one[:4], beta=one[4], state=None if state is None else state[i : i + 1], **options)
+            parts.append(found[0][0].transpose(0, 1))
+            states += [found[1][0]] if state is not None else []
+        return [torch.cat(parts), *([torch.stack(states)] if state is not None else [])]
+    group, dim = v.shape[1] // k.shape[1], q.shape[-1]
+
+    def length_one(x: Tensor) -> Tensor:
+        x = wide(x)
+        return wide((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).to(q.dtype)) if options.get("normalize", True) else x
+
+    q1, k1 = (length_one(x).repeat_interleave(group, 1) for x in (q, k))
+    s = torch.zeros(*v.shape[:2], dim, v.shape[-1], dtype=q1.dtype, device=q.device) if state is None else state.to(q1.dtype)
+    read = []
+    for t in range(v.shape[2]):
+        s = s * torch.exp(wide(g)[..., t, None, None])
+        key, held = k1[..., t, :, None], wide(s.to(q.dtype))
+        write = wide(beta)[..., t, None, None] * (wide(v)[..., t, None, :] - key.mT @ held)
+        s = s + key @ wide(write.to(q.dtype))
+        read.append((q1[..., t, None, :] @ wide(s.to(q.dtype)))[..., 0, :])
+    scale = dim**-0.5 if options.get("scale") is None else options["scale"]
+    out = (torch.stack(read, 2) * scale).to(v.dtype) if read else torch.empty_like(v)
+    return [out, *([s] if state is not None else [])]
+
+
+@defines
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Any = None, *, state: Any = None, cu_seqlens: Any = None, silu: bool = True) -> Results:
+    """Sums of shifted inputs."""
+    if cu_seqlens is not None:
+        found = [
+            causal_conv1d(x[None, rows], weight, bias, state=None if state is None else state[i : i + 1], silu=silu)
+            for i, rows in enumerate(each_sequence(cu_seqlens))
+        ]
+        return [torch.cat([one[0][0] for one in found]), *([torch.cat([one[1] for one in found])] if state is not None else [])]
+    width, tokens = weight.shape[1], x.shape[1]
+    zeros = torch.zeros(len(x), width, x.shape[2], dtype=x.dtype, device=x.device)
+    seen = torch.cat((zeros if state is None else torch.cat((zeros, state), 1), x), 1)
+    y = wide(torch.zeros_like(x))
+    for back in range(width):
+        y = y + wide(seen[:, seen.shape[1] - tokens - back : seen.shape[1] - back]) * wide(weight[:, width - 1 - back])
+    y = (y if bias is None else y + wide(bias)).to(x.dtype)
+    y = activated(y, False).to(x.dtype) if silu else y
+    return [y, *([seen[:, seen.shape[1] - state.shape[1] :].clone()] if state is not None else [])]
+
+
+@defines
+def rms_norm_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Results:
+    return [(wide(weight * normed(x, None, eps).to(x.dtype)) * activated(gate, False)).to(x.dtype)]
