@@ -192,10 +192,12 @@ MUTANTS = [
     Mutant("engine/pages.py", "if sum(missing) > len(self._free) + returned:", "if sum(missing) > len(self._free) + returned + 1:", "cpu/test_engine_paged.py"),
     Mutant("engine/pages.py", "                held.clear()\n", "                pass\n", "cpu/test_engine_paged.py"),
     Mutant("engine/pages.py", "list(range(self.count - 1, NOBODYS, -1))", "list(range(self.count - 1, NOBODYS - 1, -1))", "cpu/test_engine_paged.py"),
-    Mutant("engine/mega/kernel.py", "while seen < BLOCKS:", "while seen < BLOCKS - 1:", "cpu/test_mega.py"),
-    Mutant("engine/mega/kernel.py", "memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=DEVICE)\n            if LIMIT:", "memory_order=ct.MemoryOrder.RELAXED, memory_scope=DEVICE)\n            if LIMIT:", "cpu/test_mega.py"),
-    Mutant("engine/mega/kernel.py", "ranges = ct.cdiv(position + 1, span)", "ranges = ct.cdiv(position, span)", "cpu/test_mega.py"),
-    Mutant("engine/mega/schedule.py", "return [b * units // self.blocks for b in range(self.blocks + 1)]", "return [b * (units // self.blocks) for b in range(self.blocks + 1)]", "cpu/test_mega.py"),
+    Mutant("engine/mega/kernel.py", "target = adders + 1  #", "target = adders  #", "cpu/test_mega.py"),
+    Mutant("engine/mega/words.py", "while lowest < wanted:", "while lowest < wanted - 1:", "cpu/test_mega.py"),
+    Mutant("engine/mega/kernel.py", "ct.astype(ARRIVAL, ct.int64)) - old", "ct.astype(ARRIVAL, ct.int64))", "cpu/test_mega.py"),
+    Mutant("engine/mega/attend.py", "there = key + at * SPAN < position", "there = key + at * SPAN <= position", "cpu/test_mega.py"),
+    Mutant("engine/mega/attend.py", "            own = FLOOR\n", "            own = own\n", "cpu/test_mega.py"),
+    Mutant("engine/mega/shape.py", "range(block * groups // self.blocks, (block + 1)", "range(block * (groups // self.blocks), (block + 1)", "cpu/test_mega.py"),
     Mutant("models/serve.py", "return Path(loaded.source).name", "return loaded.source", "cpu/test_serving.py"),
 ]  # fmt: skip
 

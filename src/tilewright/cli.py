@@ -387,7 +387,6 @@ def learn(
 def difftest(  # noqa: PLR0913 an option each
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As of generate; a config's name takes random weights.")] = "Llama-3.2-1B",
     layers: Annotated[int, option("--layers", "Only the first N layers. Default: all.", metavar="N")] = 0,
-    stop_after: Annotated[str, option("--stop-after", "qkv, attention, out, gate_up or down of the last layer; head.", metavar="PHASE")] = "",
     position: Annotated[int, typer.Option("--position", help="Where the token stands: as many keys lie in the cache.")] = 100,
     blocks: Annotated[int, option("--blocks", "Blocks of the kernel. Default: one a multiprocessor.")] = 0,
     schedule: Annotated[str, option("--schedule", "This GPU's schedule, e.g. GB10, in the machine alone.", metavar="GPU")] = "",
@@ -403,10 +402,10 @@ def difftest(  # noqa: PLR0913 an option each
     from .models import outline_of
     from .models.command import device_and_dtype, load_and_say
 
-    where, number_type = device_and_dtype(device, dtype)
-    whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers, stop_after=stop_after)
+    where, number_type = device_and_dtype(device, dtype or "bfloat16")
+    whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers)
     loaded = load_and_say(model, where, number_type, layers=layers, trust_remote_code=trust_remote_code)
-    return difftest_command(loaded.model, whole=whole, stop_after=stop_after, position=position, blocks=blocks, gpu=schedule, json_file=json_file)
+    return difftest_command(loaded.model, whole=whole, position=position, blocks=blocks, gpu=schedule, json_file=json_file)
 
 
 @verb

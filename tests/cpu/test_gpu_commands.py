@@ -135,18 +135,18 @@ def test_a_survey_times_many_configs_and_goes_on_where_it_was(pretend_gpu, tmp_p
 def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("CPU")))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    models = {"small": tiny_model({"model_type": "llama"}, **sizes), "biased": tiny_model({"model_type": "qwen2"}, **sizes)}
+    models = {name: tiny_model({"model_type": name}, torch.bfloat16, **sizes) for name in ("llama", "qwen2")}
     monkeypatch.setattr(suite, "load", lambda name, **unused: Loaded(models[name], None, f"random weights, config {name}"))
-    monkeypatch.setattr(suite, "CASES", (suite.Case("small", 3, 3, 64),))
+    monkeypatch.setattr(suite, "CASES", (suite.Case("llama", 3, 3, 64),))
     file = tmp_path / "rows.jsonl"
     assert suite.decode_command(json_file=file) == 0
-    assert "decode small batch=1 prompt=3 new=3 mode=mega" in capsys.readouterr().out
+    assert "decode llama batch=1 prompt=3 new=3 mode=mega" in capsys.readouterr().out
     eager, mega = read([file])
     assert [(row["op"], row["case"].split("mode=")[1]) for row in (eager, mega)] == [("decode", "eager"), ("decode", "mega")]
     assert mega["equal_tokens"] == {"transformers": 1.0, "tilewright eager": 1.0}
     assert mega["read_gbs"] == CEILINGS.read_gbs
     assert mega["read_pct"] == pytest.approx(100 * mega["gbs"] / mega["read_gbs"], abs=0.1)
-    monkeypatch.setattr(suite, "CASES", (suite.Case("biased", 3, 3, 64),))
+    monkeypatch.setattr(suite, "CASES", (suite.Case("qwen2", 3, 3, 64),))
     monkeypatch.setattr(suite, "MODES", ("mega",))
     assert suite.decode_command(peers=False) == 0
     assert "mode=mega: not run (the model must be without biases" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..launch import Device, argument_error, check_integers
 from ..models.shard import Shard, shard_of
-from .mega.pack import refuse
+from .mega.pack import refuse_model
 from .parallel import Group
 
 HELD = "tilewright_engine"  # the attribute of a model that an engine holds
@@ -39,4 +39,4 @@ def check_mode(mode: str, model: Any, max_batch: int, group: Group | None) -> No
             raise argument_error("mode", '"eager" or "graph" with a group', '"mega"')
         if max_batch != 1:
             raise argument_error("max_batch", '1 with mode="mega"', max_batch)
-        refuse(model, Device.of(next(model.parameters())))
+        refuse_model(model, Device.of(next(model.parameters())))

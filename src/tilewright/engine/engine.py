@@ -14,16 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..launch import argument_error
+from ..launch import Device, argument_error
 from .checks import HELD, check_mode, check_model, check_positive
 from .clock import Clock
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
-from .mega.pack import LayerStacks, Weights
-from .mega.program import phases
+from .mega.pack import Weights, packed_bytes
 from .mega.run import Clocks, Mega
-from .mega.stream import StreamMega, mega_of
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
@@ -85,7 +83,8 @@ class Engine:
         """Takes over a model's weights and makes the cache.
 
         The model itself keeps working: its fused parameters become views of the fused matrices, so
-        weights are held once. `close()`, or the end of a `with` block, restores it.
+        weights are held once (with mode="mega" twice). `close()`, or the end of a `with` block,
+        restores it.
 
         Args:
             model: a transformers causal language model of one of `MODEL_TYPES`, in eval mode, on
@@ -94,7 +93,8 @@ class Engine:
             max_len: tokens of a sequence, prompt included.
             mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step,
                 and chooses the same tokens. "mega" runs a decode step of one sequence (`max_batch`
-                1) as one persistent kernel, for the models that docs/megakernel.md names.
+                1) as one persistent kernel, for the models that docs/megakernel.md names, on a
+                packed copy of the weights.
             prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
             check_every: decode steps between two reads of the tokens by the host, the only waits
                 for the device.
@@ -121,6 +121,7 @@ class Engine:
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
         self._model: Any = model
         self._fusion: Fusion = Fusion()
+        self._megas: list[Mega] = []
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._pages: Pages | None = None
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
@@ -131,8 +132,6 @@ class Engine:
         model.__dict__[HELD] = self
         try:
             with _own():
-                if mode == "mega":
-                    self._fusion = LayerStacks.of(model)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group)
             self._check_memory()
             with _own():
@@ -157,6 +156,7 @@ class Engine:
         if self._model is None:
             return
         self._steps.clear()
+        self._megas.clear()
         self._prefills.clear()
         self.__dict__.pop("_state", None)
         self.__dict__.pop("decoder", None)
@@ -261,6 +261,8 @@ class Engine:
                     self._state.clock[0] = 0
                     self._take(step, 1)
                     found.append(out[: len(rows)].clone())
+                for mega in self._megas:
+                    mega.check()
                 return torch.stack(found, 1)
             finally:
                 self._settle()
@@ -326,7 +328,7 @@ class Engine:
             greedy = sampling is None or sampling.temperature == 0
             mega = self._mega(buffers, greedy=greedy)
             calls = [Call("mega", mega.step, ()), *([] if greedy else choice)]
-            many = mega.step if greedy and isinstance(mega, StreamMega) else None
+            many = mega.step if greedy else None
         else:
             calls = [*self.decoder.body_calls(buffers, self._state.tokens[:batch], self._state.caches), *tail]
         step = _Step(buffers, calls, tail, many=many)
@@ -345,13 +347,14 @@ class Engine:
         self._report(stage, 1, 1)
         return graph
 
-    def _mega(self, buffers: StepBuffers, *, greedy: bool) -> Mega | StreamMega:
+    def _mega(self, buffers: StepBuffers, *, greedy: bool) -> Mega:
         """The whole step in one kernel, but for the choice where it is drawn by chance."""
-        assert isinstance(self._fusion, LayerStacks)
-        weights, state = Weights.of(self.decoder, self._fusion), self._state
+        weights, state = Weights.of(self.decoder), self._state
         clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
         logits = buffers.tensor("logits", 1, self.decoder.vocab)
-        return mega_of(weights, list(phases(weights.dims, choose=greedy)), clocks, state.stacks, logits=logits)
+        tiles = self._megas[0].tiles if self._megas else None
+        self._megas.append(Mega(weights, clocks, state.stacks, logits=logits, choose=greedy, tiles=tiles))
+        return self._megas[-1]
 
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
         prefill = Prefill.of(self.decoder, self._state, batch, q_len, width)
@@ -391,6 +394,8 @@ class Engine:
 
     def _collect(self, steps: int, sequences: int) -> list[list[int]]:
         """The tokens of the last `steps` steps, by sequence. Waits for the device."""
+        for mega in self._megas:
+            mega.check()
         found = self._state.recent[:steps, :sequences].t().tolist()
         self._state.clock[0] = 0
         return found
@@ -403,9 +408,12 @@ class Engine:
         device = self.decoder.embedding.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            needed = cache_bytes(self.decoder, *self._cache_shape)
+            needed, what = cache_bytes(self.decoder, *self._cache_shape), "the cache does not fit"
+            if self.mode == "mega":
+                needed += packed_bytes(self._model.config, Device.of(self.decoder.embedding))
+                what = "the cache and the megakernel's copy of the weights do not fit"
             if needed > torch.cuda.mem_get_info(device)[0]:
-                raise MemoryError(self._too_much("the cache does not fit"))
+                raise MemoryError(self._too_much(what))
 
     def _too_much(self, what: str) -> str:
         device = self.decoder.embedding.device

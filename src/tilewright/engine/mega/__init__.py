@@ -1,6 +1,7 @@
-"""Batch-1 decode of a Llama-family model in one persistent kernel a token, and a reference machine that runs the same program."""
+"""Batch-1 decode of a Llama-family model in one persistent kernel, and a reference machine that
+runs the same queues.
+"""
 
-from .program import Dims, Kind, Phase, phases
-from .schedule import Config, Schedule
+from .shape import Config, Dims, Schedule
 
-__all__ = ["Config", "Dims", "Kind", "Phase", "Schedule", "phases"]
+__all__ = ["Config", "Dims", "Schedule"]

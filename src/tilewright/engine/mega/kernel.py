@@ -1,336 +1,419 @@
-"""One launch, one token: persistent blocks walk the program together, with a counter between two phases that each waits for.
+"""One launch, one or more tokens: one loop reads all weights, and blocks exchange values three
+times a layer.
 
-Every phase reads what all blocks wrote in the one before. A block announces that it is done by a release on the phase's counter and goes on when an
-acquire has seen all blocks there. Counters come in two sets: a launch counts in one and clears the other for the next launch, so that nothing has
-to be reset between launches and a captured graph replays as it is.
+A layer, for each block:
 
-Numerics: products of weights and activations are summed in fp32 from operands rounded to the model's dtype; `qkv`, rotated keys and queries, merged
-attention, `active` and the residual stream are rounded to it, the stream once after each addition.
+    qkv      its rows, published; a block of a query head polls that head's, attends, and has
+    `out`'s inputs in registers out      all of that head's inputs times the block's part of the
+    outputs: added to the sum behind attention gate_up  its own inner columns, from the whole sum;
+    silu(gate) * up stays in the block
+    down     these columns times all outputs: added to the sum behind the MLP
+
+Every block keeps the whole residual stream and adds each sum to it, the same bits in all. The
+weights come by TMA, in one loop that holds nothing else: the compiler gives it a producer warp and
+a ring of buffers, which run ahead of every poll. An acquire or a release would hold the producer
+up, so all that blocks tell each other is relaxed (`words`). Keys of the cache are written by every
+block that reads them, the same value by all: what a block reads it has written itself, or an
+earlier kernel has.
+
+Numerics: products and the residual sums in fp32 (fixed point of 2**-FRACTION across blocks),
+    rounded to the model's dtype where transformers rounds.
 """
-
-# ruff: noqa: B023 - cuTile inlines a closure where it is called
 
 import math
 
 import cuda.tile as ct
 
-from ...ops.common.first_best import NOWHERE, empty_best, first_best, take_better
-from ...ops.common.softmax_tiles import FLOOR, softmax_step
-from ...ops.common.tiles import silu_mul_of_pairs
-from .arrays import Matrix, Stack, Stacks, Vector, store_inside
-from .program import Kind
-from .spin import DEVICE, give_up, looks_so_far
+from .attend import attention, keys_at, rope_at
+from .tiles import DOWN, GATE_UP, HEAD, OUT, QKV, active_of, groups_of, inner_sets, normed, part_of, product, repeated, with_first
+from .words import (
+    ARRIVAL,
+    DEVICE,
+    FIELD,
+    FIELD_BITS,
+    FRACTION,
+    HALF_FIELD,
+    NOWHERE,
+    RANGE,
+    RELAXED,
+    Matrix,
+    Stack,
+    Stacks,
+    Vector,
+    add,
+    as_bits,
+    count_of,
+    epoch_of,
+    fetch,
+    high_of,
+    look,
+    low_of,
+    packed,
+    polled,
+    publish,
+    put,
+    rounded,
+)
 
-ZERO = ct.PaddingMode.ZERO
+SCALE = 2.0**FRACTION
+LARGEST = 1.0e6  # of a term that is too large, as it adds up behind a sum
 
 
-def _load(array, index, shape):
-    """A tile that lies inside its array, by plain loads where it is needed: what is in flight across a loop or a barrier is in registers, by hand.
-
-    Left to itself the compiler keeps five steps of every loop in flight, or gives threads to TMA: both spill in a kernel of so many loops.
+def placed(turn, block, MODEL, FORMS, COUNTS, TURNS, BLOCKS):
+    """Of a turn of a token: kind, layer, number in its phase; the first of its groups in the phase,
+    how many they are, how many tiles a group is, and the first tile in W.
     """
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
+    WIDE_SETS, DOWN_SETS = FORMS[1], FORMS[4]
+    PER = TURNS[0] + TURNS[1] + TURNS[2] + TURNS[3]
+    SLOTS = FORMS[0] // 4
+    TILES_QKV, TILES_OUT = COUNTS[0] * WIDE_SETS, MODEL[2] * COUNTS[6] * COUNTS[1]
+    TILES_GATE_UP, TILES_DOWN = BLOCKS * COUNTS[2] * WIDE_SETS, BLOCKS * COUNTS[3] * DOWN_SETS
+    TILES = TILES_QKV + TILES_OUT + TILES_GATE_UP + TILES_DOWN
+    layer = min(turn // PER, MODEL[0])
+    sub = turn - layer * PER
+    base, sets = layer * TILES, WIDE_SETS
+    kind, most = HEAD, SLOTS
+    first, count = block * COUNTS[5] // BLOCKS, (block + 1) * COUNTS[5] // BLOCKS - block * COUNTS[5] // BLOCKS
+    before = first
+    if layer < MODEL[0]:
+        if sub < TURNS[0]:
+            kind, most = QKV, SLOTS // 4
+            first, count = block * COUNTS[0] // BLOCKS, (block + 1) * COUNTS[0] // BLOCKS - block * COUNTS[0] // BLOCKS
+            before = first
+        elif sub < TURNS[0] + TURNS[1]:
+            kind, most, sets = OUT, FORMS[2] // 4, 1
+            sub, base = sub - TURNS[0], base + TILES_QKV
+            first, count, before = 0, COUNTS[1], block * COUNTS[1]
+            if block >= MODEL[2] * COUNTS[6]:
+                count = 0
+        elif sub < TURNS[0] + TURNS[1] + TURNS[2]:
+            kind, most = GATE_UP, SLOTS // 2
+            sub, base = sub - TURNS[0] - TURNS[1], base + TILES_QKV + TILES_OUT
+            first, count, before = 0, COUNTS[2], block * COUNTS[2]
+        else:
+            kind, most, sets = DOWN, COUNTS[4], DOWN_SETS
+            sub, base = sub - TURNS[0] - TURNS[1] - TURNS[2], base + TILES_QKV + TILES_OUT + TILES_GATE_UP
+            first, count, before = 0, COUNTS[3], block * COUNTS[3]
+    here = max(0, min(most, count - sub * most))
+    return kind, layer, sub, first + sub * most, here, sets, base + (before + sub * most) * sets
 
 
-QKV, ATTENTION, OUT, GATE_UP, DOWN, HEAD = (int(kind) for kind in list(Kind)[:6])
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+def add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+def row_of(array, row, SETS, WIDTH):
+    """Words of an embedding or of a norm's weights, as tiles of the residual stream."""
+    found: tuple = ()
+    for n in ct.static_iter(range(SETS)):
+        found = (*found, fetch(array, (row, n), (1, WIDTH)))
+    return found
+
+
+def planes_of(words, dtype):
+    low: tuple = ()
+    high: tuple = ()
+    for n in ct.static_iter(range(len(words))):
+        low, high = (*low, low_of(words[n], dtype)), (*high, high_of(words[n], dtype))
+    return low, high
+
+
+def tell_qkv(QKV_WORDS, ys, layer, first, groups, epoch, o, i, HEADS, FIELDS, SLOTS, HEAD_WORDS, dtype):
+    """Publishes a block's rows, each pair of neighbours a word; queries and keys also where their
+    partner under RoPE is looked for.
+    """
+    STRIPS, MOST, WORDS = ys[0].shape[0], ys[0].shape[1], (HEADS[0] + 2 * HEADS[1]) * HEAD_WORDS
+    rest, field = part_of(o, i, MOST, FIELDS)
+    pair, slot = rest // (SLOTS // 4), rest % (SLOTS // 4)
+    even = ct.where(pair == 0, ys[0], ct.where(pair == 1, ys[2], ct.where(pair == 2, ys[4], ys[6])))
+    odd = ct.where(pair == 0, ys[1], ct.where(pair == 1, ys[3], ct.where(pair == 2, ys[5], ys[7])))
+    sums = ct.reduce((even, odd), 0, add2, (0.0, 0.0), keepdims=True)
+    word = ((first + slot) * FIELDS + field) * 4 + pair
+    word = ct.where((slot < groups) & (word < WORDS), word, NOWHERE)
+    at = word % HEAD_WORDS
+    partner = ct.where(word < (HEADS[0] + HEADS[1]) * HEAD_WORDS, WORDS + word - at + (at + HEAD_WORDS // 2) % HEAD_WORDS, NOWHERE)
+    # By all threads, each a word: what fewer threads do has a result that all wait for.
+    strip = ct.arange(STRIPS, dtype=ct.int32).reshape((STRIPS, 1, 1))
+    place = ct.where(strip == 0, word, ct.where(strip == 1, partner, NOWHERE))
+    publish(QKV_WORDS, (layer, 0, place), as_bits(packed(sums[0], sums[1], dtype)), epoch)
+
+
+def add_outputs(SUMS, ys, row, word, slot, groups, quarter, end, adders):
+    """A block's part of a sum: rows s and s + 4 of a tile are neighbours, of words `word` + s *
+    `quarter` up to `end`.
+
+    While no term is more than RANGE / 2 / adders, sums are at most RANGE / 2. Larger terms add up
+    in the word behind the row's last: see `clear`.
+    """
+    each = HALF_FIELD // adders
+    bias = ct.astype(each, ct.int64) * ((1 << FIELD_BITS) + 1) + ARRIVAL
+    largest = ct.abs(ys[0])
+    for s in ct.static_iter(range(1, 8)):
+        largest = ct.maximum(largest, ct.abs(ys[s]))
+    for s in ct.static_iter(range(4)):
+        a, b = (ys[s] * SCALE).astype(ct.int32).astype(ct.int64), (ys[s + 4] * SCALE).astype(ct.int32).astype(ct.int64)
+        at = word + s * quarter
+        add(SUMS, (row, 0, ct.where((slot < groups) & (at < end), at, NOWHERE)), a + (b << FIELD_BITS) + bias)
+    small = largest <= RANGE / 2 / adders  # not so for NaN
+    size = (ct.where(largest < LARGEST, largest, LARGEST) + 1.0).astype(ct.int32).astype(ct.int64)
+    add(SUMS, (row, 0, ct.where(small | (slot >= groups), NOWHERE, SUMS.shape[2] - 1)), size)
+
+
+def owned(SUMS, block, thread, BLOCKS):
+    """The words of a sum that a block clears, each by a thread."""
+    WORDS = SUMS.shape[2]
+    word = block * ct.cdiv(WORDS, BLOCKS) + thread
+    return ct.where((thread < ct.cdiv(WORDS, BLOCKS)) & (word < WORDS), word, NOWHERE)
+
+
+def clear(SUMS, STUCK, row, word, old, block, BLOCKS):
+    """Takes from words of a sum what has been read in them, `old`, and counts 1; who has the last
+    word says if terms were too large.
+    """
+    LAST = SUMS.shape[2] - 1
+    add(SUMS, (row, 0, word), ct.where(word == LAST, ct.astype(0, ct.int64), ct.astype(ARRIVAL, ct.int64)) - old)
+    if block == LAST // ct.cdiv(LAST + 1, BLOCKS):
+        bad = (word == LAST) & (old > RANGE // 2)
+        ct.atomic_min(STUCK, ct.where(bad, 1, NOWHERE), row + word * 0, memory_order=RELAXED, memory_scope=DEVICE)
+
+
+def summed(SUMS, row, adders, place, x, waiter, dtype, BLOCKS):
+    """The residual stream x, planes of both neighbours, plus a sum as soon as all of it is there;
+    and the patience left.
+    """
+    SETS, WIDTH, COPIES = len(x[0]), x[0][0].shape[1], SUMS.shape[1]
+    target = adders + 1  # who clears comes too
+    mine = waiter[1] * (SETS * WIDTH // BLOCKS)
+
+    def first(zero):
+        """One word, another for each block, by an atomic: what all blocks look at again and again
+        comes late to all.
+        """
+        word = ct.atomic_add(SUMS, (row + zero, 0, mine), 0, memory_order=RELAXED, memory_scope=DEVICE)
+        return zero, count_of(word)
+
+    def looks_at(zero):
+        seen: tuple = ()
+        counts = ct.full((COPIES, WIDTH), NOWHERE, ct.int32)
+        for n in ct.static_iter(range(SETS)):
+            words = look(SUMS, (row + zero, 0, n), (1, COPIES, WIDTH)).reshape((COPIES, WIDTH))
+            seen, counts = (*seen, words), ct.minimum(counts, count_of(words))
+        return seen, ct.min(counts)
+
+    nothing: tuple = ()
+    for n in ct.static_iter(range(SETS)):
+        nothing = (*nothing, ct.zeros((COPIES, WIDTH), ct.int64))
+    patience = polled(first, 0, target, place, waiter)[1]
+    seen, patience = polled(looks_at, nothing, target, place, (waiter[0], waiter[1], patience))
+    offset = HALF_FIELD // adders * adders
+    low: tuple = ()
+    high: tuple = ()
+    for n in ct.static_iter(range(SETS)):
+        words = seen[n]
+        if COPIES > 1:
+            words = ct.extract(words, (0, 0), (1, WIDTH))
+        a, b = (words.astype(ct.int32) & FIELD) - offset, ((words >> FIELD_BITS).astype(ct.int32) & FIELD) - offset
+        low = (*low, rounded(x[0][n] + a.astype(ct.float32) * (1.0 / SCALE), dtype))
+        high = (*high, rounded(x[1][n] + b.astype(ct.float32) * (1.0 / SCALE), dtype))
+    return (low, high), patience
+
+
+def better_of(LOGITS, ys, best, where, first, groups, o, i, FIELDS, VOCAB):
+    """Writes a turn's logits; and the best of them and of `best`, each thread of its own, and
+    where.
+    """
+    sums = ct.reduce(ys, 0, add8, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), keepdims=True)
+    slot, field = part_of(o, i, ys[0].shape[1], FIELDS)
+    for s in ct.static_iter(range(8)):
+        place = ((first + slot) * FIELDS + field) * 8 + s
+        inside = (slot < groups) & (place < VOCAB)
+        logit = sums[s].astype(LOGITS.dtype)
+        ct.scatter(LOGITS, place, logit, mask=inside)
+        value = ct.where(inside, logit.astype(ct.float32), -math.inf)
+        better = (value > best) | ((value == best) & (place < where))
+        best, where = ct.where(better, value, best), ct.where(better, place, where)
+    return best, where
+
+
+def greedy(BEST, best, where, epoch, place, waiter, BLOCKS, VOCAB):
+    """The likeliest token of all blocks', which each of them finds; and the patience left."""
+    TILE, block = BEST.shape[1], waiter[1]
+    number = ct.astype(epoch, ct.int64) << 32
+    top = ct.max(best)
+    column = ct.min(ct.where(best == top, where, NOWHERE))
+    put(BEST, (0, block), as_bits(ct.bitcast(ct.full((1, 1), top, ct.float32), ct.int32)) | number)
+    put(BEST, (1, block), as_bits(ct.full((1, 1), column, ct.int32)) | number)
+    inside = ct.arange(TILE, dtype=ct.int32).reshape((1, TILE)) < BLOCKS
+
+    def looks_at(zero):
+        seen = look(BEST, (zero, 0), (2, TILE))
+        return seen, ct.min(ct.where(inside, epoch_of(seen), epoch))
+
+    seen, patience = polled(looks_at, ct.zeros((2, TILE), ct.int64), epoch, place, waiter)
+    values = seen.astype(ct.int32)
+    tops = ct.where(inside, ct.bitcast(ct.extract(values, (0, 0), (1, TILE)), ct.float32), -math.inf)
+    columns = ct.where(inside & (tops == ct.max(tops)), ct.extract(values, (1, 0), (1, TILE)), NOWHERE)
+    return max(min(ct.min(columns), VOCAB - 1), 0), patience
+
+
+def remember(RECENT, CLOCK, token):
+    clock = ct.load(CLOCK, (0,), ())
+    ct.store(RECENT, (clock, 0), token.astype(ct.int64))
+    ct.store(CLOCK, (0,), clock + 1)
+    ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
 
 
 @ct.kernel
 def mega_kernel(
-    PROGRAM: Matrix,
-    STARTS: Matrix,
-    ARRIVED: Matrix,
-    TURN: Vector,
+    W: Stack,
+    EMBEDDING: Matrix,
+    NORMS: Matrix,
+    HEAD_NORMS: Stack,
+    ROPE: Stack,
+    K: Stack,
+    V: Stack,
+    SUMS: Stack,
+    QKV_WORDS: Stack,
+    SHARES: Stacks,
+    BEST: Matrix,
+    LOGITS: Vector,
+    EPOCH: Vector,
     STUCK: Vector,
     TOKENS: Vector,
     COUNTERS: Matrix,
     RECENT: Matrix,
     CLOCK: Vector,
-    EMBEDDING: Matrix,
-    NORMS: Matrix,
-    W_QKV: Stack,
-    W_OUT: Stack,
-    W_GATE_UP: Stack,
-    W_DOWN: Stack,
-    W_HEAD: Stack,
-    COS: Matrix,
-    SIN: Matrix,
-    K: Stacks,
-    V: Stacks,
-    HEADS: Stack,
-    PARTS: Stacks,
-    MAXIMA: Stack,
-    DENOMINATORS: Stack,
-    STREAM: Matrix,
-    ACTIVE: Matrix,
-    LOGITS: Matrix,
-    BEST: Matrix,
     steps: int,
+    choose: int,
     eps: float,
     scale: float,
-    HIDDEN: ct.Constant[int],
-    Q_HEADS: ct.Constant[int],
-    KV_HEADS: ct.Constant[int],
-    HALF: ct.Constant[int],
-    SPLITS: ct.Constant[int],
+    MODEL: ct.Constant[tuple],
+    FORMS: ct.Constant[tuple],
+    COUNTS: ct.Constant[tuple],
+    TURNS: ct.Constant[tuple],
+    SIZES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
-    CHUNKS: ct.Constant[tuple],
-    ROWS: ct.Constant[tuple],
-    DEPTH: ct.Constant[int],
-    TILE_B: ct.Constant[int],
-    TILE_P: ct.Constant[int],
-    MERGED: ct.Constant[int],
-    SPAN: ct.Constant[int],
-    TILE_KV: ct.Constant[int],
     LIMIT: ct.Constant[int],
 ):
-    """The first `steps` phases of PROGRAM. Grid (BLOCKS,), all of them resident.
+    """`steps` tokens, each chosen from the logits of the one before if `choose`, else one. Grid
+    (BLOCKS,), all resident.
 
-    int32: PROGRAM [phases, 2] kind and layer; STARTS [kinds, BLOCKS + 1] units of each block; ARRIVED [2, phases]; TURN [1] which set of ARRIVED;
-    STUCK [2] with LIMIT > 0: phase + 1 and block that gave up waiting after LIMIT looks; COUNTERS [2, ..] position and keys. int64: TOKENS [..],
-    RECENT [.., ..], CLOCK [2], as `engine.state.State` has them.
-    Weights, of L layers: EMBEDDING [vocab, HIDDEN], NORMS [2 L + 1, HIDDEN], W_QKV [L, heads * head_dim, HIDDEN],
-    W_OUT [L, HIDDEN, q_heads * head_dim], W_GATE_UP [L, 2 * inter, HIDDEN] (gate and up take turns), W_DOWN [L, HIDDEN, inter],
-    W_HEAD [1, vocab, HIDDEN]. COS, SIN fp32 [max_len, HALF]. Cache: K, V [L, KV_HEADS, max_len, 2 * HALF].
-    Values: HEADS [L, Q_HEADS + 2 KV_HEADS, 2 * HALF], PARTS fp32 [L, SPLITS, Q_HEADS, 2 * HALF], MAXIMA and DENOMINATORS fp32 [L, SPLITS, Q_HEADS],
-    STREAM [2 L, HIDDEN] behind attention and MLP of each layer, ACTIVE [L, inter], LOGITS [1, vocab], BEST int32 [2, BLOCKS].
-    scale: of scores, times log2(e). Tiles of weights are ROWS (of qkv, out, gate and up, down, head) by a whole row, that is CHUNKS: (columns, index
-    of a tile so wide) for rows of HIDDEN, of q_heads * head_dim and of inter elements. DEPTH of them are under way at once. SPLITS: a power of two;
-    MERGED: a part of it, ranges whose results are read at once. TILE_B, TILE_P: powers of two from BLOCKS and from the number of phases on.
+    int32, two neighbours of 16 bits each: W [tiles * 8 * STRIPS, 1, LINE], as `pack` has it;
+    EMBEDDING [vocab, words], NORMS [2 L + 1, words], both padded to whole tiles; HEAD_NORMS [L or
+    1, 4, head words], of queries, their partners, keys, their partners; K and V [L * kv heads,
+    max_len, head words]. ROPE fp32 [max_len, 4, head words]. int64: SUMS [2 * 2 L, copies, words +
+    1], behind attention and behind the MLP of each layer, of odd and even epochs; QKV_WORDS [L,
+    copies, 2 * words], a layer's queries, keys and values, then the partners; both with an axis of
+    copies, of stride 0, that gives each thread a word to poll; SHARES [L * q heads, peers, 4, head
+    words], of a block's share of a query's keys fp32 values of both neighbours, their highest score
+    and the sum of their weights; BEST [2, blocks], the largest logit and where. int32: EPOCH
+    [BLOCKS] tokens so far, each block its own; STUCK [2], the least place * 256 + block that gave
+    up, and the least row of a sum beyond its range. A place is 8 * layer + a number of PLACES.
+    TOKENS int64, COUNTERS int32 [2, ..], RECENT int64 [.., ..], CLOCK int64: as
+    `engine.state.State` has them. scale: of scores, times log2(e).
+    MODEL: layers, hidden, query heads, key heads, vocab, norms of heads. FORMS: width and sets of
+        wide tiles, width of `out`, width and sets of `down`. COUNTS: groups of qkv, of a block's
+        out, gate_up and down, of a part of down, of the head; blocks and words of a head's out.
+        TURNS: as `Schedule`. SIZES: STRIPS, LINE, SPAN, SHORT, LATENCY.
     """
-    block = ct.bid(0)
-    turn = ct.load(TURN, (0,), ())
-    token = ct.load(TOKENS, (0,), ()).astype(ct.int32)
-    position = ct.load(COUNTERS, (0, 0), ())
-    dtype = STREAM.dtype
-    head_dim = 2 * HALF
-    group = Q_HEADS // KV_HEADS
-    span = max(SPAN, ct.cdiv(ct.cdiv(position + 1, SPLITS), TILE_KV) * TILE_KV)
-    ranges = ct.cdiv(position + 1, span)
-
-    if block == 0:
-        ct.store(ARRIVED, (1 - turn, 0), ct.zeros((1, TILE_P), ct.int32), allow_tma=False)
-
-    def wait(phase):
-        # An atomic's result is one for the whole block. A load is done by every thread for itself: warps would leave this loop at different looks,
-        # and be at different barriers from then on.
-        seen, looks = 0, 0
-        if LIMIT:
-            looks = looks_so_far(STUCK, LIMIT)
-        while seen < BLOCKS:
-            seen = ct.atomic_add(ARRIVED, (turn, phase), 0, memory_order=ct.MemoryOrder.ACQUIRE, memory_scope=DEVICE)
-            if LIMIT:
-                looks = looks + 1
-                if (looks == LIMIT) & (seen < BLOCKS):
-                    give_up(STUCK, phase, block)
-                    seen = BLOCKS
-
-    def stream(row, tile, WIDTH, MAY_START):
-        """fp32 [1, WIDTH] of the residual stream; if MAY_START row 0 is the token's embedding, else there is no row 0."""
-        if MAY_START:
-            if row == 0:
-                x = _load(EMBEDDING, (token, tile), (1, WIDTH))
-            else:
-                x = _load(STREAM, (row - 1, tile), (1, WIDTH))
-        else:
-            x = _load(STREAM, (row - 1, tile), (1, WIDTH))
-        return x.astype(ct.float32)
-
-    def normed(row, MAY_START):
-        """A row of the stream by the norm of the same number: fp32 tiles [1, columns], one for each of CHUNKS[0]."""
-        xs: tuple = ()
-        squares = 0.0
-        for columns, i in ct.static_iter(CHUNKS[0]):
-            x = stream(row, i, columns, MAY_START)
-            squares = squares + ct.sum(x * x)
-            xs = (*xs, x)
-        rstd = 1.0 / ct.sqrt(squares * (1.0 / HIDDEN) + eps)
-        found: tuple = ()
-        for n in ct.static_iter(range(len(xs))):
-            weight = _load(NORMS, (row, CHUNKS[0][n][1]), (1, CHUNKS[0][n][0])).astype(ct.float32)
-            found = (*found, ((xs[n] * rstd).astype(dtype).astype(ct.float32) * weight).astype(dtype).astype(ct.float32))
-        return found
-
-    def each_tile(step, first, last, W, layer, N, PARTS_OF_ROW, prepare, use, state):
-        """use(unit, fp32 [N], state) for the tiles from first to last of W [layers, rows, columns] times what prepare() gives; the last state.
-
-        The first tiles are under way before this block waits for the phase before, whose values prepare() reads.
-        """
-
-        def tile(unit):
-            chunks: tuple = ()
-            for columns, i in ct.static_iter(PARTS_OF_ROW):
-                chunks = (*chunks, _load(W, (layer, unit, i), (1, N, columns)).reshape((N, columns)))
-            return chunks
-
-        def product(chunks, xs):
-            y = ct.sum(chunks[0].astype(ct.float32) * xs[0], axis=1)
-            for i in ct.static_iter(range(1, len(chunks))):
-                y = y + ct.sum(chunks[i].astype(ct.float32) * xs[i], axis=1)
-            return y
-
-        ahead: tuple = ()
-        for i in ct.static_iter(range(DEPTH)):
-            ahead = (*ahead, tile(max(0, min(first + i, last - 1))))
-        if step > 0:
-            wait(step - 1)
-        xs = prepare()
-        for unit in range(first, last):
-            state = use(unit, product(ahead[0], xs), state)
-            rest: tuple = ()
-            for i in ct.static_iter(range(1, DEPTH)):
-                rest = (*rest, ahead[i])
-            # Past the last tile the last again, which is near: a loop of its own for the end would double the code, and its registers spill.
-            ahead = (*rest, tile(min(unit + DEPTH, last - 1)))
-        return state
-
-    def turned(layer, head):
-        """Both halves [1, HALF] of a query or key, rotated."""
-        both = _load(HEADS, (layer, head, 0), (1, 1, head_dim)).reshape((2, HALF)).astype(ct.float32)
-        first, second = ct.extract(both, (0, 0), (1, HALF)), ct.extract(both, (1, 0), (1, HALF))
-        cos, sin = _load(COS, (position, 0), (1, HALF)), _load(SIN, (position, 0), (1, HALF))
-        return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
-
-    def attend(layer, head, split):
-        """One query head over one range of keys. The newest key and value are not in the cache yet: `append` puts them there."""
-        kv_head = head // group
-        first, second = turned(layer, head)
-        first, second = first.astype(ct.float32), second.astype(ct.float32)
-        k_first, k_second = turned(layer, Q_HEADS + kv_head)
-        own = ct.sum(first * k_first.astype(ct.float32) + second * k_second.astype(ct.float32), axis=1, keepdims=True) * scale
-        own_v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + kv_head, 0), (1, 1, head_dim)).reshape((1, head_dim)).astype(ct.float32)
-        newest = position < (split + 1) * span
-        maximum, denominator = ct.where(newest, own, FLOOR), ct.where(newest, ct.ones((1, 1), ct.float32), 0.0)
-        total = ct.where(newest, own_v, 0.0)
-        q = ct.cat((first, second), axis=1)
-        end = min((split + 1) * span, position)
-        for j in range(split * span // TILE_KV, ct.cdiv(end, TILE_KV)):
-            seen = (j * TILE_KV + ct.arange(TILE_KV, dtype=ct.int32)).reshape((TILE_KV, 1)) < end
-            k = _load(K, (layer, kv_head, j, 0), (1, 1, TILE_KV, head_dim)).reshape((TILE_KV, head_dim))
-            v = _load(V, (layer, kv_head, j, 0), (1, 1, TILE_KV, head_dim)).reshape((TILE_KV, head_dim))
-            scores = ct.where(seen, ct.sum(k.astype(ct.float32) * q, axis=1, keepdims=True), -math.inf)
-            weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, dtype, 0, 1)
-            v = ct.where(seen, v.astype(ct.float32), 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
-            total = total * factor + ct.sum(weights.astype(ct.float32) * v, axis=0, keepdims=True)
-        at = (layer, split, head)
-        store_inside(PARTS, (*at, 0), total.reshape((1, 1, 1, head_dim)))
-        store_inside(MAXIMA, at, maximum.reshape((1, 1, 1)))
-        store_inside(DENOMINATORS, at, denominator.reshape((1, 1, 1)))
-
-    def append():
-        """Keys and values of all layers into the cache, when nobody reads it any more."""
-        for index in range(block, K.shape[0] * KV_HEADS, BLOCKS):
-            layer, head = index // KV_HEADS, index % KV_HEADS
-            first, second = turned(layer, Q_HEADS + head)
-            v = _load(HEADS, (layer, Q_HEADS + KV_HEADS + head, 0), (1, 1, head_dim))
-            store_inside(K, (layer, head, position, 0), first.reshape((1, 1, 1, HALF)))
-            store_inside(K, (layer, head, position, 1), second.reshape((1, 1, 1, HALF)))
-            store_inside(V, (layer, head, position, 0), v.reshape((1, 1, 1, head_dim)))
-
-    def attention(layer):
-        """The ranges' results as one: fp32 tiles [1, columns], one for each of CHUNKS[1]."""
-        found: tuple = ()
-        for columns, chunk in ct.static_iter(CHUNKS[1]):
-            heads = columns // head_dim
-            maximum = ct.full((heads, 1), FLOOR, ct.float32)
-            denominator = ct.zeros((heads, 1), ct.float32)
-            total = ct.zeros((heads, head_dim), ct.float32)
-            for i in range(ct.cdiv(ranges, MERGED)):
-                states: tuple = ()
-                largest = maximum
-                for j in ct.static_iter(range(MERGED)):
-                    at = (layer, min(i * MERGED + j, ranges - 1), chunk)  # past the last the last again, for nothing
-                    top = _load(MAXIMA, at, (1, 1, heads)).reshape((heads, 1))
-                    below = _load(DENOMINATORS, at, (1, 1, heads)).reshape((heads, 1))
-                    part = _load(PARTS, (*at, 0), (1, 1, heads, head_dim)).reshape((heads, head_dim))
-                    states = (*states, (top, below, part))
-                    largest = ct.maximum(largest, top)
-                shrink = ct.exp2(maximum - largest)
-                total, denominator, maximum = total * shrink, denominator * shrink, largest
-                for j in ct.static_iter(range(MERGED)):
-                    top, below, part = states[j]
-                    factor = ct.where(i * MERGED + j < ranges, ct.exp2(top - largest), 0.0)
-                    total, denominator = total + part * factor, denominator + below * factor
-            mixed = (total * (1.0 / denominator)).astype(dtype).astype(ct.float32)
-            found = (*found, mixed.reshape((1, columns)))
-        return found
-
-    def active(layer):
-        xs: tuple = ()
-        for columns, i in ct.static_iter(CHUNKS[2]):
-            xs = (*xs, _load(ACTIVE, (layer, i), (1, columns)).astype(ct.float32))
-        return xs
-
-    for step in range(steps):
-        kind, layer = ct.load(PROGRAM, (step, 0), ()), ct.load(PROGRAM, (step, 1), ())
-        first, last = ct.load(STARTS, (kind, block), ()), ct.load(STARTS, (kind, block + 1), ())
+    block, dtype = ct.bid(0), LOGITS.dtype
+    LAYERS, HIDDEN, Q_HEADS, KV_HEADS, VOCAB, NORMED = MODEL
+    WIDTH, SETS, OUT_WIDTH, DOWN_WIDTH, DOWN_SETS = FORMS
+    OUT_PARTS, OUT_WORDS = COUNTS[6], COUNTS[7]
+    STRIPS, LINE, SPAN, SHORT, LATENCY = SIZES
+    HEAD_WORDS, WORDS = OUT_WIDTH, SETS * STRIPS * WIDTH
+    MOST = LINE // min(WIDTH, min(OUT_WIDTH, DOWN_WIDTH))  # fields of a line, at their smallest
+    EACH = LINE // 4 // MOST
+    PER = TURNS[0] + TURNS[1] + TURNS[2] + TURNS[3]
+    o, i = ct.arange(MOST, dtype=ct.int32).reshape((1, MOST, 1)), ct.arange(EACH, dtype=ct.int32).reshape((1, 1, EACH))
+    strip = ct.arange(STRIPS, dtype=ct.int32).reshape((STRIPS, 1, 1))
+    own = owned(SUMS, block, (strip * MOST + o) * EACH + i, BLOCKS)
+    head, part = min(block // OUT_PARTS, Q_HEADS - 1), block % OUT_PARTS
+    HEADS, FIELDS = (Q_HEADS, KV_HEADS), LINE // WIDTH
+    epoch = look(EPOCH, (block,), (1,)).item() + 1
+    token = look(TOKENS, (0,), (1,)).item().astype(ct.int32)
+    position = look(COUNTERS, (0, 0), (1, 1)).item()
+    x = planes_of(row_of(EMBEDDING, token, SETS, STRIPS * WIDTH), dtype)
+    norm = row_of(NORMS, 0, SETS, STRIPS * WIDTH)
+    rope = rope_at(ROPE, position, HEAD_WORDS)
+    keys = keys_at(K, V, 0, head, position, part, LAYERS, HEADS, SPAN, SHORT, OUT_PARTS)
+    xs: tuple = ()
+    for _ in ct.static_iter(range(max(SETS, DOWN_SETS))):
+        xs = (*xs, fetch(W, (0, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE)))
+    active: tuple = ()
+    for _ in ct.static_iter(range(TURNS[2])):
+        active = (*active, ct.zeros((1, LINE // 4), ct.int32))
+    best, where = ct.full((1, MOST, EACH), -math.inf, ct.float32), ct.full((1, MOST, EACH), NOWHERE, ct.int32)
+    old = ct.zeros((STRIPS, MOST, EACH), ct.int64)
+    turn, patience = 0, LIMIT
+    for _ in range(steps * (LAYERS * PER + TURNS[4])):
+        kind, layer, sub, first, groups, sets, tile = placed(turn, block, MODEL, FORMS, COUNTS, TURNS, BLOCKS)
+        this, other = (epoch & 1) * (2 * LAYERS), (1 - (epoch & 1)) * (2 * LAYERS)
+        half = 2 * layer + (kind == DOWN)
+        if ((kind == QKV) | (kind == GATE_UP) | (kind == HEAD)) & (sub == 0):
+            if turn > 0:
+                before, adders = 2 * layer - 1, BLOCKS
+                if kind == GATE_UP:
+                    before, adders = 2 * layer, Q_HEADS
+                place = 8 * (before // 2) + 2 + before % 2
+                x, patience = summed(SUMS, this + before, adders, place, x, (STUCK, block, patience), dtype, BLOCKS)
+            xs = normed(x, norm, xs, eps, HIDDEN, STRIPS, LINE, dtype)
+        if ((kind == OUT) | (kind == DOWN)) & (sub == 0):
+            old = ct.atomic_add(SUMS, (other + half, 0, own), 0, memory_order=RELAXED, memory_scope=DEVICE)
+        until = groups_of(kind, o, i, FORMS, LINE, MOST) + 0 * strip
+        ys = product(W, tile, groups, sets, kind, until, xs, FORMS, STRIPS, LINE, MOST, LATENCY, dtype)
+        # What memory has comes late behind the weights that are under way: asked for a turn before
+        # it is needed.
+        turn = turn + 1
+        if turn == LAYERS * PER + TURNS[4]:
+            turn = 0
+        norm = row_of(NORMS, min(2 * (turn // PER) + min(turn % PER // TURNS[0], 1), 2 * LAYERS), SETS, STRIPS * WIDTH)
         if kind == QKV:
-
-            def put_qkv(unit, y, state):
-                per_head = head_dim // ROWS[0]
-                at = (layer, unit // per_head, unit % per_head)
-                store_inside(HEADS, at, y.astype(dtype).reshape((1, 1, ROWS[0])))
-                return state
-
-            each_tile(step, first, last, W_QKV, layer, ROWS[0], CHUNKS[0], lambda: normed(2 * layer, True), put_qkv, ())
-        elif kind == ATTENTION:
-            wait(step - 1)
-            for unit in range(first, last):
-                if unit % SPLITS < ranges:
-                    attend(layer, unit // SPLITS, unit % SPLITS)
-        elif kind == OUT:
-
-            def put_out(unit, y, state):
-                y = y.reshape((1, ROWS[1])) + stream(2 * layer, unit, ROWS[1], True)
-                store_inside(STREAM, (2 * layer, unit), y.astype(dtype))
-                return state
-
-            each_tile(step, first, last, W_OUT, layer, ROWS[1], CHUNKS[1], lambda: attention(layer), put_out, ())
+            tell_qkv(QKV_WORDS, ys, layer, first, groups, epoch, o, i, HEADS, FIELDS, WIDTH // 4, HEAD_WORDS, dtype)
+            if (sub == TURNS[0] - 1) & (block < Q_HEADS * OUT_PARTS):
+                words, patience = attention(
+                    QKV_WORDS, SHARES, K, V, HEAD_NORMS, keys, rope, layer, head, part, position, epoch, eps, scale, (STUCK, block, patience), HEADS,
+                    NORMED, SPAN, SHORT, OUT_PARTS, dtype,
+                )  # fmt: skip
+                xs = with_first(repeated(words, STRIPS, LINE), xs)
+        elif (kind == OUT) | (kind == DOWN):
+            slot, field = part_of(o, i, MOST, LINE // OUT_WIDTH)
+            groups_all, fields, begin, end, adders = COUNTS[1], LINE // OUT_WIDTH, part * OUT_WORDS, min((part + 1) * OUT_WORDS, WORDS), Q_HEADS
+            if kind == DOWN:
+                slot, field = part_of(o, i, MOST, LINE // DOWN_WIDTH)
+                groups_all, fields, begin, end, adders = COUNTS[3], LINE // DOWN_WIDTH, 0, WORDS, BLOCKS
+            word = begin + (strip * groups_all + first + slot) * fields + field
+            add_outputs(SUMS, ys, this + half, word, slot, groups, STRIPS * groups_all * fields, end, adders)
+            if sub == 0:
+                clear(SUMS, STUCK, other + half, own, old, block, BLOCKS)
         elif kind == GATE_UP:
-
-            def put_active(unit, y, state):
-                store_inside(ACTIVE, (layer, unit), silu_mul_of_pairs(y.reshape((1, ROWS[2]))).astype(dtype))
-                return state
-
-            each_tile(step, first, last, W_GATE_UP, layer, ROWS[2], CHUNKS[0], lambda: normed(2 * layer + 1, False), put_active, ())
-        elif kind == DOWN:
-
-            def put_down(unit, y, state):
-                y = y.reshape((1, ROWS[3])) + stream(2 * layer + 1, unit, ROWS[3], False)
-                store_inside(STREAM, (2 * layer + 1, unit), y.astype(dtype))
-                return state
-
-            each_tile(step, first, last, W_DOWN, layer, ROWS[3], CHUNKS[2], lambda: active(layer), put_down, ())
-        elif kind == HEAD:
-
-            def put_logits(unit, y, state):
-                y = y.astype(dtype).reshape((1, ROWS[4]))
-                store_inside(LOGITS, (0, unit), y)
-                return take_better(state[0], state[1], y.astype(ct.float32), unit)
-
-            append()
-            start = empty_best((1, ROWS[4]))
-            best, when = each_tile(step, first, last, W_HEAD, 0, ROWS[4], CHUNKS[0], lambda: normed(2 * layer, False), put_logits, start)
-            top, column = first_best(best, when * ROWS[4] + ct.arange(ROWS[4], dtype=ct.int32).reshape((1, ROWS[4])))
-            ct.store(BEST, (0, block), ct.bitcast(top, ct.int32))
-            ct.store(BEST, (1, block), column)
-        elif block == 0:
-            wait(step - 1)
-            both = ct.load(BEST, (0, 0), (2, TILE_B), padding_mode=ZERO, allow_tma=False)
-            inside = ct.arange(TILE_B, dtype=ct.int32).reshape((1, TILE_B)) < BLOCKS
-            tops = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0), (1, TILE_B)), ct.float32), -math.inf)
-            columns = ct.where(inside, ct.extract(both, (1, 0), (1, TILE_B)), NOWHERE)
-            chosen = first_best(tops, columns)[1].astype(ct.int64)
-            clock = ct.load(CLOCK, (0,), ())
-            ct.store(TOKENS, (0,), chosen.reshape((1,)))
-            ct.store(RECENT, (clock, 0), chosen)
-            ct.store(CLOCK, (0,), clock + 1)
-            ct.store(CLOCK, (1,), ct.load(CLOCK, (1,), ()) + 1)
-            ct.store(COUNTERS, (0, 0), position + 1)
-            ct.store(COUNTERS, (1, 0), ct.load(COUNTERS, (1, 0), ()) + 1)
-        ct.atomic_add(ARRIVED, (turn, step), 1, memory_order=ct.MemoryOrder.RELEASE, memory_scope=DEVICE)
-
-    if block == 0:
-        if steps == 1:  # later phases already tell that every block has read its turn
-            wait(0)
-        ct.store(TURN, (0,), 1 - turn)
+            if sub == 0:
+                keys = keys_at(K, V, layer + 1, head, position, part, LAYERS, HEADS, SPAN, SHORT, OUT_PARTS)
+            new: tuple = ()
+            words = active_of(ys, o, i, FORMS, LINE, MOST, dtype)
+            for n in ct.static_iter(range(TURNS[2])):
+                new = (*new, ct.where(sub == n, words, active[n]))
+            active = new
+            if sub == TURNS[2] - 1:
+                xs = inner_sets(active, xs, DOWN_WIDTH, DOWN_SETS, STRIPS, LINE)
+        else:
+            best, where = better_of(LOGITS, ys, best, where, first, groups, o, i, FIELDS, VOCAB)
+        if turn == 0:
+            if choose > 0:
+                token, patience = greedy(BEST, best, where, epoch, 8 * LAYERS, (STUCK, block, patience), BLOCKS, VOCAB)
+                if block == 0:
+                    remember(RECENT, CLOCK, token)
+            best, where = ct.full((1, MOST, EACH), -math.inf, ct.float32), ct.full((1, MOST, EACH), NOWHERE, ct.int32)
+            epoch, position = epoch + 1, position + 1
+            x = planes_of(row_of(EMBEDDING, token, SETS, STRIPS * WIDTH), dtype)
+            rope = rope_at(ROPE, position, HEAD_WORDS)
+            keys = keys_at(K, V, 0, head, position, part, LAYERS, HEADS, SPAN, SHORT, OUT_PARTS)
+    if (block == 0) & (choose > 0):
+        put(TOKENS, (0,), ct.full((1,), token, ct.int64))
+        put(COUNTERS, (0, 0), ct.full((1, 1), position, ct.int32))
+        put(COUNTERS, (1, 0), look(COUNTERS, (1, 0), (1, 1)) + steps)
+    put(EPOCH, (block,), ct.full((1,), epoch - 1, ct.int32))

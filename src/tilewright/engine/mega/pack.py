@@ -1,7 +1,9 @@
-"""Weights of all layers as one tensor for each kind of matrix, so that the kernel finds a layer by an index. The model's parameters become views."""
+"""Weights as the kernel reads them, and what it does not run. The packed matrices are a copy:
+prompts are read with the model's own.
+"""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,177 +12,223 @@ from torch import Tensor, nn
 from ...launch import Device, argument_error
 from ..layers import Decoder, GroupedAttention
 from ..mlp import GatedMlp
-from ..weights import Fusion, Matrix
-from .program import MATRICES, Dims, Kind
+from .shape import ROWS, Dims, Schedule, default_blocks, default_config, why_not
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # of which those without what `refuse` names
-LARGEST = 2**31 - 1  # elements that the kernel's 32-bit indices reach
-WIDEST = 16384  # columns of a matrix: a tile holds whole rows, in registers
 
 
-def refuse(model: Any, device: Device) -> None:
-    """Raises ValueError for a model that the megakernel does not run, with the reason; changes nothing."""
-    config = model.config
+def dims_of_config(config: Any) -> Dims:
+    """From a transformers config alone."""
+    heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads[0]
+    normed = config.model_type == "qwen3"
+    return Dims(config.num_hidden_layers, config.hidden_size, *heads, head_dim, config.intermediate_size, config.vocab_size, normed)
+
+
+def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
+    """Raises ValueError for a model that the megakernel does not run, with the reason, from its
+    transformers config.
+    """
     if config.model_type not in MODEL_TYPES:
         raise argument_error("model.config.model_type", f'one of {", ".join(MODEL_TYPES)} with mode="mega"', config.model_type)
-    if model.dtype not in (torch.bfloat16, torch.float16) and not device.is_cpu:
-        raise argument_error("the model's dtype", 'bfloat16 or float16 on a GPU with mode="mega"', str(model.dtype).removeprefix("torch."))
-    biased = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.bias is not None]
-    if biased:
-        raise argument_error("the model", 'without biases with mode="mega"', f"one of {biased[0]}")
-    if hasattr(model.model.layers[0].self_attn, "q_norm"):
-        raise argument_error("the model", 'without norms of queries and keys with mode="mega"', config.model_type)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise argument_error("the model's dtype", 'bfloat16 or float16 with mode="mega"', str(dtype).removeprefix("torch."))
+    biased = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
+    if biased or config.model_type == "qwen2":
+        raise argument_error("the model", 'without biases with mode="mega"', biased[0] if biased else config.model_type)
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
         raise argument_error("model.config.sliding_window", 'None with mode="mega"', window)
-    attention = model.model.layers[0].self_attn
-    if attention.head_dim < 16 or attention.head_dim & (attention.head_dim - 1) or attention.head_dim > 128:
-        raise argument_error("head_dim", 'a power of two from 16 to 128 with mode="mega"', attention.head_dim)
-    if attention.num_key_value_groups > 16:
-        raise argument_error("query heads for each key head", 'at most 16 with mode="mega"', attention.num_key_value_groups)
-    dims = dims_of(model)
-    for kind in MATRICES:
-        rows, columns = dims.shape(kind)
-        if columns % 8 or columns > WIDEST:
-            raise argument_error(f"columns of {kind.name.lower()}", f'a multiple of 8, at most {WIDEST}, with mode="mega"', columns)
-        if rows * columns * (1 if kind is Kind.HEAD else dims.layers) > LARGEST:
-            raise argument_error(
-                f"elements of {kind.name.lower()} in all layers", f'at most {LARGEST} with mode="mega"', rows * columns * dims.layers
-            )
+    dims = dims_of_config(config)
+    tiles = default_config(device, dims.head_dim)
+    reason = why_not(dims, default_blocks(dims, device, tiles), tiles)
+    if reason:
+        raise argument_error("the model's sizes", 'those of the megakernel\'s tiles with mode="mega"', reason)
 
 
-def dims_of(model: Any) -> Dims:
-    config, attention = model.config, model.model.layers[0].self_attn
-    heads = config.num_attention_heads, config.num_key_value_heads
-    return Dims(config.num_hidden_layers, config.hidden_size, *heads, attention.head_dim, config.intermediate_size, config.vocab_size)
+def packed_bytes(config: Any, device: Device) -> int:
+    """Of a transformers config's packed matrices."""
+    dims = dims_of_config(config)
+    tiles = default_config(device, dims.head_dim)
+    return Schedule(dims, default_blocks(dims, device, tiles), tiles).size * 4 * ROWS * tiles.strips * tiles.line
 
 
-def one_stream(dims: Dims, like: Tensor) -> tuple[Tensor, tuple[int, ...], dict[Kind, Tensor]]:
-    """Memory for all matrices [rows, hidden], the row that each kind begins at, and each kind's part of it [layers, its rows, its columns]."""
-    sizes = [(1 if kind is Kind.HEAD else dims.layers, *dims.shape(kind)) for kind in MATRICES]
-    rows = [layers * height * width // dims.hidden for layers, height, width in sizes]
-    bases = tuple(sum(rows[:i]) for i in range(len(rows)))
-    whole = torch.empty(sum(rows), dims.hidden, dtype=like.dtype, device=like.device)
-    parts = {kind: part.view(size) for kind, part, size in zip(MATRICES, whole.split(rows), sizes, strict=True)}
-    return whole, bases, parts
-
-
-@dataclass(slots=True)
-class LayerStacks(Fusion):
-    """Fuses like `Fusion`, but over all layers at once: what `stacked` and `alternating` give back are slices of four tensors.
-
-    While a stack is made, its layers are held twice; afterwards once.
-    """
-
-    qkv: Tensor = field(init=False)
-    out: Tensor = field(init=False)
-    gate_up: Tensor = field(init=False)
-    down: Tensor = field(init=False)
-    whole: Tensor | None = None
-    bases: tuple[int, ...] = ()
-    _of: dict[nn.Linear, Matrix] = field(default_factory=dict)
-
-    @staticmethod
-    def of(model: Any) -> "LayerStacks":
-        """Of a model that `refuse` lets pass."""
-        stacks, layers = LayerStacks(), model.model.layers
-        dims = dims_of(model)
-        parts: dict[Kind, Tensor | None] = dict.fromkeys(MATRICES)
-        if dims.inter % dims.hidden == 0 and dims.q_heads * dims.head_dim % dims.hidden == 0:
-            stacks.whole, stacks.bases, views = one_stream(dims, model.lm_head.weight)
-            parts |= views
-        attentions, mlps = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
-        qkv = [(a.q_proj, a.k_proj, a.v_proj) for a in attentions]
-        sizes = [m.out_features for m in qkv[0]]
-        stacks.qkv = stacks._stack(
-            qkv,
-            lambda parts: torch.cat(parts).view(len(qkv), sum(sizes), -1),
-            lambda whole: [part for layer in whole for part in layer.split(sizes)],
-            parts[Kind.QKV],
-        )
-        gate_up = [(m.gate_proj, m.up_proj) for m in mlps]
-        stacks.gate_up = stacks._stack(
-            gate_up,
-            lambda parts: torch.stack(parts).unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2).contiguous(),
-            lambda whole: [part for layer in whole for part in (layer[0::2], layer[1::2])],
-            parts[Kind.GATE_UP],
-        )
-        stacks.out = stacks._stack([(a.o_proj,) for a in attentions], torch.stack, list, parts[Kind.OUT])
-        stacks.down = stacks._stack([(m.down_proj,) for m in mlps], torch.stack, list, parts[Kind.DOWN])
-        if parts[Kind.HEAD] is not None:
-            stacks._stack([(model.lm_head,)], torch.stack, list, parts[Kind.HEAD])  # a tied embedding is the same parameter
-        return stacks
-
-    def _stack(
-        self,
-        layers: Sequence[tuple[nn.Linear, ...]],
-        join: Callable[[list[Tensor]], Tensor],
-        views: Callable[[Tensor], list[Tensor]],
-        into: Tensor | None = None,
-    ) -> Tensor:
-        """into: where the stack goes; by default to memory of its own."""
-        joined = join if into is None else lambda parts: into.copy_(join(parts))
-        whole = self._fused([linear for layer in layers for linear in layer], joined, views).weight
-        self._of |= {layer[0]: Matrix(part) for layer, part in zip(layers, whole, strict=True)}
-        return whole
-
-    def stacked(self, *linears: nn.Linear) -> Matrix:
-        return self._of[linears[0]]
-
-    def alternating(self, first: nn.Linear, second: nn.Linear) -> Matrix:
-        return self._of[first]
+def refuse_model(model: Any, device: Device) -> None:
+    """As `refuse`, of a model that is built: its biases too."""
+    refuse(model.config, device, model.dtype)
+    biased = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.bias is not None]
+    if biased:
+        raise argument_error("the model", 'without biases with mode="mega"', f"one of {biased[0]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the kernel reads, as `mega_kernel` has it, and the constants of the model."""
+    """A model's matrices, one for each layer: qkv with rows of queries, keys, values; gate and up
+    in turn. head_norms: weights of a layer's queries' and keys' norms.
+    """
 
     dims: Dims
     embedding: Tensor
     norms: Tensor
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: tuple[Tensor, ...]
+    out: tuple[Tensor, ...]
+    gate_up: tuple[Tensor, ...]
+    down: tuple[Tensor, ...]
     head: Tensor
     cos: Tensor
     sin: Tensor
     eps: float
     scale: float
-    whole: Tensor | None = None  # [.., hidden]: qkv, out, gate_up, down and head are views of it; None where hidden does not divide their sizes
-    bases: tuple[int, ...] = ()  # of each in its rows
+    head_norms: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @staticmethod
-    def of(decoder: Decoder, stacks: LayerStacks) -> "Weights":
-        first = decoder.layers[0]
-        attention, mlp = first.attention, first.mlp
-        assert isinstance(attention, GroupedAttention)
-        assert isinstance(mlp, GatedMlp)
-        dims = Dims(
-            len(decoder.layers), decoder.hidden, attention.q_heads, attention.kv_heads, attention.head_dim, mlp.down.weight.shape[1], decoder.vocab
-        )
+    def of(decoder: Decoder) -> "Weights":
+        attentions = [layer.attention for layer in decoder.layers if isinstance(layer.attention, GroupedAttention)]
+        mlps = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMlp)]
+        assert len(attentions) == len(mlps) == len(decoder.layers)
+        a = attentions[0]
+        head_norms = tuple((a.q_norm.weight, a.k_norm.weight) for a in attentions if a.q_norm is not None and a.k_norm is not None)
+        inter = mlps[0].down.weight.shape[1]
+        dims = Dims(len(mlps), decoder.hidden, a.q_heads, a.kv_heads, a.head_dim, inter, decoder.vocab, bool(head_norms))
         norms = [norm.weight for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm)]
         return Weights(
             dims,
             decoder.embedding,
-            torch.stack([*norms, decoder.norm.weight]),  # a copy: a thousandth of the weights
-            stacks.qkv,
-            stacks.out,
-            stacks.gate_up,
-            stacks.down,
-            decoder.head.weight[None],
-            attention.rope.cos,
-            attention.rope.sin,
+            torch.stack([*norms, decoder.norm.weight]),
+            tuple(a.qkv.weight for a in attentions),
+            tuple(a.out.weight for a in attentions),
+            tuple(mlp.gate_up.weight for mlp in mlps),
+            tuple(mlp.down.weight for mlp in mlps),
+            decoder.head.weight,
+            a.rope.cos,
+            a.rope.sin,
             decoder.norm.eps,
-            attention.scale,
-            stacks.whole,
-            stacks.bases,
+            a.scale,
+            head_norms,
         )
 
     def first_layers(self, layers: int) -> "Weights":
         """A model of the first layers alone, with the same norm and head."""
-        from dataclasses import replace
-
         norms = torch.cat((self.norms[: 2 * layers], self.norms[-1:]))
-        parts = {name: getattr(self, name)[:layers] for name in ("qkv", "out", "gate_up", "down")}
+        parts = {name: getattr(self, name)[:layers] for name in ("qkv", "out", "gate_up", "down", "head_norms")}
         return replace(self, dims=replace(self.dims, layers=layers), norms=norms, **parts)
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """int32 view: two neighbours of 16 bits in each."""
+    return tensor.view(torch.int32)
+
+
+def widened(tensor: Tensor, columns: int) -> Tensor:
+    """With zeros behind each row, up to so many columns."""
+    missing = columns - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor.contiguous()
+
+
+def _taken(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], zeros where the index lies behind the last."""
+    found = rows[index.clamp(max=len(rows) - 1)]
+    return found.masked_fill_((index >= len(rows))[..., None], 0)
+
+
+def _wide(matrix: Tensor, schedule: Schedule, groups: int) -> Tensor:
+    """[tiles, words of a tile]: group g has rows g * fields * ROWS + field * ROWS + s."""
+    form, strips, fields = schedule.wide, schedule.config.strips, schedule.fields(schedule.wide)
+    columns = 2 * schedule.hidden_words
+    rows = torch.arange(groups * schedule.wide_rows, device=matrix.device)
+    words = as_words(widened(_taken(matrix, rows), columns))
+    tiles = words.view(groups, fields, ROWS, form.sets, strips, form.width).permute(0, 3, 2, 4, 1, 5)
+    return tiles.reshape(groups * form.sets, -1)
+
+
+def _narrow_rows(schedule: Schedule, width: int, groups: int, device: torch.device) -> Tensor:
+    """[groups, ROWS, strips, fields]: output of each row of a block's tiles, from its first on."""
+    strips, fields = schedule.config.strips, schedule.config.line // width
+    group, row, strip, field = (torch.arange(n, device=device) for n in (groups, ROWS, strips, fields))
+    word = ((row[None, :, None, None] % 4 * strips + strip[None, None, :, None]) * groups + group[:, None, None, None]) * fields + field
+    return 2 * word + row[None, :, None, None] // 4
+
+
+def _out(matrix: Tensor, schedule: Schedule) -> Tensor:
+    d, parts, words = schedule.dims, schedule.out_parts, schedule.out_words
+    device = matrix.device
+    own = _narrow_rows(schedule, schedule.out.width, schedule.out_groups, device)
+    part = torch.arange(parts, device=device)[:, None, None, None, None]
+    rows = torch.where(own < 2 * words, own + 2 * words * part, len(matrix))
+    heads = torch.arange(d.q_heads * d.head_dim, device=device).view(d.q_heads, 1, 1, 1, 1, 1, d.head_dim)
+    found = matrix[rows.clamp(max=len(matrix) - 1)[None, ..., None], heads].masked_fill_((rows >= len(matrix))[None, ..., None], 0)
+    return as_words(found.contiguous()).view(d.q_heads * parts * schedule.out_groups, -1)
+
+
+def inner_columns(schedule: Schedule, device: torch.device) -> Tensor:
+    """[blocks, words, 2]: the inner columns behind each word that a block's `down` is multiplied
+    with; beyond `inter` where it has none.
+    """
+    fields, turn = schedule.fields(schedule.wide), schedule.slots // 2
+    words = []
+    for begin in range(0, schedule.gate_up_groups, turn):
+        groups = min(turn, schedule.gate_up_groups - begin)
+        p = torch.arange(2 * groups * fields, device=device)
+        rest, f = p // fields, p % fields
+        words.append((begin + rest // 2) * schedule.wide_rows // 2 + f * (ROWS // 2) + rest % 2 * 2)
+    found = torch.cat(words)
+    block = torch.arange(schedule.blocks, device=device)[:, None] * schedule.gate_up_groups * schedule.wide_rows // 2
+    return (block + found)[..., None] + torch.arange(2, device=device)
+
+
+def _down(matrix: Tensor, schedule: Schedule) -> Tensor:
+    form, inter = schedule.down, matrix.shape[1]
+    device = matrix.device
+    rows = _narrow_rows(schedule, form.width, schedule.down_groups, device)
+    columns = inner_columns(schedule, device)
+    missing = form.sets * form.width - columns.shape[1]
+    columns = torch.nn.functional.pad(columns, (0, 0, 0, missing), value=inter).view(schedule.blocks, 1, form.sets, 1, 1, 1, 2 * form.width)
+    rows = rows[None, :, None, :, :, :, None]
+    found = matrix[rows.clamp(max=len(matrix) - 1), columns.clamp(max=inter - 1)]
+    found.masked_fill_((rows >= len(matrix)) | (columns >= inter), 0)
+    return as_words(found).view(schedule.blocks * schedule.down_groups * form.sets, -1)
+
+
+def packed_tiles(weights: Weights, schedule: Schedule) -> Iterator[Tensor]:
+    """Tiles of each matrix [tiles, words], in the order in which they lie in W."""
+    gate_up_groups = schedule.blocks * schedule.gate_up_groups
+    for qkv, out, gate_up, down in zip(weights.qkv, weights.out, weights.gate_up, weights.down, strict=True):
+        yield _wide(qkv, schedule, schedule.qkv_groups)
+        yield _out(out, schedule)
+        yield _wide(gate_up, schedule, gate_up_groups)
+        yield _down(down, schedule)
+    yield _wide(weights.head, schedule, schedule.head_groups)
+
+
+def pack(weights: Weights, schedule: Schedule) -> Tensor:
+    """int32 [tiles * ROWS * strips, 1, line]."""
+    c = schedule.config
+    whole = torch.empty(schedule.size, ROWS * c.strips * c.line, dtype=torch.int32, device=weights.embedding.device)
+    at = 0
+    for tiles in packed_tiles(weights, schedule):
+        whole[at : at + len(tiles)] = tiles
+        at += len(tiles)
+    return whole.view(-1, 1, c.line)
+
+
+def stream_words(rows: Tensor, schedule: Schedule) -> Tensor:
+    """Rows as long as the residual stream, as words."""
+    return as_words(widened(rows, 2 * schedule.hidden_words))
+
+
+def head_norm_words(weights: Weights) -> Tensor:
+    """int32 [layers or 1, 4, head words]: of queries, their partners, keys, their partners."""
+    d = weights.dims
+    if not weights.head_norms:
+        return torch.zeros(1, 4, d.head_dim // 2, dtype=torch.int32, device=weights.embedding.device)
+    half = d.head_dim // 2
+    rows = [torch.stack([w for norm in pair for w in (norm, norm.roll(half))]) for pair in weights.head_norms]
+    return as_words(torch.stack(rows))
+
+
+def rope_words(weights: Weights) -> Tensor:
+    """fp32 [max_len, 4, head words]: cosines of both neighbours, sines as they go with the
+    partners.
+    """
+    cos, sin = torch.cat((weights.cos, weights.cos), 1), torch.cat((-weights.sin, weights.sin), 1)
+    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), 1).contiguous()

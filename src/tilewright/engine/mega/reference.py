@@ -1,55 +1,52 @@
-"""The reference machine: the program that the kernel runs, block by block in plain torch. A value that nobody wrote is NaN, and reading it an error.
+"""The reference machine: every block's queue in plain torch, each block waiting for what the others
+tell it, in any order.
 
-All blocks of a phase see what stood there before it: what one of them writes becomes visible when all are done, as behind the kernel's barrier.
+What is told may come late, come twice, or be lost (`Faults`). Blocks that wait for what will not
+come, a sum that is told more than its due, and a key of the cache that another block wrote are
+errors. The dtype float64 gives the truth: nothing is rounded.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .pack import Weights
-from .program import Kind, Phase, value_name
-from .schedule import Schedule
+from .shape import Kind, Schedule
+from .words import FRACTION
 
-Write = tuple[str, slice, Tensor]
-
-
-class MissingDependency(RuntimeError):
-    """A phase read what no earlier phase had written."""
+Waiting = Generator[str, None, Tensor]  # yields the name of what it waits for
+SOON = 5  # rounds within which what is late comes
 
 
-class Step:
-    """What the machines of both kernels share: a token, where it stands, and how the kernels round."""
-
-    def __init__(self, weights: Weights, token: int, position: int, cache: tuple[Tensor, Tensor], dtype: torch.dtype | None) -> None:
-        """
-        Args:
-            cache: keys and values [layers, kv_heads, max_len, head_dim]; appended to.
-            dtype: what is rounded to where the kernel rounds; None for that of the weights. float64 gives the truth: nothing is rounded.
-        """
-        self.weights, self.token, self.position, self.cache = weights, token, position, cache
-        self.dtype = dtype or weights.embedding.dtype
-        self.wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-        self.values: dict[str, Tensor] = {}
-
-    def _round(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).to(self.wide)
-
-    def _normed(self, x: Tensor, norm: int) -> Tensor:
-        rounded = self._round(x * (1.0 / torch.sqrt(x.square().sum() / len(x) + self.weights.eps)))
-        return self._round(rounded * self.weights.norms[norm].to(self.wide))
-
-    def _rotated(self, x: Tensor, position: int) -> Tensor:
-        cos, sin = (t[position].to(self.wide) for t in (self.weights.cos, self.weights.sin))
-        first, second = x.chunk(2, -1)
-        return self._round(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+class Deadlock(RuntimeError):
+    """Blocks wait for what none of them will tell."""
 
 
-class Machine(Step):
-    """State of one token's step. After `run`, `values` has every value by name, and the cache the token's key and value."""
+class Corrupt(RuntimeError):
+    """A sum has more terms than it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What happens on the way. late: the share of all that is told that comes some rounds later.
+    twice: the share of words that come again, later. lost,
+    doubled: names of which the first that is told does not come, or comes twice.
+    """
+
+    late: float = 0.0
+    twice: float = 0.0
+    lost: str = ""
+    doubled: str = ""
+
+
+class Machine:
+    """Some tokens' steps. After `run`, `values` has what the last token's blocks told each other,
+    by name, and the cache all their keys and values.
+    """
 
     def __init__(
         self,
@@ -60,126 +57,241 @@ class Machine(Step):
         cache: tuple[Tensor, Tensor],
         *,
         dtype: torch.dtype | None = None,
+        order: int | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        """Args: as `Step`."""
-        super().__init__(weights, token, position, cache, dtype)
-        self.schedule = schedule
+        """
+        Args:
+            cache: keys and values [layers, kv_heads, max_len, head_dim]; appended to.
+            dtype: what is rounded to where the kernel rounds; None for that of the weights.
+            order: seed of the order in which blocks get their turns and of the faults; None for
+                blocks by their numbers.
+        """
+        self.weights, self.schedule, self.token, self.position, self.cache = weights, schedule, token, position, cache
+        self.dtype = dtype or weights.embedding.dtype
+        self.exact = self.dtype is torch.float64
+        self.wide = torch.float64 if self.exact else torch.float32
+        self.values: dict[str, Tensor] = {}
+        self.tokens: list[int] = []
+        self._epochs: dict[str, Tensor] = {}  # of words: for which token they are; of sums: how many have come
+        self._appended: dict[tuple[int, int, int], set[int]] = {}  # blocks that wrote a key: of layer, key head and position
+        self._faults, self._random = faults or Faults(), random.Random(order)
+        self._in_order, self._round, self._events = order is None, 0, 0
+        self._late: list[tuple[int, Callable[[], None]]] = []
+        self._single: set[str] = set()  # names of which the first has been lost or doubled
 
-    def run(self, program: list[Phase]) -> int | None:
-        """The likeliest token, if the program chooses one. Raises MissingDependency."""
-        for phase in program:
-            execute: Callable[[int, slice], Iterator[Write]] = getattr(self, f"_{phase.kind.name.lower()}")
-            starts = self.schedule.starts(phase.kind)
-            written = [w for a, b in pairwise(starts) if a < b for w in execute(phase.layer, slice(a, b))]
-            for name, rows, value in written:
-                self._slot(name, phase)[rows] = value
-        if program[-1].kind is Kind.ATTENTION:  # nobody merged the ranges
-            self._merged(program[-1].layer)
-        chosen = self.values.get("token")
-        return None if chosen is None else int(chosen)
+    def run(self, tokens: int = 1) -> int:
+        """The last token; `tokens` has all. Raises Deadlock, Corrupt, or RuntimeError for a key
+        that another block wrote.
+        """
+        blocks = {block: self._block(block, tokens) for block in range(self.schedule.blocks)}
+        missing: dict[int, str] = {}
+        while blocks:
+            before, turn = self._events, list(blocks)
+            self._round += 1
+            due = [send for when, send in self._late if when <= self._round]
+            self._late = [(when, send) for when, send in self._late if when > self._round]
+            for send in due:
+                send()
+            if not self._in_order:
+                self._random.shuffle(turn)
+            for block in turn:
+                try:
+                    missing[block] = next(blocks[block])
+                except StopIteration:
+                    del blocks[block]
+                    self._events += 1
+            if self._events == before and not self._late and not due:
+                raise Deadlock(f"{len(turn)} of {self.schedule.blocks} blocks wait, block {turn[0]} for {missing[turn[0]]}")
+        return self.tokens[-1]
 
-    def _slot(self, name: str, phase: Phase) -> Tensor:
-        d, device = self.schedule.dims, self.weights.embedding.device
+    # What blocks tell each other
+
+    def _tell(self, name: str, apply: Callable[[], None], *, word: bool) -> None:
+        """Now, late, twice or never."""
+        self._events += 1
+        faults, chance = self._faults, self._random.random
+        if name in (faults.lost, faults.doubled) and name not in self._single:
+            self._single.add(name)
+            if name == faults.lost:
+                return
+            apply()
+        if word and faults.twice and chance() < faults.twice:
+            self._late.append((self._round + self._random.randint(1, 50 * SOON), apply))
+        if faults.late and chance() < faults.late:
+            self._late.append((self._round + self._random.randint(1, SOON), apply))
+        else:
+            apply()
+
+    def _publish(self, name: str, size: tuple[int, ...], start: int, value: Tensor, epoch: int) -> None:
+        """Words from `start` on of `size`: they replace those of earlier epochs only."""
         if name not in self.values:
-            shape = {
-                Kind.QKV: (d.heads * d.head_dim,),
-                Kind.ATTENTION: (d.q_heads * self.schedule.splits, d.head_dim + 2),
-                Kind.OUT: (d.hidden,),
-                Kind.GATE_UP: (d.inter,),
-                Kind.DOWN: (d.hidden,),
-                Kind.HEAD: (d.vocab,),
-                Kind.CHOOSE: (1,),
-            }[phase.kind]
-            # Ranges of keys are summed in fp32 and not rounded.
-            dtype = self.wide if phase.kind in (Kind.ATTENTION, Kind.CHOOSE) else self.dtype
-            self.values[name] = torch.full(shape, math.nan, dtype=dtype, device=device)
-        return self.values[name]
+            self.values[name] = torch.full(size, math.nan, dtype=value.dtype, device=value.device)
+            self._epochs[name] = torch.zeros(size[0], dtype=torch.int32, device=value.device)
 
-    def _read(self, what: str, layer: int | None, rows: slice = slice(None)) -> Tensor:
-        name = value_name(what, layer)
-        found = self.values.get(name)
-        if found is None or found[rows].isnan().any():
-            raise MissingDependency(f"{name} is read before it is written whole")
-        return found[rows].to(self.wide)
+        def apply() -> None:
+            here, epochs = slice(start, start + len(value)), self._epochs[name]
+            newer = epochs[here] <= epoch
+            self.values[name][here] = torch.where(newer.view(-1, *[1] * (value.dim() - 1)), value, self.values[name][here])
+            epochs[here] = epochs[here].clamp(min=epoch)
 
-    def _stream(self, layer: int, rows: slice = slice(None)) -> Tensor:
-        """The residual stream before a layer."""
-        if layer == 0:
-            return self.weights.embedding[self.token, rows].to(self.wide)
-        return self._read("stream", layer - 1, rows)
+        self._tell(name, apply, word=True)
 
-    def _rows(self, kind: Kind, units: slice, per: int = 1) -> slice:
-        """Rows of a matrix that belong to units; per: rows that make one element of the result."""
-        size = self.schedule.rows(kind) // per
-        return slice(units.start * size, min(units.stop * size, self.schedule.dims.shape(kind)[0] // per))
+    def _poll(self, name: str, here: slice, epoch: int) -> Waiting:
+        while name not in self._epochs or int(self._epochs[name][here].min()) < epoch:
+            yield name
+        self._events += 1
+        return self.values[name][here]
 
-    def _qkv(self, layer: int, units: slice) -> Iterator[Write]:
-        x, rows = self._normed(self._stream(layer), 2 * layer), self._rows(Kind.QKV, units)
-        yield value_name("qkv", layer), rows, self.weights.qkv[layer, rows].to(self.wide) @ x
+    def _sum(self, half: int, epoch: int) -> str:
+        """The name of a sum's words: they are used by every second token."""
+        name = f"layers.{half // 2}.{('out', 'down')[half % 2]}.{epoch & 1}"
+        if name not in self.values:
+            where = self.weights.embedding.device
+            self.values[name] = torch.zeros(self.weights.dims.hidden, dtype=torch.float64, device=where)
+            self._epochs[name] = torch.full((self.weights.dims.hidden,), epoch & 1, dtype=torch.int32, device=where)  # as if cleared before the first
+        return name
 
-    def _attention(self, layer: int, units: slice) -> Iterator[Write]:
-        for unit in range(units.start, units.stop):
-            head, split = divmod(unit, self.schedule.splits)
-            begin = split * self.schedule.keys_per_range(self.position)
-            if begin <= self.position:
-                yield value_name("parts", layer), slice(unit, unit + 1), self._attend(layer, head, begin)
+    def _add(self, half: int, epoch: int, outputs: range, terms: Tensor, count: int = 1) -> None:
+        name, here = self._sum(half, epoch), slice(outputs.start, outputs.stop)
+        exact = terms.double() if self.exact else (terms.double() * 2.0**FRACTION).trunc() * 2.0**-FRACTION
 
-    def _attend(self, layer: int, head: int, begin: int) -> Tensor:
-        """[1, head_dim + 2]: the sum of a range of keys, its maximum in base 2 and denominator. The newest key is not in the cache yet."""
-        d, position = self.schedule.dims, self.position
-        end = begin + self.schedule.keys_per_range(position)
-        q, (k, v) = self._rotated(self._head_of_qkv(layer, head), position), self._new_key(layer, head // d.group)
-        keys, values = (c[layer, head // d.group, begin : min(end, position)].to(self.wide) for c in self.cache)
-        if position < end:
-            keys, values = torch.cat((keys, k[None])), torch.cat((values, v[None]))
-        scores = keys @ q * (self.weights.scale * math.log2(math.e))
-        maximum = scores.amax()
-        weights = torch.exp2(scores - maximum)
-        return torch.cat((self._round(weights) @ values, maximum[None], weights.sum()[None]))[None]
+        def apply() -> None:
+            self.values[name][here] += exact
+            self._epochs[name][here] += count
 
-    def _head_of_qkv(self, layer: int, head: int) -> Tensor:
-        size = self.schedule.dims.head_dim
-        return self._read("qkv", layer, slice(head * size, (head + 1) * size))
+        self._tell(name, apply, word=False)
 
-    def _new_key(self, layer: int, head: int) -> tuple[Tensor, Tensor]:
-        """The token's rotated key, and its value."""
-        first = self.schedule.dims.q_heads + head
-        return self._rotated(self._head_of_qkv(layer, first), self.position), self._head_of_qkv(layer, first + self.schedule.dims.kv_heads)
+    def _clear(self, half: int, epoch: int, block: int) -> None:
+        """Takes from a block's own words what stands there, of the token before, and counts 1."""
+        name, own = self._sum(half, epoch + 1), self.schedule.owned(block)
+        outputs = range(min(2 * own.start, self.weights.dims.hidden), min(2 * own.stop, self.weights.dims.hidden))
+        here = slice(outputs.start, outputs.stop)
+        old, count = self.values[name][here].clone(), self._epochs[name][here].clone()
 
-    def _merged(self, layer: int) -> Tensor:
-        d, schedule = self.schedule.dims, self.schedule
-        ranges = -(-(self.position + 1) // schedule.keys_per_range(self.position))
-        units = [h * schedule.splits + s for s in range(ranges) for h in range(d.q_heads)]
-        parts = torch.cat([self._read("parts", layer, slice(u, u + 1)) for u in units]).view(ranges, d.q_heads, d.head_dim + 2)
-        sums, maxima, denominators = parts.split((d.head_dim, 1, 1), 2)
-        factors = torch.exp2(maxima - maxima.amax(0))
-        mixed = self._round((sums * factors).sum(0) / (denominators * factors).sum(0))
-        self.values[value_name("attention", layer)] = mixed.to(self.dtype)
-        return mixed.flatten()
+        def apply() -> None:
+            self.values[name][here] -= old
+            self._epochs[name][here] += 1 - count
 
-    def _out(self, layer: int, units: slice) -> Iterator[Write]:
-        x, rows = self._merged(layer), self._rows(Kind.OUT, units)
-        yield value_name("middle", layer), rows, self.weights.out[layer, rows].to(self.wide) @ x + self._stream(layer, rows)
+        self._tell(name, apply, word=False)
 
-    def _gate_up(self, layer: int, units: slice) -> Iterator[Write]:
-        x, rows = self._normed(self._read("middle", layer), 2 * layer + 1), self._rows(Kind.GATE_UP, units, per=2)
-        both = slice(2 * rows.start, 2 * rows.stop)
-        gate, up = (self.weights.gate_up[layer, both].to(self.wide) @ x).view(-1, 2).unbind(1)
-        yield value_name("active", layer), rows, torch.nn.functional.silu(gate) * up
+    def _whole(self, half: int, epoch: int, adders: int) -> Waiting:
+        name = self._sum(half, epoch)
+        while int(self._epochs[name].min()) < adders + 1:
+            yield name
+        if int(self._epochs[name].max()) > adders + 1:
+            raise Corrupt(f"{name} has {int(self._epochs[name].max()) - 1} terms of {adders}")
+        self._events += 1
+        return self.values[name].to(self.wide)
 
-    def _down(self, layer: int, units: slice) -> Iterator[Write]:
-        rows = self._rows(Kind.DOWN, units)
-        y = self.weights.down[layer, rows].to(self.wide) @ self._read("active", layer)
-        yield value_name("stream", layer), rows, y + self._read("middle", layer, rows)
+    # What a block computes
 
-    def _head(self, layer: int, units: slice) -> Iterator[Write]:
-        if units.start == 0:  # the kernel's blocks share the appending out among themselves; nobody reads the cache any more
-            for i in range(layer):
-                for head in range(self.schedule.dims.kv_heads):
-                    for cache, new in zip(self.cache, self._new_key(i, head), strict=True):
-                        cache[i, head, self.position] = new
-        x, rows = self._normed(self._stream(layer), 2 * layer), self._rows(Kind.HEAD, units)
-        yield "logits", rows, self.weights.head[0, rows].to(self.wide) @ x
+    def _block(self, block: int, tokens: int) -> Generator[str, None, None]:
+        s, w, d = self.schedule, self.weights, self.weights.dims
+        token, position = self.token, self.position
+        for epoch in range(1, tokens + 1):
+            x = w.embedding[token].to(self.wide)
+            attended, active = torch.empty(0), torch.empty(0)
+            for kind, layer in s.queue():
+                if kind in (Kind.QKV, Kind.HEAD) and layer:
+                    x = self._rounded(x + (yield from self._whole(2 * layer - 1, epoch, s.blocks)))
+                if kind is Kind.QKV:
+                    rows = s.rows(block, s.qkv_groups, s.qkv_rows)
+                    heads = self._times(w.qkv[layer][rows.start : rows.stop], self._normed(x, w.norms[2 * layer]))
+                    if len(rows):
+                        self._publish(f"layers.{layer}.qkv", (s.qkv_rows,), rows.start, heads.to(self.dtype), epoch)
+                    if s.outputs(block):
+                        attended = yield from self._attended(block, layer, position, epoch)
+                elif kind is Kind.OUT:
+                    self._clear(2 * layer, epoch, block)
+                    if mine := s.outputs(block):
+                        columns = slice(mine[0] * d.head_dim, (mine[0] + 1) * d.head_dim)
+                        self._add(2 * layer, epoch, mine[1], self._times(w.out[layer][mine[1].start : mine[1].stop, columns], attended))
+                elif kind is Kind.GATE_UP:
+                    x = self._rounded(x + (yield from self._whole(2 * layer, epoch, d.q_heads)))
+                    inner = s.inner(block)
+                    rows_of_both = w.gate_up[layer][2 * inner.start : 2 * inner.stop]
+                    gate, up = self._times(rows_of_both, self._normed(x, w.norms[2 * layer + 1])).view(-1, 2).unbind(1)
+                    active = self._rounded(torch.nn.functional.silu(gate) * up)
+                elif kind is Kind.DOWN:
+                    self._clear(2 * layer + 1, epoch, block)
+                    self._add(2 * layer + 1, epoch, range(d.hidden), self._times(w.down[layer][:, inner.start : inner.stop], active))
+                else:
+                    token = yield from self._chosen(block, self._normed(x, w.norms[-1]), epoch)
+            position += 1
 
-    def _choose(self, layer: int, units: slice) -> Iterator[Write]:
-        yield "token", slice(0, 1), self._read("logits", None).argmax().to(self.wide)[None]
+    def _attended(self, block: int, layer: int, position: int, epoch: int) -> Waiting:
+        """A query head's attention; of a block that splits the keys with others, from all their
+        shares.
+        """
+        s, w, d = self.schedule, self.weights, self.weights.dims
+        mine = s.outputs(block)
+        assert mine is not None
+        head, part = mine[0], block % s.out_parts
+        kv, heads = head // d.group, []
+        for which in (head, d.q_heads + kv, d.q_heads + d.kv_heads + kv):
+            found = yield from self._poll(f"layers.{layer}.qkv", slice(which * d.head_dim, (which + 1) * d.head_dim), epoch)
+            heads.append(found.to(self.wide))
+        q, k, v = heads
+        if w.head_norms:
+            q, k = self._normed(q, w.head_norms[layer][0]), self._normed(k, w.head_norms[layer][1])
+        q, k = self._rotated(q, position), self._rotated(k, position)
+        for cache, new in zip(self.cache, (k, v), strict=True):
+            cache[layer, kv, position] = new.to(cache.dtype)
+        self._appended.setdefault((layer, kv, position), set()).add(block)
+        span = s.config.span
+        places = [p for tile in s.tiles_of_keys(block, position) for p in range(tile * span, min((tile + 1) * span, position))]
+        if not s.splits(position) or part == 0:
+            places.append(position)
+        if any(block not in self._appended.get((layer, kv, p), (block,)) for p in places):
+            raise RuntimeError(f"block {block} reads a key of layer {layer} that only other blocks have written")
+        keys, values = (cache[layer, kv, places].to(self.wide) for cache in self.cache)
+        scores = keys @ q * (w.scale * math.log2(math.e))
+        high = scores.amax(0, keepdim=True) if places else torch.full((1,), -1e30, dtype=self.wide, device=q.device)
+        p = torch.exp2(scores - high)
+        share = torch.cat((p @ values, high, p.sum(0, keepdim=True)))
+        if s.splits(position):
+            name = f"layers.{layer}.shares.{head}"
+            self._publish(name, (s.out_parts, d.head_dim + 2), part, share[None], epoch)
+            shares = yield from self._poll(name, slice(None), epoch)
+            factors = torch.exp2(shares[:, -2] - shares[:, -2].max())[:, None]
+            share = torch.cat(((shares[:, :-2] * factors).sum(0), high, (shares[:, -1:] * factors).sum(0)))
+        return self._rounded(share[:-2] / share[-1])
+
+    def _chosen(self, block: int, x: Tensor, epoch: int) -> Generator[str, None, int]:
+        s, d = self.schedule, self.weights.dims
+        rows = s.rows(block, s.head_groups, d.vocab)
+        logits = self._rounded(self._times(self.weights.head[rows.start : rows.stop], x))
+        best = torch.tensor([[-math.inf, float(d.vocab)]], dtype=torch.float64)
+        if len(rows):
+            self._publish("logits", (d.vocab,), rows.start, logits.to(self.dtype), epoch)
+            best = torch.tensor([[float(logits.max()), float(rows.start + int(logits.argmax()))]], dtype=torch.float64)
+        self._publish("best", (s.blocks, 2), block, best, epoch)
+        found = yield from self._poll("best", slice(None), epoch)
+        token = int(found[found[:, 0] == found[:, 0].max(), 1].min())
+        if block == 0:
+            self.tokens.append(token)
+        return token
+
+    def _times(self, matrix: Tensor, x: Tensor) -> Tensor:
+        return matrix.to(self.wide) @ x
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(self.wide)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._rounded(self._rounded(x * torch.rsqrt(x.square().mean() + self.weights.eps)) * weight.to(self.wide))
+
+    def _rotated(self, x: Tensor, position: int) -> Tensor:
+        cos, sin = (t[position].to(self.wide) for t in (self.weights.cos, self.weights.sin))
+        first, second = x.chunk(2, -1)
+        return self._rounded(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+    def named(self) -> dict[str, Tensor]:
+        """As `Mega.named`, of the last token."""
+        parity, found = len(self.tokens) & 1, dict[str, Tensor]()
+        for layer in range(self.weights.dims.layers):
+            found[f"layers.{layer}.qkv"] = self.values[f"layers.{layer}.qkv"]
+            for name in ("out", "down"):
+                found[f"layers.{layer}.{name}"] = self.values[f"layers.{layer}.{name}.{parity}"].to(self.wide)
+        return found | {"logits": self.values["logits"]}

@@ -1,6 +1,6 @@
-"""The step: buffers made once, one launch a token."""
+"""The step: buffers made once, one launch for one or more tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,9 +8,12 @@ from torch import Tensor
 from ...launch import Bound, Device, Launch, argument_error, next_pow2
 from ...ops.common.softmax_tiles import LOG2E
 from .kernel import mega_kernel
-from .pack import Weights
-from .program import MATRICES, Dims, Kind, Phase, table, value_name
-from .schedule import Config, Schedule, default_config
+from .pack import Weights, as_words, head_norm_words, pack, rope_words, stream_words
+from .shape import Config, Schedule, default_blocks, default_config, why_not
+from .words import ARRIVAL, FIELD, FIELD_BITS, FRACTION, HALF_FIELD, NOWHERE, RANGE
+
+PLACES = ("qkv", "shares of attention", "the sum behind attention", "the sum behind the MLP")  # of a layer, by number: what a poll is for
+SPIN_LIMIT = 1 << 24  # polls, a minute of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,186 +26,143 @@ class Clocks:
     clock: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """What the phases write: a slot for each layer, so that any of it can be looked at after the
-    step. Names as in `program`.
-    """
-
-    heads: Tensor
-    parts: Tensor
-    maxima: Tensor
-    denominators: Tensor
-    stream: Tensor
-    active: Tensor
-    logits: Tensor
-    best: Tensor
-
-    @staticmethod
-    def of(schedule: Schedule, dtype: torch.dtype, device: torch.device, logits: Tensor | None = None) -> "Values":
-        """logits: where they go, [1, vocab]."""
-        d, splits = schedule.dims, schedule.splits
-
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return Values(
-            heads=zeros(d.layers, d.heads, d.head_dim),
-            parts=zeros(d.layers, splits, d.q_heads, d.head_dim, dtype=torch.float32),
-            maxima=zeros(d.layers, splits, d.q_heads, dtype=torch.float32),
-            denominators=zeros(d.layers, splits, d.q_heads, dtype=torch.float32),
-            stream=zeros(2 * d.layers, d.hidden),
-            active=zeros(d.layers, d.inter),
-            logits=zeros(1, d.vocab) if logits is None else logits,
-            best=zeros(2, schedule.blocks, dtype=torch.int32),
-        )
-
-    def named(self, program: list[Phase], schedule: Schedule, position: int) -> dict[str, Tensor]:
-        """Every value that the program wrote, by name, in its order; `parts` as the merged
-        attention.
-        """
-        found: dict[str, Tensor] = {}
-        for phase in program:
-            i = phase.layer
-            if phase.kind is Kind.QKV:
-                found[phase.writes] = self.heads[i]
-            elif phase.kind is Kind.ATTENTION:
-                found[value_name("attention", i)] = self.merged(i, -(-(position + 1) // schedule.keys_per_range(position)))
-            elif phase.kind is Kind.OUT:
-                found[phase.writes] = self.stream[2 * i]
-            elif phase.kind is Kind.GATE_UP:
-                found[phase.writes] = self.active[i]
-            elif phase.kind is Kind.DOWN:
-                found[phase.writes] = self.stream[2 * i + 1]
-            elif phase.kind is Kind.HEAD:
-                found[phase.writes] = self.logits[0]
-        return found
-
-    def merged(self, layer: int, ranges: int) -> Tensor:
-        """[q_heads, head_dim]: attention of a layer, of its first ranges of keys."""
-        maxima, denominators = self.maxima[layer, :ranges], self.denominators[layer, :ranges]
-        factors = torch.exp2(maxima - maxima.amax(0))
-        total = (self.parts[layer, :ranges] * factors[..., None]).sum(0)
-        return (total / (denominators * factors).sum(0)[:, None]).to(self.stream.dtype)
-
-
-def plan(schedule: Schedule, phases: int, spin_limit: int) -> Launch:
+def plan(schedule: Schedule, spin_limit: int) -> Launch:
     """The launch of a step."""
-    d, c = schedule.dims, schedule.config
+    s, d, c = schedule, schedule.dims, schedule.config
     constants = {
-        "hidden": d.hidden,
-        "q_heads": d.q_heads,
-        "kv_heads": d.kv_heads,
-        "half": d.head_dim // 2,
-        "splits": schedule.splits,
-        "blocks": schedule.blocks,
-        "chunks": tuple(schedule.chunks(kind) for kind in (Kind.QKV, Kind.OUT, Kind.DOWN)),
-        "rows": tuple(schedule.rows(kind) for kind in MATRICES),
-        "depth": c.depth,
-        "tile_b": next_pow2(schedule.blocks),
-        "tile_p": next_pow2(phases),
-        "merged": min(c.merged, schedule.splits),
-        "span": c.span,
-        "tile_kv": c.tile_kv,
+        "model": (d.layers, d.hidden, d.q_heads, d.kv_heads, d.vocab, int(d.head_norms)),
+        "forms": (*s.wide, s.out.width, *s.down),
+        "counts": (s.qkv_groups, s.out_groups, s.gate_up_groups, s.down_groups, s.down_part, s.head_groups, s.out_parts, s.out_words),
+        "turns": s.turns,
+        "sizes": (c.strips, c.line, c.span, c.short, c.latency),
+        "blocks": s.blocks,
         "limit": spin_limit,
     }
-    return Launch(mega_kernel, (schedule.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
-
-
-def resident_blocks(device: Device, blocks: int | None) -> int:
-    """Blocks of the grid, by default one for each multiprocessor. Raises ValueError for more than
-    can be resident: they wait for each other.
-    """
-    blocks = blocks or device.sms
-    if not device.is_cpu and not 1 <= blocks <= device.sms:
-        raise argument_error("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
-    return blocks
+    return Launch(mega_kernel, (s.blocks,), constants, occupancy=1, num_worker_warps=c.num_worker_warps)
 
 
 class Mega:
-    """A program with its buffers. `step` launches it: one token for the sequence of `clocks`."""
+    """A model's step with its buffers. `step` launches it, for the sequence of `clocks`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 options by keyword
         self,
         weights: Weights,
-        program: list[Phase],
         clocks: Clocks,
         cache: tuple[Tensor, Tensor],
         *,
         logits: Tensor | None = None,
         blocks: int | None = None,
         config: Config | None = None,
-        spin_limit: int = 0,
+        choose: bool = True,
+        spin_limit: int = SPIN_LIMIT,
+        tiles: Tensor | None = None,
     ) -> None:
         """
         Args:
-            program: phases, the first of any length of `phases(weights.dims)`.
             cache: keys and values, [layers, kv_heads, max_len, head_dim] each.
             logits: where they go, [1, vocab]; by default a buffer of its own.
-            blocks: of the grid; by default one for each multiprocessor.
-            spin_limit: looks at a counter after which a block gives up, for `check`; 0 waits for
-                ever.
+            blocks: of the grid; by default as `default_blocks` finds.
+            choose: the likeliest token follows; without it a step ends with the logits.
+            spin_limit: polls after which a block gives up, for `check`; 0 waits for ever.
+            tiles: the weights as `pack` makes them, of another Mega with the same schedule.
         Raises: ValueError if so many blocks can't be resident at once: they would wait for each
-            other for ever.
+            other for ever; or for sizes that no tile holds.
         """
-        device = Device.of(weights.embedding)
-        blocks = resident_blocks(device, blocks)
-        self.weights, self.program, self.clocks, self.cache = weights, program, clocks, cache
-        self.schedule = Schedule(weights.dims, blocks, config or default_config(device))
-        where = weights.embedding.device
-        self.values = Values.of(self.schedule, weights.embedding.dtype, where, logits)
-        self._arrived = torch.zeros(2, len(program), dtype=torch.int32, device=where)
-        self._turn = torch.zeros(1, dtype=torch.int32, device=where)
-        self._stuck = torch.zeros(2, dtype=torch.int32, device=where)
+        device, d, like = Device.of(weights.embedding), weights.dims, weights.embedding
+        config = config or default_config(device, d.head_dim)
+        while cache[0].shape[2] % config.span:
+            config = replace(config, span=config.span // 2)
+        blocks = blocks or default_blocks(d, device, config)
+        if not device.is_cpu and not 1 <= blocks <= device.sms:
+            raise argument_error("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
+        reason = why_not(d, blocks, config)
+        if reason:
+            raise argument_error("the model's sizes", "those of the megakernel's tiles", reason)
+        self.weights, self.clocks, self.cache, self.schedule = weights, clocks, cache, Schedule(d, blocks, config)
+        s, where = self.schedule, like.device
+        self.tiles = pack(weights, s) if tiles is None else tiles
+        self.logits = torch.zeros(1, d.vocab, dtype=like.dtype, device=where) if logits is None else logits
+        head_words, threads = d.head_dim // 2, 32 * (config.num_worker_warps or 8)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=where)
+
+        self._sums = zeros(4 * d.layers, s.hidden_words + 1)
+        self._qkv = zeros(d.layers, 2 * s.qkv_rows // 2)
+        self._epoch, self._stuck = zeros(blocks, dtype=torch.int32), zeros(2, dtype=torch.int32)
+        self._shares = zeros(d.layers * d.q_heads, next_pow2(max(s.out_parts, threads // 4 // head_words)), 4, head_words)
+        self._best = zeros(2, next_pow2(max(blocks, threads // 2)))
+        copies = max(1, threads // head_words)
         arguments = {
-            "program": table(program).to(where),
-            "starts": self.schedule.table().to(where),
-            "arrived": self._arrived,
-            "turn": self._turn,
+            "w": self.tiles,
+            "embedding": stream_words(like, s),
+            "norms": stream_words(weights.norms, s),
+            "head_norms": head_norm_words(weights),
+            "rope": rope_words(weights),
+            "k": as_words(cache[0]).view(d.layers * d.kv_heads, -1, head_words),
+            "v": as_words(cache[1]).view(d.layers * d.kv_heads, -1, head_words),
+            "sums": self._sums.as_strided(
+                (4 * d.layers, max(1, threads // s.wide.width // config.strips), s.hidden_words + 1), (s.hidden_words + 1, 0, 1)
+            ),
+            "qkv_words": self._qkv.as_strided((d.layers, copies, s.qkv_rows), (s.qkv_rows, 0, 1)),
+            "shares": self._shares,
+            "best": self._best,
+            "logits": self.logits.view(-1),
+            "epoch": self._epoch,
             "stuck": self._stuck,
             "tokens": clocks.tokens,
             "counters": clocks.counters,
             "recent": clocks.recent,
             "clock": clocks.clock,
-            "embedding": weights.embedding,
-            "norms": weights.norms,
-            "w_qkv": weights.qkv,
-            "w_out": weights.out,
-            "w_gate_up": weights.gate_up,
-            "w_down": weights.down,
-            "w_head": weights.head,
-            "cos": weights.cos,
-            "sin": weights.sin,
-            "k": cache[0],
-            "v": cache[1],
-            **{name: getattr(self.values, name) for name in ("heads", "parts", "maxima", "denominators", "stream", "active", "logits", "best")},
-            "steps": len(program),
-            "eps": weights.eps,
-            "scale": weights.scale * LOG2E,
         }
-        self._launch = Bound([plan(self.schedule, len(program), spin_limit)], tuple(arguments), device)
-        self._args = tuple(arguments.values())
+        self._launch = Bound([plan(s, spin_limit)], (*arguments, "steps", "choose", "eps", "scale"), device)
+        self._args, self._rest = tuple(arguments.values()), (int(choose), weights.eps, weights.scale * LOG2E)
+        self.restart()
 
-    @property
-    def dims(self) -> Dims:
-        return self.weights.dims
+    def restart(self) -> None:
+        """As if no token had been written: also after a block gave up."""
+        for tensor in (self._sums, self._qkv, self._epoch, self._stuck, self._shares, self._best):
+            tensor.zero_()
+        self._stuck.fill_(NOWHERE)
+        self._sums[2 * self.weights.dims.layers :, :-1] = ARRIVAL  # the first epoch is odd: of its sums, the clearing counts as done
 
-    def named(self, position: int) -> dict[str, Tensor]:
-        """What the last step, of a token at `position`, wrote: see `Values.named`."""
-        return self.values.named(self.program, self.schedule, position)
-
-    def step(self) -> None:
-        """One token. No synchronisation, nothing allocated: may be captured in a graph. Two steps
-        must not run at the same time on one GPU.
+    def step(self, tokens: int = 1) -> None:
+        """So many tokens, in one launch. No synchronisation, nothing allocated: may be captured.
+        Two launches must not run at the same time.
         """
-        self._launch.run(*self._args)
+        self._launch.run(*self._args, tokens, *self._rest)
 
     def check(self) -> None:
-        """Waits for the device. Raises RuntimeError naming phase and block if one gave up waiting
-        (`spin_limit`), and makes steps possible again.
+        """Waits for the device. Raises RuntimeError, naming what was waited for and the block, if
+        one gave up, or if a sum may have left its range; and makes steps possible again.
         """
-        phase, block = self._stuck.tolist()
-        if phase:
-            for tensor in (self._arrived, self._turn, self._stuck):
-                tensor.zero_()
-            raise RuntimeError(f"block {block} of {self.schedule.blocks} waited in vain for phase {self.program[phase - 1]}")
+        waited, ranged = self._stuck.tolist()
+        if int(self._sums[:, -1].max()) > RANGE // 2:  # of the last token, whose sums nobody has cleared
+            ranged = min(ranged, NOWHERE - 1)
+        if min(waited, ranged) == NOWHERE:
+            return
+        self.restart()
+        if ranged < NOWHERE:  # such sums may have kept others waiting
+            raise RuntimeError(f'a sum may have left the fixed point\'s range of {RANGE}: use mode="graph" for this model')
+        place, block = divmod(waited, 256)
+        layer, number = divmod(place, 8)
+        what = "the blocks' best tokens" if layer == self.weights.dims.layers else f"{PLACES[number]} of layer {layer}"
+        raise RuntimeError(f"block {block} of {self.schedule.blocks} waited in vain for {what}")
+
+    def named(self) -> dict[str, Tensor]:
+        """What the last token's blocks told each other, by name."""
+        d, s = self.weights.dims, self.schedule
+        parity = int(self._epoch[0]) & 1
+        found: dict[str, Tensor] = {}
+        for layer in range(d.layers):
+            found[f"layers.{layer}.qkv"] = self._qkv[layer, : s.qkv_rows // 2].int().view(self.logits.dtype)
+            for half, (name, adders) in enumerate((("out", d.q_heads), ("down", s.blocks))):
+                found[f"layers.{layer}.{name}"] = fixed_to_float(self._sums[parity * 2 * d.layers + 2 * layer + half, :-1], adders)[: d.hidden]
+        return found | {"logits": self.logits[0]}
+
+
+def fixed_to_float(words: Tensor, adders: int) -> Tensor:
+    """The values of whole words of a sum, fp32."""
+    offset = HALF_FIELD // adders * adders
+    fields = torch.stack((words & FIELD, (words >> FIELD_BITS) & FIELD), -1)
+    return (fields - offset).flatten().float() * 2.0**-FRACTION
