@@ -44,7 +44,8 @@ def check_tensor(
             raise argument_error(f"{name}.device", like.device, tensor.device)
     elif tensor.device.type not in ("cuda", "cpu", "meta"):
         raise argument_error(f"{name}.device", "a CUDA or CPU device", tensor.device)
-    if tensor.layout is not torch.strided or tensor.is_neg():
+    # torch.compile has no is_neg; there the dispatcher resolves such views.
+    if tensor.layout is not torch.strided or (not torch.compiler.is_compiling() and tensor.is_neg()):
         raise _layout_error(tensor, name)
     if ndim is not None and tensor.dim() != ndim:
         raise argument_error(f"{name}.dim()", ndim, tensor.dim())

@@ -78,12 +78,13 @@ def _resident(c: Config, device: Device) -> int:
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """Sums are scaled where a group is whole runs. A warpgroup scales the weights of one panel.
 
-    Those of two would pass through shared memory (mxfp4, 8192 x 8192, one row: 19 and 32 us, H200).
+    Those of two would pass through shared memory, as would zero points (8192 x 8192, one row, H200:
+    mxfp4 19 and 32 us; int4-128-zeros took 34).
     """
     of = p.format
     if c.scale_sums and not (of.group and of.group % of.run == 0):
         return False
-    if of.group and not c.scale_sums and c.tile_n > 16 * c.num_worker_warps and not device.is_cpu:
+    if of.group and (of.zeros or not c.scale_sums) and c.tile_n > 16 * c.num_worker_warps and not device.is_cpu:
         return False
     # The compiler gives e8m0 scales one stage there: 582 us, and tiles of 128 rows 539 (mxfp4, 2048
     # rows, 8192 x 8192, H200). By TMA they have two, and wait to be timed.
