@@ -72,7 +72,7 @@ def main() -> None:
     locks = {
         "demo": {name: everything[name] for name in demo if name not in of_cuda | {"torch"}} | model,
         "test": {name: block for name, block in everything.items() if name not in of_cuda | {"torch"}},
-        "site": {name: block for name, block in beside.items() if name not in everything},
+        "site": {name: block for name, block in beside.items() if everything.get(name) != block},  # one that the others ask for on Windows only
         "torch": {name: everything[name] for name in of_cuda | {"torch"}},
         "torch-cpu": {"torch": " \\\n    --hash=".join(CPU_TORCH)},
     }

@@ -80,7 +80,12 @@ def groups() -> dict[str, list[str]]:
     return {head: re.findall(r"\w+", names) for head, names in GROUPS.findall(text)}
 
 
-HOMES = {"grouped_gemm_list": "grouped_gemm", "pack_kv": "sparse_decode.packed", "unpack_kv": "sparse_decode.packed"}
+HOMES = {
+    "QuantizedWeight": "common.weight_formats",
+    "grouped_gemm_list": "grouped_gemm",
+    "pack_kv": "sparse_decode.packed",
+    "unpack_kv": "sparse_decode.packed",
+}
 FRONT = {
     "Kernels of your own": [
         "tilewright.interpret.api.interpret",

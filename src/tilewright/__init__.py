@@ -1,7 +1,7 @@
 """Kernels for language models in cuTile Python: compiled for NVIDIA GPUs, or interpreted on a CPU.
 
-Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul,
-                  quantized_matmul: weights of 4 and 8 bits as QuantizedWeight
+Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
+Small weights     quantized_matmul, QuantizedWeight
 Attention         attention, attention_decode, mla, mla_decode, sparse_decode, merge_states,
                   kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
