@@ -1,6 +1,9 @@
-"""What an `Engine` refuses before it changes the model."""
+"""What an `Engine` refuses before it changes the model, or begins with prompts."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ..launch import Device, argument_error, check_integers
 from ..models.shard import Shard, shard_of
@@ -40,3 +43,19 @@ def check_mode(mode: str, model: Any, max_batch: int, group: Group | None) -> No
         if max_batch != 1:
             raise argument_error("max_batch", '1 with mode="mega"', max_batch)
         refuse_model(model, Device.of(next(model.parameters())))
+
+
+def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, more: int, *, max_batch: int, max_len: int, vocabulary: int) -> list[list[int]]:
+    """The prompts as lists. more: tokens that follow each."""
+    given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    if not all(isinstance(row, Sequence) and all(isinstance(token, int) for token in row) for row in given):
+        raise TypeError(f"prompts must be lists of token ids, or one tensor [batch, tokens] of integers, got {given!r:.80}")
+    rows = [list(row) for row in given]
+    if not 1 <= len(rows) <= max_batch:
+        raise argument_error("the number of prompts", f"1 to max_batch = {max_batch}", len(rows))
+    for row in rows:
+        if not row or len(row) + more > max_len:
+            raise argument_error("a prompt and what follows it", f"at least 1 token and at most max_len = {max_len}", f"{len(row)} + {more}")
+        if min(row) < 0 or max(row) >= vocabulary:
+            raise argument_error("token ids", f"0 to {vocabulary - 1}", f"{min(row)} to {max(row)}")
+    return rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Device, argument_error
-from .checks import HELD, check_mode, check_model, check_positive
+from .checks import HELD, check_mode, check_model, check_positive, check_prompts
 from .clock import Clock
 from .cost import step_bytes
 from .graph import capture, compile_kernels, run
@@ -287,18 +287,7 @@ class Engine:
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
         if self._model is None:
             raise argument_error("the engine", "open", "one that was closed")
-        given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-        if not all(isinstance(row, Sequence) and all(isinstance(token, int) for token in row) for row in given):
-            raise TypeError(f"prompts must be lists of token ids, or one tensor [batch, tokens] of integers, got {given!r:.80}")
-        rows = [list(row) for row in given]
-        if not 1 <= len(rows) <= self.max_batch:
-            raise argument_error("the number of prompts", f"1 to max_batch = {self.max_batch}", len(rows))
-        for row in rows:
-            if not row or len(row) + more > self.max_len:
-                raise argument_error("a prompt and what follows it", f"at least 1 token and at most max_len = {self.max_len}", f"{len(row)} + {more}")
-            if min(row) < 0 or max(row) >= len(self.decoder.embedding):
-                raise argument_error("token ids", f"0 to {len(self.decoder.embedding) - 1}", f"{min(row)} to {max(row)}")
-        return rows
+        return check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
     def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[_Step, Prefill]:
         """The programs for these prompts, their kernels compiled."""

@@ -118,6 +118,11 @@ class Uneven(Tile):
         return "uneven" if self.extra_n else ""
 
 
+def filled_parts(steps: int, parts: int) -> int:
+    """How many of so many equal runs of steps have any."""
+    return -(-steps // -(-steps // parts))
+
+
 @dataclass(frozen=True, slots=True)
 class Split(Uneven):
     """A tile that may be the work of several blocks.
@@ -134,8 +139,7 @@ class Split(Uneven):
 
     def parts(self, g: "Gemm") -> int:
         """See Tile."""
-        steps = -(-g.k // self.tile_k)
-        return -(-steps // -(-steps // self.split_k))
+        return filled_parts(-(-g.k // self.tile_k), self.split_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.gemm_choices import filled_parts
 from ..common.pdl import use_pdl
 from ..common.weight_formats import FORMATS, QuantizedWeight, WeightFormat
 from .kernels import quantized_matmul_kernel, quantized_matmul_sum_kernel
@@ -91,8 +92,7 @@ class Config:
 
     def parts(self, p: Problem) -> int:
         """Blocks for a tile, none of them without a step."""
-        steps = -(-p.runs // self.runs)
-        return -(-steps // -(-steps // self.split_k))
+        return filled_parts(-(-p.runs // self.runs), self.split_k)
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
