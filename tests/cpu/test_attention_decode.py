@@ -48,6 +48,19 @@ def test_a_window_as_long_as_the_cache_is_none(options, window):
     assert torch.equal(found, attention_decode(q, pages, None, int32(16, 5), block_table=table))
 
 
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_large_scale_does_not_cost_single_precision(head_dim):
+    """What a score is off is multiplied by the scale, so the sum of q k^T must be as good as
+    PyTorch's. Term by term it has 2.2 times its error.
+    """
+    q, k, v = randn(8, 4, 1, head_dim), randn(8, 2, 100, head_dim), randn(8, 2, 100, head_dim)
+    truth, theirs = (reference(*(x.to(dtype) for x in (q, k, v)), scale=1.0) for dtype in (torch.float64, torch.float32))
+    bound = 1.4 * (theirs - truth).square().mean().sqrt()
+    for keys_first in (True, False):
+        found = forced(Config(128, 1, keys_first), q, k, v, scale=1.0)
+        assert (found - truth).square().mean().sqrt() < bound
+
+
 def test_a_batch_beyond_the_grid_is_refused():
     q = torch.zeros(70_000, 1, 1, 16)
     with counted() as counts, pytest.raises(ValueError, match=r"^batch of attention_decode must be smaller .* got 70000$"):

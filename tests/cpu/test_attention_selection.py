@@ -30,7 +30,7 @@ def test_every_tuned_config_is_a_legal_candidate(name):
         assert op.CHOICES.legal(problem, config, H200), row
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name for name in OPS if rows(name)])
 def test_the_default_takes_hardly_longer_than_the_best_known_config(name):
     """Of the configs whose times are known: the one that comes first."""
     op, regrets = OPS[name], []
@@ -39,7 +39,7 @@ def test_the_default_takes_hardly_longer_than_the_best_known_config(name):
         known = {rebuilt(op.Config, row.config): row.time_us}
         if row.runner_up is not None and row.runner_up_us is not None:
             known[rebuilt(op.Config, row.runner_up)] = row.runner_up_us
-        chosen = next(c for c in op.space(problem, H200) if c in known)
+        chosen = next(c for c in op.space(problem, H200).legal if c in known)
         regrets.append(known[chosen] / row.time_us)
     assert regrets
     assert math.exp(sum(map(math.log, regrets)) / len(regrets)) <= 1.01
@@ -58,12 +58,14 @@ def test_the_space_is_the_candidates_in_order_of_price(op, gpu):
     assert op.space(problem, device) == space
 
 
-def test_equal_caches_that_nearly_fill_the_sms_are_split_in_two_at_most():
-    """12 x 8 blocks leave 36 SMs idle; more than two parts only add their ends, and a longer merge
-    (H200, 6001 keys: 81.8 us whole, 72.5 in two, 76.7 in five).
+def test_equal_caches_that_nearly_fill_the_sms_are_split_for_one_wave():
+    """12 x 8 blocks leave 36 SMs idle (H200, 8192 keys: 98.9 us in two on two blocks an SM, 98.5 in
+    four and 100.5 in five on four, 104.8 in eight on two).
     """
     problem = attention_decode.Problem(12, 40, 8, 8192, 128, BF16, has_len=False)
-    assert attention_decode.space(problem, H200)[0].num_kv_splits <= 2
+    chosen = attention_decode.space(problem, H200)[0]
+    assert 2 <= chosen.num_kv_splits <= 5
+    assert 12 * 8 * chosen.num_kv_splits <= H200.sms * chosen.occupancy
 
 
 def test_one_long_cache_is_split_over_all_sms():

@@ -10,7 +10,7 @@ from made_up import row_for
 
 from tilewright import ops
 from tilewright.bench.command import bench_command
-from tilewright.bench.drawn import check_seeds, judged
+from tilewright.bench.drawn import check_seeds, judged, lines
 from tilewright.launch import Device, table, traced
 from tilewright.launch.table import shipped_file
 from tilewright.ops import matmul, rms_norm
@@ -110,21 +110,22 @@ def test_the_fastest_peer_of_each_case_judges():
     def row(m, time_us, scaling="NONE", **peer_us):
         return {
             "op": "matmul", "case": f"m={m}", "problem": {"m": m, "scaling": scaling}, "time_us": time_us, "spread_us": 0.1, "peer_us": peer_us,
-            "config": "Config()", "source": "default", "draw_seed": 3,
+            "peers": {name: us / time_us for name, us in peer_us.items()}, "config": "Config()", "source": "default", "draw_seed": 3,
         }  # fmt: skip
 
     rows = [
         row(1, 10.0, cublas=20.0, other=5.0),
         row(2, 10.0, cublas=20.0),
         row(3, 10.0),
-        row(4, 10.0, cublas=9.0),
+        row(4, 10.0, cublas=9.0, rope=1.0),  # an op of ours is no peer
         row(5, 4.0, "ROW", scaled_mm=8.0),
     ]
     half, eight = judged(rows)
     assert (half.name, half.cases, half.ratios) == ("matmul", 4, (0.5, 0.9, 2.0))
     assert [loss["case"] for loss in half.losses] == ["m=1", "m=4"]
-    head, worst, _ = half.lines()
+    assert half.peers == {"cublas": 2, "other": 1}
+    head, worst, _ = lines(half)
     assert head == "matmul: 4 cases (1 without a peer), best peer over ours geomean 0.965x, worst 0.50x"
     assert worst == "  0.50  m=1 (seed 3) | 10.0 us +-0.1, other 5.0 | Config() default"
-    assert eight.lines() == ["matmul fp8: 1 cases, best peer over ours geomean 2.000x, worst 2.00x"]
-    assert judged([row(3, 10.0)])[0].lines() == ["matmul: 1 cases, no peer"]
+    assert lines(eight) == ["matmul fp8: 1 cases, best peer over ours geomean 2.000x, worst 2.00x"]
+    assert lines(judged([row(3, 10.0)])[0]) == ["matmul: 1 cases, no peer"]

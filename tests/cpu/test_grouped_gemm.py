@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilewright import grouped_gemm, grouped_gemm_list
+from tilewright.compile import compile_launches
 from tilewright.launch import Device, counted, traced
 from tilewright.ops import grouped_gemm as op
 from tilewright.ops.common.groups import expected_panels
@@ -161,6 +162,10 @@ def test_lists_of_any_shapes_are_one_launch(trans_b):
     for x, w, out in zip(a, b, found, strict=True):
         w = w.T if trans_b else w
         assert_accurate(out, x @ w, x.double() @ w.double())
+    into = [torch.full_like(out, torch.nan) for out in found]
+    again = grouped_gemm_list(a, b, trans_b=trans_b, out=into)
+    assert all(new is old for new, old in zip(again, into, strict=True))
+    assert all(map(torch.equal, into, found))
 
 
 @pytest.mark.parametrize("scaling", KINDS)
@@ -212,9 +217,22 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     assert not counts
 
 
+@pytest.mark.parametrize("rows", [500, 512])
+def test_block_scales_compile_in_rooms_of_any_size(rows):
+    """tileiras 13.4 fails for persistent tiles of 128 x 128 stored by TMA if rows are checked."""
+    problem = Problem(8, rows, 4096, 512, E4M3, masked=True, scaling=Scaling.BLOCK)
+    with traced(H200) as launches:
+        op.grouped_gemm(**problem.inputs(torch.device("meta")))
+    assert all(made.ok for made in compile_launches([(launch, H200.arch) for launch in launches]))
+
+
+OUT = torch.zeros(6, 8, dtype=BF16)
 BAD_LISTS = [
     ({"a": []}, r"len\(a\) must be at least 1, got 0"),
     ({"b": [B[0]]}, r"len\(b\) must be 2, got 1"),
+    ({"out": [A[:, :8].contiguous()]}, r"len\(out\) must be 2, got 1"),
+    ({"out": [OUT, OUT.float()]}, r"out\[1\].dtype must be one of bfloat16, got float32"),
+    ({"out": [OUT, OUT]}, r"out\[1\] must be memory"),
     ({"b": [B[0], B[0].half()]}, r"b\[1\].dtype must be bfloat16, got float16"),
     ({"a": [A, A3]}, r"a\[1\].dim\(\) must be 2, got 3"),
     ({"a": [A, A[:, :8]]}, r"a\[1\].shape\[1\] must be 256, the k of b\[1\] \(256, 8\), got 8"),

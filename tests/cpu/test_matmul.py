@@ -192,7 +192,8 @@ def test_what_follows_the_product_when_k_is_0():
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((A, B), {}, r"a.shape\[-1\] must be 6, the k of b \(6, 8\), got 8"),
+        ((A, B), {}, r"a.shape\[-1\] must be 6, the k of b \(6, 8\), got 8: give trans_b=True for a b of \[n, k\], as torch.nn.Linear has it"),
+        ((A, B.mT.contiguous()), {"trans_b": True}, r"a.shape\[-1\] must be 6, .* got 8: give trans_b=False for a b of \[k, n\]"),
         ((A.T.contiguous(), B), {"trans_b": True}, r"a.shape\[-1\] must be 8"),
         ((A, B), {"trans_a": True, "trans_b": True}, r"a.shape\[0\] must be 8"),
         ((A, B[0]), {"trans_b": True}, r"b.dim\(\) must be 2, got 1"),
@@ -341,7 +342,7 @@ def test_several_tiles_of_a_sum_may_cover_the_rows(m, tiles):
         assert all(kind.CHOICES.legal(problem, c, H200) for c in sums)
 
 
-@pytest.mark.parametrize(("n", "tiles"), [(280, {(128, 16)}), (720, {(128, 16)}), (448, {(128, 32)}), (768, set())])
+@pytest.mark.parametrize(("n", "tiles"), [(280, {(128, 16), (256, 32)}), (720, {(128, 16)}), (448, {(128, 32)}), (768, set())])
 def test_several_tiles_of_a_sum_may_cover_the_columns(n, tiles):
     for kind, problem in ((op, Problem(76_800, n, 5120)), (bmm, bmm.Problem(52, 4096, n, 5120))):
         found = {(c.tile_n, c.extra_n, c.persistent) for c in kind.CHOICES.candidates(problem, H200) if c.extra_n and not c.swap_ab}

@@ -92,7 +92,7 @@ def test_sample_takes_several_rows_a_block_beyond_a_grid(monkeypatch):
     sample.DECISION._bound.cache_clear()
     try:
         out = torch.empty(11, dtype=torch.int64)
-        sample.sample_out(logits, seed.reshape(1), None, None, None, None, out)
+        sample.sample_out(logits, seed.reshape(1), None, None, None, None, None, out)
         assert torch.equal(out, expected)
         problem = sample.Problem(11, 70, torch.float32, False, False, False, False)
         (launch,) = sample.plan(problem, sample.Config(128, 8), Device.named("H200"))

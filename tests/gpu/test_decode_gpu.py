@@ -146,3 +146,14 @@ def test_one_graph_serves_every_length_of_a_latent_cache(gpu):
         scores = torch.cat((q_latent, q_rope), -1).float() @ cache[:, None, :length].float().mT * 0.1
         expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ cache[:, None, :length, :512].float()
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_large_scale_does_not_cost_single_precision(gpu, head_dim):
+    """What a score is off is multiplied by the scale; term by term it has twice PyTorch's error."""
+    q, k, v = (torch.randn(8, heads, rows, head_dim, device=gpu) for heads, rows in ((8, 1), (4, 500), (4, 500)))
+    truth, theirs = (
+        tilewright.ops.attention_decode.reference(*(x.to(dtype) for x in (q, k, v)), scale=1.0) for dtype in (torch.float64, torch.float32)
+    )
+    found = tilewright.attention_decode(q, k, v, scale=1.0)
+    assert (found - truth).square().mean() < (1.6 * (theirs - truth)).square().mean()

@@ -73,33 +73,6 @@ class Places:
         problem, of_kind, of_family, of_config = np.array(rows, int).T
         return cls(problem, of_kind, of_family, of_config, where, option, list(options), list(kinds), list(families), names, table)
 
-    def tables(self, other: "Places") -> tuple[Array, Array, Array]:
-        """How alike, from 0 to 1: problems, kinds of launch and configs of both tables."""
-        apart = np.square(self.where[:, None] - other.where[None]).sum(2)
-        options = np.array([[1.0 if a == b else OTHER_OPTIONS for b in other.options] for a in self.options])
-        kinds = np.array([[1.0 if a == b else OTHER_KIND for b in other.kinds] for a in self.kinds])
-        steps = np.zeros((len(self.configs), len(other.configs)))
-        for name in set(self.names) & set(other.names):
-            mine, theirs = self.configs[:, self.names.index(name)], other.configs[:, other.names.index(name)]
-            steps += np.minimum(np.abs(mine[:, None] - theirs[None, :]), 2.0)
-        return np.exp(apart / (-2 * REACH**2)) * options[self.option][:, other.option], kinds, np.exp(steps / -STEPS)
-
-    def configs_alike(self, other: "Places", configs: Array, of_config: Array, of_family: Array) -> Array:
-        """How alike the configs of these and of others are, a family counted in.
-
-        configs: of the tables. of_config, of_family: positions in the tables of the others.
-        """
-        at = {name: i for i, name in enumerate(other.families)}
-        same = np.array([at.get(name, -1) for name in self.families])[self.family][:, None] == of_family
-        found: Array = (1 - SAME_FAMILY) * configs[self.config][:, of_config] + SAME_FAMILY * same
-        return found
-
-    def alike(self, other: "Places") -> tuple[Array, Array, Array]:
-        """Of each of these and each of the others: problems, kinds of launch, configs."""
-        problems, kinds, configs = self.tables(other)
-        each = self.configs_alike(other, configs, other.config, other.family)
-        return problems[self.problem][:, other.problem], kinds[self.kind][:, other.kind], each
-
 
 def covariance(problems: Array, kinds: Array, configs: Array) -> Array:
     """Of the residuals of two launches that are so much alike."""
@@ -117,7 +90,13 @@ class Neighbours:
     def solved(cls, places: Sequence[Place], residuals: Array) -> "Neighbours":
         """residuals: log(measured / modelled)."""
         known = Places.of(places)
-        own = covariance(*known.alike(known))
+        blank = cls(known, np.zeros(len(places)))
+        near = np.array([blank._near(problem) for problem in dict.fromkeys(problem for problem, *_ in places)])
+        of_pair = dict(zip(blank._pair.tolist(), places, strict=True))
+        alike = np.array([blank._alike(of_pair[i][1], of_pair[i][3]) for i in range(len(of_pair))])
+        kinds = blank._kinds_alike(known.kinds)
+        tables = (near, known.problem), (kinds, known.kind), (alike, blank._pair)
+        own = covariance(*(table[of][:, of] for table, of in tables))
         own[np.diag_indices_from(own)] += NOISE
         return cls(known, np.linalg.solve(own, np.clip(residuals, -MOST, MOST)))
 

@@ -113,6 +113,7 @@ MOST_SPLITS = 128  # the merge holds some columns of a row of each in registers
 LEAST_KEYS = 32  # of a split: shorter ones are never worth their block
 ALONE = 1 / 3  # time of what the longest block reads beyond the mean: alone it gets more of the memory
 MOST_WAVES = 4  # of blocks, that KV splits are chosen for
+SCORES = 1024  # of a step whose softmax takes as long as its exponentials; of more scores they overlap, of fewer they wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +212,15 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     first_masked = p.window is not None or p.has_start
     if p.dtype == torch.float32:
         return heads * next_pow2(p.q_len) <= (16 if p.q_len == 1 else 8)
+    # Blocks that share the registers and the memory of an SM.
+    sharing = c.occupancy or 1
+    if sharing > 1 and sharing * next_pow2(p.head_dim) * max(8 * rows, c.tile_n) > 32_768:
+        return False
     if p.head_dim > 128 or device.arch != "sm_90":
         return (not c.paired or c.num_kv_splits == 1) and (not c.sliced or _in_one_loop(p, c.tile_n))
     gathers = 0 < p.page_size < 64 and c.keys_first and rows <= 16
     return (
         not (c.keys_first and rows > 32)
-        and not (c.occupancy == 4 and rows > 8)
         and not (c.occupancy == 1 and c.keys_first and p.head_dim <= 64 and first_masked)
         # Two blocks of eight warps gather keys page by page as fast as memory gives them; others do
         # not.
@@ -245,7 +249,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
         # Scores, their maximum and the sums wait for each other. Of 512 columns and more the
         # compiler keeps products in flight.
         serial=3.0 if p.head_dim <= 256 else 0.0,
-        exponentials=c.tile_n * rows,
+        exponentials=(SCORES * c.tile_n * rows) ** 0.5,
         fill=tile_bytes,
         # Half a tile for what is read behind the end of a sequence, wherever a call's lengths lie;
         # and half for what a block could have read while it computes its last tile.

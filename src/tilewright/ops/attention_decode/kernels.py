@@ -168,6 +168,22 @@ def attention_decode_kernel(
                 seen = seen & (key >= row_end - window)
         return seen
 
+    def added_product(scores, k, q):
+        """scores + k q^T. In fp32 a quarter of the columns is summed at a time: one sum of all of
+        them, term by term, has twice the error of PyTorch's.
+        """
+        COLUMNS = k.shape[1]
+        WIDTH = min(COLUMNS, max(16, COLUMNS // 4)) if K.dtype == ct.float32 else COLUMNS
+        if WIDTH == COLUMNS:
+            return ct.mma(k, q, scores) if KEYS_FIRST else ct.mma(q, ct.transpose(k), scores)
+        for i in ct.static_iter(range(COLUMNS // WIDTH)):
+            keys, zeros = ct.extract(k, (0, i), (TILE_N, WIDTH)), ct.zeros(scores.shape, dtype=ct.float32)
+            if KEYS_FIRST:
+                scores = scores + ct.mma(keys, ct.extract(q, (i, 0), (WIDTH, ROWS)), zeros)
+            else:
+                scores = scores + ct.mma(ct.extract(q, (0, i), (ROWS, WIDTH)), ct.transpose(keys), zeros)
+        return scores
+
     def step(j, state, MASKED, MAY_END=False):
         """With the j-th tile of keys; if MAY_END there may be none, and nothing of what is loaded
         instead is visible.
@@ -188,7 +204,7 @@ def attention_decode_kernel(
             vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, at, page, column_block * PARTS_V + i, TILE_V))
         scores = ct.zeros((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N), dtype=ct.float32)
         for i in ct.static_iter(range(len(qs))):
-            scores = ct.mma(ks[i], qs[i], scores) if KEYS_FIRST else ct.mma(qs[i], ct.transpose(ks[i]), scores)
+            scores = added_product(scores, ks[i], qs[i])
         if MASKED:
             scores = ct.where(visible(key), scores, -math.inf)
         weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1, LATE=LATE)

@@ -209,8 +209,9 @@ def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
     """Tiles like `128x256x64 8w 2c 2o 5l ps`: warps, blocks of a cluster, blocks an SM, latency;
     then what may be done with it.
 
-    p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores. g: gathered.
-        r: fast runs. f: only where all tiles fit MOST_FEW_WAVES. +16: extra_n.
+    p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores, where k is the
+        last axis. g: gathered, where rows begin off 32 bytes. r: fast runs. f: only where all tiles
+        fit MOST_FEW_WAVES. +16: extra_n.
     b: swap_ab. A tile_m of 0 is as many rows as a has; u: rows, without b columns, are a sum of two
         powers of two (`fitted_to`).
     Left out: tiles with what `config` has no field for.
@@ -231,10 +232,12 @@ def fitted_to(c: C, how: str, m: int, n: int) -> C | None:
     """A tile_m of 0 becomes the rows there are, the next power of two, or with u half of it.
 
     u: more rows beside them, without swap_ab columns, that pad least; None where tiles without pad
-    no more.
+    no more, and of columns that are not CUT.
     """
     if "u" not in how:
         return c if c.tile_m else changed(c, tile_m=max(8, next_pow2(m)))
+    if not c.swap_ab and not known.CUT[0] <= n <= known.CUT[1]:
+        return None
     side, size, first = ("tile_m", m, c.tile_m or max(8, next_pow2(m)) // 2) if c.swap_ab else ("tile_n", n, c.tile_n)
 
     def padded(length: int) -> int:
@@ -251,40 +254,20 @@ def changed(c: C, **fields_of: Any) -> C:
     return replace(c, **fields_of)
 
 
-def tables(g: Gemm, device: Device) -> str:
-    """The tiles that may be worth timing, as text."""
-    hopper, blackwell, wide = device.arch == "sm_90", device.arch in ("sm_100", "sm_103"), g.loads_wide(device)
-    if g.dtype is torch.float32:
-        return (known.TF32_HOPPER if hopper and wide else known.TF32) if g.tf32 else known.FLOAT32_HOPPER if hopper and wide else known.FLOAT32
-    if not wide:
-        return known.NARROW
+def tables(g: Gemm, device: Device, of: known.Tables = known.TABLES) -> str:
+    """The tiles that may be worth timing, as text: of the first kind of operands that the
+    architecture has tiles for.
+    """
+    kinds = ["gated", "wide"] if g.gated else ["wide"]
     if g.dtype in FP8:
-        if not g.k_major:
-            return known.TURNED_FP8
-        if hopper and g.scaling is Scaling.BLOCK:
-            return f"{known.HOPPER_BLOCK_FEW}, {known.HOPPER_BLOCK}" if g.m <= 32 else known.HOPPER_BLOCK
-        if hopper:
-            few = f"{known.HOPPER_FP8_FEW}, " if g.m <= known.MOST_SUM_ROWS else ""
-            wave = f", {known.HOPPER_FP8_WAVE}" if g.m > known.FEW else ""
-            return few + (known.HOPPER_FP8 if g.fast else known.HOPPER_FP8_PRECISE) + wave
-        return known.BLACKWELL_FP8 if blackwell else known.CONSUMER_FP8
-    if g.gated and blackwell:
-        return known.BLACKWELL_GATED
-    many = known.MANY.get(device.arch, known.AMPERE)
-    if hopper and known.LEAST_SUM_ROWS <= g.m <= known.MOST_SUM_ROWS:
-        many = f"{known.HOPPER_SUMS}, {many}"
-    if hopper and known.LEAST_CUT < g.m <= known.MOST_CUT:
-        many = f"{known.HOPPER_TALL}, {many}"
-    if hopper and known.LEAST_CUT < g.n <= known.MOST_CUT:
-        many = f"{known.HOPPER_BROAD}, {many}"
-    if g.m > known.FEW:
-        if hopper:
-            many = f"{many}, {known.HOPPER_WAVE}"
-        return f"{many}, {known.HOPPER_GATHERED}" if hopper and g.pitch % 32 else many
-    dot = known.DOT[next_pow2(g.m)] if g.m <= known.MOST_DOT_ROWS and g.k_major else ""
-    if hopper:
-        return f"{dot}, {known.HOPPER_FEW}" if g.m <= 32 else f"{known.HOPPER_BATCH}, {many}"
-    return f"{dot}, {known.FEWER.get(device.arch, known.SMALL_FEW)}, {many}"
+        fast = "row" if g.scaling is Scaling.ROW else "fp8"
+        kinds = ["block" if g.scaling is Scaling.BLOCK else fast if g.fast else "precise", "fp8"] if g.k_major else ["turned"]
+    if g.dtype is torch.float32:
+        kinds = ["tf32" if g.tf32 else "float32"]
+    if not g.loads_wide(device):
+        kinds = [f"narrow {kinds[-1]}", "narrow"]
+    rows = next((of[device.arch][kind] for kind in kinds if kind in of[device.arch]), ())
+    return ", ".join(tiles for least, most, tiles in rows if least <= g.m <= most)
 
 
 def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
@@ -300,6 +283,8 @@ def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
         if c is None or c.tile_m > tallest or (c.tile_shape[0] < g.m <= known.FEW and device.arch == "sm_90"):
             continue
         tiles, resident = g.tiles(c), c.resident(device)
+        if ("d" in how and not g.k_major) or ("g" in how and g.pitch % 32 == 0):
+            continue
         if "f" in how and tiles > MOST_FEW_WAVES * resident:
             continue
         yield c

@@ -217,6 +217,7 @@ def grouped_gemm_list(
     scale_b: Sequence[Tensor] | None = None,
     trans_b: bool = False,
     out_dtype: torch.dtype | None = None,
+    out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Multiplies pairs of matrices of any shapes in one launch, with nothing concatenated.
 
@@ -232,6 +233,8 @@ def grouped_gemm_list(
             [m] and [n], or [m, ceil(k / 128)] and [ceil(n / 128), ceil(k / 128)].
         trans_b: the matrices of b are stored transposed.
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
+        out: where the results go, one tensor for each product: contiguous, shape, dtype and device
+            of the result, no element in common with an input or another; default new tensors.
     Returns: a list of [m, n], contiguous. A product without rows or columns is empty, one with
         k = 0 zero.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was; also
@@ -239,13 +242,12 @@ def grouped_gemm_list(
     """
     if not a:
         raise argument_error("len(a)", "at least 1", 0)
-    for name, others in (("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
+    for name, others in (("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("out", out)):
         if others is not None and len(others) != len(a):
             raise argument_error(f"len({name})", len(a), len(others))
     scales_a, scales_b = ([None] * len(a) if s is None else s for s in (scale_a, scale_b))
     out_dtype = _out_dtype(a[0], out_dtype)
-    kinds = set()
-    out = []
+    kinds, results = set(), list[Tensor]()
     for i, (x, w, sa, sb) in enumerate(zip(a, b, scales_a, scales_b, strict=True)):
         check_tensor(x, f"a[{i}]", ndim=2, like=a[0])
         check_tensor(w, f"b[{i}]", ndim=2, like=a[0])
@@ -255,20 +257,21 @@ def grouped_gemm_list(
         if x.shape[1] != k:
             raise argument_error(f"a[{i}].shape[1]", f"{k}, the k of b[{i}] {tuple(w.shape)}", x.shape[1])
         kinds.add(scaling_of(x, sa, sb, x.shape[0], n, k))
-        out.append(torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device))
+        into, others = (out[i], (*a, *b, *scales_a, *scales_b, *results)) if out is not None else (None, ())
+        results.append(out_or_new(into, (x.shape[0], n), out_dtype, x, *others, name=f"out[{i}]"))
     if len(kinds) > 1:
         raise argument_error("scale_a", "of one kind for all products", ", ".join(sorted(map(str, kinds))))
-    work = [i for i, o in enumerate(out) if o.numel() and a[i].shape[1]]
+    work = [i for i, result in enumerate(results) if result.numel() and a[i].shape[1]]
     for i in set(range(len(a))) - set(work):
-        out[i].zero_()
+        results[i].zero_()
     if work:
 
         def chosen(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[i] for i in work]
 
         scales = None if scale_a is None or scale_b is None else (chosen(scale_a), chosen(scale_b))
-        launch_list(chosen(a), chosen(b), scales, chosen(out), trans_b, kinds.pop())
-    return out
+        launch_list(chosen(a), chosen(b), scales, chosen(results), trans_b, kinds.pop())
+    return results
 
 
 def _out_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -2,13 +2,11 @@
 
 p: blocks may be persistent. n: likewise, but the result may not be written by TMA. With other tiles
 tileiras 13.4 fails, spills, or waits for each MMA. y: also where rows of the result are no multiple
-of 16 bytes, which TMA can't write (sm_90). m: only where the groups have room of their own.
-A tile_m of 0: as many rows as a group has.
+of 16 bytes, which TMA can't write (sm_90). m: only where each group has room of its own for a whole
+number of tiles. A tile_m of 0: as many rows as a group has.
 """
 
-from ...launch import Device
-from ..common.gemm_choices import Gemm
-from ..common.scaling import FP8, Scaling
+from ..common.gemm_tiles import ANY, Rows, Tables
 
 # Groups of up to 32 rows: reading b counts, whose columns are on the long side of the MMA. Of a
 # tile of 64 rows, 20 of which count, a block reads as much as of b: 80 % of the memory's rate
@@ -49,18 +47,27 @@ NARROW_FP8 = "64x64x32 1l, 32x32x64 1l"
 FEW = 32  # rows of a group
 
 
-def tables(g: Gemm, device: Device) -> str:
-    """The tiles for groups of about g.m rows."""
-    fp8, block = g.dtype in FP8, g.scaling is Scaling.BLOCK
-    if not g.loads_wide(device):
-        return NARROW_FP8 if fp8 else NARROW
-    if fp8 and not g.k_major:
-        return TURNED_FP8
-    if device.arch in ("sm_100", "sm_103"):
-        return BLACKWELL_BLOCK if block else BLACKWELL_FP8 if fp8 else BLACKWELL
-    if device.arch != "sm_90":
-        return CONSUMER_FP8 if fp8 else AMPERE if device.arch == "sm_80" else CONSUMER
-    few = HOPPER_FEW_BLOCK if block else HOPPER_FEW_FP8 if fp8 else HOPPER_FEW
-    fast = HOPPER_FP8_ROW if g.scaling is Scaling.ROW else HOPPER_FP8_FAST
-    many = HOPPER_BLOCK if block else fast if g.fast else HOPPER_FP8 if fp8 else HOPPER
-    return f"{few}, {many}" if g.m <= FEW else many
+def _table(wide: str, fp8: str = "", block: str = "") -> dict[str, Rows]:
+    """Of an architecture that takes the same tiles for few rows."""
+    own = {"wide": wide, "fp8": fp8, "block": block or fp8, "turned": TURNED_FP8}
+    narrow = {"narrow": NARROW, "narrow fp8": NARROW_FP8, "narrow turned": NARROW_FP8}
+    return {kind: ((0, ANY, tiles),) for kind, tiles in (own | narrow).items()}
+
+
+_HOPPER = {
+    **_table(HOPPER),
+    "wide": ((0, FEW, HOPPER_FEW), (0, ANY, HOPPER)),
+    "fp8": ((0, FEW, HOPPER_FEW_FP8), (0, ANY, HOPPER_FP8_FAST)),
+    "row": ((0, FEW, HOPPER_FEW_FP8), (0, ANY, HOPPER_FP8_ROW)),
+    "precise": ((0, FEW, HOPPER_FEW_FP8), (0, ANY, HOPPER_FP8)),
+    "block": ((0, FEW, HOPPER_FEW_BLOCK), (0, ANY, HOPPER_BLOCK)),
+}
+_BLACKWELL, _CONSUMER = _table(BLACKWELL, BLACKWELL_FP8, BLACKWELL_BLOCK), _table(CONSUMER, CONSUMER_FP8)
+TABLES: Tables = {
+    "sm_80": _table(AMPERE, CONSUMER_FP8),
+    "sm_90": _HOPPER,
+    "sm_100": _BLACKWELL,
+    "sm_103": _BLACKWELL,
+    "sm_120": _CONSUMER,
+    "sm_121": _CONSUMER,
+}

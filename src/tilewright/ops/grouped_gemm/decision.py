@@ -13,11 +13,11 @@ from torch import Tensor
 from ...launch import Cost, Device, Launch, hints, next_pow2
 from ...select import Choices, Work
 from ..common import gemm_choices, groups
-from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tiles_of
+from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tables, tiles_of
 from ..common.groups import expected_panels
 from ..common.rows import grid_fits
 from ..common.scaling import GROUP, Scaling, fast_sum, random_codes, random_scales, scale_shapes
-from .candidates import tables
+from .candidates import TABLES
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
 MAP_WIDTH = 128  # panels that a block of the map kernel writes at once
@@ -49,6 +49,10 @@ class Problem:
     def group_rows(self) -> int:
         """Rows of a group on average."""
         return self.expected_rows or (self.rows if self.masked else -(-self.rows // self.groups))
+
+    def whole_panels(self, tile_m: int) -> bool:
+        """Whether each group has room of its own for a whole number of tiles."""
+        return self.masked and self.rows % tile_m == 0
 
     @property
     @lru_cache(maxsize=64)  # as in matmul
@@ -123,14 +127,14 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         return
     rows, by_tma = next_pow2(g.m), device.arch != "sm_90" or p.n * p.out_dtype.itemsize % 16 == 0
     found = []
-    for tile, how in tiles_of(tables(g, device), Config):
+    for tile, how in tiles_of(tables(g, device, TABLES), Config):
         if tile.swap_ab:
             tile_k = min(tile.tile_k, max(64, next_pow2(p.k)))
             found += [
                 replace(tile, tile_m=m, tile_k=tile_k, persistent=True, store_tma="p" in how) for m in dict.fromkeys((max(8, rows), max(8, 2 * rows)))
             ]
         elif tile.tile_m <= max(128, rows):
-            if ("p" in how or "n" in how) and (by_tma or "y" in how) and (p.masked or "m" not in how):
+            if ("p" in how or "n" in how) and (by_tma or "y" in how) and (p.whole_panels(tile.tile_m) or "m" not in how):
                 found.append(replace(tile, persistent=True, store_tma="p" in how))
             found.append(tile)
     yield from found
@@ -176,7 +180,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "swap_ab": c.swap_ab,
         "scaling": int(p.scaling),
         "fast_acc": fast_sum(p.dtype, p.out_dtype, p.k),
-        "even_m": unchecked and p.masked and p.rows % c.tile_m == 0,
+        "even_m": unchecked and p.whole_panels(c.tile_m),
         "even_n": unchecked and p.n % c.tile_n == 0,
         "persistent": c.persistent,
         "store_tma": c.store_tma,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...launch import Bound, Device, Launch, argument_error, hints
 from ...select import rates, us
-from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tiles_of, work
+from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tables, tiles_of, work
 from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
-from .candidates import tables
+from .candidates import TABLES
 
 
 @ct.kernel
@@ -82,7 +82,7 @@ def list_plan(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, trans_
     if device.is_cpu:
         tile = next(cpu_tiles(g, Tile))
     else:
-        tile = min((tile for tile, _ in tiles_of(tables(least_aligned, device), Tile) if not tile.swap_ab), key=price)
+        tile = min((tile for tile, _ in tiles_of(tables(least_aligned, device, TABLES), Tile) if not tile.swap_ab), key=price)
     constants = {
         "tile_m": tile.tile_m,
         "tile_n": tile.tile_n,
