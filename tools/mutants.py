@@ -1,14 +1,16 @@
 """Plants bugs, one at a time, and says which the tests do not find.
 
-    python tools/mutants.py [--only TEXT] [--from N] [--list]
+    python tools/mutants.py [--only TEXT] [--log FILE] [--list]
 
 Each runs in a copy of the tree, with the tests that should kill it. By hand or weekly: all of them
-take about two hours on one core. A mutant survives if its tests pass; each survivor gets a test or
-a reason in SURVIVORS. `tests/cpu/test_mutants.py` holds every `old` text to one place in its file.
+take about two hours on one core. With `--log`, a run that was stopped goes on where it was. A
+mutant survives if its tests pass; each survivor gets a test or a reason in SURVIVORS.
+`tests/cpu/test_mutants.py` holds every `old` text to one place in its file.
 """
 # ruff: noqa: E501 a bug a line
 
 import argparse
+import json
 import os
 import resource
 import shutil
@@ -59,7 +61,7 @@ MUTANTS = [
     # The interpreter: schedule
     Mutant("interpret/schedule.py", "and self.explored < EXPLORED:", "and False:", PLANTED),
     Mutant("interpret/schedule.py", "if block.steps > self.most_steps:", "if block.steps > 1000 * self.most_steps:", f"{PLANTED} -k endless or without_an_end"),
-    Mutant("interpret/schedule.py", "block.stuck = progress\n", "block.stuck = self.machine.progress + 1\n", PLANTED),
+    Mutant("interpret/schedule.py", "block.stuck = progress\n", "block.stuck = self.machine.progress + 1\n", BUGS),
     Mutant("interpret/schedule.py", "[*reversed(self.later), *self.waiting]", "[*reversed(self.later)]", PLANTED),
     Mutant("interpret/memory.py", "            elif used:\n", "            elif False:\n", PLANTED),
     # The interpreter: memory
@@ -119,9 +121,9 @@ MUTANTS = [
     Mutant("ops/common/routing.py", "return ct.where(bits < 0, bits ^ 0x7FFFFFFF, bits)", "return bits", SURVIVED),
     Mutant("ops/common/routing.py", "_order_keys(first + second), TAKEN)", "_order_keys(first), TAKEN)", "cpu/test_moe_route.py"),
     Mutant("ops/common/routing.py", "        keys = ct.where(taken, TAKEN, keys)\n", "        keys = ct.where(taken, keys, keys)\n", "cpu/test_moe_route.py"),
-    Mutant("ops/moe/lists.py", "known = (chosen >= 0) & (chosen < experts)", "known = chosen >= 0", "cpu/test_moe.py"),
-    Mutant("ops/moe/lists.py", "ct.scatter(panels, 1 + first + panel, own, mask=panel < mine)", "ct.scatter(panels, 1 + first + panel, own)", "cpu/test_moe.py"),
-    Mutant("ops/moe/lists.py", "acc = ct.where(row >= 0, acc + weight", "acc = ct.where(row > 0, acc + weight", "cpu/test_moe.py"),
+    Mutant("ops/common/expert_lists.py", "known = (chosen >= 0) & (chosen < experts)", "known = chosen >= 0", "cpu/test_moe.py"),
+    Mutant("ops/common/expert_lists.py", "ct.scatter(panels, 1 + first + panel, own, mask=panel < mine)", "ct.scatter(panels, 1 + first + panel, own)", "cpu/test_moe.py"),
+    Mutant("ops/common/expert_lists.py", "acc = ct.where(row >= 0, acc + weight", "acc = ct.where(row > 0, acc + weight", "cpu/test_moe.py"),
     # Kernels: products and attention
     Mutant("ops/matmul/kernels.py", "last = ct.where(is_part, min(part * run + run, steps), steps)", "last = ct.where(is_part, part * run + run - 1, steps)", "cpu/test_matmul.py"),
     Mutant("ops/matmul/kernels.py", "tile = ct.where(is_part, whole + shared, block)", "tile = ct.where(is_part, whole, block)", "cpu/test_matmul.py"),
@@ -197,14 +199,15 @@ MUTANTS = [
     Mutant("engine/mega/kernel.py", "ct.astype(ARRIVAL, ct.int64)) - old", "ct.astype(ARRIVAL, ct.int64))", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "there = key + at * SPAN < position", "there = key + at * SPAN <= position", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "            own = FLOOR\n", "            own = own\n", "cpu/test_mega.py"),
-    Mutant("engine/mega/shape.py", "range(block * groups // self.blocks, (block + 1)", "range(block * (groups // self.blocks), (block + 1)", "cpu/test_mega.py"),
+    Mutant("engine/mega/shape.py", "start + n * some // blocks", "start + n * (some // blocks)", "cpu/test_mega.py"),
     Mutant("models/serve.py", "return Path(loaded.source).name", "return loaded.source", "cpu/test_serving.py"),
 ]  # fmt: skip
 
 
-def run(mutant: Mutant) -> tuple[str, float]:
-    """("killed" | "survived" | "broken", seconds): broken if pytest itself could not run."""
+def run(mutant: Mutant) -> dict[str, object]:
+    """verdict: "killed", "survived", or "broken": pytest could not run. by: what found it."""
     start = time.perf_counter()
+    by = "time"
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "benchmarks"))
@@ -215,12 +218,13 @@ def run(mutant: Mutant) -> tuple[str, float]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{path}" for path in paths.split())]
         command += ["-k", chosen] if chosen else []
         try:
-            code = subprocess.run(
-                command, cwd=tree, env=environment, timeout=IDLE * SECONDS, preexec_fn=bounded, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            ).returncode
+            done = subprocess.run(command, cwd=tree, env=environment, timeout=IDLE * SECONDS, preexec_fn=bounded, capture_output=True, text=True)
+            code = done.returncode
+            by = next((line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))), f"exit code {code}")
         except subprocess.TimeoutExpired:
             code = 1
-    return "killed" if code < 0 else {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken"), time.perf_counter() - start
+    verdict = "killed" if code < 0 else {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken")
+    return {"verdict": verdict, "by": by if code else "", "seconds": round(time.perf_counter() - start)}
 
 
 def bounded() -> None:
@@ -231,19 +235,27 @@ def bounded() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose file or text holds TEXT")
-    parser.add_argument("--from", type=int, default=0, dest="first", help="skip the first N")
+    parser.add_argument("--log", type=Path, help="append each verdict to this file of JSON lines, and skip what it has")
     parser.add_argument("--list", action="store_true", help="print them, run nothing")
     options = parser.parse_args()
-    chosen = [(i, m) for i, m in enumerate(MUTANTS) if i >= options.first and options.only in f"{m.file} {m.old} {m.new} {m.tests}"]
+    logged = [json.loads(line) for line in options.log.read_text().splitlines()] if options.log and options.log.exists() else []
+    known = {(row["file"], row["old"], row["new"]): row for row in logged}
     found: dict[str, list[str]] = {"killed": [], "survived": [], "broken": []}
-    for i, mutant in chosen:
+    for i, mutant in enumerate(MUTANTS):
         name = f"{mutant.file}: {' '.join(mutant.new.split()) or 'nothing'}"
+        if options.only not in f"{mutant.file} {mutant.old} {mutant.new} {mutant.tests}":
+            continue
         if options.list:
             print(f"{i:3d} {name}")
             continue
-        verdict, took = run(mutant)
-        found[verdict].append(name)
-        print(f"{i:3d} {verdict:<8} {took:4.0f} s  {name}", flush=True)
+        row = known.get(mutant[:3])
+        if row is None:
+            row = mutant._asdict() | run(mutant)
+            if options.log:
+                with options.log.open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+        found[row["verdict"]].append(name)
+        print(f"{i:3d} {row['verdict']:<8} {row['seconds']:4d} s  {name}  {row['by']}", flush=True)
     ran = sum(map(len, found.values()))
     if ran:
         print(f"{len(found['killed'])} of {ran} killed, {100 * len(found['killed']) / ran:.0f} %")

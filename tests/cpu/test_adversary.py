@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
+from torch.autograd import forward_ad
 
 import tilewright
 from tilewright.engine import Engine, Sampling
@@ -57,6 +58,52 @@ def test_a_cache_holds_nothing_that_the_same_call_reads():
     ):
         with pytest.raises(ValueError, match=f"{written} must be free of elements of {read}, being written in place, got tensors that overlap"):
             call()
+
+
+def test_a_state_is_no_part_of_what_the_same_call_reads():
+    memory, x, weight = torch.randn(4000), torch.randn(2, 9, 8), torch.randn(8, 4)
+    rows, state = memory[: 2 * 2 * 9 * 16].view(2, 2, 9, 16), memory[500:1524].view(2, 2, 16, 16)
+    gates = {"g": -torch.rand(2, 2, 9), "beta": torch.rand(2, 2, 9)}
+    other = torch.randn(2, 2, 9, 16)
+    for call, read in (
+        (lambda: tilewright.gated_delta_rule(rows, other, other, **gates, state=state), "q"),
+        (lambda: tilewright.gated_delta_rule(other, rows, other, **gates, state=state), "k"),
+        (lambda: tilewright.gated_delta_rule(other, other, rows, **gates, state=state), "v"),
+        (lambda: tilewright.gated_delta_rule(other, other, other, **gates | {"g": memory[500:536].view(2, 2, 9)}, state=state), "g"),
+        (lambda: tilewright.causal_conv1d(x, weight, state=x[:, -3:]), "x"),
+        (lambda: tilewright.causal_conv1d(x, memory[:32].view(8, 4), state=memory[:48].view(2, 3, 8)), "weight"),
+        (lambda: tilewright.causal_conv1d(x, weight, memory[:8], state=memory[:48].view(2, 3, 8)), "bias"),
+    ):
+        with pytest.raises(ValueError, match=f"state must be free of elements of {read}, being written in place, got tensors that overlap"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: tilewright.rms_norm(x, WEIGHT),
+        lambda x: tilewright.matmul(x, x.new_ones(8, 3)),
+        lambda x: tilewright.rms_norm_gated(torch.randn(5, 8), WEIGHT, x),
+        lambda x: tilewright.rope(*(x.view(1, 1, 5, 8) + i for i in range(2)), torch.randn(1, 5, 4), torch.randn(1, 5, 4))[0],
+    ],
+)
+def test_a_tangent_is_refused_instead_of_lost(call):
+    """rope, in place, returned the tangent that it had been given."""
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(ValueError, match="must be without a tangent: this op has no forward-mode"):
+        call(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
+def test_transforms_of_torch_func_are_refused_by_name():
+    """functionalize returned memory that nobody had written."""
+    norm = lambda x: tilewright.rms_norm(x, WEIGHT)  # noqa: E731
+    for call in (lambda: torch.func.vmap(norm)(X), lambda: torch.func.jvp(norm, (X,), (X,)), lambda: torch.func.functionalize(norm)(X)):
+        with pytest.raises(ValueError, match=r"x must be a tensor outside of torch\.func's transforms: this op has no rule for them, got one inside"):
+            call()
+
+
+def test_a_weight_without_rows_is_refused():
+    with pytest.raises(ValueError, match=r"weight\.shape\[0\] must be at least 1, got 0"):
+        tilewright.QuantizedWeight.of(torch.zeros(0, 128), "int4-128")
 
 
 @pytest.fixture(scope="module")

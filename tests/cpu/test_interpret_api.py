@@ -252,7 +252,7 @@ def test_pdb_stops_in_a_kernel(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ threads
-@pytest.mark.parametrize(("load", "given", "threads"), [(0.2, "", 4), (2.6, "", 1), (9.0, "", 1), (9.0, "3", 4)])
+@pytest.mark.parametrize(("load", "given", "threads"), [(0.2, "", 3), (1.4, "", 2), (2.6, "", 1), (9.0, "", 1), (9.0, "3", 4)])
 def test_products_take_no_more_threads_than_cores_are_free(monkeypatch, load, given, threads):
     monkeypatch.setattr(threads_module.os, "getloadavg", lambda: (load, 0, 0))
     monkeypatch.setattr(threads_module.os, "sched_getaffinity", lambda _: set(range(4)))

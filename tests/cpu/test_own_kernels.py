@@ -82,6 +82,7 @@ def test_options_that_are_not_given_are_those_of_the_context_around():
     ((plain, (4,), ()), "got the plain function plain: write @ct.kernel above `def plain`"),
     ((tilewright.rms_norm, (4,), ()), "call rms_norm itself, with CPU tensors"),
     ((total, 4, ()), r"grid must be a tuple of 1 to 3 ints, got 4: write interpret\(total, \(4,\), \(...\)\)"),
+    ((total, (), (1, 2)), r"grid must be a tuple of 1 to 3 ints, got \(\): write interpret\(total, \(4,\), \(...\)\)"),
     ((total, (4,), torch.zeros(1)), r"got Tensor: write interpret\(total, \(4,\), \(x, ...\)\)"),
     ((total, (4,), (1,)), r"args must be 2 values, as many as total has parameters \(x, out\), got 1"),
     (("total", (4,), ()), r"got str: write interpret\(kernel, grid, args\)"),
@@ -89,6 +90,18 @@ def test_options_that_are_not_given_are_those_of_the_context_around():
 def test_a_wrong_call_says_what_to_write(call, message):
     with pytest.raises(TypeError, match=message):
         tilewright.interpret(*call)
+
+
+@pytest.mark.parametrize("grid", [(-1,), (2**24,), (1, 65536), (1, 1, 65536), (1, 1, 1, 1)])
+@pytest.mark.parametrize("call", [tilewright.interpret, tilewright.compile_report])
+def test_a_grid_that_no_gpu_launches_is_refused_before_anything_else(call, grid):
+    with pytest.raises(ValueError, match=r"grid(\[\d\])? must "):
+        call(total, grid, (torch.zeros(16), torch.zeros(1)))
+
+
+def test_a_trace_is_no_file_descriptor():
+    with pytest.raises(TypeError, match="trace must be True, or the path of a page to write, got int"):
+        tilewright.interpret(total, (4,), (torch.zeros(16), torch.zeros(1)), trace=5)
 
 
 # -------------------------------------------------------------------------------------------- trace

@@ -95,7 +95,8 @@ def test_each_request_is_sampled_as_it_asks(port):
     greedy = call(port, CHAT, chat(max_tokens=8))[1]["choices"][0]["message"]["content"]
     same = [call(port, CHAT, chat(max_tokens=8, temperature=1, seed=5))[1]["choices"][0]["message"]["content"] for _ in range(2)]
     assert same[0] == same[1] != greedy
-    assert call(port, CHAT, chat(max_tokens=8, temperature=2, top_k=1))[1]["choices"][0]["message"]["content"] == greedy
+    for cut in ({"top_k": 1}, {"min_p": 1.0}):
+        assert call(port, CHAT, chat(max_tokens=8, temperature=2, **cut))[1]["choices"][0]["message"]["content"] == greedy
     assert call(port, CHAT, chat(max_tokens=8, temperature=2, top_p=0))[1]["choices"][0]["message"]["content"] == greedy
     several = call(port, CHAT, chat(max_tokens=8, temperature=2, seed=5, n=3))[1]
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
@@ -294,6 +295,12 @@ def test_memory_is_bounded_on_a_cpu(monkeypatch):
         assert "10%" in running.worker.share
     monkeypatch.undo()
     assert 0 < room.available_memory() < 2**50
+
+
+def test_a_transformers_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr("tilewright.models.serve.version", lambda package: {"transformers": "5.17.0"}[package])
+    with pytest.raises(ImportError, match=r"a server needs transformers 5\.23 or newer, got 5\.17\.0: pip install"), server():
+        pass
 
 
 def test_a_cache_that_does_not_fit_is_an_error_at_the_start():

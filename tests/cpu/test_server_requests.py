@@ -24,6 +24,7 @@ EACH_KIND = [
     *(("temperature", value) for value in (-1, -0.001, 2.1, NAN, INFINITY, -INFINITY, "1", True, [], {}, 10**400)),
     *(("top_p", value) for value in (-0.1, 1.1, NAN, INFINITY, "1", False, [])),
     *(("top_k", value) for value in (-1, 1.5, True, 2**31, "4")),
+    *(("min_p", value) for value in (-0.1, 1.5, "0.1")),
     *(("n", value) for value in (0, -1, 17, 10**12, 1.5, "2", True, [])),
     *(("seed", value) for value in (1.5, "1", True, 2**63, -(2**63) - 1, NAN, [])),
     *(("stop", value) for value in (3, True, {}, "", "a" * 257)),

@@ -1,5 +1,11 @@
+import fcntl
+import os
+import tempfile
+
 import pytest
 import torch
+
+LOCK = f"{tempfile.gettempdir()}/tilewright-{os.getuid()}"
 
 
 def pytest_collection_modifyitems(items):
@@ -19,6 +25,21 @@ def gpu() -> torch.device:
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def turn(request):
+    """A test marked `alone` times something: the tests of other processes end first, and wait.
+
+    Two locks, so that those that come later cannot keep it waiting.
+    """
+    kind = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with open(f"{LOCK}-queue", "w") as queue, open(f"{LOCK}-turn", "w") as turn:
+        fcntl.flock(queue, kind)
+        fcntl.flock(turn, kind)
+        if kind == fcntl.LOCK_SH:
+            fcntl.flock(queue, fcntl.LOCK_UN)
         yield
 
 

@@ -24,6 +24,7 @@ def sets(gpu):
     return input_sets(make, ROWS * 8192, Device.of(torch.empty(0, device=gpu)).l2_bytes)
 
 
+@pytest.mark.alone
 def test_a_kernel_against_itself_reads_one(sets):
     ratios = []
     for _ in range(50):
@@ -32,6 +33,7 @@ def test_a_kernel_against_itself_reads_one(sets):
     assert abs(math.exp(sum(ratios) / len(ratios)) - 1) < 0.01
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("rows", "times", "off"), [(ROWS // 2, 2, 0.1), (ROWS // 4, 4, 0.3), (ROWS * 10 // 11, 1.1, 0.02)])
 def test_a_kernel_slowed_by_a_known_amount_is_seen_as_such(sets, rows, times, off):
     """Slowed by more rows: a repeated call would profit from the cache."""
@@ -58,6 +60,7 @@ def test_a_wrong_kernel_prints_no_number(gpu, monkeypatch, tmp_path, capsys):
     assert len(file.read_text().splitlines()) == 1
 
 
+@pytest.mark.alone
 def test_a_rough_time_is_near_the_careful_one_and_a_loser_is_given_up(sets):
     careful = time_interleaved({"x": lambda x: x.neg()}, sets)["x"].time_us
     assert time_roughly(lambda x: x.neg(), sets, math.inf) == pytest.approx(careful, rel=0.15)

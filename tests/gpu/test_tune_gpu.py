@@ -27,6 +27,7 @@ def own_folder(tmp_path, monkeypatch):
     forget_plans()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("op", "problem"),
     [(rms_norm, rms_norm.Problem(4096, 4096, torch.bfloat16)), (matmul, matmul.Problem(512, 4096, 4096, out_dtype=torch.bfloat16))],

@@ -88,22 +88,28 @@ def compile_ops(
 
 def every_case(op: ModuleType, device: Device) -> list[Any]:
     """Every problem of GPU tests and benchmark, once, that the device can run."""
-    return [p for p in dict.fromkeys(cases(op, "bench") + cases(op, "real")) if _possible(op, p, device)]
+    return [problem for problem, _ in _defaults(op, device)]
 
 
-def _possible(op: ModuleType, problem: Any, device: Device) -> bool:
-    try:
-        return bool(op.space(problem, device))
-    except Exception:  # fails again, and is then reported, where its rows are made
-        return True
+def _defaults(op: ModuleType, device: Device) -> Iterator[tuple[Any, Any]]:
+    """Of `every_case` each problem with the config of an untuned call; None if the op's own code
+    fails, as it does again, and is then reported, where its rows are made.
+    """
+    for problem in dict.fromkeys(cases(op, "bench") + cases(op, "real")):
+        try:
+            configs = op.space(problem, device)
+        except Exception:
+            yield problem, None
+        else:
+            yield from ((problem, config) for config in configs[:1])
 
 
 def representative(op: ModuleType, device: Device) -> list[Any]:
     """A few large problems that launch each kernel of an op for each dtype."""
     largest: dict[frozenset[tuple[str, ...]], Any] = {}
-    for problem in sorted(every_case(op, device), key=_work, reverse=True):
+    for problem, config in sorted(_defaults(op, device), key=lambda one: _work(one[0]), reverse=True):
         try:
-            kind = frozenset(_kind(launch) for launch in _launches(op, problem, device, op.space(problem, device)[0]))
+            kind = frozenset(_kind(launch) for launch in _launches(op, problem, device, config))
         except Exception:  # the same problem fails again, and is then reported, where its rows are made
             kind = frozenset({("error",)})
         largest.setdefault(kind, problem)

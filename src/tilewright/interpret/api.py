@@ -8,7 +8,7 @@ import cuda.tile as ct
 import torch
 
 from .cutile import is_array, parameters_of, python_function
-from .run import checking, execute, written_by
+from .run import checking, execute, extents, written_by
 from .schedule import Order
 from .trace import Trace
 
@@ -61,6 +61,8 @@ def interpret(  # noqa: PLR0913 an option each
         that does not type; KernelError where the kernel did something undefined.
     """
     values = check_call("interpret", kernel, grid, args)
+    if not isinstance(trace, (bool, str, Path)):
+        raise TypeError(f"trace must be True, or the path of a page to write, got {type(trace).__name__}")
     watched = written_by(kernel, values) if unwritten is True else unwritten
     recorded = Trace(kernel_name(kernel)) if trace else None
     options: dict[str, Any] = {"races": races, "order": block_order, "strict": strict, "strict_bounds": strict_bounds, "steps": steps, "debug": debug}
@@ -81,7 +83,7 @@ def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, .
     """The arguments as a tuple.
 
     Raises TypeError that says what to write, for a call of `function` with something else than a
-    kernel, a grid and arguments.
+    kernel, a grid and arguments; ValueError for a grid that no GPU launches.
     """
     order = f"{function}(kernel, grid, args)"
     if not isinstance(kernel, ct.kernel):
@@ -94,9 +96,10 @@ def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, .
             raise TypeError(f"kernel must be a function decorated with @ct.kernel, got the plain function {name}: {mend}")
         raise TypeError(f"kernel must be a function decorated with @ct.kernel, got {type(kernel).__name__}: write {order}")
     name = kernel_name(kernel)
-    if not isinstance(grid, (tuple, list)) or not all(isinstance(n, int) for n in grid):
+    if not isinstance(grid, (tuple, list)) or not grid or not all(isinstance(n, int) for n in grid):
         what = "an array" if is_array(grid) else repr(grid)
         raise TypeError(f"grid must be a tuple of 1 to 3 ints, got {what}: write {function}({name}, {_as_grid(grid)}, (...))")
+    extents(tuple(grid))
     if not isinstance(args, (tuple, list)):
         was = f"{type(args).__name__}: write {function}({name}, {tuple(grid)}, (x, ...))"
         raise TypeError(f"args must be a tuple of the arguments of {name}, got {was}")
@@ -109,4 +112,4 @@ def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, .
 def _as_grid(value: Any) -> str:
     if isinstance(value, int):
         return f"({value},)"
-    return repr(tuple(value)) if isinstance(value, (tuple, list)) else "(4,)"
+    return repr(tuple(value)) if value and isinstance(value, (tuple, list)) else "(4,)"

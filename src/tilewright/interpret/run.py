@@ -222,7 +222,7 @@ def _check_extents(buffer: Buffer) -> None:
             raise OverflowError(f"{what} of {buffer} do not fit int32; annotate the parameter with ct.IndexedWithInt64")
 
 
-def _extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
+def extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
     """The grid with all three axes. Raises ValueError for one that no GPU would launch."""
     if len(grid) > 3:
         raise ValueError(f"grid must have at most 3 entries, got {grid}")
@@ -240,23 +240,23 @@ def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Tr
     Blocks that wait for one another take turns. trace: gets what each block did.
     """
     choose_threads_once()
-    extents = _extents(grid)
+    axes = extents(grid)
     options = _options.get()
     program = _program(kernel, args, options.debug, trace is not None)
     values, buffers = _bind(program, args)
-    machine = Machine(extents, options.strict, strict_bounds=options.strict_bounds)
+    machine = Machine(axes, options.strict, strict_bounds=options.strict_bounds)
     if options.races or options.marks:
         marks = [mark for mark in options.marks or () if _touches(mark, buffers)]
-        machine.watch = Watch(buffers, extents, races=options.races, marks=marks, code=program.code, places=program.places)
+        machine.watch = Watch(buffers, axes, races=options.races, marks=marks, code=program.code, places=program.places)
     if trace is not None:
-        machine.watch = Recorder(trace, program, extents, buffers, machine.watch)
+        machine.watch = Recorder(trace, program, axes, buffers, machine.watch)
     try:
         # Not under the caller's autocast: it would change the dtype of products behind our back.
         with np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
             if program.cooperative:
                 Schedule(program, machine, values, options.order, options.steps).run(_enter)
             else:
-                for bid in blocks(extents, options.order):
+                for bid in blocks(axes, options.order):
                     _enter(machine, bid)
                     program.function(machine, *values)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""How many threads products of an interpreted kernel take: no more than cores are free.
+"""How many threads products of an interpreted kernel take: one less than cores are free.
 
-PyTorch takes one for each core, and its threads wait for one another in busy loops. Where others
-use the cores too, a decode step of small products then takes many times as long.
+PyTorch takes one for each core, and its threads wait for one another in busy loops. Where anybody
+else uses a core too, a decode step of small products then takes many times as long.
 """
 
 import os
@@ -13,10 +13,12 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def free_cores() -> int:
-    """Cores that this process may use, less those that were busy in the last minute; at least 1."""
+    """Cores that this process may use, less those that were busy in the last minute, less one for
+    whoever comes next; at least 1.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return max(1, cores - round(busy))
+    return max(1, cores - round(busy) - 1)
 
 
 def choose_threads() -> None:

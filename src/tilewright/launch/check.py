@@ -147,10 +147,10 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
         raise argument_error(name, f"free of elements of {other_name}, both being written in place", "tensors that overlap")
 
 
-def check_apart(x: Tensor, name: str, **read: Tensor) -> None:
+def check_apart(x: Tensor, name: str, /, **read: Tensor | None) -> None:
     """Raises ValueError if x, which an op writes into, has an element of a tensor that it reads."""
     for other_name, other in read.items():
-        if overlap(x, other):
+        if other is not None and overlap(x, other):
             raise argument_error(name, f"free of elements of {other_name}, being written in place", "tensors that overlap")
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
+from .check import argument_error
 from .context import is_tracing
 from .values import Claim, check_values, wanted
 
@@ -50,7 +53,10 @@ def torch_op(
             # Plain eager tensors skip the dispatcher, which costs more host time than all the rest
             # of a call. Everything that must see the op (torch.compile, export, fake tensors,
             # dispatch modes) goes through it.
-            if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack():
+            compiling = torch.compiler.is_compiling()
+            if not compiling and (forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None):
+                _refuse_transformed(function, args)
+            if compiling or type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack():
                 op(*args)
             else:
                 run(*args)
@@ -59,6 +65,20 @@ def torch_op(
         return call
 
     return register
+
+
+def _refuse_transformed(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Raises ValueError for an argument inside of torch.func's vmap, jvp or functionalize, which
+    has no memory to write to; or with a tangent, which would be lost, or stay as it was where an op
+    writes in place.
+    """
+    for name, x in zip(inspect.signature(function).parameters, args, strict=True):
+        if not isinstance(x, torch.Tensor):
+            continue
+        if _functorch.is_functorch_wrapped_tensor(x):
+            raise argument_error(name, "a tensor outside of torch.func's transforms: this op has no rule for them", "one inside")
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise argument_error(name, "without a tangent: this op has no forward-mode derivative", "one with a tangent")
 
 
 def _with_claims(function: Callable[..., None], claims: Callable[..., Iterator[Claim]]) -> Callable[..., None]:

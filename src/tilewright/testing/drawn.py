@@ -34,21 +34,21 @@ WEIGHTS = {
     "attention": 9, "attention_decode": 9, "mla_decode": 6, "grouped_gemm": 6, "bmm": 6, "moe": 6,
     "rms_norm_matmul": 1, "mla": 1, "kv_append": 1, "merge_states": 1, "sparse_decode": 1, "dropout": 1, "embedding": 1, "argmax": 1,
     "rms_norm_quant": 1, "silu_mul_quant": 1, "sample": 1, "moe_route": 1, "rms_norm_route": 1, "grouped_gemm fp8": 1, "moe fp8": 1,
-    "quantized_matmul": 1,
+    "quantized_matmul": 1, "quantized_moe": 1, "adjust_logits": 1,
     "gated_delta_rule": 1, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 
 
-# Kinds of a survey: few rows, as in decode, decide most of what a user waits for; few tiles are
-# hard to choose for.
-SURVEYED = (*WEIGHTS, "matmul few", "matmul wave")
+# Kinds of a survey: few rows, as in decode, decide most of what a user waits for; few tiles, short
+# sums and long ones, and narrow matrices are hard to choose for.
+SURVEYED = (*WEIGHTS, "matmul few", "matmul wave", "matmul thin", "matmul fp8 deep", "bmm wide", "attention_decode short")
 
 
 def draw(kind: str, count: int, seed: int) -> list[Any]:
     """So many problems of an op; the same for the same seed, and the first ones of a larger count.
 
     kind: the name of an op, or "matmul fp8", "grouped_gemm fp8", "moe fp8" for 8-bit operands, or
-        "matmul few" for up to 64 rows, "matmul wave" for few tiles.
+        one of SURVEYED, such as "matmul few" for up to 64 rows.
     Raises: ValueError for another kind.
     """
     return list(islice(_problems(kind, seed), count))

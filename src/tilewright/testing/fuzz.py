@@ -272,8 +272,9 @@ def state_of(total: Tensor, maximum: Tensor, denominator: Tensor) -> Results:
 
 
 def judge_sample(drawn: Tensor, inputs: dict[str, Any], what: str) -> None:
-    """Each draw must be a column that temperature, top_k and top_p leave; a greedy one the first of
-    the largest."""
+    """Each draw must be a column that temperature, top_k, top_p and min_p leave; a greedy one the
+    first of the largest.
+    """
     logits = inputs["logits"].double()
     count, columns = logits.shape
 
@@ -281,7 +282,7 @@ def judge_sample(drawn: Tensor, inputs: dict[str, Any], what: str) -> None:
         value = inputs.get(name)
         return torch.full((count, 1), default, device=logits.device).double() if value is None else value.double().expand(count)[:, None]
 
-    temperature, top_k, top_p = each("temperature", 1.0), each("top_k", 0.0), each("top_p", 1.0)
+    temperature, top_k, top_p, min_p = each("temperature", 1.0), each("top_k", 0.0), each("top_p", 1.0), each("min_p", 0.0)
     ordered, _ = logits.sort(-1, descending=True)
     last = torch.where(top_k > 0, top_k, columns).clamp(max=columns).long() - 1
     kept = logits >= ordered.gather(-1, last)
@@ -290,6 +291,7 @@ def judge_sample(drawn: Tensor, inputs: dict[str, Any], what: str) -> None:
     share, first = ordered.softmax(-1), torch.searchsorted(-ordered, -ordered)  # first: of the columns that are as likely
     before = torch.empty_like(share).scatter_(-1, order, (share.cumsum(-1) - share).gather(-1, first))
     kept &= (before < top_p + 1e-5) | (logits == ordered[:, :1])
+    kept &= share.gather(-1, order.argsort(-1)) >= min_p * share[:, :1] * (1 - 1e-4)
     first = DEFINITIONS["argmax"](logits)[0]
     right = torch.where(temperature[:, 0] <= 0, drawn == first, kept.gather(-1, drawn[:, None])[:, 0])
     if not right.all():

@@ -43,6 +43,13 @@ def small_weight(s: Sizes) -> Fields:
     return {"weight_format": of.name, "n": s.log(1, 200), "k": of.multiple * s.log(1, 600 // of.multiple), **some(s, "bias")}
 
 
+def small_experts(s: Sizes) -> Fields:
+    of = s.choice([of for of in FORMATS.values() if not of.factor])
+    sizes = {name: of.multiple * s.log(1, 300 // of.multiple) for name in ("hidden", "inter")}
+    act = {"alpha": s.choice((1.0, 1.702)), "limit": s.choice((0.0, 2.0)), "up_offset": s.choice((0.0, 1.0))}
+    return {"weight_format": of.name, **sizes, **act, "top_k": s.choice((1, 2)), "experts": s.choice((2, 4)), **some(s, "bias")}
+
+
 def rows(s: Sizes, _: Fields) -> Fields:
     return {"rows": s.log(1, 200)}
 
@@ -248,13 +255,15 @@ DRAWS: dict[str, Draw] = {
     "quantize_fp8": (codes, rows),
     "rms_norm_quant": (row_codes("residual", "round_before_weight", weight_offset=lambda s: s.choice((0.0, 1.0))), rows),
     "silu_mul_quant": (row_codes("fused", "gelu_tanh"), rows),
-    "sample": row_wise("temperature", "top_k", "top_p", "offset", "per_row"),
+    "sample": row_wise("temperature", "top_k", "top_p", "min_p", "offset", "per_row"),
+    "adjust_logits": row_wise("repetition", "presence", "frequency", "bias", "mask", "shared"),
     "moe_route": (lambda s: {**routing(s), "dtype": any_float(s)}, tokens(100)),
     "rms_norm_route": (
         lambda s: {**routing(s), "dtype": half(s), "k": s.log(8, 600), **some(s, "residual", "round_before_weight", "router_bias")},
         tokens(6),
     ),
     "moe": (experts, lambda s, f: {} if f.get("shared") else {"tokens": s.log(1, 60)}),
+    "quantized_moe": (small_experts, tokens(40)),
     "gated_delta_rule": (delta, lambda s, f: {"batch": s.log(1, 4), "tokens": s.choice((1, s.log(1, 40), s.log(1, 260)))}),
     "causal_conv1d": (
         lambda s: {

@@ -1,5 +1,6 @@
 """Decode attention of real models, and odd shapes: empty, one key, padded, window, mixed pages."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -90,3 +91,9 @@ def drawn(s: Sizes) -> Problem:
     }
     options = kinds[s.one_of({"even": 0.7, "ragged": 0.1, "paged": 0.12, "drafted": 0.08})]
     return Problem(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_len=max_len, head_dim=head_dim, dtype=s.dtype(), **options)
+
+
+def drawn_short(s: Sizes) -> Problem:
+    """Many sequences of few keys: a batch of chats that have just begun."""
+    p = drawn(s)
+    return replace(p, batch=s.log(16, 256), max_len=s.log(64, 2048))

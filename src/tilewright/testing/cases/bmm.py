@@ -1,5 +1,6 @@
 """Problems of `bmm`."""
 
+from dataclasses import replace
 from itertools import product
 
 from ...ops.bmm import Problem
@@ -58,3 +59,10 @@ def drawn(s: Sizes) -> Problem:
         return Problem(batch=s.choice((16, 32, 64, 128)), m=s.rows(1024), n=n, k=k, dtype=dtype, trans_b=up, out_dtype=dtype)
     m, n, k = (s.log(64, 4096, 8) for _ in range(3))
     return Problem(batch=s.log(2, 128), m=m, n=n, k=k, dtype=dtype, out_dtype=dtype, **s.some(trans_a=0.1, trans_b=0.5))
+
+
+def drawn_wide(s: Sizes) -> Problem:
+    """Many matrices, narrow and ragged ones too, whose rows begin anywhere."""
+    sides = [s.log(64, 4096, 8), s.log(64, 1024, 8)]
+    s.shuffle(sides)
+    return replace(drawn(s), batch=s.log(32, 192), m=sides[0], n=sides[1], k=s.log(64, 4096, 8))

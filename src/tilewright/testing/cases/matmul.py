@@ -138,3 +138,15 @@ def drawn_fp8(s: Sizes) -> Problem:
     multiple = 128 if scaling is BLOCK else 16
     n, k = s.deep_linear(multiple) if s.odds(0.25) else s.linear(multiple)
     return Problem(m=s.rows(8192), n=n, k=k, dtype=E4M3, scaling=scaling)
+
+
+def drawn_thin(s: Sizes) -> Problem:
+    """Few rows and a short sum, such as adapters and heads."""
+    return replace(drawn(s), m=s.rows(256), n=s.log(1024, 32_768, 8), k=s.log(64, 1024, 8))
+
+
+def drawn_fp8_deep(s: Sizes) -> Problem:
+    """Few rows and a long sum: the last layer of an MLP."""
+    p = drawn_fp8(s)
+    n, k = s.deep_linear(128 if p.scaling is BLOCK else 16)
+    return replace(p, m=s.rows(512), n=n, k=k)

@@ -14,6 +14,8 @@ small = [
     Problem(7, 2048, FP32, top_k=True, top_p=True, per_row=True),
     Problem(6, 777, BF16, top_p=True, per_row=True, offset=False),
     Problem(2, 16_411, FP32, top_k=True, top_p=True),
+    Problem(5, 333, FP32, min_p=True, per_row=True),
+    Problem(4, 2000, BF16, top_k=True, top_p=True, min_p=True),
 ]
 
 # the vocabularies of SmolLM2, Llama-3 and Qwen2
@@ -22,7 +24,7 @@ real = [
     *(Problem(rows, 151_936, FP32, top_p=True, per_row=True) for rows in (2, 16)),
     Problem(8, 128_256, FP32, top_k=True, per_row=True),
     Problem(64, 128_256, FP32),
-    Problem(5, 262_144, FP16, top_p=True),  # Gemma
+    Problem(5, 262_144, FP16, top_p=True, min_p=True),  # Gemma
 ]
 
 bench = [
@@ -35,4 +37,4 @@ bench = [
 
 
 def drawn(s: Sizes) -> Problem:
-    return Problem(rows=s.rows(256), cols=s.model().vocab, dtype=FP32 if s.odds(0.7) else s.dtype(), **s.some(top_k=0.5, top_p=0.5))
+    return Problem(rows=s.rows(256), cols=s.model().vocab, dtype=FP32 if s.odds(0.7) else s.dtype(), **s.some(top_k=0.5, top_p=0.5, min_p=0.3))

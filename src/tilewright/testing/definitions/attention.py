@@ -115,8 +115,18 @@ def attention(
 
 @defines
 def mla(q_nope: Tensor, q_rope: Tensor, *, k_nope: Tensor, k_rope: Tensor, v: Tensor, causal: bool, return_lse: bool, **options: Any) -> Results:
-    k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
-    return attention(torch.cat((q_nope, q_rope), -1), k, v, causal=causal, window=None, return_lse=return_lse, softcap=None, **options)
+    options["scale"] = options.get("scale") or (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5
+    q, k = side_by_side(q_nope, q_rope), side_by_side(k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1))
+    return attention(q, k, v, causal=causal, window=None, return_lse=return_lse, softcap=None, **options)
+
+
+def side_by_side(nope: Tensor, rope: Tensor) -> Tensor:
+    """Both on the last axis, each from a whole number of 32 columns on.
+
+    Products of both are two products of tensor cores, and no 32 of their sum hold parts of both.
+    """
+    gap = nope.new_zeros(*nope.shape[:-1], -nope.shape[-1] % 32)
+    return torch.cat((nope, gap, rope), -1)
 
 
 def newest(  # noqa: PLR0913 the op's arguments

@@ -31,6 +31,24 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, ro
 
 
 @defines
+def adjust_logits(logits: Tensor, counts: Any, *, repetition: Any, presence: Any, frequency: Any, bias: Any, mask: Any) -> Results:
+    """Column by column of what each token has had."""
+    y = logits if logits.dtype is torch.float64 else logits.float()
+    if counts is not None:
+        met, times = counts != 0, torch.where(counts < 0, counts.long() + 2**31, counts.long()).to(y.dtype)
+        if repetition is not None:
+            y = y * torch.where(met, torch.where(y > 0, 1 / repetition[:, None].to(y.dtype), repetition[:, None].to(y.dtype)), 1)
+        y = y if presence is None else y - times.clamp(max=1) * presence[:, None].to(y.dtype)
+        y = y if frequency is None else y - times * frequency[:, None].to(y.dtype)
+    y = y if bias is None else y + bias
+    if mask is not None:
+        column = torch.arange(y.shape[1], device=y.device)
+        allowed = (mask.long()[:, column // 32] & 2**32 - 1) // 2 ** (column % 32) % 2 == 1
+        y = y.masked_fill(~allowed, -torch.inf)
+    return [y]
+
+
+@defines
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_weight: bool = False, residual: Any = None) -> Results:
     total = x if residual is None else x + residual
     out = normed(total, weight, eps, weight_offset, round_before_weight).to(x.dtype)
@@ -183,6 +201,9 @@ def silu_mul_quant(gate: Tensor, up: Any = None, *, gelu_tanh: bool, block: Any,
 
 
 # --------------------------------------------------------------------------------- matrix products
+TILE = 16  # rows and columns that a product needs to be worth tensor cores
+
+
 @contextmanager
 def tf32_products(on: bool) -> Iterator[None]:
     """Products of fp32 on a GPU as TF32 has them."""
@@ -205,8 +226,12 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 
 @defines
 def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, **options: Any) -> Results:
+    a, b = a.mT if trans_a else a, b if trans_b else b.mT
+    m, n = len(a), len(b)
+    if options["tf32"] and not exact:  # cuBLAS takes a single row or column without tensor cores
+        a, b = (torch.cat((x, x.new_zeros(max(0, TILE - len(x)), x.shape[1]))) for x in (a, b))
     with tf32_products(options["tf32"]):
-        y = product(a.mT if trans_a else a, b if trans_b else b.mT, options.get("scale_a"), options.get("scale_b"), exact)
+        y = product(a, b, options.get("scale_a"), options.get("scale_b"), exact)[..., :m, :n]
     y = y if exact or y.dtype == a.dtype else y.to(stored)
     y = y if bias is None else y + bias
     if options.get("silu_mul"):
@@ -317,6 +342,26 @@ def moe(x: Tensor, gate_up: Tensor, down: Tensor, *, weights: Tensor, ids: Tenso
     if "shared_down" in options:
         gate, up = (torch.einsum("th,sih->sti", x, options["shared_gate_up"][:, part]) for part in (0, 1))
         out = out + wide(torch.einsum("sti,shi->th", activated(gate, False).to(x.dtype) * up, options["shared_down"]))
+    return [out.to(x.dtype)]
+
+
+@defines
+def quantized_moe(x: Tensor, words_gate_up: Tensor, words_down: Tensor, *, weights: Tensor, ids: Tensor, **options: Any) -> Results:
+    """Every expert for every token, as `moe`."""
+
+    def product(rows: Tensor, words: Tensor, name: str, expert: int, part: int) -> Tensor:
+        zeros, bias = options[f"zeros_{name}"], options.get(f"bias_{name}")
+        bias = None if bias is None else bias[expert] if name == "down" else bias[expert, part]
+        small = words[expert, part], options[f"scales_{name}"][expert, part], None if zeros is None else zeros[expert, part]
+        return quantized_matmul(rows, *small, None, bias, options["weight_format"])[0]
+
+    out = torch.zeros(x.shape, dtype=wide(x).dtype, device=x.device)
+    for expert in range(len(words_down)):
+        gate, up = (product(x, words_gate_up, "gate_up", expert, part) for part in (0, 1))
+        if options["limit"] is not None:
+            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
+        active = gate / (1 + (-options["alpha"] * gate).exp()) * (up + options["up_offset"])
+        out += (weights * (ids == expert)).sum(1, keepdim=True) * product(active, words_down, "down", expert, 0)
     return [out.to(x.dtype)]
 
 
