@@ -1,13 +1,13 @@
 """Kernels for language models in cuTile Python: compiled for NVIDIA GPUs, or interpreted on a CPU.
 
 Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
-Small weights     quantized_matmul, QuantizedWeight
+Small weights     quantized_matmul, quantized_moe, QuantizedWeight, QuantizedExperts
 Attention         attention, attention_decode, mla, mla_decode, sparse_decode, merge_states,
                   kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
 Linear attention  gated_delta_rule, causal_conv1d, rms_norm_gated
 8-bit floats      quantize_fp8, rms_norm_quant, silu_mul_quant
-Choosing          argmax, sample, moe_route, rms_norm_route
+Choosing          argmax, sample, adjust_logits, moe_route, rms_norm_route
 
 Models            patch: our kernels in a transformers model; load: a model from a folder or file;
                   Engine: fast decoding
@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if _find_spec("cuda") is None or _find_spec("cuda.tile") is None:
     raise ImportError("tilewright's kernels are written in cuda-tile, with or without a GPU: pip install 'cuda-tile==1.7.*'")
 
+from .ops.adjust_logits import adjust_logits
 from .ops.argmax import argmax
 from .ops.attention import attention
 from .ops.attention_decode import attention_decode
 from .ops.bmm import bmm
 from .ops.causal_conv1d import causal_conv1d
+from .ops.common.expert_weights import QuantizedExperts
 from .ops.common.weight_formats import QuantizedWeight
 from .ops.dropout import dropout
 from .ops.embedding import embedding
@@ -45,6 +47,7 @@ from .ops.moe import moe
 from .ops.moe_route import moe_route
 from .ops.quantize_fp8 import quantize_fp8
 from .ops.quantized_matmul import quantized_matmul
+from .ops.quantized_moe import quantized_moe
 from .ops.rms_norm import rms_norm
 from .ops.rms_norm_gated import rms_norm_gated
 from .ops.rms_norm_matmul import rms_norm_matmul
@@ -75,8 +78,10 @@ _LATER = {  # imported when they are asked for: most programs need none of them
 }
 __all__ = [
     "Engine",
+    "QuantizedExperts",
     "QuantizedWeight",
     "__version__",
+    "adjust_logits",
     "argmax",
     "attention",
     "attention_decode",
@@ -102,6 +107,7 @@ __all__ = [
     "patch",
     "quantize_fp8",
     "quantized_matmul",
+    "quantized_moe",
     "rms_norm",
     "rms_norm_gated",
     "rms_norm_matmul",

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 from . import (
+    adjust_logits,
     argmax,
     attention,
     attention_decode,
@@ -22,6 +23,7 @@ from . import (
     moe_route,
     quantize_fp8,
     quantized_matmul,
+    quantized_moe,
     rms_norm,
     rms_norm_gated,
     rms_norm_matmul,
@@ -59,10 +61,12 @@ ALL = (
     quantize_fp8,
     rms_norm_quant,
     silu_mul_quant,
+    adjust_logits,
     sample,
     moe_route,
     rms_norm_route,
     moe,
+    quantized_moe,
     gated_delta_rule,
     causal_conv1d,
     rms_norm_gated,

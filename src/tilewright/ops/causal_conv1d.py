@@ -25,6 +25,7 @@ from ..launch import (
     Launch,
     argument_error,
     as_rows,
+    check_apart,
     check_tensor,
     check_writable,
     hints,
@@ -428,14 +429,14 @@ def causal_conv1d(
         raise argument_error("weight.shape", f"({channels}, 2..{WIDEST})", tuple(weight.shape))
     if bias is not None:
         check_tensor(bias, "bias", shape=(channels,), like=x)
-    batch = x.shape[0]
     if cu_seqlens is not None:
         check_int32(cu_seqlens, "cu_seqlens", x, (None,))
         if not len(cu_seqlens):
             raise argument_error("cu_seqlens.shape", "(sequences + 1,)", (0,))
-        batch = len(cu_seqlens) - 1
+    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is not None:
         _check_state(state, x, batch, weight.shape[1])
+        check_apart(state, "state", x=x, weight=weight, bias=bias)
     out = out_or_new(out, x.shape, x.dtype, x, weight, bias, state, cu_seqlens)
     if out.numel() and batch:
         causal_conv1d_out(as_rows(x), weight, bias, state, cu_seqlens, batch, silu, as_rows(out))

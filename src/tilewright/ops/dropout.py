@@ -190,8 +190,8 @@ def dropout_out(x: Tensor, seed: Tensor, offset: Optional[Tensor], p: float, out
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1 / (1 - p); applied to a
-    gradient with the same seed and offset, its backward.
+    """Zeroes each element with probability p and scales the others by 1 / (1 - p). Applied to a
+    gradient with the same seed and offset, it is its own backward.
 
     Args:
         x: any shape; bf16, fp16 or fp32; stride 1 in the last axis. Copied if it is not contiguous.

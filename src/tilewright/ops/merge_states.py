@@ -191,7 +191,7 @@ def merge_states_out(states: Tensor, states_lse: Tensor, base2: bool, out: Tenso
 
 
 def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over several disjoint sets of keys, made into attention over all of them.
+    """Merges attention over several disjoint sets of keys into attention over all of them.
 
     Args:
         states: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64

@@ -406,8 +406,8 @@ def rms_norm_matmul(
     silu_mul: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The product of normed rows and a matrix, in one launch: for a token or, in bf16, a few; for
-    many `rms_norm` and `matmul` are faster.
+    """The product of normed rows and a matrix, in one launch. It is meant for one token or, in
+    bf16, a few: for many, `rms_norm` and `matmul` are faster.
 
     Args:
         x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do

@@ -156,7 +156,7 @@ def softmax_out(x: Tensor, out: Tensor) -> None:
 
 
 def softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Exponentials over the last axis, scaled to sum to one.
+    """Softmax over the last axis: exponentials, scaled so that they sum to one.
 
     Args:
         x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do

@@ -63,6 +63,11 @@ class Problem:
         return self.v_dim or self.head_dim
 
     @property
+    def values_shape(self) -> tuple[int, int, int, int]:
+        """Of v as the kernel gets it: batch, heads, keys, columns."""
+        return 1 if self.varlen else self.batch, self.kv_heads, self.kv_len, self.values_dim
+
+    @property
     def ragged(self) -> bool:
         """Sequences differ in where their keys begin or end."""
         return self.varlen or self.has_start or self.has_len

@@ -99,6 +99,25 @@ def transposed_columns(ARRAY, batch, head, row, WIDTHS, TILE, LATENCY):
     return tiles
 
 
+@ct.kernel
+def transpose_kernel(V, TRANSPOSED, TILE_N: ct.Constant[int], WIDTH: ct.Constant[int]):
+    """V [batch, heads, keys, v_dim] of 8 bits to TRANSPOSED [batch, heads, v_dim, keys or more], 0
+    behind V's keys. Grid (tiles of TILE_N keys, heads, batch).
+
+    Four keys of a column become a word, and the words are transposed: a transposition of bytes
+    would write each alone to shared memory.
+    """
+    tile, head, batch = ct.bid(0), ct.bid(1), ct.bid(2)
+    column = ct.arange(WIDTH, dtype=ct.int32)[None, :]
+    words = ct.zeros((TILE_N // 4, WIDTH), dtype=ct.uint32)
+    for i in ct.static_iter(range(4)):
+        key = (tile * TILE_N + 4 * ct.arange(TILE_N // 4, dtype=ct.int32) + i)[:, None]
+        codes = ct.bitcast(ct.gather(V, (batch, head, key, column), padding_value=0), ct.uint8)
+        words = words | (codes.astype(ct.uint32) << (8 * i))
+    codes = ct.bitcast(ct.pack_to_bytes(ct.transpose(words)), V.dtype)
+    ct.store(TRANSPOSED, (batch, head, 0, tile), codes.reshape((1, 1, WIDTH, TILE_N)))
+
+
 def summed_products(lefts, rights, TF32X3):
     """The sum of left @ right over the tiles of two tuples."""
     total = ct.zeros((lefts[0].shape[0], rights[0].shape[1]), dtype=ct.float32)
@@ -132,7 +151,6 @@ def softmax_over_keys(
     if HAS_WINDOW:
         begin = max(0, first - window + 1) // TAIL_N
         whole_from = ct.cdiv(max(0, first + TILE_M - window), TILE_N)
-    row = first + ct.arange(TILE_M, dtype=ct.int32)[:, None]
     sums: tuple = ()
     for i in ct.static_iter(range(2)):
         if WIDTHS[i]:
@@ -143,6 +161,9 @@ def softmax_over_keys(
         sums, maximum, denominator = state
         scores = scores_of(j, TILE)
         if HIDDEN:
+            # Not in front of the loops: H200, causal, head_dim 128, 512 to 4096 queries 1 to 2 %
+            # slower.
+            row = first + ct.arange(TILE_M, dtype=ct.int32)[:, None]
             key = j * TILE + ct.arange(TILE, dtype=ct.int32)[None, :]
             seen = key < n
             if CAUSAL:

@@ -4,18 +4,21 @@ what a launch asks of a machine, and the launch.
 Where a function takes a problem p, it is either op's: their Problems have the same names.
 """
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...launch import Device, Launch, hints, next_pow2
 from ...select import Work
-from .attention_tiles import persistent_grid
+from .attention_tiles import persistent_grid, transpose_kernel
 
 # tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, num_worker_warps
 Row = tuple[int, int, int, int, int, bool, int | None, int | None, int | None]
 ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}  # architectures that take the rows of a near one
 RESCALE = 1 / 8  # time of scaling a running sum, in exponentials
+TURNS = "sm_90"  # reads 8-bit values key after key: by rows they pass through registers and shared memory in each step
+TRANSPOSED_KEYS = 128  # of a block that transposes values
 SAMPLES = 32  # sequences, and tiles of queries of one, whose keys are counted; those between are like them
 
 
@@ -34,6 +37,8 @@ class Config:
         are two tiles, as head_dim always is: 96 = 64 + 32.
     tail_n: keys of a step that a mask touches, a divisor of tile_n; 0 for tile_n. Shorter ones
         compute fewer scores that nobody sees.
+    transpose_values: of 8 bits that lie by rows: a launch in front writes them with their keys
+        last, as Hopper's tensor cores read them. Otherwise each step turns its own in registers.
     """
 
     tile_m: int
@@ -47,6 +52,7 @@ class Config:
     num_worker_warps: int | None = None
     pad_values: bool = True
     tail_n: int = 0
+    transpose_values: bool = False
 
 
 def least_width(p: Any) -> int:
@@ -55,7 +61,16 @@ def least_width(p: Any) -> int:
 
 
 def configs(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
-    """Those of an architecture's rows; on a CPU two, of few and of large tiles."""
+    """Those of an architecture's rows; on a CPU two, of few and of large tiles. Each with 8-bit
+    values as they lie and, where that is by rows, transposed in front.
+    """
+    for c in _tiles(rows, p, device):
+        yield c
+        if p.scaled and not p.keys_last:
+            yield replace(c, transpose_values=True)
+
+
+def _tiles(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.queries, p.kv_len))
         yield Config(min(256, longest_m), 512)
@@ -77,7 +92,7 @@ def legal(p: Any, c: Config, device: Device) -> bool:
 def family(p: Any, c: Config) -> str:
     """Launches that the model errs alike about."""
     mask = "c" * p.causal + "w" * (p.window is not None) + "r" * p.ragged + "s" * (p.softcap is not None)
-    hints = f"{c.num_ctas}{c.occupancy}{c.num_worker_warps}" + "p" * c.persistent + "v" * (not c.pad_values)
+    hints = f"{c.num_ctas}{c.occupancy}{c.num_worker_warps}" + "p" * c.persistent + "v" * (not c.pad_values) + "t" * c.transpose_values
     return f"{p.dtype.itemsize}{mask} {next_pow2(p.head_dim)} {c.tile_m}x{c.tile_n}/{c.tail_n} {c.parts}{c.latency}{hints}"
 
 
@@ -106,6 +121,9 @@ def work(p: Any, c: Config, device: Device, columns: tuple[int, int], kinds: tup
     masked = (p.causal or p.window is not None) * -(-c.tile_m // tail_n)  # steps of a tile of queries, one behind the other
     size, per_sm, ctas = p.dtype.itemsize, c.occupancy or 1, c.num_ctas or 1
     rescales = RESCALE * (2 if size == 1 else 1)  # 8-bit products are added to the sums outside the tensor cores
+    if p.scaled and not (p.keys_last or c.transpose_values) and device.arch == TURNS:
+        kinds = (*kinds, "turned")
+    copied = 2 * math.prod(p.values_shape) * size if c.transpose_values else 0
     return Work(
         blocks=tiles * p.q_heads,
         resident=max(1, device.sms * per_sm // ctas),
@@ -123,12 +141,13 @@ def work(p: Any, c: Config, device: Device, columns: tuple[int, int], kinds: tup
         persistent=c.persistent and not masked,
         chain=masked * (2 if c.persistent else 1),
         ragged=max(1.0, max(longest for _, _, longest, _ in each) / keys),
+        partial=copied,
         spill=spill,
     )
 
 
 def launch(kernel: Any, p: Any, c: Config, device: Device, given: dict[str, bool], **constants: Any) -> tuple[Launch, ...]:
-    """The one launch of a config. given: of the arrays that may be absent, which are there.
+    """The launches of a config. given: of the arrays that may be absent, which are there.
     constants: those of the op beside what all have.
     """
     tiles = -(-p.q_len // c.tile_m)
@@ -142,7 +161,7 @@ def launch(kernel: Any, p: Any, c: Config, device: Device, given: dict[str, bool
         "has_len": p.has_len,
         "return_lse": p.return_lse,
         "scaled": p.scaled,
-        "keys_last": p.keys_last,
+        "keys_last": p.keys_last or c.transpose_values,
         "masked": p.causal or p.ragged or p.window is not None or p.kv_len % c.tile_n != 0,
         "persistent": c.persistent,
         "tile_m": c.tile_m,
@@ -152,4 +171,16 @@ def launch(kernel: Any, p: Any, c: Config, device: Device, given: dict[str, bool
         "latency": c.latency,
     }
     given = {"lse": p.return_lse, "kv_len": p.has_len, "q_scale": p.scaled, "k_scale": p.scaled, "v_scale": p.scaled} | given
-    return (Launch(kernel, grid, constants, **hints(c), unused=tuple(name for name, there in given.items() if not there)),)
+    renames = {"v": "transposed"} if c.transpose_values else {}
+    attend = Launch(kernel, grid, constants, **hints(c), renames=renames, unused=tuple(name for name, there in given.items() if not there))
+    return (_transpose(p), attend) if c.transpose_values else (attend,)
+
+
+def _transpose(p: Any) -> Launch:
+    """Values by rows to `transposed` [batch, kv_heads, v_dim, keys], whose rows begin at multiples
+    of 16 bytes; the padding behind the keys is 0.
+    """
+    batch, heads, keys, dim = p.values_shape
+    scratch = {"transposed": ((batch, heads, dim, -(-keys // 16) * 16), p.dtype)}
+    constants = {"tile_n": TRANSPOSED_KEYS, "width": max(16, next_pow2(dim))}
+    return Launch(transpose_kernel, (-(-keys // TRANSPOSED_KEYS), heads, batch), constants, scratch=scratch)

@@ -245,6 +245,8 @@ class QuantizedWeight:
         of = format_named(weight_format)
         check_tensor(weight, "weight", ndim=2, dtypes=(torch.bfloat16, torch.float16, torch.float32))
         check_k(weight.shape[1], of)
+        if not len(weight):
+            raise argument_error("weight.shape[0]", "at least 1", 0)
         if not bool(weight.isfinite().all()):
             raise argument_error("weight", "finite", "a NaN or an infinity")
         return QuantizedWeight.packed(*rounded(weight, of), weight_format=weight_format)

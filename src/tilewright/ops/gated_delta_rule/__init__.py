@@ -23,7 +23,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_apart, check_out, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, rising
 from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_int32
 from .decision import CHOICES, Config, Problem, plan, space
@@ -208,6 +208,7 @@ def gated_delta_rule(
         if state.device != q.device:
             raise argument_error("state.device", q.device, state.device)
         check_writable(state, "state")
+        check_apart(state, "state", q=q, k=k, v=v, g=g, beta=beta)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     check_positive(scale, "scale")

@@ -102,6 +102,7 @@ class Config:
         pass that finds the states they start from; 0 for whole sequences.
     latency: prefetch hint of the loads of a chunk, 1 to 10.
     solve_occupancy: of the launch that needs no state.
+    solve_heads: value heads of a block there, which share the products of q and k.
     occupancy, num_worker_warps: compiler hints of the launch that does.
     """
 
@@ -111,18 +112,19 @@ class Config:
     segment: int = 0
     latency: int = 3
     solve_occupancy: int | None = None
+    solve_heads: int = 1
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
 
 RECURRENT = ((32, 5), (32, 4), (16, 6), (64, 2), (8, 8))  # tile_v, occupancy
-# tile_v, chunk, transposed, latency, occupancy and that of the solve
+# tile_v, chunk, transposed, latency, occupancy and that of the solve, most heads of a block there
 CHUNKED = {
-    "sm_90": ((64, 64, True, 2, 2, 2), (32, 64, False, 3, 2, 2)),
-    "sm_100": ((32, 64, False, 3, 2, 2),),
-    "sm_103": ((32, 64, False, 3, 2, 2),),
+    "sm_90": ((64, 64, True, 2, 2, 2, 2), (32, 64, False, 3, 2, 2, 2)),
+    "sm_100": ((32, 64, False, 3, 2, 2, 1),),
+    "sm_103": ((32, 64, False, 3, 2, 2, 1),),
 }
-ANYWHERE = ((32, 32, False, 3, 2, 2),)  # longer chunks spill
+ANYWHERE = ((32, 32, False, 3, 2, 2, 1),)  # longer chunks spill
 SEGMENTS = (256, 128, 64, 32, 16)  # where links do not spill: on the architectures above
 
 
@@ -132,17 +134,23 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         yield Config(min(64, widest))
         yield Config(min(64, widest), 64)
-        yield Config(min(64, widest), 32, transposed=True, segment=1)
+        yield Config(min(64, widest), 32, transposed=True, segment=1, solve_heads=_shared(p, 2))
         return
     for tile_v, occupancy in RECURRENT:
         yield Config(min(tile_v, widest), occupancy=occupancy)
     segments = (0, *SEGMENTS) if device.arch in CHUNKED else (0,)
-    for tile_v, chunk, transposed, latency, occupancy, solve in CHUNKED.get(device.arch, ANYWHERE):
+    for tile_v, chunk, transposed, latency, occupancy, solve, heads in CHUNKED.get(device.arch, ANYWHERE):
         for segment in segments:
-            c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, occupancy)
+            c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, _shared(p, heads), occupancy)
             few = _segments(p, c) > p.batch and _blocks(p, c) * p.v_heads * p.batch < device.sms * occupancy
             if not segment or (few and device.sms * occupancy <= 4 * _blocks(p, c) * p.v_heads * _segments(p, c)):
                 yield c
+
+
+def _shared(p: Problem, most: int) -> int:
+    """Value heads of a block: a power of two that divides those of a key head."""
+    group = p.v_heads // p.k_heads
+    return min(most, group & -group)
 
 
 def tile_k(p: Problem) -> int:
@@ -154,7 +162,13 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     fits = grid_fits(_blocks(p, c) * p.v_heads * p.batch)
     if not c.chunk:
         return fits and (device.is_cpu or tile_k(p) * c.tile_v * (c.occupancy or 1) <= 160 * 128)
-    return fits and p.dtype.itemsize == 2 and tile_k(p) <= WIDEST_CHUNKED and grid_fits(_chunks(p, c), p.v_heads)
+    return (
+        fits
+        and p.dtype.itemsize == 2
+        and tile_k(p) <= WIDEST_CHUNKED
+        and (p.v_heads // p.k_heads) % c.solve_heads == 0
+        and grid_fits(_chunks(p, c), p.v_heads)
+    )
 
 
 def _blocks(p: Problem, c: Config) -> int:
@@ -198,15 +212,15 @@ def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
     square, chunks = c.chunk * c.chunk, _chunks(p, c)
     stored = chunks * p.v_heads * (2 * square * 2 + FACTORS * c.chunk * 4)
     solve = Work(
-        blocks=chunks * p.v_heads,
+        blocks=chunks * p.v_heads // c.solve_heads,
         resident=device.sms * (c.solve_occupancy or 1),
         per_sm=c.solve_occupancy or 1,
-        flops=4 * square * width + 16 * square * c.chunk,
+        flops=6 * square * width + 10 * square * c.chunk * c.solve_heads,
         kinds=("solve",),
-        serial=WAITS * (3 + 2 * (c.chunk.bit_length() - 2)),
+        serial=WAITS * (3 + 8 * c.solve_heads),
         fill=2 * c.chunk * width * size,
         dram=stored + 2 * p.all_tokens * p.k_heads * p.head_dim * size,
-        out=2 * square,
+        out=2 * square * c.solve_heads,
     )
     scan = replace(
         scan,
@@ -260,8 +274,8 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     scratch["decay"] = (chunks, p.v_heads), torch.float32
     solve = Launch(
         solve_kernel,
-        (chunks, p.v_heads),
-        {**shared, "normalize": p.normalize, "chunk": c.chunk},
+        (chunks, p.v_heads // c.solve_heads),
+        {**shared, "normalize": p.normalize, "chunk": c.chunk, "heads": c.solve_heads},
         occupancy=c.solve_occupancy,
         scratch=scratch,
         unused=() if p.varlen else ("cu_seqlens",),

@@ -72,7 +72,10 @@ def recurrent_kernel(
         s = load_tile(STATE, (seq, h, 0, j), (1, 1, TILE_K, TILE_V), ZERO, WHOLE, None, False).reshape((TILE_K, TILE_V))
 
     def row(X, head, t, column, size):
-        return load_tile(X, (b, head, t, column), (1, 1, 1, size), ZERO, WHOLE, None, False).reshape((size,)).astype(ct.float32)
+        if WHOLE:
+            return load_tile(X, (b, head, t, column), (1, 1, 1, size), ZERO, True, None, False).reshape((size,)).astype(ct.float32)
+        columns = column * size + ct.arange(size, dtype=ct.int32)  # tileiras 13.4 gets a checked load of 32 values a thread wrong
+        return ct.gather(X, (b, head, t, columns), mask=columns < X.shape[3], padding_value=0, check_bounds=False).astype(ct.float32)
 
     def step(s, t):
         q, k, v = row(Q, kh, t, 0, TILE_K), row(K, kh, t, 0, TILE_K), row(V, h, t, j, TILE_V)
@@ -99,36 +102,49 @@ def recurrent_kernel(
         ct.store(STATE, (seq, h, 0, j), s.reshape((1, 1, TILE_K, TILE_V)), check_bounds=not WHOLE, allow_tma=False)
 
 
-def lower_inverse(minus, CHUNK):
-    """(I - minus)^-1 of a strictly lower matrix [CHUNK, CHUNK].
+def inverse(a, beta, CHUNK):
+    """(I + diag(beta) a)^-1 diag(beta), of the part of `a` [CHUNK, CHUNK] below its diagonal.
 
-    Blocks of the diagonal are doubled: with T the inverse of blocks of b, T + T (minus of the band)
-    T is that of blocks of 2 b. No entry below the diagonal is larger than beta where keys have at
-    most length 1, so 16 bits hold the factors. Powers would reach C(CHUNK - 1, CHUNK / 2).
+    First for blocks of 16 on the diagonal, which are many small products without a barrier between
+    them. No entry is larger than beta where keys have at most length 1, so 16 bits hold the
+    factors. Powers of more than four blocks would grow: over a chunk they reach C(CHUNK - 1, CHUNK
+    / 2).
     """
     blocks = CHUNK // 16
-    split = minus.reshape((blocks, 16, blocks, 16))
+    split = a.reshape((blocks, 16, blocks, 16))
     p, r = ct.arange(blocks, dtype=ct.int32)[:, None, None, None], ct.arange(blocks, dtype=ct.int32)[None, None, :, None]
-    # Blocks of 16 are many small products without a barrier between them.
-    small = doubled(ct.sum(ct.where(p == r, split, 0.0), 2), 16, 1, 4)
-    t = ct.where(p == r, small.reshape((blocks, 16, 1, 16)), 0.0).reshape((CHUNK, CHUNK))
-    return doubled(minus, CHUNK, 4, ct.static_eval(CHUNK.bit_length() - 1), t)
+    small = ct.sum(ct.where(p == r, split, 0.0), 2)
+    i, j = ct.arange(16, dtype=ct.int32)[None, :, None], ct.arange(16, dtype=ct.int32)[None, None, :]
+    apart = ct.where(i > j, i ^ j, 0)  # from 2**n to 2**(n + 1) - 1 in the same block of 2**(n + 1), in two of 2**n
+    row, column = beta.reshape((blocks, 16, 1)), beta.reshape((blocks, 1, 16))
+    t = ct.where(i == j, column, ct.where(apart == 1, small * -(row * column), 0.0))
+    t = of_two(ct.where((apart >= 2) & (apart < 4), -small, 0.0), t)
+    t = of_four(ct.where(apart >= 4, -small, 0.0), t)
+    t = ct.where(p == r, t.reshape((blocks, 16, 1, 16)), 0.0).reshape((CHUNK, CHUNK))
+    i, j = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
+    below = ct.where(i // 16 > j // 16, -a, 0.0)
+    return of_two(below, t) if blocks == 2 else of_four(below, t)
 
 
-def doubled(minus, SIZE, FIRST, LAST, t=None):
-    """From inverses t of diagonal blocks of 2**FIRST those of 2**LAST, in matrices [..., SIZE,
-    SIZE]; without t FIRST is 1.
+def of_two(below, t):
+    """From inverses t of blocks on the diagonal those of pairs of them; below: minus what is left
+    of each second one.
     """
-    i, j = ct.arange(SIZE, dtype=ct.int32)[:, None], ct.arange(SIZE, dtype=ct.int32)[None, :]
-    apart = i ^ j  # from 2**n to 2**(n + 1) - 1 in the same block of 2**(n + 1), in two of 2**n
-    apart = apart.reshape(ct.static_eval((1,) * (len(minus.shape) - 2) + (SIZE, SIZE)))
-    if t is None:
-        t = ct.where(apart == 0, 1.0, ct.where(apart == 1, minus, 0.0))
-    for level in ct.static_iter(range(FIRST, LAST)):
-        band = ct.where((apart >= 2**level) & (apart < 2 ** (level + 1)), minus, 0.0).astype(ct.float16)
-        factor = t.astype(ct.float16)
-        t = ct.mma(factor, ct.mma(band, factor, ct.zeros(minus.shape, dtype=ct.float32)).astype(ct.float16), t)
-    return t
+    factor = t.astype(ct.float16)
+    return ct.mma(factor, ct.mma(below.astype(ct.float16), factor, nothing(t)).astype(ct.float16), t)
+
+
+def of_four(below, t):
+    """The same for fours of blocks: (I + N + N^2 + N^3) t of N = t below, in three steps."""
+    factor = t.astype(ct.float16)
+    n = ct.mma(factor, below.astype(ct.float16), nothing(t)).astype(ct.float16)
+    square = ct.mma(n, n, nothing(t)).astype(ct.float16)
+    first = ct.mma(n, factor, t)
+    return ct.mma(square, first.astype(ct.float16), first)
+
+
+def nothing(x):
+    return ct.zeros(x.shape, dtype=ct.float32)
 
 
 def lengths(x):
@@ -156,47 +172,52 @@ def solve_kernel(
     VARLEN: ct.Constant[bool],
     NORMALIZE: ct.Constant[bool],
     GROUP: ct.Constant[int],
+    HEADS: ct.Constant[int],
     CHUNK: ct.Constant[int],
     TILE_K: ct.Constant[int],
 ):
-    """What a chunk of one head is without the state. Grid (chunks, v_heads).
+    """What a chunk is without the state, of HEADS value heads of one key head. Grid (chunks,
+    v_heads / HEADS).
 
     T, P [chunks, v_heads, CHUNK, CHUNK]. FACTORS [chunks, v_heads, 4, CHUNK]: of each token, what
     scales K S, the K of the new state, and Q S. DECAY [chunks, v_heads]: of the chunk.
     """
-    place, h = ct.bid(0), ct.bid(1)
-    kh = h // GROUP
+    place, first_head = ct.bid(0), ct.bid(1) * HEADS
+    kh = first_head // GROUP
     b, c = place_of(CU_SEQLENS, place, CHUNK, Q.shape[2], VARLEN)
     if VARLEN:
         first, end = ct.load(CU_SEQLENS, (b,), ()), ct.load(CU_SEQLENS, (b + 1,), ())
         Q, K, G, BETA = rows_from(Q, 2, first, end), rows_from(K, 2, first, end), rows_from(G, 2, first, end), rows_from(BETA, 2, first, end)
         b = 0
     if 0 <= c < ct.cdiv(Q.shape[2], CHUNK):
-        q = ct.load(Q, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
         k = ct.load(K, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
-        of_q = ct.full((CHUNK,), 1.0, dtype=ct.float32)
-        of_k = of_q
-        if NORMALIZE:
-            of_q, of_k = ct.rsqrt(lengths(q) + eps), ct.rsqrt(lengths(k) + eps)
-        kt = ct.transpose(k)
-        kk = ct.mma(k, kt, ct.zeros((CHUNK, CHUNK), dtype=ct.float32))
-        qk = ct.mma(q, kt, ct.zeros((CHUNK, CHUNK), dtype=ct.float32))
-        beta = ct.load(BETA, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
-        g = ct.load(G, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
-        g = ct.maximum(g * LOG2E, LEAST_DECAY)
-        last = ct.sum(g)
-        g = ct.cumsum(g, 0)
+        q = ct.load(Q, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
+        square, shape = (1, 1, CHUNK, CHUNK), (1, 1, 1, CHUNK)
         i, j = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
-        between = ct.exp2(ct.where(i >= j, g[:, None] - g[None, :], FLOOR)) * of_k[None, :]
-        ct.store(P, (place, h, 0, 0), (qk * between * (of_q * scale)[:, None]).astype(P.dtype).reshape((1, 1, CHUNK, CHUNK)))
-        t = lower_inverse(ct.where(i > j, kk * between * (beta * -of_k)[:, None], 0.0), CHUNK)
-        ct.store(T, (place, h, 0, 0), (t * beta[None, :]).astype(T.dtype).reshape((1, 1, CHUNK, CHUNK)))
-        into = ct.exp2(g)
-        shape = (1, 1, 1, CHUNK)
-        ct.store(FACTORS, (place, h, INTO, 0), (into * of_k).reshape(shape), allow_tma=False)
-        ct.store(FACTORS, (place, h, ONWARD, 0), (ct.exp2(last - g) * of_k).reshape(shape), allow_tma=False)
-        ct.store(FACTORS, (place, h, OUTWARD, 0), (into * of_q * scale).reshape(shape), allow_tma=False)
-        ct.store(DECAY, (place, h), ct.exp2(last))
+        kk = ct.mma(k, ct.transpose(k), ct.zeros((CHUNK, CHUNK), dtype=ct.float32))
+        qk = ct.mma(q, ct.transpose(k), ct.zeros((CHUNK, CHUNK), dtype=ct.float32))
+        of_k = ct.full((CHUNK,), 1.0, dtype=ct.float32)
+        of_q = ct.full((CHUNK,), scale, dtype=ct.float32)
+        if NORMALIZE:
+            of_k = ct.rsqrt(ct.sum(ct.where(i == j, kk, 0.0), 1) + eps)
+            of_q = ct.rsqrt(lengths(q) + eps) * scale
+        for n in range(HEADS):
+            h = first_head + n
+            beta = ct.load(BETA, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
+            g = ct.load(G, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
+            g = ct.maximum(g * LOG2E, LEAST_DECAY)
+            last = ct.sum(g)
+            g = ct.cumsum(g, 0)
+            from_token = g - ct.log2(of_k)  # the length of a key is part of the exponent
+            between = ct.exp2(ct.where(i >= j, g[:, None] - from_token[None, :], FLOOR), flush_to_zero=True)
+            ct.store(P, (place, h, 0, 0), (qk * between * of_q[:, None]).astype(P.dtype).reshape(square))
+            t = inverse(kk * (between * of_k[:, None]), beta, CHUNK)
+            ct.store(T, (place, h, 0, 0), t.astype(T.dtype).reshape(square))
+            into = ct.exp2(g)
+            ct.store(FACTORS, (place, h, INTO, 0), (into * of_k).reshape(shape), allow_tma=False)
+            ct.store(FACTORS, (place, h, ONWARD, 0), (ct.exp2(last - g) * of_k).reshape(shape), allow_tma=False)
+            ct.store(FACTORS, (place, h, OUTWARD, 0), (into * of_q).reshape(shape), allow_tma=False)
+            ct.store(DECAY, (place, h), ct.exp2(last))
 
 
 @ct.kernel

@@ -237,8 +237,8 @@ def kv_append(
     eps: float = 1e-6,
     round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Puts new keys and values into their cache, keys rotated and queries rotated in place if there
-    are angles, in one launch.
+    """Puts new keys and values into their cache, in one launch. With cos and sin, the keys are
+    rotated on their way, and the queries in place.
 
     The compressed cache of MLA, [..., 576] = 512 latent + 64 rotated, is two views of one tensor: k
     and k_cache the rotated part, v and v_cache the latent.
@@ -323,7 +323,9 @@ def kv_append(
     norms = {"q_norm": (q_norm, head_dim), "k_norm": (k_norm, head_dim), "v_norm": (v_norm, v.shape[3])}
     for name, (weight, dim) in norms.items():
         if weight is not None:
-            check_tensor(weight, name, shape=(dim,), like=k)
+            check_tensor(weight, name, shape=(dim,), dtypes=(k.dtype, torch.float32))
+            if weight.device != k.device:
+                raise argument_error(f"{name}.device", k.device, weight.device)
     if round_before_weight and all(weight is None for weight, _ in norms.values()):
         raise argument_error("round_before_weight", "False without a norm", round_before_weight)
     check_positive(eps, "eps")

@@ -177,8 +177,11 @@ def matmul(
     if tf32 and a.dtype is not torch.float32:
         raise argument_error("tf32", f"False for {a.dtype}", tf32)
     k, n = b.shape[::-1] if trans_b else b.shape
-    if a.shape[0 if trans_a else -1] != k:
-        raise argument_error(f"a.shape[{0 if trans_a else -1}]", f"{k}, the k of b {tuple(b.shape)}", a.shape[0 if trans_a else -1])
+    axis = 0 if trans_a else -1
+    if a.shape[axis] != k:
+        other = "trans_b=False for a b of [k, n]" if trans_b else "trans_b=True for a b of [n, k], as torch.nn.Linear has it"
+        mend = f": give {other}" if a.shape[axis] == n else ""
+        raise argument_error(f"a.shape[{axis}]", f"{k}, the k of b {tuple(b.shape)}", f"{a.shape[axis]}{mend}")
     if out_dtype is None:
         stored = torch.bfloat16 if a.dtype in FP8 else a.dtype
     elif out_dtype in OUTPUTS:

@@ -137,8 +137,8 @@ def mla(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention whose scores are the sum of a part without positions and a rotated part,
-    the latter's keys shared by all heads.
+    """Softmax attention whose scores are the sum of two parts: one without positions, and a rotated
+    one whose keys all heads share.
 
     Args:
         q_nope: [batch, heads, q_len, nope_dim]; bf16, fp16 or float8_e4m3fn; any strides with

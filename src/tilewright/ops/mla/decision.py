@@ -58,6 +58,11 @@ class Problem:
         return self.q_len
 
     @property
+    def values_shape(self) -> tuple[int, int, int, int]:
+        """Of v: batch, heads, keys, columns."""
+        return self.batch, self.heads, self.kv_len, self.v_dim
+
+    @property
     def ragged(self) -> bool:
         """Sequences differ in where their keys end."""
         return self.has_len

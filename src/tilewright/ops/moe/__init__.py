@@ -201,8 +201,8 @@ def moe(
     shared_down: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sends each token through its experts and adds up what they make of it, weighted. Nothing
-    waits for the device.
+    """Sends each token through its experts and adds up their weighted results, without waiting for
+    the device.
 
     Args:
         x: [tokens, hidden]; bf16 or fp16; stride 1 in the last axis.

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
 from ..common.gemm_choices import Gemm, Tile
 from ..common.scaling import GROUP, Scaling, random_codes, scale_shapes
 from .kernels import moe_few_kernel, moe_kernel
-from .lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
 from .one import moe_one_down_kernel, moe_one_up_kernel
 
 E4M3 = torch.float8_e4m3fn

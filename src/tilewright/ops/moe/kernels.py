@@ -2,22 +2,10 @@
 
 import cuda.tile as ct
 
+from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
 from ..common.scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
-from ..common.tiles import gated, grouped_tile
-
-
-def activated(gate, up, ALPHA, LIMIT, UP_OFFSET):
-    """gate * sigmoid(ALPHA * gate) * (up + UP_OFFSET) in fp32; with LIMIT, of gate bounded above
-    and up on both sides.
-    """
-    if LIMIT:
-        gate, up = ct.minimum(gate, LIMIT), ct.maximum(ct.minimum(up, LIMIT), -LIMIT)
-    if UP_OFFSET:
-        up = up + UP_OFFSET
-    if ALPHA != 1.0:
-        gate, up = gate * ALPHA, up * (1.0 / ALPHA)
-    return gated(gate, up, False)
+from ..common.tiles import grouped_tile
 
 
 def _finished(acc, PARTS, TILE_M, TILE_N, SWAP_AB, ACTIVATION):

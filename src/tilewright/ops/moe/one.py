@@ -4,9 +4,10 @@ fast as the weights come.
 
 import cuda.tile as ct
 
+from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
 from ..common.scaling import BLOCK, GROUP, ROW, ZERO
-from .kernels import activated, of_rows
+from .kernels import of_rows
 
 
 def _add_products(acc, x, scales, w, expert, part, tile_n, step, TILE_N, TILE_K, LATENCY):

@@ -167,7 +167,7 @@ def rms_norm_route(
     first_expert: int = 0,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Norms each token and chooses its experts, in one launch: for a token or a few.
+    """Norms each token and chooses its experts, in one launch.
 
     For many tokens `rms_norm`, `matmul` and `moe_route` are faster.
 

@@ -4,10 +4,11 @@
 
     Kept after top_k: logits not below the k-th largest. Kept after top_p too: with q the softmax
     (of logits / temperature) over what top_k kept, each j for which the q of all larger logits sum
-    to less than top_p. Equal logits are kept or dropped together. gumbel = -log(-log(1 - v)), v =
-    min((word + 1/2) / 2**32, 1 - 2**-24), word the (j % 4)-th of Philox4x32-10 with the counter (j
-    // 4, r, low and high word of offset) and the key seed. It depends on no tile size. With a seed
-    for each row, 0 takes the place of r: a row's draw does not depend on where it stands.
+    to less than top_p. Of these, min_p keeps what is at least min_p times as likely as the largest.
+    Equal logits are kept or dropped together. gumbel = -log(-log(1 - v)), v = min((word + 1/2) /
+    2**32, 1 - 2**-24), word the (j % 4)-th of Philox4x32-10 with the counter (j // 4, r, low and
+    high word of offset) and the key seed. It depends on no tile size. With a seed for each row, 0
+    takes the place of r: a row's draw does not depend on where it stands.
 
 Both thresholds are found by search over the bits of a float, which order as floats do: every pass
 cuts the interval into WAYS + 1, and counts (or sums the probabilities of) the logits above each
@@ -38,7 +39,15 @@ __all__ = ["CHOICES", "DECISION", "Config", "Problem", "comparable", "plan", "re
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _scores(logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+def _scores(
+    logits: Tensor,
+    seed: Tensor,
+    offset: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> Tensor:
     """What the draw takes the largest of, -inf where not kept: in the dtype of logits, at least
     fp32.
     """
@@ -60,6 +69,9 @@ def _scores(logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Te
     larger = weights.cumsum(-1) - weights  # the sum of those before
     last = ((larger < p * weights.sum(-1, keepdim=True)).sum(-1, keepdim=True) - 1).clamp(min=0)
     kept &= (p >= 1) | (x >= falling.gather(-1, last))
+    if min_p is not None:
+        share = per_row(min_p, 0.0).to(x.dtype)
+        kept &= (share <= 0) | (t <= 0) | (scaled >= share.clamp(max=1).log())
     column = torch.arange(cols, device=x.device).expand(rows, cols)
     row = torch.arange(rows, device=x.device) if seed.numel() == 1 else torch.zeros(rows, dtype=torch.int64, device=x.device)
     each = [per_row(value, 0).long() for value in (row, offset, seed)]
@@ -77,25 +89,35 @@ def reference(
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """The definition, at least in fp32."""
-    return _scores(logits, seed, offset, temperature, top_k, top_p).argmax(-1)
+    return _scores(logits, seed, offset, temperature, top_k, top_p, min_p).argmax(-1)
 
 
 def comparable(
-    result: Tensor, logits: Tensor, seed: Tensor, offset: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None
+    result: Tensor,
+    logits: Tensor,
+    seed: Tensor,
+    offset: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
 ) -> Tensor:
     """The scores at the indices, in float64 for all: -inf for a logit that should not be kept, but
-    for the 1e-6 in doubt at top_p.
+    for the 1e-6 in doubt at top_p and min_p.
     """
-    wide = [None if t is None else t.double() for t in (temperature, top_p)]
-    scores = _scores(logits.double(), seed, offset, wide[0], top_k, None if wide[1] is None else wide[1] + 1e-6)
+    wide = [None if t is None else t.double() for t in (temperature, top_p, min_p)]
+    cuts = None if wide[1] is None else wide[1] + 1e-6, None if wide[2] is None else wide[2] * (1 - 1e-5)
+    scores = _scores(logits.double(), seed, offset, wide[0], top_k, *cuts)
     return scores.gather(-1, result[:, None])[:, 0].float()
 
 
-def _claims(temperature: Tensor | None, top_p: Tensor | None) -> Claims:
+def _claims(temperature: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Claims:
     yield from no_nan("temperature", temperature)
     yield from no_nan("top_p", top_p)
+    yield from no_nan("min_p", min_p)
 
 
 @torch_op(mutates=("out",), claims=_claims)
@@ -106,6 +128,7 @@ def sample_out(
     temperature: Optional[Tensor],
     top_k: Optional[Tensor],
     top_p: Optional[Tensor],
+    min_p: Optional[Tensor],
     out: Tensor,
 ) -> None:
     """`sample` into `out` [rows]; the other tensors [1] or [rows]. No checks, no sync: safe under
@@ -120,9 +143,10 @@ def sample_out(
         temperature=temperature is not None,
         top_k=top_k is not None,
         top_p=top_p is not None,
+        min_p=min_p is not None,
         offset=offset is not None,
     )
-    launches.run(logits, seed, offset, temperature, top_k, top_p, out)
+    launches.run(logits, seed, offset, temperature, top_k, top_p, min_p, out)
 
 
 def sample(
@@ -133,10 +157,11 @@ def sample(
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws one column of each row from the softmax of its logits, all on the device: nothing
-    depends on the values of the arguments here.
+    """Draws one column of each row from the softmax of its logits. Only the device reads the values
+    of the arguments.
 
     Args:
         logits: [rows, cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. NaN
@@ -151,6 +176,8 @@ def sample(
         top_p: [] or [rows] fp32; of those, the fewest largest whose probabilities, equal ones all,
             sum to at least top_p; all of them where it is 1 or more, the largest where it is 0 or
             less.
+        min_p: [] or [rows] fp32; of those, the ones at least min_p times as likely as the largest;
+            all of them where it is 0 or less.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: [rows] int64. Empty for no rows, with nothing launched. 0 for a row of -inf.
@@ -165,6 +192,7 @@ def sample(
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
         ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
     )
     for name, given, dtype in (("seed", seed, torch.int64), *((n, t, d) for n, t, d in optional if t is not None)):
         check_tensor(given, name, dtypes=(dtype,))
@@ -172,8 +200,8 @@ def sample(
             raise argument_error(f"{name}.shape", f"() or ({rows},)", tuple(given.shape))
         if given.device != logits.device:
             raise argument_error(f"{name}.device", logits.device, given.device)
-    out = out_or_new(out, (rows,), torch.int64, logits, seed, offset, temperature, top_k, top_p)
+    out = out_or_new(out, (rows,), torch.int64, logits, seed, offset, temperature, top_k, top_p, min_p)
     if rows:
-        flat = (None if t is None else t.reshape(-1) for t in (offset, temperature, top_k, top_p))
+        flat = (None if t is None else t.reshape(-1) for t in (offset, temperature, top_k, top_p, min_p))
         sample_out(logits, seed.reshape(-1), *flat, out)
     return out

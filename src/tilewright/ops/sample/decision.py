@@ -35,6 +35,7 @@ class Problem:
     top_p: bool = False
     offset: bool = True
     per_row: bool = False
+    min_p: bool = False
 
     def cost(self) -> Cost:
         return Cost(size_bytes=self.rows * (self.cols * self.dtype.itemsize + 8), flops=60 * self.rows * self.cols)
@@ -52,6 +53,7 @@ class Problem:
             "temperature": values(0.7, 0.0, 1.5, torch.float32) if self.temperature else None,
             "top_k": values(50, 0, self.cols + 1, torch.int32) if self.top_k else None,
             "top_p": values(0.9, 0.0, 1.0, torch.float32) if self.top_p else None,
+            "min_p": values(0.05, 0.0, 1.0, torch.float32) if self.min_p else None,
         }
 
 
@@ -132,6 +134,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "has_temperature": p.temperature,
         "has_top_k": p.top_k,
         "has_top_p": p.top_p,
+        "has_min_p": p.min_p,
         "cols": p.cols,
         # low bits of a float that the dtype does not have
         "shift": {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[p.dtype],
@@ -139,8 +142,10 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "ways": c.ways,
         "latency": c.latency,
     }
-    unused = tuple(name for name in ("offset", "temperature", "top_k", "top_p") if not getattr(p, name))
+    unused = tuple(name for name in ("offset", "temperature", "top_k", "top_p", "min_p") if not getattr(p, name))
     return (Launch(sample_kernel, (min(p.rows, MOST_BLOCKS[0]),), constants, **hints(c), pdl=p.rows <= MOST_BLOCKS[0], unused=unused),)
 
 
-DECISION = Decision("sample", problem=Problem, arguments=("logits", "seed", "offset", "temperature", "top_k", "top_p", "out"), space=space, plan=plan)
+DECISION = Decision(
+    "sample", problem=Problem, arguments=("logits", "seed", "offset", "temperature", "top_k", "top_p", "min_p", "out"), space=space, plan=plan
+)

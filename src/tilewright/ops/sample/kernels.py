@@ -53,12 +53,14 @@ def sample_kernel(
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    MIN_P,
     OUT,
     PERSISTENT: ct.Constant[bool],
     HAS_OFFSET: ct.Constant[bool],
     HAS_TEMPERATURE: ct.Constant[bool],
     HAS_TOP_K: ct.Constant[bool],
     HAS_TOP_P: ct.Constant[bool],
+    HAS_MIN_P: ct.Constant[bool],
     COLS: ct.Constant[int],
     SHIFT: ct.Constant[int],
     TILE_N: ct.Constant[int],
@@ -67,7 +69,7 @@ def sample_kernel(
 ):
     """One row, or with PERSISTENT several.
 
-    LOGITS: [rows, COLS]; SEED, OFFSET int64, TEMPERATURE, TOP_P fp32 and TOP_K int32: [1] or
+    LOGITS: [rows, COLS]; SEED, OFFSET int64, TEMPERATURE, TOP_P, MIN_P fp32 and TOP_K int32: [1] or
         [rows]; OUT: [rows] int64.
     """
     pdl_overlap(PERSISTENT)
@@ -167,14 +169,20 @@ def sample_kernel(
         quads = ct.arange(TILE_N // 4, dtype=ct.int32).reshape((TILE_N // 4, 1))
         rows = ct.full((TILE_N // 4, 1), 0, ct.uint32) + ct.astype(number, ct.uint32)
 
+        floor = ct.full((), -math.inf, ct.float32)
+        if HAS_MIN_P:
+            share = parameter(MIN_P)
+            floor = ct.log(min(share, 1.0)) if (share > 0.0) & drawn else floor
+
         best, when = empty_best(shape)
         for j in range(steps):
             x = logits(j)
-            score = below_top(x)
+            below = below_top(x)
+            score = below
             if drawn:
                 words = philox((quads + j * (TILE_N // 4)).astype(ct.uint32), rows, *draw, *key)
                 score = score - ct.log(_exponential(one_of_four(words)).reshape(shape))
-            score = ct.where((x < least) | (x == -math.inf), -math.inf, score)
+            score = ct.where((x < least) | (x == -math.inf) | (below < floor), -math.inf, score)
             best, when = take_better(best, when, score, j)
         _, column = first_best(best, when * TILE_N + ct.arange(TILE_N, dtype=ct.int32).reshape(shape))
         ct.store(OUT, (row,), column.reshape((1,)).astype(ct.int64))

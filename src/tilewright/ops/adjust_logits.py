@@ -1,0 +1,300 @@
+"""Logits as a sampler wants them: penalties for tokens of a text, biases, and a grammar's mask.
+
+    x = logits[r, j]
+    x = x / repetition if x > 0 else x * repetition      where token j stands in prompt or answer
+    x = x - presence - frequency * n                     where it stands n > 0 times in the answer
+    out[r, j] = x + bias[r, j], and -inf where the mask's bit is 0
+
+    counts[r, j] holds n in its low 31 bits, and the sign bit (PROMPT) if the prompt has the token.
+    Token j is bit j % 32 of word j // 32 of the mask.
+
+Source    Keskar et al. 2019, arXiv:1909.05858, section 4.1 (repetition); OpenAI's API reference
+          (presence, frequency, bias); xgrammar and llguidance (the mask's bits).
+Numerics  fp32, not rounded again: `sample` and `argmax` take it.
+Bound     Memory: logits, counts and biases read once, out written once.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch.values import Claims, no_nan
+from ..select import Choices, Work
+from .common.pdl import pdl_overlap
+from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ZERO = ct.PaddingMode.ZERO
+PROMPT = -(2**31)  # what `counts` holds of a token that stands in the prompt alone
+WORD = 32  # bits of the mask
+
+
+def reference(
+    logits: Tensor,
+    counts: Tensor | None = None,
+    *,
+    repetition: Tensor | None = None,
+    presence: Tensor | None = None,
+    frequency: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The definition, at least in fp32."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def column(value: Tensor) -> Tensor:
+        return value.reshape(-1, 1).to(x.dtype)
+
+    if counts is not None:
+        times = counts & (2**31 - 1)
+        if repetition is not None:
+            x = torch.where(counts == 0, x, torch.where(x > 0, x / column(repetition), x * column(repetition)))
+        if presence is not None:
+            x = x - column(presence) * (times > 0)
+        if frequency is not None:
+            x = x - column(frequency) * times
+    if bias is not None:
+        x = x + bias
+    if mask is not None:
+        bits = (mask[..., None] >> torch.arange(WORD, device=mask.device)) & 1
+        x = torch.where(bits.flatten(-2)[:, : x.shape[1]].bool(), x, -torch.inf)
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on.
+
+    shared: of inputs() alone, one bias and one mask for all rows.
+    """
+
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    repetition: bool = False
+    presence: bool = False
+    frequency: bool = False
+    bias: bool = False
+    mask: bool = False
+    shared: bool = False
+
+    @property
+    def counts(self) -> bool:
+        return self.repetition or self.presence or self.frequency
+
+    def cost(self) -> Cost:
+        each = self.dtype.itemsize + 4 + 4 * self.counts + (4 * self.bias + self.mask / 8) * (not self.shared)
+        return Cost(size_bytes=int(self.rows * self.cols * each), flops=4 * self.rows * self.cols)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def per_row(given: bool, low: float, high: float) -> Tensor | None:
+            return torch.linspace(low, high, self.rows, device=device) if given else None
+
+        rows = 1 if self.shared else self.rows
+        counts = torch.randint(0, 4, (self.rows, self.cols), dtype=torch.int32, device=device) if self.counts else None
+        if counts is not None:
+            counts = torch.where(torch.randint(0, 3, counts.shape, device=device) == 0, counts | PROMPT, counts).int()
+        words = torch.randint(-(2**31), 2**31, (rows, -(-self.cols // WORD)), device=device).int() if self.mask else None
+        return {
+            "logits": 3 * torch.randn(self.rows, self.cols, dtype=self.dtype, device=device),
+            "counts": counts,
+            "repetition": per_row(self.repetition, 0.8, 1.5),
+            "presence": per_row(self.presence, -1.0, 1.0),
+            "frequency": per_row(self.frequency, 0.0, 0.5),
+            "bias": torch.randn(rows, self.cols, device=device) if self.bias else None,
+            "mask": words,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the elements are tiled.
+
+    tile: columns of a tile; a power of two, at least WORD.
+    latency: prefetch hint of the loads, 1 to 10.
+    num_worker_warps: warps that compute, 4 or 8.
+    """
+
+    tile: int
+    latency: int = 4
+    num_worker_warps: int | None = None
+
+
+TILES = ((2048, 4, 4), (1024, 4, 4), (4096, 4, 8), (2048, 4, 8))
+
+
+def candidates(p: Problem, device: Device) -> list[Config]:
+    if device.is_cpu:
+        tile = min(max(WORD, next_pow2(p.cols)), CPU_TILE)
+        return [Config(tile), Config(max(WORD, tile // 8))]
+    return [Config(*tile) for tile in TILES]
+
+
+def _tiles(p: Problem, c: Config) -> int:
+    return p.rows * -(-p.cols // c.tile)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    return grid_fits(_tiles(p, c))
+
+
+def work(p: Problem, c: Config, device: Device) -> Work:
+    return stream(p, c, device, _tiles(p, c), c.tile, held=3, operations=10)
+
+
+CHOICES = Choices("adjust_logits", candidates, legal, work, tie=TILE_TIE)
+space = CHOICES.space
+GIVEN = ("repetition", "presence", "frequency", "bias", "mask")
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """Grid and compile-time constants of one launch."""
+    constants = {f"has_{name}": getattr(p, name) for name in GIVEN} | {"cols": p.cols, "tile": c.tile, "latency": c.latency}
+    unused = tuple(name for name in ("counts", *GIVEN) if not getattr(p, name))
+    return (Launch(adjust_logits_kernel, (_tiles(p, c),), constants, **hints(c), pdl=True, unused=unused),)
+
+
+@ct.kernel
+def adjust_logits_kernel(
+    LOGITS: ct.IndexedWithInt64,
+    COUNTS: ct.IndexedWithInt64,
+    REPETITION,
+    PRESENCE,
+    FREQUENCY,
+    BIAS: ct.IndexedWithInt64,
+    MASK,
+    OUT: ct.IndexedWithInt64,
+    HAS_REPETITION: ct.Constant[bool],
+    HAS_PRESENCE: ct.Constant[bool],
+    HAS_FREQUENCY: ct.Constant[bool],
+    HAS_BIAS: ct.Constant[bool],
+    HAS_MASK: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """A tile of one row. LOGITS, COUNTS, OUT: [rows, COLS]; BIAS: [1 or rows, COLS]; MASK: [1 or
+    rows, words]; REPETITION, PRESENCE, FREQUENCY: [1 or rows] fp32.
+    """
+    pdl_overlap()
+    tiles = ct.cdiv(COLS, TILE)
+    row, j = ct.bid(0) // tiles, ct.bid(0) % tiles
+
+    def part(ARRAY, SIZE):
+        at = (min(row, ARRAY.shape[0] - 1), j)
+        return ct.load(ARRAY, at, (1, SIZE), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
+
+    def of_row(ARRAY):
+        return ct.load(ARRAY, (min(row, ARRAY.shape[0] - 1),), ())
+
+    x = part(LOGITS, TILE).astype(ct.float32)
+    if HAS_REPETITION or HAS_PRESENCE or HAS_FREQUENCY:
+        counts = part(COUNTS, TILE)
+        times = counts & 0x7FFFFFFF
+        if HAS_REPETITION:
+            factor = of_row(REPETITION)
+            x = ct.where(counts == 0, x, ct.where(x > 0.0, x / factor, x * factor))
+        if HAS_PRESENCE:
+            x = x - ct.where(times > 0, of_row(PRESENCE), 0.0)
+        if HAS_FREQUENCY:
+            x = x - of_row(FREQUENCY) * times.astype(ct.float32)
+    if HAS_BIAS:
+        x = x + part(BIAS, TILE)
+    if HAS_MASK:
+        words = part(MASK, TILE // WORD).reshape((TILE // WORD, 1))
+        bits = (words >> ct.arange(WORD, dtype=ct.int32).reshape((1, WORD))) & 1
+        x = ct.where(bits.reshape((1, TILE)) == 1, x, -math.inf)
+    ct.store(OUT, (row, j), x, allow_tma=False)
+
+
+DECISION = Decision("adjust_logits", problem=Problem, arguments=("logits", "counts", *GIVEN, "out"), space=space, plan=plan)
+
+
+def _claims(repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None, bias: Tensor | None) -> Claims:
+    for name, given in (("repetition", repetition), ("presence", presence), ("frequency", frequency), ("bias", bias)):
+        yield from no_nan(name, given)
+
+
+@torch_op(mutates=("out",), claims=_claims)
+def adjust_logits_out(
+    logits: Tensor,
+    counts: Optional[Tensor],
+    repetition: Optional[Tensor],
+    presence: Optional[Tensor],
+    frequency: Optional[Tensor],
+    bias: Optional[Tensor],
+    mask: Optional[Tensor],
+    out: Tensor,
+) -> None:
+    """`adjust_logits` into `out`; penalties [1] or [rows]. No checks, no sync: safe under graph
+    capture.
+    """
+    rows, cols = logits.shape
+    given = dict(zip(GIVEN, (repetition, presence, frequency, bias, mask), strict=True))
+    launches = DECISION.launches(
+        Device.of(logits), rows=rows, cols=cols, dtype=logits.dtype, **{name: value is not None for name, value in given.items()}
+    )
+    launches.run(logits, counts, repetition, presence, frequency, bias, mask, out)
+
+
+def adjust_logits(
+    logits: Tensor,
+    counts: Tensor | None = None,
+    *,
+    repetition: Tensor | None = None,
+    presence: Tensor | None = None,
+    frequency: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Applies penalties, biases and a mask to logits, in one pass in front of `sample` or `argmax`.
+
+    Args:
+        logits: [rows, cols]; bf16, fp16 or fp32; stride 1 in the last axis.
+        counts: [rows, cols] int32: how often the answer so far has each token, plus PROMPT (the
+            sign bit) if the prompt has it. Given with the penalties.
+        repetition: [] or [rows] fp32: divides positive logits of tokens that the prompt or the
+            answer has, and multiplies negative ones; above 0.
+        presence: [] or [rows] fp32: taken off the logits of tokens that the answer has.
+        frequency: [] or [rows] fp32: taken off once for each time that it has them.
+        bias: [1 or rows, cols] fp32, stride 1 in the last axis: added.
+        mask: [1 or rows, ceil(cols / 32)] int32, stride 1 in the last axis: a token whose bit is 0
+            becomes -inf.
+        out: where the result goes: contiguous, fp32, shape and device of logits, no element in
+            common with an input; default a new tensor.
+    Returns: [rows, cols] fp32. Empty without rows, with nothing launched.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
+    """
+    check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
+    rows, cols = logits.shape
+    if cols == 0:
+        raise argument_error("logits.shape[1]", "at least 1", 0)
+    penalties = {"repetition": repetition, "presence": presence, "frequency": frequency}
+    tables = {"counts": (counts, torch.int32, cols), "bias": (bias, torch.float32, cols), "mask": (mask, torch.int32, -(-cols // WORD))}
+    for name, (table, dtype, wide) in tables.items():
+        if table is not None:
+            check_tensor(table, name, ndim=2, dtypes=(dtype,))
+            wanted = {(rows, wide)} if name == "counts" else {(rows, wide), (1, wide)}
+            if tuple(table.shape) not in wanted:
+                raise argument_error(f"{name}.shape", " or ".join(map(str, sorted(wanted))), tuple(table.shape))
+    for name, value in penalties.items():
+        if value is not None:
+            check_tensor(value, name, dtypes=(torch.float32,))
+            if value.dim() and value.shape != (rows,):
+                raise argument_error(f"{name}.shape", f"() or ({rows},)", tuple(value.shape))
+    if (counts is None) != all(value is None for value in penalties.values()):
+        raise argument_error("counts", "given with repetition, presence or frequency, and only then", type(counts).__name__)
+    for name, value in (*penalties.items(), *((name, table) for name, (table, _, _) in tables.items())):
+        if value is not None and value.device != logits.device:
+            raise argument_error(f"{name}.device", logits.device, value.device)
+    out = out_or_new(out, (rows, cols), torch.float32, logits, counts, *penalties.values(), bias, mask)
+    if rows:
+        flat = (None if value is None else value.reshape(-1) for value in penalties.values())
+        adjust_logits_out(logits, counts, *flat, bias, mask, out)
+    return out
