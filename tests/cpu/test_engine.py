@@ -3,6 +3,8 @@ nothing compiled late.
 """
 
 import copy
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny_models import PLAIN, TINY, tiny_model
 from tilewright import interpret
 from tilewright.engine import Call, Engine, Sampling, layers
 from tilewright.launch import counted
+from tilewright.models import Shard, cut
 from tilewright.testing import assert_accurate
 
 MLA = {
@@ -27,15 +30,37 @@ MLA = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+GRANITE = {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}
 DENSE = {
     **PLAIN,
     "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96},
 }
+# Each differs from those in one thing or another: norms, rotations, windows, scales.
+OTHERS = {
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"model_type": "granite", **GRANITE},
+    "glm": {"model_type": "glm", "partial_rotary_factor": 0.5},
+    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "ernie4_5": {"model_type": "ernie4_5"},
+    "seed_oss": {"model_type": "seed_oss"},
+    "ministral": {"model_type": "ministral", "sliding_window": 5},
+    "helium": {"model_type": "helium", "head_dim": 8},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+}
 SPARSE = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+    "granitemoe": {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, **GRANITE},
+    "glm4_moe": {"model_type": "glm4_moe", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "use_qk_norm": True},
+    "dots1": {"model_type": "dots1", **MLA, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "q_lora_rank": None},
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
@@ -48,7 +73,7 @@ SPARSE = {
     "deepseek_v2-groups": {"model_type": "deepseek_v2", **MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
 }
-FAMILIES = DENSE | SPARSE
+FAMILIES = DENSE | OTHERS | SPARSE
 NEW = 9
 
 
@@ -82,7 +107,18 @@ def test_tokens_are_those_of_transformers_in_a_batch_and_alone(name: str) -> Non
         assert [engine.generate([p], NEW).tokens[0] for p in prompts()] == expected
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("qwen2", torch.float16), *((n, torch.bfloat16) for n in SPARSE)])
+@pytest.mark.parametrize("name", OTHERS)
+def test_tokens_of_other_families_are_those_of_transformers(name: str) -> None:
+    """Behind a prompt read in chunks, longer than any window."""
+    model, prompt = tiny(name), prompts()[1]
+    with Engine(model, max_batch=1, max_len=32, prefill_tokens=16) as engine:
+        assert engine.generate([prompt], 4).tokens == [stock_tokens(model, prompt, 4)]
+
+
+HALVES = [("llama", torch.bfloat16), ("qwen2", torch.float16), ("gemma3", torch.bfloat16), ("olmo2", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*HALVES, *((n, torch.bfloat16) for n in SPARSE)])
 def test_logits_of_every_step_obey_the_accuracy_rule(name: str, dtype: torch.dtype) -> None:
     model = tiny(name, dtype)
     given = [[7, 50, 3, 91]] * 3
@@ -264,6 +300,26 @@ def test_a_step_is_a_list_of_calls(name: str) -> None:
     assert list(dict.fromkeys(stages)) == ["fusing weights", "compiling decode, batch 1", "compiling prefill, 1 x 16"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_len": 2**31}, r"^max_len 2147483648: its rotations need 256\.0 GiB; .* are free\. Lower max_len$"),
+        ({"max_batch": 2**31}, r"^the cache does not fit: .* cache 2097152\.0 GiB \(max_batch 2147483648 x max_len 2048\)"),
+        ({"cache": "paged", "max_batch": 2**20}, r"\(\d+ pages of 64 tokens\).* Lower cache_tokens, max_batch or prefill_tokens$"),
+        ({"cache": "paged", "cache_tokens": 64, "max_batch": 2**31}, r"^the cache does not fit: .* \(2 pages of 64 tokens\)"),
+        ({"check_every": 2**40}, "does not fit"),
+    ],
+)
+def test_sizes_beyond_the_memory_are_refused_at_once(sizes, message) -> None:
+    """On a CPU too: allocating them would take minutes, or the machine's memory."""
+    model = tiny()
+    begin = time.process_time()
+    with pytest.raises(MemoryError, match=message):
+        Engine(model, **sizes)
+    assert time.process_time() - begin < 5
+    assert not hasattr(model, "tilewright_engine")
+
+
 def test_what_it_cannot_do_raises_and_leaves_the_model_alone() -> None:
     model = tiny()
     with pytest.raises(ValueError, match="an NVIDIA GPU"):
@@ -276,7 +332,7 @@ def test_what_it_cannot_do_raises_and_leaves_the_model_alone() -> None:
         Engine(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="with an lm_head, got LlamaModel"):
         Engine(model.model)
-    with pytest.raises(ValueError, match="hidden_act must be silu, got relu"):
+    with pytest.raises(ValueError, match="a LlamaMLP must be a gated MLP with SiLU or tanh-GELU"):
         Engine(tiny(hidden_act="relu"))
     with pytest.raises(ValueError, match=r"rope_type must be one of default, .* got dynamic"):
         Engine(tiny(rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
@@ -315,3 +371,87 @@ def test_a_call_takes_arguments_by_name_and_runs_by_position():
         Call.of("double", op, out=out, x=x)
     with pytest.raises(TypeError, match="bais"):
         Call.of("double", op, out=out, x=x, scale=2.0, bais=x)
+
+
+@pytest.mark.parametrize(
+    ("how", "theirs"),
+    [
+        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        ({"logit_bias": {5: 3.0, 40: -2.5, 7: 4.0}}, {"sequence_bias": [[[5], 3.0], [[40], -2.5], [[7], 4.0]]}),
+    ],
+)
+def test_penalties_and_biases_are_those_of_transformers(how: dict, theirs: dict) -> None:
+    model = tiny()
+    with Engine(model, max_batch=3, max_len=64) as engine:
+        ours = engine.generate(prompts(), NEW, sampling=Sampling(temperature=0, **how)).tokens
+        assert ours != engine.generate(prompts(), NEW).tokens
+    for prompt, found in zip(prompts(), ours, strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **theirs)
+        assert found == out[0, len(prompt) :].tolist()
+
+
+def test_presence_and_frequency_count_the_answer_alone() -> None:
+    """By OpenAI's formula, on logits of the engine itself."""
+    model, (presence, frequency) = tiny(), (0.7, 0.4)
+    with Engine(model, max_batch=3, max_len=64) as engine:
+        how = Sampling(temperature=0, presence_penalty=presence, frequency_penalty=frequency)
+        ours = engine.generate(prompts(), NEW, sampling=how).tokens
+        given = engine.logits(prompts(), [row[:-1] for row in ours])
+    for row, logits in zip(ours, given, strict=True):
+        counts = torch.zeros(TINY["vocab_size"])
+        for token, at in zip(row, logits, strict=True):
+            assert token == int((at - presence * (counts > 0) - frequency * counts).argmax())
+            counts[token] += 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_grammar_allows_the_tokens_of_its_mask_alone(temperature: float) -> None:
+    seen: list[list[list[int]]] = []
+
+    def masks(written: list[list[int]]) -> torch.Tensor:
+        """Even tokens behind odd ones, and odd ones behind even ones."""
+        seen.append([list(row) for row in written])
+        words = [0x5555_5555 if len(row) % 2 == 0 else 0xAAAA_AAAA - 2**32 for row in written]
+        return torch.tensor([[word] * (TINY["vocab_size"] // 32) for word in words], dtype=torch.int32)
+
+    with Engine(tiny(), max_batch=4, max_len=64) as engine:
+        found = engine.generate(prompts(), NEW, sampling=Sampling(temperature=temperature, seed=3), masks=masks).tokens
+        assert all(token % 2 == at % 2 for row in found for at, token in enumerate(row))
+        assert seen == [[row[:n] for row in found] for n in range(NEW)]
+        with pytest.raises(ValueError, match=r"a grammar's mask must be int32 \[sequences, 3\]"):
+            engine.generate(prompts(), NEW, masks=lambda written: torch.zeros(3, 4, dtype=torch.int32))
+
+
+def test_a_text_ends_a_sequence_whose_tokens_spell_it() -> None:
+    model = tiny()
+    with Engine(model, max_batch=3, max_len=64) as engine:
+        free = engine.generate(prompts(), NEW).tokens
+        text = f"{free[0][2]},{free[0][3]}"
+
+        def decode(tokens: list[int]) -> str:
+            return ",".join(map(str, tokens))
+
+        found = engine.generate(prompts(), NEW, stop_texts=[text], decode=decode).tokens
+        with pytest.raises(TypeError, match="decode must be a function"):
+            engine.generate(prompts(), NEW, stop_texts=[text])
+        with pytest.raises(TypeError, match="stop_texts must be a list of texts"):
+            engine.generate(prompts(), NEW, stop_texts=text, decode=decode)
+    assert found[0] == free[0][:4]
+    for ours, whole in zip(found, free, strict=True):
+        assert ours == whole[: len(ours)]
+        assert text not in decode(ours[:-1])
+
+
+def test_min_p_leaves_what_is_likely_enough() -> None:
+    with Engine(tiny(), max_batch=3, max_len=64) as engine:
+        likeliest = engine.generate(prompts(), NEW).tokens
+        assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, min_p=1.0, seed=1)).tokens == likeliest
+        assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, min_p=0.01, seed=1)).tokens != likeliest
+
+
+def test_norms_over_all_heads_are_refused_in_a_group() -> None:
+    model = tiny("olmo2")
+    cut(model, Shard(0, 2), device="cpu")
+    with pytest.raises(ValueError, match="group must be None for a olmo2 model"):
+        Engine(model, group=SimpleNamespace(shard=Shard(0, 2)))

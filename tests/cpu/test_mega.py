@@ -2,10 +2,11 @@
 machine with faults; packing, refusals, and what the SASS must hold.
 """
 
+import json
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -16,27 +17,27 @@ from tilewright.compile import find_tool
 from tilewright.compile.disassemble import disassemble, usage
 from tilewright.compile.job import Job
 from tilewright.engine import Engine, Sampling
-from tilewright.engine.mega import Config, Dims, Schedule
+from tilewright.engine.mega import Config, Dims, Schedule, resources
 from tilewright.engine.mega.difftest import differences, scheduled
 from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse
 from tilewright.engine.mega.reference import Corrupt, Deadlock, Faults, Machine
+from tilewright.engine.mega.resources import launch_of
 from tilewright.engine.mega.run import Clocks, Mega
 from tilewright.engine.mega.shape import ROWS, Kind, default_blocks, default_config, why_not
+from tilewright.engine.modes import faster, keep, rows
 from tilewright.engine.read import read
 from tilewright.engine.weights import Fusion
 from tilewright.interpret import checking
-from tilewright.launch import Device, counted, traced
+from tilewright.launch import Device, counted
 from tilewright.models.configs import CONFIGS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 SMALL = Config(strips=2, line=16, parts=2, span=4, short=8, num_worker_warps=None)
 LLAMA_1B = Dims(16, 2048, 32, 8, 64, 8192, 128256)
-QWEN_06B = Dims(28, 1024, 16, 8, 128, 3072, 151936, True)
+RUN = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-8B", "SmolLM2-135M")
 MODELS = {
-    **{name: dims_of_config(AutoConfig.for_model(**CONFIGS[name])) for name in ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-8B", "SmolLM2-135M")},
-    "Llama-3.2-3B": Dims(28, 3072, 24, 8, 128, 8192, 128256),
+    **{name: dims_of_config(AutoConfig.for_model(**CONFIGS[name])) for name in RUN},
     "Mistral-7B": Dims(32, 4096, 32, 8, 128, 14336, 32768),
-    "Qwen3-0.6B": QWEN_06B,
     "Qwen3-1.7B": Dims(28, 2048, 16, 8, 128, 6144, 151936, True),
     "Qwen3-4B": Dims(36, 2560, 32, 8, 128, 9728, 151936, True),
     "SmolLM2-360M": Dims(32, 960, 15, 5, 64, 2560, 49152),
@@ -175,6 +176,50 @@ def test_what_does_not_fit_is_refused_with_the_reason(name: str, changes: dict, 
         refuse(tiny("llama").config, Device.named("H200"), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 512}, "head_dim must be a power of two from 16 to 256, got 512"),
+        ({"num_attention_heads": 64}, "64 query heads are more than 48"),
+    ],
+)
+def test_sizes_of_no_schedule_are_refused_too(changes: dict, message: str) -> None:
+    config = AutoConfig.for_model(**CONFIGS["Llama-3.2-1B"] | changes)
+    with pytest.raises(ValueError, match=message):
+        refuse(config, Device.named("GB10"), BF16)
+
+
+def test_auto_takes_what_was_the_faster_one(small, tmp_path) -> None:
+    config, device, table = small[0].config, Device.named("H200"), tmp_path / "modes.jsonl"
+    sizes = {f.name: getattr(dims_of_config(config), f.name) for f in fields(Dims)}
+
+    def measured(**us: tuple[float, float]) -> None:
+        """us: of keys, in "graph" and "mega"."""
+        some = {"op": "decode", "gpu": "H200", "dtype": "bfloat16", "sizes": sizes, "date": "", "clocks": "", "more": 1}
+        lines = [
+            some | {"mode": mode, "keys": int(keys[1:]), "time_us": t}
+            for keys, both in us.items()
+            for mode, t in zip(("graph", "mega"), both, strict=True)
+        ]
+        (tmp_path / "suite.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, some | {"mode": "eager"})))
+        assert keep(tmp_path / "suite.jsonl", table) == len(lines)
+
+    def chosen(max_len: int = 4096, dtype: torch.dtype = BF16) -> str:
+        return faster(config, device, dtype, max_len, rows(table))
+
+    assert chosen() == "graph"  # nothing was measured
+    measured(k96=(880.0, 760.0), k8192=(1000.0, 1100.0))
+    assert chosen() == "mega"
+    assert chosen(max_len=8192) == "graph"
+    assert chosen(dtype=torch.float16) == "graph"
+    assert faster(small[0].config, Device.named("B200"), BF16, 4096, rows(table)) == "graph"
+    measured(k96=(740.0, 760.0))  # replaces its rows alone
+    assert chosen() == "graph"
+    assert len(rows(table)) == 4
+    with Engine(small[0], max_len=64, mode="auto") as engine:
+        assert engine.mode == "eager"  # on a CPU
+
+
 @pytest.mark.parametrize("blocks", [5, 9])
 def test_every_element_is_packed_once(small, blocks: int) -> None:
     schedule = Schedule(small[1].dims, blocks, SMALL)
@@ -190,29 +235,29 @@ def test_every_element_is_packed_once(small, blocks: int) -> None:
     assert found.count_nonzero() == start + head.numel() - 1
     assert len(found[found > 0].unique()) == start + head.numel() - 1
     assert len(tiles) == schedule.size * ROWS * SMALL.strips
-    columns = inner_columns(schedule, torch.device("cpu")).flatten()
+    columns = torch.cat([of_class.flatten() for of_class in inner_columns(schedule, torch.device("cpu"))])
     assert sorted(columns[columns < 128].tolist()) == list(range(128))
 
 
-@pytest.mark.parametrize("gpu", ["H200", "B200", "B300", "GB10", "RTX5090"])
+@pytest.mark.parametrize("sms", [132, 148, 160, 48, 170])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_row_is_dealt_once(name: str, gpu: str) -> None:
-    d, device = MODELS[name], Device.named(gpu)
+def test_every_row_is_dealt_once(name: str, sms: int) -> None:
+    d, device = MODELS[name], replace(Device.named({48: "GB10", 170: "RTX5090"}.get(sms, "H200")), sms=sms)
     config = default_config(device, d.head_dim)
     blocks = default_blocks(d, device, config)
     assert why_not(d, blocks, config) == ""
     schedule = Schedule(d, blocks, config)
-    assert schedule.down.sets <= 5
+    assert schedule.split.down.sets <= 7
     every = range(blocks)
-    for groups, rows in ((schedule.qkv_groups, schedule.qkv_rows), (schedule.head_groups, d.vocab)):
-        assert [row for block in every for row in schedule.rows(block, groups, rows)] == list(range(rows))
+    assert [row for block in every for row in schedule.qkv(block)] == list(range(schedule.qkv_rows))
+    assert [row for block in every for row in schedule.head(block)] == list(range(d.vocab))
     assert [column for block in every for column in schedule.inner(block)] == list(range(d.inter))
     shares = [share for block in every if (share := schedule.outputs(block))]
     assert [output for head, outputs in shares if head == 0 for output in outputs] == list(range(d.hidden))
     assert {head for head, _ in shares} == set(range(d.q_heads))
     assert [word for block in every for word in schedule.owned(block)] == list(range(schedule.hidden_words))
-    if name in ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-8B") and gpu != "RTX5090":
-        assert schedule.balance() > 0.92
+    if name == "Llama-3.2-1B":
+        assert schedule.balance() >= (0.97 if schedule.config.ring == 6 else 0.96)  # a short ring waits for `out`
 
 
 @pytest.mark.parametrize("position", [7, 30])
@@ -229,7 +274,7 @@ def test_late_and_repeated_words_change_nothing_and_lost_ones_are_found(position
     for order in range(3):
         assert run(Faults(late=0.4, twice=0.3), order) == expected
     for lost in ("layers.0.qkv", "layers.1.out.1", "layers.0.down.0", "best"):
-        with pytest.raises(Deadlock, match=f"of 9 blocks wait, block .* for {lost}"):
+        with pytest.raises(Deadlock, match=f"of 9 blocks wait for .*{lost}"):
             run(Faults(lost=lost))
     with pytest.raises(Corrupt, match=r"layers\.1\.out\.1 has 5 terms of 4"):
         run(Faults(doubled="layers.1.out.1"))
@@ -258,7 +303,7 @@ def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> N
     weights = Weights(d, embedding, torch.ones(3, d.hidden, dtype=BF16), *matrices, embedding, angles.cos(), angles.sin(), 1e-5, 0.125)
     machine = scheduled(weights, Device.named("GB10"), position, 2)
     assert len(machine.tokens) == 2
-    assert all(len(blocks) == d.group * machine.schedule.out_parts for blocks in machine._appended.values())
+    assert all(len(blocks) == d.group * machine.schedule.split.out_parts for blocks in machine._appended.values())
     assert [work.kind for work in machine.schedule.queue()] == list(Kind)
 
 
@@ -308,34 +353,33 @@ def assert_blocks_leave_waits_together(cubin: bytes, waits: int) -> None:
         assert not any("BAR.SYNC" in line for line in loop) or any(re.search(r"\bLDS", line) for line in loop[looked:]), "\n".join(loop)
 
 
-def traced_job(d: Dims, gpu: str) -> Job:
-    device = Device.named(gpu)
-
-    def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    config = default_config(device, d.head_dim)
-    schedule = Schedule(d, default_blocks(d, device, config), config)
-    rope = [meta(16384, d.head_dim // 2, dtype=torch.float32) for _ in range(2)]
-    head_norms = tuple((meta(d.head_dim), meta(d.head_dim)) for _ in range(d.layers)) if d.head_norms else ()
-    weights = Weights(d, meta(d.vocab, d.hidden), meta(2 * d.layers + 1, d.hidden), (), (), (), (), meta(1), *rope, 1e-5, 0.125, head_norms)
-    where = Clocks(*(tensor.to("meta") for tensor in (getattr(clocks(), name) for name in ("tokens", "counters", "recent", "clock"))))
-    cache = meta(d.layers, d.kv_heads, 16384, d.head_dim)
-    tiles = meta(schedule.size * ROWS * config.strips, 1, config.line, dtype=torch.int32)
-    with traced(device) as launches:
-        Mega(weights, where, (cache, cache), tiles=tiles).step()
-    return Job.of(launches[0], device.arch)
+def job_of(name: str, device: Device) -> Job:
+    return Job.of(launch_of(MODELS[name], device)[1], device.arch)
 
 
-@pytest.mark.parametrize(("name", "gpu"), [("Qwen3-0.6B", "H200"), ("Llama-3.2-1B", "B300"), ("Llama-3.2-1B", "GB10")])
-def test_it_compiles_without_spills(name: str, gpu: str) -> None:
-    found = usage(traced_job(MODELS[name], gpu).build())
+@pytest.mark.parametrize(("name", "gpu", "sms"), [("Qwen3-0.6B", "H200", 132), ("Llama-3.2-1B", "B300", 160)])
+def test_it_compiles_without_spills(name: str, gpu: str, sms: int) -> None:
+    found = usage(job_of(name, replace(Device.named(gpu), sms=sms)).build())
     assert not found.spills
-    assert found.shared_bytes >= (2 if gpu == "GB10" else 5) * (32 << 10)  # buffers of weights
+    assert found.shared_bytes >= 5 * (32 << 10)  # buffers of weights
+
+
+def test_compile_mega_says_what_each_model_takes(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(resources, "CONFIGS", {name: CONFIGS[name] for name in ("Llama-3.2-1B", "Qwen2-7B")})
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    assert resources.compile_mega_command(arch="sm_121", json_file=tmp_path / "found.json") == 0
+    said = capsys.readouterr().out
+    assert "Qwen2-7B on GB10: not run (the model must be without biases" in said
+    assert re.search(
+        r"Llama-3.2-1B on GB10 \(sm_121\): 4\d blocks of 48, .* balance 0.9[6-9]\d; \d+ registers, 0 bytes of stack, .* predicted 9\d %", said
+    )
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert row["resources"]["shared_bytes"] >= 2 * (32 << 10)
+    assert not row["spills"]
 
 
 def test_the_binary_holds_what_the_design_relies_on() -> None:
-    cubin = traced_job(LLAMA_1B, "H200").build()
+    cubin = job_of("Llama-3.2-1B", Device.named("H200")).build()
     found = disassemble(cubin)
     assert not found.spills  # a value that is spilled comes back behind the weights that are under way
     assert found.shared_bytes >= 6 * (32 << 10)  # weights under way: with five buffers a token takes 14 us more

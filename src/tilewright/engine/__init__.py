@@ -4,6 +4,6 @@ from .engine import Engine, Generated
 from .parallel import Group
 from .program import Call, StepBuffers
 from .read import MODEL_TYPES
-from .state import Sampling
+from .sampling import Sampling
 
 __all__ = ["MODEL_TYPES", "Call", "Engine", "Generated", "Group", "Sampling", "StepBuffers"]

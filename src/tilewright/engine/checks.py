@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from ..launch import Device, argument_error, check_integers
+from ..models.quantized import check_dtype, is_quantized
 from ..models.shard import Shard, shard_of
+from .cost import memory
 from .mega.pack import refuse_model
 from .parallel import Group
 
@@ -30,11 +32,13 @@ def check_model(model: Any, group: Group | None) -> None:
     wanted, held = Shard() if group is None else group.shard, shard_of(model)
     if held != wanted:
         raise argument_error("model", f"loaded with {wanted}, as this engine's group is", held)
+    if is_quantized(model):
+        check_dtype(model.dtype)
 
 
-def check_mode(mode: str, model: Any, max_batch: int, group: Group | None) -> None:
-    if mode not in ("eager", "graph", "mega"):
-        raise argument_error("mode", '"eager", "graph" or "mega"', repr(mode))
+def check_mode(mode: str, model: Any, max_batch: int, group: Group | None, weights: str | None) -> None:
+    if mode not in ("eager", "graph", "mega", "auto"):
+        raise argument_error("mode", '"eager", "graph", "mega" or "auto"', repr(mode))
     if mode == "graph" and model.device.type != "cuda":
         raise argument_error("mode", '"eager" on a CPU: a CUDA graph needs an NVIDIA GPU', '"graph"')
     if mode == "mega":
@@ -42,7 +46,22 @@ def check_mode(mode: str, model: Any, max_batch: int, group: Group | None) -> No
             raise argument_error("mode", '"eager" or "graph" with a group', '"mega"')
         if max_batch != 1:
             raise argument_error("max_batch", '1 with mode="mega"', max_batch)
+        if weights is not None or is_quantized(model):
+            raise argument_error("mode", '"eager" or "graph" with quantised weights', '"mega"')
         refuse_model(model, Device.of(next(model.parameters())))
+
+
+def check_rotations(model: Any, max_len: int) -> None:
+    """Raises MemoryError unless cosines and sines of so many positions fit while they are made."""
+    frequencies = getattr(getattr(getattr(model, "model", None), "rotary_emb", None), "inv_freq", None)
+    needed = 0 if frequencies is None else 4 * 4 * max_len * frequencies.numel()  # fp32: angles, both, and both scaled
+    free, total = memory(model.device)
+    if needed > free:
+        raise MemoryError(f"max_len {max_len}: its rotations need {gib(needed)}; {gib(free)} of {gib(total)} are free. Lower max_len")
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, more: int, *, max_batch: int, max_len: int, vocabulary: int) -> list[list[int]]:

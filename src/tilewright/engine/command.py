@@ -24,6 +24,7 @@ from ..bench.report import command, versions
 from ..launch import Device, argument_error
 from ..launch.files import replace_file
 from ..models import Loaded, load, patch
+from ..models.command import refuse_comparison
 from .engine import Engine, OnProgress
 from .measure import Run, run_engine, run_transformers
 from .parallel import Group
@@ -98,14 +99,16 @@ class Measured:
 
 
 def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], json_file: Path | None) -> int:
-    """Times `engine` beside unpatched transformers: "eager", "graph", "mega", or "transformers" for
-    the patched model. Returns the exit code: 1 if the graph's tokens are not those of the eager
-    engine. The megakernel sums in another order; its tokens are compared with the graph's, without
-    an exit code.
+    """Times `engine` beside unpatched transformers: a mode of `Engine`, or "transformers" for the
+    patched model. Returns the exit code: 1 if the graph's tokens are not those of the eager engine.
+    The megakernel sums in another order; its tokens are compared with the graph's, without an exit
+    code.
 
     baselines: which of "eager" and "compiled" (static cache, on a GPU) to run.
     """
     _check_sizes(*sizes)
+    if baselines:
+        refuse_comparison(loaded)
     model, device = loaded.model, loaded.model.device
     prompts, new = prompts_of(model, sizes.batch, sizes.prompt_tokens), sizes.max_new_tokens
     errors = Console(stderr=True)
@@ -125,7 +128,8 @@ def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tup
             found.runs.append(run_transformers(model, "tilewright patched", prompts, new))
             if given is not None:
                 found.logits["tilewright patched"] = _stock_logits(model, prompts, given)
-    modes = {"eager": ("eager",), "graph": ("eager", "graph"), "mega": ("graph" if device.type == "cuda" else "eager", "mega")}
+    beside = "graph" if device.type == "cuda" else "eager"
+    modes = {"eager": ("eager",), "graph": ("eager", "graph"), "mega": (beside, "mega"), "auto": (beside, "auto")}
     found.run_modes(model, modes.get(engine, ()), given, errors)
     if given is not None:
         with in_float32(model):
@@ -209,9 +213,9 @@ def ready_engine(
 
 
 def _check_sizes(batch: int, prompt_tokens: int, max_new_tokens: int) -> None:
-    for name, value in (("--batch", batch), ("--prompt-tokens", prompt_tokens), ("--max-new-tokens", max_new_tokens - 1)):
-        if value < 1:
-            raise argument_error(name, "at least 1" if name != "--max-new-tokens" else "at least 2", value)
+    for name, value, least in (("--batch", batch, 1), ("--prompt-tokens", prompt_tokens, 1), ("--max-new-tokens", max_new_tokens, 2)):
+        if value < least:
+            raise argument_error(name, f"at least {least}", value)
 
 
 def prompts_of(model: Any, batch: int, tokens: int) -> Tensor:

@@ -6,33 +6,39 @@ padding's keys lie in the cache beyond the sequence's length, where nothing read
 tokens overwrite them.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..launch import Device, argument_error
-from .checks import HELD, check_mode, check_model, check_positive, check_prompts
+from ..models.quantized import is_quantized
+from .checks import HELD, check_mode, check_model, check_positive, check_prompts, check_rotations
 from .clock import Clock
-from .cost import step_bytes
+from .cost import memory, step_bytes
+from .ending import Decode, Ending
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import Weights, packed_bytes
 from .mega.run import Clocks, Mega
+from .memory import Held, lasting, too_much
+from .modes import Mode, auto_mode
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
 from .program import Call, StepBuffers
 from .read import read
-from .state import SLOTS, Sampling, State, cache_bytes
+from .sampling import LIKELIEST, Sampling
+from .speculate import Verify, check_speculation, decode_with_drafts
+from .state import SLOTS, State, cache_bytes
 from .weights import Fusion
 
-Mode = Literal["eager", "graph", "mega"]
 OnProgress = Callable[[str, int, int], None]
 OnTokens = Callable[[list[list[int]]], None]
+Masks = Callable[[list[list[int]]], Tensor]
 MOST_CAPTURED_TOKENS = 1024  # of a chunk of prompts: with more, the host keeps ahead of the GPU without a graph
 
 
@@ -79,6 +85,7 @@ class Engine:
         cache_tokens: int | None = None,
         on_progress: OnProgress | None = None,
         group: Group | None = None,
+        weights: str | None = None,
     ) -> None:
         """Takes over a model's weights and makes the cache.
 
@@ -94,7 +101,9 @@ class Engine:
             mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step,
                 and chooses the same tokens. "mega" runs a decode step of one sequence (`max_batch`
                 1) as one persistent kernel, for the models that docs/megakernel.md names, on a
-                packed copy of the weights.
+                packed copy of the weights. "auto" takes "mega" where a table says that it was the
+                faster one on this GPU (engine/modes.py), else "graph", on a CPU "eager"; the
+                attribute `mode` says which.
             prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
             check_every: decode steps between two reads of the tokens by the host, the only waits
                 for the device.
@@ -107,6 +116,9 @@ class Engine:
                 and graphs captured.
             group: the processes that share the model; `load` gave each a shard of it. All make the
                 same calls with the same arguments, and get the same tokens.
+            weights: quantise the model's Linear modules to this format (`FORMATS`), rounded to
+                nearest, but for the head; `close()` puts back the modules, which wait in the
+                host's memory. A model that is quantised already runs as it is.
         Raises:
             TypeError, ValueError: naming the argument, what it must be, and what it was; the model
                 is unchanged.
@@ -115,7 +127,10 @@ class Engine:
         """
         check_positive(max_batch=max_batch, max_len=max_len, prefill_tokens=prefill_tokens, check_every=check_every)
         check_model(model, group)
-        check_mode(mode, model, max_batch, group)
+        check_mode(mode, model, max_batch, group, weights)
+        check_rotations(model, max_len)
+        if mode == "auto":
+            mode = auto_mode(model, max_batch, max_len, group, cache == "paged" or weights is not None or is_quantized(model))
         page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
@@ -125,16 +140,19 @@ class Engine:
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._pages: Pages | None = None
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
+        self._verifies: dict[tuple[Any, ...], Verify] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
         unit = max(SLOTS, page_size)
         slots = -(-max_len // unit) * unit
-        self._cache_shape = (count, page_size) if count else (max_batch, slots)
+        self._paged, self._cache_shape = count > 0, (count, page_size) if count else (max_batch, slots)
         model.__dict__[HELD] = self
         try:
-            with _own():
+            with lasting():
+                if weights is not None:
+                    self._fusion.quantize(model, weights, self._report)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group)
             self._check_memory()
-            with _own():
+            with lasting():
                 device = self.decoder.embedding.device
                 self._pages = Pages(count, page_size, max_batch, slots // page_size, device) if count else None
                 self._state = State(self.decoder, max_batch, slots, check_every, pages=self._pages, stacked=mode == "mega")
@@ -158,9 +176,10 @@ class Engine:
         self._steps.clear()
         self._megas.clear()
         self._prefills.clear()
+        self._verifies.clear()
         self.__dict__.pop("_state", None)
         self.__dict__.pop("decoder", None)
-        with _own():
+        with lasting():
             self._fusion.undo()
         self._model.__dict__.pop(HELD, None)
         self._model = None
@@ -183,13 +202,17 @@ class Engine:
         """Bytes that a decode step must read: weights once, `kv_len` keys and values of each."""
         return step_bytes(self.decoder, batch, kv_len)
 
-    def generate(
+    def generate(  # noqa: PLR0913 options by keyword
         self,
         prompts: Sequence[Sequence[int]] | Tensor,
         max_new_tokens: int,
         *,
         sampling: Sampling | None = None,
         stop: Sequence[int] = (),
+        stop_texts: Sequence[str] = (),
+        decode: Decode | None = None,
+        masks: Masks | None = None,
+        speculate: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> Generated:
         """Continues each prompt.
@@ -199,39 +222,55 @@ class Engine:
             max_new_tokens: for each prompt, the token that stops it included.
             sampling: None takes the likeliest token.
             stop: tokens that end a sequence.
+            stop_texts: texts that end it, once what it wrote holds one. decode: from token ids to
+                text, such as a tokenizer's.
+            masks: called in front of each token with what every sequence wrote so far; returns
+                int32 [prompts, ceil(vocab / 32)], whose bits are the tokens that a grammar allows
+                next (xgrammar, llguidance). The host then reads each token.
+            speculate: tokens of a draft, 0 to 15, that each step checks (docs/engine.md): the same
+                tokens in fewer steps, if a text repeats itself.
             on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
         Returns: the tokens and their times.
         Raises: ValueError for prompts that do not fit; MemoryError if the GPU is full or the pages
             are used up. It says what to lower.
         """
         check_positive(max_new_tokens=max_new_tokens)
-        rows = self._checked(prompts, max_new_tokens)
-        if isinstance(stop, str) or not isinstance(stop, Collection) or not all(isinstance(token, int) for token in stop):
-            raise TypeError(f"stop must be a list of token ids, got {stop!r:.80}")
-        ending = set(stop)
+        check_speculation(speculate, sampling or LIKELIEST, self.mode, masked=masks is not None)
+        rows = self._checked(prompts, max_new_tokens + speculate)
+        ending = Ending(len(rows), stop, stop_texts, decode)
+        every = self._check_every if masks is None else 1
         tokens: list[list[int]] = [[] for _ in rows]
+        tell = on_tokens or (lambda gained: None)
         try:
             with self._here():
-                step, prefill = self._ready(rows, sampling)
+                step, prefill = self._ready(rows, sampling, masked=masks is not None)
+                verify = self._verify(step.buffers.batch, speculate, sampling or LIKELIEST) if speculate else None
                 clock = Clock(self._state.tokens.device)
                 self._hold(rows, 0, max_new_tokens - 1)
+                if masks is not None:
+                    self._state.choice.allow(masks(tokens))
                 self._start(rows, step, prefill, sampling)
                 clock.mark()
                 left, waiting = max_new_tokens - 1, 1
-                while True:
-                    if waiting == self._check_every or not left:
+                while verify is None:
+                    if waiting == every or not left:
                         chosen = self._collect(waiting, len(rows))
                         waiting = 0
-                        gained = [_extend(mine, new, ending) for mine, new in zip(tokens, chosen, strict=True)]
-                        if on_tokens is not None:
-                            on_tokens(gained)
-                        ended = [mine[-1] in ending for mine in tokens]
-                        if not left or all(ended):
+                        tell(ending.extend(tokens, chosen))
+                        if not left or all(ending.ended):
                             break
-                        self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ended)
-                    taken = self._take(step, min(left, self._check_every - waiting))
+                        self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ending.ended)
+                        if masks is not None:
+                            self._state.choice.allow(masks(tokens))
+                    taken = self._take(step, min(left, every - waiting))
                     clock.mark(taken)
                     left, waiting = left - taken, waiting + taken
+                else:
+                    tell(ending.extend(tokens, self._collect(1, len(rows))))
+                    hold = self._pages.hold if self._pages is not None else lambda lengths: None
+                    for gained in decode_with_drafts(verify, hold, rows, tokens, ending, max_new_tokens):
+                        clock.mark()
+                        tell(gained)
         finally:
             self._settle()
         first, *steps = clock.seconds()
@@ -289,13 +328,14 @@ class Engine:
             raise argument_error("the engine", "open", "one that was closed")
         return check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
-    def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[_Step, Prefill]:
+    def _ready(self, rows: list[list[int]], sampling: Sampling | None, *, masked: bool = False) -> tuple[_Step, Prefill]:
         """The programs for these prompts, their kernels compiled."""
         batch = min(self.max_batch, 1 << (len(rows) - 1).bit_length())
-        key = (batch, sampling is not None and (sampling.temperature > 0, sampling.top_k > 0, sampling.top_p < 1))
+        sampling = sampling or LIKELIEST
+        key = (batch, masked, *sampling.kind)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = self._compiled_step(batch, sampling)
+            step = self._steps[key] = self._compiled_step(batch, sampling, masked)
         width = -(-max(map(len, rows)) // 16) * 16
         chunks = -(-width * batch // self._prefill_tokens)
         shape = (batch, -(-width // (16 * chunks)) * 16, width)
@@ -308,13 +348,13 @@ class Engine:
             prefill.graph = self._captured(f"capturing prefill, {batch} x {shape[1]}", prefill.body)
         return step, prefill
 
-    def _compiled_step(self, batch: int, sampling: Sampling | None) -> _Step:
+    def _compiled_step(self, batch: int, sampling: Sampling, masked: bool) -> _Step:
         buffers = self._state.buffers(batch)
-        choice = list(self._state.choose_calls(buffers, self.decoder.vocab, sampling))
+        choice = list(self._state.choose_calls(buffers, sampling, masked=masked))
         tail = [*self.decoder.head_calls(buffers), *choice]
         many = None
         if self.mode == "mega":
-            greedy = sampling is None or sampling.temperature == 0
+            greedy = sampling.temperature == 0 and sampling.plain and not masked
             mega = self._mega(buffers, greedy=greedy)
             calls = [Call("mega", mega.step, ()), *([] if greedy else choice)]
             many = mega.step if greedy else None
@@ -322,10 +362,10 @@ class Engine:
             calls = [*self.decoder.body_calls(buffers, self._state.tokens[:batch], self._state.caches), *tail]
         step = _Step(buffers, calls, tail, many=many)
         for part in (tail, calls):
-            self._state.begin([1] * batch, sampling or Sampling())
+            self._state.begin([[0]] * batch, sampling)
             compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
         if self.mode == "graph":
-            self._state.begin([1] * batch, sampling or Sampling())
+            self._state.begin([[0]] * batch, sampling)
             step.graph = self._captured(f"capturing decode, batch {batch}", calls)
         return step
 
@@ -345,6 +385,14 @@ class Engine:
         self._megas.append(Mega(weights, clocks, state.stacks, logits=logits, choose=greedy, tiles=tiles))
         return self._megas[-1]
 
+    def _verify(self, batch: int, draft: int, sampling: Sampling) -> Verify:
+        key = (batch, draft, *sampling.kind)
+        if key not in self._verifies:
+            verify = self._verifies[key] = Verify.of(self.decoder, self._state, batch, draft, sampling)
+            compile_kernels(verify.calls, lambda done, total: self._report(f"compiling drafts of {draft}, batch {batch}", done, total))
+            verify.graph = self._captured(f"capturing drafts of {draft}, batch {batch}", verify.calls) if self.mode == "graph" else None
+        return self._verifies[key]
+
     def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
         prefill = Prefill.of(self.decoder, self._state, batch, q_len, width)
         compile_kernels(prefill.body, lambda done, total: self._report(f"compiling prefill, {batch} x {q_len}", done, total))
@@ -354,7 +402,7 @@ class Engine:
         """Reads the prompts and chooses the first token of each sequence."""
         rows = rows + [[0]] * (step.buffers.batch - len(rows))
         prefill.read(rows, step.buffers)
-        self._state.begin([len(row) for row in rows], sampling or Sampling())
+        self._state.begin(rows, sampling or LIKELIEST)
         run(step.tail)
 
     def _take(self, step: _Step, most: int) -> int:
@@ -397,45 +445,15 @@ class Engine:
         device = self.decoder.embedding.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            needed, what = cache_bytes(self.decoder, *self._cache_shape), "the cache does not fit"
-            if self.mode == "mega":
-                needed += packed_bytes(self._model.config, Device.of(self.decoder.embedding))
-                what = "the cache and the megakernel's copy of the weights do not fit"
-            if needed > torch.cuda.mem_get_info(device)[0]:
-                raise MemoryError(self._too_much(what))
+        needed, what = cache_bytes(self.decoder, *self._cache_shape), "the cache does not fit"
+        if self.mode == "mega":
+            needed += packed_bytes(self._model.config, Device.of(self.decoder.embedding))
+            what = "the cache and the megakernel's copy of the weights do not fit"
+        block_table = self.max_len // self._cache_shape[1] if self._paged else 0
+        needed += 8 * self.max_batch * (self._check_every + block_table)  # tokens; the table in two copies of 4 bytes
+        if needed > memory(device)[0]:
+            raise MemoryError(self._too_much(what))
 
     def _too_much(self, what: str) -> str:
-        device = self.decoder.embedding.device
-        free, total = torch.cuda.mem_get_info(device)
-        weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model.parameters()}.values())
-        cache, (count, page_size) = cache_bytes(self.decoder, *self._cache_shape), self._cache_shape
-        size = f"max_batch {self.max_batch} x max_len {self.max_len}" if self._pages is None else f"{count} pages of {page_size} tokens"
-        lower = "max_batch, max_len" if self._pages is None else "cache_tokens, max_batch"
-        return (
-            f"{what}: weights {_gib(weights)}, cache {_gib(cache)} ({size}), "
-            f"prefill of {self._prefill_tokens} tokens; {_gib(free)} of {_gib(total)} are free. Lower {lower} or prefill_tokens"
-        )
-
-
-@contextmanager
-def _own() -> Iterator[None]:
-    """For tensors that outlive a call: an inference tensor cannot be a parameter's data."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
-
-
-def _extend(mine: list[int], new: list[int], ending: set[int]) -> list[int]:
-    """Appends tokens up to the first that ends the sequence; none if it has ended.
-
-    Returns the appended tokens.
-    """
-    start = len(mine)
-    for token in new:
-        if mine and mine[-1] in ending:
-            break
-        mine.append(token)
-    return mine[start:]
+        cache = Held(self.decoder, self._cache_shape, paged=self._paged, max_batch=self.max_batch, max_len=self.max_len)
+        return too_much(what, self._model, cache, self._prefill_tokens)

@@ -19,11 +19,13 @@ from ..ops.kv_append import kv_append_out
 from ..ops.matmul import matmul_out
 from ..ops.mla import mla_out
 from ..ops.mla_decode import mla_decode_out
+from ..ops.quantized_matmul import quantized_matmul_out
 from ..ops.rms_norm import rms_norm_out
 from ..ops.rms_norm_matmul import rms_norm_matmul_out
+from . import torch_calls
 from .parallel import Group
 from .program import Call, Emit, StepBuffers
-from .weights import Matrix
+from .weights import AnyMatrix, Matrix, Parts, SmallMatrix
 
 # Up to so many rows, rms_norm_matmul replaces a norm and a product. Its tensor-core form, for 3
 # rows and more, is slower: on an H200 a step of Qwen2-7B at batch 16 takes 4.44 ms with it, 4.20 ms
@@ -31,10 +33,35 @@ from .weights import Matrix
 MOST_FUSED_ROWS = 1
 
 
-def linear(name: str, x: Tensor, w: Matrix, out: Tensor, *, residual: Tensor | None = None, silu_mul: bool = False) -> Call:
+def linear(name: str, x: Tensor, w: AnyMatrix, out: Tensor, *, residual: Tensor | None = None, silu_mul: bool = False) -> Emit:
     """out = residual + x @ weight.T + bias; silu_mul: rows of gate and up alternate."""
-    how: dict[str, Any] = {"trans_a": False, "trans_b": True, "tf32": False, "silu_mul": silu_mul}
-    return Call.of(name, matmul_out, a=x, b=w.weight, bias=w.bias, out=out, residual=residual, **how)
+    if isinstance(w, Matrix):
+        how: dict[str, Any] = {"trans_a": False, "trans_b": True, "tf32": False, "silu_mul": silu_mul}
+        yield Call.of(name, matmul_out, a=x, b=w.weight, bias=w.bias, out=out, residual=residual, **how)
+        return
+    assert not silu_mul
+    if isinstance(w, Parts):
+        for i, (part, columns) in enumerate(zip(w.parts, out.split([part.rows for part in w.parts], 1), strict=True)):
+            yield from linear(f"{name}.{i}", x, part, columns)
+    else:
+        yield _small(name, x, w, out)
+    if residual is not None:
+        yield Call(f"{name}.add", Tensor.add_, (out, residual))
+
+
+def _small(name: str, x: Tensor, w: SmallMatrix, out: Tensor) -> Call:
+    if w.order is None:
+        return Call.of(name, quantized_matmul_out, x=x, **w.weight.arguments, bias=w.bias, out=out)
+    of = w.weight
+    assert of.factor is None  # act-order is GPTQ's
+    return Call(name, _ordered, (x, w.order, of.words, of.scales, of.zeros, w.bias, of.weight_format, out))
+
+
+def _ordered(
+    x: Tensor, order: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, weight_format: str, out: Tensor
+) -> None:
+    """`quantized_matmul_out` of x[:, order]."""
+    quantized_matmul_out(x.index_select(1, order), words, scales, zeros, None, bias, weight_format, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +85,7 @@ class Norm:
 class Rows(Protocol):
     """The rows that a matrix is multiplied with."""
 
-    def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
+    def product(self, name: str, w: AnyMatrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
         """out = rows @ weight.T + bias; silu_mul: as `linear`."""
         ...
 
@@ -69,8 +96,8 @@ class Given:
 
     rows: Tensor
 
-    def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
-        yield linear(name, self.rows, w, out, silu_mul=silu_mul)
+    def product(self, name: str, w: AnyMatrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
+        yield from linear(name, self.rows, w, out, silu_mul=silu_mul)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +106,12 @@ class Stream:
 
     The first reader norms them: the norm of x + y goes to `normed`, the sum itself to `total`.
 
+    norm: None for layers that norm only what they add (OLMo 2).
     y, total: None if there is nothing to add.
     """
 
     name: str
-    norm: Norm
+    norm: Norm | None
     x: Tensor
     y: Tensor | None
     normed: Tensor
@@ -95,16 +123,21 @@ class Stream:
         return len(self.x) == 1
 
     def norm_call(self) -> Call:
+        assert self.norm is not None
         return self.norm.of(self.name, self.x, self.normed, self.y, self.total)
 
-    def product(self, name: str, w: Matrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
-        if self.single or (len(self.x) <= MOST_FUSED_ROWS and self.x.dtype is torch.bfloat16):
+    def product(self, name: str, w: AnyMatrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
+        if self.norm is None:
+            if self.total is not None:
+                yield Call(self.name, torch_calls.add, (self.x, self.y, self.total))
+            yield from linear(name, self.x if self.total is None else self.total, w, out, silu_mul=silu_mul)
+        elif isinstance(w, Matrix) and (self.single or (len(self.x) <= MOST_FUSED_ROWS and self.x.dtype is torch.bfloat16)):
             norm = {"weight": self.norm.weight, "eps": self.norm.eps, "weight_offset": self.norm.weight_offset}
             sums = {"residual": self.y, "new_residual": self.total}
             yield Call.of(name, rms_norm_matmul_out, x=self.x, b=w.weight, bias=w.bias, out=out, silu_mul=silu_mul, **norm, **sums)
         else:
             yield self.norm_call()
-            yield linear(name, self.normed, w, out, silu_mul=silu_mul)
+            yield from linear(name, self.normed, w, out, silu_mul=silu_mul)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +206,9 @@ def gathered(name: str, buffers: StepBuffers, pages: Tensor, heads: int) -> Gene
     count = -(-buffers.max_keys // pages.shape[-2])
     shape = (*pages.shape[1 : 1 + heads], buffers.batch * count, *pages.shape[-2:])
     out = buffers.tensor(f"gathered.{name.rpartition('.')[2]}", *shape)
-    yield Call(name, _gather, (pages.movedim(0, heads), buffers.block_table[:, :count], out))
+    yield Call(name, torch_calls.gather, (pages.movedim(0, heads), buffers.block_table[:, :count], out))
     sequences: Tensor = out.unflatten(heads, (buffers.batch, count))
     return sequences.flatten(heads + 1, heads + 2).movedim(heads, 0)
-
-
-def _gather(pages: Tensor, table: Tensor, out: Tensor) -> None:
-    torch.index_select(pages, out.dim() - 3, table.reshape(-1), out=out)
 
 
 class Attention(Protocol):
@@ -212,10 +241,12 @@ class GroupedAttention:
     q_norm, k_norm: over each head (Qwen3); equal except for their weights. window: keys that a
         query sees, itself included.
     sinks: fp32 [q_heads], as in `tilewright.attention` (gpt-oss).
+    softcap: as in `tilewright.attention` (Gemma 2).
+    whole_norms: over all heads of the queries, and of the keys, at once (OLMo 2).
     """
 
-    qkv: Matrix
-    out: Matrix
+    qkv: AnyMatrix
+    out: AnyMatrix
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -225,10 +256,12 @@ class GroupedAttention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: Tensor | None = None
+    softcap: float | None = None
+    whole_norms: tuple[Norm, Norm] | None = None
 
     @property
     def weight_bytes(self) -> int:
-        return self.qkv.weight.nbytes + self.out.weight.nbytes
+        return self.qkv.nbytes + self.out.nbytes
 
     def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
         return ((batch, self.kv_heads, max_len, self.head_dim),) * 2
@@ -237,22 +270,27 @@ class GroupedAttention:
         heads = self.q_heads + 2 * self.kv_heads
         qkv = buffers.tensor("qkv", buffers.tokens, heads * self.head_dim)
         yield from stream.product(f"{name}.qkv", self.qkv, qkv)
-        q, k, v = self._heads(buffers, qkv).split((self.q_heads, self.kv_heads, self.kv_heads), 1)
+        parts = list(qkv.split([count * self.head_dim for count in (self.q_heads, self.kv_heads, self.kv_heads)], 1))
+        for i, norm in enumerate(self.whole_norms or ()):
+            rows, parts[i] = parts[i], buffers.tensor(f"{'qk'[i]}.normed", *parts[i].shape)
+            yield norm.of(f"{name}.{'qk'[i]}_norm", rows, parts[i])
+        q, k, v = (self._heads(buffers, part) for part in parts)
         k_cache, v_cache = cache
         yield self.rope.append(f"{name}.append", buffers, q, k, v, (k_cache, v_cache), (self.q_norm, self.k_norm, None))
         keys, values = buffers.held(k_cache), buffers.held(v_cache)
         mixed = buffers.tensor("attention", buffers.tokens, self.q_heads * self.head_dim)
         result = self._heads(buffers, mixed)
         how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": self.sinks}
-        if buffers.q_len == 1:
+        if buffers.q_len == 1 and self.softcap is None:  # attention_decode has no soft cap
             where = {"kv_len": buffers.kv_len, "block_table": buffers.block_table}
             yield Call.of(name, attention_decode_out, q=q, k=keys, v=values, out=result, shared=False, **where, **how)
         else:
             if buffers.block_table is not None:
                 keys = yield from gathered(f"{name}.keys", buffers, keys, 1)
                 values = yield from gathered(f"{name}.values", buffers, values, 1)
-            yield Call.of(name, attention_out, q=q, k=keys, v=values, out=result, kv_len=buffers.kv_len, causal=True, **how)
-        yield linear(f"{name}.out", mixed, self.out, y)
+            how |= {"kv_len": buffers.kv_len, "causal": True, "softcap": self.softcap}
+            yield Call.of(name, attention_out, q=q, k=keys, v=values, out=result, **how)
+        yield from linear(f"{name}.out", mixed, self.out, y)
 
     def _heads(self, buffers: StepBuffers, x: Tensor) -> Tensor:
         """[tokens, heads * head_dim] as [batch, heads, q_len, head_dim]."""
@@ -275,11 +313,11 @@ class LatentAttention:
     kv_up: [heads, nope_dim + v_dim, latent], in each head the rows of its keys first.
     """
 
-    down: Matrix
-    q_up: tuple[Norm, Matrix] | None
+    down: AnyMatrix
+    q_up: tuple[Norm, AnyMatrix] | None
     kv_norm: Norm
     kv_up: Tensor
-    out: Matrix
+    out: AnyMatrix
     nope_dim: int
     rope_dim: int
     scale: float
@@ -287,31 +325,31 @@ class LatentAttention:
 
     @property
     def weight_bytes(self) -> int:
-        return self.down.weight.nbytes + self.kv_up.nbytes + self.out.weight.nbytes + (self.q_up[1].weight.nbytes if self.q_up else 0)
+        return self.down.nbytes + self.kv_up.nbytes + self.out.nbytes + (self.q_up[1].nbytes if self.q_up else 0)
 
     def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
         return ((batch, max_len, self.kv_up.shape[2] + self.rope_dim),)
 
     def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         heads, _, latent_dim = self.kv_up.shape
-        below = buffers.tensor("down", buffers.tokens, len(self.down.weight))
+        below = buffers.tensor("down", buffers.tokens, self.down.rows)
         yield from stream.product(f"{name}.down", self.down, below)
         queries, low, k_rope = below.split((below.shape[1] - latent_dim - self.rope_dim, latent_dim, self.rope_dim), 1)
         if self.q_up is not None:
             norm, up = self.q_up
             normed = buffers.tensor("q.normed", *queries.shape)
             yield norm.of(f"{name}.q_norm", queries, normed)
-            queries = buffers.tensor("q", buffers.tokens, len(up.weight))
-            yield linear(f"{name}.q_up", normed, up, queries)
+            queries = buffers.tensor("q", buffers.tokens, up.rows)
+            yield from linear(f"{name}.q_up", normed, up, queries)
         q = queries.unflatten(1, (heads, -1)).unflatten(0, (buffers.batch, buffers.q_len)).transpose(1, 2)  # [batch, heads, q_len, nope + rope]
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), 3)
         k_rope, latent = (x.unflatten(0, (buffers.batch, 1, buffers.q_len)) for x in (k_rope, low))  # one head
         latents, rotated = cache[0][:, None].split((latent_dim, self.rope_dim), 3)
         yield self.rope.append(f"{name}.append", buffers, q_rope, k_rope, latent, (rotated, latents), (None, None, self.kv_norm))
-        mixed = buffers.tensor("attention", buffers.tokens, self.out.weight.shape[1])
+        mixed = buffers.tensor("attention", buffers.tokens, self.out.columns)
         attend = self._attend_latents if buffers.q_len == 1 else self._attend_expanded
         yield from attend(name, buffers, q_nope, q_rope, buffers.held(cache[0]), mixed.unflatten(1, (heads, -1)))
-        yield linear(f"{name}.out", mixed, self.out, y)
+        yield from linear(f"{name}.out", mixed, self.out, y)
 
     def _attend_latents(self, name: str, buffers: StepBuffers, q_nope: Tensor, q_rope: Tensor, rows: Tensor, mixed: Tensor) -> Emit:
         """mixed: [batch, heads, v_dim]."""
@@ -341,10 +379,17 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attention_norm: Norm
+    """attention_norm, mlp_norm: of what each half reads; None if it reads the stream itself.
+
+    attention_post, mlp_post: of what each half adds.
+    """
+
+    attention_norm: Norm | None
     attention: Attention
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: Mlp
+    attention_post: Norm | None = None
+    mlp_post: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +398,17 @@ class Decoder:
 
     group: of processes that each hold a part of every layer and of the head's rows; None for one
         process that holds all.
+    scales: of the embedding, of what a layer adds, and of the logits (Granite).
+    softcap: of the logits (Gemma 2).
     """
 
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Matrix
+    head: AnyMatrix
     group: Group | None = None
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    softcap: float | None = None
 
     @property
     def hidden(self) -> int:
@@ -367,7 +416,7 @@ class Decoder:
 
     @property
     def vocab(self) -> int:
-        return len(self.head.weight) * (1 if self.group is None else self.group.shard.ranks)
+        return self.head.rows * (1 if self.group is None else self.group.shard.ranks)
 
     def body_calls(self, buffers: StepBuffers, ids: Tensor, caches: list[tuple[Tensor, ...]]) -> Emit:
         """ids: [tokens].
@@ -377,8 +426,10 @@ class Decoder:
         # The residual stream moves between two tensors, with each sum to the other one: 2 * layers
         # - 1 times, so it ends in `x`.
         other, x, h, y = (buffers.tensor(name, buffers.tokens, self.hidden) for name in ("x", "x.other", "h", "y"))
-        share = y if self.group is None else self.group.share(buffers, y)
-        yield Call.of("embedding", embedding_out, ids=ids, weight=self.embedding, out=x, scale=1.0)
+        plain = self.scales[1] == 1.0 and all(layer.attention_post is layer.mlp_post is None for layer in self.layers)
+        raw = y if plain else buffers.tensor("y.raw", *y.shape)
+        share = raw if self.group is None else self.group.share(buffers, raw)
+        yield Call.of("embedding", embedding_out, ids=ids, weight=self.embedding, out=x, scale=self.scales[0])
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if i == 0:
                 stream = Stream("layers.0.attention_norm", layer.attention_norm, x, None, h, None)
@@ -386,14 +437,20 @@ class Decoder:
                 stream = Stream(f"layers.{i}.attention_norm", layer.attention_norm, x, y, h, other)
                 x, other = other, x
             yield from layer.attention.calls(f"layers.{i}.attention", buffers, stream, share, cache)
-            yield from self._sum(f"layers.{i}.attention", share, y)
+            yield from self._sum(f"layers.{i}.attention", share, raw, layer.attention_post, y)
             stream = Stream(f"layers.{i}.mlp_norm", layer.mlp_norm, x, y, h, other)
             x, other = other, x
             yield from layer.mlp.calls(f"layers.{i}.mlp", buffers, stream, share)
-            yield from self._sum(f"layers.{i}.mlp", share, y)
+            yield from self._sum(f"layers.{i}.mlp", share, raw, layer.mlp_post, y)
 
-    def _sum(self, name: str, share: Tensor, y: Tensor) -> Emit:
-        return iter(()) if self.group is None else self.group.sum_calls(name, share, y)
+    def _sum(self, name: str, share: Tensor, raw: Tensor, post: Norm | None, y: Tensor) -> Emit:
+        """From the ranks' shares to what is added to the stream."""
+        if self.group is not None:
+            yield from self.group.sum_calls(name, share, raw)
+        if post is not None:
+            yield post.of(f"{name}.post", raw, y)
+        elif raw is not y:
+            yield Call(f"{name}.scale", torch_calls.scale, (raw, self.scales[1], y))
 
     def head_calls(self, buffers: StepBuffers) -> Emit:
         """From the tensors `x` and `y` of buffers with one token a sequence to their `logits`."""
@@ -402,6 +459,10 @@ class Decoder:
         if self.group is None:
             yield from stream.product("head", self.head, logits)
         else:
-            part = buffers.tensor("logits.part", buffers.batch, len(self.head.weight))
+            part = buffers.tensor("logits.part", buffers.batch, self.head.rows)
             yield from stream.product("head", self.head, part)
             yield from self.group.gather_calls("head", buffers, part, logits)
+        if self.scales[2] != 1.0:
+            yield Call("head.scale", torch_calls.scale, (logits, self.scales[2], logits))
+        if self.softcap is not None:
+            yield Call("head.softcap", torch_calls.softcap, (logits, self.softcap))

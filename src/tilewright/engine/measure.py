@@ -1,11 +1,14 @@
 """Times whole generations: transformers' own and ours."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +21,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """cuda_ms: None on a CPU."""
+    """cuda_ms: of the time in which kernels ran, what this one had (`shares`); None on a CPU."""
 
     name: str
     calls: int
@@ -50,13 +53,13 @@ class Run:
 
     @property
     def cuda_ms(self) -> float | None:
+        """The time in which at least one kernel ran."""
         times = [k.cuda_ms for k in self.kernels if k.cuda_ms is not None]
         return sum(times) if times else None
 
     def step_ms(self, percent: int) -> float:
-        """The percentile of the times of decode steps."""
-        ordered = sorted(self.step_s)
-        return 1e3 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
+        """The percentile of the times of decode steps, between two of them in proportion."""
+        return 1e3 * float(np.percentile(self.step_s, percent)) if self.step_s else 0.0
 
 
 def run_engine(engine: Engine, name: str, prompts: Tensor, new: int) -> Run:
@@ -133,8 +136,26 @@ def profiled(call: Callable[[], Any]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    events = [e for e in found.key_averages() if e.device_type.name == "CUDA"]
-    return sorted((Kernel(e.key, e.count, e.self_device_time_total / 1e3) for e in events), key=lambda k: -(k.cuda_ms or 0))
+    return shares((e.name, e.time_range.start, e.time_range.end) for e in found.events() if e.device_type.name == "CUDA")
+
+
+def shares(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
+    """What each kernel had of the union of all intervals, most first: they sum to it, and never to
+    more than the wall time.
+
+    Launches overlap where one starts early and waits for the one before (`pdl_overlap`), or on
+    several streams. The time of two belongs to the one that began first.
+
+    events: name, start and end of each launch, us.
+    """
+    calls: Counter[str] = Counter()
+    had: dict[str, float] = {}
+    reached = -math.inf
+    for start, end, name in sorted((start, end, name) for name, start, end in events):
+        calls[name] += 1
+        had[name] = had.get(name, 0.0) + max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return sorted((Kernel(name, count, had[name] / 1e3) for name, count in calls.items()), key=lambda k: -(k.cuda_ms or 0))
 
 
 def _counted(call: Callable[[], Any]) -> list[Kernel]:

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.common.expert_weights import QuantizedExperts
 from ..ops.moe import moe_out
 from ..ops.moe_route import moe_route_out
+from ..ops.quantized_moe import quantized_moe_out
 from ..ops.rms_norm_route import rms_norm_route_out
 from ..ops.silu_mul import silu_mul_out
 from .layers import Given, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
-from .weights import Matrix
+from .weights import AnyMatrix, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +23,18 @@ class GatedMlp:
     interleaved, which saves a launch; else gate's come first.
     """
 
-    gate_up: Matrix
-    down: Matrix
+    gate_up: AnyMatrix
+    down: AnyMatrix
     alternating: bool = True
     gelu_tanh: bool = False
 
     @property
     def weight_bytes(self) -> int:
-        return self.gate_up.weight.nbytes + self.down.weight.nbytes
+        return self.gate_up.nbytes + self.down.nbytes
 
     def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
         """residual: added to the result."""
-        inter = self.down.weight.shape[1]
+        inter = self.down.columns
         active = buffers.tensor(f"active.{inter}", buffers.tokens, inter)
         if self.alternating:
             yield from rows.product(f"{name}.gate_up", self.gate_up, active, silu_mul=True)
@@ -41,14 +43,16 @@ class GatedMlp:
             yield from rows.product(f"{name}.gate_up", self.gate_up, both)
             halves = {"gate": both[:, :inter], "up": both[:, inter:]}
             yield Call.of(f"{name}.activation", silu_mul_out, **halves, out=active, gelu_tanh=self.gelu_tanh)
-        yield linear(f"{name}.down", active, self.down, y, residual=residual)
+        yield from linear(f"{name}.down", active, self.down, y, residual=residual)
 
     def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
         """The matrices cut into experts of width `inter`: [experts, 2, inter, hidden] and [experts,
         hidden, inter]; None if the width does not divide.
         """
+        if not (isinstance(self.gate_up, Matrix) and isinstance(self.down, Matrix)) or not self.alternating or self.gelu_tanh:
+            return None
         hidden, wide = self.down.weight.shape
-        if wide % inter or not self.alternating or self.gelu_tanh or self.gate_up.bias is not None or self.down.bias is not None:
+        if wide % inter or self.gate_up.bias is not None or self.down.bias is not None:
             return None
         experts = wide // inter
         gate_up = self.gate_up.weight.view(experts, inter, 2, hidden).transpose(1, 2)
@@ -74,13 +78,13 @@ class Experts:
     logits_dtype: the router's product is rounded to it before the softmax.
     bias, sigmoid, normalize, scale, groups, top_groups: as in `tilewright.moe_route`.
     gate_up, down, act: as in `tilewright.moe`; gate_up is [experts, 2, inter, hidden], down
-        [experts, hidden, inter].
+        [experts, hidden, inter]. Or both quantised.
     first: with several ranks, the first of this rank's experts; gate_up and down hold only these.
     """
 
     router: Matrix
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantizedExperts
+    down: Tensor | QuantizedExperts
     top_k: int
     normalize: bool
     logits_dtype: torch.dtype
@@ -103,7 +107,7 @@ class Experts:
         ids = buffers.tensor("router.ids", buffers.tokens, self.top_k, dtype=torch.int32)
         choice: dict[str, Any] = {name: getattr(self, name) for name in ("bias", "sigmoid", "normalize", "scale", "groups", "top_groups")}
         choice |= {"weights": weights, "ids": ids, "first_expert": self.first}
-        if stream.single:
+        if stream.single and stream.norm is not None:
             arrived = buffers.tensor("router.arrived", buffers.tokens, dtype=torch.int32)
             yield Call.of(
                 f"{name}.route",
@@ -121,9 +125,9 @@ class Experts:
         else:
             logits = buffers.tensor("router", buffers.tokens, len(self.router.weight), dtype=self.logits_dtype)
             yield stream.norm_call()
-            yield linear(f"{name}.router", stream.normed, self.router, logits)
+            yield from linear(f"{name}.router", stream.normed, self.router, logits)
             yield Call.of(f"{name}.route", moe_route_out, logits=logits, **choice)
-        together = stream.single and self.shared is not None and self.shared.of_experts(self.down.shape[2])
+        together = stream.single and self.shared is not None and isinstance(self.down, Tensor) and self.shared.of_experts(self.down.shape[2])
         if together or self.shared is None:
             yield self._experts(name, stream.normed, weights, ids, together or (None, None), y)
         else:
@@ -133,5 +137,8 @@ class Experts:
 
     def _experts(self, name: str, h: Tensor, weights: Tensor, ids: Tensor, shared: tuple[Tensor | None, Tensor | None], y: Tensor) -> Call:
         act = {field: getattr(self.act, field) for field in ("bias_gate_up", "bias_down", "alpha", "limit", "up_offset")}
+        if isinstance(self.gate_up, QuantizedExperts) and isinstance(self.down, QuantizedExperts):
+            small = {**self.gate_up.arguments("gate_up"), **self.down.arguments("down"), "weight_format": self.gate_up.weight_format}
+            return Call.of(f"{name}.experts", quantized_moe_out, x=h, weights=weights, ids=ids.view(-1), out=y, **small, **act)
         matrices = {"gate_up": self.gate_up, "down": self.down, "shared_gate_up": shared[0], "shared_down": shared[1]}
         return Call.of(f"{name}.experts", moe_out, x=h, weights=weights, ids=ids.view(-1), out=y, **matrices, **act)

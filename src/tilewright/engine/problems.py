@@ -13,6 +13,7 @@ from ..testing.problems import Task
 from .prefill import Prefill
 from .program import Call, distinct
 from .read import read
+from .sampling import LIKELIEST
 from .state import State
 from .weights import Fusion
 
@@ -48,7 +49,7 @@ def of_engine(name: str, device: Device) -> list[Task]:
             buffers = state.buffers(batch)
             calls += decoder.body_calls(buffers, state.tokens[:batch], state.caches)
             calls += decoder.head_calls(buffers)
-            calls += [call for call in state.choose_calls(buffers, decoder.vocab, None) if call.name == "argmax"]
+            calls += [call for call in state.choose_calls(buffers, LIKELIEST) if call.name == "argmax"]
     for length in PROMPTS:
         calls += Prefill.of(decoder, State(decoder, 1, max(PROMPTS), 1), 1, length, length).body
     with traced(device), decisions() as found, torch.inference_mode():

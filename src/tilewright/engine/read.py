@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..launch import argument_error
-from .layers import Attention, Decoder, GroupedAttention, LatentAttention, Layer, Mlp, Norm, Rope
+from ..models.quantized import QuantizedLinear, QuantizedMixture
+from .families import Ropes, head_norms, mlp_of, norm_of, norms_of, rope_types, scales_of, window_of
+from .layers import Attention, Decoder, GroupedAttention, LatentAttention, Layer, Mlp, Rope
 from .mlp import Activation, Experts, GatedMlp
 from .parallel import Group
-from .weights import Fusion, Matrix
+from .weights import Fusion, Matrix, matrix_of
 
 # Rotations whose frequencies do not depend on the length of the sequence.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -31,33 +33,43 @@ def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, i
     if not hasattr(model, "lm_head"):
         raise argument_error("model", "a causal language model, with an lm_head", type(model).__name__)
     _check(model, config)
+    if group is not None and config.model_type in _WHOLE_NORMS:
+        raise argument_error("group", f"None for a {config.model_type} model, whose norms take in the heads of all ranks", "a group")
     stem = model.model
     deepseek = config.model_type in _DEEPSEEK
-    rotary = stem.rotary_emb
-    rope = Rope.table(rotary.inv_freq, rotary.attention_scaling, max_len, interleaved=deepseek and getattr(config, "rope_interleave", True))
-    attention_of = _latent_attention if deepseek else _attention
+    ropes = Ropes(stem.rotary_emb, max_len)
     rank = 0 if group is None else group.shard.rank
     layers = []
     for i, layer in enumerate(stem.layers):
         on_progress("fusing weights", i, len(stem.layers))
-        attention, mlp = attention_of(layer.self_attn, config, rope, fusion), _mlp(layer.mlp, fusion, rank)
-        layers.append(Layer(_norm(layer.input_layernorm), attention, _norm(layer.post_attention_layernorm), mlp))
+        before, behind, mlp_before, mlp_behind = norms_of(layer)
+        if deepseek:
+            attention = _latent_attention(layer.self_attn, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
+        else:
+            attention = _attention(layer.self_attn, config, ropes, fusion)
+        mlp = _mlp(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, fusion, rank)
+        layers.append(Layer(before, attention, mlp_before, mlp, behind, mlp_behind))
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
-    return Decoder(stem.embed_tokens.weight.data, tuple(layers), _norm(stem.norm), Matrix.of(model.lm_head), group)
+    parts = stem.embed_tokens.weight.data, tuple(layers), norm_of(stem.norm), matrix_of(model.lm_head), group
+    return Decoder(*parts, scales_of(model), getattr(config, "final_logit_softcapping", None))
 
 
+_WHOLE_NORMS = ("olmo2", "olmo3", "olmoe")
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
-_SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", *_DEEPSEEK)
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", *_SPARSE)
+_SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
+_DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
+MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", *_SPARSE)
 
 
 def _check(model: Any, config: Any) -> None:
-    if config.hidden_act != "silu":
+    if config.model_type in _SPARSE and config.hidden_act != "silu":
         raise argument_error("model.config.hidden_act", "silu", config.hidden_act)
-    kind = (config.rope_parameters or {}).get("rope_type", "default")
-    if kind not in _FIXED_ROPE:
-        raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
+    for kind in rope_types(config):
+        if kind not in _FIXED_ROPE:
+            raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
+    if getattr(config, "clip_qkv", None) is not None:
+        raise argument_error("model.config.clip_qkv", "None", config.clip_qkv)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
             raise argument_error(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
@@ -73,20 +85,25 @@ def _check(model: Any, config: Any) -> None:
         raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
-def _norm(module: Any) -> Norm:
-    rounded_once = type(module).__name__ == "GptOssRMSNorm"
-    return Norm(module.weight.data, module.variance_epsilon, round_before_weight=not rounded_once)
-
-
-def _attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
+def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion) -> Attention:
     head_dim = module.head_dim
-    qkv = Matrix.of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
-    q_heads = module.o_proj.weight.shape[1] // head_dim
-    kv_heads = (len(qkv.weight) // head_dim - q_heads) // 2
-    window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
-    q_norm, k_norm = (_norm(module.q_norm), _norm(module.k_norm)) if hasattr(module, "q_norm") else (None, None)
-    sinks = module.sinks.data.float() if hasattr(module, "sinks") else None
-    return GroupedAttention(qkv, Matrix.of(module.o_proj), q_heads, kv_heads, head_dim, module.scaling, rope, window, q_norm, k_norm, sinks)
+    qkv = matrix_of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
+    out = matrix_of(module.o_proj)
+    q_heads = out.columns // head_dim
+    kv_heads = (qkv.rows // head_dim - q_heads) // 2
+    return GroupedAttention(
+        qkv,
+        out,
+        q_heads,
+        kv_heads,
+        head_dim,
+        module.scaling,
+        ropes.of_attention(module),
+        window_of(module, config),
+        sinks=module.sinks.data.float() if hasattr(module, "sinks") else None,
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        **head_norms(module),
+    )
 
 
 def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
@@ -95,21 +112,25 @@ def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> A
         down, q_up = fusion.stacked(module.q_proj, module.kv_a_proj_with_mqa), None
     else:
         down = fusion.stacked(module.q_a_proj, module.kv_a_proj_with_mqa)
-        q_up = (_norm(module.q_a_layernorm), Matrix.of(module.q_b_proj))
-    kv_up = module.kv_b_proj.weight.data.view(-1, module.qk_nope_head_dim + module.v_head_dim, latent)
-    parts = (down, q_up, _norm(module.kv_a_layernorm), kv_up, Matrix.of(module.o_proj))
+        q_up = (norm_of(module.q_a_layernorm), matrix_of(module.q_b_proj))
+    kv_b = module.kv_b_proj
+    kv_up = (kv_b.wide if isinstance(kv_b, QuantizedLinear) else kv_b.weight.data).view(-1, module.qk_nope_head_dim + module.v_head_dim, latent)
+    parts = (down, q_up, norm_of(module.kv_a_layernorm), kv_up, matrix_of(module.o_proj))
     return LatentAttention(*parts, module.qk_nope_head_dim, rope_dim, module.scaling, rope)
 
 
 def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     if not hasattr(module, "experts"):
         return _dense(module, fusion)
-    if hasattr(module, "router"):
+    if getattr(module.experts, "is_transposed", False) or getattr(module.experts, "bias_gate_up", None) is not None:
         return _gpt_oss_experts(module, fusion, rank)
-    experts, router = module.experts, module.gate
-    gate_up = experts.gate_up_proj.data.unflatten(1, (2, -1))
-    common = (Matrix(router.weight.data), gate_up, experts.down_proj.data, router.top_k)
-    first = rank * len(experts.down_proj)
+    experts, router = module.experts, module.gate if hasattr(module, "gate") else module.router
+    if isinstance(experts, QuantizedMixture):
+        matrices: tuple[Any, Any] = experts.gate_up, experts.down
+    else:
+        matrices = experts.gate_up_proj.data.unflatten(1, (2, -1)), experts.down_proj.data
+    common = (Matrix(router.weight.data), *matrices, router.top_k)
+    first = 0 if isinstance(experts, QuantizedMixture) else rank * len(experts.down_proj)
     if not hasattr(router, "routed_scaling_factor"):
         return Experts(
             *common, first=first, normalize=getattr(router, "norm_topk_prob", True), logits_dtype=router.weight.dtype
@@ -132,16 +153,26 @@ def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
     columns (and biases) of gate and up.
     """
     experts, router = module.experts, module.router
+    choice: dict[str, Any] = {"normalize": True, "logits_dtype": router.weight.dtype}  # the softmax of the best alone
+    best = Matrix(router.weight.data, router.bias.data)
+    if isinstance(experts, QuantizedMixture):
+        act = Activation(experts.bias_gate_up, experts.bias_down, experts.alpha, experts.limit, experts.up_offset)
+        return Experts(best, experts.gate_up, experts.down, router.top_k, act=act, **choice)
     count = len(experts.down_proj)
     gate_up = fusion.transposed(experts.gate_up_proj).unflatten(1, (-1, 2)).transpose(1, 2)
     biases = experts.gate_up_proj_bias.data.unflatten(1, (-1, 2)).transpose(1, 2), experts.down_proj_bias.data
     act = Activation(*biases, experts.alpha, experts.limit, up_offset=1.0)
-    choice: dict[str, Any] = {"normalize": True, "logits_dtype": router.weight.dtype}  # the softmax of the best alone
     matrices = gate_up, fusion.transposed(experts.down_proj)
-    return Experts(Matrix(router.weight.data, router.bias.data), *matrices, router.top_k, first=rank * count, act=act, **choice)
+    return Experts(best, *matrices, router.top_k, first=rank * count, act=act, **choice)
 
 
 def _dense(module: Any, fusion: Fusion) -> GatedMlp:
-    if hasattr(module, "gate_up_proj"):
-        return GatedMlp(Matrix.of(module.gate_up_proj), Matrix.of(module.down_proj), alternating=False)
-    return GatedMlp(fusion.alternating(module.gate_proj, module.up_proj), Matrix.of(module.down_proj))
+    names, gelu = mlp_of(module)
+    down = matrix_of(getattr(module, names[-1]))
+    if len(names) == 2:
+        return GatedMlp(matrix_of(getattr(module, names[0])), down, alternating=False, gelu_tanh=gelu)
+    gate, up = (getattr(module, name) for name in names[:2])
+    # The epilogue of a product has SiLU alone, and quantised rows lie in groups.
+    if gelu or isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
+        return GatedMlp(fusion.stacked(gate, up), down, alternating=False, gelu_tanh=gelu)
+    return GatedMlp(fusion.alternating(gate, up), down)

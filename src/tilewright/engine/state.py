@@ -1,46 +1,17 @@
 """What changes from step to step, all on the device: tokens, positions, cache."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..launch import argument_error, check_finite, check_integers, check_number
-from ..ops.argmax import argmax_out
-from ..ops.sample import sample_out
 from .advance import advance
 from .layers import Decoder
 from .pages import Pages
 from .program import Call, Emit, StepBuffers
+from .sampling import Choice, Sampling
 
 SLOTS = 64  # the cache's length is a multiple: the kernels' fast loads want 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is drawn, as in `tilewright.sample`.
-
-    temperature: 0 takes the likeliest. top_k: 0 for all. top_p: 1 for all. seed: equal seeds draw
-        equal tokens.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_integers(top_k=self.top_k, seed=self.seed)
-        check_finite(self.temperature, "temperature")
-        check_number(self.top_p, "top_p")
-        if not -(2**63) <= self.seed < 2**63:
-            raise argument_error("seed", "a number of 64 bits", self.seed)
-        if self.temperature < 0:
-            raise argument_error("temperature", "0 or more", self.temperature)
-        if self.top_k < 0:
-            raise argument_error("top_k", "0 (all) or more", self.top_k)
-        if not 0 < self.top_p <= 1:
-            raise argument_error("top_p", "above 0 and at most 1", self.top_p)
 
 
 class State:
@@ -50,6 +21,7 @@ class State:
     counters: int32 [2, batch], its position, and the number of keys once it is appended.
     recent: int64 [rows, batch], the tokens chosen since the host last read them.
     clock: int64 [2], the next row of `recent`, and the number of draws.
+    choice: what the choice of a token needs.
     caches: the cache of each layer.
     stacks: with `stacked`, all layers' caches of one sequence as two tensors [layers, kv_heads,
         max_len, head_dim]; `caches` are views of them.
@@ -65,10 +37,7 @@ class State:
         self.counters = torch.zeros(2, padded, dtype=torch.int32, device=device)
         self.recent = torch.zeros(rows, padded, dtype=torch.int64, device=device)
         self.clock = torch.zeros(2, dtype=torch.int64, device=device)
-        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.temperature = torch.ones(1, device=device)
-        self.top_k = torch.zeros(1, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(1, device=device)
+        self.choice = Choice(padded, model.vocab, device)
         # Zeros: an unwritten key is masked, but a NaN in its value would survive a weight of 0.
         self.max_len, self.pages = max_len, pages
         if stacked:
@@ -91,25 +60,17 @@ class State:
         positions, kv_len = self.counters[0, :batch, None], self.counters[1, :batch]
         return StepBuffers(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device, self.block_table(batch))
 
-    def begin(self, lengths: list[int], sampling: Sampling) -> None:
-        """Sets the state for prompts of these lengths, before their first new token is chosen."""
+    def begin(self, rows: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Sets the state for these prompts, before their first new token is chosen."""
         self.counters.zero_()
-        self.counters[:, : len(lengths)].copy_(torch.tensor([[n - 1 for n in lengths], lengths]))
+        lengths = torch.tensor([len(row) for row in rows])
+        self.counters[:, : len(rows)].copy_(torch.stack((lengths - 1, lengths)))
         self.clock.zero_()
-        self.seed.fill_(sampling.seed)
-        self.temperature.fill_(sampling.temperature)
-        self.top_k.fill_(sampling.top_k)
-        self.top_p.fill_(sampling.top_p)
+        self.choice.begin(rows, sampling)
 
-    def choose_calls(self, buffers: StepBuffers, vocab: int, sampling: Sampling | None) -> Emit:
+    def choose_calls(self, buffers: StepBuffers, sampling: Sampling, *, masked: bool = False) -> Emit:
         """Chooses a token from the step's logits, notes it, and moves on by one position."""
-        logits, tokens = buffers.tensor("logits", buffers.batch, vocab), self.tokens[: buffers.batch]
-        if sampling is None or sampling.temperature == 0:
-            yield Call.of("argmax", argmax_out, x=logits, out=tokens)
-        else:
-            top_k, top_p = self.top_k if sampling.top_k else None, self.top_p if sampling.top_p < 1 else None
-            how = {"seed": self.seed, "offset": self.clock[1:], "temperature": self.temperature, "top_k": top_k, "top_p": top_p}
-            yield Call.of("sample", sample_out, logits=logits, out=tokens, **how)
+        yield from self.choice.calls(buffers, self.tokens[: buffers.batch], self.clock[1:], sampling, masked=masked)
         yield Call.of("advance", advance, tokens=self.tokens, recent=self.recent, counters=self.counters, clock=self.clock)
 
 

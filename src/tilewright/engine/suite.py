@@ -23,8 +23,10 @@ from ..bench.command import ready
 from ..bench.report import append_jsonl
 from ..models import Loaded, load
 from .command import Measured, Sizes, case_of, collect, prompts_of, ready_engine, rows_of
-from .engine import Engine, Mode
+from .engine import Engine
 from .measure import Run, profiled, run_engine, run_transformers
+from .mega.pack import dims_of_config
+from .modes import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,11 @@ class Case:
 
 CASES = (
     Case("Llama-3.2-1B"),
+    Case("Llama-3.2-1B", prompt=6),  # what the published megakernel wrote: 6 tokens of prompt, 128 new ones
     Case("Llama-3.2-1B", prompt=8192, new=64),
     Case("Llama-3.2-3B"),
+    Case("Llama-3.1-8B"),
+    Case("Qwen3-0.6B"),
     Case("SmolLM2-135M", room=2048),
 )
 MODES: tuple[Mode, ...] = ("eager", "graph", "mega")
@@ -104,7 +109,8 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
         found.runs, found.floor_ms, found.start_s = [*runs, run], 1e-6 * size / ceilings.read_gbs, start_s
         (row,) = rows_of(found)
         row |= {"op": "decode", "step_bytes": size, "gbs": round(size / row["time_us"] / 1e3, 1), "read_gbs": round(ceilings.read_gbs, 1)}
-        row |= {"read_pct": row["floor_pct"], "kernel_us": steps_us}
+        row |= {"read_pct": row["floor_pct"], "kernel_us": steps_us, "mode": mode, "keys": case.prompt + case.new // 2}
+        row["sizes"] = asdict(dims_of_config(model.config))
         row["equal_tokens"] |= {f"tilewright {other}": float(tokens == run.tokens) for other, tokens in written.items() if other != mode}
         yield row
 

@@ -24,16 +24,21 @@ def rope_at(ROPE, position, HEAD_WORDS):
     return found
 
 
+def keys_of(K, V, row, tile, SPAN):
+    HEAD_WORDS = K.shape[2]
+    keys = look(K, (row, tile, 0), (1, SPAN, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
+    return keys, look(V, (row, tile, 0), (1, SPAN, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
+
+
 def keys_at(K, V, layer, head, position, part, LAYERS, HEADS, SPAN, SHORT, PARTS):
     """The first tiles of keys and values of a layer that are the block's; of the last layer for one
     that will not come.
     """
-    HEAD_WORDS, tile = K.shape[2], 0
+    tile = 0
     row = min(layer, LAYERS - 1) * HEADS[1] + head // (HEADS[0] // HEADS[1])
     if (PARTS > 1) & (position >= SHORT):
         tile = min(part, max(position - 1, 0) // SPAN)
-    keys = look(K, (row, tile, 0), (1, SPAN, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
-    return keys, look(V, (row, tile, 0), (1, SPAN, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
+    return keys_of(K, V, row, tile, SPAN)
 
 
 def heard(QKV_WORDS, layer, head, kv, epoch, waiter, HEADS, HEAD_WORDS):
@@ -65,18 +70,15 @@ def turned(words, partner, norms, rope, eps, HEAD_WORDS, NORMED, dtype):
     """A query or a key, normed if the model does so, and rotated: planes. norms: words of the
     norm's weights, and of their partners'.
     """
-    low, high, other_low, other_high = low_of(words, dtype), high_of(words, dtype), low_of(partner, dtype), high_of(partner, dtype)
+    values = (low_of(words, dtype), high_of(words, dtype), low_of(partner, dtype), high_of(partner, dtype))
     if NORMED:
-        rstd = 1.0 / ct.sqrt(ct.sum(low * low + high * high) * (0.5 / HEAD_WORDS) + eps)
-        low, high = (
-            rounded(rounded(low * rstd, dtype) * low_of(norms[0], dtype), dtype),
-            rounded(rounded(high * rstd, dtype) * high_of(norms[0], dtype), dtype),
-        )
-        other_low, other_high = (
-            rounded(rounded(other_low * rstd, dtype) * low_of(norms[1], dtype), dtype),
-            rounded(rounded(other_high * rstd, dtype) * high_of(norms[1], dtype), dtype),
-        )
-    return rounded(low * rope[0] + other_low * rope[2], dtype), rounded(high * rope[1] + other_high * rope[3], dtype)
+        rstd = 1.0 / ct.sqrt(ct.sum(values[0] * values[0] + values[1] * values[1]) * (0.5 / HEAD_WORDS) + eps)
+        weights = (low_of(norms[0], dtype), high_of(norms[0], dtype), low_of(norms[1], dtype), high_of(norms[1], dtype))
+        scaled: tuple = ()
+        for n in ct.static_iter(range(4)):
+            scaled = (*scaled, rounded(rounded(values[n] * rstd, dtype) * weights[n], dtype))
+        values = scaled
+    return rounded(values[0] * rope[0] + values[2] * rope[2], dtype), rounded(values[1] * rope[1] + values[3] * rope[3], dtype)
 
 
 def scored(kk, q, at, position, key, scale, SPAN, dtype):
@@ -86,27 +88,29 @@ def scored(kk, q, at, position, key, scale, SPAN, dtype):
     return ct.where(there, s, FLOOR), there
 
 
-def attended(K, V, kk, vv, q, own, own_value, at, step, row, position, scale, SPAN, HEAD_WORDS, dtype):
+def attended(K, V, keys, more, q, own, own_value, at, step, row, position, scale, SPAN, dtype):
     """A query's attention over every step-th tile of keys from `at` on, and its own key: planes [1,
-    HEAD_WORDS] of weighted values, their highest score and the sum of their weights. kk, vv: the
-    first of these tiles.
+    HEAD_WORDS] of weighted values, their highest score and the sum of their weights. keys, more:
+    the first two of these tiles, the second if there is one.
 
     Each row of a tile keeps a softmax of its own, so a further tile needs no sum over threads.
     """
     key = ct.arange(SPAN, dtype=ct.int32).reshape((SPAN, 1))
+    HEAD_WORDS = K.shape[2]
+    kk, vv = keys
     high, there = scored(kk, q, at, position, key, scale, SPAN, dtype)
     weight = ct.where(there, 1.0, 0.0)
     vv = ct.where(there, vv, 0)  # nobody may have written what is not there
     low_sum, high_sum = low_of(vv, dtype), high_of(vv, dtype)
+    kk, vv = more
     for tile in range(at + step, ct.cdiv(position, SPAN), step):
-        kk = look(K, (row, tile, 0), (1, SPAN, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
-        vv = look(V, (row, tile, 0), (1, SPAN, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
         s, there = scored(kk, q, tile, position, key, scale, SPAN, dtype)
         vv = ct.where(there, vv, 0)
         higher = ct.maximum(high, s)
         f, p = ct.exp2(high - higher), ct.where(there, ct.exp2(s - higher), 0.0)
         high, weight = higher, weight * f + p
         low_sum, high_sum = low_sum * f + p * low_of(vv, dtype), high_sum * f + p * high_of(vv, dtype)
+        kk, vv = keys_of(K, V, row, min(tile + step, K.shape[1] // SPAN - 1), SPAN)
     highest = max(ct.max(high), own)
     f, p = ct.exp2(high - highest), ct.exp2(own - highest)
     sums = ct.reduce((f * low_sum, f * high_sum, ct.broadcast_to(f * weight, (SPAN, HEAD_WORDS))), 0, add3, (0.0, 0.0, 0.0), keepdims=True)
@@ -149,22 +153,26 @@ def attention(
     block reads it has written itself, or an earlier kernel has.
     """
     HEAD_WORDS, kv = K.shape[2], head // (HEADS[0] // HEADS[1])
+    row = layer * HEADS[1] + kv
+    at, step, split = 0, 1, (PARTS > 1) & (position >= SHORT)
+    if split:
+        at, step = part, PARTS
+    more = keys
+    if at + step < ct.cdiv(position, SPAN):
+        more = keys_of(K, V, row, at + step, SPAN)
     words, patience = heard(QKV_WORDS, layer, head, kv, epoch, waiter, HEADS, HEAD_WORDS)
     norms: tuple = ()
     for n in ct.static_iter(range(4)):
         norms = (*norms, fetch(HEAD_NORMS, (layer * NORMED, n, 0), (1, 1, HEAD_WORDS)).reshape((1, HEAD_WORDS)))
     q = turned(words[0], words[1], (norms[0], norms[1]), rope, eps, HEAD_WORDS, NORMED, dtype)
     k = turned(words[2], words[3], (norms[2], norms[3]), rope, eps, HEAD_WORDS, NORMED, dtype)
-    row = layer * HEADS[1] + kv
     put(K, (row, position, 0), packed(k[0], k[1], dtype).reshape((1, 1, HEAD_WORDS)))
     put(V, (row, position, 0), words[4].reshape((1, 1, HEAD_WORDS)))
     own = ct.sum(q[0] * k[0] + q[1] * k[1]) * scale
-    at, step, split = 0, 1, (PARTS > 1) & (position >= SHORT)
     if split:
-        at, step = part, PARTS
         if part > 0:
             own = FLOOR
-    mine = attended(K, V, keys[0], keys[1], q, own, words[4], at, step, row, position, scale, SPAN, HEAD_WORDS, dtype)
+    mine = attended(K, V, keys, more, q, own, words[4], at, step, row, position, scale, SPAN, dtype)
     low, high, weight = mine[0], mine[1], mine[3]
     if PARTS > 1:
         if split:

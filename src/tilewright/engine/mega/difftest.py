@@ -211,14 +211,14 @@ def _print_schedule(whole: Schedule, machine: Machine, device: Device, json_file
         "blocks": whole.blocks,
         "tiles": whole.busiest(),
         "balance": whole.balance(),
-        "attending": whole.dims.q_heads * whole.out_parts,
+        "attending": whole.attending,
         "layers_run": machine.schedule.dims.layers,
         "tokens": machine.tokens,
     }
     if json_file:
         write_json(json_file, found)
     print(f"{device.name}: {whole.blocks} blocks, {whole.busiest()} tiles of the busiest, balance {whole.balance():.4f}")
-    print(f"attention: {whole.out_parts} blocks for each of {whole.dims.q_heads} query heads")
+    print(f"attention: {whole.split.out_parts} blocks for each of {whole.dims.q_heads} query heads")
     run = f"{found['layers_run']} of {whole.dims.layers} layers"
     print(f"run by the machine, {run}: no block waits in vain, no sum has a term twice; {machine.tokens}")
     return 0

@@ -1,20 +1,4 @@
-"""One launch, one or more tokens: one loop reads all weights, and blocks exchange values three
-times a layer.
-
-A layer, for each block:
-
-    qkv      its rows, published; a block of a query head polls that head's, attends, and has
-    `out`'s inputs in registers out      all of that head's inputs times the block's part of the
-    outputs: added to the sum behind attention gate_up  its own inner columns, from the whole sum;
-    silu(gate) * up stays in the block
-    down     these columns times all outputs: added to the sum behind the MLP
-
-Every block keeps the whole residual stream and adds each sum to it, the same bits in all. The
-weights come by TMA, in one loop that holds nothing else: the compiler gives it a producer warp and
-a ring of buffers, which run ahead of every poll. An acquire or a release would hold the producer
-up, so all that blocks tell each other is relaxed (`words`). Keys of the cache are written by every
-block that reads them, the same value by all: what a block reads it has written itself, or an
-earlier kernel has.
+"""The step as one launch of one or more tokens: docs/megakernel.md says how it runs.
 
 Numerics: products and the residual sums in fp32 (fixed point of 2**-FRACTION across blocks),
     rounded to the model's dtype where transformers rounds.
@@ -59,43 +43,58 @@ SCALE = 2.0**FRACTION
 LARGEST = 1.0e6  # of a term that is too large, as it adds up behind a sum
 
 
-def placed(turn, block, MODEL, FORMS, COUNTS, TURNS, BLOCKS):
+def dealt(block, first, rest, CLASSES, BLOCKS):
+    """The first and the number of a block's groups, where the attending blocks share `first` of
+    them evenly, and the others `rest`.
+    """
+    number, blocks, some, start = block, CLASSES[0], first, 0
+    if block >= CLASSES[0]:
+        number, blocks, some, start = block - CLASSES[0], max(BLOCKS - CLASSES[0], 1), rest, first
+    here = start + number * some // blocks
+    return here, start + (number + 1) * some // blocks - here
+
+
+def placed(turn, block, LAYERS, FORMS, COUNTS, TURNS, CLASSES, BLOCKS):
     """Of a turn of a token: kind, layer, number in its phase; the first of its groups in the phase,
     how many they are, how many tiles a group is, and the first tile in W.
     """
-    WIDE_SETS, DOWN_SETS = FORMS[1], FORMS[4]
+    WIDE_SETS, SLOTS = FORMS[1], FORMS[0] // 4
+    ATTENDING, QKV_FIRST, HEAD_FIRST, GATE_UP_1, SETS_1, GATE_UP_2, SETS_2 = CLASSES
     PER = TURNS[0] + TURNS[1] + TURNS[2] + TURNS[3]
-    SLOTS = FORMS[0] // 4
-    TILES_QKV, TILES_OUT = COUNTS[0] * WIDE_SETS, MODEL[2] * COUNTS[6] * COUNTS[1]
-    TILES_GATE_UP, TILES_DOWN = BLOCKS * COUNTS[2] * WIDE_SETS, BLOCKS * COUNTS[3] * DOWN_SETS
+    TILES_QKV, TILES_OUT = COUNTS[0] * WIDE_SETS, ATTENDING * COUNTS[1]
+    TILES_GATE_UP = (ATTENDING * GATE_UP_1 + (BLOCKS - ATTENDING) * GATE_UP_2) * WIDE_SETS
+    TILES_DOWN = (ATTENDING * SETS_1 + (BLOCKS - ATTENDING) * SETS_2) * COUNTS[2]
     TILES = TILES_QKV + TILES_OUT + TILES_GATE_UP + TILES_DOWN
-    layer = min(turn // PER, MODEL[0])
-    sub = turn - layer * PER
-    base, sets = layer * TILES, WIDE_SETS
-    kind, most = HEAD, SLOTS
-    first, count = block * COUNTS[5] // BLOCKS, (block + 1) * COUNTS[5] // BLOCKS - block * COUNTS[5] // BLOCKS
-    before = first
-    if layer < MODEL[0]:
+    layer = min(turn // PER, LAYERS)
+    sub, base = turn - layer * PER, layer * TILES
+    attends, others = min(block, ATTENDING), max(block - ATTENDING, 0)  # blocks in front of this one
+    kind, most, sets = HEAD, SLOTS, WIDE_SETS
+    first, count = dealt(block, HEAD_FIRST, COUNTS[4] - HEAD_FIRST, CLASSES, BLOCKS)
+    before = first * WIDE_SETS
+    if layer < LAYERS:
         if sub < TURNS[0]:
             kind, most = QKV, SLOTS // 4
-            first, count = block * COUNTS[0] // BLOCKS, (block + 1) * COUNTS[0] // BLOCKS - block * COUNTS[0] // BLOCKS
-            before = first
+            first, count = dealt(block, QKV_FIRST, COUNTS[0] - QKV_FIRST, CLASSES, BLOCKS)
+            before = first * WIDE_SETS
         elif sub < TURNS[0] + TURNS[1]:
             kind, most, sets = OUT, FORMS[2] // 4, 1
             sub, base = sub - TURNS[0], base + TILES_QKV
             first, count, before = 0, COUNTS[1], block * COUNTS[1]
-            if block >= MODEL[2] * COUNTS[6]:
+            if block >= ATTENDING:
                 count = 0
         elif sub < TURNS[0] + TURNS[1] + TURNS[2]:
             kind, most = GATE_UP, SLOTS // 2
             sub, base = sub - TURNS[0] - TURNS[1], base + TILES_QKV + TILES_OUT
-            first, count, before = 0, COUNTS[2], block * COUNTS[2]
+            first, count, before = 0, GATE_UP_1, (attends * GATE_UP_1 + others * GATE_UP_2) * WIDE_SETS
+            if block >= ATTENDING:
+                count = GATE_UP_2
         else:
-            kind, most, sets = DOWN, COUNTS[4], DOWN_SETS
+            kind, most, sets = DOWN, COUNTS[3], SETS_1
             sub, base = sub - TURNS[0] - TURNS[1] - TURNS[2], base + TILES_QKV + TILES_OUT + TILES_GATE_UP
-            first, count, before = 0, COUNTS[3], block * COUNTS[3]
-    here = max(0, min(most, count - sub * most))
-    return kind, layer, sub, first + sub * most, here, sets, base + (before + sub * most) * sets
+            first, count, before = 0, COUNTS[2], (attends * SETS_1 + others * SETS_2) * COUNTS[2]
+            if block >= ATTENDING:
+                sets = SETS_2
+    return kind, layer, sub, first + sub * most, max(0, min(most, count - sub * most)), sets, base + before + sub * most * sets
 
 
 def add2(a0, a1, b0, b1):
@@ -181,13 +180,14 @@ def clear(SUMS, STUCK, row, word, old, block, BLOCKS):
         ct.atomic_min(STUCK, ct.where(bad, 1, NOWHERE), row + word * 0, memory_order=RELAXED, memory_scope=DEVICE)
 
 
-def summed(SUMS, row, adders, place, x, waiter, dtype, BLOCKS):
+def summed(SUMS, row, adders, place, x, waiter, dtype, RUN):
     """The residual stream x, planes of both neighbours, plus a sum as soon as all of it is there;
     and the patience left.
     """
     SETS, WIDTH, COPIES = len(x[0]), x[0][0].shape[1], SUMS.shape[1]
     target = adders + 1  # who clears comes too
-    mine = waiter[1] * (SETS * WIDTH // BLOCKS)
+    RUNS = SETS * WIDTH // RUN  # the last words of a run are told last: every block waits for one of these first
+    mine = waiter[1] % RUNS * RUN + RUN - 1 - waiter[1] // RUNS % RUN
 
     def first(zero):
         """One word, another for each block, by an atomic: what all blocks look at again and again
@@ -295,6 +295,7 @@ def mega_kernel(
     FORMS: ct.Constant[tuple],
     COUNTS: ct.Constant[tuple],
     TURNS: ct.Constant[tuple],
+    CLASSES: ct.Constant[tuple],
     SIZES: ct.Constant[tuple],
     BLOCKS: ct.Constant[int],
     LIMIT: ct.Constant[int],
@@ -317,13 +318,15 @@ def mega_kernel(
     `engine.state.State` has them. scale: of scores, times log2(e).
     MODEL: layers, hidden, query heads, key heads, vocab, norms of heads. FORMS: width and sets of
         wide tiles, width of `out`, width and sets of `down`. COUNTS: groups of qkv, of a block's
-        out, gate_up and down, of a part of down, of the head; blocks and words of a head's out.
-        TURNS: as `Schedule`. SIZES: STRIPS, LINE, SPAN, SHORT, LATENCY.
+        out and down, of a part of down, of the head; blocks and words of a head's out. TURNS: as
+        `Schedule`. CLASSES: blocks that attend, their groups of qkv and of the head; of each of
+        them groups of gate and up, and sets of `down`, and the same of the others. SIZES: STRIPS,
+        LINE, SPAN, SHORT, LATENCY.
     """
     block, dtype = ct.bid(0), LOGITS.dtype
     LAYERS, HIDDEN, Q_HEADS, KV_HEADS, VOCAB, NORMED = MODEL
     WIDTH, SETS, OUT_WIDTH, DOWN_WIDTH, DOWN_SETS = FORMS
-    OUT_PARTS, OUT_WORDS = COUNTS[6], COUNTS[7]
+    OUT_PARTS, OUT_WORDS = COUNTS[5], COUNTS[6]
     STRIPS, LINE, SPAN, SHORT, LATENCY = SIZES
     HEAD_WORDS, WORDS = OUT_WIDTH, SETS * STRIPS * WIDTH
     MOST = LINE // min(WIDTH, min(OUT_WIDTH, DOWN_WIDTH))  # fields of a line, at their smallest
@@ -351,7 +354,7 @@ def mega_kernel(
     old = ct.zeros((STRIPS, MOST, EACH), ct.int64)
     turn, patience = 0, LIMIT
     for _ in range(steps * (LAYERS * PER + TURNS[4])):
-        kind, layer, sub, first, groups, sets, tile = placed(turn, block, MODEL, FORMS, COUNTS, TURNS, BLOCKS)
+        kind, layer, sub, first, groups, sets, tile = placed(turn, block, LAYERS, FORMS, COUNTS, TURNS, CLASSES, BLOCKS)
         this, other = (epoch & 1) * (2 * LAYERS), (1 - (epoch & 1)) * (2 * LAYERS)
         half = 2 * layer + (kind == DOWN)
         if ((kind == QKV) | (kind == GATE_UP) | (kind == HEAD)) & (sub == 0):
@@ -360,7 +363,7 @@ def mega_kernel(
                 if kind == GATE_UP:
                     before, adders = 2 * layer, Q_HEADS
                 place = 8 * (before // 2) + 2 + before % 2
-                x, patience = summed(SUMS, this + before, adders, place, x, (STUCK, block, patience), dtype, BLOCKS)
+                x, patience = summed(SUMS, this + before, adders, place, x, (STUCK, block, patience), dtype, COUNTS[2] * (LINE // DOWN_WIDTH))
             xs = normed(x, norm, xs, eps, HIDDEN, STRIPS, LINE, dtype)
         if ((kind == OUT) | (kind == DOWN)) & (sub == 0):
             old = ct.atomic_add(SUMS, (other + half, 0, own), 0, memory_order=RELAXED, memory_scope=DEVICE)
@@ -385,7 +388,7 @@ def mega_kernel(
             groups_all, fields, begin, end, adders = COUNTS[1], LINE // OUT_WIDTH, part * OUT_WORDS, min((part + 1) * OUT_WORDS, WORDS), Q_HEADS
             if kind == DOWN:
                 slot, field = part_of(o, i, MOST, LINE // DOWN_WIDTH)
-                groups_all, fields, begin, end, adders = COUNTS[3], LINE // DOWN_WIDTH, 0, WORDS, BLOCKS
+                groups_all, fields, begin, end, adders = COUNTS[2], LINE // DOWN_WIDTH, 0, WORDS, BLOCKS
             word = begin + (strip * groups_all + first + slot) * fields + field
             add_outputs(SUMS, ys, this + half, word, slot, groups, STRIPS * groups_all * fields, end, adders)
             if sub == 0:

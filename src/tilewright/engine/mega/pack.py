@@ -3,7 +3,7 @@ prompts are read with the model's own.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ...launch import Device, argument_error
 from ..layers import Decoder, GroupedAttention
 from ..mlp import GatedMlp
-from .shape import ROWS, Dims, Schedule, default_blocks, default_config, why_not
+from ..weights import plain
+from .shape import ROWS, Dims, Schedule, default_blocks, default_config, misfit, why_not
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # of which those without what `refuse` names
 
@@ -41,9 +42,16 @@ def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
         raise argument_error("model.config.sliding_window", 'None with mode="mega"', window)
     dims = dims_of_config(config)
     tiles = default_config(device, dims.head_dim)
-    reason = why_not(dims, default_blocks(dims, device, tiles), tiles)
+    reason = misfit(dims, tiles) or why_not(dims, default_blocks(dims, device, tiles), tiles)
     if reason:
         raise argument_error("the model's sizes", 'those of the megakernel\'s tiles with mode="mega"', reason)
+
+
+def refuse_outline(source: str, where: torch.device, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
+    """As `refuse`, of a model that is not loaded yet."""
+    from ...models import outline_of
+
+    refuse(outline_of(source, dtype=dtype, trust_remote_code=trust_remote_code).config, Device.of(torch.empty(0, device=where)), dtype)
 
 
 def packed_bytes(config: Any, device: Device) -> int:
@@ -88,30 +96,24 @@ class Weights:
         assert len(attentions) == len(mlps) == len(decoder.layers)
         a = attentions[0]
         head_norms = tuple((a.q_norm.weight, a.k_norm.weight) for a in attentions if a.q_norm is not None and a.k_norm is not None)
-        inter = mlps[0].down.weight.shape[1]
+        inter = mlps[0].down.columns
         dims = Dims(len(mlps), decoder.hidden, a.q_heads, a.kv_heads, a.head_dim, inter, decoder.vocab, bool(head_norms))
-        norms = [norm.weight for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm)]
+        norms = [norm.weight for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
         return Weights(
             dims,
             decoder.embedding,
             torch.stack([*norms, decoder.norm.weight]),
-            tuple(a.qkv.weight for a in attentions),
-            tuple(a.out.weight for a in attentions),
-            tuple(mlp.gate_up.weight for mlp in mlps),
-            tuple(mlp.down.weight for mlp in mlps),
-            decoder.head.weight,
+            tuple(plain(a.qkv) for a in attentions),
+            tuple(plain(a.out) for a in attentions),
+            tuple(plain(mlp.gate_up) for mlp in mlps),
+            tuple(plain(mlp.down) for mlp in mlps),
+            plain(decoder.head),
             a.rope.cos,
             a.rope.sin,
             decoder.norm.eps,
             a.scale,
             head_norms,
         )
-
-    def first_layers(self, layers: int) -> "Weights":
-        """A model of the first layers alone, with the same norm and head."""
-        norms = torch.cat((self.norms[: 2 * layers], self.norms[-1:]))
-        parts = {name: getattr(self, name)[:layers] for name in ("qkv", "out", "gate_up", "down", "head_norms")}
-        return replace(self, dims=replace(self.dims, layers=layers), norms=norms, **parts)
 
 
 def as_words(tensor: Tensor) -> Tensor:
@@ -150,48 +152,52 @@ def _narrow_rows(schedule: Schedule, width: int, groups: int, device: torch.devi
 
 
 def _out(matrix: Tensor, schedule: Schedule) -> Tensor:
-    d, parts, words = schedule.dims, schedule.out_parts, schedule.out_words
+    d, parts, words = schedule.dims, schedule.split.out_parts, schedule.out_words
     device = matrix.device
     own = _narrow_rows(schedule, schedule.out.width, schedule.out_groups, device)
     part = torch.arange(parts, device=device)[:, None, None, None, None]
     rows = torch.where(own < 2 * words, own + 2 * words * part, len(matrix))
     heads = torch.arange(d.q_heads * d.head_dim, device=device).view(d.q_heads, 1, 1, 1, 1, 1, d.head_dim)
     found = matrix[rows.clamp(max=len(matrix) - 1)[None, ..., None], heads].masked_fill_((rows >= len(matrix))[None, ..., None], 0)
-    return as_words(found.contiguous()).view(d.q_heads * parts * schedule.out_groups, -1)
+    return as_words(found.contiguous()).view(schedule.attending * schedule.out_groups, -1)
 
 
-def inner_columns(schedule: Schedule, device: torch.device) -> Tensor:
-    """[blocks, words, 2]: the inner columns behind each word that a block's `down` is multiplied
-    with; beyond `inter` where it has none.
+def inner_columns(schedule: Schedule, device: torch.device) -> list[Tensor]:
+    """Of each class of blocks [blocks, words, 2]: the inner columns behind each word that a block's
+    `down` is multiplied with; beyond `inter` where it has none.
     """
-    fields, turn = schedule.fields(schedule.wide), schedule.slots // 2
-    words = []
-    for begin in range(0, schedule.gate_up_groups, turn):
-        groups = min(turn, schedule.gate_up_groups - begin)
-        p = torch.arange(2 * groups * fields, device=device)
-        rest, f = p // fields, p % fields
-        words.append((begin + rest // 2) * schedule.wide_rows // 2 + f * (ROWS // 2) + rest % 2 * 2)
-    found = torch.cat(words)
-    block = torch.arange(schedule.blocks, device=device)[:, None] * schedule.gate_up_groups * schedule.wide_rows // 2
-    return (block + found)[..., None] + torch.arange(2, device=device)
+    fields, turn, inter = schedule.fields(schedule.wide), schedule.slots // 2, schedule.dims.inter
+    found, start = [], 0
+    for blocks, share in schedule.classes:
+        words = [torch.zeros(0, dtype=torch.int64, device=device)]
+        for begin in range(0, share.gate_up, turn):
+            groups = min(turn, share.gate_up - begin)
+            p = torch.arange(2 * groups * fields, device=device)
+            rest, f = p // fields, p % fields
+            words.append((begin + rest // 2) * schedule.wide_rows // 2 + f * (ROWS // 2) + rest % 2 * 2)
+        before = start + torch.arange(blocks, device=device)[:, None] * share.gate_up
+        columns = (before * schedule.wide_rows // 2 + torch.cat(words))[..., None] + torch.arange(2, device=device)
+        missing = share.sets * schedule.split.down.width - columns.shape[1]
+        found.append(torch.nn.functional.pad(columns, (0, 0, 0, missing), value=inter))
+        start += blocks * share.gate_up
+    return found
 
 
 def _down(matrix: Tensor, schedule: Schedule) -> Tensor:
-    form, inter = schedule.down, matrix.shape[1]
-    device = matrix.device
-    rows = _narrow_rows(schedule, form.width, schedule.down_groups, device)
-    columns = inner_columns(schedule, device)
-    missing = form.sets * form.width - columns.shape[1]
-    columns = torch.nn.functional.pad(columns, (0, 0, 0, missing), value=inter).view(schedule.blocks, 1, form.sets, 1, 1, 1, 2 * form.width)
-    rows = rows[None, :, None, :, :, :, None]
-    found = matrix[rows.clamp(max=len(matrix) - 1), columns.clamp(max=inter - 1)]
-    found.masked_fill_((rows >= len(matrix)) | (columns >= inter), 0)
-    return as_words(found).view(schedule.blocks * schedule.down_groups * form.sets, -1)
+    width, inter = schedule.split.down.width, matrix.shape[1]
+    rows = _narrow_rows(schedule, width, schedule.down_groups, matrix.device)[None, :, None, :, :, :, None]
+    tiles = []
+    for columns, (blocks, share) in zip(inner_columns(schedule, matrix.device), schedule.classes, strict=True):
+        columns = columns.view(blocks, 1, share.sets, 1, 1, 1, 2 * width)
+        found = matrix[rows.clamp(max=len(matrix) - 1), columns.clamp(max=inter - 1)]
+        found.masked_fill_((rows >= len(matrix)) | (columns >= inter), 0)
+        tiles.append(as_words(found).reshape(blocks * schedule.down_groups * share.sets, ROWS * schedule.config.strips * schedule.config.line))
+    return torch.cat(tiles)
 
 
 def packed_tiles(weights: Weights, schedule: Schedule) -> Iterator[Tensor]:
     """Tiles of each matrix [tiles, words], in the order in which they lie in W."""
-    gate_up_groups = schedule.blocks * schedule.gate_up_groups
+    gate_up_groups = sum(blocks * share.gate_up for blocks, share in schedule.classes)
     for qkv, out, gate_up, down in zip(weights.qkv, weights.out, weights.gate_up, weights.down, strict=True):
         yield _wide(qkv, schedule, schedule.qkv_groups)
         yield _out(out, schedule)

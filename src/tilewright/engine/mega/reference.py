@@ -102,7 +102,7 @@ class Machine:
                     del blocks[block]
                     self._events += 1
             if self._events == before and not self._late and not due:
-                raise Deadlock(f"{len(turn)} of {self.schedule.blocks} blocks wait, block {turn[0]} for {missing[turn[0]]}")
+                raise Deadlock(f"{len(turn)} of {self.schedule.blocks} blocks wait for {', '.join(sorted({missing[block] for block in turn}))}")
         return self.tokens[-1]
 
     # What blocks tell each other
@@ -196,7 +196,7 @@ class Machine:
                 if kind in (Kind.QKV, Kind.HEAD) and layer:
                     x = self._rounded(x + (yield from self._whole(2 * layer - 1, epoch, s.blocks)))
                 if kind is Kind.QKV:
-                    rows = s.rows(block, s.qkv_groups, s.qkv_rows)
+                    rows = s.qkv(block)
                     heads = self._times(w.qkv[layer][rows.start : rows.stop], self._normed(x, w.norms[2 * layer]))
                     if len(rows):
                         self._publish(f"layers.{layer}.qkv", (s.qkv_rows,), rows.start, heads.to(self.dtype), epoch)
@@ -227,7 +227,7 @@ class Machine:
         s, w, d = self.schedule, self.weights, self.weights.dims
         mine = s.outputs(block)
         assert mine is not None
-        head, part = mine[0], block % s.out_parts
+        head, part = mine[0], block % s.split.out_parts
         kv, heads = head // d.group, []
         for which in (head, d.q_heads + kv, d.q_heads + d.kv_heads + kv):
             found = yield from self._poll(f"layers.{layer}.qkv", slice(which * d.head_dim, (which + 1) * d.head_dim), epoch)
@@ -252,7 +252,7 @@ class Machine:
         share = torch.cat((p @ values, high, p.sum(0, keepdim=True)))
         if s.splits(position):
             name = f"layers.{layer}.shares.{head}"
-            self._publish(name, (s.out_parts, d.head_dim + 2), part, share[None], epoch)
+            self._publish(name, (s.split.out_parts, d.head_dim + 2), part, share[None], epoch)
             shares = yield from self._poll(name, slice(None), epoch)
             factors = torch.exp2(shares[:, -2] - shares[:, -2].max())[:, None]
             share = torch.cat(((shares[:, :-2] * factors).sum(0), high, (shares[:, -1:] * factors).sum(0)))
@@ -260,7 +260,7 @@ class Machine:
 
     def _chosen(self, block: int, x: Tensor, epoch: int) -> Generator[str, None, int]:
         s, d = self.schedule, self.weights.dims
-        rows = s.rows(block, s.head_groups, d.vocab)
+        rows = s.head(block)
         logits = self._rounded(self._times(self.weights.head[rows.start : rows.stop], x))
         best = torch.tensor([[-math.inf, float(d.vocab)]], dtype=torch.float64)
         if len(rows):

@@ -31,8 +31,9 @@ def plan(schedule: Schedule, spin_limit: int) -> Launch:
     s, d, c = schedule, schedule.dims, schedule.config
     constants = {
         "model": (d.layers, d.hidden, d.q_heads, d.kv_heads, d.vocab, int(d.head_norms)),
-        "forms": (*s.wide, s.out.width, *s.down),
-        "counts": (s.qkv_groups, s.out_groups, s.gate_up_groups, s.down_groups, s.down_part, s.head_groups, s.out_parts, s.out_words),
+        "forms": (*s.wide, s.out.width, *s.split.down),
+        "counts": (s.qkv_groups, s.out_groups, s.down_groups, s.down_part, s.head_groups, s.split.out_parts, s.out_words),
+        "classes": (s.attending, s.split.qkv, s.attending_head_groups, *s.split.attending, *s.split.others),
         "turns": s.turns,
         "sizes": (c.strips, c.line, c.span, c.short, c.latency),
         "blocks": s.blocks,
@@ -90,7 +91,7 @@ class Mega:
         self._sums = zeros(4 * d.layers, s.hidden_words + 1)
         self._qkv = zeros(d.layers, 2 * s.qkv_rows // 2)
         self._epoch, self._stuck = zeros(blocks, dtype=torch.int32), zeros(2, dtype=torch.int32)
-        self._shares = zeros(d.layers * d.q_heads, next_pow2(max(s.out_parts, threads // 4 // head_words)), 4, head_words)
+        self._shares = zeros(d.layers * d.q_heads, next_pow2(max(s.split.out_parts, threads // 4 // head_words)), 4, head_words)
         self._best = zeros(2, next_pow2(max(blocks, threads // 2)))
         copies = max(1, threads // head_words)
         arguments = {

@@ -14,8 +14,9 @@ rows, times other parts of x.
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...launch import Device
@@ -46,7 +47,9 @@ class Config:
     that all but the last are hidden.
 
     span: keys that are attended to at once; keys up to `short` are attended to by all blocks of a
-        head, more are split between them.
+        head, more are split between them. latency: the compiler's hint for the weights. ring: the
+        tiles of weights that it then reads ahead. set_cost: the part of a layer that each set of
+        `down` takes in instructions, beside its tiles: a guess.
     """
 
     strips: int = 8
@@ -55,11 +58,14 @@ class Config:
     span: int = 64
     short: int = 256
     latency: int = 10
+    ring: int = 6
+    set_cost: float = 0.012
     num_worker_warps: int | None = 8
 
 
 ROWS = 8  # of a tile
-NARROWEST, MOST_SETS = 16, 4  # words of a row of `down` in a line, and sets, where fewer are to be had: they lie in registers
+WIDTHS = (128, 64, 32, 16, 8, 4)
+NARROWEST, MOST_SETS = 8, 7  # words of a row of `down` in a line, and sets, where fewer are to be had: they lie in registers
 
 
 class Kind(enum.IntEnum):
@@ -90,16 +96,40 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def best_form(words: int, widths: tuple[int, ...]) -> Form:
+def best_form(words: int, widths: Iterable[int]) -> Form:
     """With the fewest words in all, then the fewest sets."""
     forms = [Form(width, cdiv(words, width)) for width in widths]
     return min(forms, key=lambda form: (form.width * form.sets, form.sets))
 
 
+class Share(NamedTuple):
+    """What each block of a class has of gate and up, in groups, and of `down`, in sets."""
+
+    gate_up: int
+    sets: int
+
+
+class Split(NamedTuple):
+    """How a layer is dealt to two classes of blocks.
+
+    out_parts: blocks of a query head; so many times q_heads blocks attend. qkv: groups that all of
+        these have; the others have the rest.
+    layer: tiles of the busiest block. waited: with those in whose time it waits for others.
+    """
+
+    out_parts: int
+    qkv: int
+    down: Form
+    attending: Share
+    others: Share
+    layer: int
+    waited: int
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each block has. Of `blocks` all have a part of each product but `out`, which q_heads *
-    out_parts have.
+    """What each block has. The first blocks attend to a query head, and have a part of `out`; the
+    others have more inner columns instead, so that all have as many tiles.
     """
 
     dims: Dims
@@ -107,18 +137,49 @@ class Schedule:
     config: Config
     wide: Form = field(init=False)
     out: Form = field(init=False)
-    down: Form = field(init=False)
+    split: Split = field(init=False)
 
     def __post_init__(self) -> None:
         c, d = self.config, self.dims
-        widths = tuple(w for w in (128, 64, 32, 16, 8, 4) if w <= c.line)
-        lanes = c.line // 4
-        object.__setattr__(self, "wide", best_form(cdiv(d.hidden // 2, c.strips), tuple(w for w in widths if w >= 16)))
+        wide = best_form(cdiv(d.hidden // 2, c.strips), [w for w in WIDTHS if 16 <= w <= c.line])
+        object.__setattr__(self, "wide", wide)
         object.__setattr__(self, "out", Form(d.head_dim // 2, 1))
-        full, last = divmod(self.active_words, lanes)
-        forms = [Form(w, full * (lanes // w) + cdiv(last, w)) for w in widths if min(NARROWEST, lanes) <= w <= lanes]
-        few = [form for form in forms if form.sets <= MOST_SETS] or forms[:1]
-        object.__setattr__(self, "down", min(few, key=lambda form: (form.width * form.sets, form.sets)))
+        found = [split for parts in range(1, max(1, self.blocks // d.q_heads) + 1) for split in self._splits(parts)]
+        found = [split for split in found if split.down.sets <= MOST_SETS] or found
+        best = min(found, key=lambda split: (self._layer_cost(split), split.layer, -split.out_parts, split.down.sets))
+        object.__setattr__(self, "split", best)
+
+    def _splits(self, parts: int) -> Iterator[Split]:
+        """With so many blocks of each query head."""
+        d, lanes = self.dims, self.config.line // 4
+        attend = d.q_heads * parts
+        rest = max(0, self.blocks - attend)
+        out = cdiv(cdiv(self.hidden_words, parts), self.narrow_words(self.out))
+        groups, words = cdiv(d.inter, self.wide_rows // 2), self.wide_rows // 4  # of gate and up, and inner columns of a group, in pairs
+        for width in (w for w in WIDTHS if min(NARROWEST, lanes) <= w <= lanes):
+            down_groups, unit = cdiv(self.hidden_words, self.narrow_words(Form(width, 1))), max(1, width // words)
+            level = int(groups / self.blocks - rest / self.blocks * out * width / (self.wide.sets * width + down_groups * words))
+            tried = {max(0, n) for low in (level, level // unit * unit) for n in (low, low + 1, low + unit)} if rest else {cdiv(groups, self.blocks)}
+            for each in tried:
+                others = cdiv(max(groups - attend * each, 0), rest) if rest else 0
+                mine, theirs = (Share(n, cdiv(n * words, width)) for n in (each, others))
+                load, other_load = (share.gate_up * self.wide.sets + share.sets * down_groups for share in (mine, theirs))
+                for more in range(2 * cdiv(self.qkv_groups, self.blocks) + 2 if rest else 1):
+                    other_qkv = min(rest * more, self.qkv_groups)
+                    qkv = self.qkv_groups - other_qkv
+                    first, second = cdiv(qkv, attend) * self.wide.sets, cdiv(other_qkv, max(rest, 1)) * self.wide.sets
+                    layer = max(first + out + load, second + other_load)
+                    # All wait for the last block of qkv, and the others for `out`, but for what
+                    # their rings hold by then.
+                    waited = max(
+                        layer, max(first, second) + out + load, second + other_load + max(0, max(first, second) + out - second - self.config.ring)
+                    )
+                    yield Split(parts, qkv, Form(width, max(mine.sets, theirs.sets)), mine, theirs, layer, waited)
+
+    @property
+    def attending(self) -> int:
+        """Blocks with a query head."""
+        return self.dims.q_heads * self.split.out_parts
 
     @property
     def lanes(self) -> int:
@@ -160,24 +221,14 @@ class Schedule:
         return cdiv(self.dims.vocab, self.wide_rows)
 
     @property
-    def gate_up_groups(self) -> int:
-        """Of each block: ROWS / 2 inner columns for each field."""
-        return cdiv(cdiv(self.dims.inter, self.blocks), self.wide_rows // 2)
-
-    @property
-    def active_words(self) -> int:
-        """Of inner columns that a block has, in pairs."""
-        return self.gate_up_groups * self.wide_rows // 4
-
-    @property
-    def out_parts(self) -> int:
-        """Blocks of a query head."""
-        return max(1, self.blocks // self.dims.q_heads)
+    def attending_head_groups(self) -> int:
+        """Groups of the head that the attending blocks have: their share."""
+        return self.head_groups * self.attending // self.blocks
 
     @property
     def out_words(self) -> int:
         """Outputs of a block of `out`, in pairs."""
-        return cdiv(self.hidden_words, self.out_parts)
+        return cdiv(self.hidden_words, self.split.out_parts)
 
     @property
     def out_groups(self) -> int:
@@ -185,22 +236,31 @@ class Schedule:
 
     @property
     def down_groups(self) -> int:
-        return cdiv(self.hidden_words, self.narrow_words(self.down))
+        return cdiv(self.hidden_words, self.narrow_words(self.split.down))
 
     @property
     def down_part(self) -> int:
         """Groups of a part of `down`."""
-        return min(max(self.down.width // 4, 1), cdiv(self.down_groups, self.config.parts))
+        return min(max(self.split.down.width // 4, 1), cdiv(self.down_groups, self.config.parts))
+
+    @property
+    def classes(self) -> tuple[tuple[int, Share], tuple[int, Share]]:
+        """How many blocks have which share: those that attend, and the others."""
+        return (self.attending, self.split.attending), (self.blocks - self.attending, self.split.others)
+
+    def _most(self, groups: int, first: int) -> int:
+        """Of `groups`, the most that a block has; the attending blocks have the first of them."""
+        return max(cdiv(first, self.attending), cdiv(groups - first, max(self.blocks - self.attending, 1)))
 
     @property
     def turns(self) -> tuple[int, int, int, int, int]:
         """Of qkv, out, gate_up and down in a layer, and of the head."""
         return (
-            cdiv(cdiv(self.qkv_groups, self.blocks), self.slots // 4),
+            cdiv(self._most(self.qkv_groups, self.split.qkv), self.slots // 4),
             cdiv(self.out_groups, self.out.width // 4),
-            cdiv(self.gate_up_groups, self.slots // 2),
+            cdiv(max(share.gate_up for _, share in self.classes), self.slots // 2),
             cdiv(self.down_groups, self.down_part),
-            cdiv(cdiv(self.head_groups, self.blocks), self.slots),
+            cdiv(self._most(self.head_groups, self.attending_head_groups), self.slots),
         )
 
     @property
@@ -208,9 +268,9 @@ class Schedule:
         """Of all blocks: in a layer qkv, out, gate_up and down; and the head."""
         return (
             self.qkv_groups * self.wide.sets,
-            self.dims.q_heads * self.out_parts * self.out_groups,
-            self.blocks * self.gate_up_groups * self.wide.sets,
-            self.blocks * self.down_groups * self.down.sets,
+            self.attending * self.out_groups,
+            sum(blocks * share.gate_up for blocks, share in self.classes) * self.wide.sets,
+            sum(blocks * share.sets for blocks, share in self.classes) * self.down_groups,
             self.head_groups * self.wide.sets,
         )
 
@@ -225,23 +285,29 @@ class Schedule:
             yield from (Work(kind, layer) for kind in Kind if kind is not Kind.HEAD)
         yield Work(Kind.HEAD, self.dims.layers)
 
-    def share(self, block: int, groups: int) -> range:
-        """The groups that a block has of a product whose groups are dealt to all."""
-        return range(block * groups // self.blocks, (block + 1) * groups // self.blocks)
+    def _rows(self, block: int, groups: int, first: int, rows: int) -> range:
+        """The rows of a block's groups, dealt evenly in each class: see `_most`."""
+        number, blocks = (block, self.attending) if block < self.attending else (block - self.attending, self.blocks - self.attending)
+        start, some = (0, first) if block < self.attending else (first, groups - first)
+        ends = (min((start + n * some // blocks) * self.wide_rows, rows) for n in (number, number + 1))
+        return range(*ends)
 
-    def rows(self, block: int, groups: int, rows: int) -> range:
-        """As `share`, of rows."""
-        share = self.share(block, groups)
-        return range(min(share.start * self.wide_rows, rows), min(share.stop * self.wide_rows, rows))
+    def qkv(self, block: int) -> range:
+        """The rows of a block."""
+        return self._rows(block, self.qkv_groups, self.split.qkv, self.qkv_rows)
+
+    def head(self, block: int) -> range:
+        return self._rows(block, self.head_groups, self.attending_head_groups, self.dims.vocab)
 
     def inner(self, block: int) -> range:
         """The inner columns of a block."""
-        each, inter = self.gate_up_groups * self.wide_rows // 2, self.dims.inter
-        return range(min(block * each, inter), min((block + 1) * each, inter))
+        (first, mine), (_, theirs) = self.classes
+        ends = (min(n, first) * mine.gate_up + max(n - first, 0) * theirs.gate_up for n in (block, block + 1))
+        return range(*(min(end * self.wide_rows // 2, self.dims.inter) for end in ends))
 
     def outputs(self, block: int) -> tuple[int, range] | None:
         """The query head of a block and its outputs of it; None for a block without."""
-        head, part = divmod(block, self.out_parts)
+        head, part = divmod(block, self.split.out_parts)
         if head >= self.dims.q_heads:
             return None
         ends = (min(p * 2 * self.out_words, self.dims.hidden) for p in (part, part + 1))
@@ -254,18 +320,23 @@ class Schedule:
 
     def splits(self, position: int) -> bool:
         """Whether the blocks of a query head split its keys."""
-        return self.out_parts > 1 and position >= self.config.short
+        return self.split.out_parts > 1 and position >= self.config.short
 
     def tiles_of_keys(self, block: int, position: int) -> range:
         """The tiles of cached keys that a block attends to."""
-        tiles, part = cdiv(position, self.config.span), block % self.out_parts
-        return range(part, tiles, self.out_parts) if self.splits(position) else range(tiles)
+        tiles, part = cdiv(position, self.config.span), block % self.split.out_parts
+        return range(part, tiles, self.split.out_parts) if self.splits(position) else range(tiles)
 
     def busiest(self) -> int:
         """Tiles of the block with most, layer by layer."""
-        per = [cdiv(tiles, self.blocks) for tiles in (self.qkv_groups, self.head_groups)]
-        layer = per[0] * self.wide.sets + self.out_groups + self.tiles[2] // self.blocks + self.tiles[3] // self.blocks
-        return self.dims.layers * layer + per[1] * self.wide.sets
+        return self.dims.layers * self.split.layer + self._most(self.head_groups, self.attending_head_groups) * self.wide.sets
+
+    def _layer_cost(self, split: Split) -> float:
+        return split.waited * (1 + self.config.set_cost * split.down.sets)
+
+    def cost(self) -> float:
+        """What a step takes, in tiles."""
+        return self.dims.layers * self._layer_cost(self.split) + self._most(self.head_groups, self.attending_head_groups) * self.wide.sets
 
     def balance(self) -> float:
         """Tiles that the model needs, over those that all blocks could read in the time of the
@@ -281,21 +352,24 @@ class Schedule:
 
 
 def default_config(device: Device, head_dim: int = 64) -> Config:
-    return Config(span=64 if head_dim <= 64 else 32, num_worker_warps=None if device.is_cpu else 8)
+    # 99 KB of shared memory, not 227; and memory so slow that instructions cost nothing.
+    ring, set_cost = (2, 0.0) if device.arch in ("sm_120", "sm_121") else (6, 0.012)
+    return Config(span=64 if head_dim <= 64 else 32, ring=ring, set_cost=set_cost, num_worker_warps=None if device.is_cpu else 8)
 
 
+@lru_cache(maxsize=64)
 def default_blocks(dims: Dims, device: Device, config: Config) -> int:
-    """The fewest blocks, of the last quarter of those resident, whose busiest has at most 3 % more
-    to do than with the best number: so many already take all of the memory's rate (an H200: 128 of
+    """The fewest blocks, of the last quarter of those resident, with which a step takes at most 1 %
+    more than with the best number: so many already take all of the memory's rate (an H200: 128 of
     132).
     """
     sms = max(device.sms, dims.q_heads) if device.is_cpu else device.sms
-    tiles = {blocks: Schedule(dims, blocks, config).busiest() for blocks in range(min(max(dims.q_heads, 3 * sms // 4), sms), sms + 1)}
-    return next(blocks for blocks, most in tiles.items() if most <= 1.03 * min(tiles.values()))
+    costs = {blocks: Schedule(dims, blocks, config).cost() for blocks in range(min(max(dims.q_heads, 3 * sms // 4), sms), sms + 1)}
+    return next(blocks for blocks, cost in costs.items() if cost <= 1.01 * min(costs.values()))
 
 
-def why_not(dims: Dims, blocks: int, config: Config) -> str:
-    """What keeps a model from these tiles, or "" if nothing does."""
+def misfit(dims: Dims, config: Config) -> str:
+    """What keeps a model from these tiles with any number of blocks, or "" if nothing does."""
     c, d = config, dims
     if d.hidden % 2 or d.inter % 2:
         return "hidden and inter must be even"
@@ -303,6 +377,14 @@ def why_not(dims: Dims, blocks: int, config: Config) -> str:
         return "key heads must divide query heads"
     if d.head_dim & (d.head_dim - 1) or not 16 <= d.head_dim <= 2 * c.line:
         return f"head_dim must be a power of two from 16 to {2 * c.line}, got {d.head_dim}"
+    return ""
+
+
+def why_not(dims: Dims, blocks: int, config: Config) -> str:
+    """As `misfit`, with so many blocks."""
+    c, d = config, dims
+    if reason := misfit(dims, config):
+        return reason
     if blocks < d.q_heads:
         return f"{d.q_heads} query heads are more than {blocks} blocks"
     if blocks > 254:

@@ -1,0 +1,125 @@
+"""What differs between the families that `read` takes: norms, rotations, windows and scales."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..launch import argument_error
+from ..models import kinds
+from ..models.method import Method
+from .layers import Norm, Rope
+
+_FORMS: dict[tuple[Any, ...], Method] = {}  # of modules: what a class computes is found once
+
+
+def _form(recognise: Any, module: nn.Module, what: str) -> dict[str, Any]:
+    """The options of what a module computes, as `patch` finds them."""
+    key = (recognise, type(module), module.weight.dtype if hasattr(module, "weight") else None, *sorted(x.shape for x in module.parameters()))
+    key = (*key, str(getattr(getattr(module, "config", None), "hidden_act", None)))
+    found = _FORMS.get(key)
+    if found is None:
+        with torch.no_grad():
+            verdict = recognise(module)
+        if not isinstance(verdict, Method):
+            raise argument_error(f"a {type(module).__name__}", what, verdict or "one that computes something else")
+        found = _FORMS[key] = verdict
+    return dict(found.options)
+
+
+def norm_of(module: Any) -> Norm:
+    how = _form(kinds.norm, module, "a norm by the root mean square of rows")
+    if "offset" not in how:
+        raise argument_error(f"a {type(module).__name__}", "a norm by the root mean square of rows, with a weight", "another norm")
+    eps = getattr(module, how["eps"]) if isinstance(how["eps"], str) else how["eps"]
+    return Norm(module.weight.data, eps, round_before_weight=how["rounded"], weight_offset=how["offset"])
+
+
+def norms_of(layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+    """In front of the attention, behind it, in front of the MLP, and behind that."""
+    for names in (
+        ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2
+        (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+        ("input_layernorm", None, "post_attention_layernorm", None),
+    ):
+        if all(name is None or hasattr(layer, name) for name in names):
+            first, second, third, fourth = (None if name is None else norm_of(getattr(layer, name)) for name in names)
+            return first, second, third, fourth
+    raise argument_error(f"a {type(layer).__name__}", "a layer with the norms of a known family", [name for name, _ in layer.named_children()])
+
+
+def head_norms(module: Any) -> dict[str, Any]:
+    """The norms of queries and keys: of each head, or of all together."""
+    if getattr(module, "q_norm", None) is None:
+        return {}
+    norms = norm_of(module.q_norm), norm_of(module.k_norm)
+    if len(norms[0].weight) != module.head_dim:
+        return {"whole_norms": norms}
+    # The append takes a weight as it is; in fp32 its sum with an offset is exact.
+    whole = (norm if not norm.weight_offset else Norm(norm.weight.float() + norm.weight_offset, norm.eps, norm.round_before_weight) for norm in norms)
+    return dict(zip(("q_norm", "k_norm"), whole, strict=True))
+
+
+def mlp_of(module: Any) -> tuple[tuple[str, ...], bool]:
+    """Names of the matrices of a gated MLP, and whether its activation is the tanh form of GELU."""
+    how = _form(kinds.mlp, module, "a gated MLP with SiLU or tanh-GELU")
+    return how["names"], how["gelu"]
+
+
+def window_of(module: Any, config: Any) -> int | None:
+    """Keys that a query sees."""
+    if getattr(module, "is_sliding", None) is False:
+        return None
+    window: int | None = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
+    return window
+
+
+def rope_types(config: Any) -> set[str]:
+    """Of all kinds of layers."""
+    found = config.rope_parameters or {}
+    each = [value for value in found.values() if isinstance(value, dict)] or [found]
+    return {value.get("rope_type", "default") for value in each}
+
+
+def scales_of(model: Any) -> tuple[float, float, float]:
+    """Of the embedding, of what a layer adds, and of the logits."""
+    config, table = model.config, model.model.embed_tokens
+    scale = getattr(table, "embed_scale", None)
+    if isinstance(scale, torch.Tensor):
+        scale = float(scale.to(table.weight.dtype)) if not scale.is_meta else table.embedding_dim**0.5
+    embedding = float(getattr(config, "embedding_multiplier", 1.0)) if scale is None else scale
+    return embedding, float(getattr(config, "residual_multiplier", 1.0)), 1.0 / float(getattr(config, "logits_scaling", 1.0))
+
+
+class Ropes:
+    """The tables of a model's rotations, made once."""
+
+    def __init__(self, rotary: Any, max_len: int) -> None:
+        self._rotary, self._max_len = rotary, max_len
+        self._tables: dict[tuple[str | None, bool], Rope] = {}
+
+    def of(self, kind: str | None, interleaved: bool) -> Rope:
+        """kind: of layer, if its kinds differ; "" for layers that rotate nothing."""
+        key = (kind, interleaved)
+        if key not in self._tables:
+            prefix = f"{kind}_" if kind else ""
+            inv_freq, scaling = getattr(self._rotary, f"{prefix}inv_freq", None), getattr(self._rotary, f"{prefix}attention_scaling", 1.0)
+            if kind == "":
+                inv_freq, scaling = torch.zeros_like(self._rotary.inv_freq), 1.0  # by an angle of 0
+            if inv_freq is None:
+                raise argument_error("the model's rotations", "one of all layers, or one of each kind of layer", type(self._rotary).__name__)
+            self._tables[key] = Rope.table(inv_freq, scaling, self._max_len, interleaved=interleaved)
+        return self._tables[key]
+
+    def of_attention(self, module: Any) -> Rope:
+        forms = {form for _, form in _form(kinds.rope, module, "attention with a known rotation")["functions"]}
+        interleaved = forms <= {"neighbours", "repeated"}
+        if not interleaved and not forms <= {"half_split", "by_halves"}:
+            raise argument_error(f"the rotation of a {type(module).__name__}", "of halves or of neighbours", sorted(forms))
+        if hasattr(self._rotary, "inv_freq"):
+            turns = bool(getattr(module, "use_rope", True))
+            if getattr(module, "is_sliding", None) is False and type(module).__name__.startswith("Exaone") and module.sliding_window is not None:
+                turns = False  # its layers without a window have no positions
+            return self.of(None if turns else "", interleaved)
+        return self.of(module.config.layer_types[module.layer_idx], interleaved)

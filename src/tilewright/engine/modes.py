@@ -1,0 +1,94 @@
+"""Which mode takes less time for one sequence of a model, as measured: what `mode="auto"` goes by.
+
+The table has rows of `tilewright bench --suite decode --json FILE`, cut down by
+
+    python -m tilewright.engine.modes FILE          # for this user, on this machine
+    python -m tilewright.engine.modes FILE --to src/tilewright/engine/modes.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..launch import Device
+from ..launch.files import replace_file
+from ..launch.identity import cache_folder
+from .mega.pack import dims_of_config, packed_bytes, refuse_model
+from .parallel import Group
+
+Mode = Literal["eager", "graph", "mega", "auto"]
+SHIPPED = Path(__file__).with_name("modes.jsonl")
+KEPT = ("gpu", "dtype", "sizes", "keys", "mode", "time_us", "date", "clocks")
+Row = dict[str, Any]
+
+
+def own_table() -> Path:
+    return cache_folder() / "modes.jsonl"
+
+
+def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, beyond: bool) -> Mode:
+    """The mode that "auto" stands for. "graph" where nothing was measured; "eager" on a CPU.
+
+    "mega" only for one sequence, of a model that it runs and has room to pack, and if it was the
+    faster one at every measured number of keys up to max_len. beyond: the cache has pages, or the
+    weights are quantised, which is beyond the megakernel.
+    """
+    device = Device.of(next(model.parameters()))
+    if device.is_cpu:
+        return "eager"
+    if max_batch > 1 or beyond or group is not None:
+        return "graph"
+    try:
+        refuse_model(model, device)
+    except ValueError:
+        return "graph"
+    if packed_bytes(model.config, device) > torch.cuda.mem_get_info(model.device)[0]:
+        return "graph"
+    return faster(model.config, device, model.dtype, max_len, [*rows(own_table()), *rows(SHIPPED)])
+
+
+def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table: Iterable[Row]) -> Mode:
+    """ "mega" or "graph". Of rows of the same mode and keys the first counts."""
+    wanted = {"gpu": device.name, "dtype": str(dtype).removeprefix("torch."), "sizes": asdict(dims_of_config(config))}
+    times: dict[tuple[str, int], float] = {}
+    for row in table:
+        if row["keys"] <= max_len and all(row[name] == value for name, value in wanted.items()):
+            times.setdefault((row["mode"], row["keys"]), row["time_us"])
+    pairs = [(us, times["graph", keys]) for (mode, keys), us in times.items() if mode == "mega" and ("graph", keys) in times]
+    return "mega" if pairs and all(mega < graph for mega, graph in pairs) else "graph"
+
+
+def rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def keep(source: Path, to: Path) -> int:
+    """Puts the rows of modes that "auto" chooses from, of a file of the suite's, in front of the
+    table's. Returns how many.
+    """
+    found = [{name: row[name] for name in KEPT} for row in rows(source) if row["op"] == "decode" and row["mode"] in ("graph", "mega")]
+    old = [row for row in rows(to) if not any(_same(row, new) for new in found)]
+    to.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(to, "".join(json.dumps(row) + "\n" for row in (*found, *old)).encode())
+    return len(found)
+
+
+def _same(a: Row, b: Row) -> bool:
+    return all(a[name] == b[name] for name in ("gpu", "dtype", "sizes", "keys", "mode"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--to", type=Path, default=own_table())
+    options = parser.parse_args()
+    print(f"{keep(options.file, options.to)} rows now in {options.to}")
+
+
+if __name__ == "__main__":
+    main()

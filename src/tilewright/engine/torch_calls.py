@@ -1,0 +1,25 @@
+"""Calls of a step that PyTorch computes: each is small, and writes into a buffer of the step."""
+
+import torch
+from torch import Tensor
+
+
+def gather(pages: Tensor, table: Tensor, out: Tensor) -> None:
+    torch.index_select(pages, out.dim() - 3, table.reshape(-1), out=out)
+
+
+def add(x: Tensor, y: Tensor, out: Tensor) -> None:
+    torch.add(x, y, out=out)
+
+
+def scale(x: Tensor, factor: float, out: Tensor) -> None:
+    torch.mul(x, factor, out=out)
+
+
+def softcap(logits: Tensor, most: float) -> None:
+    logits.div_(most).tanh_().mul_(most)
+
+
+def count(counts: Tensor, tokens: Tensor) -> None:
+    """One more of each row's token."""
+    counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens, dtype=torch.int32)[:, None])

@@ -1,0 +1,55 @@
+"""Engine: drafts of a sequence's own tokens change no token, and spare steps."""
+
+import pytest
+import torch
+from tiny_models import tiny
+
+from tilewright.engine import Engine, Sampling
+from tilewright.engine.speculate import lookup
+
+PROMPTS = ([7, 8, 9, 10, 7, 8], [3, 4, 3, 4, 3], [50])
+NEW = 12
+
+
+def test_a_draft_is_what_stood_behind_the_longest_tail_last() -> None:
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 5, 2, 3], 2) == [5, 2]
+    assert lookup([1, 2, 3, 7, 1, 2, 3], 3) == [7, 1, 2]
+    assert lookup([4, 4, 4], 2) == [4]
+    assert lookup([1, 2, 3], 4) == []
+    assert lookup([1], 4) == []
+
+
+@pytest.mark.parametrize(
+    ("cache", "sampling"), [("static", None), ("paged", Sampling(temperature=0.02, seed=5)), ("static", Sampling(temperature=1.5, top_k=20, seed=5))]
+)
+def test_tokens_are_those_without_drafts_in_fewer_steps(cache: str, sampling: Sampling | None) -> None:
+    """At any temperature: the noise of a token is that of its place."""
+    with Engine(tiny(), max_batch=4, max_len=64, cache=cache, **({"page_size": 16} if cache == "paged" else {})) as engine:
+        plain = engine.generate(PROMPTS, NEW, sampling=sampling)
+        blocks: list[list[list[int]]] = []
+        found = engine.generate(PROMPTS, NEW, sampling=sampling, speculate=4, on_tokens=blocks.append)
+        assert found.tokens == plain.tokens
+        assert [[token for block in blocks for token in block[i]] for i in range(3)] == found.tokens
+        if sampling is None or sampling.temperature < 1:
+            assert sum(bool(block[1]) for block in blocks) < NEW  # this one repeats itself
+        stop = plain.tokens[1][5]
+        ended = engine.generate(PROMPTS, NEW, sampling=sampling, speculate=4, stop=[stop]).tokens
+        assert ended == engine.generate(PROMPTS, NEW, sampling=sampling, stop=[stop]).tokens
+
+
+def test_wrong_drafts_cost_nothing_but_time(monkeypatch) -> None:
+    with Engine(tiny("qwen3"), max_batch=4, max_len=64) as engine:
+        plain = engine.generate(PROMPTS, 8).tokens
+        monkeypatch.setattr("tilewright.engine.speculate.lookup", lambda tokens, most: [(tokens[-1] + 1) % 96] * most)
+        assert engine.generate(PROMPTS, 8, speculate=3).tokens == plain
+
+
+def test_what_drafts_cannot_be_combined_with_is_refused() -> None:
+    with Engine(tiny(), max_batch=1, max_len=32) as engine:
+        for how in ({"sampling": Sampling(temperature=0, presence_penalty=1.0)}, {"masks": lambda written: torch.zeros(1, 3, dtype=torch.int32)}):
+            with pytest.raises(ValueError, match="speculate must be 0 with masks, penalties or biases"):
+                engine.generate([[5]], 4, speculate=2, **how)
+        with pytest.raises(ValueError, match=r"speculate must be 0 \(off\) to 15, got 16"):
+            engine.generate([[5]], 4, speculate=16)
+        with pytest.raises(ValueError, match="a prompt and what follows it must be"):
+            engine.generate([[5] * 24], 6, speculate=4)
