@@ -108,3 +108,33 @@ def _check_writable(file: Path) -> None:
     if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
         was = "a folder" if file.is_dir() else "one that cannot be written"
         raise ValueError(f"--json must be a file, or - for stdout, got {str(file)!r}, {was}")
+
+
+def prompts_of(file: Path, *, lines: bool) -> list[str]:
+    """The prompts of a file, or of stdin: each line that is not empty, or the whole."""
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file must be UTF-8 text, got {str(file)!r}: {error.reason} at byte {error.start}") from None
+    found = [line for line in map(str.strip, text.splitlines()) if line] if lines else [text]
+    if not text.strip():
+        raise ValueError(f"--prompt-file must hold a prompt, got {str(file)!r}, an empty file")
+    return found
+
+
+def refuse(rules: dict[str, bool]) -> None:
+    """Raises ValueError with the first message that holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise ValueError(message)
+
+
+@contextlib.contextmanager
+def full_gpu_explained() -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        lower = "lower --batch, --prompt-tokens or --max-new-tokens, or take a smaller model or --weights"
+        raise MemoryError(f"{str(error).splitlines()[0]} {lower}") from error

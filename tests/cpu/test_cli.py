@@ -3,9 +3,12 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +25,10 @@ import tilewright.tune.command
 from tilewright.cli import app
 from tilewright.engine.problems import of_all, of_engine
 from tilewright.models import random_model
+from tilewright.models.batch import by_transformers
 from tilewright.models.command import device_and_dtype
+from tilewright.models.generate import GREEDY
+from tilewright.models.load import Loaded
 
 TINY = {
     "model_type": "llama",
@@ -135,8 +141,10 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
     [
         (("generate", "--model", "nowhere", "--prompt", "x"), "error: model must be a folder with config.json"),
         (("generate", "--model", "nowhere"), "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given"),
-        (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must be 1 with a text, got 2"),
-        (("generate", "--model", "x", "--prompt", "x", "--engine", "fast"), "error: --engine must be mega, graph, eager or transformers, got 'fast'"),
+        (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must come with --prompt-file, one prompt a line, or"),
+        (("generate", "--model", "nowhere", "--prompt-file", "/dev/null"), "error: --prompt-file must hold a prompt, got '/dev/null', an empty"),
+        (("generate", "--model", "nowhere", "--prompt-file", sys.executable), "error: --prompt-file must be UTF-8 text, got"),
+        (("generate", "--model", "x", "--prompt", "x", "--engine", "fast"), "error: --engine must be auto, mega, graph, eager or tr"),
         (("generate", "--model", "x", "--prompt", "x", "--engine", "graph", "--device", "cpu"), "error: --engine must be eager or transformers on a"),
         (("generate", "--model", "x", "--prompt-tokens", "4", "--compiled"), "error: --compiled must come with --compare"),
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2"), "error: --engine must be graph or eager with --tp, got 'transformers'"),
@@ -154,6 +162,13 @@ def test_an_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], messag
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
+
+
+def test_what_the_megakernel_does_not_run_is_refused_before_weights_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilewright.models.command, "load", lambda *given, **options: pytest.fail("made weights"))
+    result = run("generate", "--model", "Qwen2-7B", "--prompt-tokens", 4, "--engine", "mega", "--device", "cpu", "--dtype", "bfloat16")
+    assert result.exit_code == 2
+    assert result.stderr == 'error: the model must be without biases with mode="mega", got qwen2\n'
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -360,11 +375,59 @@ def test_a_temperature_draws_tokens_that_a_seed_repeats(folder: Path) -> None:
         return json.loads(run(*arguments).stdout)["ours"]["tokens"]
 
     greedy = tokens()
-    for engine in ("transformers", "eager"):
+    for engine in ("transformers", "auto"):  # on a CPU the eager engine
         hot = tokens("--temperature", 5, "--seed", 1, "--engine", engine)
         assert hot == tokens("--temperature", 5, "--seed", 1, "--engine", engine)
         assert hot != tokens("--temperature", 5, "--seed", 2, "--engine", engine)
+        assert tokens("--temperature", 5, "--top-k", 1, "--engine", engine) == tokens("--engine", engine)
         assert hot != greedy
     result = run("generate", "--model", folder, "--prompt", "Hi", "--temperature", 1, "--compare")
     assert result.exit_code == 2
     assert "--temperature must be 0 with --compare" in result.stderr
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Hi\n\nHi there, you\nAnd now?\n")
+    return file
+
+
+@pytest.mark.parametrize("engine", ["transformers", "eager"])
+def test_a_batch_of_texts_gets_the_tokens_that_each_gets_alone(folder: Path, prompts: Path, engine: str) -> None:
+    options = ("--max-new-tokens", 4, "--device", "cpu", "--engine", engine)
+    result = run("generate", "--model", folder, "--prompt-file", prompts, "--batch", 2, *options, "--compare", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert "> And now?" in result.stderr
+    assert "texts with the tokens of stock transformers: 3 of 3" in result.stderr
+    answers = json.loads(result.stdout)["answers"]
+    assert [(answer["prompt"], answer["prompt_tokens"]) for answer in answers] == [("Hi", 2), ("Hi there, you", 13), ("And now?", 8)]
+    alone = json.loads(run("generate", "--model", folder, "--prompt", "Hi there, you", *options, "--json", "-").stdout)
+    assert answers[1]["tokens"] == answers[1]["stock"] == alone["ours"]["tokens"]
+
+
+def test_a_batch_exits_with_1_where_tokens_differ(folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewright.models import forwards
+
+    monkeypatch.setattr(forwards, "silu_mul", lambda gate, up, gelu_tanh: gate)
+    result = run("generate", "--model", folder, "--prompt-file", prompts, "--batch", 3, "--max-new-tokens", 8, "--device", "cpu", "--compare")
+    assert result.exit_code == 1
+    assert re.search("transformers: [0-2] of 3", result.output)
+
+
+def test_a_batch_ends_each_text_where_it_stops_and_a_seed_repeats_it(folder: Path, prompts: Path) -> None:
+    def tokens(*more: object) -> list[list[int]]:
+        options = ("--batch", 3, "--max-new-tokens", 6, "--device", "cpu", "--json", "-", "--temperature", 9, *more)
+        return [answer["tokens"] for answer in json.loads(run("generate", "--model", folder, "--prompt-file", prompts, *options).stdout)["answers"]]
+
+    first = tokens("--seed", 1)
+    assert first == tokens("--seed", 1) != tokens("--seed", 2)
+    assert first[0] != first[1]
+    (found,) = by_transformers(Loaded(_stops_at(7), None, "here"), [torch.tensor([[1, 2]])], max_new_tokens=9, draw=GREEDY)
+    assert found == [3, 7]
+
+
+def _stops_at(token: int) -> Any:
+    """Stands in for a model that goes on after its stop token, as one row of a batch does."""
+    new = torch.tensor([[1, 2, 3, token, 5, token]])
+    return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=token), generate=lambda ids, **how: new)

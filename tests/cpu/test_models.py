@@ -113,7 +113,8 @@ def test_half_precision_mixtures_of_experts_obey_the_accuracy_rule(name: str) ->
 def test_every_family_reports_each_of_its_modules() -> None:
     for name in MODELS:
         with patch(tiny(name, torch.bfloat16)) as report:
-            assert not [line for line in report.kept if line.reason == "no row for this class"], str(report)
+            unknown = {line.module for line in report.kept if line.reason == "no kernel of ours computes it"}
+            assert unknown <= {"Conv1d"}, str(report)
 
 
 def test_every_kernel_runs_as_often_as_the_report_says() -> None:
@@ -139,7 +140,7 @@ def test_report_says_what_where_and_why_not() -> None:
     text = str(report)
     assert text.startswith("LlamaForCausalLM on tilewright kernels\n")
     assert "   5 LlamaRMSNorm           rms_norm   input_layernorm post_attention_layernorm norm" in text
-    assert "   2 LlamaMLP               silu_mul: hidden_act must be silu or gelu_pytorch_tanh, got relu" in text
+    assert "   2 LlamaMLP               silu_mul: it computes no down(act(gate) * up) with SiLU or tanh-GELU" in text
     assert "   1 Embedding              gathers rows, computes nothing" in text
     assert report.as_dict()["replaced"][0]["op"] == "matmul"
 
@@ -157,7 +158,7 @@ def test_gelu_tanh_mlp_is_replaced() -> None:
 def test_transformers_attention_can_be_kept() -> None:
     model, inputs = tiny(), left_padded()
     stock = logits(model, inputs)
-    with patch(model, attention=False) as report, counted() as launches:
+    with patch(model, skip=["attention"]) as report, counted() as launches:
         ours = logits(model, inputs)
     assert not any("attention" in name for name in launches)
     assert "attention" not in {line.op for line in report.replaced}

@@ -1,14 +1,18 @@
 """load(): a folder, a GGUF file and random weights; the demo end to end."""
 
 import importlib.util
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from tilewright.cli import app
 from tilewright.models import CONFIGS, compare, demo_gguf, encode, generate, load, random_model
 from tilewright.models.gguf_file import parameter_name
+from tilewright.models.load import outline_of
 
 TINY = {
     "hidden_size": 64,
@@ -124,6 +128,25 @@ def test_gguf_gives_back_the_written_model_and_its_tokenizer(tmp_path: Path, arc
     assert len(result.ours.tokens) == 6
 
 
+def test_a_gguf_header_is_read_once(tmp_path: Path, monkeypatch) -> None:
+    """Config and tokenizer both come from it, and it has a slice for each token of the
+    vocabulary.
+    """
+    gguf = pytest.importorskip("gguf")
+    made = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, *args, **how):
+            made.append(args)
+            super().__init__(*args, **how)
+
+    write_gguf(tmp_path / "tiny.gguf", tiny(), "llama")
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    load(tmp_path / "tiny.gguf")
+    assert len(made) == 1
+    assert gguf.GGUFReader is Counted
+
+
 def test_incomplete_gguf_is_refused(tmp_path: Path) -> None:
     model, path = tiny(), tmp_path / "tiny.gguf"
     del model.model.layers[1].mlp.up_proj
@@ -165,7 +188,9 @@ def test_configs_have_the_published_number_of_parameters(name: str, millions: fl
 
 
 def test_unknown_source_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model must be a folder with config.json, a .gguf file, or one of SmolLM2-135M, .*, got"):
+    with pytest.raises(
+        ValueError, match=r"model must be a folder with config.json, a .gguf file, org/name of the .* hub, or one of SmolLM2-135M, .*, got"
+    ):
         load(tmp_path)
 
 
@@ -210,3 +235,56 @@ def test_demo_answers_paris_with_the_tokens_of_transformers() -> None:
     launches = result.ours.launches
     assert {"attention_kernel", "attention_decode_kernel", "matmul_kernel", "rms_norm_kernel", "rope_kernel", "silu_mul_kernel"} <= set(launches)
     assert launches["rope_kernel"] == 30 * len(result.ours.tokens)
+
+
+def test_a_model_of_the_hub_is_downloaded_once_without_its_code(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    tiny().save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(tmp_path))
+    assert load("some-org/Tiny-1.5").model.config.num_hidden_layers == 2
+    outline_of("some-org/Tiny-1.5")
+    assert [name for name, _ in asked] == ["some-org/Tiny-1.5"] * 2
+    assert not any("*.py" in how["allow_patterns"] or "*.bin" in how["allow_patterns"] for _, how in asked)
+    load("some-org/Tiny-1.5", trust_remote_code=True)
+    assert "*.py" in asked[-1][1]["allow_patterns"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "here").symlink_to(tmp_path, target_is_directory=True)
+    load("org/here")
+    assert len(asked) == 3, "a folder that is there is no name of the hub"
+
+
+def test_what_the_hub_refuses_is_one_line(monkeypatch, tmp_path):
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    response = types.SimpleNamespace(headers={}, status_code=401, request=None)
+    for error, says in (
+        (errors.GatedRepoError("gated", response=response), "accept its terms .* export HF_TOKEN"),
+        (errors.RepositoryNotFoundError("404", response=response), "model must be the name of one on the hub, or HF_TOKEN"),
+        (errors.LocalEntryNotFoundError("no connection\nmore"), "must be in the hub's cache where there is no network"),
+        (OSError("disk\nfull"), "could not be downloaded: disk full"),
+    ):
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", _raising(error))
+        with pytest.raises(OSError, match=says) as found:
+            load("some-org/model")
+        assert "\n" not in str(found.value)
+
+
+def _raising(error):
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+def test_offline_a_model_that_is_not_in_the_cache_is_one_line(monkeypatch, tmp_path):
+    """By the hub's own code."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = CliRunner().invoke(app, ["generate", "--model", "some-org/model", "--prompt", "x", "--device", "cpu"])
+    assert found.exit_code == 2
+    assert "model some-org/model must be in the hub's cache where there is no network (or HF_HUB_OFFLINE is set)" in found.output
+    assert found.output.count("\n") == 1

@@ -3,7 +3,9 @@ here.
 """
 
 import enum
+import runpy
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -78,7 +80,13 @@ def test_the_hooks_compute_what_sglang_does(registry: StandIn) -> None:
 def test_what_they_do_not_compute_is_left_to_sglang(registry: StandIn) -> None:
     sglang_plugin.register()
     norm, activation, x = registry.around(NORM), registry.around(ACTIVATION), torch.randn(5, 48)
-    for module in (layer(variance_size_override=32), layer(fp32_residual=True), layer(override_orig_dtype=torch.float32)):
+    others = (
+        {"variance_size_override": 32},
+        {"fp32_residual": True},
+        {"override_orig_dtype": torch.float32},
+        {"_quant_linear": torch.nn.Linear(1, 1)},
+    )
+    for module in (layer(**other) for other in others):
         assert norm(module, x) == "theirs"
     assert norm(layer(), x, x, x) == "theirs"  # something else to be added
     assert norm(layer(), x, post_residual_addition=x) == "theirs"
@@ -98,3 +106,12 @@ def test_an_sglang_without_plugins_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
     sglang_plugin.register()
     assert "tilewright offers SGLang nothing" in caplog.text
+
+
+def test_the_example_wraps_one_more_layer(registry: StandIn) -> None:
+    example = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "sglang_plugin.py"))
+    example["register"]()
+    gelu_mul, x = registry.around(example["METHOD"]), torch.randn(5, 96)
+    torch.testing.assert_close(gelu_mul(None, x), torch.nn.functional.gelu(x[:, :48], approximate="tanh") * x[:, 48:])
+    assert gelu_mul(SimpleNamespace(approximate="none"), x) == "theirs"
+    assert gelu_mul(None, x.T) == "theirs"

@@ -1,6 +1,8 @@
 """vLLM's plugin with a stand-in of `vllm.ir`, since vLLM cannot be installed here."""
 
+import runpy
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -73,3 +75,41 @@ def test_a_vllm_without_an_ir_is_left_alone(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     vllm_plugin.register()
     assert "tilewright offers vLLM nothing" in caplog.text
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_the_example_takes_the_place_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SiluAndMul:
+        def forward_cuda(self, x: Tensor) -> str:
+            return "theirs"
+
+        @classmethod
+        def register_oot(cls, *, name: str):
+            assert name not in registry  # as vLLM does
+            return lambda layer: registry.setdefault(name, layer)
+
+    registry: dict[str, type] = {}
+    for name, contents in (
+        ("vllm", {}),
+        ("vllm.model_executor", {}),
+        ("vllm.model_executor.custom_op", {"op_registry_oot": registry}),
+        ("vllm.model_executor.layers", {}),
+        ("vllm.model_executor.layers.activation", {"SiluAndMul": SiluAndMul}),
+    ):
+        module = ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    example = runpy.run_path(str(EXAMPLES / "vllm_plugin.py"))
+    example["register"]()
+    example["register"]()  # vLLM loads plugins more than once
+    layer, x = registry["SiluAndMul"](), torch.randn(5, 96)
+    torch.testing.assert_close(layer.forward_cuda(x), torch.nn.functional.silu(x[:, :48]) * x[:, 48:])
+    assert layer.forward_cuda(x.T) == "theirs"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_example_without_its_engine_says_so(name: str, capsys: pytest.CaptureFixture) -> None:
+    assert runpy.run_path(str(EXAMPLES / f"{name}_plugin.py"))["main"]() == 2
+    assert f"pip install {name}" in capsys.readouterr().err

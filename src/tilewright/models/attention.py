@@ -18,10 +18,19 @@ from ..ops.attention import attention
 from ..ops.attention_decode import attention_decode
 from ..ops.bmm import bmm
 from ..ops.mla_decode import mla_decode
-from .forwards import NAME
+from .method import NAME
 
 # Arguments of the attention call that do not change its result.
-_INERT = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "return_dict"}
+_INERT = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "num_items_in_batch",
+    "return_dict",
+    "tokenizer",  # of generate, with stop_strings and from `transformers serve`
+}
 
 
 def register() -> None:
@@ -131,7 +140,7 @@ def attention_forward(  # noqa: PLR0913 transformers names the arguments
     for name, given in other.items():
         if name not in _INERT and given is not None and given is not False:
             raise argument_error(
-                name, "None: tilewright's attention does not compute it; patch(model, attention=False) keeps transformers'", _brief(given)
+                name, "None: tilewright's attention does not compute it; patch(model, skip=['attention']) keeps transformers'", _brief(given)
             )
     q_len = query.shape[2]
     kv_start = kv_len = None

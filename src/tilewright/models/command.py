@@ -4,6 +4,8 @@
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +16,28 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..interpret.threads import choose_threads_once
+from ..launch import argument_error
 from ..launch.files import write_json
+from ..ops.common.weight_formats import format_named
 from .generate import GREEDY, Comparison, Draw, compare, encode
 from .load import DTYPES, Loaded, load
+from .quantized import QuantizedLinear, is_quantized, parameters, quantize, weight_bytes
+from .quantized_folder import check_output, save_quantized
 from .shard import shard_of
 
 
-def device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tuple[torch.device, torch.dtype]:
     """Parses --device and --dtype.
 
-    Default: a GPU if there is one, and the dtype that suits it. Raises ValueError on anything else.
+    Default: a GPU if there is one, and the dtype that suits it, or --weights. Raises ValueError on
+    anything else.
     """
     kind, _, index = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device must name a GPU of this machine, which has {torch.cuda.device_count()}, got {device!r}")
-    dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
+    dtype = dtype or ("float32" if kind == "cpu" and weights is None else "bfloat16")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     where = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
@@ -50,23 +57,19 @@ def load_and_say(
     group: Any = None,
     layers: int = 0,
     trust_remote_code: bool = False,
+    weights: str | None = None,
 ) -> Loaded:
     """Loads a model, with a progress bar on a terminal and one line on stdout. group: an engine's
-    Group; loads this rank's part. layers, trust_remote_code: as of `load`.
+    Group; loads this rank's part. layers, trust_remote_code, weights: as of `load`.
     """
     logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
     logging.set_verbosity_error()
     start = time.perf_counter()
-    stderr, shard = Console(stderr=True), None if group is None else group.shard
-    columns = TextColumn("loading"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal or (shard is not None and shard.rank > 0)) as progress:
-        bar = progress.add_task("load", total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        loaded = load(model, device=where, dtype=dtype, on_progress=show, shard=shard, layers=layers, trust_remote_code=trust_remote_code)
-    _console(quiet).print(_headline(loaded, time.perf_counter() - start))
+    shard = None if group is None else group.shard
+    how: dict[str, Any] = {"layers": layers, "trust_remote_code": trust_remote_code, "weights": weights}
+    with _bar("loading", quiet=shard is not None and shard.rank > 0) as show:
+        loaded = load(model, device=where, dtype=dtype, on_progress=show, shard=shard, **how)
+    console_of(quiet).print(_headline(loaded, time.perf_counter() - start))
     return loaded
 
 
@@ -95,6 +98,7 @@ def answer_command(
     json_file: Path | None = None,
     group: Any = None,
     trust_remote_code: bool = False,
+    weights: str | None = None,
 ) -> int:
     """Loads, generates, prints.
 
@@ -102,8 +106,10 @@ def answer_command(
     rank prints.
     """
     silent = group is not None and group.shard.rank > 0
-    console = _console(silent)
-    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code)
+    console = console_of(silent)
+    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
+    if question.stock:
+        refuse_comparison(loaded)
     prompt_ids = encode(loaded, question.prompt, raw=question.raw)
     console.print(f"> {question.prompt}", style="bold")
 
@@ -122,6 +128,37 @@ def answer_command(
     return 1 if result.equal is False else 0
 
 
+def refuse_comparison(loaded: Loaded) -> None:
+    """Raises ValueError for a model that stock transformers cannot run."""
+    if is_quantized(loaded.model):
+        raise argument_error("--compare", "left out with quantised weights, which stock transformers does not multiply", "given")
+
+
+def quantize_command(model: str, where: torch.device, weight_format: str, out: Path, *, trust_remote_code: bool = False) -> int:
+    """Loads, quantises, writes, and says how many bytes that saved."""
+    format_named(weight_format)
+    check_output(out)
+    loaded = load_and_say(model, torch.device("cpu"), torch.bfloat16, trust_remote_code=trust_remote_code)
+    before = weight_bytes(loaded.model)
+    with _bar("quantising") as show:
+        quantize(loaded.model, weight_format, on_progress=show, device=where, undoable=False)
+    after = save_quantized(loaded.model, loaded.tokenizer, weight_format, out)
+    console = console_of(False)
+    console.print(f"{out}: {weight_format}, rounded to nearest, nothing calibrated; the head and what is no Linear keep 16 bits")
+    console.print(f"{after / 1e9:.3g} GB of weights, before {before / 1e9:.3g} GB")
+    return 0
+
+
+@contextmanager
+def _bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal."""
+    stderr = Console(stderr=True)
+    columns = TextColumn(what), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
 def answer_of_rank(
     group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, json_file: Path | None, trust_remote_code: bool
 ) -> int:
@@ -129,7 +166,7 @@ def answer_of_rank(
     return answer_command(model, where, dtype, question, json_file=json_file, group=group, trust_remote_code=trust_remote_code)
 
 
-def _console(quiet: bool) -> Console:
+def console_of(quiet: bool) -> Console:
     return Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -139,7 +176,10 @@ def _headline(loaded: Loaded, seconds: float) -> str:
     how = "interpreted" if model.device.type == "cpu" else "compiled"
     dtype = str(model.dtype).removeprefix("torch.")
     name = Path(loaded.source).name
-    return f"{name} | {model.num_parameters() / 1e6:.0f} M parameters{each}, {dtype} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
+    formats = {module.weight_format: None for module in model.modules() if isinstance(module, QuantizedLinear)}
+    kinds = ", ".join((*formats, dtype))
+    size = f"{parameters(model) / 1e6:.0f} M parameters{each}, {kinds}, {weight_bytes(model) / 1e9:.3g} GB"
+    return f"{name} | {size} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
 
 
 def _summary(console: Console, result: Comparison) -> None:

@@ -20,7 +20,8 @@ from ..launch import argument_error
 from ..ops.attention import attention_out
 from ..ops.attention_decode import attention_decode
 from ..ops.kv_append import kv_append
-from .forwards import NAME, with_our_function
+from .method import NAME
+from .scope import with_our_function
 
 # A name with "flash" tells transformers that an attention needs no mask of [tokens, keys] and may
 # be captured.

@@ -15,6 +15,7 @@ import torch
 
 from ..launch.files import check_regular
 from .files import TRUSTED, ModelFileError, file_error, read_by_others, read_json, some
+from .quantized_folder import OnProgress, load_quantized
 from .safetensors_header import StoredTensor, folder_weights
 from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
 
@@ -47,18 +48,36 @@ def read_config(folder: Path, *, layers: int = 0, trust_remote_code: bool = Fals
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **changes)
 
 
-def load_folder(folder: Path, dtype: torch.dtype, *, layers: int = 0, trust_remote_code: bool = False) -> tuple[Any, Any | None]:
+def load_folder(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    layers: int = 0,
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+    on_progress: OnProgress | None = None,
+) -> tuple[Any, Any | None]:
     """Model and tokenizer, which is None where the folder has none. Arguments: as `read_config`.
 
+    device: where quantised weights are packed, and stay. on_progress: called with (modules packed,
+        in all).
     Raises: ModelFileError.
     """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     config = read_config(folder, layers=layers, trust_remote_code=trust_remote_code)
     stored = folder_weights(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        kept = {name: tensor for name, tensor in stored.items() if not (layers and _beyond(name, layers))}
+        with read_by_others(folder, "a folder whose generation_config.json transformers takes"):
+            said = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+        model = load_quantized(folder, config, dtype, kept, device=device, on_progress=on_progress)
+        model.generation_config = said or GenerationConfig.from_model_config(config)
+        check_stop_tokens(folder, model)
+        return model, _tokenizer(folder, trust_remote_code)
     empty = outline(folder, config, dtype, stored=len(stored), trust_remote_code=trust_remote_code)
     _refuse_uneven_experts(folder, config.model_type, stored)
     _refuse_what_is_too_small(folder, empty, stored)
-    from transformers import AutoModelForCausalLM
-
     own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     with read_by_others(folder, "a model that transformers takes"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -68,16 +87,21 @@ def load_folder(folder: Path, dtype: torch.dtype, *, layers: int = 0, trust_remo
     unexpected = [name for name in info["unexpected_keys"] if not (layers and _beyond(name, layers))]
     refuse_other_weights(folder, config.model_type, info["missing_keys"], unexpected, info["mismatched_keys"])
     check_stop_tokens(folder, model)
+    return model, _tokenizer(folder, trust_remote_code)
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any | None:
+    """None where the folder has none."""
     if not any((folder / name).exists() for name in _TOKENIZERS):
-        return model, None
+        return None
     from transformers import AutoTokenizer
 
     with read_by_others(folder, "a folder whose tokenizer transformers takes"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **own)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     vocabularies = sorted(tokenizer.vocab_files_names.values())
     if vocabularies and not any((folder / name).is_file() for name in vocabularies):
         raise file_error(folder, f"a folder with {' or '.join(vocabularies)} for its tokenizer", "none of them")
-    return model, tokenizer
+    return tokenizer
 
 
 def _checked_json(folder: Path, trust_remote_code: bool) -> dict[str, Any]:

@@ -60,15 +60,24 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How tokens are chosen. temperature: 0 takes the likeliest; else `seed` decides what is
-    drawn.
+    """How tokens are chosen, and where a text ends.
+
+    temperature: 0 takes the likeliest; else `seed` decides what is drawn. The others as in
+        `tilewright.engine.Sampling`.
+    stop: texts that end an answer.
     """
 
     temperature: float = 0.0
     seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
 
 GREEDY = Draw()
+_CHOICES = ("temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,17 @@ def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
     return moved
 
 
+def text_of(tokenizer: Any | None, tokens: list[int]) -> str:
+    """The text of tokens; without a tokenizer, their numbers."""
+    return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def stop_tokens(loaded: Loaded) -> list[int]:
+    """The tokens that end a text."""
+    found = loaded.model.generation_config.eos_token_id
+    return [] if found is None else found if isinstance(found, list) else [found]
+
+
 class _Stream:
     """transformers' streamer protocol: `put` gets the prompt, then each chosen token."""
 
@@ -151,15 +171,28 @@ class _Stream:
             self._flush(self.text())
 
     def text(self) -> str:
-        if self._tokenizer is None:
-            return " ".join(map(str, self.tokens))
-        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
+        return text_of(self._tokenizer, self.tokens)
 
     def _flush(self, text: str) -> None:
         assert self._on_text is not None
         if len(text) > self._printed:
             self._on_text(text[self._printed :])
             self._printed = len(text)
+
+
+def choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
+    """What transformers' `generate` is told of how tokens are chosen, and where a text ends."""
+    return dict(
+        do_sample=draw.temperature > 0,
+        num_beams=1,  # whatever the model's files ask for
+        num_return_sequences=1,
+        temperature=draw.temperature or None,
+        top_p=draw.top_p if draw.temperature and draw.top_p < 1 else None,
+        top_k=draw.top_k if draw.temperature and draw.top_k else None,
+        min_p=draw.min_p if draw.temperature and draw.min_p else None,
+        repetition_penalty=draw.repetition_penalty,
+        **({"stop_strings": list(draw.stop), "tokenizer": loaded.tokenizer} if draw.stop else {}),
+    )
 
 
 def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: Draw = GREEDY, on_text: OnText | None = None) -> Generation:
@@ -175,16 +208,24 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: D
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=max_new_tokens,
-            do_sample=draw.temperature > 0,
-            num_beams=1,  # whatever the model's files ask for
-            num_return_sequences=1,
-            temperature=draw.temperature or None,
-            top_p=None,
-            top_k=None,
             streamer=stream,
+            **choices_of(loaded, draw),
         )
     first, last = stream.times[1], stream.times[-1]
     return Generation(prompt_ids.shape[1], stream.tokens, stream.text(), first - start, last - first, dict(launches))
+
+
+def engine_choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
+    """Likewise for an Engine."""
+    from ..engine import Sampling
+
+    sampling = Sampling(**{name: getattr(draw, name) for name in _CHOICES})
+    return {
+        "sampling": sampling,
+        "stop": stop_tokens(loaded),
+        "stop_texts": draw.stop,
+        "decode": getattr(loaded.tokenizer, "decode", None),
+    }
 
 
 def generate_with_engine(
@@ -201,24 +242,22 @@ def generate_with_engine(
 
     The times do not include its compilation.
 
-    mode: "eager", "graph" or "mega"; replays of a graph count no launches. group: as in Engine.
+    mode, group: as in Engine. Replays of a graph count no launches.
     """
-    from ..engine import Engine, Sampling
+    from ..engine import Engine
 
-    eos = loaded.model.generation_config.eos_token_id
-    stop = [] if eos is None else eos if isinstance(eos, list) else [eos]
     stream = _Stream(loaded.tokenizer, on_text)
     stream.put(prompt_ids)
     prompt_tokens = prompt_ids.shape[1]
     options: dict[str, Any] = {"max_len": prompt_tokens + max_new_tokens, "check_every": 1 if prompt_ids.device.type == "cpu" else 8}
     with Engine(loaded.model, mode=mode, group=group, **options) as engine:  # type: ignore[arg-type]
-        engine.warm_up(1, prompt_tokens)
+        how = engine_choices_of(loaded, draw)
+        engine.warm_up(1, prompt_tokens, sampling=how["sampling"])
         with counted() as launches:
-            sampling = Sampling(temperature=draw.temperature, seed=draw.seed) if draw.temperature else None
-            found = engine.generate(prompt_ids, max_new_tokens, sampling=sampling, stop=stop, on_tokens=lambda new: stream.put(torch.tensor(new)))
+            found = engine.generate(prompt_ids, max_new_tokens, on_tokens=lambda new: stream.put(torch.tensor(new)), **how)
     stream.end()
     return Generation(
-        prompt_tokens, found.tokens[0], stream.text(), found.first_token_s, sum(found.step_s), {} if mode == "graph" else dict(launches)
+        prompt_tokens, found.tokens[0], stream.text(), found.first_token_s, sum(found.step_s), {} if engine.mode == "graph" else dict(launches)
     )
 
 
@@ -237,8 +276,7 @@ def compare(
 
     Leaves the model as it was.
 
-    engine: "transformers" for the patched model; "eager", "graph" or "mega" for an Engine in that
-        mode. group: as in Engine.
+    engine: "transformers" for the patched model, else the mode of an Engine. group: as in Engine.
     """
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "draw": draw}
     theirs = generate(loaded, prompt_ids, **how) if stock else None

@@ -4,7 +4,10 @@ The tensor names and the order of rotated rows are llama.cpp's:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +50,16 @@ def load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None = N
         the model lacks.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.initialization import no_init_weights
 
     header = read_header(path)
-    config = read_config(path, header, layers=layers)
-    tensors = {tensor: parameter_name(tensor.name) for tensor in header.tensors if not (layers and _beyond(tensor.name, layers))}
-    _compare(path, outline(path, config, dtype, stored=len(tensors)), tensors)
-    with read_by_others(path, "a GGUF file whose tokenizer transformers takes"):
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    with read_by_others(path, "a GGUF file of a model of the llama kind"):
+    with _read_once():
+        config = read_config(path, header, layers=layers)
+        tensors = {tensor: parameter_name(tensor.name) for tensor in header.tensors if not (layers and _beyond(tensor.name, layers))}
+        _compare(path, outline(path, config, dtype, stored=len(tensors)), tensors)
+        with read_by_others(path, "a GGUF file whose tokenizer transformers takes"):
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    with read_by_others(path, "a GGUF file of a model of the llama kind"), no_init_weights():
         # Not from_pretrained(gguf_file=): it asks for accelerate.
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         _fill(model, path, header, tensors, dtype, on_progress)
@@ -76,6 +81,31 @@ def read_config(path: Path, header: GgufHeader, *, layers: int = 0) -> Any:
     return config
 
 
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Lets transformers, which reads the header for the config and again for the tokenizer, read it
+    once, through a plain array.
+
+    gguf's reader slices the file for each token and merge of the vocabulary, and a slice of numpy's
+    memmap costs four times as much.
+    """
+    gguf: Any = importlib.import_module("gguf")
+
+    class Quick(gguf.GGUFReader):  # type: ignore[misc]
+        data: Any
+
+        def _get(self, *args: Any, **how: Any) -> Any:
+            self.data = self.data.view(np.ndarray)
+            return super()._get(*args, **how)
+
+    theirs = gguf.GGUFReader
+    gguf.GGUFReader = cache(Quick)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = theirs
+
+
 def _compare(path: Path, empty: Any, tensors: dict[GgufTensor, str]) -> None:
     """Raises unless a file has the weights of `empty`, a model on the meta device, and no more."""
     weights = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
@@ -92,10 +122,10 @@ def _fill(model: Any, path: Path, header: GgufHeader, tensors: dict[GgufTensor, 
     from gguf import GGMLQuantizationType, dequantize
 
     config, weights = model.config, dict[str, Tensor]()
-    bytes_of_file = np.memmap(path, mode="r")
+    bytes_of_file = np.memmap(path, mode="c").view(np.ndarray)  # torch takes no array that is read-only
     for done, (tensor, name) in enumerate(tensors.items()):
         stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size].reshape(*tensor.shape[:-1], -1)
-        values = torch.tensor(dequantize(stored, GGMLQuantizationType(tensor.kind)))
+        values = torch.from_numpy(dequantize(stored, GGMLQuantizationType(tensor.kind)))
         if name == ROPE_FACTORS:
             if not bool((values.isfinite() & (values > 0)).all()):
                 raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")

@@ -15,8 +15,7 @@ from ..launch import argument_error
 from ..ops import causal_conv1d as convolution
 from ..ops.causal_conv1d import causal_conv1d
 from ..ops.gated_delta_rule import gated_delta_rule
-from ..ops.rms_norm_gated import rms_norm_gated
-from .forwards import with_our_function
+from .scope import with_our_function
 
 
 def conv_update(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -87,10 +86,6 @@ def keep_linear_attention(module: Any) -> str | None:
     if not 2 <= module.conv_kernel_size <= convolution.WIDEST:
         return f"linear_conv_kernel_dim must be 2..{convolution.WIDEST}, got {module.conv_kernel_size}"
     return "conv1d has a hook of accelerate" if hasattr(module.conv1d, "_hf_hook") else None
-
-
-def gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    return rms_norm_gated(hidden_states, self.weight, gate, self.variance_epsilon)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads a model: a Hugging Face folder, a GGUF file, or a config with random weights."""
+"""Loads a model: a Hugging Face folder, its hub's, a GGUF file, or a config with random weights."""
 
 import enum
 import importlib.util
@@ -19,9 +19,11 @@ from .folder import read_config as folder_config
 from .gguf_file import OnProgress, load_gguf
 from .gguf_file import read_config as gguf_config
 from .gguf_header import read_header as gguf_header
+from .hub import folder_of, is_name
+from .quantized import quantize
 from .safetensors_header import folder_weights
 from .shard import Shard, cut
-from .whole import check_finite_weights, outline
+from .whole import check_finite_weights, make_buffers, outline, require_room
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +39,7 @@ class Loaded:
     source: str
 
 
-def load(
+def load(  # noqa: PLR0913 options by keyword
     source: str | Path,
     *,
     device: torch.device | str = "cpu",
@@ -47,34 +49,51 @@ def load(
     shard: Shard | None = None,
     layers: int = 0,
     trust_remote_code: bool = False,
+    weights: str | None = None,
 ) -> Loaded:
-    """Loads a causal language model, unpatched. Nothing is downloaded.
+    """Loads a causal language model, unpatched.
 
     Args:
-        source: a folder with config.json and safetensors, a .gguf file, or a name in `CONFIGS` for
-            its exact shapes with random weights.
+        source: a folder with config.json and safetensors, a .gguf file, a name in `CONFIGS` for its
+            exact shapes with random weights, or org/name of one on the Hugging Face hub, which is
+            downloaded into the hub's cache. Nothing else is downloaded.
         device: where the model ends up.
         dtype: of all parameters; GGUF's quantised tensors are expanded to it.
         seed: of random weights.
-        on_progress: called with (tensors read, tensors in all) of a GGUF file.
+        on_progress: called with (tensors read, tensors in all) of a GGUF file, (modules packed, in
+            all) of quantised weights.
         shard: this rank, for an `Engine` of several processes (docs/engine.md); only its part of
             the weights reaches the device.
         layers: builds only the first; 0 builds all.
         trust_remote_code: lets a folder run its own Python, which can do all that you can.
+        weights: quantise the Linear modules to this format (`FORMATS`), rounded to nearest, but for
+            the head. A folder whose config says that it is quantised is taken as it is.
     Raises: ModelFileError, a ValueError: the files are broken, incomplete or not trusted.
-        ValueError: `source` is none of the three, or its sizes cannot be divided by so many ranks.
+        OSError: the hub cannot be reached, or does not give the model.
+        ValueError: `source` is none of these, or its sizes cannot be divided by so many ranks.
+        MemoryError: the GPU has too little left. The error says how much is needed.
     """
+    if shard is not None and weights is not None:
+        raise argument_error("weights", "None with a shard", repr(weights))
     path, kind = _kind(source)
     require_transformers("tilewright.load")
+    if kind is _Kind.HUB:
+        path, kind = folder_of(str(source), trust_remote_code=trust_remote_code), _Kind.FOLDER
     if kind is _Kind.NAME:
         config = CONFIGS[str(source)] | ({"num_hidden_layers": layers} if layers else {})
-        return Loaded(random_model(config, device=device, dtype=dtype, seed=seed, shard=shard), None, f"random weights, config {source}")
+        made = random_model(config, device=device, dtype=dtype, seed=seed, shard=shard)
+        if weights is not None:
+            quantize(made, weights, on_progress=on_progress, undoable=False)
+        return Loaded(made, None, f"random weights, config {source}")
     if kind is _Kind.GGUF:
         model, tokenizer = load_gguf(path, dtype, on_progress, layers=layers)
     else:
-        model, tokenizer = load_folder(path, dtype, layers=layers, trust_remote_code=trust_remote_code)
+        model, tokenizer = load_folder(path, dtype, layers=layers, trust_remote_code=trust_remote_code, device=device, on_progress=on_progress)
+    if weights is not None:
+        quantize(model, weights, on_progress=on_progress, device=device, undoable=False)
     if shard is not None:
         cut(model, shard, device=device)
+    require_room(path, model, device)
     model = model.to(device).eval()
     check_finite_weights(path, model)
     return Loaded(model, tokenizer, str(path))
@@ -93,6 +112,8 @@ def outline_of(source: str | Path, *, dtype: torch.dtype = torch.float32, trust_
     if kind is _Kind.GGUF:
         header = gguf_header(path)
         return outline(path, gguf_config(path, header), dtype, stored=len(header.tensors))
+    if kind is _Kind.HUB:
+        path = folder_of(str(source), trust_remote_code=trust_remote_code)
     config = folder_config(path, trust_remote_code=trust_remote_code)
     return outline(path, config, dtype, stored=len(folder_weights(path)), trust_remote_code=trust_remote_code)
 
@@ -103,6 +124,7 @@ class _Kind(enum.Enum):
     NAME = enum.auto()
     GGUF = enum.auto()
     FOLDER = enum.auto()
+    HUB = enum.auto()
 
 
 def _kind(source: str | Path) -> tuple[Path, _Kind]:
@@ -113,7 +135,11 @@ def _kind(source: str | Path) -> tuple[Path, _Kind]:
         return path, _Kind.GGUF
     if os.path.lexists(path / "config.json"):
         return path, _Kind.FOLDER
-    raise argument_error("model", f"a folder with config.json, a .gguf file, or one of {', '.join(CONFIGS)}", source)
+    if is_name(source):
+        return path, _Kind.HUB
+    raise argument_error(
+        "model", f"a folder with config.json, a .gguf file, org/name of the Hugging Face hub, or one of {', '.join(CONFIGS)}", source
+    )
 
 
 def demo_gguf() -> Path:
@@ -149,7 +175,7 @@ def random_model(
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
     if shard is not None:
         cut(model, shard, device=device, whole=lambda name, like: _fill(name, torch.empty_like(like, device=device), seed))
-        _make_buffers(model, device)
+        make_buffers(model, device)
     with torch.no_grad():
         if shard is None:
             for name, parameter in model.named_parameters():
@@ -159,21 +185,6 @@ def random_model(
                 buffer.normal_(0.0, 0.1, generator=_generator(name, buffer, seed))
     model.generation_config.eos_token_id = None
     return model
-
-
-def _make_buffers(model: Any, device: torch.device | str) -> None:
-    """Real buffers for a model made on the meta device.
-
-    Those of the rotation are computed from its config.
-    """
-    for path, module in list(model.named_modules()):
-        if "inv_freq" in module._buffers:
-            parent, _, name = path.rpartition(".")
-            with torch.device(device):
-                setattr(model.get_submodule(parent), name, type(module)(model.config))
-        else:
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _fill(name: str, parameter: Tensor, seed: int) -> Tensor:

@@ -6,19 +6,22 @@ code.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..launch import argument_error
+from . import probe
 from .attention import register
 from .files import require_transformers
-from .forwards import NAME
 from .hooks import wrapped, wrapper_of
-from .rows import ABSORBED, CONTAINERS, FAMILIES, KEPT, ROWS, Row
+from .kinds import KINDS, RECOGNISERS
+from .method import NAME, Method, Verdict, place_of
+from .quantized import Quantized, quantize
 from .saved import BATCHING, attributes, method_of
 
 _MARK = "tilewright_report"
@@ -59,10 +62,17 @@ class Report:
     replaced: tuple[Replaced, ...]
     kept: tuple[Kept, ...]
     _changes: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
+    _quantized: Quantized = field(default_factory=Quantized, repr=False)
 
     def undo(self) -> None:
-        """Restores every attribute that `patch` set. A second call does nothing."""
-        while self._changes:
+        """Restores every attribute that `patch` set, and the modules that it quantised. A second
+        call does nothing.
+        """
+        self._undo_from(0)
+        self._quantized.undo()
+
+    def _undo_from(self, first: int) -> None:
+        while len(self._changes) > first:
             owner, name, before = self._changes.pop()
             if before is _Absent:
                 owner.__dict__.pop(name, None)
@@ -91,22 +101,29 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module, *, attention: bool = True) -> Report:
-    """Replace the matmuls, norms, RoPE, activations and attention of one transformers model by
-    Tilewright's kernels.
+def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collection[str] = (), weights: str | None = None) -> Report:
+    """Replaces what one transformers model computes by Tilewright's kernels, where they compute the
+    same: matrix products, norms, RoPE, gated MLPs, mixtures of experts and attention.
+
+    What a module computes is found by calling its code on random rows (docs/models.md), so the
+    model may be of any type. What no kernel of ours computes stays in PyTorch, and the report says
+    why.
 
     Call the model under torch.no_grad() or torch.inference_mode(), as `generate` does: the kernels
     have no backward.
 
     Args:
-        model: a transformers model of a type in `FAMILIES` (docs/models.md), with or without its
-            language-model head.
-        attention: False keeps transformers' attention, for options that ours refuses.
+        model: a transformers model with its weights, with or without its language-model head.
+        only: the kinds to replace, of "linear", "norms", "mlp", "moe", "rope", "attention"; default
+            all.
+        skip: kinds to leave.
+        weights: quantise the model's Linear modules to this format (`FORMATS`), rounded to nearest,
+            but for the head. What they were waits in the host's memory for `undo()`.
     Returns: what was replaced, what was not and why. Its `undo()` restores the model exactly.
     Raises:
         TypeError: `model` is no transformers model.
-        ValueError: its type is unknown, it is patched already, or nothing in it matched; the model
-            is unchanged.
+        ValueError: a kind is unknown, the model is patched already or has no weights, or nothing in
+            it can be replaced; the model is unchanged.
     """
     require_transformers("tilewright.patch")
     from transformers import PreTrainedModel
@@ -115,63 +132,117 @@ def patch(model: nn.Module, *, attention: bool = True) -> Report:
         raise TypeError(f"model must be a transformers PreTrainedModel (before torch.compile), got {type(model).__name__}")
     if _MARK in model.__dict__:
         raise argument_error("model", "unpatched", "one that patch() has changed already: call undo() on its report first")
-    prefix = FAMILIES.get(model.config.model_type)
-    if prefix is None:
-        raise argument_error("model.config.model_type", f"one of {sorted(FAMILIES)}", model.config.model_type)
-
-    rows = [row for row in ROWS if attention or row.op not in ("attention", "mla_decode")]
-    found = _found(model, rows, prefix)
-    if not found.replaced:
-        raise argument_error("model", f"made of {prefix}'s modules", f"a {type(model).__name__} in which nothing matched")
-
-    order = {row.op: i for i, row in enumerate(rows)}
-    report = Report(
-        type(model).__name__,
-        tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in sorted(found.replaced.items(), key=lambda r: order[r[0][0]])),
-        tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in found.kept.items()),
-    )
-    if any(r.op == "attention" for r in report.replaced):
-        register()
-        _use_attention(report, model)
-        if hasattr(model, "init_continuous_batching"):
-            found.methods.setdefault(model, {})["init_continuous_batching"] = BATCHING
-    for module, methods in found.methods.items():
-        wrapper = wrapper_of(module) if "forward" in methods else None
-        if wrapper is not None:
-            _set(report, module, "forward", wrapped(wrapper, module, method_of(module, "forward", methods.pop("forward"))))
-        for name, value in attributes(module, methods).items() if methods else ():
-            _set(report, module, name, value)
+    if any(x.is_meta for x in model.parameters()):
+        raise argument_error("model", "one that has its weights", "weights on the meta device: load them first")
+    kinds = _chosen(only, skip)
+    report = Report(type(model).__name__, (), (), _quantized=quantize(model, weights) if weights is not None else Quantized())
+    found = _found(model, kinds)
+    if turning := found.of_attention(("rope", "attention")):
+        _replace_attention(report, model, found, turning)
+    if not found.methods:
+        report.undo()
+        raise argument_error("model", "one of which our kernels compute something", f"a {report.model} in which nothing matched")
+    _apply(report, [(module, method) for module, method in found.methods if method.maker and method.op != "rope"])
+    report.replaced, report.kept = found.lines()
     _set(report, model, _MARK, report)
     return report
 
 
+def _chosen(only: Collection[str] | None, skip: Collection[str]) -> list[str]:
+    for name, given in (("only", only), ("skip", skip)):
+        if isinstance(given, str) or not set(given or ()) <= set(KINDS):
+            raise argument_error(name, f"a list of kinds, of {', '.join(KINDS)}", repr(given))
+    return [kind for kind in KINDS if (only is None or kind in only) and kind not in skip]
+
+
+_ORDER = (
+    "matmul",
+    "quantized_matmul",
+    "rms_norm",
+    "layer_norm",
+    "silu_mul",
+    "moe_route",
+    "moe",
+    "quantized_moe",
+    "rope",
+    "attention",
+    "gated_delta_rule",
+    "rms_norm_gated",
+    "mla_decode",
+)
+
+
 @dataclass(slots=True)
 class _Found:
-    """The modules that match, by (op, class), and those that stay, by (class, reason). methods:
-    of which module, and the op that each runs.
-    """
+    """The modules that match, and those that stay with the reason. names: of each in its parent."""
 
-    replaced: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    kept: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    methods: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    methods: list[tuple[nn.Module, Method]] = field(default_factory=list)
+    kept: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def of_attention(self, ops: Collection[str]) -> list[tuple[nn.Module, Method]]:
+        return [(module, method) for module, method in self.methods if method.op in ops]
+
+    def keep(self, methods: Collection[tuple[nn.Module, Method]], reason: str) -> None:
+        """Modules that stay after all."""
+        self.methods = [one for one in self.methods if one not in methods]
+        self.kept += [(module, f"{method.op}: {reason}") for module, method in methods]
+
+    def lines(self) -> tuple[tuple[Replaced, ...], tuple[Kept, ...]]:
+        done: dict[tuple[str, str], Counter[str]] = {}
+        left: dict[tuple[str, str], Counter[str]] = {}
+        for module, method in self.methods:
+            done.setdefault((method.op, type(module).__name__), Counter())[self.names[module]] += 1
+        for module, reason in self.kept:
+            left.setdefault((type(module).__name__, reason), Counter())[self.names[module]] += 1
+        ordered = sorted(done.items(), key=lambda line: _ORDER.index(line[0][0]))
+        return (
+            tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in ordered),
+            tuple(Kept(kind, names.total(), tuple(names), reason) for (kind, reason), names in left.items()),
+        )
 
 
-def _found(model: nn.Module, rows: list[Row], prefix: str) -> _Found:
-    found = _Found()
+def _found(model: nn.Module, kinds: Collection[str]) -> _Found:
+    found, verdicts = _Found(), {}
     for name, module in _named_modules(model):
-        kind = type(module).__name__
-        matching = [row for row in rows if row.matches(kind, prefix)]
-        for row in matching:
-            reason = _reason_to_keep(row, module)
-            if reason is not None:
-                found.kept.setdefault((kind, f"{row.op}: {reason}"), Counter())[name] += 1
+        found.names[module] = name
+        known = False
+        for kind, recognise in RECOGNISERS:
+            if kind not in kinds:
                 continue
-            found.replaced.setdefault((row.op, kind), Counter())[name] += 1
-            if row.forward is not None:
-                found.methods.setdefault(module, {})[row.method] = row.op
-        if not matching and (reason := _reason_unmatched(kind, prefix)):
-            found.kept.setdefault((kind, reason), Counter())[name] += 1
+            key = (recognise, *_looks(module))
+            if key not in verdicts:
+                verdicts[key] = _verdict(recognise, module)
+            verdict = verdicts[key]
+            if isinstance(verdict, Method) and "forward" in module.__dict__ and wrapper_of(module) is None:
+                verdict = "its forward is replaced on this instance already (a hook of accelerate or of expert parallelism?)"
+            known = known or verdict is not None
+            if isinstance(verdict, Method):
+                found.methods.append((module, verdict))
+            elif verdict is not None:
+                found.kept.append((module, verdict))
+        if not known and (reason := _reason(module)):
+            found.kept.append((module, reason))
     return found
+
+
+def _verdict(recognise: Any, module: nn.Module) -> Verdict:
+    with torch.no_grad():
+        found: Verdict = recognise(module)
+    return found
+
+
+def _looks(module: nn.Module) -> tuple[Any, ...]:
+    """Modules that look the same compute the same: their code, their numbers, and the shapes of
+    what they hold.
+    """
+    plain = {name: value for name, value in module.__dict__.items() if isinstance(value, str | int | float | bool)}
+    held = {
+        name: (type(x), x.dtype, x.shape, x.device) for group in (module._parameters, module._buffers) for name, x in group.items() if x is not None
+    }
+    below = {name: (type(x), getattr(x, "in_features", 0), getattr(x, "out_features", 0)) for name, x in module._modules.items()}
+    config = module.__dict__.get("config")
+    return type(module), tuple(plain.items()), tuple(held.items()), tuple(below.items()), id(config), place_of(module)
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -180,18 +251,18 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield next((part for part in reversed(path.split(".")) if part and not part.isdigit()), "model"), module
 
 
-def _reason_to_keep(row: Row, module: nn.Module) -> str | None:
-    if row.forward is not None and "forward" in module.__dict__ and wrapper_of(module) is None:
-        return "its forward is replaced on this instance already (a hook of accelerate or of expert parallelism?)"
-    return row.keep(module)
+def _reason(module: Any) -> str | None:
+    """Why a module of no kind stays, if it computes something and does not only call others."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-
-def _reason_unmatched(kind: str, prefix: str) -> str | None:
-    for name, reason in KEPT.items():
-        if name.format(prefix) == kind:
-            return reason
-    known = {name.format(prefix) for name in CONTAINERS} | set(ABSORBED)
-    return None if kind in known else "no row for this class"
+    if isinstance(module, nn.Embedding):
+        return "gathers rows, computes nothing" if type(module).forward is nn.Embedding.forward else "gathers rows and scales them"
+    if any("inv_freq" in name for name in module._buffers):
+        return "cos and sin, once per forward for all layers"
+    if isinstance(module, GradientCheckpointingLayer):
+        return "its two residual additions"
+    held = any(x is not None for group in (module._parameters, module._buffers) for x in group.values())
+    return "no kernel of ours computes it" if held else None
 
 
 def _set(report: Report, owner: Any, name: str, value: Any) -> None:
@@ -199,11 +270,80 @@ def _set(report: Report, owner: Any, name: str, value: Any) -> None:
     owner.__dict__[name] = value
 
 
-def _use_attention(report: Report, model: Any) -> None:
-    """Selects our attention in a copy of the config, since other models may share the object."""
-    shared = model.config
-    own = copy(shared)
-    own._attn_implementation = NAME
+def _apply(report: Report, methods: Collection[tuple[nn.Module, Method]]) -> None:
+    """Binds methods to their modules."""
+    of_module: dict[nn.Module, dict[str, Method]] = {}
+    for module, method in methods:
+        of_module.setdefault(module, {})[method.name] = method
+    for module, own in of_module.items():
+        wrapper = wrapper_of(module) if "forward" in own else None
+        if wrapper is not None:
+            _set(report, module, "forward", wrapped(wrapper, module, method_of(module, own.pop("forward"))))
+        for name, value in attributes(module, own).items() if own else ():
+            _set(report, module, name, value)
+
+
+def _replace_attention(report: Report, model: Any, found: _Found, methods: list[tuple[nn.Module, Method]]) -> None:
+    """Rotations and attention, as far as the model says the same with them.
+
+    No part of attention can be called alone. So the model reads a few tokens, with its own code and
+    with ours.
+    """
+    key = (type(model), repr(model.config), str(place_of(model)), *((type(module), method) for module, method in methods))
+    if key in _TRIED:
+        _bind(report, model, methods)
+        return
+    theirs = probe.attempt(lambda: probe.model_outputs(model))
+    if theirs is None:
+        found.keep(methods, "the model cannot be tried: it does not read input_ids and attention_mask alone")
+        return
+    turns, attends = ([one for one in methods if one[1].op == op] for op in ("rope", "attention"))
+    reason = _try(report, model, methods, theirs)
+    if reason is None:
+        _TRIED.add(key)
+        return
+    for part, other in ((turns, attends), (attends, turns)):
+        if part and other and _try(report, model, part, theirs) is None:
+            found.keep(other, reason)
+            return
+    found.keep(methods, reason)
+
+
+_TRIED: set[tuple[Any, ...]] = set()  # models of which all of attention was replaced: their code and config
+_FAR = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+def _bind(report: Report, model: Any, methods: list[tuple[nn.Module, Method]]) -> None:
+    _apply(report, [one for one in methods if one[1].maker])
+    if attends := [module for module, method in methods if method.op == "attention"]:
+        _use_attention(report, model, attends)
+
+
+def _try(report: Report, model: Any, methods: list[tuple[nn.Module, Method]], theirs: list[Tensor]) -> str | None:
+    """Applies these, unless the model then says something else: then the reason, and no change."""
+    before = len(report._changes)
+    _bind(report, model, methods)
+    try:
+        error = probe.far_apart(probe.model_outputs(model), theirs)
+        reason = None if error <= _FAR.get(theirs[0].dtype, 0.1) else f"with it the model's outputs are {error:.2g} off"
+    except Exception as raised:  # whatever a model's code makes of our functions
+        reason = str(raised).splitlines()[0] if str(raised) else type(raised).__name__
+    if reason is not None:
+        report._undo_from(before)
+    return reason
+
+
+def _use_attention(report: Report, model: Any, modules: Collection[nn.Module]) -> None:
+    """Selects our attention in copies of the configs, since other models may share the objects."""
+    register()
+    own: dict[int, Any] = {}
+    for module in modules:
+        shared = module.__dict__["config"]
+        own.setdefault(id(shared), (shared, copy(shared)))[1].__dict__["_attn_implementation_internal"] = NAME
     for module in model.modules():
-        if module.__dict__.get("config") is shared:
-            _set(report, module, "config", own)
+        config = module.__dict__.get("config")
+        if id(config) in own:
+            _set(report, module, "config", own[id(config)][1])
+    if hasattr(model, "init_continuous_batching"):
+        for name, value in attributes(model, {BATCHING.name: BATCHING}).items():
+            _set(report, model, name, value)

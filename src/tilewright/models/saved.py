@@ -13,29 +13,28 @@ from torch import nn
 
 from . import continuous
 from .attention import register
-from .rows import FAMILIES, ROWS
+from .forwards import MAKERS
+from .method import Method
 
-METHODS = "tilewright_methods"  # attribute of a module: name of a method -> the op that it runs
+METHODS = "tilewright_methods"  # attribute of a module: name of a method -> what replaces it
 REDUCE = "__reduce_ex__"
-BATCHING = "continuous batching"
+BATCHING = Method("continuous batching", "batching", name="init_continuous_batching")
 
 
-def method_of(module: nn.Module, name: str, op: str) -> Callable[..., Any]:
-    """What replaces the method `name` of a module: not bound yet."""
+def method_of(module: nn.Module, method: Method) -> Callable[..., Any]:
+    """What replaces a method of a module: not bound yet."""
     cls = type(module)
-    if op == BATCHING:
+    if method == BATCHING:
         continuous.register()
         return continuous.init_continuous_batching(cls)
-    prefixes = FAMILIES.values()
-    rows = (row for row in ROWS if (row.op, row.method) == (op, name) and any(row.matches(cls.__name__, prefix) for prefix in prefixes))
-    forward = next(rows).forward
-    assert forward is not None
-    return forward(cls)
+    assert method.maker is not None
+    made: Callable[..., Any] = MAKERS[method.maker](cls, **dict(method.options))
+    return made
 
 
-def attributes(module: nn.Module, methods: dict[str, str]) -> dict[str, Any]:
+def attributes(module: nn.Module, methods: dict[str, Method]) -> dict[str, Any]:
     """What a module with these methods gets: them, and how it is written."""
-    bound = {name: MethodType(method_of(module, name, op), module) for name, op in methods.items()}
+    bound = {name: MethodType(method_of(module, method), module) for name, method in methods.items()}
     return {**bound, METHODS: methods, REDUCE: MethodType(_reduce, module)}
 
 
@@ -46,7 +45,7 @@ def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
     return _revived, (methods, make, *args), {name: x for name, x in state.items() if name not in methods and name != REDUCE}, *rest
 
 
-def _revived(methods: dict[str, str], make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+def _revived(methods: dict[str, Method], make: Callable[..., nn.Module], *args: Any) -> nn.Module:
     """A module that has its methods and waits for all else."""
     register()
     module = make(*args)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 BODY_BYTES = 2**21  # some 500,000 tokens of English
 REQUESTS = 256
 DRAIN_SECONDS = 30.0
+TRANSFORMERS = (5, 23)  # its continuous batching has what `worker` builds on
 CLOSE_SECONDS = 5  # for the last answers to reach their clients
 
 
@@ -95,6 +97,9 @@ def serving(
         raise argument_error("api_key", "not empty", repr(api_key))
     if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:
         raise ImportError(f"a server needs {', '.join(missing)}: pip install 'tilewright[serve]'")
+    if tuple(map(int, version("transformers").split(".")[:2])) < TRANSFORMERS:
+        oldest = ".".join(map(str, TRANSFORMERS))
+        raise ImportError(f"a server needs transformers {oldest} or newer, got {version('transformers')}: pip install 'tilewright[serve]'")
     import uvicorn
 
     from .server.app import Answers, application

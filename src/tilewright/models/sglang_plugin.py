@@ -1,8 +1,9 @@
 """Entry point of SGLang's plugins: wraps its layers' RMSNorm and SiLU-mul with ours.
 
-UNTESTED with SGLang itself. Written against its public source (`sglang.srt.plugins`:
-`HookRegistry`, and `forward_cuda` of its layers) and tested against a stand-in of that shape.
-SGLang runs the plugins of every installed package; ours acts only if SGLANG_PLUGINS names it.
+Never run with all of SGLang. Written against its public source (`sglang.srt.plugins`:
+`HookRegistry`, and `forward_cuda` of its layers), tested against a stand-in of that shape, and run
+with the registry of SGLang 0.5.23 (tools/wheel_plugins.py). SGLang runs the plugins of every
+installed package; ours acts only if SGLANG_PLUGINS names it.
 """
 
 import logging
@@ -39,7 +40,8 @@ def register() -> None:
 
 
 def _norm(theirs: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | None = None, *rest: Any, **more: Any) -> Any:
-    plain = all(value is None for value in (*rest, *more.values(), getattr(layer, "variance_size_override", None)))
+    asked = (getattr(layer, name, None) for name in ("variance_size_override", "_quant_linear"))  # part of a row; an 8-bit result
+    plain = all(value is None for value in (*rest, *more.values(), *asked))
     plain = plain and not getattr(layer, "fp32_residual", False) and getattr(layer, "override_orig_dtype", None) is None
     if not plain or not _fits(x, layer.weight) or (residual is not None and not _fits(residual, layer.weight)):
         return theirs(layer, x, residual, *rest, **more)

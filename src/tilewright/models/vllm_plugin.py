@@ -1,8 +1,10 @@
 """Entry point of vLLM's plugins: offers our RMSNorm as a provider.
 
-UNTESTED with vLLM itself. Written against its public documentation (`vllm.ir` in 0.23 and later:
-`register_impl`, the names of the arguments) and tested against a stand-in of that shape.
-Registering changes nothing: a provider runs only if vLLM's `ir_op_priority` names it.
+Never run with all of vLLM. Written against its public documentation (`vllm.ir` in 0.23 to 0.33:
+`register_impl`, the names of the arguments), tested against a stand-in of that shape, and run with
+the `vllm.ir` of vLLM 0.33 (tools/wheel_plugins.py). vLLM 0.34 drops `vllm.ir`;
+examples/vllm_plugin.py has the form that stays. Registering changes nothing: a provider runs only
+if vLLM's `ir_op_priority` names it.
 """
 
 import logging

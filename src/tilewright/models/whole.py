@@ -112,3 +112,33 @@ def check_stop_tokens(path: Path, model: Any) -> None:
     stop = model.generation_config.eos_token_id
     if stop is not None and not all(type(token) is int for token in (stop if isinstance(stop, list) else [stop])):
         raise file_error(path, "a model with a number, or a list of numbers, as eos_token_id", repr(stop)[:80])
+
+
+def make_buffers(model: Any, device: torch.device | str) -> None:
+    """Real buffers for a model made on the meta device.
+
+    Those of the rotation are computed from its config.
+    """
+    for path, module in list(model.named_modules()):
+        if "inv_freq" in module._buffers:
+            parent, _, name = path.rpartition(".")
+            with torch.device(device):
+                setattr(model.get_submodule(parent), name, type(module)(model.config))
+        else:
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def require_room(path: Path, model: Any, device: torch.device | str) -> None:
+    """Raises MemoryError where a GPU has too little left for what of a model is not there yet."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return
+    coming = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "cuda"]
+    needed = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in coming}.values())
+    free, total = torch.cuda.mem_get_info(where)
+    if needed > free:
+        sizes = (f"{size / 2**30:.1f} GiB" for size in (needed, free, total))
+        raise MemoryError(
+            "{} needs {} on {}, where {} of {} are free: take a format of fewer bits (--weights)".format(path, next(sizes), where, *sizes)
+        )

@@ -78,6 +78,7 @@ class Answers:
             "temperature": (own.temperature or 1.0) if own.do_sample else 0.0,
             "top_p": (own.top_p or 1.0) if own.do_sample else 1.0,
             "top_k": (own.top_k or 0) if own.do_sample else 0,
+            "min_p": (own.min_p or 0.0) if own.do_sample else 0.0,
         }
 
     async def models(self, http: HttpRequest) -> Response:

@@ -1,4 +1,4 @@
-"""How a token is drawn: each request has its own temperature, top_p, top_k and seed.
+"""How a token is drawn: each request has its own temperature, top_p, top_k, min_p and seed.
 
 transformers applies its logits processors to a step's logits and takes the largest. Ours draws with
 the op `sample`, and leaves 1 for the drawn token and 0 for the others. So a draw depends on the
@@ -24,6 +24,7 @@ class Sampling:
     top_p: float
     top_k: int
     seed: int
+    min_p: float = 0.0
 
 
 class Draws(ContinuousBatchingLogitsProcessorList):
@@ -31,7 +32,7 @@ class Draws(ContinuousBatchingLogitsProcessorList):
 
     def __init__(self) -> None:
         super().__init__(LogitsProcessorList())
-        self.tensors_required = 6  # rows of int32
+        self.tensors_required = 7  # rows of int32
         self.do_processing = True
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
@@ -44,7 +45,8 @@ class Draws(ContinuousBatchingLogitsProcessorList):
         states = [request.state for request in requests_in_batch if request.has_new_token]
         asked: list[Sampling] = [state.logit_processor_kwargs["sampling"] for state in states]
         if asked:
-            floats = torch.tensor([[s.temperature for s in asked], [s.top_p for s in asked]], dtype=torch.float32).view(torch.int32)
+            columns = ([getattr(s, name) for s in asked] for name in ("temperature", "top_p", "min_p"))
+            floats = torch.tensor(list(columns), dtype=torch.float32).view(torch.int32)
             places = torch.tensor([[s.top_k for s in asked], [state.position_offset for state in states]], dtype=torch.int32)
             seeds = torch.tensor([s.seed for s in asked], dtype=torch.int64).view(torch.int32).view(-1, 2).T
             arg_storage[:, : len(asked)] = torch.cat([floats, places, seeds]).to(arg_storage.device)
@@ -52,8 +54,8 @@ class Draws(ContinuousBatchingLogitsProcessorList):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
         rows = logits_processor_args[:, : scores.shape[0]]
-        temperature, top_p = rows[:2].contiguous().view(torch.float32)
-        seed = rows[4:].T.contiguous().view(torch.int64)[:, 0]
+        temperature, top_p, min_p = rows[:3].contiguous().view(torch.float32)
+        seed = rows[5:].T.contiguous().view(torch.int64)[:, 0]
         drawn = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
-        sample_out(scores, seed, rows[3].long(), temperature, rows[2].contiguous(), top_p, drawn)
+        sample_out(scores, seed, rows[4].long(), temperature, rows[3].contiguous(), top_p, min_p, drawn)
         return torch.zeros_like(scores).scatter_(1, drawn[:, None], 1.0)

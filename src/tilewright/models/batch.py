@@ -1,0 +1,148 @@
+"""`tilewright generate --batch`: the prompts of a file, a batch at a time."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import counted
+from ..launch.files import write_json
+from .command import console_of, load_and_say, refuse_comparison
+from .generate import Draw, choices_of, encode, engine_choices_of, stop_tokens, text_of
+from .load import Loaded
+from .patch import patch
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """tokens: those written, the stop token included. stock: those of unpatched transformers, where
+    asked for.
+    """
+
+    prompt: str
+    text: str
+    prompt_tokens: int
+    tokens: list[int]
+    stock: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What to ask a model, and how: fields as of `Question`. batch: prompts at once."""
+
+    prompts: tuple[str, ...]
+    batch: int
+    max_new_tokens: int
+    draw: Draw
+    raw: bool = False
+    engine: str = "transformers"
+    stock: bool = False
+
+
+def answers_command(
+    model: str | Path,
+    where: torch.device,
+    dtype: torch.dtype,
+    questions: Questions,
+    *,
+    json_file: Path | None = None,
+    group: Any = None,
+    trust_remote_code: bool = False,
+    weights: str | None = None,
+) -> int:
+    """Loads, generates, prints each batch when it is done, and keeps it in `json_file`.
+
+    Returns the exit code: 1 if a requested comparison found other tokens. group: only its first
+    rank prints.
+    """
+    silent = group is not None and group.shard.rank > 0
+    out = console_of(silent)
+    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
+    if questions.stock:
+        refuse_comparison(loaded)
+    rows = [encode(loaded, prompt, raw=questions.raw) for prompt in questions.prompts]
+    answers: list[Answer] = []
+    about = {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch.")}
+    start = time.perf_counter()
+    with counted() as launches:
+        for answer in answer_all(loaded, rows, questions, group=group):
+            answers += answer
+            if silent:
+                continue
+            for one in answer:
+                out.print(f"> {one.prompt}", style="bold")
+                out.print(f"{one.text}\n")
+            if json_file:
+                write_json(json_file, about | {"answers": [asdict(one) for one in answers], "launches": dict(launches)})
+    seconds, tokens = time.perf_counter() - start, sum(len(one.tokens) for one in answers)
+    differ = [one for one in answers if one.stock is not None and one.stock != one.tokens]
+    out.print(f"{len(answers)} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.2f} tokens/s, {questions.batch} prompts at once")
+    if questions.stock:
+        equal = len(answers) - len(differ)
+        out.print(f"texts with the tokens of stock transformers: {equal} of {len(answers)}", style="bold red" if differ else "green")
+    return 1 if differ else 0
+
+
+def answers_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, questions: Questions, *more: Any) -> int:
+    """`answers_command` in each process of --tp. more: json_file and trust_remote_code."""
+    json_file, trust_remote_code = more
+    return answers_command(model, where, dtype, questions, json_file=json_file, group=group, trust_remote_code=trust_remote_code)
+
+
+def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, *, group: Any = None) -> Iterator[list[Answer]]:
+    """The answers of each batch. rows: token ids [1, prompt_tokens] of each prompt."""
+    how: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "draw": asked.draw}
+    with ExitStack() as stack:
+        engine: Any = None
+        if asked.engine != "transformers":
+            from ..engine import Engine
+
+            longest = max(row.shape[1] for row in rows) + asked.max_new_tokens
+            options: dict[str, Any] = {"mode": asked.engine, "group": group, "max_batch": asked.batch, "max_len": longest}
+            engine = stack.enter_context(Engine(loaded.model, **options))
+        for begin in range(0, len(rows), asked.batch):
+            mine, prompts = rows[begin : begin + asked.batch], asked.prompts[begin : begin + asked.batch]
+            theirs = by_transformers(loaded, mine, **how) if asked.stock else [None] * len(mine)
+            if engine is None:
+                with patch(loaded.model):
+                    tokens = by_transformers(loaded, mine, **how)
+            else:
+                choices = engine_choices_of(loaded, asked.draw)
+                tokens = engine.generate([row[0].tolist() for row in mine], asked.max_new_tokens, **choices).tokens
+            yield [
+                Answer(prompt, text_of(loaded.tokenizer, new), row.shape[1], new, stock)
+                for prompt, row, new, stock in zip(prompts, mine, tokens, theirs, strict=True)
+            ]
+
+
+def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: int, draw: Draw) -> list[list[int]]:
+    """The new tokens of each prompt: one call of the model's `generate`, padded on the left."""
+    stop, width = stop_tokens(loaded), max(row.shape[1] for row in rows)
+    padding = stop[0] if stop else 0  # masked, whichever it is
+    ids = torch.full((len(rows), width), padding, device=rows[0].device)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - row.shape[1] :] = row[0]
+        mask[i, width - row.shape[1] :] = 1
+    if draw.temperature:
+        torch.manual_seed(draw.seed)
+    with torch.inference_mode():
+        found = loaded.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            **choices_of(loaded, draw),
+            pad_token_id=padding,
+        )
+    return [_ended(row, stop) for row in found[:, width:].tolist()]
+
+
+def _ended(tokens: list[int], stop: list[int]) -> list[int]:
+    """The tokens up to the first that ends the text, with it."""
+    end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
+    return tokens[: end + 1]

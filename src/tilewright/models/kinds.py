@@ -1,0 +1,295 @@
+"""What `patch` replaces: each kind of module, how it is recognised, and the op that takes over.
+
+A recogniser looks at what a module holds and what its code computes, not at its name. It returns
+a `Method`, the reason why a module of its kind stays in PyTorch, or None for a module of another
+kind.
+"""
+
+import inspect
+from collections.abc import Callable
+from itertools import permutations
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops.layer_norm import layer_norm
+from ..ops.rms_norm import rms_norm
+from ..ops.silu_mul import silu_mul
+from . import experts, linear_attention, probe
+from .forwards import plain
+from .hooks import wrapper_of
+from .method import HALVES, Method, Verdict, place_of
+from .quantized import QuantizedLinear
+from .rotations import rotation_of
+
+KINDS = ("linear", "norms", "mlp", "moe", "rope", "attention")
+
+
+def linear(module: Any) -> Verdict:
+    """x times a matrix that is held either way round, plus a bias."""
+    if isinstance(module, QuantizedLinear):
+        return Method("quantized_matmul", None)  # by its own forward
+    if type(module).forward is nn.Linear.forward:
+        if plain(module, "weight") or wrapper_of(module) is not None:
+            return Method("matmul", "linear")  # transformers' tensor parallelism lends its forward a plain part of the weight
+        return f"matmul: weight is a {type(module.weight).__name__}, not a plain tensor"
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    held = [x for x in module._parameters.values() if x is not None]
+    if weight is None or weight.dim() != 2 or any(x is not weight and x is not bias for x in held) or not _alone(module):
+        return None
+    if not plain(module, "weight") or isinstance(module, nn.Embedding):
+        return None
+    tensors = {"weight": probe.random(*weight.shape)} | ({} if bias is None else {"bias": probe.random(*bias.shape, seed=1)})
+    for transposed, matrix in ((True, tensors["weight"].T), (False, tensors["weight"])):
+        x = probe.random(probe.ROWS, len(matrix), seed=2)
+        found = probe.attempt(lambda x=x: type(module).forward(probe.stand_in(module, tensors), x))  # type: ignore[misc]
+        if (bias is None or bias.shape == matrix.shape[1:]) and probe.same(found, x @ matrix + tensors.get("bias", 0)):
+            return Method("matmul", "linear", (("transposed", transposed),))
+    return f"matmul: {type(module).__name__} has a forward of its own" if isinstance(module, nn.Linear) else None
+
+
+def norm(module: Any) -> Verdict:
+    """Of rows: by their root mean square, or with their mean taken off."""
+    held = {name: x for name, x in module._parameters.items() if x is not None}
+    called_norm = "norm" in type(module).__name__.lower()
+    if set(held) - {"weight", "bias"} or not _alone(module) or not (held or called_norm):
+        return None
+    shape = tuple(held["weight"].shape) if "weight" in held else tuple(getattr(module, "normalized_shape", None) or probe.WIDTHS[:1])
+    if len(shape) != 1:
+        return f"rms_norm: its weight has {len(shape)} axes, must be 1" if called_norm else None
+    place = place_of(module)
+    dtype, device = place or (torch.float32, torch.device("cpu"))
+    cols = shape[0]
+    # A constant eps shows where rows are small.
+    x = probe.random(probe.ROWS, cols) * torch.tensor([1.0, 1.0, 3.0, 0.1, 3e-3, 1e-3]).double()[:, None]
+    weights = {name: 1 + probe.random(cols, seed=i) / 4 for i, name in enumerate(held)}
+    found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, weights), x))
+    epsilons: list[str | float] = [*probe.numbers_of(module, 1e-20, 1e-2)] or [1e-5, 1e-6]
+    if getattr(module, "eps", 0) is None:  # torch's RMSNorm
+        epsilons = [torch.finfo(dtype).eps]
+    for eps in epsilons:
+        value = getattr(module, eps) if isinstance(eps, str) else eps
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + value)
+        if not held and probe.same(found, normed):
+            return Method("rms_norm", "rms_norm_of_ones", (("eps", eps),))
+        if set(held) == {"weight"}:
+            for offset in (0.0, 1.0):
+                if probe.same(found, normed * (weights["weight"] + offset)):
+                    return _rms_norm(module, x, weights["weight"], eps, offset, value, (dtype, device))
+        if probe.same(found, F.layer_norm(x, shape, weights.get("weight"), weights.get("bias"), value)):
+            reason = _layer_norm(module, x, weights, value, (dtype, device))
+            return f"layer_norm: {reason}" if reason else Method("layer_norm", "layer_norm", (("eps", eps),))
+    return "rms_norm: it computes no norm of rows that rms_norm or layer_norm computes" if called_norm else None
+
+
+def _rms_norm(
+    module: Any, x: Tensor, weight: Tensor, eps: str | float, offset: float, value: float, place: tuple[torch.dtype, torch.device]
+) -> Verdict:
+    """Finds whether rows are rounded before they meet the weight."""
+    dtype, device = place
+    rows, given = x.to(device, dtype), weight.to(device, dtype)
+    theirs = probe.attempt(lambda: type(module).forward(probe.stand_in(module, {"weight": given}), rows))
+    wide = rows.double()
+    truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + value) * (given.double() + offset)
+
+    def ours(rounded: bool) -> Tensor:
+        found: Tensor = rms_norm(rows, given, value, weight_offset=offset, round_before_weight=rounded)
+        return found
+
+    rounded = False
+    if dtype in HALVES and isinstance(theirs, Tensor) and theirs.dtype == dtype:
+        rounded = (ours(True) != theirs).sum().item() < (ours(False) != theirs).sum().item()
+    if reason := probe.why_not(lambda: ours(rounded), theirs, truth):
+        return f"rms_norm: {reason}"
+    return Method("rms_norm", "rms_norm", (("eps", eps), ("offset", offset), ("rounded", rounded)))
+
+
+def _layer_norm(module: Any, x: Tensor, weights: dict[str, Tensor], value: float, place: tuple[torch.dtype, torch.device]) -> str | None:
+    """Why layer_norm may not take over."""
+    dtype, device = place
+    rows, given = x.to(device, dtype), {name: w.to(device, dtype) for name, w in weights.items()}
+    theirs = probe.attempt(lambda: type(module).forward(probe.stand_in(module, given), rows))
+    weight, bias = (given[name].double() if name in given else None for name in ("weight", "bias"))
+    truth = F.layer_norm(rows.double(), rows.shape[-1:], weight, bias, value)
+    return probe.why_not(lambda: layer_norm(rows, given.get("weight"), given.get("bias"), value), theirs, truth)
+
+
+def gated_norm(module: Any) -> Verdict:
+    """By the root mean square of a row, times the silu of another."""
+    names = list(inspect.signature(type(module).forward).parameters)
+    if set(module._parameters) != {"weight"} or any(module._modules.values()) or len(names) != 3 or "gate" not in names[2]:
+        return None
+    if module.weight is None or module.weight.dim() != 1:
+        return None
+    x, gate = probe.random(probe.ROWS, len(module.weight)), probe.random(probe.ROWS, len(module.weight), seed=1)
+    weight = 1 + probe.random(len(module.weight), seed=2) / 4
+    found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, {"weight": weight}), x, gate))
+    for eps in probe.numbers_of(module, 1e-20, 1e-2):
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + getattr(module, eps))
+        if probe.same(found, normed * weight * F.silu(gate)):
+            return Method("rms_norm_gated", "rms_norm_gated", (("eps", eps),))
+    return "rms_norm_gated: it computes another norm of two rows"
+
+
+ACTIVATIONS: dict[bool, Callable[[Tensor], Tensor]] = {False: F.silu, True: lambda x: F.gelu(x, approximate="tanh")}
+
+
+def mlp(module: Any) -> Verdict:
+    """down(act(gate(x)) * up(x)), with matrices for gate and up or one for both."""
+    linears: dict[str, Any] = {name: m for name, m in module._modules.items() if isinstance(m, nn.Linear | QuantizedLinear)}
+    others = [child for name, child in module._modules.items() if name not in linears and child is not None]
+    own = any(x is not None for x in module._parameters.values())
+    if own or len(linears) not in (2, 3) or any(True for other in others for _ in other.parameters()) or not _takes_one(module):
+        return None
+    candidates = [names for hidden in {m.in_features for m in linears.values()} for names in _gated(linears, hidden)]
+    place = place_of(module)
+    if not candidates or place is None:
+        return None
+    if any(isinstance(m, QuantizedLinear) for m in linears.values()):
+        place = torch.bfloat16, place[1]  # of rows; what it holds are codes and scales
+    for names in candidates:
+        sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.random(probe.ROWS, probe.WIDTHS[0])
+        found = probe.attempt(lambda sharp=sharp, x=x: type(module).forward(probe.stand_in(module, {}, sharp), x))  # type: ignore[misc]
+        for gelu, act in ACTIVATIONS.items():
+            if probe.same(found, _mlp_of(sharp, names, act, x)):
+                parts, rows = _parts(linears, names, *place), x.to(place[1], place[0])
+                theirs = probe.attempt(lambda parts=parts, rows=rows: type(module).forward(probe.stand_in(module, {}, parts), rows))  # type: ignore[misc]
+                truth = _mlp_of({n: m.double() for n, m in _parts(linears, names, *place).items()}, names, act, rows.double())
+                reason = probe.why_not(lambda parts=parts, names=names, gelu=gelu, rows=rows: _ours(parts, names, gelu, rows), theirs, truth)  # type: ignore[misc]
+                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (("names", names), ("gelu", gelu)))
+    return "silu_mul: it computes no down(act(gate) * up) with SiLU or tanh-GELU"
+
+
+def _gated(linears: dict[str, Any], hidden: int) -> list[tuple[str, ...]]:
+    """(gate, up, down) or (gate and up, down) by name, as their shapes allow."""
+    shapes = {name: (m.out_features, m.in_features) for name, m in linears.items()}
+    found = []
+    for names in permutations(linears):
+        inner = shapes[names[-1]][1]
+        first = [(inner, hidden)] * 2 if len(names) == 3 else [(2 * inner, hidden)]
+        if [shapes[name] for name in names] == [*first, (hidden, inner)]:
+            found.append(names)
+    return found
+
+
+def _parts(linears: dict[str, Any], names: tuple[str, ...], dtype: torch.dtype, device: Any) -> dict[str, nn.Linear]:
+    """Small matrices in the places of a module's own."""
+    narrow, wide = probe.WIDTHS
+    shapes = [*([(wide, narrow)] * 2 if len(names) == 3 else [(2 * wide, narrow)]), (narrow, wide)]
+    return {
+        name: probe.linear(*shape, linears[name].bias is not None, dtype=dtype, device=device, seed=seed)
+        for seed, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    }
+
+
+def _mlp_of(parts: Any, names: tuple[str, ...], act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = parts[names[0]](x).chunk(2, -1) if len(names) == 2 else (parts[names[0]](x), parts[names[1]](x))
+    found: Tensor = parts[names[-1]](act(gate) * up)
+    return found
+
+
+def _ours(parts: Any, names: tuple[str, ...], gelu: bool, x: Tensor) -> Tensor:
+    middle = silu_mul(*(parts[name](x) for name in names[:-1]), gelu_tanh=gelu)
+    found: Tensor = parts[names[-1]](middle)
+    return found
+
+
+def rope(module: Any) -> Verdict:
+    """A forward that calls a function which rotates queries and keys."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return None
+    scope = inspect.unwrap(type(module).forward).__globals__
+    found, missing = [], []
+    for name in code.co_names:
+        function = scope.get(name)
+        if isinstance(function, FunctionType) and len(probe.arguments_of(function) or ()) in (3, 4):
+            form = rotation_of(function)
+            if form is not None:
+                found.append((name, form))
+            elif "rot" in name.lower() or "rope" in name.lower():
+                missing.append(name)
+    if missing:
+        return f"rope: {missing[0]} computes no rotation of two tensors that rope computes"
+    return Method("rope", "rope", (("functions", tuple(found)),)) if found else None
+
+
+def attention(module: Any) -> Verdict:
+    """A forward that asks transformers which attention to call."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or not {"ALL_ATTENTION_FUNCTIONS", "get_interface"} & set(code.co_names):
+        return None
+    config = getattr(module, "config", None)
+    if config is None:
+        return "attention: it has no config, by which transformers selects"
+    if getattr(config, "output_attentions", False):
+        return "attention: config.output_attentions asks for its weights"
+    if not getattr(module, "is_causal", True):
+        return "attention: it is bidirectional"
+    kinds = getattr(config, "layer_types", None) or ()
+    if any("chunked" in kind for kind in kinds):
+        return "attention: it sees chunks of the sequence, which no kernel of ours masks"
+    windowed = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
+    if windowed and not _mentions(code, "sliding_window"):
+        return "attention: its window stands in the mask alone"
+    return Method("attention", None)
+
+
+def _mentions(code: Any, word: str) -> bool:
+    """Whether a function passes an argument of this name on."""
+    return word in code.co_names or any(isinstance(x, tuple) and word in x for x in code.co_consts)
+
+
+def latents(module: Any) -> Verdict:
+    """Latent attention whose cache keeps latents, which `expand_kv` expands."""
+    if not all(hasattr(module, name) for name in ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim")):
+        return None
+    weight, latent, turned = module.kv_b_proj.weight, module.kv_lora_rank, module.qk_rope_head_dim
+    if type(module.kv_b_proj) is not nn.Linear or not plain(module.kv_b_proj, "weight") or wrapper_of(module.kv_b_proj) is not None:
+        return "mla_decode: kv_b_proj must be a plain Linear that is whole on this device"
+    if weight.dtype not in HALVES:
+        return f"mla_decode: weights must be bfloat16 or float16, got {str(weight.dtype).removeprefix('torch.')}"
+    if latent not in (64, 128, 256, 512) or turned not in (16, 32, 64, 128, 256) or turned >= latent:
+        return (
+            f"mla_decode: kv_lora_rank must be 64, 128, 256 or 512 and qk_rope_head_dim a smaller power of two from 16 on, got {latent} and {turned}"
+        )
+    if module.qk_nope_head_dim + turned == latent:
+        return "mla_decode: latents are as wide as keys, and could not be told from them"
+    return Method("mla_decode", "latents", name="expand_kv")
+
+
+def delta_rule(module: Any) -> Verdict:
+    if set(linear_attention.OURS) - set(getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())):
+        return None
+    reason = linear_attention.keep_linear_attention(module)
+    return f"gated_delta_rule: {reason}" if reason else Method("gated_delta_rule", "linear_attention")
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether its forward has one argument, and no options."""
+    names = probe.arguments_of(type(module).forward)
+    return names is not None and len(names) == 1 and len(inspect.signature(type(module).forward).parameters) == 2
+
+
+def _alone(module: nn.Module) -> bool:
+    """Whether it has one argument and no modules inside."""
+    return not any(module._modules.values()) and _takes_one(module)
+
+
+# kind, recogniser; a module may be of several
+RECOGNISERS: tuple[tuple[str, Callable[[Any], Verdict]], ...] = (
+    ("linear", linear),
+    ("norms", norm),
+    ("norms", gated_norm),
+    ("mlp", mlp),
+    ("moe", experts.router),
+    ("moe", experts.experts),
+    ("rope", rope),
+    ("attention", attention),
+    ("attention", latents),
+    ("attention", delta_rule),
+)

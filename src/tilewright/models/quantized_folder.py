@@ -1,0 +1,315 @@
+"""Folders whose weights have 4 or 8 bits: read as they are, and written.
+
+Which modules are coded is what the files hold; `quantization_config` says by which method. What we
+write is compressed-tensors, which others read too.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..launch import argument_error
+from ..ops.common.expert_weights import QuantizedExperts
+from ..ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat, unpack
+from .files import ModelFileError, file_error, read_json, some
+from .quantized import KNOWN_EXPERTS, QuantizedLinear, QuantizedMixture, check_dtype, gpt_oss_biases, weight_bytes
+from .quantized_tensors import from_awq, from_compressed_tensors, from_fp8, from_gptq, from_int8, from_mxfp4, from_nvfp4
+from .safetensors_header import LONGEST_INDEX, StoredTensor
+from .whole import make_buffers, outline, refuse_other_weights
+
+Found = tuple[QuantizedWeight, Tensor | None]  # a weight and the order of its k
+Tensors = Mapping[str, Tensor]
+OnProgress = Callable[[int, int], None]
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+_CODES = ("qweight", "weight_packed")  # a module with one of them is coded, or one whose weight has 8 bits
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
+_PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
+_RENAMED = {".block_sparse_moe.": ".mlp."}  # of Mixtral's files
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale")  # ours have 16 bits
+_LEAVES = {"qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"}
+_LEAVES |= {"weight_global_scale", "weight_shape", "weight_g_idx", "bias", *_OF_ACTIVATIONS}
+
+
+def check_method(path: Path, said: Any) -> None:
+    """Raises ModelFileError for a quantization_config of a method that we lack."""
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if method not in METHODS:
+        raise file_error(path, f"a config whose quantization_config has one of {', '.join(METHODS)} as quant_method", repr(method or said)[:80])
+    bits = said.get("bits", said.get("w_bit", 4))
+    if method in ("gptq", "awq") and bits != 4:
+        raise file_error(path, f"a {method} model of 4 bits", f"one of {bits!r:.20}")
+    if method == "awq" and said.get("version", "gemm") not in ("gemm", "gemv"):
+        raise file_error(path, "an AWQ model of version gemm", repr(said.get("version"))[:40])
+    block = said.get("weight_block_size")
+    if method == "fp8" and block not in (None, [128, 128]):
+        raise file_error(path, "an fp8 model with weight_block_size [128, 128], or one scale a row", repr(block)[:40])
+
+
+def load_quantized(
+    folder: Path, config: Any, dtype: torch.dtype, stored: dict[str, StoredTensor], *, device: torch.device | str, on_progress: OnProgress | None
+) -> Any:
+    """The model of a checked folder, its codes packed anew on `device`, in eval mode.
+
+    Raises: ModelFileError; ValueError for another dtype than bfloat16.
+    """
+    check_dtype(dtype)
+    said = config.quantization_config
+    said = said if isinstance(said, Mapping) else said.to_dict()
+    check_method(folder / "config.json", said)
+    del config.quantization_config  # what becomes of the model is no longer coded by others
+    model = outline(folder, config, dtype, stored=len(stored))
+    make_buffers(model, "cpu")
+    coded, mixtures, plain = _sorted(folder, model, stored)
+    with _opened(folder) as read:
+
+        def found(path: str, leaves: list[str]) -> Found:
+            return _weight(folder, said, path, {leaf: read(f"{path}.{leaf}").to(device) for leaf in leaves})
+
+        for done, (path, leaves) in enumerate(coded.items()):
+            weight, order = found(path, leaves)
+            old = model.get_submodule(path)
+            if (weight.n, weight.k) != (old.out_features, old.in_features):
+                raise file_error(folder, f"a model whose {path} is {(old.out_features, old.in_features)}", (weight.n, weight.k))
+            bias = read(f"{path}.bias").to(device, dtype) if "bias" in leaves else None
+            _put(model, path, QuantizedLinear(weight, bias, order))
+            if on_progress is not None:
+                on_progress(done + 1, len(coded) + len(mixtures))
+        for done, (path, parts) in enumerate(mixtures.items()):
+            old = model.get_submodule(path)
+            act: dict[str, Any] = {}
+            if type(old).__name__ == "GptOssExperts":
+                biases = (read(f"{path}.{name}_proj_bias").to(device, dtype) for name in ("gate_up", "down"))
+                act = {"biases": gpt_oss_biases(*biases), "alpha": old.alpha, "limit": old.limit, "up_offset": 1.0}
+            _put(model, path, QuantizedMixture(*_experts(folder, path, old, parts, found, lambda name: read(name).to(device)), **act))
+            if on_progress is not None:
+                on_progress(len(coded) + done + 1, len(coded) + len(mixtures))
+        state = model.state_dict()
+        tensors = {_renamed(name): read(name) for name in plain}
+        plain = set(tensors)
+        misshapen = [(n, tuple(t.shape), tuple(state[n].shape)) for n, t in tensors.items() if n in state and t.shape != state[n].shape]
+        tied = {name for name in getattr(model, "all_tied_weights_keys", {}) if config.tie_word_embeddings}
+        missing = {name for name, tensor in state.items() if tensor.is_meta} - plain - tied
+        refuse_other_weights(folder, config.model_type, missing, plain - state.keys(), misshapen)
+        floats = {name: tensor.to(state[name].dtype) for name, tensor in tensors.items()}
+        model.load_state_dict(floats, strict=False, assign=True)
+    model.tie_weights()
+    return model.eval()
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _renamed(name: str) -> str:
+    for old, new in _RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _experts(
+    folder: Path, path: str, old: Any, parts: dict[str, list[str]], found: Callable[[str, list[str]], Found], read: Callable[[str], Tensor]
+) -> tuple[QuantizedExperts, QuantizedExperts]:
+    """Gate and up, and down, of a module's experts: of gpt-oss's blocks, or of each expert's own
+    matrices.
+    """
+    count = len(old.down_proj)
+    try:
+        if not all(_EXPERT.fullmatch(stem) for stem in parts):
+            blocks, scales = ({name: read(f"{path}.{name}_proj_{kind}") for name in ("gate_up", "down")} for kind in ("blocks", "scales"))
+            both = [[from_mxfp4(b[i::2], s[i::2]) for i in (0, 1)] for b, s in zip(blocks["gate_up"], scales["gate_up"], strict=True)]
+            one = [[from_mxfp4(b, s)] for b, s in zip(blocks["down"], scales["down"], strict=True)]
+            return QuantizedExperts.stacked(both), QuantizedExperts.stacked(one)
+        weights: list[list[QuantizedWeight | None]] = [[None] * 3 for _ in range(count)]
+        for stem, leaves in parts.items():
+            expert = _EXPERT.fullmatch(stem)
+            assert expert is not None
+            weight, order = found(stem, leaves)
+            if order is not None or int(expert[2]) >= count:
+                raise argument_error(stem, f"one of {count} experts, without act-order", "act-order" if order is not None else expert[2])
+            weights[int(expert[2])][_PARTS[expert[3]]] = weight
+        if lacking := [i for i, each in enumerate(weights) if None in each]:
+            raise argument_error("experts", "coded, all of them", f"other weights in {some(lacking)}")
+        return QuantizedExperts.stacked([each[:2] for each in weights]), QuantizedExperts.stacked([each[2:] for each in weights])  # type: ignore[misc]
+    except (TypeError, ValueError, KeyError) as error:
+        raise error if isinstance(error, ModelFileError) else ModelFileError(f"{folder}: {path}: {error}") from None
+
+
+def _sorted(
+    folder: Path, model: nn.Module, stored: dict[str, StoredTensor]
+) -> tuple[dict[str, list[str]], dict[str, dict[str, list[str]]], set[str]]:
+    """The leaves of each coded module, of mixtures by their experts, and the names of all other
+    tensors.
+    """
+    mixtures: dict[str, dict[str, list[str]]] = {}
+    stems: dict[str, list[str]] = {}
+    for name in stored:
+        stem, _, leaf = name.rpartition(".")
+        stems.setdefault(stem, []).append(leaf)
+    modules, coded, plain = dict(model.named_modules()), dict[str, list[str]](), set[str]()
+    for stem, leaves in stems.items():
+        if (
+            any(leaf in leaves for leaf in _CODES)
+            or any(leaf.endswith("_blocks") for leaf in leaves)
+            or ("weight" in leaves and not stored[f"{stem}.weight"].plain)
+        ):
+            coded[stem] = leaves
+        else:
+            plain |= {f"{stem}.{leaf}" for leaf in leaves}
+    for stem in list(coded):
+        expert = _EXPERT.fullmatch(stem)
+        path = _renamed(expert[1] if expert else stem)
+        if type(modules.get(path)).__name__ in KNOWN_EXPERTS:
+            mixtures.setdefault(path, {})[stem] = [leaf for leaf in coded.pop(stem) if not leaf.endswith("_bias")]
+    if strangers := sorted(stem for stem in coded if not isinstance(modules.get(stem), nn.Linear)):
+        raise file_error(folder, "a model of which only Linear modules and experts are coded", some(strangers))
+    if strangers := sorted(f"{stem}.{leaf}" for stem, leaves in coded.items() for leaf in leaves if leaf not in _LEAVES):
+        raise file_error(folder, "a model whose coded modules have the tensors of their method", some(strangers))
+    biases = {f"{path}.{name}_proj_bias" for path in mixtures for name in ("gate_up", "down")}
+    return coded, mixtures, plain - biases
+
+
+def _weight(folder: Path, said: Mapping[str, Any], path: str, tensors: Tensors) -> Found:
+    """Of one module, by its method or by what it has."""
+    try:
+        if said["quant_method"] == "gptq":
+            v1 = said.get("checkpoint_format", "gptq") == "gptq"
+            return from_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), zeros_off_by_one=v1)
+        if said["quant_method"] == "awq":
+            return from_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"]), None
+        return _compressed(tensors), None
+    except KeyError as error:
+        raise file_error(folder, f"a model whose {path} has {error}", sorted(tensors)) from None
+    except (TypeError, ValueError) as error:
+        raise ModelFileError(f"{folder}: {path}: {error}") from None
+
+
+def _compressed(tensors: Tensors) -> QuantizedWeight:
+    scale = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
+    if "weight_packed" not in tensors:
+        weight = tensors["weight"]
+        return from_int8(weight, scale) if weight.dtype is torch.int8 else from_fp8(weight, scale)
+    packed = tensors["weight_packed"]
+    if packed.dtype is torch.uint8:
+        if "weight_global_scale" in tensors:
+            return from_nvfp4(packed, scale, 1 / tensors["weight_global_scale"].float())
+        return from_mxfp4(packed.unflatten(1, (-1, 16)), scale)
+    if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"].diff() >= 0).all()):
+        raise argument_error("weight_g_idx", "groups in order (GPTQ's own format takes others)", "act-order")
+    k = int(tensors["weight_shape"][1]) if "weight_shape" in tensors else 8 * packed.shape[1]
+    if k != 8 * packed.shape[1]:
+        raise argument_error("weight_packed", f"of 4 bits, int32 [n, {k} / 8]", tuple(packed.shape))
+    return from_compressed_tensors(packed, scale, tensors.get("weight_zero_point"))
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Callable[[str], Tensor]]:
+    """Reads a tensor of a folder's files by name."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    single = (folder / "model.safetensors").exists()
+    files = ["model.safetensors"] if single else sorted(set(read_json(index, LONGEST_INDEX)["weight_map"].values()))
+    with ExitStack() as stack:
+        places: dict[str, Any] = {}
+        for file in files:
+            handle = stack.enter_context(safe_open(folder / file, framework="pt"))
+            places |= dict.fromkeys(handle.keys(), handle)
+        yield lambda name: places[name].get_tensor(name)
+
+
+# ------------------------------------------------------------------------------------------ writing
+def save_quantized(model: Any, tokenizer: Any | None, weight_format: str, folder: Path) -> int:
+    """Writes a model that `quantize` changed. Returns the bytes of its weights.
+
+    Raises: ValueError for a folder that is not empty.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    check_output(folder)
+    coded = {path: module for path, module in model.named_modules() if isinstance(module, (QuantizedLinear, QuantizedMixture))}
+    of = FORMATS[weight_format]
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in coded}
+    if model.config.tie_word_embeddings:
+        state = {name: tensor for name, tensor in state.items() if name not in getattr(model, "all_tied_weights_keys", {})}
+    for path, module in coded.items():
+        weights = {path: module.quantized} if isinstance(module, QuantizedLinear) else _each_expert(path, module)
+        for stem, weight in weights.items():
+            state |= {f"{stem}.{leaf}": tensor.clone(memory_format=torch.contiguous_format) for leaf, tensor in _stored(weight, of).items()}
+        if isinstance(module, QuantizedMixture) and module.bias_gate_up is not None and module.bias_down is not None:
+            in_turn = module.bias_gate_up.transpose(1, 2).flatten(1)
+            state |= {f"{path}.gate_up_proj_bias": in_turn, f"{path}.down_proj_bias": module.bias_down}
+        elif isinstance(module, QuantizedLinear) and module.bias is not None:
+            state[f"{path}.bias"] = module.bias
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder, metadata={"format": "pt"})
+    wide = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": _config(of, wide)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return weight_bytes(model)
+
+
+def _each_expert(path: str, module: QuantizedMixture) -> dict[str, QuantizedWeight]:
+    found: dict[str, QuantizedWeight] = {}
+    for i in range(len(module.gate_up.words)):
+        found |= {f"{path}.{i}.{name}": module.gate_up.part(i, part) for part, name in enumerate(("gate_proj", "up_proj"))}
+        found[f"{path}.{i}.down_proj"] = module.down.part(i, 0)
+    return found
+
+
+def check_output(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise argument_error("the output folder", "new or empty", folder)
+
+
+def _stored(weight: QuantizedWeight, of: WeightFormat) -> dict[str, Tensor]:
+    """A weight's tensors as compressed-tensors names and lays them."""
+    codes, scales = unpack(weight.words, of, weight.n, weight.k), weight.scales.T
+    if of.group:
+        scales = scales[:, : weight.k // of.group]
+    if of.code in (INT8, E4M3):
+        stored = (codes - 128).to(torch.int8) if of.code == INT8 else codes.to(torch.uint8).view(torch.float8_e4m3fn)
+        return {"weight": stored, "weight_scale": scales[:: of.blocks] if of.blocks > 1 else scales}
+    if of.code == INT4:
+        found = {"weight_packed": _packed(codes, 8), "weight_scale": scales, "weight_shape": torch.tensor([weight.n, weight.k])}
+        if weight.zeros is not None:
+            zeros = weight.zeros.T[:, : weight.k // of.group].to(torch.int32)
+            found["weight_zero_point"] = _packed(torch.nn.functional.pad(zeros, (0, 0, 0, -weight.n % 8)).T, 8).T
+        return found
+    found = {"weight_packed": _packed(codes, 2).to(torch.uint8), "weight_scale": scales}
+    if weight.factor is not None:
+        found = {**found, "weight_scale": scales.to(torch.float8_e4m3fn), "weight_global_scale": 1 / weight.factor}
+    return found
+
+
+def _packed(codes: Tensor, each: int) -> Tensor:
+    """int32: neighbours along the last axis in one number, the first in its lowest bits."""
+    shifts = torch.arange(0, 4 * each, 4, dtype=torch.int32, device=codes.device)
+    parts: tuple[Tensor, ...] = (codes.to(torch.int32).unflatten(1, (-1, each)) << shifts).unbind(2)
+    found = parts[0]
+    for part in parts[1:]:
+        found = found | part
+    return found
+
+
+def _config(of: WeightFormat, wide: list[str]) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors. wide: modules that are not coded."""
+    four = of.bits == 4
+    kind = "int" if of.code in (INT4, INT8) else "float"
+    layout = {INT4: "pack-quantized", INT8: "int-quantized", E4M3: "float-quantized"}.get(of.code)
+    layout = layout or ("nvfp4-pack-quantized" if of.factor else "mxfp4-pack-quantized")
+    strategy = "tensor_group" if of.factor else "block" if of.blocks > 1 else "group" if of.group else "channel"
+    weights: dict[str, Any] = {"num_bits": 4 if four else 8, "type": kind, "symmetric": not of.zeros, "strategy": strategy, "dynamic": False}
+    weights |= {"block_structure": [of.blocks, of.group]} if of.blocks > 1 else {"group_size": of.group} if of.group else {}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    said = {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed"}
+    return {**said, "ignore": wide, "config_groups": {"group_0": group}}
