@@ -15,8 +15,8 @@ import torch
 
 from tilewright import ops
 from tilewright.bench.drawn import judged
-from tilewright.bench.published import Figure, best_row, figures
-from tilewright.bench.results import against_peers, geomean, kernels, newest, read
+from tilewright.bench.published import SHEETS, Figure, best_row, figures
+from tilewright.bench.results import Judged, against_peers, geomean, judge, kernels, newest, read
 from tilewright.launch import Device
 from tilewright.launch.table import read_rows
 from tilewright.testing import op_name
@@ -24,44 +24,19 @@ from tilewright.testing.cases import cases
 from tilewright.tune.command import gains_by_op
 
 ROOT = Path(__file__).resolve().parent.parent
-# label, op, which of its rows, peer
-LINES = (
-    ("rms_norm", "rms_norm", lambda r: True, "torch.compile"),
-    ("layer_norm", "layer_norm", lambda r: True, "torch.compile"),
-    ("rope", "rope", lambda r: True, "torch.compile"),
-    ("silu_mul", "silu_mul", lambda r: True, "torch.compile"),
-    ("softmax", "softmax", lambda r: True, "torch.compile"),
-    ("dropout", "dropout", lambda r: True, "torch.eager"),
-    ("quantize_fp8", "quantize_fp8", lambda r: True, "torch.compile"),
-    ("rms_norm_quant", "rms_norm_quant", lambda r: True, "torch.compile"),
-    ("silu_mul_quant", "silu_mul_quant", lambda r: True, "torch.compile"),
-    ("embedding", "embedding", lambda r: True, "torch.eager"),
-    ("argmax", "argmax", lambda r: True, "torch.eager"),
-    ("sample", "sample", lambda r: True, "torch.eager"),
-    ("matmul", "matmul", lambda r: "cublas" in r["peers"], "cublas"),
-    ("matmul, fp8, scale per tensor or row", "matmul", lambda r: r["problem"].get("scaling") in (1, 2), "scaled_mm"),
-    ("matmul, fp8, scale per block", "matmul", lambda r: r["problem"].get("scaling") == 3, "scaled_mm"),
-    ("bmm", "bmm", lambda r: "cublas" in r["peers"], "cublas"),
-    ("grouped_gemm", "grouped_gemm", lambda r: "grouped_mm" in r["peers"], "grouped_mm"),
-    ("moe", "moe", lambda r: True, "grouped_mm"),
-    ("attention", "attention", lambda r: True, "cudnn"),
-    ("mla", "mla", lambda r: True, "cudnn"),
-    ("attention_decode", "attention_decode", lambda r: r["problem"]["head_dim"] <= 256, "sdpa"),
-    ("attention_decode, one key head of 512", "attention_decode", lambda r: "cublas" in r["peers"] and r["problem"]["head_dim"] > 256, "cublas"),
-    ("mla_decode", "mla_decode", lambda r: "cublas" in r["peers"], "cublas"),
-    ("sparse_decode", "sparse_decode", lambda r: "torch.compile" in r["peers"], "torch.compile"),
-    ("merge_states", "merge_states", lambda r: True, "torch.compile"),
-    ("kv_append", "kv_append", lambda r: True, "torch.compile"),
-    ("gated_delta_rule", "gated_delta_rule", lambda r: True, "fla"),
-    ("causal_conv1d", "causal_conv1d", lambda r: True, "torch.compile"),
-    ("rms_norm_gated", "rms_norm_gated", lambda r: True, "torch.compile"),
-)
-HEADLINE = (  # of LINES: a row or two of each kind of op, losses among them
+WHOLE = ("", lambda r: True)
+# Of ops whose rows are unlike kinds: what each is called, and which rows it has.
+KINDS = {
+    "matmul": (
+        ("", lambda r: r["problem"].get("scaling", "NONE") in ("NONE", 0)),
+        (", fp8, scale per tensor or row", lambda r: r["problem"].get("scaling") in (1, 2, "TENSOR", "ROW")),
+        (", fp8, scale per block", lambda r: r["problem"].get("scaling") in (3, "BLOCK")),
+    ),
+    "attention_decode": (("", lambda r: r["problem"]["head_dim"] <= 256), (", one key head of 512", lambda r: r["problem"]["head_dim"] > 256)),
+}
+HEADLINE = (  # a row or two of each kind of op, losses among them
     "rms_norm", "softmax", "quantize_fp8", "matmul", "matmul, fp8, scale per block", "bmm", "moe", "attention", "attention_decode", "mla_decode",
 )  # fmt: skip
-PEER_WORDS = {
-    "cublas": "cuBLAS", "cudnn": "cuDNN SDPA", "sdpa": "flash SDPA", "scaled_mm": "torch._scaled_mm", "grouped_mm": "torch._grouped_mm",
-}  # fmt: skip
 
 
 def prose(text: str, indent: str = "") -> str:
@@ -69,41 +44,58 @@ def prose(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+def judged_ops(rows: list[dict]) -> list[tuple[Judged, list[dict]]]:
+    """Every op that has rows, in the order of `ops.ALL`, with its rows."""
+    found = []
+    for name in map(op_name, ops.ALL):
+        for kind, belongs in KINDS.get(name, (WHOLE,)):
+            mine = [r for r in kernels(rows) if r["op"] == name and belongs(r)]
+            if mine:
+                found.append((judge(name + kind, mine), mine))
+    return found
+
+
+def speed(of: Judged) -> str:
+    """Cells: geometric mean, worst and best, of how many cases."""
+    numbers = f"**{of.mean:.2f}x** | {of.ratios[0]:.2f}x | {of.ratios[-1]:.2f}x" if of.ratios else "- | - | -"
+    return f"{numbers} | {len(of.ratios)} of {of.cases}"
+
+
+def measured_on(rows: list[dict]) -> str:
+    gpus, dates = (sorted({r[name] for r in kernels(rows)}) for name in ("gpu", "date"))
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"Measured on: {', '.join(gpus)}, {span}, `tilewright bench`, bf16 unless a case says otherwise. For other GPUs the kernels are compiled "
+        "only. Each case counts against the peer that was fastest in it; cases that no peer runs are not compared."
+    )
+
+
 def table(rows: list[dict]) -> str:
-    """Every op against its usual peer."""
+    """Every op against the fastest peer of each case."""
     lines = [
-        "| op | cases | best rate | share of the roof, median | against | geomean | worst | best |",
+        "| op | best rate | share of the roof, median | fastest peer over ours, geomean | worst | best | cases compared | the fastest was |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for label, op, belongs, peer in LINES:
-        mine = [r for r in kernels(rows) if r["op"] == op and belongs(r)]
-        ratios = [r["peers"][peer] for r in mine if peer in r["peers"]]
-        if not ratios:
-            continue
+    for of, mine in judged_ops(rows):
         compute = [r["tflops"] for r in mine if r["bound"] == "compute"]
         memory = [r["gbs"] for r in mine if r["bound"] == "memory"]
         rate = " / ".join(([f"{max(compute):.0f} TFLOP/s"] if compute else []) + ([f"{max(memory) / 1000:.2f} TB/s"] if memory else []))
         roof = statistics.median(r["roof_pct"] for r in mine)
-        lines.append(
-            f"| {label} | {len(mine)} | {rate} | {roof:.0f} % | {PEER_WORDS.get(peer, peer)} | "
-            f"**{geomean(ratios):.2f}x** | {min(ratios):.2f}x | {max(ratios):.2f}x |"
-        )
-    gpus = sorted({r["gpu"] for r in kernels(rows)})
-    dates = sorted({r["date"] for r in kernels(rows)})
-    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    note = f"{', '.join(gpus)}, {span}, `tilewright bench`, bf16 unless a case says otherwise."
-    return "\n".join([*lines, "", prose(f"{note} benchmarks/results has every row, losses included.")])
+        peers = ", ".join(f"{peer} {count}" for peer, count in of.peers.items())
+        lines.append(f"| {of.name} | {rate} | {roof:.0f} % | {speed(of)} | {peers or '-'} |")
+    return "\n".join([*lines, "", prose(f"{measured_on(rows)} benchmarks/results has every row, losses included.")])
 
 
 def headline(rows: list[dict]) -> str:
     """The README's ten rows: the same numbers as in `table`, fewer columns."""
-    lines = ["| op | against | faster, geomean | worst case | best case | of the roof, median |", "|---|---|---|---|---|---|"]
-    for line in table(rows).splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if cells and cells[0] in HEADLINE:
-            op, _, _, roof, peer, mean, worst, best = cells
-            lines.append(f"| {op} | {peer} | {mean} | {worst} | {best} | {roof} |")
-    return "\n".join([*lines, "", table(rows).rpartition("\n\n")[2].partition(" benchmarks/results")[0]])
+    lines = [
+        "| op | fastest peer over ours, geomean | worst case | best case | cases compared | of the roof, median |",
+        "|---|---|---|---|---|---|",
+    ]
+    for of, mine in judged_ops(rows):
+        if of.name in HEADLINE:
+            lines.append(f"| {of.name} | {speed(of)} | {statistics.median(r['roof_pct'] for r in mine):.0f} % |")
+    return "\n".join([*lines, "", prose(measured_on(rows))])
 
 
 def models(rows: list[dict]) -> str:
@@ -161,7 +153,7 @@ def drawn(rows: list[dict]) -> str:
     found = [row for row in rows if row.get("draw_seed") is not None]
     lines = ["| op | cases | with a peer | fastest peer over ours, geomean | worst |", "|---|---|---|---|---|"]
     for of in judged(found):
-        ratios = f"**{geomean(of.ratios):.2f}x** | {of.ratios[0]:.2f}x" if of.ratios else "- | -"
+        ratios = f"**{of.mean:.2f}x** | {of.ratios[0]:.2f}x" if of.ratios else "- | -"
         lines.append(f"| {of.name} | {of.cases} | {len(of.ratios)} | {ratios} |")
     seeds, gpus, dates = (sorted({str(row[name]) for row in found}) for name in ("draw_seed", "gpu", "date"))
     return "\n".join([*lines, "", prose(f"Seed {', '.join(seeds)}; {', '.join(gpus)}, {', '.join(dates)}.")])
@@ -190,10 +182,8 @@ def platforms(rows: list[dict]) -> str:
         ours = {f.problem["q_len"]: row for f in shown if (row := best_row(f, here))}
         types = ", ".join(sorted({row["dtype"] for row in ours.values()}))
         lines.append(line(f"`attention`, {types}", gpu, "**ours**", {n: cell(row["tflops"], row["roof_pct"]) for n, row in ours.items()}))
-    note = (
-        "Batch 4, 32 heads, head_dim 128, fp16. Where we have not measured that, our row shows the nearest case that we have: bf16, "
-        "16384 tokens in all."
-    )
+    sheets = "; ".join(f"{name}: {sheet.source}" for name, sheet in SHEETS.items() if name in {f.device for f in shown})
+    note = f"Batch 4, 32 heads, head_dim 128, fp16. Data sheets: {sheets}."
     return "\n".join([*lines, "", prose(note)])
 
 

@@ -43,6 +43,8 @@ OPTIONAL = {
 }
 MIN_DRIVER_CUDA = (13, 0)  # what a driver must speak to load cuTile's binaries
 INSTALL = "pip install 'tilewright[cuda]'"
+UNIFIED = ("sm_121",)  # CPU and GPU share the memory
+FLUSH = "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,9 @@ class System:
     trial_compile: Callable[[str], str] = field(default=lambda arch: _trial_compile(arch))
     trial_launch: Callable[[int], str] = field(default=lambda index: _trial_launch(index))
     writable: Callable[[Path], bool] = field(default=lambda path: _writable(path))
+    free_gb: Callable[[int], float] = field(default=lambda index: torch.cuda.mem_get_info(index)[0] / 1e9)
+    files_gb: Callable[[], float] = field(default=lambda: _files_gb())
+    in_container: bool = field(default_factory=lambda: Path("/.dockerenv").exists() or Path("/run/.containerenv").exists())
 
 
 def doctor_command(json_file: Path | None = None, *, system: System | None = None, console: Console | None = None) -> int:
@@ -115,6 +120,7 @@ def checks(system: System) -> Iterator[Check]:
     yield _check_python(system)
     yield _check_torch(system, gpus)
     yield from _check_gpus(system, gpus)
+    yield from _check_memory(system, gpus)
     cuda_tile = _check_cuda_tile(system)
     yield cuda_tile
     if cuda_tile.status == "fail":
@@ -160,6 +166,26 @@ def _check_gpus(system: System, gpus: list[Gpu]) -> Iterator[Check]:
         yield Check("driver", "fail", found, f"cuTile needs a driver for CUDA {'.'.join(map(str, MIN_DRIVER_CUDA))}, that is r580 or newer")
     else:
         yield Check("driver", "ok" if cuda else "warn", found)
+
+
+def _check_memory(system: System, gpus: list[Gpu]) -> Iterator[Check]:
+    """What a benchmark that hangs or a model that is killed comes from most often."""
+    for gpu in gpus:
+        free = system.free_gb(gpu.index)
+        found = f"{free:.0f} of {gpu.memory_gb:.0f} GB free"
+        if gpu.arch in UNIFIED:
+            files = system.files_gb()
+            found += f", shared with the CPU; {files:.0f} GB hold files that were read"
+            full = files > free
+            yield Check(f"memory {gpu.index}", "warn" if full else "ok", found, f"a model may be killed while it loads: {FLUSH}" if full else "")
+        elif 2 * free < gpu.memory_gb:
+            mend = "nvidia-smi lists who holds the rest; or lower --batch, or take a smaller model"
+            yield Check(f"memory {gpu.index}", "warn", found, mend)
+        else:
+            yield Check(f"memory {gpu.index}", "ok", found)
+    if system.in_container and not gpus and not system.driver_cuda():
+        mend = "for a GPU of the host: install nvidia-container-toolkit there and start the container with --gpus all"
+        yield Check("container", "warn", "no driver in this container", mend)
 
 
 def _check_cuda_tile(system: System) -> Check:
@@ -241,6 +267,12 @@ def _check_caches(system: System) -> Iterator[Check]:
 
 
 def _check_optional(system: System) -> Iterator[Check]:
+    if system.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
+        yield Check("model hub", "ok", "offline: HF_HUB_OFFLINE is set, models come from the cache")
+    elif system.environ.get("HF_TOKEN"):
+        yield Check("model hub", "ok", "HF_TOKEN is set")
+    else:
+        yield Check("model hub", "ok", "no HF_TOKEN: public models only", "export HF_TOKEN=... for gated ones (else: 401 Unauthorized)")
     for package, extra in OPTIONAL.items():
         found = system.version(package)
         mend = "make demo" if extra == "demo" else f"pip install 'tilewright[{extra}]'"
@@ -346,6 +378,14 @@ def _driver_cuda() -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return value.value // 1000, value.value % 1000 // 10
+
+
+def _files_gb() -> float:
+    """Memory that holds contents of files, which the system gives back only when it must."""
+    with contextlib.suppress(OSError):
+        match = re.search(r"^Cached: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return int(match[1]) / 1e6 if match else 0.0
+    return 0.0
 
 
 def _writable(path: Path) -> bool:

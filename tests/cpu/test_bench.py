@@ -11,11 +11,12 @@ import torch
 from rich.console import Console
 
 from tilewright.bench import command, libraries, measure, timer
-from tilewright.bench.ceilings import Ceilings
+from tilewright.bench.ceilings import Ceilings, check_sums
 from tilewright.bench.command import _Run, bench_command
 from tilewright.bench.measure import Setup
 from tilewright.bench.meter import Meter, Sample, parse_smi, summarised
-from tilewright.bench.published import beside, best_row, figures
+from tilewright.bench.page import _figure_lines
+from tilewright.bench.published import SHEETS, beside, best_row, figures
 from tilewright.bench.report import Measured, make_row
 from tilewright.bench.stopwatch import Stopwatch, told, total
 from tilewright.bench.suites import Table, formatted, playbook, seeds
@@ -213,7 +214,12 @@ def test_published_figures_are_complete_and_name_their_machine():
         assert share is None or 0 < share < 105, figure
     spark = next(f for f in found if f.hardware == "DGX Spark" and f.problem.get("q_len") == 16_384)
     assert spark.value == 89.491869
-    assert spark.roof_pct() == pytest.approx(100 * 89.491869 / Device.named("GB10").tflops)
+    assert spark.roof_pct() is None, "no source gives GB10's bf16 rate"
+    read = next(f for f in found if f.kernel.startswith("Memory read"))
+    assert read.roof_pct() == pytest.approx(100 * 236 / 273)
+    b300 = next(f for f in found if f.device == "B300" and f.problem.get("q_len") == 16_384)
+    assert b300.roof_pct() == pytest.approx(100 * b300.value / SHEETS["B300"].tflops)
+    assert all(sheet.source for sheet in SHEETS.values())
     note = next(f for f in found if f.kernel.endswith("DeepGEMM"))
     assert note.tflops() == pytest.approx(2 * 320 * 32_576 * 7168 / 77e-6 / 1e12)
 
@@ -230,11 +236,25 @@ def test_rows_of_the_same_problem_stand_beside_published_figures():
     exact = row | {"problem": plain | {"dtype": "float16"}, "dtype": "float16"}
     figure = beside(row)[0]
     assert best_row(figure, [exact, row]) is exact
-    other_batch = row | {"problem": plain | {"batch": 8}}
-    assert best_row(figure, [other_batch]) is other_batch
-    assert best_row(figure, [other_batch, row]) is row
-    decode = {"op": "decode", "case": "Llama-3.2-1B batch=1 prompt=32 new=128 mode=mega"}
-    assert [f.value for f in beside(decode)] == [95.9]
+    assert best_row(figure, [row | {"problem": plain | {"batch": 8}}]) is None, "another batch is other work"
+
+
+def test_a_figure_of_whole_models_stands_beside_equal_work_of_the_same_software():
+    case = "Llama-3.2-1B batch=1 prompt=6 new=128"
+    theirs = {"peer_tokens_per_s": {"transformers": 100.0, "torch.compile": 400.0}, "peer_tpot_ms": {"transformers": 10.0, "torch.compile": 2.5}}
+    ours = {"tokens_per_s": 1200.0, "gbs": 3000.0, "kernel_us": 760.0, "step_bytes": 2.5e9, "op": "decode", "gpu": "H200", "date": "2026-11-23"}
+    rows = [{**ours, **theirs, "case": f"{case} mode={mode}", "tokens_per_s": rate} for mode, rate in (("eager", 500.0), ("mega", 1200.0))]
+    found = {(f.by or "ours", f.metric): f.of(row) for f in figures() if f.document.startswith("gb10") and (row := best_row(f, rows)) is not None}
+    assert found == {
+        ("transformers", "tokens/s"): 100.0, ("torch.compile", "tokens/s"): 400.0, ("ours", "tokens/s"): 1200.0,
+        ("transformers", "GB/s"): 250.0, ("torch.compile", "GB/s"): 1000.0, ("ours", "GB/s"): 3000.0, ("ours", "ms"): 0.76,
+    }  # fmt: skip
+    assert beside(rows[0] | {"case": "Llama-3.2-1B batch=1 prompt=32 new=128 mode=mega"}) == [], "another prompt is other work"
+    untold = [f for f in figures() if f.alone]
+    assert {f.value for f in untold} == {15.66, 18.52, 257.33, 51151, 43080, 2954}
+    assert not any(f.measures_the_same({"op": "generate", "case": "Qwen2-7B batch=16 prompt=32 new=50 mode=graph"}) for f in untold)
+    lines = ["".join(line) for f in untold for line in _figure_lines([f], rows)]
+    assert sum("prompt length not told" in line for line in lines) == len(untold)
 
 
 @pytest.mark.parametrize(("host_us", "gives_up"), [([5000.0, 6.0], False), ([5000.0, 5000.0], True)], ids=["held up once", "a loser"])
@@ -259,3 +279,12 @@ def test_input_sets_fit_in_memory_however_little_of_them_a_call_touches():
     assert len(input_sets(make, 1, 1 << 20, limit_bytes=5 << 20)) == 5
     assert len(made) == 5
     assert len(input_sets(make, 3 << 20, 1 << 20, limit_bytes=1 << 30)) == 2
+
+
+def test_each_read_kernel_is_checked_by_itself():
+    """Timed in any order: one of few blocks runs behind one of many."""
+    out = torch.empty(4, dtype=torch.int32)
+    reads = {"many": lambda: out.copy_(torch.tensor([2, 2, 2, 2])), "few": lambda: out[:2].fill_(4)}
+    check_sums(reads, out, 8)
+    with pytest.raises(RuntimeError, match="few summed 6, must be 8"):
+        check_sums(reads | {"few": lambda: out[:2].fill_(3)}, out, 8)

@@ -53,6 +53,9 @@ def machine(packages: Path | None, *, gpus=(), environ=None, old=None, **changes
         "trial_compile": lambda arch: "",
         "trial_launch": lambda index: "",
         "writable": lambda path: True,
+        "free_gb": lambda index: 140.0,
+        "files_gb": lambda: 0.0,
+        "in_container": False,
     }
     return System(**{**settings, **changes})
 
@@ -82,6 +85,24 @@ def test_the_cuda_home_trap(tmp_path):
     assert found(machine(None, environ=environ, old=old))["CUDA_HOME"].status == "warn", "without a GPU only the report needs the compiler"
     assert found(machine(None, gpus=(H200,), environ=environ))["CUDA_HOME"].status == "ok", "the same release is no trap"
     assert found(machine(new, gpus=(H200,), environ=environ, old=old))["CUDA_HOME"].status == "ok", "cuTile hides it from the packaged compiler"
+
+
+def test_what_the_playbooks_troubleshooting_knows(tmp_path):
+    packages, spark = toolkit(tmp_path), Gpu(0, "NVIDIA GB10", "sm_121", 128.0)
+    assert found(machine(packages, gpus=(H200,)))["memory 0"].found == "140 of 150 GB free"
+    held = found(machine(packages, gpus=(H200,), free_gb=lambda index: 3.0))["memory 0"]
+    assert (held.status, held.found) == ("warn", "3 of 150 GB free")
+    assert "nvidia-smi lists who holds the rest" in held.mend
+    full = found(machine(packages, gpus=(spark,), free_gb=lambda index: 20.0, files_gb=lambda: 90.0))["memory 0"]
+    assert full.found == "20 of 128 GB free, shared with the CPU; 90 GB hold files that were read"
+    assert full.mend.endswith("sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'")
+    assert found(machine(packages, gpus=(spark,), free_gb=lambda index: 100.0, files_gb=lambda: 20.0))["memory 0"].status == "ok"
+    inside = machine(packages, in_container=True)
+    assert "start the container with --gpus all" in found(inside)["container"].mend
+    assert "container" not in found(machine(packages, in_container=True, gpus=(H200,)))
+    assert "HF_TOKEN" in found(machine(packages))["model hub"].mend
+    assert found(machine(packages, environ={"HF_TOKEN": "x"}))["model hub"].mend == ""
+    assert found(machine(packages, environ={"HF_HUB_OFFLINE": "1"}))["model hub"].found.startswith("offline")
 
 
 def test_a_missing_or_mixed_compiler(tmp_path):

@@ -21,8 +21,8 @@ from tilewright.ops import attention as finished
 from tilewright.testing import check_op, op_name, run_op
 
 CPU, H200 = torch.device("cpu"), Device.named("H200")
-GEMM, (ATTENTION,) = ladders("gemm"), ladders("attention")
-LADDERS = (*GEMM, ATTENTION)
+GEMM, (ATTENTION,), (DECODE,) = ladders("gemm"), ladders("attention"), ladders("decode")
+LADDERS = (*GEMM, ATTENTION, DECODE)
 EACH = pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.name)
 
 
@@ -183,8 +183,40 @@ def test_on_a_gpu_it_prints_times_and_gains_and_writes_rows_and_a_drawing(preten
     assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_ladder_of_other_sizes_and_rounds(pretended_gpu, monkeypatch, capsys):
+    (ladder,) = ladders("attention", [512], batch=2, heads=8, head_dim=64)
+    assert ladder.problem == Problem(2, 8, 8, 512, 64)
+    assert not any(ladder.published(step) for step in ladder.steps), "published for other sizes"
+    measured, rounds = command.measure_case, []
+
+    def noted(op, problem, setup, **how):
+        rounds.append(setup.rounds)
+        return measured(op, problem, setup, **how)
+
+    monkeypatch.setattr(command, "measure_case", noted)
+    learn_command("attention", seq_lens=[512], sizes={"batch": 2, "heads": 8, "head_dim": 64}, iterations=3)
+    assert "batch=2 q_heads=8 kv_heads=8 seq_len=512 head_dim=64" in capsys.readouterr().out
+    assert rounds == [3] * len(STEPS)
+    with pytest.raises(ValueError, match="head_dim must be one of 16, 32, 64, 128, 256, got 48"):
+        ladders("attention", head_dim=48)
+    with pytest.raises(ValueError, match="sizes must be given only with attention, got batch 2"):
+        ladders("gemm", batch=2)
+
+
+def test_blackwell_ends_with_two_blocks_that_share_a_tile():
+    """No step asks for warps there: accumulators are in tensor memory."""
+    b200 = Device.named("B200")
+    for ladder in GEMM[:2]:
+        configs = [step.config_for(ladder.problem, b200) for step in ladder.steps]
+        assert len(set(configs)) == len(configs)
+        assert [c.num_ctas for c in configs] == [None, None, None, 1, 2]
+        assert not any(c.num_worker_warps for c in configs)
+        for config in configs:
+            check_op(ladder.op, ladder.small, CPU, config)
+
+
 def test_errors_say_what_must_be(tmp_path):
-    with pytest.raises(KeyError, match="attention, gemm"):
+    with pytest.raises(KeyError, match="attention, gemm, decode"):
         ladders("sorting")
     with pytest.raises(ValueError, match="only with attention"):
         ladders("gemm", [1024])

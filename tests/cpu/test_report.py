@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tilewright.bench import results
+from tilewright.bench import figures, results
 from tilewright.bench.page import report_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,3 +175,21 @@ def test_a_browser_draws_the_page(committed, tmp_path, scheme, width):
     assert pixels.std() > 0.05, "a blank page"
     coloured = (pixels.max(-1) - pixels.min(-1) > 0.3).sum()
     assert coloured > 2000, "no drawing"
+
+
+def test_a_ladder_is_drawn_step_by_step_beside_its_best_peer():
+    steps = (("naive", 100.0, 0.25), ("8 warps", 400.0, 1.0))
+    rows = [
+        {
+            "case": f"m=8 step={step}",
+            "tflops": rate,
+            "peers": {"cublas": ratio, "slow": 4 * ratio, "ops.matmul": ratio / 2},
+            "gpu": "H200",
+            "date": "now",
+        }
+        for step, rate, ratio in steps
+    ]
+    text = figures.svg(figures.ladder_bars(rows), "ladder")
+    for shown in ("naive", "8 warps", "cublas, 400", "TFLOP/s on H200, now"):
+        assert shown in text
+    assert "ops.matmul" not in text

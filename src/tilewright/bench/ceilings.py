@@ -1,11 +1,13 @@
 """What this very device reaches, measured at the start of a run: the roofs of all times."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import cuda.tile as ct
 import torch
+from torch import Tensor
 
 from ..launch import Bound, Device, Launch
 from .timer import Contender, launch_floor_us, time_interleaved
@@ -35,6 +37,18 @@ def read_kernel(X: Any, OUT: Any, TILE: ct.Constant[int]) -> None:
     ct.store(OUT, index=(ct.bid(0),), tile=ct.sum(total).reshape((1,)))
 
 
+def check_sums(reads: Mapping[str, Contender], out: Tensor, words: int) -> None:
+    """Each by itself: one of fewer blocks leaves words of another's.
+
+    Raises: RuntimeError naming the kernel.
+    """
+    for name, read in reads.items():
+        out.zero_()
+        read()
+        if int(out.sum()) != words:
+            raise RuntimeError(f"{name} summed {int(out.sum())}, must be {words}")
+
+
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Takes about a second and 4 GiB."""
     words = 1 << 28
@@ -44,11 +58,10 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     out = torch.empty(4 * here.sms, dtype=torch.int32, device=device)
     launches = {f"read{o}": Launch(read_kernel, (o * here.sms,), {"tile": WORDS}, occupancy=o) for o in (1, 2, 4)}
     contenders: dict[str, Contender] = {name: partial(Bound([launch], ("x", "out"), here).run, source, out) for name, launch in launches.items()}
+    check_sums(contenders, out, words)
     # A captured copy_ becomes a memcpy node, which is slower than a kernel (2.8 against 4.3 TB/s on
     # an H200). Negation moves the same bytes.
     times = time_interleaved({**contenders, "copy": lambda: torch.neg(source, out=target)}, [{}])
-    if int(out.sum()) != words:
-        raise RuntimeError(f"the read kernel summed {int(out.sum())}, must be {words}")
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul = time_interleaved({"matmul": lambda: torch.matmul(a, b)}, [{}])["matmul"]
     return Ceilings(

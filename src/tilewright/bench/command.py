@@ -23,7 +23,7 @@ from ..testing.cases import cases
 from ..testing.drawn import draw_all
 from ..testing.problems import Task
 from .ceilings import measure_ceilings
-from .drawn import check_seeds, judged
+from .drawn import check_seeds, judged, lines
 from .measure import Setup, measure_case
 from .meter import meter_of
 from .published import beside
@@ -84,7 +84,7 @@ def bench_command(  # noqa: PLR0913 an option each
         else:
             tasks = problems(here) if problems else seeds() if suite == "seeds" else [(op, p) for op in chosen for p in cases(op, "bench")]
             run.all((op, problem) for op, problem in tasks if op in chosen)
-    for line in [line for of in judged(map(dataclasses.asdict, run.rows)) for line in of.lines()] if draw else summary(run.rows):
+    for line in [line for of in judged(map(dataclasses.asdict, run.rows)) for line in lines(of)] if draw else summary(run.rows):
         console.print(line, markup=False)
     console.print(told(total([run.watch.seconds, *(row.took_s for row in run.rows)]), time.monotonic() - began))
     console.print(json.dumps({"cases": len(run.rows), "wrong": run.wrong, "ceilings": dataclasses.asdict(setup.ceilings)}))

@@ -4,36 +4,18 @@ Each case is judged by the fastest peer that ran it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from ..testing.drawn import FITTING_SEEDS, WEIGHTS
-from .results import geomean
-
-Row = dict[str, Any]
+from .results import Judged, Row, fastest, judge
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """An op on drawn problems. name: of the op, with " fp8" for products of 8-bit operands.
-
-    cases: how many were timed.
-    ratios: time of the fastest peer over ours, of the cases that a peer ran, worst first.
-    losses: the rows of those below 1.
-    """
-
-    name: str
-    cases: int
-    ratios: tuple[float, ...]
-    losses: tuple[Row, ...]
-
-    def lines(self) -> list[str]:
-        """Count, geometric mean and worst, then every loss, worst first."""
-        if not self.ratios:
-            return [f"{self.name}: {self.cases} cases, no peer"]
-        without = f" ({self.cases - len(self.ratios)} without a peer)" if self.cases > len(self.ratios) else ""
-        head = f"{self.name}: {self.cases} cases{without}, best peer over ours geomean {geomean(self.ratios):.3f}x, worst {self.ratios[0]:.2f}x"
-        return [head, *(_loss(row) for row in self.losses)]
+def lines(of: Judged) -> list[str]:
+    """Count, geometric mean and worst, then every loss, worst first."""
+    if not of.ratios:
+        return [f"{of.name}: {of.cases} cases, no peer"]
+    without = f" ({of.cases - len(of.ratios)} without a peer)" if of.cases > len(of.ratios) else ""
+    head = f"{of.name}: {of.cases} cases{without}, best peer over ours geomean {of.mean:.3f}x, worst {of.ratios[0]:.2f}x"
+    return [head, *(_loss(row) for row in of.losses)]
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
@@ -50,20 +32,12 @@ def judged(rows: Iterable[Row]) -> list[Judged]:
     for row in rows:
         name = f"{row['op']} fp8" if row["problem"].get("scaling", "NONE") != "NONE" else row["op"]
         groups[name if name in groups else row["op"]].append(row)
-    return [_judged(name, of) for name, of in groups.items() if of]
-
-
-def ratio(row: Row) -> float:
-    """Time of the fastest peer over ours."""
-    return float(min(row["peer_us"].values()) / row["time_us"])
-
-
-def _judged(name: str, rows: list[Row]) -> Judged:
-    compared = sorted((row for row in rows if row["peer_us"]), key=ratio)
-    return Judged(name, len(rows), tuple(map(ratio, compared)), tuple(row for row in compared if ratio(row) < 1))
+    return [judge(name, of) for name, of in groups.items() if of]
 
 
 def _loss(row: Row) -> str:
-    peer = min(row["peer_us"], key=row["peer_us"].get)
+    found = fastest(row)
+    assert found is not None
+    peer, ratio = found
     ours = f"{row['time_us']:.1f} us +-{row['spread_us']:.1f}, {peer} {row['peer_us'][peer]:.1f}"
-    return f"  {ratio(row):.2f}  {row['case']} (seed {row['draw_seed']}) | {ours} | {row['config']} {row['source']}"
+    return f"  {ratio:.2f}  {row['case']} (seed {row['draw_seed']}) | {ours} | {row['config']} {row['source']}"

@@ -65,13 +65,13 @@ def log_axis(ax: Any, ticks: Sequence[int]) -> None:
     ax.minorticks_off()
 
 
-def roofline(rows: Sequence[Row]) -> Drawing:
+def roofline(rows: Sequence[Row], height: float = 5.4) -> Drawing:
     """Every kernel: rate over intensity, under the roofs measured in its own run.
 
     Rows round rates to 0.01, so the very smallest are left out.
     """
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, 5.4)
+        drawing, ax = _drawing(9.5, height)
         looks = colours(dict.fromkeys(row["op"] for row in rows))
         shown = [row for row in rows if row["gbs"] >= SMALLEST and row["tflops"] >= SMALLEST]
         for op, (colour, marker) in looks.items():
@@ -113,6 +113,28 @@ def peer_bars(against: Sequence[Against]) -> Drawing:
         ax.set_xticks([t for t in ticks if low / 1.3 <= t <= high * 1.3], [f"{t:g}x" for t in ticks if low / 1.3 <= t <= high * 1.3])
         ax.minorticks_off()
         ax.margins(y=0.01)
+    return drawing
+
+
+def ladder_bars(rows: Sequence[Row]) -> Drawing:
+    """The steps of one ladder from the first down: rate, and as a line the best peer's."""
+    with rc_context(STYLE):
+        drawing, ax = _drawing(9.5, 0.9 + 0.24 * len(rows))
+        names = [row["case"].partition(" step=")[2] for row in rows][::-1]
+        rates = [row["tflops"] for row in rows][::-1]
+        ax.barh(range(len(rows)), rates, height=0.62, color=PALETTE[0], alpha=0.85)
+        for i, rate in enumerate(rates):
+            ax.text(rate, i, f" {rate:.0f}", va="center", fontsize=8.5)
+        ax.set_yticks(range(len(rows)), names, fontsize=8.5)
+        # A ratio is ours over theirs. The row of the fastest step has it with the most digits.
+        fastest = max(rows, key=lambda row: row["tflops"])
+        theirs = {peer: fastest["tflops"] / ratio for peer, ratio in fastest["peers"].items() if not peer.startswith("ops.")}
+        if theirs:
+            peer = max(theirs, key=theirs.__getitem__)
+            ax.axvline(theirs[peer], color=PALETTE[1], linewidth=1.4, label=f"{peer}, {theirs[peer]:.0f}")
+            ax.legend(loc="lower right", fontsize=9)
+        ax.set(xlabel=f"TFLOP/s on {rows[0]['gpu']}, {rows[0]['date']}")
+        ax.grid(visible=False, axis="y")
     return drawing
 
 
@@ -214,7 +236,7 @@ def platforms(rows: Sequence[Row]) -> Drawing:
         looks = colours([*groups, "ours"])
         for label, found in groups.items():
             xs = [figure.problem["q_len"] for figure in found]
-            for ax, ys in zip(axes, ([f.value for f in found], [f.roof_pct() for f in found]), strict=True):
+            for ax, ys in zip(axes, ([f.value for f in found], [f.roof_pct() or math.nan for f in found]), strict=True):
                 ax.plot(xs, ys, color=looks[label][0], linestyle=":", marker="s", markersize=3.5, label=label)
         one = next(iter(groups.values()))
         for gpu in dict.fromkeys(row["gpu"] for row in rows):

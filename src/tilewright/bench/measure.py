@@ -15,7 +15,7 @@ from .meter import Meter
 from .peers import Peer, peers_of
 from .report import Measured, Row, make_row
 from .stopwatch import Stopwatch
-from .timer import Timing, input_sets, time_interleaved
+from .timer import ROUNDS, Timing, input_sets, time_interleaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Setup:
 
     ceilings: of the device, measured in the run. meter: of clocks and power, None for none.
     peers: other libraries are timed beside us.
-    warm: each case is timed on inputs in the L2 cache too.
+    warm: each case is timed on inputs in the L2 cache too. rounds: of which the median counts.
     """
 
     device: torch.device
@@ -32,6 +32,7 @@ class Setup:
     meter: Meter | None = None
     peers: bool = True
     warm: bool = True
+    rounds: int = ROUNDS
 
 
 def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = None, beside: Sequence[Peer] = ()) -> Row:
@@ -67,11 +68,11 @@ def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = No
     written = sum(t.nbytes for t in ours)
     del inputs, ours, decided
     with (setup.meter or Meter(None)).watching() as clocks, watch.phase("timing"):
-        times = time_interleaved(contenders, sets)
+        times = time_interleaved(contenders, sets, setup.rounds)
     warm: dict[str, Timing] = {}
     if setup.warm and 2 * size_bytes <= here.l2_bytes:  # half of it: the rest is for what the contenders write
         with watch.phase("timing in L2"):
-            warm = time_interleaved(contenders, sets[:1])
+            warm = time_interleaved(contenders, sets[:1], setup.rounds)
     source = "search" if decision.source == "forced" else decision.source
     known: Any = {"absent": absent, "clocks": clocks[0], "backends": backends, "took_s": watch.seconds}
     return make_row(op_name(op), problem, here.name, setup.ceilings, Measured(times, warm, written, decision.config, source, found, **known))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from . import results
-from .published import Figure, best_row, figures
+from .published import SHEETS, Figure, best_row, figures
 from .results import Against, Change, Row
 
 if TYPE_CHECKING:
@@ -142,8 +142,11 @@ def _summary(rows: Sequence[Row], against: Sequence[Against]) -> str:
         roof = statistics.median(row["roof_pct"] for row in mine)
         tuned = sum("table" in row.get("source", "") for row in mine)
         peers = ", ".join(f"<span class=pair>{_e(a.peer)} {_ratio(a.mean)}</span>" for a in against if a.op == op)
-        lines.append((_e(op), str(len(mine)), rate, f"{roof:.0f} %", str(tuned), peers or "-"))
-    return _table(("op", "cases", "best rate", "of roof, median", "tuned", "geometric mean against"), lines, text=(0, 5))
+        of = results.judge(op, mine)
+        best = f"{_ratio(of.mean)} of {len(of.ratios)}, worst {of.ratios[0]:.2f}x" if of.ratios else "-"
+        lines.append((_e(op), str(len(mine)), rate, f"{roof:.0f} %", str(tuned), best, peers or "-"))
+    heads = ("op", "cases", "best rate", "of roof, median", "tuned", "fastest peer of each case", "geometric mean against each peer")
+    return _table(heads, lines, text=(0, 6))
 
 
 def _backends(rows: Sequence[Row]) -> str:
@@ -156,10 +159,12 @@ def _platforms(rows: Sequence[Row]) -> str:
 
     Each figure is marked, in its unit and as a share of its machine's roof.
     """
+    sheets = "; ".join(f"{name}: {sheet.source}" for name, sheet in SHEETS.items())
     note = _caption(
         "Published figures are their documents' own and were not run again; their share of the roof takes the data sheet's dense 16-bit rate "
-        "(8-bit: twice that) or bandwidth. Measured ones are held to the roofs measured in the same run. Where a document times fp16, a bf16 row of "
-        "ours may stand in, and a row of another batch where the very one is not measured."
+        "(8-bit: twice that) or bandwidth. Measured ones are held to the roofs measured in the same run, and stand only beside equal work and, where "
+        "the figure is of PyTorch, PyTorch's own time. A bf16 row stands in where a document times fp16 and we did not. "
+        f"Data sheets: {sheets}."
     )
     series: dict[tuple[Any, ...], list[Figure]] = {}
     single: dict[tuple[Any, ...], list[Figure]] = {}
@@ -181,7 +186,7 @@ def _over_lengths(op: str, fixed: tuple[Any, ...], group: Sequence[Figure], rows
     lines = []
     for kernel, hardware, document in dict.fromkeys((f.kernel, f.hardware, f.document) for f in group):
         found = {f.problem["q_len"]: f for f in group if (f.kernel, f.hardware, f.document) == (kernel, hardware, document)}
-        cells = [f"{found[n].value:,.4g} <small>{found[n].roof_pct() or 0:.0f} %</small>" if n in found else "" for n in lengths]
+        cells = [_with_share(found[n]) if n in found else "" for n in lengths]
         lines.append((_e(kernel), f"{_e(hardware)} {PUBLISHED}", _e(document.removesuffix(".md")), *cells))
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
         here = [row for row in rows if row["gpu"] == gpu]
@@ -196,28 +201,32 @@ def _over_lengths(op: str, fixed: tuple[Any, ...], group: Sequence[Figure], rows
     return title + _table(heads, lines, text=range(3))
 
 
+def _with_share(figure: Figure) -> str:
+    share = figure.roof_pct()
+    return f"{figure.value:,.4g}" + (f" <small>{share:.0f} %</small>" if share is not None else "")
+
+
 def _figure_lines(group: Sequence[Figure], rows: Sequence[Row]) -> Iterable[tuple[str, ...]]:
     for figure in group:
         roof = figure.roof_pct()
         cells = (_e(figure.kernel), _e(_problem(figure)), f"{_e(figure.hardware)} {PUBLISHED}", _e(figure.document.removesuffix(".md")))
         yield (*cells, f"{figure.value:,.4g} {_e(figure.metric)}", f"{roof:.0f} %" if roof is not None else "-")
-    first = group[0]
-    row = best_row(first, rows)
-    if row is not None:
-        value, unit = _same_unit(first, row)
-        share = row.get("roof_pct", row.get("floor_pct"))
-        cells = (f"Tilewright {_e(row['op'])}", _e(row["case"]), f"{_e(row['gpu'])} {MEASURED}", _e(row.get("date", "")))
-        yield (*cells, f"<b>{value:,.4g} {unit}</b>", f"<b>{share:.0f} %</b>" if share is not None else "-")
-    elif first.op:
-        yield ("Tilewright", _e(_problem(first)), '<span class="soft">not measured yet</span>', "", "-", "-")
+    for figure in {f.by: f for f in group}.values():
+        row, who = best_row(figure, rows), figure.by or "Tilewright"
+        if row is not None:
+            value, unit = _same_unit(figure, row)
+            share = None if figure.by else row.get("roof_pct", row.get("floor_pct"))
+            cells = (f"{_e(who)} {_e(row['op'])}", _e(row["case"]), f"{_e(row['gpu'])} {MEASURED}", _e(row.get("date", "")))
+            yield (*cells, f"<b>{value:,.4g} {unit}</b>", f"<b>{share:.0f} %</b>" if share is not None else "-")
+        elif figure.op:
+            yield (_e(who), _e(_problem(figure)), f'<span class="soft">{figure.alone or "not measured yet"}</span>', "", "-", "-")
 
 
 def _same_unit(figure: Figure, row: Mapping[str, Any]) -> tuple[float, str]:
-    """What a row measured, in the unit of a published figure."""
-    from .published import RATES
-
-    if figure.metric in RATES and RATES[figure.metric] in row:
-        return row[RATES[figure.metric]], figure.metric
+    """What a row measured, in the unit of a published figure where it has that."""
+    found = figure.of(row)
+    if found is not None:
+        return found, figure.metric
     return (row["tflops"], "TFLOP/s") if row["bound"] == "compute" else (row["gbs"], "GB/s")
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..ops import argmax, layer_norm, rms_norm_gated, silu_mul, softmax
+from ..ops import adjust_logits, argmax, layer_norm, rms_norm_gated, silu_mul, softmax
 from ..ops.common.scaling import FAST_SUM
 from . import attention_peers as attention
 from . import linear_peers as linear
@@ -237,6 +237,7 @@ def _sample(
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """Sort, cut, and the race of exponentials: as engines compose it for parameters in tensors."""
     x = logits.float()
@@ -252,6 +253,8 @@ def _sample(
             below[:, -1] = False
             rising = rising.masked_fill(below, -torch.inf)
         x = torch.empty_like(x).scatter_(-1, order, rising)
+    if min_p is not None:
+        x = x.masked_fill(x < x.amax(-1, keepdim=True) + min_p.reshape(-1, 1).log(), -torch.inf)
     return (x.softmax(-1) / torch.empty_like(x).exponential_()).argmax(-1)
 
 
@@ -273,6 +276,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "embedding": _torch(_embedding),
     "argmax": _torch(argmax.reference),
     "sample": _torch(_sample),
+    "adjust_logits": _torch(adjust_logits.reference),
     "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
     "quantized_matmul": (
         Peer("cublas", quantized.cublas),

@@ -7,13 +7,33 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..launch import Device
 from ..ops.common.scaling import Scaling
 
 FOLDER = Path(__file__).resolve().parent / "published"
 HALVES = ("float16", "bfloat16")  # one rate on every tensor core
 LAYOUT = ("trans_a", "trans_b", "heads_inside", "out_dtype")  # how operands lie in memory, which the documents leave open
 RATES = {"TFLOP/s": "tflops", "GB/s": "gbs", "us": "time_us", "tokens/s": "tokens_per_s"}
+MODELS = ("generate", "decode")  # ops of whole models
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Roofs by data sheet: the dense bf16 rate with fp32 sums, and the memory's bandwidth, of one
+    GPU; None where the source has no such number. Not what the cost model takes (`Device`), which
+    has to have one.
+    """
+
+    tflops: float | None = None
+    memory_gbs: float | None = None
+    source: str = ""
+
+
+SHEETS = {  # by device: dense rates are half of those that a sheet states with sparsity
+    "H200": Sheet(989.0, 4800.0, "NVIDIA H200 data sheet, SXM"),
+    "B200": Sheet(2250.0, 8000.0, "NVIDIA Blackwell architecture technical brief, HGX B200"),
+    "B300": Sheet(2250.0, 8000.0, "NVIDIA HGX B300 data sheet, an eighth of a board"),
+    "GB10": Sheet(None, 273.0, "NVIDIA DGX Spark hardware overview, which tells no bf16 rate"),
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +43,8 @@ class Figure:
     document, table: where it stands. metric: unit of value.
     hardware: as the document calls it. device: ours of that name, "" for a ratio of two.
     op, problem: what of ours computes the same, "" and {} for none; the fields that are told.
+    by: the peer of our rows that is the same software: a figure of PyTorch stands beside PyTorch.
+        "" for software that is no peer, which stands beside ours.
     """
 
     document: str
@@ -34,6 +56,7 @@ class Figure:
     problem: Mapping[str, Any]
     metric: str
     value: float
+    by: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -50,23 +73,36 @@ class Figure:
         return None
 
     def roof_pct(self) -> float | None:
-        """Share of the data sheet's roof of its hardware.
+        """Share of the data sheet's roof of its hardware; None where no source gives one.
 
         That is the dense 16-bit rate (twice that for 8 bits), or the memory bandwidth.
         """
-        if not self.device:
-            return None
-        device, rate = Device.named(self.device), self.tflops()
-        if rate is not None:
-            return 100 * rate / (device.tflops * (2 if "float8" in self.problem.get("dtype", "") else 1))
-        return 100 * self.value / device.memory_gbs if self.metric == "GB/s" else None
+        sheet, rate = SHEETS.get(self.device, Sheet()), self.tflops()
+        if rate is not None and sheet.tflops:
+            return 100 * rate / (sheet.tflops * (2 if "float8" in self.problem.get("dtype", "") else 1))
+        return 100 * self.value / sheet.memory_gbs if rate is None and self.metric == "GB/s" and sheet.memory_gbs else None
 
-    def measures_the_same(self, row: Mapping[str, Any], but: str = "") -> bool:
-        """Whether a result row computes this problem; 16-bit formats count as one.
+    @property
+    def alone(self) -> str:
+        """Why no row can be the same work, "" if one can."""
+        return "prompt length not told" if self.op in MODELS and "prompt" not in self.problem else ""
 
-        but: a field that may differ.
-        """
-        if not self.op or row["op"] != self.op:
+    def of(self, row: Mapping[str, Any]) -> float | None:
+        """What a row of the same work measured, in this figure's unit and of its software."""
+        found: float | None
+        if self.by:
+            at = {"tokens/s": "peer_tokens_per_s", "GB/s": "peer_tpot_ms"}.get(self.metric, "")
+            found = row.get(at, {}).get(self.by)
+            return found if found is None or self.metric == "tokens/s" else row["step_bytes"] / found / 1e6
+        if self.metric == "ms":
+            found = row.get("kernel_us")
+            return None if found is None else found / 1e3
+        found = row.get(RATES.get(self.metric, ""))
+        return found
+
+    def measures_the_same(self, row: Mapping[str, Any]) -> bool:
+        """Whether a result row is the same work; 16-bit formats count as one."""
+        if not self.op or row["op"] != self.op or self.alone:
             return False
         if "model" in self.problem:
             words = row["case"].split()
@@ -75,7 +111,7 @@ class Figure:
         found = row["problem"]
         if any(value and value != "NONE" for name, value in found.items() if name not in (*self.problem, *LAYOUT)):
             return False  # an option that the document does not have
-        return all(name in found and _alike(value, found[name]) for name, value in self.problem.items() if name != but)
+        return all(name in found and _alike(value, found[name]) for name, value in self.problem.items())
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -100,12 +136,8 @@ def beside(row: Mapping[str, Any]) -> list[Figure]:
 
 
 def best_row(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row that measures the same: of the very dtype if there is one, else the newest.
-
-    Without any, one that differs only in its batch.
-    """
-    rows = list(rows)
-    same = [row for row in rows if figure.measures_the_same(row)] or [row for row in rows if figure.measures_the_same(row, but="batch")]
+    """The row that measures the same: of the very dtype if there is one, else the newest."""
+    same = [row for row in rows if figure.measures_the_same(row) and (figure.op not in MODELS or figure.of(row) is not None)]
     exact = [row for row in same if row.get("dtype") == figure.problem.get("dtype")]
     found = exact or same
     return found[-1] if found else None

@@ -19,7 +19,7 @@ from ..launch import dtype_name
 from ..launch.table import plain
 from ..testing import Accuracy
 from .ceilings import Ceilings
-from .results import against_peers
+from .results import against_peers, judge
 from .timer import Timing
 
 
@@ -164,10 +164,17 @@ def case_name(problem: Any) -> str:
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
-    """Geometric mean, worst and best ratio to every peer of every op; losses included."""
+    """Geometric mean, worst and best ratio to every peer of every op, and to the fastest peer of
+    each case; losses included.
+    """
+    plain: list[dict[str, Any]] = [{"op": row.op, "peers": row.peers} for row in rows]
+    found = [(a.op, a.peer, a.mean, a.worst, a.best, f"{a.cases} cases") for a in against_peers(plain)]
+    for op in dict.fromkeys(row["op"] for row in plain):
+        of = judge(op, [row for row in plain if row["op"] == op])
+        if of.ratios:
+            found.append((op, "the fastest peer of each", of.mean, of.ratios[0], of.ratios[-1], f"{len(of.ratios)} of {of.cases} cases"))
     return [
-        f"{a.op} against {a.peer}: geomean {a.mean:.3f}x, worst {a.worst:.2f}x, best {a.best:.2f}x, {a.cases} cases"
-        for a in against_peers({"op": row.op, "peers": row.peers} for row in rows)
+        f"{op} against {peer}: geomean {mean:.3f}x, worst {worst:.2f}x, best {best:.2f}x, {count}" for op, peer, mean, worst, best, count in found
     ]
 
 

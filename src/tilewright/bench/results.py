@@ -2,14 +2,19 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import ops
+from ..testing import op_name
+
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # op, case, gpu
 SAME = 0.03  # two runs of one kernel differ by less
+OURS = {op_name(op) for op in ops.ALL}  # an op of ours beside another is no peer: `matmul` beside `quantized_matmul`
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
@@ -98,6 +103,43 @@ def against_peers(rows: Iterable[Row]) -> list[Against]:
         for peer, ratio in row.get("peers", {}).items():
             ratios.setdefault((row["op"], peer), []).append(ratio)
     return [Against(op, peer, len(r), geomean(r), min(r), max(r)) for (op, peer), r in ratios.items()]
+
+
+def fastest(row: Mapping[str, Any]) -> tuple[str, float] | None:
+    """The fastest peer of a case, and its time over ours; None if no peer ran it."""
+    found = {peer: float(ratio) for peer, ratio in row.get("peers", {}).items() if peer not in OURS}
+    return min(found.items(), key=lambda item: item[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Cases against the fastest peer of each: the one rule by which README, docs, report and
+    `bench` say how fast an op is.
+
+    cases: how many were timed.
+    ratios: time of the fastest peer over ours, of the cases that a peer ran, worst first.
+    peers: how often each was the fastest.
+    losses: the rows of those below 1.
+    """
+
+    name: str
+    cases: int
+    ratios: tuple[float, ...]
+    peers: Mapping[str, int]
+    losses: tuple[Row, ...]
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean."""
+        return geomean(self.ratios)
+
+
+def judge(name: str, rows: Iterable[Row]) -> Judged:
+    """Rows under one name."""
+    rows = list(rows)
+    compared = sorted(((found[1], i, found[0]) for i, row in enumerate(rows) if (found := fastest(row))))
+    peers = Counter(peer for _, _, peer in compared)
+    return Judged(name, len(rows), tuple(r for r, _, _ in compared), dict(peers.most_common()), tuple(rows[i] for r, i, _ in compared if r < 1))
 
 
 def kernels(rows: Iterable[Row]) -> list[Row]:

@@ -3,10 +3,12 @@
 Each contender is captured into a CUDA graph that calls it on rotating input sets (more than three
 times the L2 cache where memory allows). So the host's launch cost is not in the number, and no
 contender finds its inputs in the cache. The graphs are replayed in turn, round after round: a clock
-that drops under load drops for all of them.
+that drops under load drops for all of them. Each round has another order, since the clock that one
+finds is also what those before it left.
 """
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -63,9 +65,12 @@ def time_interleaved(contenders: dict[str, Contender], sets: Sequence[dict[str, 
         calls = _calls_per_replay(call, sets)
         graphs[name] = _capture(call, sets, calls), calls
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    order, shuffled = list(graphs), random.Random(0)
     for _ in range(rounds):
-        for name, (graph, calls) in graphs.items():
+        for name in order:
+            graph, calls = graphs[name]
             samples[name].append(_elapsed_us(graph.replay) / calls)
+        shuffled.shuffle(order)
     return {name: _summary(values) for name, values in samples.items()}
 
 

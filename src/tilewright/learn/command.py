@@ -1,7 +1,7 @@
 """`tilewright learn`: checks and times every step of a ladder, and shows its compiled resources."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..bench.measure import Setup, measure_case
 from ..bench.peers import Peer
 from ..bench.published import Figure
 from ..bench.report import Row, append_jsonl, case_name
+from ..bench.timer import ROUNDS
 from ..compile import Compiled, compile_launches, require_tools
 from ..launch import Device, argument_error, traced
 from ..testing import check_op, op_name, public_function, run_op
@@ -26,6 +27,8 @@ def learn_command(
     subject: str,
     *,
     seq_lens: Sequence[int] = (),
+    sizes: Mapping[str, int] | None = None,
+    iterations: int = 0,
     arch: str = "",
     json_file: Path | None = None,
     plot: Path | None = None,
@@ -38,6 +41,8 @@ def learn_command(
     Args:
         subject: see `ladders`.
         seq_lens: see `ladders`; with `plot` all of SEQ_LENS by default.
+        sizes: batch, heads and head_dim, see `ladders`.
+        iterations: rounds of the timing, of which the median counts; 0 for the benchmark's own.
         arch: a target ("sm_121"): show its resources instead of times, also on a machine with a
             GPU.
         json_file: gets a row for each timed step. plot: gets a PNG of rates over lengths.
@@ -53,11 +58,13 @@ def learn_command(
     for name, file in (("json", json_file), ("plot", plot)):
         if file and not timed:
             raise argument_error(name, "asked where steps are timed: on a GPU and without --arch", file)
-    chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()))
+    if iterations and not timed:
+        raise argument_error("iterations", "asked where steps are timed: on a GPU and without --arch", iterations)
+    chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()), **(sizes or {}))
     if not timed:
         require_tools()
         return 1 if _untimed(chosen, _target(arch or "sm_90"), console) else 0
-    rows, wrong = _timed(chosen, console, json_file)
+    rows, wrong = _timed(chosen, console, json_file, iterations or ROUNDS)
     if plot and rows:
         from .plot import draw
 
@@ -79,9 +86,9 @@ def _gpu() -> tuple[torch.device, Device]:
     return where, Device.of(torch.empty(0, device=where))
 
 
-def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None) -> tuple[list[Row], int]:
+def _timed(chosen: Sequence[Ladder], console: Console, json_file: Path | None, rounds: int) -> tuple[list[Row], int]:
     where, device = _gpu()
-    setup = Setup(where, measure_ceilings(where))
+    setup = Setup(where, measure_ceilings(where), rounds=rounds)
     rows, wrong = [], 0
     for ladder in chosen:
         compiled = _compiled(ladder, device)

@@ -19,6 +19,7 @@ from .steps import STEPS
 __all__ = ["DECISION", "STEPS", "Config", "Problem", "attention", "plan", "reference", "space"]
 
 DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     check_tensor(v, "v", shape=k.shape, like=q)
     if k.shape[1] == 0 or q_heads % k.shape[1]:
         raise argument_error("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q_heads)
-    if head_dim not in (16, 32, 64, 128, 256):
+    if head_dim not in HEAD_DIMS:
         raise argument_error("q.shape[3]", "a power of two in 16..256", head_dim)
     out = torch.empty((batch, seq_len, q_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     if out.numel():
