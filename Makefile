@@ -16,8 +16,8 @@ test: check ## the whole CPU suite: what CI runs
 	$(BIN)/python -m pytest tests/cpu tests/fuzz -q -n 2 --dist worksteal
 
 check: $(VENV)/.dev ## formatting, lint, types, import layers
-	$(BIN)/ruff format --check src tests tools benchmarks
-	$(BIN)/ruff check src tests tools benchmarks
+	$(BIN)/ruff format --check src tests tools benchmarks examples
+	$(BIN)/ruff check src tests tools benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -34,16 +34,17 @@ def run(notebook: dict[str, Any], name: str) -> dict[str, Any]:
                     cells.append(cell)
                     continue
                 count += 1
-                text = output(cell["source"], f"{name}:{count}", namespace)
-                outputs = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+                text, svg = output(cell["source"], f"{name}:{count}", namespace)
+                outputs: list[dict[str, Any]] = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+                outputs += [{"data": {"image/svg+xml": svg}, "metadata": {}, "output_type": "display_data"}] if svg else []
                 cells.append({**cell, "execution_count": count, "outputs": outputs})
         finally:
             os.chdir(before)
     return {**notebook, "cells": cells}
 
 
-def output(source: Any, name: str, namespace: dict[str, Any]) -> str:
-    """What a cell prints, and its last expression."""
+def output(source: Any, name: str, namespace: dict[str, Any]) -> tuple[str, str]:
+    """What a cell prints, with its last expression; and that as SVG, if Jupyter would draw it."""
     code = source if isinstance(source, str) else "".join(source)
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # kernels are read from their source
     tree = ast.parse(code, name)
@@ -52,9 +53,10 @@ def output(source: Any, name: str, namespace: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(out):
         exec(compile(tree, name, "exec"), namespace)
         value = eval(compile(last, name, "eval"), namespace) if last else None
-        if value is not None:
+        svg = str(value._repr_svg_()) if hasattr(value, "_repr_svg_") else ""
+        if value is not None and not svg:
             print(value if isinstance(value, str) else repr(value))
-    return out.getvalue()
+    return out.getvalue(), svg
 
 
 def written(notebook: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """MkDocs' hook for `make site`: pages that are made, not written, and links in what is written.
 
 - api.md: every public name, from its docstring.
-- gallery.md: each op with its formula, resources, rates and peers, from committed data.
+- gallery.md: each op with its formula, tiling, resources, rates and peers, from committed data.
+- learn.md gets the ladders as plots, from the measured rows.
 - notebooks/*.md: from the notebooks, with their committed outputs.
 - changelog.md, contributing.md, examples.md: from the files of the repository's root.
 - results.md and results/: the report of benchmarks/results, as `tilewright report` draws it.
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import tilings
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
 from tilewright import ops
-from tilewright.bench.figures import peer_bars, roofline, svg
+from tilewright.bench.figures import ladder_bars, peer_bars, roofline, svg
 from tilewright.bench.page import report_command
 from tilewright.bench.results import against_peers, kernels, newest, read
 from tilewright.testing import op_name, public_function
@@ -32,7 +34,7 @@ matplotlib.use("Agg")
 log = logging.getLogger("mkdocs.hooks.site")
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = "https://github.com/tilewright/tilewright/blob/main/"
-GROUPS = re.compile(r"^(Matrix products|Attention|Norms and rows|8-bit floats|Choosing) +(.*(?:\n {10,}.*)*)", re.MULTILINE)
+GROUPS = re.compile(r"^(\S.*?) {2,}(.*(?:\n {10,}.*)*)", re.MULTILINE)
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
@@ -64,6 +66,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{found[1]}]({GITHUB}{found[1]})"
 
     text = "".join(part if i % 2 else linked(part) for i, part in enumerate(parts))
+    if page.file.src_uri == "learn.md":
+        text = text.replace("<!-- /ladder -->", f"<!-- /ladder -->\n\n{ladders('learn attention')}\n") + f"\n\n{ladders('learn matmul')}\n"
     return text.replace("](../SECURITY.md)", f"]({up}security.md)")
 
 
@@ -77,10 +81,11 @@ def title(name: str) -> str:
 def groups() -> dict[str, list[str]]:
     """The groups of ops that the package's docstring lists."""
     text = ast.get_docstring(ast.parse((ROOT / "src/tilewright/__init__.py").read_text())) or ""
-    return {head: re.findall(r"\w+", names) for head, names in GROUPS.findall(text)}
+    return {head: re.findall(r"\w+", names) for head, names in GROUPS.findall(text.split("\n\n")[1])}
 
 
 HOMES = {
+    "QuantizedExperts": "common.expert_weights",
     "QuantizedWeight": "common.weight_formats",
     "grouped_gemm_list": "grouped_gemm",
     "pack_kv": "sparse_decode.packed",
@@ -116,8 +121,18 @@ def api() -> str:
     return "\n".join(lines)
 
 
+def ladders(subject: str) -> str:
+    """Each ladder that was timed: a bar for each step, a line for the best peer of the same run."""
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for row in newest(read(RESULTS)):
+        if row["op"] == subject:
+            steps.setdefault(row["case"].partition(" step=")[0], []).append(row)
+    return "\n\n".join(f"`{case}`:\n\n{picture(ladder_bars(rows), f'{subject} {i}')}" for i, (case, rows) in enumerate(steps.items()))
+
+
 def gallery() -> str:
     rows = newest(read(RESULTS))
+    tiled = {found["op"]: found for found in json.loads((ROOT / "docs" / "tilings.json").read_text())}
     compiled = json.loads((ROOT / "docs" / "resources.json").read_text())
     modules = {public_function(op).__name__: op for op in ops.ALL}
     lines = [
@@ -134,19 +149,22 @@ def gallery() -> str:
         lines += [f"## {head}", ""]
         for name in names:
             if name in modules:
-                lines += entry(name, modules[name], rows, compiled["rows"])
+                lines += entry(name, modules[name], rows, compiled["rows"], tiled.get(op_name(modules[name])))
     return "\n".join([*lines, "", f"Compiled with {compiled['toolchain']}."])
 
 
-def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> list[str]:
+def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[str, Any]], tiled: Any) -> list[str]:
     text = (op.__doc__ or "").strip()
     formula = " ".join(text.partition("\n\n")[0].split())
     bound = re.search(r"^Bound +(.*(?:\n +.*)*)", text, re.MULTILINE)
     lines = [f"### {name}", "", "```text", *wrapped(formula), "```", ""]
     if bound:
         lines += ["Bound: " + " ".join(bound[1].split()), ""]
+    if tiled:
+        lines += [drawn(tilings.svg(tiled), f"tiles of {name}"), "", tilings.caption(tiled), ""]
     mine = [row for row in kernels(rows) if row["op"] == op_name(op)]
     if mine:
+        lines += [picture(roofline(mine, height=3.2), f"{name} under the roof"), ""]
         memory, compute = ([row for row in mine if row["bound"] == kind] for kind in ("memory", "compute"))
         rates = [f"{max(row['gbs'] for row in memory) / 1000:.2f} TB/s"] if memory else []
         rates += [f"{max(row['tflops'] for row in compute):.0f} TFLOP/s"] if compute else []
@@ -175,8 +193,13 @@ def wrapped(text: str, width: int = 84) -> list[str]:
 
 
 def picture(drawing: Any, name: str) -> str:
+    """A drawing of matplotlib's in the page."""
+    return drawn(svg(drawing, name), name)
+
+
+def drawn(code: str, name: str) -> str:
     """An SVG in the page, readable on a dark ground too."""
-    return f'<div class="drawing" role="img" aria-label="{name}">{svg(drawing, name)}</div>'
+    return f'<div class="drawing" role="img" aria-label="{name}">{code}</div>'
 
 
 def notebook(path: Path) -> str:
@@ -187,8 +210,9 @@ def notebook(path: Path) -> str:
             parts.append(re.sub(r"\]\(([\w-]+)\.ipynb\)", r"](\1.md)", source))
         else:
             parts.append(f"```python\n{source}\n```")
-            text = "".join(out["text"] for out in cell["outputs"]).rstrip()
+            text = "".join(out.get("text", "") for out in cell["outputs"]).rstrip()
             parts += [f"```text\n{text}\n```"] if text else []
+            parts += [drawn(out["data"]["image/svg+xml"], path.stem) for out in cell["outputs"] if "data" in out]
     link = f"[The notebook]({GITHUB}docs/notebooks/{path.name}), run on a CPU."
     head, _, rest = "\n\n".join(parts).partition("\n\n")
     return f"{head}\n\n{link}\n\n{rest}\n"

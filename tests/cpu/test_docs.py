@@ -9,19 +9,23 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import typer
-from page_names import NAMES, NOT_RUN, ON_A_CPU
+from page_names import NAMES, NOT_RUN, ON_A_CPU, tiny_llama
 
 import tilewright
+from tilewright import ops
 from tilewright.cli import app
+from tilewright.testing import op_name
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+import tilings  # noqa: E402
 from notebooks import output, run, written  # noqa: E402
 
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,9 +38,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for found, code in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE) if found == language]
 
 
-def test_numbers_in_the_readme_are_what_the_results_say():
-    run = subprocess.run([sys.executable, "tools/readme_numbers.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+def test_numbers_in_the_readme_are_what_the_results_say(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["readme_numbers.py", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "readme_numbers.py"), run_name="__main__")
+    assert not ended.value.code, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -60,6 +66,23 @@ def test_the_readme_leads_to_every_page_and_the_site_to_every_verb():
         assert f"notebooks/{notebook.stem}.md" in site, f"mkdocs.yml has no {notebook.name}"
     for verb in VERBS:
         assert f"| `tilewright {verb}" in (ROOT / "docs" / "command-line.md").read_text(), f"docs/command-line.md has no tilewright {verb}"
+
+
+def test_the_readmes_links_are_whole_and_lead_to_what_is_there():
+    """PyPI shows the README alone: a relative link is dead there."""
+    text = (ROOT / "README.md").read_text()
+    found = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.MULTILINE))
+    used = {
+        label or name
+        for name, label in re.findall(r"\[([^\[\]]+)\](?:\[([\w-]+)\])?(?![(:\w])", re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL))
+    }
+    assert found.keys() == used
+    for url in found.values():
+        here = re.fullmatch(
+            r"https://(?:github.com/tilewright/tilewright/(?:blob|tree)|raw.githubusercontent.com/tilewright/tilewright)/main/(.+)", url
+        )
+        assert here is not None, url
+        assert (ROOT / here[1]).exists(), url
 
 
 def test_every_public_name_is_in_some_guide():
@@ -141,23 +164,55 @@ def test_code_runs_as_a_reader_would_run_it(page, tmp_path, monkeypatch, capsys)
             output(code, f"{page.name}:{number}", found)
 
 
+def test_every_public_name_has_an_example_that_is_run():
+    """In a page, a notebook or a file of examples/, all of which are run by tests here or by
+    tools/notebooks.py.
+    """
+    codes = [code for page in GUIDES for number, code in enumerate(blocks(page, "python")) if (page.name, number) not in NOT_RUN]
+    for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        codes += [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    codes += [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
+    used = set()
+    for node in (node for code in codes for node in ast.walk(ast.parse(code))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tilewright":
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == "tilewright":
+            used |= {alias.name for alias in node.names}
+    assert set(tilewright.__all__) - used == {"__version__"}  # tilewright --version prints it
+
+
 def test_what_is_not_run_is_there():
     for page, number in NOT_RUN:
         assert number < len(blocks(ROOT / "docs" / page, "python")), f"{page} has no block {number}"
 
 
-@pytest.mark.parametrize("name", ["first-kernel", "softmax-and-a-race", "patch-a-model", "engine"])
+@pytest.mark.parametrize("name", ["first-kernel", "softmax-and-a-race", "gemm", "patch-a-model", "engine", "profile"])
 def test_a_notebook_holds_the_outputs_of_a_run(name):
-    """The others compile for minutes where nothing is cached: tools/notebooks.py --check."""
+    """The other compiles for 40 s where nothing is cached: `python tools/notebooks.py --check`."""
     path = ROOT / "docs" / "notebooks" / f"{name}.ipynb"
     assert written(run(json.loads(path.read_text()), name)) == path.read_text()
 
 
 @pytest.mark.parametrize("name", ["torch_compile", "transformers_model"])
-def test_an_example_runs(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name])
+def test_an_example_runs(name, monkeypatch, capsys, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, str(tmp_path)])
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert re.search("the same result|stock transformers: True", capsys.readouterr().out)
+
+
+def test_the_example_of_transformers_serve_patches_what_it_loads(monkeypatch, capsys):
+    from transformers.cli import transformers as command
+    from transformers.cli.serving.model_manager import ModelManager
+
+    started = []
+    monkeypatch.setattr(ModelManager, "_load_model", lambda *args, **more: tiny_llama())
+    monkeypatch.setattr(command, "app", started.append)
+    monkeypatch.setattr(sys, "argv", ["transformers_serve.py", "FOLDER", "--port", "1"])
+    runpy.run_path(str(ROOT / "examples" / "transformers_serve.py"), run_name="__main__")
+    assert started == [["serve", "FOLDER", "--port", "1"]]
+    assert ModelManager._load_model(None).config._attn_implementation == "tilewright"
+    assert "on tilewright kernels" in capsys.readouterr().err
 
 
 def test_an_op_in_a_package_of_ones_own(monkeypatch):
@@ -166,3 +221,17 @@ def test_an_op_in_a_package_of_ones_own(monkeypatch):
     for name, test in tests.items():
         if name.startswith("test_"):
             test()
+
+
+def test_the_tiling_pictures_are_what_the_interpreter_sees():
+    committed = {found["op"]: found for found in json.loads(tilings.FILE.read_text())}
+    assert committed.keys() == {op_name(op) for op in ops.ALL}, "run python tools/tilings.py"
+    assert json.loads(json.dumps(tilings.tiling(ops.softmax))) == committed["softmax"], "run python tools/tilings.py"
+    for found in committed.values():
+        ElementTree.fromstring(tilings.svg(found))
+        assert str(tuple(found["block"])) in tilings.caption(found)
+
+
+def test_elements_become_rectangles():
+    elements = np.array([3, 4, 13, 14, 40, 41, 42])  # of rows of 10
+    assert tilings.rectangles(elements, 10) == [(0, 3, 2, 2), (4, 0, 1, 3)]

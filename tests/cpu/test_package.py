@@ -114,3 +114,14 @@ def test_the_constraints_of_users_are_the_versions_of_the_locks():
                 assert users[name] == version, f"{name}: constraints.txt has {users[name]}, {lock.name} {version}"
     missing = set(pins(ROOT / "requirements/test.lock")) - set(users)
     assert not missing
+
+
+def test_the_image_is_made_of_files_and_extras_that_there_are():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert copied
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"pyproject.toml", "src", "constraints.txt"} <= set(copied)
+    (asked,) = re.findall(r"'\.\[([\w,]+)\]'", "\n".join(lines))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(asked.split(",")) <= set(extras)
