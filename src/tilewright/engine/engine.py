@@ -18,22 +18,22 @@ from ..launch import Device, argument_error
 from ..models.quantized import is_quantized
 from .checks import HELD, check_mode, check_model, check_positive, check_prompts, check_rotations
 from .clock import Clock
-from .cost import memory, step_bytes
+from .cost import step_bytes
 from .ending import Decode, Ending
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import Weights, packed_bytes
 from .mega.run import Clocks, Mega
-from .memory import Held, lasting, too_much
+from .memory import Held, check_fits, lasting, too_much
 from .modes import Mode, auto_mode
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
-from .program import Call, StepBuffers
+from .program import Call, Step, StepBuffers
 from .read import read
 from .sampling import LIKELIEST, Sampling
 from .speculate import Verify, check_speculation, decode_with_drafts
-from .state import SLOTS, State, cache_bytes
+from .state import SLOTS, State
 from .weights import Fusion
 
 OnProgress = Callable[[str, int, int], None]
@@ -51,21 +51,6 @@ class Generated:
     tokens: list[list[int]]
     first_token_s: float
     step_s: list[float]
-
-
-@dataclass(slots=True)
-class _Step:
-    """One token for each sequence of a batch size: the buffers, all calls of a step, and those
-    behind the last layer, with which a prompt ends too.
-
-    many: runs a given number of steps in one launch, if there is such a kernel.
-    """
-
-    buffers: StepBuffers
-    calls: list[Call]
-    tail: list[Call]
-    graph: torch.cuda.CUDAGraph | None = None
-    many: Callable[[int], None] | None = None
 
 
 class Engine:
@@ -137,7 +122,7 @@ class Engine:
         self._model: Any = model
         self._fusion: Fusion = Fusion()
         self._megas: list[Mega] = []
-        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._steps: dict[tuple[Any, ...], Step] = {}
         self._pages: Pages | None = None
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
         self._verifies: dict[tuple[Any, ...], Verify] = {}
@@ -321,14 +306,14 @@ class Engine:
             try:
                 yield
             except torch.OutOfMemoryError as error:
-                raise MemoryError(self._too_much(str(error).splitlines()[0])) from error
+                raise MemoryError(too_much(str(error).splitlines()[0], self._model, self._held, self._prefill_tokens)) from error
 
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
         if self._model is None:
             raise argument_error("the engine", "open", "one that was closed")
         return check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
-    def _ready(self, rows: list[list[int]], sampling: Sampling | None, *, masked: bool = False) -> tuple[_Step, Prefill]:
+    def _ready(self, rows: list[list[int]], sampling: Sampling | None, *, masked: bool = False) -> tuple[Step, Prefill]:
         """The programs for these prompts, their kernels compiled."""
         batch = min(self.max_batch, 1 << (len(rows) - 1).bit_length())
         sampling = sampling or LIKELIEST
@@ -348,7 +333,7 @@ class Engine:
             prefill.graph = self._captured(f"capturing prefill, {batch} x {shape[1]}", prefill.body)
         return step, prefill
 
-    def _compiled_step(self, batch: int, sampling: Sampling, masked: bool) -> _Step:
+    def _compiled_step(self, batch: int, sampling: Sampling, masked: bool) -> Step:
         buffers = self._state.buffers(batch)
         choice = list(self._state.choose_calls(buffers, sampling, masked=masked))
         tail = [*self.decoder.head_calls(buffers), *choice]
@@ -360,7 +345,7 @@ class Engine:
             many = mega.step if greedy else None
         else:
             calls = [*self.decoder.body_calls(buffers, self._state.tokens[:batch], self._state.caches), *tail]
-        step = _Step(buffers, calls, tail, many=many)
+        step = Step(buffers, calls, tail, many=many)
         for part in (tail, calls):
             self._state.begin([[0]] * batch, sampling)
             compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
@@ -398,14 +383,14 @@ class Engine:
         compile_kernels(prefill.body, lambda done, total: self._report(f"compiling prefill, {batch} x {q_len}", done, total))
         return prefill
 
-    def _start(self, rows: list[list[int]], step: _Step, prefill: Prefill, sampling: Sampling | None) -> None:
+    def _start(self, rows: list[list[int]], step: Step, prefill: Prefill, sampling: Sampling | None) -> None:
         """Reads the prompts and chooses the first token of each sequence."""
         rows = rows + [[0]] * (step.buffers.batch - len(rows))
         prefill.read(rows, step.buffers)
         self._state.begin(rows, sampling or LIKELIEST)
         run(step.tail)
 
-    def _take(self, step: _Step, most: int) -> int:
+    def _take(self, step: Step, most: int) -> int:
         """Runs one step, or up to `most` at once. Returns how many."""
         if step.many is not None:
             step.many(most)
@@ -442,18 +427,14 @@ class Engine:
             self._on_progress(stage, done, total)
 
     def _check_memory(self) -> None:
-        device = self.decoder.embedding.device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        needed, what = cache_bytes(self.decoder, *self._cache_shape), "the cache does not fit"
+        needed, what = self._held.size, "the cache does not fit"
         if self.mode == "mega":
             needed += packed_bytes(self._model.config, Device.of(self.decoder.embedding))
             what = "the cache and the megakernel's copy of the weights do not fit"
         block_table = self.max_len // self._cache_shape[1] if self._paged else 0
         needed += 8 * self.max_batch * (self._check_every + block_table)  # tokens; the table in two copies of 4 bytes
-        if needed > memory(device)[0]:
-            raise MemoryError(self._too_much(what))
+        check_fits(needed, what, self._model, self._held, self._prefill_tokens)
 
-    def _too_much(self, what: str) -> str:
-        cache = Held(self.decoder, self._cache_shape, paged=self._paged, max_batch=self.max_batch, max_len=self.max_len)
-        return too_much(what, self._model, cache, self._prefill_tokens)
+    @property
+    def _held(self) -> Held:
+        return Held(self.decoder, self._cache_shape, paged=self._paged, max_batch=self.max_batch, max_len=self.max_len)

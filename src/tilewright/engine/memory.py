@@ -29,6 +29,15 @@ class Held:
         return cache_bytes(self.decoder, *self.shape)
 
 
+def check_fits(needed: int, what: str, model: Any, cache: Held, prefill_tokens: int) -> None:
+    """Raises MemoryError unless so much is free."""
+    device = cache.decoder.embedding.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if needed > memory(device)[0]:
+        raise MemoryError(too_much(what, model, cache, prefill_tokens))
+
+
 def too_much(what: str, model: Any, cache: Held, prefill_tokens: int) -> str:
     free, total = memory(cache.decoder.embedding.device)
     weights = weight_bytes(model)

@@ -100,3 +100,18 @@ class StepBuffers:
 
 
 Emit = Iterator[Call]
+
+
+@dataclass(slots=True)
+class Step:
+    """One token for each sequence of a batch size: the buffers, all calls of a step, and those
+    behind the last layer, with which a prompt ends too.
+
+    many: runs a given number of steps in one launch, if there is such a kernel.
+    """
+
+    buffers: StepBuffers
+    calls: list[Call]
+    tail: list[Call]
+    graph: torch.cuda.CUDAGraph | None = None
+    many: Callable[[int], None] | None = None

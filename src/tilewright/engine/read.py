@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ..launch import argument_error
 from ..models.quantized import QuantizedLinear, QuantizedMixture
+from .attention import GroupedAttention, LatentAttention
 from .families import Ropes, head_norms, mlp_of, norm_of, norms_of, rope_types, scales_of, window_of
-from .layers import Attention, Decoder, GroupedAttention, LatentAttention, Layer, Mlp, Rope
+from .layers import Attention, Decoder, Layer, Mlp, Rope
 from .mlp import Activation, Experts, GatedMlp
 from .parallel import Group
 from .weights import Fusion, Matrix, matrix_of

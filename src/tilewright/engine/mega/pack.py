@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...launch import Device, argument_error
-from ..layers import Decoder, GroupedAttention
+from ..attention import GroupedAttention
+from ..layers import Decoder
 from ..mlp import GatedMlp
 from ..weights import plain
 from .shape import ROWS, Dims, Schedule, default_blocks, default_config, misfit, why_not
