@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_finite, check_positive, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch import Decision, Device, argument_error, check_tensor, dtype_name, out_or_new, torch_op
 from ...launch.values import Claims, within
+from ..common.expert_ids import check_activation, check_choice
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
 from .choices import CHOICES, space
@@ -62,7 +63,6 @@ __all__ = [
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_EXPERTS = 1024
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
-MOST_TOP_K = 64
 
 
 def reference(
@@ -253,17 +253,8 @@ def moe(
     if tokens > MOST_TOKENS:
         raise argument_error("x.shape[0]", f"at most {MOST_TOKENS} tokens", tokens)
     check_tensor(gate_up, "gate_up", shape=(experts, 2, inter, hidden) if gate_up.dim() == 4 else (experts, 2 * inter, hidden))
-    for name, tensor, dtypes in (("weights", weights, (torch.float32,)), ("ids", ids, (torch.int32, torch.int64))):
-        check_tensor(tensor, name, ndim=2, dtypes=dtypes)
-        if tensor.device != x.device:
-            raise argument_error(f"{name}.device", x.device, tensor.device)
-    if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
-        raise argument_error("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
-    check_tensor(ids, "ids", shape=tuple(weights.shape))
-    check_positive(alpha, "alpha")
-    if limit is not None:
-        check_positive(limit, "limit")
-    check_finite(up_offset, "up_offset")
+    check_choice(x, weights, ids)
+    check_activation(alpha, limit, up_offset)
     if bias_gate_up is not None or bias_down is not None:
         bias_gate_up = _check_biases(x, bias_gate_up, bias_down, experts, inter)
     if shared_gate_up is not None or shared_down is not None:

@@ -1,13 +1,13 @@
 """What `moe` decides from (Problem) and what it decides (Config), and the launches that follow."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.expert_ids import routed, used
 from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
 from ..common.gemm_choices import Gemm, Tile
 from ..common.scaling import GROUP, Scaling, random_codes, scale_shapes
@@ -64,9 +64,13 @@ class Problem:
         sizes = self.hidden, self.inter
         return all(Gemm(1, 1, k, self.weight_dtype, 0).loads_wide(device) for k in sizes)
 
+    @property
+    def _choice(self) -> tuple[int, int, int, int, tuple[int, ...]]:
+        return self.tokens, self.experts, self.top_k, self.foreign, self.only
+
     def cost(self) -> Cost:
         each = 3 * self.hidden * self.inter
-        distinct, pairs = _used(self)
+        distinct, pairs = used(*self._choice)
         distinct, pairs = distinct + self.shared, pairs + self.tokens * self.shared
         read = distinct * each * self.weight_dtype.itemsize
         return Cost(read + 2 * self.tokens * self.hidden * self.dtype.itemsize, 2 * pairs * each)
@@ -83,7 +87,7 @@ class Problem:
             "x": torch.randn(self.tokens, self.hidden, dtype=self.dtype, device=device),
             **{name: self._matrices(shape, device) for name, shape in shapes.items()},
             "weights": weights / weights.sum(-1, keepdim=True),
-            "ids": _routed(self).to(device),
+            "ids": routed(*self._choice).to(device),
             **scales,
             **(self._biases(device) if self.bias else {}),
             "alpha": self.alpha,
@@ -112,27 +116,6 @@ class Problem:
         if self.scaling:
             return torch.cat([random_codes((1, *shape[1:]), E4M3, device) for _ in range(shape[0])])
         return torch.randn(shape, dtype=self.dtype, device=device).mul_(shape[-1] ** -0.5)
-
-
-def _routed(p: Problem) -> Tensor:
-    """int32 [tokens, top_k] on the CPU: distinct experts for each token, the same on every run;
-    twice the same only if `only` has too few.
-    """
-    generator = torch.Generator().manual_seed(p.tokens * 1000 + p.experts)
-    among = torch.tensor(p.only or range(p.experts), dtype=torch.int32)
-    order = torch.rand(p.tokens, len(among), generator=generator).argsort(-1)
-    ids = among[order[:, torch.arange(p.top_k) % len(among)]]
-    if p.foreign:
-        ids[:, : p.foreign] = torch.where(ids[:, : p.foreign] % 2 == 0, -1 - ids[:, : p.foreign], p.experts + ids[:, : p.foreign])
-    return ids
-
-
-@lru_cache(maxsize=1024)
-def _used(p: Problem) -> tuple[int, int]:
-    """How many experts tokens go to, and how many rows they have together."""
-    ids = _routed(p)
-    known = ids[(ids >= 0) & (ids < p.experts)]
-    return int(known.unique().numel()), int(known.numel())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_finite, check_positive, check_tensor, out_or_new, torch_op
+from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, within
+from ..common.expert_ids import check_activation, check_choice
 from ..common.expert_weights import QuantizedExperts, check_format
 from ..common.weight_formats import INT4, check_k, format_named
 from .candidates import CHOICES, DECISION, space
@@ -46,7 +47,6 @@ __all__ = [
 
 MOST_EXPERTS = 1024
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
-MOST_TOP_K = 64
 
 
 def reference(
@@ -187,17 +187,8 @@ def quantized_moe(
         raise argument_error("x.shape[0]", f"at most {MOST_TOKENS} tokens", tokens)
     _check_experts("gate_up", (words_gate_up, scales_gate_up, zeros_gate_up), (experts, 2, inter, hidden), weight_format, x)
     _check_experts("down", (words_down, scales_down, zeros_down), (experts, 1, hidden, inter), weight_format, x)
-    for name, tensor, dtypes in (("weights", weights, (torch.float32,)), ("ids", ids, (torch.int32, torch.int64))):
-        check_tensor(tensor, name, ndim=2, dtypes=dtypes)
-        if tensor.device != x.device:
-            raise argument_error(f"{name}.device", x.device, tensor.device)
-    if weights.shape[0] != tokens or not 1 <= weights.shape[1] <= MOST_TOP_K:
-        raise argument_error("weights.shape", f"({tokens}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
-    check_tensor(ids, "ids", shape=tuple(weights.shape))
-    check_positive(alpha, "alpha")
-    if limit is not None:
-        check_positive(limit, "limit")
-    check_finite(up_offset, "up_offset")
+    check_choice(x, weights, ids)
+    check_activation(alpha, limit, up_offset)
     if (bias_gate_up is None) != (bias_down is None):
         raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given where the other bias is", None)
     if bias_gate_up is not None and bias_down is not None:

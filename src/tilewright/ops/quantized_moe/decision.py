@@ -3,12 +3,12 @@ follow.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ...launch import Cost, Device, Launch, hints, next_pow2
+from ..common.expert_ids import routed, used
 from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_sum_kernel
 from ..common.expert_weights import QuantizedExperts
 from ..common.scaling import GROUP
@@ -56,8 +56,12 @@ class Problem:
         of = self.format
         return 2 * of.size_bytes(self.inter, self.hidden) + of.size_bytes(self.hidden, self.inter)
 
+    @property
+    def _choice(self) -> tuple[int, int, int, int]:
+        return self.tokens, self.experts, self.top_k, self.foreign
+
     def cost(self) -> Cost:
-        distinct, pairs = _used(self)
+        distinct, pairs = used(*self._choice)
         read = distinct * self.expert_bytes() + 4 * self.tokens * self.hidden
         return Cost(read, 2 * pairs * 3 * self.hidden * self.inter)
 
@@ -69,7 +73,7 @@ class Problem:
             **gate_up.arguments("gate_up"),
             **down.arguments("down"),
             "weights": weights / weights.sum(-1, keepdim=True),
-            "ids": _routed(self).to(device),
+            "ids": routed(*self._choice).to(device),
             **(self._biases(device) if self.bias else {}),
             "alpha": self.alpha,
             "limit": self.limit or None,
@@ -94,23 +98,6 @@ class Problem:
         empty = torch.empty((*lead, *shape_words), dtype=torch.int32, device=device)
         scales, zeros = (torch.empty((*lead, *shape_scales), dtype=dtype, device=device) for dtype in (of.scale_dtype, torch.bfloat16))
         return QuantizedExperts(of.name, k, empty, scales, zeros if of.zeros else None)
-
-
-def _routed(p: Problem) -> torch.Tensor:
-    """int32 [tokens, top_k] on the CPU: distinct experts for each token, the same on every run."""
-    generator = torch.Generator().manual_seed(p.tokens * 1000 + p.experts)
-    ids = torch.rand(p.tokens, p.experts, generator=generator).argsort(-1)[:, : p.top_k].to(torch.int32)
-    if p.foreign:
-        ids[:, : p.foreign] = torch.where(ids[:, : p.foreign] % 2 == 0, -1 - ids[:, : p.foreign], p.experts + ids[:, : p.foreign])
-    return ids
-
-
-@lru_cache(maxsize=1024)
-def _used(p: Problem) -> tuple[int, int]:
-    """How many experts tokens go to, and how many rows they have together."""
-    ids = _routed(p)
-    known = ids[(ids >= 0) & (ids < p.experts)]
-    return int(known.unique().numel()), int(known.numel())
 
 
 @dataclass(frozen=True, slots=True)
