@@ -5,6 +5,7 @@ import tempfile
 import pytest
 import torch
 
+KEPT_BYTES = 2 << 30
 LOCK = f"{tempfile.gettempdir()}/tilewright-{os.getuid()}"
 
 
@@ -26,6 +27,14 @@ def gpu() -> torch.device:
 def no_grad():
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture(autouse=True)
+def give_back():
+    """Memory that a test took goes back: several processes share the GPU."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

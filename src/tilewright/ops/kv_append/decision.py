@@ -145,8 +145,16 @@ class Groups:
 
 
 def groups(p: Problem, c: Config) -> Groups:
-    """A tile is no larger than its array needs."""
+    """A tile is no larger than its array needs.
+
+    But of queries that are normed, each tile has an element for every thread. tileiras 13.4 loads a
+    smaller tile twice, for the sum and for the product, and the second time behind the first
+    stores; these are in place, so another warp may have normed the row already.
+    """
     q_tile, kv_tile = (min(c.tile_h, next_pow2(heads)) for heads in (p.q_heads, p.kv_heads))
+    if p.q_norm and p.rotary_dim:
+        parts = (p.rotary_dim // 2, p.head_dim - p.rotary_dim)
+        q_tile = max(q_tile, *(threads(c) // next_pow2(part) for part in parts if part))
     q = ct.cdiv(p.q_heads, q_tile) if p.rotary_dim else 0
     return Groups(q, ct.cdiv(p.kv_heads, kv_tile), q_tile, kv_tile, p.q_heads % q_tile == 0, p.kv_heads % kv_tile == 0)
 
