@@ -1,15 +1,18 @@
-"""What tests/support/front_end.py spares cuda-tile changes no program and no error."""
+"""What interpret/front_end.py spares cuda-tile changes no program and no error."""
 
 import re
 
 import cuda.tile as ct
-import front_end
 import pytest
 import torch
+from cuda.tile import _compile as compiler
+from cuda.tile._passes import hir2ir
 
 from tilewright import interpret, ops
-from tilewright.interpret import codegen, run
-from tilewright.launch import Device
+from tilewright.compile import kernel_signature
+from tilewright.interpret import codegen, front_end, run
+from tilewright.launch import Device, traced
+from tilewright.ops import attention, matmul, sample
 from tilewright.testing import op_name, run_op, seeded_inputs
 from tilewright.testing.cases import cases
 
@@ -42,6 +45,43 @@ def test_the_programs_are_those_of_cuda_tile_as_it_is_installed(op, monkeypatch)
             assert text(program) == text(codegen.compile_program(kernel, constraints))
 
 
+@pytest.mark.parametrize("op", [attention, matmul, sample], ids=op_name)
+def test_the_bytecode_is_that_of_cuda_tile_as_it_is_installed(op):
+    """Of a second architecture, for which the IR of the first serves."""
+
+    def bytecode(launch, arch):
+        kernel, args = launch.launch.kernel, tuple(launch.args.values())
+        how = {"return_bytecode": True, "return_cubin": False}
+        return compiler.compile_tile(kernel._annotated_function, (kernel_signature(kernel, args),), arch, kernel._compiler_options, **how).bytecode
+
+    problem = cases(op, "small")[0]
+    with traced(Device.for_arch("sm_90")) as launches:
+        run_op(op, problem.inputs(torch.device("meta")), op.space(problem, Device.for_arch("sm_90"))[0])
+    assert launches
+    for launch in launches:
+        first, second = (bytecode(launch, arch) for arch in ("sm_90", "sm_120"))
+        with front_end.as_installed():
+            assert first == bytecode(launch, "sm_90")
+            assert second == bytecode(launch, "sm_120")
+
+
+@ct.kernel
+def in_eight_bits(x):
+    ct.store(x, (0,), ct.load(x, (0,), (16,)))
+
+
+def test_a_dtype_is_checked_for_each_architecture():
+    args = (torch.zeros(16, dtype=torch.float8_e4m3fn),)
+    signature = kernel_signature(in_eight_bits, args)
+
+    def compile_for(arch):
+        compiler.compile_tile(in_eight_bits._annotated_function, (signature,), arch, return_bytecode=True, return_cubin=False)
+
+    compile_for("sm_90")
+    with pytest.raises(ct.TileError, match="not supported on sm_80"):
+        compile_for("sm_80")
+
+
 def helper(x):
     return ct.reshape(x, (3, 5))
 
@@ -72,3 +112,24 @@ def test_the_errors_are_those_of_cuda_tile_as_it_is_installed(kernel):
     ours = error()
     with front_end.as_installed():
         assert ours == error()
+
+
+def is_ours():
+    seen.append(hir2ir._bind_args is front_end.bind_args)
+    return True
+
+
+seen = []
+
+
+@ct.kernel
+def asks(x):
+    ct.static_assert(is_ours())
+
+
+def test_only_the_interpreter_gets_the_quicker_front_end():
+    """What a launch on a GPU compiles is left to cuda-tile."""
+    with front_end.replaced(front_end.UNCHANGED):
+        interpret.interpret(asks, (1,), (torch.zeros(16),))
+        assert seen == [True]
+        assert all(vars(owner)[name] is old for (owner, name), old in front_end.UNCHANGED.items())

@@ -62,7 +62,7 @@ def test_one_of_three_readers_is_not_waited_for(forgotten, order):
         interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7))
 
 
-@planted(40, "write of element (0,) of x: float32[1], with nothing that orders it after a read by block (0, 0, 0)", rows(1), ints(40), rows(40))
+@planted(40, "write of element (0,) of x: float32[1] is not ordered after a read by block (0, 0, 0)", rows(1), ints(40), rows(40))
 def the_first_of_39_readers_is_forgotten(x, flags, out):
     b = ct.bid(0)
     if b < 39:
@@ -75,9 +75,7 @@ def the_first_of_39_readers_is_forgotten(x, flags, out):
         ct.scatter(x, 0, 1.0)
 
 
-@planted(
-    3, "read of element (0,) of count: int32[1], with nothing that orders it after an atomic write by block (0, 0, 0)", ints(1), ints(1), ints(1)
-)
+@planted(3, "read of element (0,) of count: int32[1] is not ordered after an atomic write by block (0, 0, 0)", ints(1), ints(1), ints(1))
 def an_earlier_atomic_writer_is_forgotten(count, flag, out):
     b = ct.bid(0)
     if b < 2:
@@ -143,7 +141,7 @@ def a_release_does_not_acquire(data, flag, out):
         ct.scatter(out, 0, ct.gather(data, 0))
 
 
-@planted(2, "read of element (0,) of data: float32[1], with nothing that orders it after a write by block (0, 0, 0)", rows(1), ints(1), rows(1))
+@planted(2, "read of element (0,) of data: float32[1] is not ordered after a write by block (0, 0, 0)", rows(1), ints(1), rows(1))
 def what_is_written_after_a_release_is_not_released(data, flag, out):
     if ct.bid(0) == 0:
         ct.atomic_xchg(flag, 0, 1, memory_order=RELEASE)
@@ -168,7 +166,7 @@ def a_lock_of_its_own_for_each_block(locks, x):
     unlock(locks, ct.bid(0))
 
 
-@planted(4, "of element (3,) of x: float32[4], with nothing that orders it", ints(1), rows(4), rows(4))
+@planted(4, "of element (3,) of x: float32[4] is not ordered", ints(1), rows(4), rows(4))
 def barrier_that_counts_one_too_few(count, x, out):
     b = ct.bid(0)
     ct.scatter(x, b, 1.0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernel_bugs import bug, integers, zeros
 
-from tilewright.interpret import checking, interpret
+from tilewright.interpret import KernelError, checking, interpret
 
 
 # -------------------------------------------------------------------------------------------- races
@@ -14,7 +14,7 @@ def test_two_blocks_write_one_tile():
     def kernel(x):
         ct.store(x, (0,), ct.full((4,), ct.bid(0), ct.float32))  # BUG
 
-    what = "write of element (0,) of x: float32[4], with nothing that orders it after a write by block (0, 0, 0) at"
+    what = "write of element (0,) of x: float32[4] is not ordered after a write by block (0, 0, 0) at"
     bug((2,), kernel, (zeros(4),), what, (1, 0, 0), races=True)
     bug((2,), kernel, (zeros(4),), "by block (1, 0, 0)", (0, 0, 0), races=True, order="reverse")
     interpret(kernel, (2,), (zeros(4),))  # not looked for unless asked for
@@ -40,7 +40,7 @@ def test_write_after_another_blocks_read():
         (3,),
         kernel,
         (zeros(2, 4),),
-        "write of element (0, 0) of x: float32[2, 4], with nothing that orders it after a read by block (0, 0, 0)",
+        "write of element (0, 0) of x: float32[2, 4] is not ordered after a read by block (0, 0, 0)",
         (2, 0, 0),
         races=True,
     )
@@ -112,7 +112,7 @@ def test_arguments_that_share_memory_are_one_memory():
             ct.store(y, (0,), ct.zeros((4,), ct.float32))  # BUG
 
     memory = zeros(8)
-    bug((2,), kernel, (memory[:6], memory[3:]), "write of element (0,) of y: float32[5], with nothing that orders", (1, 0, 0), races=True)
+    bug((2,), kernel, (memory[:6], memory[3:]), "write of element (0,) of y: float32[5] is not ordered", (1, 0, 0), races=True)
     with checking(races=True):
         interpret(kernel, (2,), (memory[:4], memory[4:]))
 
@@ -219,3 +219,29 @@ class TestRightKernels:
         with checking(races=True, order=order):
             interpret(kernel, (3,), (integers(1), zeros(1), out))
         assert out.item() == 7
+
+
+def test_a_buffer_that_its_writer_takes_back_too_early():
+    """The reader needs a turn between two of the writer's steps, though the writer never waits."""
+
+    @ct.kernel
+    def kernel(flag, pair, out):
+        if ct.bid(0) == 0:
+            for step in range(4):
+                ct.scatter(pair, step % 2, step)
+                ct.atomic_xchg(flag, 0, step + 1, memory_order=ct.MemoryOrder.RELEASE)
+        else:
+            for step in range(4):
+                while ct.atomic_add(flag, 0, 0, memory_order=ct.MemoryOrder.ACQUIRE) < step + 1:
+                    pass
+                ct.scatter(out, step, ct.gather(pair, step % 2))
+
+    def seen(seed: int) -> bool:
+        try:
+            with checking(races=True, order=seed):
+                interpret(kernel, (2,), (integers(1), integers(2), integers(4)))
+        except KernelError as error:
+            return "race between blocks: " in str(error)
+        return False
+
+    assert sum(map(seen, range(60))) >= 3

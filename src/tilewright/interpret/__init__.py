@@ -1,4 +1,5 @@
-"""The same kernel without a GPU: cuda-tile's own front end types it, and numpy runs the typed IR.
+"""Runs the same kernel without a GPU: cuda-tile's own front end types it, and numpy runs the typed
+IR.
 
 checking(races=True)      WHAT IS WATCHED
  `- interpret(kernel, grid, args)       api.py       checks; run.py: specialisation, arguments

@@ -30,35 +30,36 @@ def interpret(  # noqa: PLR0913 an option each
     debug: bool | None = None,
     trace: bool | str | Path = False,
 ) -> Trace | None:
-    """Runs a kernel on the CPU, block by block, with no GPU.
+    """Runs a kernel on the CPU, block by block, without a GPU.
 
         tilewright.interpret(total, (4,), (x, out), races=True)
 
-    What is computed is what a GPU would compute (docs/interpreter.md says how exactly). An option
-    that is not given keeps the value of the `checking` context around the call, if there is one.
+    It computes what a GPU would compute (docs/interpreter.md says how exactly). An option that is
+    not given keeps the value of the surrounding `checking` context, if there is one.
 
     Args:
-        kernel: a function decorated with @ct.kernel. Its hints change nothing.
+        kernel: a function decorated with @ct.kernel. Its hints have no effect.
         grid: number of blocks along 1 to 3 axes.
         args: what the kernel takes: CPU tensors or numpy arrays, lists and tuples of them, bool,
             int, float.
-        races: raise on accesses of different blocks that nothing orders.
+        races: raise if two blocks access the same element with no order between them.
         block_order: "forward", "reverse", or a seed that shuffles the blocks.
-        uninitialised: tensors whose elements may not be read before a kernel wrote them. True: all
-            that torch.empty returns during the call.
-        unwritten: tensors of which every element must have been written in the end. True: every
-            array among `args` that the kernel may write.
+        uninitialised: tensors whose elements must not be read before a kernel has written them.
+            True: all that torch.empty returns during the call.
+        unwritten: tensors whose every element must be written by the end. True: every array among
+            `args` that the kernel may write.
         strict: True, the default: a tile entirely outside its array is an error, and padding left
             undetermined is NaN. False: both read 0.
-        strict_bounds: raise on a gather, scatter or atomic with an index outside of its array that
-            its own mask leaves in, though it would read padding or be dropped.
-        steps: the most waiting points of a block that changes memory; more are an endless loop.
+        strict_bounds: raise if a gather, scatter or atomic has an index outside of its array in a
+            lane that its mask turns on, even though the lane would read padding or be dropped.
+        steps: the most waiting points of a block that changes memory; with more, its loop is taken
+            as endless.
         debug: run code with the kernel's own lines and variables, for breakpoints and stepping.
-        trace: a file for an HTML page that draws what each block loaded, stored and multiplied,
-            up to the error if there is one. True: record it, write nothing.
-    Returns: what was recorded, with `trace`; else None.
+        trace: a file for an HTML page that draws what each block loaded, stored and multiplied, up
+            to the error if there is one. True: only record it.
+    Returns: with `trace`, what was recorded; else None.
     Raises: TypeError or ValueError for a call that cannot be made; cuda-tile's own errors for code
-        that does not type; KernelError where the kernel did something undefined.
+        that does not type; KernelError if the kernel does something undefined.
     """
     values = check_call("interpret", kernel, grid, args)
     if not isinstance(trace, (bool, str, Path)):

@@ -223,7 +223,7 @@ class Watch:
     def _report(self, kind: str, element: tuple[int, ...], buffer: Buffer, was: str, other: Access) -> None:
         file, line, _ = (self.places(other.line) or (("?", 0, ""),))[0]
         raise KernelError(
-            f"race between blocks: {kind} of element {element} of {buffer}, with nothing that orders it after "
+            f"race between blocks: {kind} of element {element} of {buffer} is not ordered after "
             f"{'an atomic' if other.atomic else 'a'} {was} by block {self._index(other.block)} at {file}:{line}"
         )
 

@@ -1,5 +1,5 @@
 """The only file of Tilewright that touches private names of cuda-tile, but for its launcher
-(launch/run.py).
+(launch/run.py) and front_end.py, which makes it quicker.
 
 A kernel and its arguments -> the signature that the front end types -> typed IR, or a signature to
 compile. The rest of the project asks here about an IR value (its dtype, its shape, whether it is a
@@ -29,6 +29,7 @@ from cuda.tile._ir.type import ArrayValue, GatherScatterViewTy, ListValue, Strid
 from cuda.tile._passes.ast2hir import HirMode, get_function_hir
 from cuda.tile._passes.hir2ir import hir2ir
 
+from . import front_end
 from .version import CUDA_TILE_VERSION
 
 __all__ = [
@@ -320,7 +321,8 @@ def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = Tr
     """
     token = _interpreting.set(True)
     try:
-        return _typed_ir(kernel, constraints, optimised, arch)
+        with front_end.quick():
+            return _typed_ir(kernel, constraints, optimised, arch)
     finally:
         _interpreting.reset(token)
 

@@ -26,7 +26,7 @@ class KernelError(Exception):
         self.what = what
 
     def place(self, kernel: str, places: tuple[Place, ...], block: tuple[int, ...], grid: tuple[int, ...]) -> None:
-        """Says where; what was said before stays."""
+        """Adds a place to the message."""
         if self.block is None:
             self.kernel, self.places, self.block, self.grid = kernel, places, block, grid
 
@@ -43,4 +43,4 @@ class KernelError(Exception):
 
 
 class Deadlock(KernelError):
-    """Blocks wait for one another and none can go on, or a block never ends."""
+    """Blocks wait for one another and none can continue, or a block never ends."""

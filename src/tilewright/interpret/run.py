@@ -54,25 +54,27 @@ def checking(
 ) -> Iterator[None]:
     """Sets how launches inside the context are interpreted.
 
-    An option that is not given keeps its outer value; outside of all contexts it has the first
+    An option that is not given keeps its outer value. Outside of all contexts it has the first
     value named below.
 
     Args:
-        races: False, or True to raise on accesses of different blocks that nothing orders.
+        races: False, or True to raise if two blocks access the same element with no order between
+            them.
         order: of blocks: "forward", "reverse", or a seed that shuffles the blocks and their turns
             at waiting points.
-        uninitialised: tensors whose elements may not be read before a kernel wrote them (see also
-            `mark_uninitialised`). True: all that torch.empty and its kin return inside the context,
-            in ops too, kept until its end.
-        unwritten: tensors of which every element must have been written when the context ends, or
-            KernelError is raised. True: all that torch.empty and its kin return inside the context,
-            if a kernel may write to them and somebody still holds them at the end.
+        uninitialised: tensors whose elements must not be read before a kernel has written them (see
+            also `mark_uninitialised`). True: all that torch.empty and similar functions return
+            inside the context, in ops too. They are kept until its end.
+        unwritten: tensors whose every element must be written by the end of the context; otherwise
+            it raises KernelError. True: all that torch.empty and similar functions return inside
+            the context, if a kernel may write to them and they still exist at the end.
         strict: True: a tile entirely outside its array is an error and UNDETERMINED padding is
             poison (NaN for floats). False: both read 0.
-        strict_bounds: False, or True to raise on a gather, scatter or atomic with an index outside
-            of its array that its own mask leaves in, though it would read padding or be dropped.
-        steps: the most waiting points that a block may pass while it changes memory; a block that
-            passes more is an endless loop.
+        strict_bounds: False, or True to raise if a gather, scatter or atomic has an index outside
+            of its array in a lane that its mask turns on, even though the lane would read padding
+            or be dropped.
+        steps: the most waiting points that a block may pass while it changes memory. With more, its
+            loop is taken as endless.
         debug: True runs code with the kernel's own lines and variables, for breakpoints and
             stepping.
     """

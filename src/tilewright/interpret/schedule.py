@@ -24,6 +24,7 @@ SHORT_TURN = 8  # the same while a block that may have taken a lock stands back
 EXPLORED = 4_000  # waiting points without a change of memory, before blocks keep their turn
 PATIENCE = 30_000  # waiting points per block, with no change of memory in between, before the launch counts as deadlocked
 STEPS = 50_000  # waiting points that a block may pass in turns in which it changes memory; see `checking`
+WAKES = 0.5  # of the turns that change memory, with a seed, after which blocks that wait look again
 NAMED = 4  # blocks that the message of a deadlock names
 
 Order = str | int
@@ -87,6 +88,9 @@ class Schedule:
             passed, ended = self._turn(block)
             if self.machine.progress != progress:
                 self.waited, block.steps = 0, block.steps + passed
+                if self.dice is not None and self.waiting and not self.later and self.dice.random() < WAKES:
+                    self.ready.extend(self.waiting)
+                    self.waiting = []
             elif not ended:
                 self.waited, self.explored = self.waited + passed, self.explored + passed
             if ended:
@@ -124,7 +128,8 @@ class Schedule:
     def _turn(self, block: Block) -> tuple[int, bool]:
         """Runs a block past waiting points. Returns how many, and whether it has ended."""
         turn = SHORT_TURN if self.later else TURN
-        turn = turn if self.dice is None else self.dice.randint(1, turn)
+        if self.dice is not None:  # short turns as often as long ones: some races need one, some the other
+            turn = 1 << self.dice.randrange(turn.bit_length())
         acquired = self.machine.acquired
         for passed in range(1, turn + 1):
             try:

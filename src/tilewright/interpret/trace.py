@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(slots=True)
 class Trace:
-    """A launch, step by step. `print` shows its sums; `save` draws it.
+    """A launch, step by step. `print` shows the totals; `save` draws it.
 
     left_out: how many steps came after the first MOST_STEPS.
     live: line of the running code -> the tiles that hold values there.
@@ -73,14 +73,14 @@ class Trace:
     left_out: int = 0
 
     def of(self, kind: str, array: str = "") -> list[Step]:
-        """The steps of a kind ("load", "store", "atomic", "mma"), of one array or of all."""
+        """All steps of one kind ("load", "store", "atomic", "mma"), of one array or of all."""
         return [step for step in self.steps if step.kind == kind and array in ("", step.array)]
 
     def flops(self) -> int:
         return sum(2 * prod(step.product) for step in self.of("mma"))
 
     def live_bytes(self) -> int:
-        """The most bytes of tiles that hold values at once, in one block."""
+        """The most bytes of live tiles at once, in one block."""
         return max((sum(tile.size_bytes for tile in tiles) for tiles in self.live.values()), default=0)
 
     def __str__(self) -> str:

@@ -1,54 +1,83 @@
-"""Less work for cuda-tile's front end, in which most of the suite's time passes.
+"""Less work for cuda-tile's front end: half of its time, where an interpreted kernel runs first.
 
 It types each kernel again for each set of constants. Every step of that asks the same questions of
-the same objects; here they are asked once. The IR that comes out is the same: test_front_end.py.
+the same objects; here they are asked once. What comes out is the same: test_front_end.py.
 """
 
 import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
+from cuda.tile import _compile
 from cuda.tile._exception import Loc, TileError, TileInternalError
 from cuda.tile._ir import ir, op_impl
 from cuda.tile._ir.core_ops import sym2var
 from cuda.tile._passes import hir2ir
 
 NAMED = {FunctionType, BuiltinFunctionType, str, NoneType}  # constants that no operation computes with
-UNCHANGED: dict[tuple[Any, str], Any] = {}  # what `remember` replaced
 
 
-def remember() -> None:
-    """Replaces the functions below, for as long as the process lives."""
-    for owner, name, new in (
-        (hir2ir, "get_signature", functools.cache(hir2ir.get_signature)),
-        (hir2ir, "_resolve_operand", resolve_operand),
-        (hir2ir, "loosely_typed_const", constant),
-        (hir2ir, "_bind_args", bind_args),
-        (hir2ir, "_wrap_exceptions", Errors),
-        (hir2ir, "retarget_loc", retarget_loc),
-        (ir.Builder, "change_loc", lambda builder, loc: At(builder, loc)),
-        (ir.Operation, "__post_init__", lambda operation: None),  # asserts what all callers see to
-        (ir.Operation, "nested_blocks", property(nested_blocks)),
-        (op_impl.ImplRegistry, "_find_overload", find_overload),
-    ):
-        UNCHANGED.setdefault((owner, name), vars(owner)[name])
-        setattr(owner, name, new)
+@contextmanager
+def quick() -> Iterator[None]:
+    """Within the context, which holds the compiler's lock, the functions below stand in for
+    cuda-tile's.
+    """
+    with _compile._compiler_lock, replaced({} if _as_installed.get() else OURS):
+        yield
 
 
 @contextmanager
 def as_installed() -> Iterator[None]:
     """Within the context cuda-tile is as it came."""
-    ours = {(owner, name): vars(owner)[name] for owner, name in UNCHANGED}
+    token = _as_installed.set(True)
     try:
-        for (owner, name), old in UNCHANGED.items():
-            setattr(owner, name, old)
+        with replaced(UNCHANGED):
+            yield
+    finally:
+        _as_installed.reset(token)
+
+
+def remember() -> None:
+    """Replaces cuda-tile's functions for as long as the process lives."""
+    for (owner, name), new in OURS.items():
+        setattr(owner, name, new)
+
+
+@contextmanager
+def replaced(functions: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    before = {(owner, name): vars(owner)[name] for owner, name in functions}
+    try:
+        for (owner, name), new in functions.items():
+            setattr(owner, name, new)
         yield
     finally:
-        for (owner, name), new in ours.items():
-            setattr(owner, name, new)
+        for (owner, name), old in before.items():
+            setattr(owner, name, old)
+
+
+KEPT = 32  # IRs for the next architectures
+_finished: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+
+def final_ir(keeper: Any, index: int) -> Any:
+    """A kernel's IR is that of every architecture, which only has to know its dtypes."""
+    as_it_is = UNCHANGED[_compile._IrKeeper, "get_final_ir"]
+    if keeper.final_ir is not None:  # for a caller that keeps it
+        return as_it_is(keeper, index)
+    key = keeper.ann_func.pyfunc, repr(keeper.signatures[index]), keeper.bytecode_version
+    if key in _finished:
+        body, keeper._dataflow_results[index] = _finished[key]
+        _compile.check_dtype_support(body, keeper.sm_arch, keeper.bytecode_version)
+    else:
+        body = as_it_is(keeper, index)
+        _finished[key] = body, keeper._dataflow_results[index]
+        if len(_finished) > KEPT:
+            del _finished[next(iter(_finished))]
+    return body
 
 
 def resolve_operand(x: Any, scope: Any) -> Any:
@@ -149,3 +178,20 @@ def find_overload(registry: Any, stub: Any, overload: tuple[Any, ...]) -> Any:
         return known[stub, overload]
     except TypeError:  # not hashable
         return UNCHANGED[op_impl.ImplRegistry, "_find_overload"](registry, stub, overload)
+
+
+_as_installed: ContextVar[bool] = ContextVar("tilewright.interpret.as_installed", default=False)
+OURS: dict[tuple[Any, str], Any] = {
+    (_compile._IrKeeper, "get_final_ir"): final_ir,
+    (hir2ir, "get_signature"): functools.cache(hir2ir.get_signature),
+    (hir2ir, "_resolve_operand"): resolve_operand,
+    (hir2ir, "loosely_typed_const"): constant,
+    (hir2ir, "_bind_args"): bind_args,
+    (hir2ir, "_wrap_exceptions"): Errors,
+    (hir2ir, "retarget_loc"): retarget_loc,
+    (ir.Builder, "change_loc"): lambda builder, loc: At(builder, loc),
+    (ir.Operation, "__post_init__"): lambda operation: None,  # asserts what all callers see to
+    (ir.Operation, "nested_blocks"): property(nested_blocks),
+    (op_impl.ImplRegistry, "_find_overload"): find_overload,
+}
+UNCHANGED = {(owner, name): vars(owner)[name] for owner, name in OURS}
