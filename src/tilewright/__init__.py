@@ -2,8 +2,8 @@
 
 Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
 Small weights     quantized_matmul, quantized_moe, QuantizedWeight, QuantizedExperts
-Attention         attention, attention_decode, mla, mla_decode, sparse_decode, merge_states,
-                  kv_append, pack_kv, unpack_kv
+Attention         attention, attention_decode, cascade_decode, mla, mla_decode, sparse_decode,
+                  merge_states, kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
 Linear attention  gated_delta_rule, causal_conv1d, rms_norm_gated
 8-bit floats      quantize_fp8, rms_norm_quant, silu_mul_quant
@@ -11,10 +11,10 @@ Choosing          argmax, sample, adjust_logits, moe_route, rms_norm_route
 
 Models            patch: our kernels in a transformers model; load: a model from a folder or file;
                   Engine: fast decoding
-Kernels of yours  interpret: run one without a GPU, races and all; compile_report: its registers on
-                  any GPU; testing: the accuracy rule
+Your own kernels  interpret: run one without a GPU, with race checks; compile_report: its registers
+                  on any GPU; testing: the accuracy rule
 
-Ops take tensors on a GPU or on the CPU, and their results are new tensors unless `out=` is given.
+Ops take tensors on a GPU or on the CPU. They return new tensors unless `out=` is given.
 `python -m tilewright -h` lists the commands.
 """
 
@@ -29,6 +29,7 @@ from .ops.adjust_logits import adjust_logits
 from .ops.argmax import argmax
 from .ops.attention import attention
 from .ops.attention_decode import attention_decode
+from .ops.attention_decode.cascade import cascade_decode
 from .ops.bmm import bmm
 from .ops.causal_conv1d import causal_conv1d
 from .ops.common.expert_weights import QuantizedExperts
@@ -86,6 +87,7 @@ __all__ = [
     "attention",
     "attention_decode",
     "bmm",
+    "cascade_decode",
     "causal_conv1d",
     "compile_report",
     "dropout",

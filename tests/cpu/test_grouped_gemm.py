@@ -188,8 +188,8 @@ A, B, OFFSETS = torch.zeros(6, 256, dtype=BF16), torch.zeros(2, 256, 8, dtype=BF
 A3, COUNTS = torch.zeros(2, 6, 256, dtype=BF16), torch.tensor((2, 6), dtype=torch.int32)
 A8, B8 = A.to(E4M3), B.to(E4M3)
 BAD = [
-    ({"offsets": None}, ValueError, r"offsets, counts must be one of them given, got neither"),
-    ({"counts": COUNTS}, ValueError, r"offsets, counts must be one of them given, got both"),
+    ({"offsets": None}, ValueError, r"offsets or counts must be given, but not both, got neither"),
+    ({"counts": COUNTS}, ValueError, r"offsets or counts must be given, but not both, got both"),
     ({"a": A3}, ValueError, r"a.dim\(\) must be 2, got 3"),
     ({"offsets": None, "counts": COUNTS}, ValueError, r"a.dim\(\) must be 3, got 2"),
     ({"a": A3[:1], "offsets": None, "counts": COUNTS}, ValueError, r"a.shape\[0\] must be 2, the groups of b, got 1"),
@@ -204,7 +204,7 @@ BAD = [
     ({"expected_rows": 0}, ValueError, r"expected_rows must be None or at least 1, got 0"),
     ({"out_dtype": torch.float16}, ValueError, r"out_dtype must be one of bfloat16, float32, got torch.float16"),
     ({"scale_a": torch.ones(())}, ValueError, r"scale_a must be None for bfloat16 operands"),
-    ({"a": A8, "b": B8, "scale_b": torch.ones(2)}, ValueError, r"scale_a must be given where the other operand's scale is"),
+    ({"a": A8, "b": B8, "scale_b": torch.ones(2)}, ValueError, r"scale_a must be given together with the other operand's scale"),
     ({"a": A8, "b": B8, "scale_a": torch.ones(6), "scale_b": torch.ones(2)}, ValueError, r"scale_b.shape must be \(2, 8\) \(ROW"),
     ({"a": A8, "b": B8, "scale_a": torch.ones(6, 1), "scale_b": torch.ones(2, 1, 2)}, ValueError, r"scale_a.shape must be \(6, 2\) \(BLOCK"),
 ]
@@ -232,7 +232,7 @@ BAD_LISTS = [
     ({"b": [B[0]]}, r"len\(b\) must be 2, got 1"),
     ({"out": [A[:, :8].contiguous()]}, r"len\(out\) must be 2, got 1"),
     ({"out": [OUT, OUT.float()]}, r"out\[1\].dtype must be one of bfloat16, got float32"),
-    ({"out": [OUT, OUT]}, r"out\[1\] must be memory"),
+    ({"out": [OUT, OUT]}, r"out\[1\] must be in memory"),
     ({"b": [B[0], B[0].half()]}, r"b\[1\].dtype must be bfloat16, got float16"),
     ({"a": [A, A3]}, r"a\[1\].dim\(\) must be 2, got 3"),
     ({"a": [A, A[:, :8]]}, r"a\[1\].shape\[1\] must be 256, the k of b\[1\] \(256, 8\), got 8"),

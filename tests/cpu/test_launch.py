@@ -249,7 +249,7 @@ def confusing_kernel(X, OUT, x: int, TILE: ct.Constant[int]):
 
 
 def test_two_run_time_parameters_of_one_name_are_an_error():
-    with pytest.raises(ValueError, match="array 'x' of confusing_kernel must be told from its other parameters in lower case"):
+    with pytest.raises(ValueError, match="array 'x' of confusing_kernel must be unique among its parameters in lower case"):
         Bound([Launch(confusing_kernel, (1,), {"tile": 4})], ("x", "out"), CPU)
 
 

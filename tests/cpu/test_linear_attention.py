@@ -167,8 +167,14 @@ BAD_RULE = [
     ({"q": G["q"].double()}, r"q.dtype must be one of bfloat16, float16, float32, got float64"),
     ({"k": G["k"][..., :16]}, r"k.shape must be \(2, 1, 4, 32\), got \(2, 1, 4, 16\)"),
     ({"v": G["v"][:, :, :3]}, r"v.shape must be \(2, 'v_heads', 4, 'v_dim'\), got \(2, 2, 3, 32\)"),
-    ({"g": G["g"].half()}, r"g.dtype must be float32 or float32, got float16"),
-    ({"beta": G["beta"][:, :1]}, r"beta.shape must be \(2, 2, 4, 1\)"),
+    ({"g": G["g"].half()}, r"g.dtype must be one of float32, got float16"),
+    ({"beta": G["beta"][:, :1]}, r"beta.shape must be \(2, 2, 4\), got \(2, 1, 4\)"),
+    (
+        {"v": torch.ones(2, 3, 4, 32), "q": torch.ones(2, 2, 4, 32), "k": torch.ones(2, 2, 4, 32)},
+        r"v.shape\[1\] must be a multiple of k.shape\[1\] = 2, got 3",
+    ),
+    ({"v": G["v"][..., :0]}, r"v.shape\[-1\] must be in 1..256, got 0"),
+    ({"q": torch.ones(2, 0, 4, 32), "k": torch.ones(2, 0, 4, 32)}, r"k.shape\[1\] must be at least 1, got 0"),
     ({"state": torch.zeros(2, 2, 32, 16)}, r"state.shape must be \(2, 2, 32, 32\), got \(2, 2, 32, 16\)"),
     ({"state": torch.zeros(2, 2, 32, 32).half()}, r"state.dtype must be one of float32, got float16"),
     ({"state": torch.zeros(1, 2, 32, 32).expand(2, -1, -1, -1)}, r"state must be free of broadcast axes"),
@@ -178,7 +184,7 @@ BAD_RULE = [
 BAD_CONVOLUTION = [
     ({"weight": torch.ones(8, 9)}, r"weight.shape must be \(8, 2..8\), got \(8, 9\)"),
     ({"weight": torch.ones(7, 4)}, r"weight.shape must be \(8, 2..8\), got \(7, 4\)"),
-    ({"state": torch.ones(2, 2, 8)}, r"state.shape must be \(2, 3, 8, 1\)"),
+    ({"state": torch.ones(2, 2, 8)}, r"state.shape must be \(2, 3, 8\), got \(2, 2, 8\)"),
     ({"state": torch.ones(2, 3, 8).half()}, r"state.dtype must be float32, got float16"),
     ({"bias": torch.ones(9)}, r"bias.shape must be \(8,\), got \(9,\)"),
 ]

@@ -35,6 +35,9 @@ FORMULATIONS = {
     "uneven, persistent": Config(16, 32, 32, group=2, extra_n=16, persistent=True),
     "uneven, weights first, persistent": Config(16, 32, 32, group=2, extra_n=8, swap_ab=True, persistent=True),
     "uneven, weights first, split": Config(32, 32, 16, extra_n=16, swap_ab=True, split_k=4),
+    "three sums": Config(16, 16, 32, group=2, extra_n=12),
+    "three sums, weights first, split": Config(16, 32, 16, extra_n=12, swap_ab=True, split_k=4),
+    "three sums, persistent": Config(16, 32, 32, group=2, extra_n=24, persistent=True),
     "weights first": Config(8, 32, 32, swap_ab=True),
     "weights first, split": Config(8, 32, 16, swap_ab=True, split_k=16),
     "dot": Config(4, 8, 64, dot=True, persistent=True),
@@ -205,7 +208,7 @@ def test_what_follows_the_product_when_k_is_0():
         ((torch.zeros(()), B), {}, r"a.dim\(\) must be at least 1, got 0"),
         ((A.half(), B.half()), {"trans_b": True, "tf32": True}, r"tf32 must be False for torch.float16, got True"),
         ((A, B), {"trans_b": True, "scale_a": ONE, "scale_b": ONE}, r"scale_a must be None for float32 operands, got a tensor"),
-        ((A8, B8), {"trans_b": True, "scale_a": ONE}, r"scale_b must be given where the other operand's scale is, got None"),
+        ((A8, B8), {"trans_b": True, "scale_a": ONE}, r"scale_b must be given together with the other operand's scale, got None"),
         ((A8, B8), {"trans_b": True, "scale_a": ONE.double(), "scale_b": ONE}, r"scale_a.dtype must be float32, got float64"),
         ((A8, B8), {"trans_b": True, "scale_a": torch.ones(5), "scale_b": torch.ones(6)}, r"scale_a.shape must be \(4,\) \(ROW.*got \(5,\)"),
         ((A8, B8), {"trans_b": True, "scale_a": torch.ones(4, 1), "scale_b": torch.ones(6)}, r"scale_b.shape must be \(1, 1\) \(BLOCK.*got \(6,\)"),
@@ -349,11 +352,11 @@ def test_several_tiles_of_a_sum_may_cover_the_columns(n, tiles):
         assert {(tile_n, extra) for tile_n, extra, persistent in found if persistent} == tiles
 
 
-@pytest.mark.parametrize("kind", [op, bmm])
-def test_two_sums_of_a_persistent_block_do_not_wait_for_each_mma(kind):
+@pytest.mark.parametrize(("kind", "tile_m", "extra"), [(op, 128, 80), (bmm, 256, 16)])
+def test_sums_of_a_persistent_block_do_not_wait_for_each_mma(kind, tile_m, extra):
     """Without a first step before the loop the compiler puts two waits around each."""
     problem = Problem(272, 3184, 704) if kind is op else bmm.Problem(52, 272, 3184, 704)
-    config = kind.Config(256, 128, 64, swap_ab=True, persistent=True, latency=4, num_ctas=1, num_worker_warps=8, extra_n=16)
+    config = kind.Config(tile_m, 128, 64, swap_ab=True, persistent=True, latency=4, num_ctas=1, num_worker_warps=8, extra_n=extra)
     with traced(H200) as launches:
         run_op(kind, problem.inputs(torch.device("meta")), config)
     found = disassemble(Job.of(launches[0], "sm_90").build())

@@ -76,6 +76,12 @@ def test_states_may_be_strided():
         assert torch.equal(a, b)
 
 
+def test_states_may_be_single_rows():
+    out, lse = torch.randn(3, 16), torch.randn(3)
+    for a, b in zip(merge_states(out, lse), merge_states(out[:, None], lse[:, None]), strict=True):
+        assert torch.equal(a, b[0])
+
+
 def test_no_rows_launch_nothing():
     with counted() as counts:
         out, lse = merge_states(torch.zeros(2, 0, 16), torch.zeros(2, 0))

@@ -240,12 +240,12 @@ BAD = [
     ({"ids": torch.zeros(4, 3, dtype=torch.int32)}, ValueError, r"ids.shape must be \(4, 2\), got \(4, 3\)"),
     ({"ids": torch.zeros(4, 2, dtype=torch.int32, device="meta")}, ValueError, r"ids.device must be cpu, got meta"),
     ({"scale_down": torch.zeros(3, 16)}, ValueError, r"gate_up.dtype must be one of float8_e4m3fn, got bfloat16"),
-    ({**FP8, "scale_down": None}, ValueError, r"scale_down must be given where the other scale is, got None"),
+    ({**FP8, "scale_down": None}, ValueError, r"scale_down must be given together with the other scale, got None"),
     ({**FP8, "scale_gate_up": torch.zeros(3, 23)}, ValueError, r"scale_gate_up.shape must be \(3, 24\) for rows or \(3, 1, 1\) for blocks"),
     ({**FP8, "scale_down": torch.zeros(3, 1, 1)}, ValueError, r"scale_down.shape must be \(3, 16\) for rows or \(3, 1, 1\) for blocks, both"),
     ({**FP8, "scale_gate_up": torch.zeros(3, 1, 1), "scale_down": torch.zeros(3, 1, 1)}, ValueError, r"down.shape\[2\] must be a multiple of 128"),
     ({**FP8, "scale_down": torch.zeros(3, 16).half()}, ValueError, r"scale_down.dtype must be float32, got float16"),
-    ({"bias_down": BIASES["bias_down"]}, ValueError, r"bias_gate_up must be given where the other bias is, got None"),
+    ({"bias_down": BIASES["bias_down"]}, ValueError, r"bias_gate_up must be given together with the other bias, got None"),
     ({**BIASES, "bias_gate_up": torch.zeros(3, 23, dtype=BF16)}, ValueError, r"bias_gate_up.shape must be \(3, 24\), got \(3, 23\)"),
     ({**BIASES, "bias_down": torch.zeros(3, 16)}, ValueError, r"bias_down.dtype must be bfloat16, got float32"),
     ({"alpha": 0.0}, ValueError, r"alpha must be positive, got 0.0"),
@@ -279,7 +279,7 @@ def test_shared_experts_are_views_of_one_mlp_and_cost_no_launch():
         moe(**{**INPUTS, **both})
     with pytest.raises(ValueError, match=r"alpha, limit and up_offset must be left out with shared experts, got \(1.702, None, 0.0\)"):
         moe(x, gate_up, down, weights=weights, ids=ids, alpha=1.702, **both)
-    with pytest.raises(ValueError, match=r"shared_down must be given where the other matrix is, got None"):
+    with pytest.raises(ValueError, match=r"shared_down must be given together with the other matrix, got None"):
         moe(x, gate_up, down, weights=weights, ids=ids, shared_gate_up=both["shared_gate_up"])
 
 

@@ -54,7 +54,7 @@ def test_public_arguments_are_keyword_only_after_the_third_and_none_is_kwargs(op
 # Tensors that ops change in place: they are inputs. All others that an op writes are outputs.
 IN_PLACE = {
     "rope": ("q", "k"),
-    "kv_append": ("k_cache", "v_cache", "q"),
+    "kv_append": ("k_cache", "v_cache", "q", "k_scale", "v_scale"),
     "rms_norm_route": ("arrived",),
     "gated_delta_rule": ("state",),
     "causal_conv1d": ("state",),
@@ -186,10 +186,10 @@ def test_an_out_that_does_not_fit_is_named_and_nothing_is_launched(op):
             refused(rf"{name}.*{message}", [*results[:i], wrong, *results[i + 1 :]])
         for other, x in tensors_of(inputs).items():
             same, wrong = in_one_memory(x, out)
-            refused(f"{name}.* must be memory of its own", [*results[:i], wrong, *results[i + 1 :]], **{other: same.copy_(x)})
+            refused(f"{name}.* must be in memory of its own", [*results[:i], wrong, *results[i + 1 :]], **{other: same.copy_(x)})
         for j in range(i):
             same, wrong = in_one_memory(results[j], out)
-            refused(f"{name}.* must be memory of its own", [*results[:j], same, *results[j + 1 : i], wrong, *results[i + 1 :]])
+            refused(f"{name}.* must be in memory of its own", [*results[:j], same, *results[j + 1 : i], wrong, *results[i + 1 :]])
 
 
 @pytest.mark.parametrize(

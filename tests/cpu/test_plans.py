@@ -3,6 +3,7 @@ takes.
 """
 
 import dataclasses
+import gc
 import importlib
 import inspect
 import re
@@ -34,6 +35,8 @@ def stretched(small, double, times: int):
     """What `inputs` would have with one size `times` as large, from what it has with the size and
     with its double.
     """
+    if isinstance(small, tuple):  # a window of two sides
+        return tuple(stretched(a, b, times) for a, b in zip(small, double, strict=True))
     if not isinstance(small, torch.Tensor):
         return small if type(small) is bool or small == double else small + (double - small) * (times - 1)
     shape = [m + (n - m) * (times - 1) for m, n in zip(small.shape, double.shape, strict=False)]
@@ -60,6 +63,7 @@ def problems(op):
 
 def plan(op, inputs, device: Device) -> tuple[float, str]:
     """Processor seconds that a call takes, and what it raises; all its grids are checked."""
+    gc.disable()  # a collection of what other tests left takes 0.1 s
     began, error = time.thread_time(), ""
     with traced(device) as launches:
         try:
@@ -67,6 +71,7 @@ def plan(op, inputs, device: Device) -> tuple[float, str]:
         except ValueError as raised:
             error = str(raised)
     seconds = time.thread_time() - began
+    gc.enable()
     for traced_launch in launches:
         grid = traced_launch.launch.grid
         assert all(0 < blocks <= most for blocks, most in zip(grid, MOST_BLOCKS, strict=False)), grid
@@ -83,13 +88,15 @@ def test_any_size_is_planned_in_no_time_or_refused_by_name(op):
             axes.remove("head_dim")  # a state has it twice: no memory is as large
         names = {*inspect.signature(public_function(op)).parameters, *axes, "out"}
         inputs = problem.inputs(META)
-        for device in map(Device.named, DEVICES):
+        devices = [Device.named(name) for name in DEVICES]
+        for device in devices:
             plan(op, inputs, device)  # reads the tables
-            for axis in axes:
-                size = getattr(problem, axis)
-                double = dataclasses.replace(problem, **{axis: 2 * size}).inputs(META)
-                for large in SIZES:
-                    given = {name: stretched(inputs[name], double[name], large // size) for name in inputs}
+        for axis in axes:
+            size = getattr(problem, axis)
+            double = dataclasses.replace(problem, **{axis: 2 * size}).inputs(META)
+            for large in SIZES:
+                given = {name: stretched(inputs[name], double[name], large // size) for name in inputs}
+                for device in devices:
                     seconds, error = plan(op, given, device)
                     what = f"{axis} = {large} of {problem} on {device.name}: {error}"
                     assert seconds < SECONDS, what
@@ -112,17 +119,17 @@ def test_the_interpreter_takes_the_grids_that_a_gpu_takes(axis):
     assert x == 0
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "ahead"), [(True, 0), (False, 0), (True, 1), (True, 5)])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 20])
-def test_scores_that_a_mask_leaves_are_counted(causal, window):
+def test_scores_that_a_mask_leaves_are_counted(causal, ahead, window):
     for q_len, n in product(range(9), range(9)):
         query, key = torch.arange(n - q_len, n)[:, None], torch.arange(n)
         seen = torch.ones(q_len, n, dtype=torch.bool)
         if causal:
-            seen &= key <= query
+            seen &= key <= query + ahead
         if window is not None:
             seen &= key > query - window
-        assert visible_scores(q_len, n, causal, window) == seen.sum()
+        assert visible_scores(q_len, n, causal, window, ahead) == seen.sum()
 
 
 @pytest.mark.parametrize("batch", [1, 5, MOST, MOST + 1, 70_000, 2**31 - 1])

@@ -203,7 +203,7 @@ BAD = [
     ({"scale": ONE.double()}, ValueError, r"scale.dtype must be one of float32, got float64"),
     ({"scale": torch.ones((), device="meta")}, ValueError, r"scale.device must be cpu, got meta"),
     ({"scale": ONE, "block": (1, 128)}, ValueError, r"scale must be None for block \(1, 128\), got a tensor"),
-    ({"scale": ONE, "power_of_two_scales": True}, ValueError, r"power_of_two_scales must be False where scale is given, got True"),
+    ({"scale": ONE, "power_of_two_scales": True}, ValueError, r"power_of_two_scales must be False if scale is given, got True"),
 ]
 
 

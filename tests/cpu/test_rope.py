@@ -198,7 +198,7 @@ def test_q_and_k_that_share_elements_are_refused(heads):
     """
     x = torch.ones(2, 5, 8, 64).transpose(1, 2)
     for q, k in ((x[:, :4], x[:, heads]), (x[:, heads], x[:, :4])):
-        with counted() as counts, pytest.raises(ValueError, match="k must be free of elements of q, both being written in place, got"):
+        with counted() as counts, pytest.raises(ValueError, match="k must be free of elements of q, because both are written in place, got"):
             rope(q, k, TABLE, TABLE)
         assert not counts
     rope(x[:, :4], x[:, 4:6], TABLE, TABLE)
@@ -261,7 +261,7 @@ BAD = [
     ({"q": Q.double()}, ValueError, r"q.dtype must be one of bfloat16, float16, float32, got float64"),
     ({"q": Q.mT.contiguous().mT}, ValueError, r"q.stride\(-1\) must be 1, got 5"),
     ({"q": Q.clone().requires_grad_()}, ValueError, r"q.requires_grad must be False"),
-    ({"q": Q[:, :1].expand(2, 4, 5, 64)}, ValueError, r"q must be free of broadcast axes, being written in place, got strides"),
+    ({"q": Q[:, :1].expand(2, 4, 5, 64)}, ValueError, r"q must be free of broadcast axes, because it is written in place, got strides"),
     ({"k": K[..., :32].contiguous()}, ValueError, r"k.shape must be \(2, kv_heads, 5, 64\), got \(2, 2, 5, 32\)"),
     ({"k": K[:1]}, ValueError, r"k.shape must be \(2, kv_heads, 5, 64\), got \(1, 2, 5, 64\)"),
     ({"k": K.half()}, ValueError, r"k.dtype must be float32, got float16"),

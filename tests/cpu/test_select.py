@@ -198,9 +198,10 @@ def test_rows_of_fields_that_have_gone_are_counted(tmp_path):
 )
 def test_the_model_predicts_held_out_problems(op, p90, regret, worst):
     """Errors of times of problems that the fit never saw; regret of the choice among the timed
-    configs against the best of them.
+    configs against the best of them. Not of caches of codes: 14 problems are too few for parts.
     """
-    found = fit.quality(op.CHOICES, fit.stored_times("H200", op).timed, H200)
+    timed = [one for one in fit.stored_times("H200", op).timed if not getattr(one.problem, "codes", False)]
+    found = fit.quality(op.CHOICES, timed, H200)
     assert found.corrected_median < found.median < 0.15
     assert found.corrected_median < 0.1
     assert found.corrected_p90 <= p90

@@ -89,6 +89,10 @@ def draw(**given):
     return tilewright.sample(randn(2, 8), torch.tensor(0), **given)
 
 
+def adjust(*counts, **given):
+    return tilewright.adjust_logits(randn(2, 8), *counts, **given)
+
+
 WRONG = {
     "kv_len[1] must be in 0..8, got 9": lambda: attend(kv_len=int32(8, 9)),
     "kv_len[0] must be in 0..8, got -1": lambda: attend(kv_len=int32(-1, 9)),
@@ -123,6 +127,8 @@ WRONG = {
     "ids.view(-1)[2] must be in 0..4, got 5": lambda: tilewright.embedding(int32(0, 4, 5, -1), randn(5, 8)),
     "temperature[1] must be a number, got nan": lambda: draw(temperature=torch.tensor([1.0, NAN])),
     "top_p[0] must be a number, got nan": lambda: draw(top_p=torch.tensor(NAN)),
+    "repetition[1] must be positive and finite, got 0.0": lambda: adjust(torch.ones(2, 8).int(), repetition=torch.tensor([1.0, 0.0])),
+    "bias[0, 3] must be a number, got nan": lambda: adjust(bias=torch.tensor([[0.0, 0, 0, NAN, 0, 0, 0, 0]])),
     "scale.view(1, 1)[0, 0] must be positive and finite, got -2.0": lambda: tilewright.quantize_fp8(randn(2, 8), scale=-2 * ONE),
 }
 

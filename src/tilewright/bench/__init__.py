@@ -1,1 +1,1 @@
-"""How fast: interleaved timing against peers, measured roofs, one line a case."""
+"""Measures speed: interleaved timing against peers, measured roofs, one line per case."""

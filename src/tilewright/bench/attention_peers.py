@@ -33,12 +33,15 @@ def plain_attention(inputs: Inputs) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _block_mask(q_len: int, kv_len: int, causal: bool, window: int | None, device: torch.device) -> Any:
+def _block_mask(q_len: int, kv_len: int, causal: bool, window: Any, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         last = i + kv_len - q_len
         shown = (j <= last) if causal else (j >= 0)
+        if isinstance(window, tuple):
+            before, behind = (q_len + kv_len if side is None else side for side in window)
+            return (j >= last - before) & (j <= last + behind)
         return shown if window is None else shown & (j > last - window)
 
     return create_block_mask(seen, None, None, q_len, kv_len, device=str(device))

@@ -1,4 +1,4 @@
-"""`tilewright bench`: one line a case, then the geometric means; JSON lines to a file."""
+"""`tilewright bench`: one line per case, then the geometric means; JSON lines to a file."""
 
 import dataclasses
 import json

@@ -32,7 +32,7 @@ SHEETS = {  # by device: dense rates are half of those that a sheet states with 
     "H200": Sheet(989.0, 4800.0, "NVIDIA H200 data sheet, SXM"),
     "B200": Sheet(2250.0, 8000.0, "NVIDIA Blackwell architecture technical brief, HGX B200"),
     "B300": Sheet(2250.0, 8000.0, "NVIDIA HGX B300 data sheet, an eighth of a board"),
-    "GB10": Sheet(None, 273.0, "NVIDIA DGX Spark hardware overview, which tells no bf16 rate"),
+    "GB10": Sheet(None, 273.0, "NVIDIA DGX Spark hardware overview, which gives no bf16 rate"),
 }
 
 

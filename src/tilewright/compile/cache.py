@@ -15,7 +15,7 @@ from ..launch.identity import cache_folder, kernel_digest
 from .disassemble import find_tool
 from .job import Compiled, Job
 
-FORMAT = "2"  # raise it when Resources, or the way of reading them, changes
+FORMAT = "3"  # raise it when Resources, or the way of reading them, changes
 
 
 class ResultCache:

@@ -19,9 +19,26 @@ from .cache import toolchain
 from .disassemble import require_tools
 from .report import ARCHS, Row, compile_ops
 
-COLUMNS = ("op", "arch", "kernel", "regs", "stack B", "smem B", "matrix", "UTMALDG", "LDL", "STL", "cubin B", "s", "", "config", "first problem")
+COLUMNS = (
+    "op",
+    "arch",
+    "kernel",
+    "regs",
+    "stack B",
+    "smem B",
+    "matrix",
+    "UTMALDG",
+    "LDL",
+    "STL",
+    "inst/w",
+    "cubin B",
+    "s",
+    "",
+    "config",
+    "first problem",
+)
 EVERY_S = 10.0  # between lines that say how far it is
-NUMBERS = {"regs", "stack B", "smem B", "UTMALDG", "LDL", "STL", "cubin B", "s"}
+NUMBERS = {"regs", "stack B", "smem B", "UTMALDG", "LDL", "STL", "inst/w", "cubin B", "s"}
 
 
 def compile_command(
@@ -49,7 +66,7 @@ def compile_command(
     chosen = all_ops.named(ops)
     for name in archs:
         if Device.for_arch(name).is_cpu:
-            raise argument_error("arch", "a GPU's", repr(name))
+            raise argument_error("arch", "a GPU target such as sm_90", repr(name))
     with Progress(
         TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as progress:
@@ -108,7 +125,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """The report as plain data. `rows` carry the verdict beside their fields."""
-    plain = [msgspec.to_builtins(row) | {"verdict": row.verdict} for row in rows]
+    plain = [msgspec.to_builtins(row) | {"verdict": row.verdict, "per_weight": row.per_weight} for row in rows]
     return {"toolchain": toolchain(), "command": " ".join(sys.argv[1:]), "rows": plain}
 
 
@@ -132,12 +149,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     head = row.op, row.arch, row.kernel or "-"
     made, found = row.compiled, row.compiled.resources
     if found is None:
-        numbers: tuple[str, ...] = ("-",) * 9
+        numbers: tuple[str, ...] = ("-",) * 10
     else:
         matrix = " ".join(f"{name} {n}" for name, n in found.matrix.items()) or "-"
         usage = found.registers, found.stack_bytes, found.shared_bytes
         counts = (found.count(name) for name in ("UTMALDG", "LDL", "STL"))
-        numbers = (*map(str, usage), matrix, *map(str, counts), str(made.cubin_bytes), f"{made.compile_s:.1f}")
+        numbers = (*map(str, usage), matrix, *map(str, counts), str(row.per_weight or "-"), str(made.cubin_bytes), f"{made.compile_s:.1f}")
     verdict = row.verdict + (" default" if row.default else "")
     problem = row.problem + (f" (+{row.problems - 1})" if row.problems > 1 else "")
     return (*head, *numbers, verdict, made.error or row.config, problem if not made.error else f"{row.config} | {problem}")

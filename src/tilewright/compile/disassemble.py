@@ -9,15 +9,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 # After the line " Function <symbol>:": "  REG:168 STACK:0 SHARED:214120 LOCAL:0 ..."
 USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)")
 # "        /*0360*/               @!P0 UTMALDG.2D [UR12], [UR32], desc[URZ] ;   /* 0x... */"
 OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)", re.MULTILINE)
+# "        /*1a40*/              @P0 BRA 0x1070 ;"
+LINE = re.compile(r"^\s+/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)[^;]*?(?P<to>0x[0-9a-f]+)?\s*;", re.MULTILINE)
 MATRIX = re.compile(r"(UTC\w*MMA|[A-Z]*GMMA|[A-Z]MMA)(\d\w*)?")
 
 TOOLS = ("tileiras", "cuobjdump", "nvdisasm")
+# What a loop that computes is full of; loops that wait or copy are not.
+ARITHMETIC = frozenset(("FADD", "FFMA", "FMUL", "HADD2", "HFMA2", "HMUL2", "LOP3", "PRMT", "F2FP", "IMAD", "SHF"))
 MOST_STACK = 64  # bytes of a thread that a config may spill and still be timed, or be a default
 
 
@@ -31,6 +36,7 @@ class Resources:
     shared_bytes: per block, static: cuTile uses no other. From sm_90 on it includes the driver's 1
         KiB.
     instructions: how often each opcode stands in the code, most frequent first.
+    loop: instructions of the loop that computes most, 0 if there is none.
     """
 
     registers: int
@@ -38,6 +44,7 @@ class Resources:
     local_bytes: int
     shared_bytes: int
     instructions: dict[str, int]
+    loop: int = 0
 
     @property
     def spills(self) -> bool:
@@ -125,4 +132,22 @@ def parse(text: str) -> Resources:
     # A cubin may hold device functions too. The kernel is the one that needs most registers.
     registers, stack, shared, local = (max(int(line[i]) for line in lines) for i in range(4))
     mix = Counter(match["opcode"] for match in OPCODE.finditer(text))
-    return Resources(registers, stack, local, shared, dict(mix.most_common()))
+    return Resources(registers, stack, local, shared, dict(mix.most_common()), _hot_loop(text))
+
+
+def _hot_loop(text: str) -> int:
+    """Instructions of the shortest loop with at least half of the arithmetic that any loop has:
+    one around it has little more, and those that wait inside of it have none. A jump back to
+    behind one that led there is the end of what was moved out of the way.
+    """
+    lines = [(int(line["at"], 16), line["opcode"], int(line["to"] or "0", 16)) for line in LINE.finditer(text)]
+    index = {at: i for i, (at, _, _) in enumerate(lines)}
+    before = list(accumulate((opcode in ARITHMETIC or bool(MATRIX.fullmatch(opcode)) for _, opcode, _ in lines), initial=0))
+    starts = ((index.get(to, i), i) for i, (_, opcode, to) in enumerate(lines) if opcode == "BRA")
+    loops = [
+        (before[i + 1] - before[start], i + 1 - start)
+        for start, i in starts
+        if start < i and not lines[start][0] < lines[start - 1][2] <= lines[i][0]
+    ]
+    most = max(loops, default=(0, 0))[0]
+    return min((length for work, length in loops if work and 2 * work >= most), default=0)

@@ -15,7 +15,7 @@ COLUMNS = ("arch", "GPU", "registers", "stack B", "shared B", "spill LDL/STL", "
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """One kernel, compiled for several architectures. `print` it, or take `report["sm_90"]`."""
+    """One kernel, compiled for several architectures. `print` it, or read `report["sm_90"]`."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -26,7 +26,7 @@ class KernelReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all compiled, and none spills more than a few registers."""
+        """Whether all compiled and none spills more than a few registers."""
         return all(one.ok for one in self.by_arch.values())
 
     def __str__(self) -> str:
@@ -47,14 +47,15 @@ class KernelReport:
 
 
 def compile_report(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...] = (), arch: str | Sequence[str] = ("sm_90", "sm_121")) -> KernelReport:
-    """Compiles a kernel as a launch with these arguments would, with no GPU.
+    """Compiles a kernel as a launch with these arguments would, without a GPU.
 
         print(tilewright.compile_report(total, (4,), (x, out)))
 
     Args:
         kernel: a function decorated with @ct.kernel, hints included.
         grid: number of blocks along 1 to 3 axes.
-        args: what the kernel takes. Tensors may be on any device, "meta" too: no element is read.
+        args: what the kernel takes. Tensors may be on any device, even "meta", because no element
+            is read.
         arch: compiler targets: sm_80 (A100), sm_90 (H200), sm_100 (B200), sm_103 (B300), sm_120
             (RTX 5090), sm_121 (GB10).
     Returns: registers, stack, shared memory and instructions for each target. A target for which
@@ -66,6 +67,6 @@ def compile_report(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...] = (
     archs = [arch] if isinstance(arch, str) else list(arch)
     for name in archs:
         if Device.for_arch(name).is_cpu:
-            raise argument_error("arch", "a GPU's", repr(name))
+            raise argument_error("arch", "a GPU target such as sm_90", repr(name))
     require_tools()
     return KernelReport(kernel_name(kernel), tuple(grid), {name: compiled(kernel, values, name) for name in archs})

@@ -1,4 +1,4 @@
-"""`tilewright interpret` and `compile` of FILE.py:KERNEL: kernels of yours."""
+"""`tilewright interpret` and `compile` of FILE.py:KERNEL: your own kernels."""
 
 import importlib.util
 import sys

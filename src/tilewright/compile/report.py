@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..launch import Device, Traced, traced
+from ..ops.common.weight_formats import step_weights
 from ..testing import op_name, run_op
 from ..testing.cases import cases
 from .build import compile_launches
@@ -27,6 +28,7 @@ class Row:
         the first.
     default: `config` is the first of its space, which an untuned call uses.
     kernel: "" if the op's own code failed before a launch.
+    threads, weights: of a block, those that compute and, of small ones, those that a step decodes.
     """
 
     op: str
@@ -37,6 +39,14 @@ class Row:
     problems: int
     default: bool
     compiled: Compiled
+    threads: int = 0
+    weights: int = 0
+
+    @property
+    def per_weight(self) -> float | None:
+        """Instructions of a thread for each small weight, in the loop that decodes them."""
+        found = self.compiled.resources
+        return round(found.loop * self.threads / self.weights, 2) if found and found.loop and self.weights else None
 
     @property
     def spills(self) -> bool:
@@ -61,13 +71,13 @@ def compile_ops(
     cache: ResultCache | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
-    """Compiles every kernel of every config of `ops` for `archs`, with no GPU.
+    """Compiles every kernel of every config of `ops` for `archs`, without a GPU.
 
     Args:
         ops: modules of `tilewright.ops`.
         archs: compiler targets; each needs a device in the table of `Device`.
-        defaults_only: only the config an untuned call would use, but for every real and benchmark
-            case.
+        defaults_only: only the config that an untuned call would use, but for every real and
+            benchmark case.
         jobs: processes; by default one per core.
         problems: chooses the problems of an op on a device; by default `representative`, and every
             case for defaults.
@@ -144,7 +154,8 @@ def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> 
             continue
         for launch in launches:
             row = _row(op, problem, config, device, i == 0, Compiled())
-            yield dataclasses.replace(row, kernel=launch.launch.name), launch
+            threads, weights = 32 * (launch.launch.num_worker_warps or 4), step_weights(launch.launch.constants)
+            yield dataclasses.replace(row, kernel=launch.launch.name, threads=threads, weights=weights), launch
 
 
 def _row(op: ModuleType, problem: Any, config: Any, device: Device, default: bool, compiled: Compiled) -> Row:

@@ -25,13 +25,15 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] | None = None,
     like: Tensor | None = None,
     contiguous: bool = False,
+    any_strides: bool = False,
 ) -> None:
     """Raises TypeError or ValueError unless `tensor` fits the description.
 
     It must be a strided CPU or CUDA tensor that needs no gradient.
 
     like: a tensor whose dtype and device it must share.
-    contiguous: the whole tensor must be; otherwise its last axis must have stride 1.
+    contiguous: the whole tensor must be; otherwise its last axis must have stride 1, but for
+        any_strides.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -52,7 +54,7 @@ def check_tensor(
     if shape is not None and tensor.shape != shape:
         raise argument_error(f"{name}.shape", tuple(shape), tuple(tensor.shape))
     # The condition stands here since each call of an op comes by, once for each tensor.
-    if not tensor.is_contiguous() if contiguous else tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if not any_strides and (not tensor.is_contiguous() if contiguous else tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
         raise _stride_error(tensor, name, contiguous)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
@@ -132,7 +134,7 @@ def check_out(
             raise argument_error(f"{name}.stride()", f"that of a contiguous tensor of shape {tuple(shape)}, {order}", out.stride())
         dense *= size
     if any(overlap(out, x) for x in given):
-        raise argument_error(name, "memory of its own", "a tensor that overlaps another argument")
+        raise argument_error(name, "in memory of its own", "a tensor that overlaps another argument")
     return out
 
 
@@ -142,16 +144,16 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
     """
     shape, strides = x.shape, x.stride()
     if 0 in strides and any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
-        raise argument_error(name, "free of broadcast axes, being written in place", f"strides {strides} for shape {tuple(shape)}")
+        raise argument_error(name, "free of broadcast axes, because it is written in place", f"strides {strides} for shape {tuple(shape)}")
     if other is not None and overlap(x, other):
-        raise argument_error(name, f"free of elements of {other_name}, both being written in place", "tensors that overlap")
+        raise argument_error(name, f"free of elements of {other_name}, because both are written in place", "tensors that overlap")
 
 
 def check_apart(x: Tensor, name: str, /, **read: Tensor | None) -> None:
     """Raises ValueError if x, which an op writes into, has an element of a tensor that it reads."""
     for other_name, other in read.items():
         if other is not None and overlap(x, other):
-            raise argument_error(name, f"free of elements of {other_name}, being written in place", "tensors that overlap")
+            raise argument_error(name, f"free of elements of {other_name}, because it is written in place", "tensors that overlap")
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -218,16 +220,16 @@ def check_finite(value: float, name: str) -> None:
 
 
 def check_number(value: object, name: str) -> None:
-    """Raises TypeError unless it is a number of Python: a tensor's would be read on the device."""
+    """Raises TypeError unless it is a Python number: a tensor's would be read on the device."""
     if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} must be a number of Python, got {value!r:.80}")
+        raise TypeError(f"{name} must be a Python number, got {value!r:.80}")
 
 
 def check_integers(**values: object) -> None:
-    """Raises TypeError unless each is an integer of Python."""
+    """Raises TypeError unless each is a Python integer."""
     for name, value in values.items():
         if not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"{name} must be an integer of Python, got {value!r:.80}")
+            raise TypeError(f"{name} must be a Python integer, got {value!r:.80}")
 
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)

@@ -1,4 +1,4 @@
-"""What is launched for a problem: the decision of a call."""
+"""Decides what a call launches for its problem."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class Decision:
     plan: (problem, config, device) -> launches in order.
     launches: (device, **fields) -> the bound launches of `problem(**fields)`. Their config is the
         forced one, else a tuned one, else the first of `space`. Never tunes. Raises ValueError if
-        the device can't run the problem, or where `plan` names what its kernels don't have.
+        the device can't run the problem, or if `plan` uses a name that its kernels don't have.
     """
 
     launches: Callable[..., Bound]
@@ -41,7 +41,8 @@ class Decision:
         self._known = lru_cache(maxsize=1 << 16)(self._decided)
         self._bound = lru_cache(maxsize=1 << 12)(self._bind)
         self.launches = self._written()
-        caches.extend((self._known.cache_clear, self._bound.cache_clear))
+        self._formed = lru_cache(maxsize=1 << 12)(self._form)
+        caches.extend((self._known.cache_clear, self._bound.cache_clear, self._formed.cache_clear))
 
     def _written(self) -> Callable[..., Bound]:
         """`launches`, written out with the Problem's fields as its parameters.
@@ -69,20 +70,31 @@ class Decision:
         return launches
 
     def _decided_in(self, context: Context, device: Device, *fields: Any) -> Bound:
-        if not (context.forced or context.on_choice):
+        forced = context.forced.get(self.plan)
+        if not context.on_choice and forced is None:
             return self._known(device, *fields)
+        if not context.on_choice and callable(forced):
+            return self._formed(forced, device, *fields)
         problem = self.problem(*fields)
-        config, source = context.forced.get(self.plan), "forced"
+        config, source = forced(problem, device) if callable(forced) else forced, "forced"
         if config is None:
             config, source = self.decide(problem, device)
         for listen in context.on_choice:
             listen(Choice(self, problem, device, config, source))
         return self._bound(problem, config, device)
 
+    def _form(self, form: Callable[[Any, Device], Any], device: Device, *fields: Any) -> Bound:
+        problem = self.problem(*fields)
+        config = form(problem, device)
+        return self._known(device, *fields) if config is None else self._bound(problem, config, device)
+
     def _decided(self, device: Device, *fields: Any) -> Bound:
         from .table import show  # msgspec and the tables: loaded by the first call of an op, not by the import
 
         problem = self.problem(*fields)
+        for field in dataclasses.fields(problem):
+            if isinstance(field.default, bool) and not isinstance(value := getattr(problem, field.name), int):
+                raise argument_error(f"{field.name} of {self.op}", "True or False", repr(value))
         config, source = self.decide(problem, device)
         show(self.op, problem, device, config, source)
         return self._bound(problem, config, device)
@@ -177,6 +189,9 @@ def decisions() -> Iterator[list[Choice]]:
 
 @contextmanager
 def forced_config(plan: Callable[..., Any], config: Any) -> Iterator[None]:
-    """Within the context every call whose op decides with `plan` uses `config`."""
+    """Within the context every call whose op decides with `plan` uses `config`.
+
+    config: may be a function of problem and device, which leaves the choice to the op with None.
+    """
     with changed(lambda context: {"forced": {**context.forced, plan: config}}):
         yield

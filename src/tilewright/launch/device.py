@@ -25,8 +25,8 @@ class Device:
     arch: compiler target ("sm_90"), or "cpu".
     sms: streaming multiprocessors (on a CPU: blocks of a persistent grid).
     l2_bytes: size of the last-level cache.
-    memory_gbs: sustained device-memory bandwidth, GB/s. Measured where docs/hardware says so, else
-        the data sheet's.
+    memory_gbs: device-memory bandwidth, GB/s: measured on GPUs that we had, else from the data
+        sheet.
     tflops: dense bf16 rate with fp32 accumulation, TFLOP/s (likewise).
     """
 

@@ -18,22 +18,22 @@ Values = tuple[Any, ...]
 class Launch:
     """One kernel launch, all but its arguments: printable, hashable, made without a GPU.
 
-    Names are those of the kernel's parameters in lower case. A parameter that is no constant takes
-    the op's argument or the scratch array of its name, unless `renames` or `unused` says otherwise.
+    Names are those of the kernel's parameters in lower case. Every other parameter takes the op's
+    argument or the scratch array of its name, unless `renames` or `unused` says otherwise.
 
     kernel: the cuTile kernel object.
     grid: blocks in x, y, z (1 to 3 entries).
     constants: values of all `ct.Constant` parameters.
     num_ctas, occupancy, num_worker_warps: compiler hints; None leaves the compiler's choice.
-    pdl: its blocks may start while those of the launch before still run; its kernel begins with
-        `pdl_overlap`. Not for blocks that walk over tiles, unless each fills an SM: the first free
-        SMs would get more of them than others, and keep them.
+    pdl: its blocks may start while those of the previous launch still run; its kernel begins with
+        `pdl_overlap`. Not for a persistent kernel, unless each block fills an SM: the first free
+        SMs would get more blocks than others, and keep them.
     scratch: (shape, dtype) of arrays that exist for the length of the call. The op's other launches
         may use them by name.
     views: (scratch array, shape, strides) of other views of them, likewise.
     renames: parameter -> the argument or scratch array that it takes.
-    unused: array parameters that the constants leave untouched. An array that the kernel has anyway
-        stands in for them.
+    unused: array parameters that the kernel does not touch with these constants. Another array of
+        the kernel is passed in their place.
     """
 
     kernel: Any
@@ -189,7 +189,7 @@ def _step(launch: Launch, places: Mapping[str, int], made: Sequence[str]) -> Ste
     constant = [name for name, kind in parameters if kind == "constant"]
     for name, kind in runtime:
         if [other for other, _ in runtime].count(name) > 1:
-            raise argument_error(f"{kind} {name!r} of {launch.name}", "told from its other parameters in lower case", "a name that two have")
+            raise argument_error(f"{kind} {name!r} of {launch.name}", "unique among its parameters in lower case", "a name of two parameters")
     _check_names(launch, dict(runtime), constant)
     if parameters[len(runtime) :] != tuple((name, "constant") for name in constant):
         raise argument_error(f"constants of {launch.name}", "its last parameters", ", ".join(name for name, _ in parameters))

@@ -1,5 +1,6 @@
-"""What ops assert about the numbers in their device tensors. A call does not look at them: it would
-have to wait for the device. With TILEWRIGHT_CHECK=1 it does (docs/architecture.md).
+"""Claims of ops about the values in their device tensors. A call does not check them by default,
+because it would have to wait for the device. With TILEWRIGHT_CHECK=1 it does
+(docs/architecture.md).
 
 An op states a function of some arguments of its `_out` that yields `Claim`s, made of the helpers
 below, and names it in `torch_op(claims=...)`.

@@ -1,4 +1,4 @@
-"""Logits as a sampler wants them: penalties for tokens of a text, biases, and a grammar's mask.
+"""Prepares logits for sampling: penalties for tokens of a text, biases, and a grammar's mask.
 
     x = logits[r, j]
     x = x / repetition if x > 0 else x * repetition      where token j stands in prompt or answer
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, out_or_new, torch_op
-from ..launch.values import Claims, no_nan
+from ..launch.values import Claims, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
@@ -216,7 +216,8 @@ DECISION = Decision("adjust_logits", problem=Problem, arguments=("logits", "coun
 
 
 def _claims(repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None, bias: Tensor | None) -> Claims:
-    for name, given in (("repetition", repetition), ("presence", presence), ("frequency", frequency), ("bias", bias)):
+    yield from positive("repetition", repetition)
+    for name, given in (("presence", presence), ("frequency", frequency), ("bias", bias)):
         yield from no_nan(name, given)
 
 
@@ -253,19 +254,19 @@ def adjust_logits(
     mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Applies penalties, biases and a mask to logits, in one pass in front of `sample` or `argmax`.
+    """Applies penalties, biases and a mask to logits, in one pass before `sample` or `argmax`.
 
     Args:
         logits: [rows, cols]; bf16, fp16 or fp32; stride 1 in the last axis.
-        counts: [rows, cols] int32: how often the answer so far has each token, plus PROMPT (the
-            sign bit) if the prompt has it. Given with the penalties.
-        repetition: [] or [rows] fp32: divides positive logits of tokens that the prompt or the
-            answer has, and multiplies negative ones; above 0.
-        presence: [] or [rows] fp32: taken off the logits of tokens that the answer has.
-        frequency: [] or [rows] fp32: taken off once for each time that it has them.
+        counts: [rows, cols] int32: how often each token occurs in the answer so far, plus PROMPT
+            (the sign bit) if it occurs in the prompt. Required with penalties.
+        repetition: [] or [rows] fp32, above 0: for tokens in the prompt or the answer, divides
+            positive logits and multiplies negative ones.
+        presence: [] or [rows] fp32: subtracted from the logits of tokens in the answer.
+        frequency: [] or [rows] fp32: subtracted once for each occurrence in the answer.
         bias: [1 or rows, cols] fp32, stride 1 in the last axis: added.
-        mask: [1 or rows, ceil(cols / 32)] int32, stride 1 in the last axis: a token whose bit is 0
-            becomes -inf.
+        mask: [1 or rows, ceil(cols / 32)] int32, stride 1 in the last axis: the logit of a token
+            becomes -inf if its bit is 0.
         out: where the result goes: contiguous, fp32, shape and device of logits, no element in
             common with an input; default a new tensor.
     Returns: [rows, cols] fp32. Empty without rows, with nothing launched.

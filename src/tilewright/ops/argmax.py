@@ -234,8 +234,8 @@ def argmax_out(x: Tensor, out: Tensor) -> None:
 
 
 def argmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The index of the largest element along the last axis: the first of equals; NaN counts as the
-    largest.
+    """The index of the largest element along the last axis. Of equal elements the first wins; NaN
+    counts as the largest.
 
     Args:
         x: [..., cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. Copied if

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, dtype_name, hints, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
-from .common.gemm_choices import Gemm, Uneven, tiles_for
-from .common.pdl import pdl_overlap, use_pdl
+from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
+from .common.pdl import pdl_overlap
 from .common.scaling import (
     BLOCK,
     FP8,
@@ -46,7 +46,7 @@ from .common.scaling import (
     scaling_of,
     torch_product,
 )
-from .common.tiles import grouped_tile
+from .common.tiles import grouped_tile, widths_of, zeros_of
 
 WIDE = (torch.bfloat16, torch.float16)
 OUT = (*WIDE, torch.float32)
@@ -137,7 +137,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """Block scales: a step lies in one group of k. Uneven: there is something for both parts."""
-    if c.extra_n and (p.scaling or (p.m <= c.tile_m if c.swap_ab else p.n <= c.tile_n)):
+    if c.extra_n and (p.scaling or not begins_all(p.gemm, c)):
         return False
     return p.scaling is not Scaling.BLOCK or c.tile_k <= GROUP
 
@@ -178,7 +178,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "latency": c.latency,
     }
     unused = () if p.scaling else ("scale_a", "scale_b")
-    return (Launch(bmm_kernel, (blocks,), constants, **hints(c), pdl=not c.extra_n and use_pdl(p.m, c.persistent), unused=unused),)
+    return (Launch(bmm_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.gemm, c, device, blocks), unused=unused),)
 
 
 DECISION = Decision("bmm", problem=Problem, arguments=("a", "b", "scale_a", "scale_b", "out"), space=space, plan=plan)
@@ -216,72 +216,64 @@ def bmm_kernel(
     SWAP_AB: accumulate the transpose, with b's columns on the long side of the MMA: for few rows of
         a.
     EXTRA: of the operand that is the second of the MMA, a tile has so many rows more than TILE_N,
-        with SWAP_AB than TILE_M, and a second accumulator; without SCALING.
+        with SWAP_AB than TILE_M, and an accumulator for each power of two of them; without SCALING.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded
         unchecked.
     """
-    if not EXTRA:  # uneven tiles are launched without: behind its wait the compiler shares no tile between warp groups
-        pdl_overlap(PERSISTENT)
-    length = (TILE_M if SWAP_AB else TILE_N) + EXTRA
-    tiles_m = ct.cdiv(out.shape[1], length if SWAP_AB else TILE_M)
-    tiles_n = ct.cdiv(out.shape[2], TILE_N if SWAP_AB else length)
-    rows_a = _rows(a, 0, TILE_M, TILE_K, TRANS_A, length if SWAP_AB else TILE_M)
-    rows_b = _rows(b, 0, TILE_N, TILE_K, not TRANS_B, TILE_N if SWAP_AB else length)
-    if EXTRA and SWAP_AB:
-        rows_more = _rows(a, TILE_M, EXTRA, TILE_K, TRANS_A, length)
-    elif EXTRA:
-        rows_more = _rows(b, TILE_N, EXTRA, TILE_K, not TRANS_B, length)
+    pdl_overlap(PERSISTENT)
+    first, second, TRANS_1, TRANS_2 = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
+    FIRST, SECOND = (TILE_N, TILE_M) if SWAP_AB else (TILE_M, TILE_N)
+    AXIS, length = 1 if SWAP_AB else 2, SECOND + EXTRA  # of out, the side of the second operand
+    tiles_m, tiles_n = ct.cdiv(out.shape[1], length if SWAP_AB else TILE_M), ct.cdiv(out.shape[2], TILE_N if SWAP_AB else length)
+    rows_1 = _rows(first, 0, FIRST, TILE_K, TRANS_1, FIRST)
+    views: tuple = ()
+    START = 0
+    for ROWS in ct.static_iter(widths_of(SECOND, EXTRA)):
+        views = (*views, (_rows(second, START, ROWS, TILE_K, not TRANS_2, length), START, ROWS))
+        START = START + ROWS
 
     def one_tile(index):
         i = index // (tiles_m * tiles_n)
         tile_m, tile_n = grouped_tile(index - i * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-        i_a, i_b = min(i, a.shape[0] - 1), min(i, b.shape[0] - 1)
-        acc = ct.zeros((TILE_N, TILE_M) if SWAP_AB else (TILE_M, TILE_N), dtype=ct.float32)
-        if EXTRA:  # the last tile may be cut before this part begins
-            last_m = min(tile_m, ct.cdiv(out.shape[1] - TILE_M, length) - 1)
-            last_n = min(tile_n, ct.cdiv(out.shape[2] - TILE_N, length) - 1)
-            more = ct.zeros((TILE_N if SWAP_AB else TILE_M, EXTRA), dtype=ct.float32)
-        else:
-            more = acc  # carried, never read
+        tile_1, tile_2 = (tile_n, tile_m) if SWAP_AB else (tile_m, tile_n)
+        i_1, i_2 = min(i, first.shape[0] - 1), min(i, second.shape[0] - 1)
 
-        def summed(step, acc, more):
-            x = _operand(rows_a, i_a, tile_m, step, TILE_M, TILE_K, TRANS_A, LATENCY)
-            w = _operand(rows_b, i_b, tile_n, step, TILE_N, TILE_K, not TRANS_B, LATENCY)
-            first, second = (w, x.transpose()) if SWAP_AB else (x, w.transpose())
-            if SCALING == BLOCK:
-                group = step * TILE_K // GROUP
-                rows = group_scales(scale_a, i_a, group, tile_m, TILE_M, LATENCY, EVEN_M)
-                columns = block_scales(scale_b, i_b, group, tile_n, TILE_N, LATENCY, EVEN_N)
-                acc = add_scaled(acc, first, second, *((columns, rows) if SWAP_AB else (rows, columns)))
-            else:
-                acc = add_product(first, second, acc, FAST_ACC)
-            if EXTRA and SWAP_AB:
-                more = add_product(first, _operand(rows_more, i_a, last_m, step, EXTRA, TILE_K, TRANS_A, LATENCY).transpose(), more, FAST_ACC)
-            elif EXTRA:
-                more = add_product(first, _operand(rows_more, i_b, last_n, step, EXTRA, TILE_K, not TRANS_B, LATENCY).transpose(), more, FAST_ACC)
-            return acc, more
+        def summed(step, accs):
+            x = _operand(rows_1, i_1, tile_1, step, FIRST, TILE_K, TRANS_1, LATENCY)
+            found: tuple = ()
+            for j in ct.static_iter(range(len(accs))):
+                view, START, ROWS = views[j]
+                tile = min(tile_2, ct.cdiv(out.shape[AXIS] - START, length) - 1) if START else tile_2  # the last tile may be cut before this part
+                y = _operand(view, i_2, tile, step, ROWS, TILE_K, not TRANS_2, LATENCY).transpose()
+                if SCALING == BLOCK:
+                    group = step * TILE_K // GROUP
+                    rows = group_scales(scale_a, min(i, a.shape[0] - 1), group, tile_m, TILE_M, LATENCY, EVEN_M)
+                    columns = block_scales(scale_b, min(i, b.shape[0] - 1), group, tile_n, TILE_N, LATENCY, EVEN_N)
+                    found = (*found, add_scaled(accs[j], x, y, *((columns, rows) if SWAP_AB else (rows, columns))))
+                else:
+                    found = (*found, add_product(x, y, accs[j], FAST_ACC))
+            return found
 
-        # A first step of its own: in a loop within a loop the compiler waits for each MMA of two
+        # A first step of its own: in a loop within a loop the compiler waits for each MMA of
         # accumulators that begin as zeros.
         PEELED = PERSISTENT and EXTRA > 0
+        accs = zeros_of(FIRST, widths_of(SECOND, EXTRA))
         if PEELED:
-            acc, more = summed(0, acc, more)
+            accs = summed(0, accs)
         for step in range(1 if PEELED else 0, ct.cdiv(a.shape[1 if TRANS_A else 2], TILE_K)):
-            acc, more = summed(step, acc, more)
-        if SCALING == ROW or SCALING == TENSOR:
-            rows = row_scales(scale_a, i_a, tile_m, TILE_M, SCALING)
-            columns = row_scales(scale_b, i_b, tile_n, TILE_N, SCALING)
-            acc = scaled(acc, *((columns, rows) if SWAP_AB else (rows, columns)))
-        if EXTRA and SWAP_AB:
-            _store_strip(out, i, tile_m, tile_n, acc.transpose(), 1, 0, length)
-            _store_strip(out, i, tile_m, tile_n, more.transpose(), 1, TILE_M, length)
-        elif EXTRA:
-            _store_strip(out, i, tile_m, tile_n, acc, 2, 0, length)
-            _store_strip(out, i, tile_m, tile_n, more, 2, TILE_N, length)
-        else:
+            accs = summed(step, accs)
+        for j in ct.static_iter(range(len(accs))):
+            acc = accs[j]
+            if SCALING == ROW or SCALING == TENSOR:
+                rows = row_scales(scale_a, min(i, a.shape[0] - 1), tile_m, TILE_M, SCALING)
+                columns = row_scales(scale_b, min(i, b.shape[0] - 1), tile_n, TILE_N, SCALING)
+                acc = scaled(acc, *((columns, rows) if SWAP_AB else (rows, columns)))
             if SWAP_AB:
                 acc = acc.transpose()
-            ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
+            if EXTRA:
+                _store_strip(out, i, tile_m, tile_n, acc, AXIS, views[j][1], length)
+            else:
+                ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
 
     if PERSISTENT:
         for index in range(ct.bid(0), out.shape[0] * tiles_m * tiles_n, ct.num_blocks(0)):
@@ -358,7 +350,7 @@ def bmm(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Matrix products of a batch; an operand with one matrix serves the whole batch.
+    """Batched matrix products. An operand with a single matrix is used for the whole batch.
 
     Args:
         a: [batch or 1, m, k], or [.., k, m] if trans_a; bf16, fp16, float8_e4m3fn or float8_e5m2;
@@ -374,8 +366,8 @@ def bmm(
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory, no element in common with an input; default a new tensor.
-    Returns: [batch, m, n], by default contiguous. Nothing in an axis: empty, nothing launched.
-        k = 0: zeros.
+    Returns: [batch, m, n], by default contiguous. If an axis of the result is 0 it is empty, and
+        nothing is launched. If k is 0 it is zero.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(a, "a", ndim=3, dtypes=(*WIDE, *FP8))

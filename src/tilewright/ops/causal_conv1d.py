@@ -402,17 +402,17 @@ def causal_conv1d(
     silu: bool = True,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Convolution of each channel with its own few weights, over a prompt or the next tokens.
+    """Causal convolution of each channel with its own weights, over a prompt or the next tokens.
 
     Args:
         x: [batch, tokens, channels]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its
             leading axes do not fold into one.
-        weight: [channels, width], dtype and device of x; width 2..8; the last one meets the token
-            itself.
+        weight: [channels, width], dtype and device of x; width 2..8; the last weight belongs to the
+            token itself.
         bias: [channels], likewise; added before the activation.
-        state: [batch, taps, channels], likewise, taps from width - 1 to 8, any strides: the last
-            inputs in front of these tokens, the newest last. Overwritten by the last inputs so far.
-            Default: zeros stand in front, and nothing is kept.
+        state: [batch, taps, channels], likewise, taps from width - 1 to 8, any strides: the inputs
+            before these tokens, the newest last. Overwritten with the last inputs so far. Default:
+            zeros, and nothing is kept.
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
             x is [total_tokens, channels], and state has one of each sequence.
         silu: apply silu to the result.
@@ -445,6 +445,6 @@ def causal_conv1d(
 
 def _check_state(state: Tensor, x: Tensor, batch: int, width: int) -> None:
     """Raises TypeError or ValueError unless it keeps what the weights see; any strides."""
-    fits = state.dim() == 3 and width - 1 <= state.shape[1] <= WIDEST
-    check_tensor(state[..., None], "state", shape=(batch, state.shape[1] if fits else width - 1, x.shape[-1], 1), like=x)
+    fits = isinstance(state, Tensor) and state.dim() == 3 and width - 1 <= state.shape[1] <= WIDEST
+    check_tensor(state, "state", shape=(batch, state.shape[1] if fits else width - 1, x.shape[-1]), like=x, any_strides=True)
     check_writable(state, "state")

@@ -197,8 +197,8 @@ def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None, *, 
         x: any shape; bf16, fp16 or fp32; stride 1 in the last axis. Copied if it is not contiguous.
         p: probability of a zero, 0 to 1.
         seed: [] int64 on the device of x, read when the kernel runs: any value.
-        offset: [] int64 likewise; default 0. A call uses the counters from offset to offset +
-            ceil(x.numel() / 4) - 1: advance it by their number for fresh noise with the same seed.
+        offset: [] int64 likewise; default 0. A call uses ceil(x.numel() / 4) counters from offset
+            on. Advance offset by this number to get fresh noise with the same seed.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.

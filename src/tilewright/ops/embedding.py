@@ -213,17 +213,17 @@ def embedding_out(ids: Tensor, weight: Tensor, scale: float, out: Tensor) -> Non
 
 
 def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """The rows of a table that the ids name, times `scale`.
+    """The rows of a table by their ids, times `scale`.
 
     Args:
         ids: [...]; int32 or int64; stride 1 in the last axis. Copied if its axes do not fold into
             one.
         weight: [vocab, dim]; bf16, fp16 or fp32; on the device of ids; stride 1 in the last axis.
-        scale: sqrt(dim) for Gemma.
+        scale: factor of the rows; sqrt(dim) for Gemma.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [..., dim], contiguous, dtype of weight. The row of an id below 0 or from vocab on is
-        NaN; nothing outside the table is read for it. Empty for empty ids, with nothing launched.
+    Returns: [..., dim], contiguous, dtype of weight. If an id is below 0 or at least vocab, its row
+        is NaN, and nothing outside the table is read. Empty for empty ids, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(ids, "ids", dtypes=(torch.int32, torch.int64))

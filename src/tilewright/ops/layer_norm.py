@@ -215,7 +215,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
             not fold into one.
         weight: [cols], dtype and device of x; default 1.
         bias: [cols], dtype and device of x; default 0.
-        eps: added to the variance, so in units of x squared; positive.
+        eps: positive; added to the variance.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.

@@ -197,13 +197,13 @@ def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out
         states: [states, ..., cols]; bf16, fp16 or fp32; the normalised result of each set; 1..64
             states, 1..512 columns; stride 1 in the last axis.
         states_lse: [states, ...] fp32, stride 1 in the last axis; the log of each softmax
-            denominator, -inf (or +inf, as some libraries have it) where a set held no key: its row
-            of `states` may then be anything.
+            denominator; -inf (or +inf, as in some libraries) if the set has no key, whose row of
+            `states` may then be anything.
         base2: the logs are to base 2, in and out; otherwise natural, as `attention_decode` returns
             them.
         out: where the result goes: (out, lse), contiguous, no element in common with an input or
             each other; default new tensors.
-    Returns: the tuple (out [..., cols], lse [...]); 0 and -inf where no set held a key.
+    Returns: the tuple (out [..., cols], lse [...]); 0 and -inf where no set has a key.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(states, "states", dtypes=DTYPES)
@@ -218,5 +218,6 @@ def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out
     merged = out_or_new(merged, states.shape[1:], states.dtype, states, states_lse, name="out[0]")
     lse = out_or_new(lse, states.shape[1:-1], torch.float32, states, states_lse, merged, name="out[1]")
     if merged.numel():
-        merge_states_out(states.flatten(1, -2), states_lse.flatten(1), base2, merged.view(-1, merged.shape[-1]), lse.view(-1))
+        count, cols = states.shape[0], states.shape[-1]
+        merge_states_out(states.reshape(count, -1, cols), states_lse.reshape(count, -1), base2, merged.view(-1, cols), lse.view(-1))
     return merged, lse

@@ -135,7 +135,7 @@ def mla_decode_out(
         has_start=kv_start is not None,
     )
     cache = cache[:, None]  # [batch or pages, one key head, keys, columns]
-    launches.run(q_latent, q_rope, cache, cache[..., :latent], out, lse, None, None, kv_len, block_table, kv_start, 0, scale * LOG2E)
+    launches.run(q_latent, q_rope, cache, cache[..., :latent], out, lse, None, None, kv_len, block_table, kv_start, None, None, 0, scale * LOG2E, 0.0)
 
 
 def mla_decode(
@@ -154,18 +154,18 @@ def mla_decode(
     rotated keys.
 
     Args:
-        q_latent: [batch, heads, q_len, latent]; bf16 or fp16; the queries' part without rotation,
-            times the up-projection of the keys; q_len 1..4, latent 64, 128, 256 or 512. The tokens
-            are the sequence's last q_len: the i-th sees the keys up to kv_len - q_len + i.
+        q_latent: [batch, heads, q_len, latent]; bf16 or fp16; the unrotated part of the queries
+            times the up-projection of the keys; q_len 1..4, latent 64, 128, 256 or 512. They are
+            the last q_len tokens of the sequence; token i sees the keys up to kv_len - q_len + i.
         q_rope: [batch, heads, q_len, rope]; the rotated part; rope a power of two, at least 16,
             less than latent.
         cache: [batch, max_len, latent + rope], or with a block_table [pages, page_size, latent +
-            rope], page_size a power of two, at least 16; each row the normalised latent and behind
-            it the rotated key; any strides with stride 1 in the last axis.
-        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device:
-            nothing depends on its values here.
-        scale: of the sum of both products. It is the model's, over the dimensions before
-            absorption: 192 ** -0.5 for DeepSeek-V3 without YaRN.
+            rope], page_size a power of two, at least 16; each row the normalised latent followed by
+            the rotated key; any strides with stride 1 in the last axis.
+        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device;
+            the host never looks at its values.
+        scale: of the sum of both products. It depends on the model's dimensions before absorption:
+            192 ** -0.5 for DeepSeek-V3 without YaRN.
         block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards.
             Entries past kv_len may be anything.
         kv_start: [batch] int32; the first key of each sequence that counts (left padding); default
@@ -174,8 +174,8 @@ def mla_decode(
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.
     Returns: out [batch, heads, q_len, latent], still to be multiplied by the up-projection of the
-        values; with return_lse the tuple (out, lse), lse fp32 [batch, heads, q_len]. A token with
-        no key to see gives 0, its lse -inf. Memory outside the keys may hold anything.
+        values; with return_lse the tuple (out, lse), lse fp32 [batch, heads, q_len]. A token that
+        sees no key gives 0, its lse -inf. Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q_latent, "q_latent", ndim=4, dtypes=DTYPES)

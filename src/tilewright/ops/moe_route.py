@@ -1,4 +1,4 @@
-"""Routing of a mixture of experts: which experts each token goes to, and with what weights.
+"""Routing of a mixture of experts: the experts of each token and their weights.
 
     score = softmax(logits) or sigmoid(logits)        ids = the top_k experts by score + bias
     weights = scale * score[ids] / sum(score[ids])
@@ -252,21 +252,22 @@ def moe_route(
             experts.
         top_k: experts of a token, 1 to 64.
         sigmoid: scores are sigmoids of the logits instead of their softmax.
-        bias: fp32 [experts], contiguous; added to the scores for the choice, not in the weights.
+        bias: fp32 [experts], contiguous; added to the scores for the choice, but not to the
+            weights.
         normalize: divide the weights of a token by their sum.
-        scale: factor of all weights, after that.
-        groups: the experts form so many groups of equal size, of which only the best take part; 0
-            for all experts alike. A group counts by its best expert, or with a bias by the sum of
+        scale: factor of all weights, applied last.
+        groups: the number of groups of equal size that the experts form; only the best groups take
+            part. 0: no groups. A group is rated by its best expert, or with a bias by the sum of
             its two best.
         top_groups: groups that take part; 0 without groups. Together they have at least top_k
             experts.
-        first_expert: the first of this rank's experts, from which the ids are counted, as `moe`
-            takes them.
+        first_expert: the first of this rank's experts. Ids are counted from it, as `moe` expects.
         out: where the result goes: (weights, ids), contiguous, no element in common with an input
             or each other; default new tensors.
-    Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by falling score; of equals
-        the lower index first. A NaN counts as the largest; the ids are always distinct experts, and
-        negative for those before first_expert. Empty without tokens, with nothing launched.
+    Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), by descending score; of
+        equal scores the lower index first. A NaN counts as the largest. The ids are always
+        distinct; those of experts before first_expert are negative. Empty without tokens, with
+        nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)

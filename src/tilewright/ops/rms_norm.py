@@ -30,7 +30,7 @@ from ..launch import (
     out_or_new,
     torch_op,
 )
-from .common.pdl import pdl_overlap, use_pdl
+from .common.pdl import pdl_overlap
 from .common.rows import Config, row_choices
 from .common.tiles import each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
@@ -96,7 +96,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
     unused = () if p.residual else ("residual", "new_residual")
     blocks = c.blocks(ct.cdiv(p.rows, c.tile_m), device)
-    return (Launch(kernel, blocks, constants, **hints(c), pdl=use_pdl(p.rows, c.persistent), unused=unused),)
+    return (Launch(kernel, blocks, constants, **hints(c), pdl=not c.persistent, unused=unused),)
 
 
 def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):
@@ -282,9 +282,10 @@ def rms_norm(
         x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
             not fold into one.
         weight: [cols], dtype and device of x.
-        eps: added to mean(x**2), so in units of x squared; positive.
+        eps: positive; added to mean(x**2).
         weight_offset: added to the weight; 1.0 for Gemma.
-        round_before_weight: round to the dtype before the weight too, as Hugging Face's Llama does.
+        round_before_weight: also round to the dtype before the weight, as Hugging Face's Llama
+            does.
         residual: shape, dtype and device of x; x + residual is normalised.
         out: where the normalised rows go: contiguous, shape, dtype and device of x, no element in
             common with an input; default a new tensor.

@@ -29,7 +29,7 @@ from ..launch import (
 )
 from ..select import Choices
 from .common import rows
-from .common.pdl import pdl_overlap, use_pdl
+from .common.pdl import pdl_overlap
 from .common.rows import Config
 from .common.tiles import each_row_tile, gated, load_masked, of_width, vector_chunk
 
@@ -87,7 +87,7 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     blocks = c.blocks(ct.cdiv(p.rows, c.tile_m), device)
-    return (Launch(rms_norm_gated_kernel, blocks, c.constants(p.cols), **hints(c), pdl=use_pdl(p.rows, c.persistent)),)
+    return (Launch(rms_norm_gated_kernel, blocks, c.constants(p.cols), **hints(c), pdl=not c.persistent),)
 
 
 @ct.kernel
@@ -161,7 +161,7 @@ def rms_norm_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float = 1e-6, *
             the last axis. Copied if its leading axes do not fold into one; so is the gate.
         weight: [cols], dtype and device of x.
         gate: shape, dtype and device of x.
-        eps: added to mean(x**2), so in units of x squared; positive.
+        eps: positive; added to mean(x**2).
         out: where the result goes: contiguous, shape, dtype and device of x, no element in common
             with an input; default a new tensor.
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.

@@ -1,5 +1,5 @@
-"""RMSNorm and the product behind it in one launch, for a token or a few: out = f(rms_norm(x +
-residual) @ b.T + bias)
+"""RMSNorm and the matrix product after it in one launch, for one token or a few: out = f(rms_norm(x
++ residual) @ b.T + bias)
 
     rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k
     of b[n, k] * weight[k] * x[k]) / r
@@ -93,10 +93,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the columns are walked.
+    """How the columns are divided over blocks and steps.
 
     tile_n, tile_k: rows of b and k of one step, powers of two.
-    persistent: blocks that fit on the device at once walk over the tiles; else a block has one.
+    persistent: one wave of blocks, each of which computes several tiles; else a block has one tile.
     mma: all rows at once on the tensor cores, instead of one by one.
     latency, occupancy, num_worker_warps: compiler hints.
     """
@@ -406,8 +406,8 @@ def rms_norm_matmul(
     silu_mul: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The product of normed rows and a matrix, in one launch. It is meant for one token or, in
-    bf16, a few: for many, `rms_norm` and `matmul` are faster.
+    """RMSNorm followed by a matrix product, in one launch. It is for one token or, in bf16, a few:
+    for many, `rms_norm` and `matmul` are faster.
 
     Args:
         x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
@@ -415,11 +415,12 @@ def rms_norm_matmul(
         weight: [k], the norm's; dtype and device of x.
         b: [n, k], as torch.nn.Linear stores it; likewise, stride 1 in the last axis.
         bias: [n]; likewise.
-        eps: added to mean(x**2), so in units of x squared; positive.
+        eps: positive; added to mean(x**2).
         weight_offset: added to the norm's weight; 1.0 for Gemma.
         residual: shape, dtype and device of x; x + residual is normalised.
         silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product; n even.
-        out: where the product goes: contiguous, of its shape and dtype, apart from all inputs.
+        out: where the product goes: contiguous, with its shape and dtype, no element in common with
+            an input; default a new tensor.
     Returns: [..., n] (n / 2 with silu_mul), contiguous; with a residual the tuple (that, x +
         residual). Empty for an empty x or no columns, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, out_or_new, torch_op
 from ..select import Choices
-from .common.pdl import pdl_overlap, use_pdl
+from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
 from .common.tiles import each_tile, gated, load_masked, of_width
 
@@ -61,7 +61,7 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     constants = {"gelu": p.gelu_tanh, **c.constants(p.cols)}
-    return (Launch(silu_mul_kernel, c.blocks(tiles(p, c), device), constants, **hints(c), pdl=use_pdl(p.rows, c.persistent)),)
+    return (Launch(silu_mul_kernel, c.blocks(tiles(p, c), device), constants, **hints(c), pdl=not c.persistent),)
 
 
 @ct.kernel
@@ -103,7 +103,7 @@ def silu_mul_out(gate: Tensor, up: Tensor, gelu_tanh: bool, out: Tensor) -> None
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False, out: Tensor | None = None) -> Tensor:
-    """The activation of gate, times up: the middle of a SwiGLU or GEGLU layer.
+    """silu(gate) * up, or gelu(gate) * up: the activation of a SwiGLU or GEGLU layer.
 
     Args:
         gate: [..., cols], or [..., 2 * cols] holding (gate, up) when `up` is not given; bf16, fp16
@@ -123,7 +123,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False,
     if up is not None:
         check_tensor(up, "up", shape=shape, like=gate)
     elif shape[-1] % 2:
-        raise argument_error("gate.shape[-1]", "even where up is not given", shape[-1])
+        raise argument_error("gate.shape[-1]", "even if up is not given", shape[-1])
     else:
         shape = (*shape[:-1], shape[-1] // 2)
     out = out_or_new(out, shape, gate.dtype, gate, up)

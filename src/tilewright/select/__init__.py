@@ -1,4 +1,4 @@
-"""Which config a call takes where no table says so: one cost model for every op, its constants
+"""Chooses the config of a call if no table has a row: one cost model for every op, with constants
 fitted to measured times.
 
 An op states `Choices`: candidates, what is legal, and the work of each; `ordered` does the rest. It

@@ -33,18 +33,19 @@ class Choices(Generic[P, C]):
 
     op: its name, and that of its constants in the data.
     candidates: every config that may be worth timing; need not be legal.
-    legal: whether the kernels can run it, and the compiler compiles it without spilling much. That
-        the device has the problem's dtypes is known (`has_dtypes`).
-    work: what its launch asks for; several where one launch has unlike parts that follow each
-        other.
-    family: what the model errs alike about, such as dtype, epilogue and tile; by default all of the
-        config.
+    legal: whether the kernels can run it, and the compiler compiles it without spilling much. It
+        need not test whether the device has the problem's dtypes (`has_dtypes`).
+    work: the counts of its launch; a tuple if one launch has unlike parts that follow each other.
+    family: the features that share an error of the model, such as dtype, epilogue and tile; by
+        default the whole config.
     most: how many configs a space has.
-    like: an op whose constants the fit of this one starts from: it does the same with more timings.
-    tie: prices that differ by less (in the logarithm) are alike: of those near the best the one
-        listed first is the default, so that a new size does not compile a new kernel for nothing.
-    bucket: the problem that is priced in place of all near it, so that few kernels serve them; by
-        default each its own.
+    like: an op from whose constants the fit of this op starts, because it does the same and has
+        more timings.
+    tie: prices that differ by less (in the logarithm) count as equal. Of those near the best, the
+        one listed first is the default, so that a new size does not compile a new kernel for
+        nothing.
+    bucket: the problem that is priced in place of all similar ones, so that few kernels serve them;
+        by default each problem is its own.
     """
 
     op: str
@@ -113,8 +114,8 @@ class Model:
 
 
 def ordered(op: Choices[P, C], problem: P, device: Device) -> Ordered[C]:
-    """The configs worth timing, the one for an untuned call first. Deterministic. On a CPU as the
-    op lists them: nothing there is worth a model.
+    """The configs worth timing, the default first. Deterministic. On a CPU they keep the op's
+    order, because a cost model is not worth it there.
     """
     configs = dict.fromkeys(op.candidates(problem, device)) if has_dtypes(device, problem) else ()
     legal = [c for c in configs if op.legal(problem, c, device)]

@@ -1,4 +1,6 @@
-"""How right: the accuracy rule, poisoned memory, and the cases of tests, verify and benchmark."""
+"""Checks correctness: the accuracy rule, poisoned memory, and the cases of tests, verify and
+benchmark.
+"""
 
 from .accuracy import Accuracy, accuracy, assert_accurate
 from .check import check_op, op_name, outputs, public_function, run_op, seeded_inputs

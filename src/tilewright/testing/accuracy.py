@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How far off a result is.
+    """How large the error of a result is.
 
     rms_ratio, worst_ratio: our error over what the rule allows; the rule holds where both are <= 1.
 
@@ -47,7 +47,7 @@ def accuracy(ours: Tensor, theirs: Tensor, truth: Tensor) -> Accuracy:
         ours: the result under test, floating point, any shape.
         theirs: PyTorch's result, same shape and dtype.
         truth: the float64 result, same shape.
-    Equal infinities count as no error; any other non-finite difference as an infinite one.
+    Equal infinities count as no error; any other non-finite difference counts as an infinite error.
     """
     if ours.shape != truth.shape or theirs.shape != truth.shape:
         raise ValueError(f"shapes must agree, got ours {tuple(ours.shape)}, theirs {tuple(theirs.shape)}, truth {tuple(truth.shape)}")

@@ -42,7 +42,7 @@ def check_op(op: ModuleType, problem: Any, device: torch.device, config: Any = N
         op: a module of `tilewright.ops`.
         problem: one of its Problems.
         device: where to run; a CPU interprets.
-        config: the config to force; None takes the plan a user's call would take.
+        config: the config to force; None uses the config of a user's call.
     Raises: AssertionError naming op, problem, config and the worst element.
     """
     inputs = seeded_inputs(op, problem, device)

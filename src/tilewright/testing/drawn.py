@@ -41,7 +41,10 @@ WEIGHTS = {
 
 # Kinds of a survey: few rows, as in decode, decide most of what a user waits for; few tiles, short
 # sums and long ones, and narrow matrices are hard to choose for.
-SURVEYED = (*WEIGHTS, "matmul few", "matmul wave", "matmul thin", "matmul fp8 deep", "bmm wide", "attention_decode short")
+SURVEYED = (
+    *WEIGHTS, "matmul few", "matmul wave", "matmul thin", "matmul fp8 deep", "bmm wide",
+    "attention_decode short", "attention_decode long", "attention_decode codes",
+)  # fmt: skip
 
 
 def draw(kind: str, count: int, seed: int) -> list[Any]:

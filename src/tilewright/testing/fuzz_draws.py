@@ -93,6 +93,7 @@ def attention(s: Sizes) -> Fields:
     found = {**heads(s, 128 if eight else 256), "dtype": E4M3 if eight else any_float(s), **some(s, "causal", "return_lse", "has_sinks")}
     found["window"] = s.log(1, 200) if s.odds(0.3) else None
     found["softcap"] = s.choice((5.0, 30.0)) if s.odds(0.3) else None
+    found["ahead"] = s.log(1, 100) if found.get("causal") and s.odds(0.2) else 0
     found["v_dim"] = s.choice((0, 0, 32, 100))
     kind = s.choice(("", "", "has_start", "has_len", "varlen"))
     found["keys_last"] = eight and kind != "varlen" and s.odds(0.5)
@@ -120,7 +121,10 @@ def decode(s: Sizes) -> Fields:
         found |= {"normalize": False, "return_lse": False, "sinks": False}
     elif kind:
         found |= {"v_dim": s.log(1, found["head_dim"]), "shared": kind == "shared"}
-    return found
+    if not found.get("shared") and s.odds(0.3):
+        even = {name: -(-found[name] // 4) * 4 for name in ("head_dim", "v_dim") if found.get(name)}
+        found |= {"codes": True, "dtype": half(s), **even}
+    return {**found, **some(s, "softcap")}
 
 
 def append(s: Sizes) -> Fields:
@@ -132,6 +136,7 @@ def append(s: Sizes) -> Fields:
     else:
         found["q_heads"] = 0
     found["cache_dtype"] = E4M3 if s.odds(0.25) else None
+    found["each"] = found["cache_dtype"] is not None and s.odds(0.6)
     found["v_dim"] = s.choice((0, 0, 2 * s.log(1, 64)))
     return {**found, **some(s, "round_before_weight")}
 

@@ -1,4 +1,4 @@
-"""Which config: measured on the GPU at hand, stored, looked up by `launch.Decision`.
+"""Finds the fastest configs: measured on this GPU, stored, and looked up by `launch.Decision`.
 
 Never inside a call of an op.
 """

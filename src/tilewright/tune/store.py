@@ -74,7 +74,7 @@ class Store:
 
 
 def encoded(rows: Iterable[Row]) -> bytes:
-    """A JSON list, one row a line, in the order of their keys.
+    """A JSON list, one row per line, sorted by key.
 
     So a table in the repository changes only where its rows do.
     """

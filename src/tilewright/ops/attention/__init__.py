@@ -2,7 +2,7 @@
 over the keys.
 
 With n keys and q_len queries in a sequence, query i sees key j where (causal) j <= i + n - q_len
-and (window W) j > i + n - q_len - W.
+and (window W) j > i + n - q_len - W, or (window (A, B)) where i - A <= j - n + q_len <= i + B.
 A row that sees no key gives 0 and lse -inf. With softcap c a score s becomes c tanh(s / c) before
 the mask; a sink adds exp(sink) to the denominator of each row of its head, and nothing to its lse.
 Codes of 8 bits stand for code * scale of their head.
@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_number, check_out, check_tensor, next_pow2, torch_op
+from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
@@ -37,6 +37,7 @@ from ..common.softmax_tiles import (
     check_per_head,
     check_scale_and_window,
     check_scales,
+    check_softcap,
     no_keys,
 )
 from .decision import CHOICES, Problem, plan, space
@@ -45,7 +46,7 @@ from .kernels import attention_kernel
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
 
 MAX_HEAD_DIM_EIGHT = 128  # in 8 bits each step's sums stand in registers beside the running ones
-MAX_SOFTCAP = 2.0**64  # neither it nor scale / softcap leaves the normal numbers of fp32
+Window = int | tuple[int | None, int | None] | None
 REFERENCE_SCORES = 1 << 26  # that the reference holds at a time
 
 
@@ -56,7 +57,7 @@ def reference(
     *,
     causal: bool = True,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -73,7 +74,8 @@ def reference(
     Hugging Face's eager attention does.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = (causal, scale, window, softcap, sinks, q_scale, k_scale, v_scale)
+    causal, window, ahead = _sides(causal, window)
+    options = (causal, scale, window, ahead, softcap, sinks, q_scale, k_scale, v_scale)
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
         rows = list(map(slice, cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:]))
         keys = list(map(slice, cu_seqlens_kv.tolist(), cu_seqlens_kv.tolist()[1:]))
@@ -96,6 +98,7 @@ def _one(
     causal: bool,
     scale: float,
     window: int | None,
+    ahead: int,
     softcap: float | None,
     sinks: Tensor | None,
     q_scale: Tensor | None,
@@ -125,7 +128,7 @@ def _one(
         key = torch.arange(n, device=q.device)
         seen = torch.ones(rows.stop - rows.start, n, dtype=torch.bool, device=q.device)
         if causal:
-            seen &= key <= last_key
+            seen &= key <= last_key + ahead
         if window is not None:
             seen &= key > last_key - window
         scores = q[:, rows] @ k.mT * scale
@@ -142,7 +145,7 @@ def _one(
 
 ARGUMENTS = (
     *("q", "k", "v", "out", "lse", "kv_start", "kv_len", "cu_seqlens_q", "cu_seqlens_kv"),
-    *("sinks", "q_scale", "k_scale", "v_scale", "window", "scale", "cap"),
+    *("sinks", "q_scale", "k_scale", "v_scale", "window", "ahead", "scale", "cap"),
 )
 DECISION = Decision("attention", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
 
@@ -182,6 +185,7 @@ def attention_out(
     scale: float,
     causal: bool,
     window: Optional[int],
+    ahead: int,
     max_q_len: Optional[int],
     softcap: Optional[float],
     out: Tensor,
@@ -196,8 +200,11 @@ def attention_out(
     (batch, q_heads, q_len, head_dim), kv_heads, kv_tokens, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.shape[0] - 1
+    # What hides nothing is left out: the kernel's 32-bit sums would not hold every such number.
     if window is not None and window >= kv_tokens:
-        window = None  # it hides nothing, and the kernel's 32-bit sums would not hold every such number
+        window = None
+    if ahead >= q_len:
+        causal, ahead = False, 0
     launches = DECISION.launches(
         Device.of(q),
         batch=batch,
@@ -218,11 +225,12 @@ def attention_out(
         has_sinks=sinks is not None,
         keys_last=keys_last,
         longest=0 if max_q_len is None else next_pow2(max_q_len),
+        ahead=ahead,
     )
     to_base_2, cap = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
     v = v.mT if keys_last else v
     sequences = (kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
-    launches.run(q, k, v, out, lse, *sequences, sinks, q_scale, k_scale, v_scale, window or 0, to_base_2, cap)
+    launches.run(q, k, v, out, lse, *sequences, sinks, q_scale, k_scale, v_scale, (window or 0) + ahead, ahead, to_base_2, cap)
 
 
 def attention(
@@ -232,7 +240,7 @@ def attention(
     *,
     causal: bool = True,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -253,30 +261,31 @@ def attention(
             float8_e4m3fn 1..128; any strides with stride 1 in the last axis.
         k: [batch, kv_heads, max_len, head_dim], dtype and device of q; kv_heads divides q_heads.
         v: [batch, kv_heads, max_len, v_dim], likewise, v_dim in the range of head_dim. In
-            float8_e4m3fn the keys may be the axis of stride 1 instead, and are best so: tensor
-            cores multiply 8-bit weights by values that lie key after key.
+            float8_e4m3fn the axis of the keys may have stride 1 instead, which is faster: tensor
+            cores need 8-bit values to be contiguous along the keys.
         causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query
-            sees all of them. A chunk of a long prompt is the queries of the chunk, the cache, and
-            the kv_len that the cache has with the chunk in it.
+            sees all of them. For a chunk of a long prompt, pass the queries of the chunk, the
+            cache, and a kv_len that includes the chunk.
         scale: of q k^T; positive; default head_dim ** -0.5.
-        window: a query sees at most this many keys, its own included; one as long as the keys is
-            none.
+        window: a query sees at most this many keys, its own included. A window as long as the keys
+            has no effect. Without causal, also (before, behind): how many keys before and behind
+            its own key a query sees; None for all.
         kv_start: [batch] int32; the first key of each sequence (left padding). Queries before it
             see nothing.
         kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default
-            max_len. Memory outside may hold anything.
+            max_len. Memory past it may hold anything.
         cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32, where each sequence begins and the last
-            one ends. With them q is [total_q, q_heads, head_dim], k and v are [total_kv, kv_heads,
-            ...], and there is no kv_start and kv_len.
-        max_q_len: the queries of the longest sequence of cu_seqlens_q, for the choice of tiles
-            alone; default total_q.
+            one ends. With them q is [total_q, q_heads, head_dim], and k and v are [total_kv,
+            kv_heads, ...]. They exclude kv_start and kv_len.
+        max_q_len: the number of queries of the longest sequence in cu_seqlens_q. It only affects
+            the choice of tiles; default total_q.
         return_lse: also return the natural log of the softmax denominator.
         softcap: positive; scores become softcap * tanh(score / softcap), after `scale` and before
             the mask.
-        sinks: [q_heads] fp32; a score, of the scaled ones and in natural log, that every row of a
-            head has in its denominator and nowhere else.
-        q_scale: [q_heads] fp32, positive; given with float8_e4m3fn and only then: a value of q is
-            its code times its head's scale.
+        sinks: [q_heads] fp32; an extra score in the softmax denominator of every row of a head,
+            without a value; comparable with the scaled scores (natural log).
+        q_scale: [q_heads] fp32, positive; required with float8_e4m3fn, else not allowed. A value of
+            q is its code times its head's scale.
         k_scale, v_scale: [kv_heads] fp32, likewise.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.
@@ -290,11 +299,11 @@ def attention(
     check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=(*DTYPES, torch.float8_e4m3fn))
     check_tensor(k, "k", ndim=q.dim(), like=q)
     check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
+    if isinstance(window, tuple):
+        check_sides(causal, window)
+    causal, window, ahead = _sides(causal, window)
     scale = check_scale_and_window(scale, window, q.shape[-1])
-    if softcap is not None:
-        check_number(softcap, "softcap")
-    if softcap is not None and not 1 / MAX_SOFTCAP <= softcap <= MAX_SOFTCAP:
-        raise argument_error("softcap", "in 2**-64..2**64 (None for no cap)" if softcap > 0 else "positive", softcap)
+    check_softcap(softcap)
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q.shape[1])
     of_q, of_kv = (q.shape[1],), (k.shape[1],)
@@ -333,10 +342,31 @@ def attention(
         out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel() and (cu_seqlens_q is None or len(cu_seqlens_q) > 1):
-        attention_out(q, k, v, *optional, scale, causal, window, max_q_len, softcap, out, lse)
+        attention_out(q, k, v, *optional, scale, causal, window, ahead, max_q_len, softcap, out, lse)
     else:
         no_keys(out, lse)
     return out if lse is None else (out, lse)
+
+
+def _sides(causal: bool, window: Window) -> tuple[bool, int | None, int]:
+    """A mask as a causal one or none, the keys that it leaves of those up to a query's own, and of
+    those behind.
+    """
+    if not isinstance(window, tuple):
+        return causal, window, 0
+    before, behind = window
+    return behind is not None, None if before is None else before + 1, behind or 0
+
+
+def check_sides(causal: bool, window: tuple[int | None, int | None]) -> None:
+    """Raises TypeError or ValueError for a window of two sides that is none."""
+    if causal:
+        raise argument_error("window", "one number with causal=True", window)
+    if len(window) != 2:
+        raise argument_error("window", "a number, or (before, behind)", window)
+    for side in window:
+        if side is not None and (not isinstance(side, (int, torch.SymInt)) or side < 0):
+            raise argument_error("window", "(before, behind), each an integer of at least 0, or None", window)
 
 
 def _check_values(k: Tensor, v: Any) -> None:

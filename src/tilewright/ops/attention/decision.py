@@ -32,6 +32,7 @@ class Problem:
     keys_last: the memory of v has its keys as last axis. longest: with varlen the queries of the
         longest sequence, up to the next power of two,
     so that steps of a server whose lengths differ a little decide alike; 0 where nobody says.
+    ahead: with causal, the keys behind its own that a query sees too; window does not count them.
     """
 
     batch: int
@@ -52,6 +53,7 @@ class Problem:
     has_sinks: bool = False
     keys_last: bool = False
     longest: int = 0
+    ahead: int = 0
 
     @property
     def queries(self) -> int:
@@ -112,7 +114,7 @@ class Problem:
         each = self.lengths()
         if self.varlen:
             each = [(length(self.q_len, i), length(self.kv_len, i), count) for i, count in sample(self.batch, SAMPLES)]
-        scores = sum(count * visible_scores(q, n, self.causal, self.window) for q, n, count in each)
+        scores = sum(count * visible_scores(q, n, self.causal, self.window, self.ahead) for q, n, count in each)
         return Cost(self.size_bytes(), 2 * scores * self.q_heads * (self.head_dim + self.values_dim))
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
@@ -123,6 +125,8 @@ class Problem:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "return_lse": self.return_lse, "softcap": self.softcap}
+        if self.ahead:
+            options |= {"causal": False, "window": (None if self.window is None else self.window - 1, self.ahead)}
         if self.has_sinks:
             options["sinks"] = torch.randn(self.q_heads, device=device)
         if self.scaled:
@@ -187,6 +191,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         device,
         given,
         has_window=p.window is not None,
+        ahead=p.ahead > 0,
         has_start=p.has_start,
         varlen=p.varlen,
         softcap=p.softcap is not None,

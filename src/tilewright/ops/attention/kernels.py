@@ -34,10 +34,12 @@ def attention_kernel(
     K_SCALE,
     V_SCALE,
     window: int,
+    ahead: int,
     scale: float,
     cap: float,
     CAUSAL: ct.Constant[bool],
     HAS_WINDOW: ct.Constant[bool],
+    AHEAD: ct.Constant[bool],
     HAS_START: ct.Constant[bool],
     HAS_LEN: ct.Constant[bool],
     VARLEN: ct.Constant[bool],
@@ -70,6 +72,7 @@ def attention_kernel(
         axis is 1.
     fp32: SINKS, Q_SCALE [q_heads]; K_SCALE, V_SCALE [kv_heads]. What a flag says is absent is not
         touched.
+    AHEAD: queries see `ahead` keys behind their own, which `window` counts too.
     scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e). MASKED: some tile of
         keys may be partly hidden.
     WIDTH_K, REST_K, WIDTH_V, REST_V: columns of the one or two tiles that hold head_dim and v_dim.
@@ -116,7 +119,9 @@ def attention_kernel(
 
         to_base_2 = cap if SOFTCAP else own
         first = tile * TILE_M + n - q_len  # the last key that the tile's first query sees under a causal mask
-        how = (V_WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3)
+        if AHEAD:
+            first = first + ahead
+        how = (V_WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3, AHEAD)
         sums, maximum, denominator = softmax_over_keys(scores_of, values_of, first, n, window, to_base_2, V.dtype, *how)
         normaliser, lse = normaliser_and_lse(maximum, denominator, OUT.dtype)
         if HAS_SINKS:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
-from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, no_keys
+from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from .calls import MOST_TOKENS, check_decode
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
@@ -56,13 +56,20 @@ def reference(
     scale: float | None = None,
     return_lse: bool = False,
     normalize: bool = True,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """The definition, sequence by sequence: products in the dtype, softmax at least in fp32."""
+    """The definition, sequence by sequence: products in the dtype, softmax at least in fp32. Codes
+    are widened to the dtype first.
+    """
     batch, q_heads, q_len, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     if v is None:
         v = k[..., :v_dim]
     wide = torch.promote_types(q.dtype, torch.float32)
+    if k_scale is not None and v_scale is not None:
+        k, v = ((x.to(wide) * scales[..., None]).to(q.dtype) for x, scales in ((k, k_scale), (v, v_scale)))
     rows = (batch, q_heads, q_len)
     maximum, denominator = (torch.full(rows, x, dtype=wide, device=q.device) for x in (-torch.inf, 0.0))
     out = torch.zeros(*rows, v.shape[-1], dtype=q.dtype if normalize else wide, device=q.device)
@@ -82,6 +89,8 @@ def reference(
                 continue
             near, held = keys[:, first:last], values[:, first:last]  # [kv_heads, keys, columns]
             scores = (q[i, :, t].unflatten(0, (len(near), -1)) @ near.mT * scale).to(wide)  # [kv_heads, group, keys]
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
             top = scores.amax(-1, keepdim=True)
             weights = (scores - top).exp()
             maximum[i, :, t], denominator[i, :, t] = top.flatten(), weights.sum(-1).flatten()
@@ -112,8 +121,11 @@ def attention_decode_out(
     block_table: Optional[Tensor],
     kv_start: Optional[Tensor],
     sinks: Optional[Tensor],
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
     scale: float,
     window: Optional[int],
+    softcap: Optional[float],
     shared: bool,
     out: Tensor,
     lse: Optional[Tensor],
@@ -143,12 +155,17 @@ def attention_decode_out(
         has_len=kv_len is not None,
         return_lse=lse is not None and denominator is None,
         q_len=q_len,
-        v_dim=v.shape[3],
+        v_dim=v.shape[3],  # before k and v become words
         shared=shared,
         sinks=sinks is not None,
         normalize=denominator is None,
+        codes=k_scale is not None,
+        softcap=softcap is not None,
     )
-    launches.run(q, q, k, v, out, lse, denominator, sinks, kv_len, block_table, kv_start, window or 0, scale * LOG2E)
+    if k_scale is not None:
+        k, v = k.view(torch.int32), v.view(torch.int32)  # four codes a word
+    to_base_2, cap = (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+    launches.run(q, q, k, v, out, lse, denominator, sinks, kv_len, block_table, kv_start, k_scale, v_scale, window or 0, to_base_2, cap)
 
 
 def attention_decode(
@@ -165,6 +182,9 @@ def attention_decode(
     scale: float | None = None,
     return_lse: bool = False,
     normalize: bool = True,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Softmax attention of each sequence's newest tokens over its cache; query head h reads key
@@ -172,32 +192,38 @@ def attention_decode(
 
     Args:
         q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; q_len 1..4, head_dim 1..512 or
-            576, in fp32 1..256; stride 1 in the last axis. The tokens are the sequence's last
-            q_len: the i-th sees the keys up to kv_len - q_len + i.
+            576, in fp32 1..256; stride 1 in the last axis. They are the last q_len tokens of the
+            sequence; token i sees the keys up to kv_len - q_len + i.
         k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in
             the last axis; kv_heads divides q_heads. With a block_table [pages, kv_heads, page_size,
-            head_dim], page_size a power of two, at least 16.
-        v: like k, of 1..512 columns; None: the first v_dim columns of k, which are then read once
-            for both.
-        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device:
-            nothing depends on its values here.
-        v_dim: columns of k that are v, where v is None; at most 512; default all.
+            head_dim], page_size a power of two, at least 16. For q in bf16 or fp16 also
+            float8_e4m3fn: codes as `kv_append` stores them, none of them NaN; head_dim at most 256;
+            head_dim and all strides multiples of 4.
+        v: like k, with 1..512 columns. None: the first v_dim columns of k, which are then read only
+            once.
+        kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device;
+            the host never looks at its values.
+        v_dim: the number of columns of k that are v, if v is None; at most 512; default all.
         block_table: [batch, max_pages] int32; the page that holds keys i * page_size onwards.
             Entries past kv_len may be anything.
         kv_start: [batch] int32; the first key of each sequence (left padding).
-        window: a token sees only the last `window` keys, its own included; one as long as the cache
-            is none.
-        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the
-            softmax and has no value.
+        window: a token sees only the last `window` keys, its own included. A window as long as the
+            cache has no effect.
+        sinks: [q_heads] fp32; an extra score in the softmax denominator of each head, without a
+            value; comparable with the scaled scores (natural log).
         scale: of q k^T; positive; default head_dim ** -0.5.
         return_lse: also return the natural log of the softmax denominator, without the sink.
         normalize: False returns the state of the softmax instead, to be merged with others.
+        softcap: positive; scores become softcap * tanh(score / softcap), after `scale` and before
+            the mask.
+        k_scale, v_scale: fp32, shaped as k without its last axis, any strides with stride 1 in the
+            last; given with codes and only then: what a key's (a value's) codes are multiplied by.
         out: where the result goes (without normalize the total): of its shape, dtype and device,
             its axes in any order in memory; default a new tensor.
     Returns: out [batch, q_heads, q_len, columns of v]; with return_lse the tuple (out, lse), lse
         fp32 [batch, q_heads, q_len]. Without normalize the tuple (total, maximum, denominator), all
         fp32: maximum of the scaled scores, denominator sum(exp(score - maximum)), total
-        sum(exp(score - maximum) * v). A token with no key to see gives 0 and lse (or maximum) -inf.
+        sum(exp(score - maximum) * v). A token that sees no key gives 0 and lse (or maximum) -inf.
         Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
@@ -209,9 +235,13 @@ def attention_decode(
         raise argument_error("q.shape[-1]", "in 1..512, or 576", head_dim)
     if q.dtype == torch.float32 and head_dim > 256:
         raise argument_error("q.shape[-1]", "in 1..256 in float32", head_dim)
-    check_tensor(k, "k", ndim=4, like=q)
+    stored = k.dtype if isinstance(k, Tensor) and k.dtype == torch.float8_e4m3fn else q.dtype
+    check_tensor(k, "k", ndim=4, dtypes=(stored,))
+    if k.device != q.device:
+        raise argument_error("k.device", q.device, k.device)
     check_heads(q, k, head_dim)
     scale = check_scale_and_window(scale, window, head_dim)
+    check_softcap(softcap)
     if k.shape[3] != head_dim or (block_table is None and k.shape[0] != batch):
         raise argument_error("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))
     shared = v is None
@@ -223,22 +253,36 @@ def attention_decode(
     else:
         if v_dim is not None:
             raise argument_error("v_dim", "None where v is given", v_dim)
-        check_tensor(v, "v", ndim=4, like=q)
+        check_tensor(v, "v", ndim=4, like=k)
         columns = v.shape[3]
         if v.shape[:3] != k.shape[:3] or not 1 <= columns <= 512:
             raise argument_error("v.shape", f"{(*k.shape[:3],)} and 1..512 columns", tuple(v.shape))
     check_decode(q, k.shape[2], kv_len, block_table, kv_start, sinks)
+    check_scales(k, k_scale=(k_scale, tuple(k.shape[:3])), v_scale=(v_scale, tuple(k.shape[:3])))
+    if stored != q.dtype:
+        _check_codes(q, k, v)
     if not normalize and (return_lse or sinks is not None):
         raise argument_error("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
     rows = (batch, q_heads, q_len)
-    stored = q.dtype if normalize else torch.float32
-    out = out_or_new(out, (*rows, columns), stored, q, k, v, kv_len, block_table, kv_start, sinks, contiguous=False)
+    optional = (kv_len, block_table, kv_start, sinks, k_scale, v_scale)
+    out = out_or_new(out, (*rows, columns), q.dtype if normalize else torch.float32, q, k, v, *optional, contiguous=False)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device) if return_lse or not normalize else None
     denominator = None if normalize else torch.empty(rows, dtype=torch.float32, device=q.device)
     if out.numel() and k.numel() and (block_table is None or block_table.numel()):
-        attention_decode_out(q, k, v, kv_len, block_table, kv_start, sinks, scale, window, shared, out, lse, denominator)
+        attention_decode_out(q, k, v, *optional, scale, window, softcap, shared, out, lse, denominator)
     else:
         no_keys(out, lse, denominator)
     if lse is None:
         return out
     return (out, lse) if denominator is None else (out, lse, denominator)
+
+
+def _check_codes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError or ValueError unless words of four codes can be read."""
+    if q.dtype == torch.float32:
+        raise argument_error("q.dtype", "bfloat16 or float16 with k in float8_e4m3fn", "float32")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[3] % 4 or x.shape[3] > 256:
+            raise argument_error(f"{name}.shape[-1]", "a multiple of 4, at most 256, in float8_e4m3fn", x.shape[3])
+        if x.data_ptr() % 4 or any(stride % 4 for stride in x.stride()[:3]):
+            raise argument_error(f"{name}'s strides and offset", "multiples of 4 in float8_e4m3fn", (x.stride(), x.storage_offset()))

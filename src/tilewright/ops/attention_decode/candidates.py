@@ -16,8 +16,9 @@ def _row(tile_n: int, keys_first: bool, latency: int, occupancy: int, num_worker
     return {"tile_n": tile_n, "keys_first": keys_first, **how, **more}
 
 
-# Kinds: fp32, fp32_64; few (at most 16 rows of a key head), many, each with wide above 128 columns;
-# columns above 256, shared where v is k and both are read in one loop, _few of at most 16 rows.
+# Kinds: fp32, fp32_64; few (at most 16 rows of a key head), many, each with wide above 128 columns,
+# and then with codes; columns above 256, shared where v is k and both are read in one loop, _few of
+# at most 16 rows.
 _ONE_LOOP = {"rows": 64, "late": True, "sliced": True}
 _FEW_ROWS = {"rows": 16, "late": True, "sliced": True}
 _SINGLE = {
@@ -47,6 +48,17 @@ HOPPER = {
         _row(128, False, 8, 2, 4),
         _row(64, False, 3, 4, 4),
     ),
+    "few_codes": (
+        _row(128, True, 8, 1, 8),
+        _row(128, True, 8, 2, 8),
+        _row(128, True, 8, 2, 4),
+        _row(64, True, 8, 2, 4),
+        _row(64, True, 8, 3, 4),
+        _row(64, True, 3, 4, 4),
+        _row(256, True, 4, 1, 8),
+    ),
+    "many_codes": (_row(128, True, 8, 1, 8, 32), _row(64, True, 8, 1, 4, 32), _row(128, False, 2, 1, 8, 128, rows=128)),
+    "few_wide_codes": (_row(128, True, 4, 1, 8), _row(128, True, 2, 1, 8), _row(64, True, 2, 2, 4), _row(64, True, 1, 2, 4)),
     "few_wide": (
         _row(128, True, 4, 1, 8),
         _row(64, True, 4, 1, 4),

@@ -24,7 +24,8 @@ class Problem:
 
     page_size: 0 for a contiguous cache. has_start, has_len, sinks: kv_start, kv_len, sinks are
         given. q_len: newest tokens of a sequence.
-    v_dim: columns of v, 0 for head_dim. shared: v is the first columns of k.
+    v_dim: columns of v, 0 for head_dim. shared: v is the first columns of k. codes: k and v are
+        e4m3, with a scale for each key.
     """
 
     batch: int
@@ -43,11 +44,17 @@ class Problem:
     shared: bool = False
     sinks: bool = False
     normalize: bool = True
+    codes: bool = False
+    softcap: bool = False
 
     @property
     def columns(self) -> int:
         """Columns of v."""
         return self.v_dim or self.head_dim
+
+    def key_bytes(self, columns: int) -> int:
+        """Of so many columns of k and v of one key."""
+        return columns + 8 if self.codes else columns * self.dtype.itemsize
 
     def end(self, i: int) -> int:
         """Where sequence i ends: the whole cache, down to a third of it in the last; with several,
@@ -68,8 +75,8 @@ class Problem:
         keys = sum(n * count for n, count in self.seen())
         both = self.head_dim + self.columns
         rows = self.batch * self.q_heads * self.q_len
-        elements = keys * self.kv_heads * (self.head_dim if self.shared else both) + rows * both
-        return Cost(elements * self.dtype.itemsize, 2 * keys * self.q_heads * self.q_len * both)
+        size = keys * self.kv_heads * self.key_bytes(self.head_dim if self.shared else both) + rows * both * self.dtype.itemsize
+        return Cost(size, 2 * keys * self.q_heads * self.q_len * both)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         def randn(*shape: int) -> Tensor:
@@ -101,11 +108,18 @@ class Problem:
             held = torch.arange(max_pages, device=device) * self.page_size < end
             options["block_table"] = torch.where(held, table, 2147480000)  # entries past the length may be anything
             unused = shuffled[:, None, :, None]
-        k, *v = (torch.where(unused, torch.nan, x) for x in caches)  # memory that holds no key may hold anything
+        caches = [torch.where(unused, torch.nan, x) for x in caches]  # memory that holds no key may hold anything
+        if self.codes:
+            caches = [x.to(torch.float8_e4m3fn) for x in caches]
+            for name in ("k_scale", "v_scale"):
+                options[name] = torch.where(unused[..., 0], torch.nan, torch.rand(caches[0].shape[:3], device=device) + 0.5)
+        k, *v = caches
         if self.shared and self.v_dim:
             options["v_dim"] = self.v_dim
         if self.sinks:
             options["sinks"] = torch.randn(self.q_heads, device=device)
+        if self.softcap:
+            options["softcap"] = 2.0
         return {"q": q, "k": k, "v": v[0] if v else None, **options}
 
 
@@ -169,7 +183,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield Config(128, 2, heads=next_pow2(-(-p.q_heads // p.kv_heads // 2)), parts=2, columns=max(16, next_pow2(p.columns) // 2))
         return
     table, kind = TABLES[device.arch], _kind(p)
-    for row in table.get(kind, table[kind.removesuffix("_few")]):
+    for row in table[next(name for name in (kind, kind.rpartition("_")[0]) if name in table)]:
         heads = row["heads"] // next_pow2(p.q_len)
         c = Config(**{"num_kv_splits": 1, **row, "heads": heads if heads < p.q_heads // p.kv_heads else 0})
         most = min(MOST_SPLITS, max(1, p.max_len // LEAST_KEYS))
@@ -184,7 +198,7 @@ def _kind(p: Problem) -> str:
         return "fp32_64" if p.head_dim <= 64 else "fp32"
     few = p.q_heads // p.kv_heads * next_pow2(p.q_len) <= 16
     if p.head_dim <= 256:
-        return ("few" if few else "many") + ("_wide" if p.head_dim > 128 else "")
+        return ("few" if few else "many") + ("_wide" if p.head_dim > 128 else "") + ("_codes" if p.codes else "")
     if not p.shared:
         return "columns"
     # TMA loads keys of multiples of 8 columns; tiles of few rows need it.
@@ -218,14 +232,16 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
         return False
     if p.head_dim > 128 or device.arch != "sm_90":
         return (not c.paired or c.num_kv_splits == 1) and (not c.sliced or _in_one_loop(p, c.tile_n))
+    if c.keys_first and rows > 32:
+        return False
     gathers = 0 < p.page_size < 64 and c.keys_first and rows <= 16
-    return (
-        not (c.keys_first and rows > 32)
-        and not (c.occupancy == 1 and c.keys_first and p.head_dim <= 64 and first_masked)
-        # Two blocks of eight warps gather keys page by page as fast as memory gives them; others do
-        # not.
-        and gathers == (c.occupancy == 2 and c.num_worker_warps == 8)
-    )
+    narrow = c.keys_first and p.head_dim <= 64 and first_masked
+    # Two blocks of eight warps gather keys page by page as fast as memory gives them; others do
+    # not.
+    gathering = c.occupancy == 2 and c.num_worker_warps == 8
+    if p.codes:  # with eight warps the values of a narrow head spill
+        return c.num_worker_warps == 4 if narrow else gathering or not gathers
+    return not (narrow and c.occupancy == 1) and gathers == gathering
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
@@ -236,7 +252,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     blocks, resident = _blocks(p, c) * c.num_kv_splits, _resident(c, device)
     steps, even, one_wave = -(-max(1, -(-longest // c.tile_n)) // c.num_kv_splits), max(1.0, mean / c.tile_n / c.num_kv_splits), blocks <= resident
     columns_k, columns_v = sum(_column_tiles(p)), c.columns or next_pow2(p.columns)
-    tile_bytes = c.tile_n * (p.head_dim + (0 if p.shared else min(columns_v, p.columns))) * p.dtype.itemsize
+    tile_bytes = c.tile_n * p.key_bytes(p.head_dim + (0 if p.shared else min(columns_v, p.columns)))
     return Work(
         blocks=blocks,
         resident=resident,
@@ -244,8 +260,9 @@ def work(p: Problem, c: Config, device: Device) -> Work:
         # One wave ends with its longest block; of several the mean counts, and what the longest is
         # behind it.
         steps=steps if one_wave else even,
-        flops=2 * c.tile_n * rows * (columns_k + columns_v),
-        kinds=("fma" if p.dtype == torch.float32 else "keys_first" if c.keys_first else "queries_first",),
+        # Numbers are made of codes whatever the rows; products of more take longer only then.
+        flops=2 * c.tile_n * (max(8, rows / 4) if p.codes else rows) * (columns_k + columns_v),
+        kinds=("fma" if p.dtype == torch.float32 else "codes" if p.codes else "keys_first" if c.keys_first else "queries_first",),
         # Scores, their maximum and the sums wait for each other. Of 512 columns and more the
         # compiler keeps products in flight.
         serial=3.0 if p.head_dim <= 256 else 0.0,
@@ -274,7 +291,7 @@ def family(p: Problem, c: Config) -> str:
     how += "r" * p.has_len + f"w{p.window}" + "v" * p.shared
     options = "l" * c.late + "s" * c.sliced + "2" * c.paired
     hints = f"{c.latency}{c.occupancy}{c.num_worker_warps} {c.rows} {c.parts} {c.columns}"
-    return f"{p.dtype.itemsize}{how} {next_pow2(p.head_dim)} {c.tile_n}{'k' if c.keys_first else 'q'}{options} {hints}"
+    return f"{1 if p.codes else p.dtype.itemsize}{how} {next_pow2(p.head_dim)} {c.tile_n}{'k' if c.keys_first else 'q'}{options} {hints}"
 
 
 CHOICES = Choices("attention_decode", candidates, legal, work, family)
@@ -303,7 +320,7 @@ def fitted(p: Problem, c: Config) -> Config:
 
 ARGUMENTS = (
     *("q", "q_tail", "k", "v", "out", "lse", "denominator"),
-    *("sinks", "kv_len", "block_table", "kv_start", "window", "scale"),
+    *("sinks", "kv_len", "block_table", "kv_start", "k_scale", "v_scale", "window", "scale", "cap"),
 )
 
 
@@ -325,6 +342,8 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "has_start": p.has_start,
         "has_len": p.has_len,
         "has_sinks": p.sinks,
+        "codes": p.codes,
+        "softcap": p.softcap,
         "shared": shared,
         "return_lse": p.return_lse,
         "normalize": p.normalize,
@@ -395,6 +414,8 @@ def unused(p: Problem) -> tuple[str, ...]:
         "kv_len": p.has_len,
         "block_table": p.page_size > 0,
         "kv_start": p.has_start,
+        "k_scale": p.codes,
+        "v_scale": p.codes,
     }
     return tuple(name for name, given in touched.items() if not given)
 

@@ -9,8 +9,29 @@ import cuda.tile as ct
 from ..common.pdl import pdl_overlap
 from ..common.softmax_tiles import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
 from ..common.tiles import load_tile, rows_from
+from ..common.weight_tiles import e4m3_planes, joined
 
 ZERO = ct.PaddingMode.ZERO
+APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
+# Codes become numbers of 2**-8 (fp16) or 2**-120 (bf16) of their value, without an instruction for
+# that factor. It is made good by the queries, the scale of the scores, the weights and the sums, so
+# that all of them stay among the normal numbers.
+CODES_FLOAT16, CODES_BFLOAT16 = (1.0, 2.0**8, 2.0**8, 1.0), (2.0**60, 2.0**60, 2.0**60, 2.0**60)
+
+
+def apart(x):
+    """The even columns of a tile, then the odd ones."""
+    R, C = x.shape
+    pairs = x.reshape((R, C // 2, 2))
+    even, odd = ct.extract(pairs, (0, 0, 0), (R, C // 2, 1)), ct.extract(pairs, (0, 0, 1), (R, C // 2, 1))
+    return ct.cat((even.reshape((R, C // 2)), odd.reshape((R, C // 2))), 1)
+
+
+def together(x):
+    """What `apart` took apart."""
+    R, C = x.shape
+    even, odd = ct.extract(x, (0, 0), (R, C // 2)), ct.extract(x, (0, 1), (R, C // 2))
+    return ct.cat((even.reshape((R, C // 2, 1)), odd.reshape((R, C // 2, 1))), 2).reshape((R, C))
 
 
 @ct.kernel
@@ -26,13 +47,18 @@ def attention_decode_kernel(
     KV_LEN,
     BLOCK_TABLE,
     KV_START,
+    K_SCALE,
+    V_SCALE,
     window: int,
     scale: float,
+    cap: float,
     PAGE_SIZE: ct.Constant[int],
     HAS_WINDOW: ct.Constant[bool],
     HAS_START: ct.Constant[bool],
     HAS_LEN: ct.Constant[bool],
     HAS_SINKS: ct.Constant[bool],
+    CODES: ct.Constant[bool],
+    SOFTCAP: ct.Constant[bool],
     SHARED: ct.Constant[bool],
     RETURN_LSE: ct.Constant[bool],
     NORMALIZE: ct.Constant[bool],
@@ -79,7 +105,10 @@ def attention_decode_kernel(
     sum, maximum in base 2 and denominator; SINKS are then left to the merge.
     SINKS fp32 [q_heads]. int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a
     flag says is absent is not touched.
-    scale: of the scores, times log2(e).
+    CODES: K and V hold e4m3, four columns an int32 word, and K_SCALE, V_SCALE fp32 [batch,
+    kv_heads, max_len] or [pages, kv_heads, page_size] what they are multiplied by. Words become
+    numbers of Q's dtype in registers, the even columns first; queries and sums follow that order.
+    scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e).
     """
     pdl_overlap()
     row_tiles = ct.cdiv(GROUP, HEADS)
@@ -106,6 +135,8 @@ def attention_decode_kernel(
     first, last, origin = begin // TILE_N, ct.cdiv(end, TILE_N), 0
     if SLICED and PAGE_SIZE == 0:
         K, V = rows_from(K, 2, begin, end), rows_from(V, 2, begin, end)
+        if CODES:
+            K_SCALE, V_SCALE = rows_from(K_SCALE, 2, begin, end), rows_from(V_SCALE, 2, begin, end)
         first, last, origin = 0, ct.cdiv(end - begin, TILE_N), begin
     per_split = ct.cdiv(last - first, ct.num_blocks(0) // (row_tiles * COLUMN_BLOCKS))
     first = first + split * per_split
@@ -113,6 +144,10 @@ def attention_decode_kernel(
     head_end = max(first, min(last, ct.cdiv(last_begin, TILE_N)))
     tail = max(head_end, min(last, max(0, end - last_token) // TILE_N))
 
+    Q_RAISE, S_RAISE, W_RAISE, V_RAISE = CODES_FLOAT16 if Q.dtype == ct.float16 else CODES_BFLOAT16
+    if CODES:
+        scale = scale * S_RAISE
+    to_base_2 = cap if SOFTCAP else scale
     axis = 0 if KEYS_FIRST else 1  # along which the keys of a tile of scores lie
     state_shape = (1, ROWS) if KEYS_FIRST else (ROWS, 1)
     first_head = head * GROUP
@@ -124,6 +159,8 @@ def attention_decode_kernel(
     def queries(ARRAY, i, COLUMNS):
         tile = ct.load(ARRAY.slice(1, first_head, end_head), (batch, 0, 0, i), (1, ROWS // TILE_Q, TILE_Q, COLUMNS), padding_mode=ZERO)
         tile = tile.reshape((ROWS, COLUMNS))
+        if CODES:
+            tile = apart(tile) * Q_RAISE
         return ct.transpose(tile) if KEYS_FIRST else tile
 
     def part(i):
@@ -140,18 +177,27 @@ def attention_decode_kernel(
     token = ct.arange(ROWS, dtype=ct.int32) % TILE_Q
 
     def load(ARRAY, j, page, i, COLUMNS):
-        shape = (1, 1, TILE_N, COLUMNS)
+        """The j-th tile of keys of an array, its i-th COLUMNS; 0 for an array without."""
+        at: tuple = ()
+        width: tuple = ()
+        within: tuple = (ct.Slice(head, 1), ct.Slice(0, PAGE_SIZE))
+        if COLUMNS:
+            at, width, within = (i,), (COLUMNS,), (*within, ct.Slice(i * COLUMNS, COLUMNS))
         if PAGE_SIZE == 0:
-            tile = ct.load(ARRAY, (batch, head, j, i), shape, padding_mode=ZERO, latency=LATENCY)
+            tile = ct.load(ARRAY, (batch, head, j, *at), (1, 1, TILE_N, *width), padding_mode=ZERO, latency=LATENCY)
         elif PAGE_SIZE >= TILE_N:
             if SLICED:
                 ARRAY = ARRAY.slice(2, 0, min(PAGE_SIZE, end - j // (PAGE_SIZE // TILE_N) * PAGE_SIZE))
-            tile = ct.load(ARRAY, (page, head, j % (PAGE_SIZE // TILE_N), i), shape, padding_mode=ZERO, latency=LATENCY)
+            index = (page, head, j % (PAGE_SIZE // TILE_N), *at)
+            tile = ct.load(ARRAY, index, (1, 1, TILE_N, *width), padding_mode=ZERO, latency=LATENCY)
         else:
-            pages = ct.load(BLOCK_TABLE, (batch, j), (1, TILE_N // PAGE_SIZE), padding_mode=ZERO).reshape((TILE_N // PAGE_SIZE,))
-            within = (ct.Slice(head, 1), ct.Slice(0, PAGE_SIZE), ct.Slice(i * COLUMNS, COLUMNS))
-            tile = ct.load_advanced_indexing(ARRAY, (pages, *within), padding_mode=ZERO, latency=LATENCY)
-        return tile.reshape((TILE_N, COLUMNS))
+            tile = ct.load_advanced_indexing(ARRAY, (page, *within), padding_mode=ZERO, latency=LATENCY)
+        return tile.reshape((TILE_N, *width))
+
+    def numbers(ARRAY, j, page, i, COLUMNS):
+        if CODES:
+            return joined(e4m3_planes(load(ARRAY, j, page, i, COLUMNS // 4), Q.dtype))
+        return load(ARRAY, j, page, i, COLUMNS)
 
     def visible(key):
         """Which rows see which keys, in the shape of the scores; for one token a row or column of
@@ -194,24 +240,40 @@ def attention_decode_kernel(
             key, at = ct.where(j < last, key, end), min(j, last - 1)
         if PAGE_SIZE >= TILE_N:  # once for all parts: the warp that loads waits for each look-up
             page = ct.load(BLOCK_TABLE, (batch, at // (PAGE_SIZE // TILE_N)), ())
+        elif PAGE_SIZE:
+            page = ct.load(BLOCK_TABLE, (batch, at), (1, TILE_N // PAGE_SIZE), padding_mode=ZERO).reshape((TILE_N // PAGE_SIZE,))
         ks: tuple = ()
         vs: tuple = ()
         for i in ct.static_iter(range(PARTS)):
-            ks = (*ks, load(K, at, page, part(i), TILE_D))
+            ks = (*ks, numbers(K, at, page, part(i), TILE_D))
         if TAIL:
             ks = (*ks, load(K, at, page, PARTS * TILE_D // TAIL, TAIL))
         for i in ct.static_iter(range(PARTS_V)):
-            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else load(V, at, page, column_block * PARTS_V + i, TILE_V))
+            vs = (*vs, ks[(PARTS - PARTS_V) * (COLUMN_BLOCKS > 1) + i] if SHARED else numbers(V, at, page, column_block * PARTS_V + i, TILE_V))
+        scales: tuple = ()
+        if CODES:
+            scales = (load(K_SCALE, at, page, 0, 0), load(V_SCALE, at, page, 0, 0))
         scores = ct.zeros((TILE_N, ROWS) if KEYS_FIRST else (ROWS, TILE_N), dtype=ct.float32)
         for i in ct.static_iter(range(len(qs))):
             scores = added_product(scores, ks[i], qs[i])
+        if CODES:
+            scores = scores * ct.expand_dims(scales[0], 1 - axis)
+        if SOFTCAP:
+            # The approximation is off by 2**-11, less than a score that was rounded to 16 bits.
+            scores = ct.tanh(scores * scale, rounding_mode=FULL if Q.dtype == ct.float32 else APPROX)
         if MASKED:
             scores = ct.where(visible(key), scores, -math.inf)
-        weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, scale, V.dtype, axis, 1, LATE=LATE)
+        held = ct.float32 if CODES else V.dtype
+        weights, factor, maximum, denominator = softmax_step(scores, maximum, denominator, to_base_2, held, axis, 1, LATE=LATE)
+        if CODES:
+            factors = scales[1]
+            if MASKED and not SLICED:
+                factors = ct.where((key >= begin) & (key < end), factors, 0.0)
+            weights = (weights * ct.expand_dims(factors * W_RAISE, 1 - axis)).astype(Q.dtype)
         sums: tuple = ()
         for i in ct.static_iter(range(PARTS_V)):
             v = vs[i]
-            if MASKED and not SLICED:
+            if MASKED and not SLICED and not CODES:
                 v = ct.where(ct.expand_dims((key >= begin) & (key < end), 1), v, 0.0)  # hidden memory may hold NaN, and 0 * NaN is NaN
             if KEYS_FIRST:
                 total = ct.mma(ct.transpose(v), weights, accumulators[i] * factor)
@@ -250,9 +312,14 @@ def attention_decode_kernel(
         for i in ct.static_iter(range(PARTS_V)):
             rows = (*rows, ct.transpose(sums[i]))
         sums, maximum, denominator = rows, maximum.reshape((ROWS, 1)), denominator.reshape((ROWS, 1))
+    if CODES:
+        whole: tuple = ()
+        for i in ct.static_iter(range(PARTS_V)):
+            whole = (*whole, together(sums[i]) * V_RAISE)
+        sums = whole
     tile = (1, ROWS // TILE_Q, TILE_Q)  # batch, heads, tokens
     if SPLIT_KV:
-        columns = V.shape[3]
+        columns = V.shape[3] * (4 if CODES else 1)
         OUT = OUT.slice(2, first_head, end_head)
         part, state = OUT.slice(4, 0, columns), OUT.slice(4, columns, columns + 2)
         for i in ct.static_iter(range(PARTS_V)):

@@ -130,7 +130,7 @@ def summed_products(lefts, rights, TF32X3):
 
 
 def softmax_over_keys(
-    scores_of, values_of, first, n, window, scale, dtype, WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3
+    scores_of, values_of, first, n, window, scale, dtype, WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3, AHEAD=False
 ):
     """(sums of weights @ values, one tile for each of WIDTHS; maximum; denominator) of TILE_M
     queries over the keys 0..n that they see.
@@ -139,7 +139,7 @@ def softmax_over_keys(
     brings to base 2. values_of(j, TILE): a tuple of their values, [TILE, width] each. first: the
     last key that the first query sees under a causal mask. dtype: of the weights.
     Steps are TILE_N keys long where every query sees all of them, else TAIL_N, a divisor. MASKED:
-    there are such steps.
+    there are such steps. AHEAD: `first` and `window` may count keys behind the query's own.
     """
     # Steps of TILE_N: from `whole_from` to `whole_to`. Steps of TAIL_N: from `begin` on before
     # them, to `end` behind them.
@@ -167,7 +167,9 @@ def softmax_over_keys(
             key = j * TILE + ct.arange(TILE, dtype=ct.int32)[None, :]
             seen = key < n
             if CAUSAL:
-                seen = key <= row  # no query of the sequence sees beyond n; the rows that pad the last tile are not stored
+                # Without AHEAD no query of the sequence sees beyond n; the rows that pad the last
+                # tile are not stored.
+                seen = seen & (key <= row) if AHEAD else key <= row
             if HAS_WINDOW:
                 seen = seen & (key > row - window)
             scores = ct.where(seen, scores, -math.inf)

@@ -13,8 +13,8 @@ from .weight_formats import FORMATS, QuantizedWeight, format_named
 
 @dataclass(frozen=True, slots=True)
 class QuantizedExperts:
-    """Weights [experts, parts, n, k] of small codes, packed for `quantized_moe`. parts: 2 for gate
-    and up, else 1.
+    """Quantised weights [experts, parts, n, k], packed for `quantized_moe`. parts: 2 for gate and
+    up, else 1.
 
     words: int32 [experts, parts, panels, runs, 64, 16]. scales, zeros: [experts, parts, groups, n].
     """
@@ -27,9 +27,10 @@ class QuantizedExperts:
 
     @staticmethod
     def of(weight: Tensor, weight_format: str, device: torch.device | str | None = None) -> "QuantizedExperts":
-        """Floats [experts, parts, n, k] of any strides, rounded to nearest without calibration.
+        """Packs floats [experts, parts, n, k] of any strides, rounded to nearest without
+        calibration.
 
-        device: where each weight is rounded, and stays; default its own.
+        device: where the weights are rounded and kept; default their own.
         """
 
         def small(part: Tensor) -> QuantizedWeight:
@@ -39,7 +40,7 @@ class QuantizedExperts:
 
     @staticmethod
     def stacked(weights: Sequence[Sequence[QuantizedWeight]]) -> "QuantizedExperts":
-        """Of equal parts of each expert.
+        """Packs the weights of each expert and part, all of one shape and format.
 
         Raises: ValueError for unlike ones, and for formats with a factor.
         """
@@ -67,11 +68,11 @@ class QuantizedExperts:
         return sum(t.nbytes for t in (self.words, self.scales, self.zeros) if t is not None)
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """The keywords of `quantized_moe` that it is. name: gate_up or down."""
+        """Its keywords for `quantized_moe`. name: gate_up or down."""
         return {f"words_{name}": self.words, f"scales_{name}": self.scales, f"zeros_{name}": self.zeros}
 
     def part(self, expert: int, part: int) -> QuantizedWeight:
-        """One of the weights."""
+        """The weight of one expert and part."""
         zeros = None if self.zeros is None else self.zeros[expert, part]
         return QuantizedWeight(self.weight_format, self.k, self.words[expert, part], self.scales[expert, part], zeros)
 

@@ -23,6 +23,8 @@ PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
 LEAST_PART = 512  # of k
 MOST_FEW_WAVES = 2
 MOST_SPLIT_WAVES = 8  # beyond, a last wave is not worth a second launch
+# A launch with PDL fills so much of the GPU's places, or its blocks read so few bytes (H200).
+FILLED, SHORT_READ = 0.95, 300 << 10
 AGAIN = 0.5  # share of a panel of b that comes from memory again for each further band of tile rows, where b does not fit L2
 
 
@@ -35,8 +37,7 @@ class Tile:
     group: tile rows in a band of the tile order (L2 reuse).
     swap_ab: b's tile is the first operand of the MMA and the accumulator is transposed: for few
         rows of a.
-    persistent: blocks that fit on the device at once walk over the tiles; else a block has one
-        tile.
+    persistent: one wave of blocks, each of which computes several tiles; else a block has one tile.
     latency, num_ctas, occupancy, num_worker_warps: compiler hints (pipeline depth, cluster size,
         blocks per SM, warps that compute).
     """
@@ -118,6 +119,12 @@ class Uneven(Tile):
         return "uneven" if self.extra_n else ""
 
 
+def begins_all(g: "Gemm", c: Uneven) -> bool:
+    """There is something for each accumulator of an uneven tile."""
+    (tile_m, tile_n), narrowest = c.tile_shape, c.extra_n & -c.extra_n
+    return g.m > tile_m - narrowest if c.swap_ab else g.n > tile_n - narrowest
+
+
 def filled_parts(steps: int, parts: int) -> int:
     """How many of so many equal runs of steps have any."""
     return -(-steps // -(-steps // parts))
@@ -196,6 +203,24 @@ class Gemm:
     def tiles(self, c: Tile) -> int:
         """Of all matrices."""
         return self.batch * c.count(self.m, self.n)
+
+
+def use_pdl(g: Gemm, c: Tile, device: Device, blocks: int, parts: int = 1) -> bool:
+    """Whether blocks may be placed while the launch before still runs (`Launch.pdl`). parts: of k.
+
+    It saves 0.5 to 1 us. But early blocks take the places that come free first. Where they do not
+    fill the GPU, they then share SMs and ports that a launch alone would spread them over, and what
+    memory bounds takes up to 1.4 times as long (H200; 204 pairs of times, notes/LOG.md). Blocks
+    that walk over tiles lose for the same reason.
+    """
+    if c.persistent:
+        return False
+    tile_m, tile_n = c.tile_shape
+    read = (min(tile_m, g.m) + tile_n) * -(-g.k // parts) * g.dtype.itemsize
+    if blocks >= FILLED * c.resident(device) or read < SHORT_READ:
+        return True
+    flops = 2.0 * g.batch * g.m * g.n * g.k * g.dtype.itemsize / 2  # 8-bit operands take half of the time
+    return flops * device.memory_gbs > g.size_bytes * device.tflops * 1e3
 
 
 # ------------------------------------------------------------------------------------------- tables

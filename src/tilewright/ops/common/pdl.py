@@ -8,10 +8,10 @@ MOST_PDL_ROWS = 64  # what a decode step has; launches for more are long beside 
 
 
 def use_pdl(rows: int, persistent: bool) -> bool:
-    """Whether blocks may be placed while the launch before still runs (`Plan.pdl`).
+    """Whether blocks may start while the previous launch still runs (`Launch.pdl`).
 
-    Not blocks that walk over tiles: those that find room first would share an SM, and leave others
-    idle to the end (H200: 8 to 40 % slower).
+    Not for persistent kernels: the blocks that start first would share an SM, and leave others idle
+    to the end (H200: 8 to 40 % slower).
     """
     return rows <= MOST_PDL_ROWS and not persistent
 

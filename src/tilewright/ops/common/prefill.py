@@ -96,13 +96,13 @@ def family(p: Any, c: Config) -> str:
     return f"{p.dtype.itemsize}{mask} {next_pow2(p.head_dim)} {c.tile_m}x{c.tile_n}/{c.tail_n} {c.parts}{c.latency}{hints}"
 
 
-def seen_keys(q_len: int, n: int, tile_m: int, tail_n: int, causal: bool, window: int | None) -> tuple[int, float, int]:
+def seen_keys(q_len: int, n: int, tile_m: int, tail_n: int, causal: bool, window: int | None, ahead: int) -> tuple[int, float, int]:
     """Tiles of queries of a sequence, and the keys that the mean and the longest one compute."""
     tiles = -(-q_len // tile_m)
     found = []
     for i in range(0, tiles, max(1, tiles // SAMPLES)):
         first = i * tile_m + n - q_len  # the last key that the first query sees
-        end = min(n, max(0, first + tile_m)) if causal else n
+        end = min(n, max(0, first + tile_m + ahead)) if causal else n
         begin = 0 if window is None else max(0, first - window + 1) // tail_n * tail_n
         found.append(max(0, -(-end // tail_n) * tail_n - begin))
     return tiles, sum(found) / len(found), max(found)
@@ -115,7 +115,7 @@ def work(p: Any, c: Config, device: Device, columns: tuple[int, int], kinds: tup
     not full.
     """
     tail_n, lengths = c.tail_n or c.tile_n, p.lengths()
-    each = [(*seen_keys(q, n, c.tile_m, tail_n, p.causal, p.window), count) for q, n, count in lengths if count]
+    each = [(*seen_keys(q, n, c.tile_m, tail_n, p.causal, p.window, p.ahead), count) for q, n, count in lengths if count]
     tiles = max(1, sum(count * tiles for tiles, _, _, count in each))
     keys = max(1.0, sum(count * tiles * mean for tiles, mean, _, count in each) / tiles)
     masked = (p.causal or p.window is not None) * -(-c.tile_m // tail_n)  # steps of a tile of queries, one behind the other

@@ -115,7 +115,7 @@ def _fits(scale: Tensor, scaling: Scaling, batch: int | None) -> bool:
 
 def _check_scale(a: Tensor, name: str, scale: Tensor | None) -> None:
     if scale is None:
-        raise argument_error(name, "given where the other operand's scale is", None)
+        raise argument_error(name, "given together with the other operand's scale", None)
     if not isinstance(scale, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
     if scale.dtype is not torch.float32:

@@ -11,10 +11,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_positive, check_tensor, dtype_name
+from ...launch import argument_error, check_number, check_positive, check_tensor, dtype_name
 from .scaling import FP8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_SOFTCAP = 2.0**64  # neither it nor scale / softcap leaves the normal numbers of fp32
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
 
 LOG2E = math.log2(math.e)
@@ -103,8 +104,10 @@ def sink_factor(maximum, denominator, sink):
     return 1.0 / ct.where(total == 0.0, 1.0, total)
 
 
-def visible_scores(q_len: int, n: int, causal: bool, window: int | None) -> int:
-    """How many (query, key) pairs of one head the mask leaves."""
+def visible_scores(q_len: int, n: int, causal: bool, window: int | None, ahead: int = 0) -> int:
+    """How many (query, key) pairs of one head the mask leaves. ahead: with causal, keys behind its
+    own that a query sees.
+    """
 
     def triangle(last: int) -> int:
         """Sum of max(0, j + 1) over the queries' last keys j, the last of which is `last`."""
@@ -112,17 +115,19 @@ def visible_scores(q_len: int, n: int, causal: bool, window: int | None) -> int:
         return (side * (side + 1) - below * (below + 1)) // 2
 
     hidden = 0 if window is None else triangle(n - 1 - window)
-    return (triangle(n - 1) if causal else q_len * n) - hidden
+    return (triangle(n - 1 + ahead) - triangle(ahead - 1) if causal else q_len * n) - hidden
 
 
-def check_heads(q: Tensor, k: Tensor, most: int = MAX_HEAD_DIM) -> None:
-    """Raises ValueError unless q's heads (axis 1) are a multiple of k's and the head_dim is in
-    1..most.
+def check_heads(q: Tensor, k: Tensor, most: int = MAX_HEAD_DIM, name: str = "q") -> None:
+    """Raises ValueError unless the heads (axis 1) of q, or what it is named, are a multiple of k's
+    and the head_dim is in 1..most.
     """
     if not 1 <= q.shape[-1] <= most:
-        raise argument_error("q.shape[-1]", f"in 1..{most}", q.shape[-1])
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise argument_error("q.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
+        raise argument_error(f"{name}.shape[-1]", f"in 1..{most}", q.shape[-1])
+    if k.shape[1] == 0:
+        raise argument_error("k.shape[1]", "at least 1", 0)
+    if q.shape[1] % k.shape[1]:
+        raise argument_error(f"{name}.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
 
 
 def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None, ...]) -> None:
@@ -146,13 +151,21 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
     """The scale to use. Raises ValueError unless both are positive where given."""
     if window is not None and not isinstance(window, (int, torch.SymInt)):
-        raise argument_error("window", "an integer of Python", repr(window))
+        raise argument_error("window", "a Python integer", repr(window))
     if window is not None and window < 1:
         raise argument_error("window", "at least 1", window)
     if scale is None:
         return float(head_dim**-0.5)
     check_positive(scale, "scale")
     return scale
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises TypeError or ValueError unless it is None or in range."""
+    if softcap is not None:
+        check_number(softcap, "softcap")
+        if not 1 / MAX_SOFTCAP <= softcap <= MAX_SOFTCAP:
+            raise argument_error("softcap", "in 2**-64..2**64 (None for no cap)" if softcap > 0 else "positive", softcap)
 
 
 def check_per_head(tensor: Tensor, name: str, like: Tensor, heads: int) -> None:

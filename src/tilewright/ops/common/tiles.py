@@ -12,8 +12,8 @@ GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
 def grouped_tile(index, tiles_m, tiles_n, group):
-    """Row and column of the index-th tile of a grid walked in bands of `group` tile rows, each band
-    column by column.
+    """Row and column of the index-th tile, in grouped tile order: bands of `group` tile rows, each
+    band column by column.
 
     Blocks that run at the same time then share a few row and column panels, which stay in L2.
     """
@@ -228,3 +228,20 @@ def _store_columns(X, at, pair, first, count, x, whole):
     else:
         index, inside = _lanes(X, at, pair, first, count)
         ct.scatter(X, index, x.astype(X.dtype), mask=inside, check_bounds=False)
+
+
+def widths_of(FIRST, EXTRA):
+    """FIRST and the powers of two that EXTRA is the sum of, the largest first."""
+    widths: tuple = (FIRST,)
+    for i in ct.static_iter(range(10)):
+        if EXTRA & (512 >> i):
+            widths = (*widths, 512 >> i)
+    return widths
+
+
+def zeros_of(ROWS, WIDTHS):
+    """fp32 accumulators side by side."""
+    accs: tuple = ()
+    for WIDTH in ct.static_iter(WIDTHS):
+        accs = (*accs, ct.zeros((ROWS, WIDTH), dtype=ct.float32))
+    return accs

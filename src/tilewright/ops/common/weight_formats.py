@@ -18,6 +18,7 @@ each code of a half-word: word i, half h, plane j is k = 32 j + 2 i + h. `FIELDS
 half-word a plane's code lies. Rows and runs are filled up with zeros, and scales up to whole runs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +32,15 @@ ROWS, WORDS = 64, 16  # of a panel: rows, and words of each row in a run
 PLANE = 2 * WORDS  # k
 INT4, INT8, E2M1, E4M3 = range(4)  # codes
 Field = tuple[tuple[int, int], ...]  # (mask, shift to the left) of the parts of a code
-# Of each plane. e2m1: a sign at bit 15 and the rest at bits 6 to 8 are value * 2**-126 of a bf16;
-# three of four codes get there by one shift.
+# Of each plane. Two planes take turns in the bytes of a word. A mask, for some after a shift,
+# leaves four e4m3 numbers (ops/common/weight_tiles.py); e2m1: a sign at bit 7 of a byte and the
+# rest at bits 2 to 4 are value * 2**-6.
 _BYTES: tuple[Field, ...] = (((0xFF, 0),), ((0xFF, 8),))
 FIELDS: dict[int, tuple[Field, ...]] = {
-    INT4: (((15, 0),), ((15, 4),), ((15, 8),), ((15, 12),)),
+    INT4: (((15, 0),), ((15, 8),), ((15, 4),), ((15, 12),)),
     INT8: _BYTES,
     E4M3: _BYTES,
-    E2M1: (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 10), (6, 12), (8, 8))),
+    E2M1: (((7, 2), (8, 4)), ((7, 10), (8, 12)), ((3, 0), (4, 4), (8, 2)), ((3, 8), (4, 12), (8, 10))),
 }
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where rounding changes; at every other one up, to an even code
@@ -118,6 +120,14 @@ def check_k(k: int, of: WeightFormat) -> None:
         what = f"a multiple of {of.multiple}" + (f", the group of {of.name}" if of.group else f" for {of.name}")
         fitting = [other.name for other in FORMATS.values() if k > 0 and k % other.multiple == 0]
         raise argument_error("k of the weight", f"{what} (formats for it: {', '.join(fitting) or 'none'})", k)
+
+
+def step_weights(constants: Mapping[str, Any]) -> int:
+    """How many weights a block decodes in a step, by a launch's constants; 0 if it decodes none."""
+    if not {"code", "runs", "tile_n"} <= constants.keys():
+        return 0
+    parts = constants.get("parts", 2 if constants.get("first") else 1)
+    return int(parts * constants["tile_n"] * constants["runs"] * PLANE * len(FIELDS[constants["code"]]))
 
 
 # ---------------------------------------------------------------------------------- codes <-> words
@@ -224,7 +234,7 @@ def _int4(groups: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | No
 # ----------------------------------------------------------------------------------------- a weight
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [n, k] of small codes, packed for `quantized_matmul`.
+    """A quantised weight [n, k], packed for `quantized_matmul`.
 
     weight_format: a name of `FORMATS`. words, scales, zeros, factor: as the module says.
     """
@@ -238,7 +248,7 @@ class QuantizedWeight:
 
     @staticmethod
     def of(weight: Tensor, weight_format: str) -> "QuantizedWeight":
-        """A weight [n, k] of floats, rounded to nearest without calibration.
+        """Packs a weight [n, k] of floats, rounded to nearest without calibration.
 
         Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
         """
@@ -253,7 +263,9 @@ class QuantizedWeight:
 
     @staticmethod
     def packed(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, factor: Tensor | None = None, *, weight_format: str) -> "QuantizedWeight":
-        """Codes [n, k] with scales and zero points [groups, n], such as a checkpoint has."""
+        """Packs codes [n, k] with scales and zero points [groups, n], such as those of a
+        checkpoint.
+        """
         of = format_named(weight_format)
         n, k = codes.shape
         check_k(k, of)
@@ -291,7 +303,7 @@ class QuantizedWeight:
         return dequantized(self.words, self.scales, self.zeros, self.factor, format_named(self.weight_format), self.k, dtype)
 
     def error(self, weight: Tensor) -> float:
-        """Root mean square of the difference from `weight`, as a share of that of `weight`."""
+        """The root mean square of the difference from `weight`, over that of `weight`."""
         truth = weight.double()
         return float(((self.dequantize(torch.float64) - truth).square().mean() / truth.square().mean()).sqrt())
 

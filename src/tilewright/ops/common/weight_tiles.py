@@ -10,7 +10,10 @@ import cuda.tile as ct
 
 from .weight_formats import E2M1, E4M3, INT4, INT8, PLANE, WORDS
 
-SIGNS, E4M3_REST, E2M1_FIELD = 0x80008000 - (1 << 32), 0x07F007F0, 0x81C081C0 - (1 << 32)
+SIGNS, E2M1_REST = 0x80008000 - (1 << 32), 0x01C001C0
+E2M1_BYTES, E2M1_MOST, E2M1_BIT = 0x9C9C9C9C - (1 << 32), 0x8C8C8C8C - (1 << 32), 0x10101010
+# Of e4m3 in a half-word: what its bits without the sign are shifted by, and where they then stand.
+E4M3_BFLOAT16, E4M3_FLOAT16 = (4, 0x07F007F0), (1, 0x3F803F80)
 SMALL = 2.0**16  # what fp4 weights are short of in the sum: 2**110 of their scale and 2**126 of their codes
 
 
@@ -26,11 +29,20 @@ def unit(CODE):
     return 1.0 if CODE == E4M3 else 64.0
 
 
-def _pairs(words):
-    """Words whose halves are the bits of bf16 numbers, as those: no instruction, the registers
-    stay.
+def _pairs(words, dtype=ct.bfloat16):
+    """Words whose halves are the bits of bf16 or fp16 numbers, as those: no instruction, the
+    registers stay.
     """
-    return ct.unpack_from_bytes(ct.pack_to_bytes(words), ct.bfloat16).reshape((words.shape[0], 2 * words.shape[1]))
+    return ct.unpack_from_bytes(ct.pack_to_bytes(words), dtype).reshape((words.shape[0], 2 * words.shape[1]))
+
+
+def e4m3_planes(q, dtype):
+    """Words of four e4m3 codes, none of them NaN, as 2**-120 of their value in bf16 or 2**-8 of it
+    in fp16, exactly: the even columns, the odd ones.
+    """
+    SHIFT, REST = E4M3_FLOAT16 if dtype == ct.float16 else E4M3_BFLOAT16
+    low, high = ((q << 8) & SIGNS) | ((q << (8 - SHIFT)) & REST), (q & SIGNS) | ((q >> SHIFT) & REST)
+    return _pairs(low, dtype), _pairs(high, dtype)
 
 
 def planes(q, zero, CODE):
@@ -42,17 +54,46 @@ def planes(q, zero, CODE):
         h = q >> 8
         return (
             _pairs(q & 0x000F000F) * 2.0**127 - zero,
-            _pairs(q & 0x00F000F0) * 2.0**123 - zero,
             _pairs(h & 0x000F000F) * 2.0**127 - zero,
+            _pairs(q & 0x00F000F0) * 2.0**123 - zero,
             _pairs(h & 0x00F000F0) * 2.0**123 - zero,
         )
     if CODE == INT8:
         return _pairs(q & 0x00FF00FF) * 2.0**127 - zero, _pairs((q >> 8) & 0x00FF00FF) * 2.0**127 - zero
     if CODE == E4M3:
-        low, high = ((q << 8) & SIGNS) | ((q << 4) & E4M3_REST), (q & SIGNS) | ((q >> 4) & E4M3_REST)
-        return _pairs(low) * 2.0**120, _pairs(high) * 2.0**120
-    last = (q >> 6) & 0x01800180 | (q >> 4) & 0x00400040 | (q << 4) & SIGNS
-    return _pairs(q & E2M1_FIELD), _pairs((q << 3) & E2M1_FIELD), _pairs((q << 6) & E2M1_FIELD), _pairs(last)
+        even, odd = e4m3_planes(q, ct.bfloat16)
+        return even * 2.0**120, odd * 2.0**120
+    return (*_e2m1_pairs(q), *_e2m1_pairs(_second_bytes(q)))
+
+
+def _e2m1_pairs(q):
+    """Of words whose bytes are e2m1 * 2**-6 in e4m3, under other bits: lower bytes and upper ones.
+
+    A sign at bit 15 and the rest at bits 6 to 8 are value * 2**-126 of a bf16.
+    """
+    return _pairs((q << 8) & SIGNS | (q << 4) & E2M1_REST), _pairs(q & SIGNS | (q >> 4) & E2M1_REST)
+
+
+def _second_bytes(q):
+    """The e2m1 codes that lie between those that a mask finds, as e4m3."""
+    return (q << 2) & E2M1_MOST | (q >> 2) & E2M1_BIT
+
+
+def _fours(words):
+    """Words as four e4m3 numbers each: no instruction."""
+    return ct.unpack_from_bytes(ct.pack_to_bytes(words), ct.float8_e4m3fn).reshape((words.shape[0], 4 * words.shape[1]))
+
+
+def bytes_of(q, CODE):
+    """The codes of a run as e4m3 [rows, k]: two planes take turns (`ops/common/pieces.py`).
+
+    INT4: code * 2**-9, E2M1: value * 2**-6, E4M3: the value.
+    """
+    if CODE == INT4:
+        return ct.cat((_fours(q & 0x0F0F0F0F), _fours((q >> 4) & 0x0F0F0F0F)), 1)
+    if CODE == E2M1:
+        return ct.cat((_fours(q & E2M1_BYTES), _fours(_second_bytes(q))), 1)
+    return _fours(q)
 
 
 def joined(p):

@@ -1,5 +1,5 @@
-"""Gated delta rule (linear attention): a state per head that forgets, corrects itself and is read,
-once a token:
+"""Gated delta rule (linear attention): a state per head that decays, is corrected and is read once
+per token:
 
     S <- exp(g) S     delta = beta (v - S^T k)     S <- S + k delta^T     out = scale S^T q
 
@@ -23,7 +23,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_apart, check_out, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_apart, check_out, check_positive, check_tensor, check_writable, torch_op
 from ...launch.values import Claim, Claims, rising
 from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_int32
 from .decision import CHOICES, Config, Problem, plan, space
@@ -166,16 +166,16 @@ def gated_delta_rule(
             stride 1 in the last axis.
         k: shape, dtype and device of q.
         v: [batch, v_heads, tokens, v_dim], likewise; k_heads divides v_heads, v_dim 1..256.
-        g: [batch, v_heads, tokens], fp32 or the dtype of q, any strides: the natural log of what a
-            token leaves of the state, at most 0.
-        beta: likewise: how much of what the state lacks is written, 0..1 (2 with more error).
-        state: [batch, v_heads, head_dim, v_dim] fp32, stride 1 in the last axis. Read as the
-            initial state and overwritten by the final one. Default: begins with zeros, and is not
-            kept.
+        g: [batch, v_heads, tokens], fp32 or the dtype of q, any strides: the natural log of the
+            share of the state that a token keeps, at most 0.
+        beta: likewise: how much of the difference between v and the state's prediction is written,
+            0..1 (up to 2 with more error).
+        state: [batch, v_heads, head_dim, v_dim] fp32, stride 1 in the last axis. The initial state,
+            overwritten with the final one. Default: starts with zeros and is not kept.
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
             q, k, v, g and beta are [total_tokens, heads, ...], and state has one of each sequence.
         scale: of q; positive; default head_dim ** -0.5.
-        normalize: q and k are divided by their lengths first, sqrt(|x|**2 + 1e-6). Otherwise their
+        normalize: first divide q and k by their lengths, sqrt(|x|**2 + 1e-6). Otherwise their
             lengths must be about 1.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.
@@ -192,7 +192,7 @@ def gated_delta_rule(
     rows = [n for axis, n in enumerate(q.shape[:-1]) if axis != head]
     if [n for axis, n in enumerate(v.shape[:-1]) if axis != head] != rows:
         raise argument_error("v.shape", (*q.shape[:head], "v_heads", *q.shape[head + 1 : -1], "v_dim"), tuple(v.shape))
-    check_heads(v, k, MAX_HEAD_DIM)
+    check_heads(v, k, MAX_HEAD_DIM, "v")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise argument_error("q.shape[-1]", f"in 1..{MAX_HEAD_DIM}", q.shape[-1])
     for name, gate in (("g", g), ("beta", beta)):
@@ -225,10 +225,6 @@ def gated_delta_rule(
 
 def _check_gate(gate: Tensor, name: str, v: Tensor) -> None:
     """Raises TypeError or ValueError unless it has a number for each row of v; any strides."""
-    if not isinstance(gate, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
-    if gate.dtype not in (torch.float32, v.dtype):
-        raise argument_error(f"{name}.dtype", f"float32 or {dtype_name(v.dtype)}", dtype_name(gate.dtype))
-    check_tensor(gate[..., None], name, shape=(*v.shape[:-1], 1))
+    check_tensor(gate, name, shape=v.shape[:-1], dtypes=tuple(dict.fromkeys((torch.float32, v.dtype))), any_strides=True)
     if gate.device != v.device:
         raise argument_error(f"{name}.device", v.device, gate.device)

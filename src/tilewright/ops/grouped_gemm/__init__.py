@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with a matrix of its own: out[rows of g] = a[rows of g] @ b[g]
+"""Products of groups of rows, each group with its own matrix: out[rows of g] = a[rows of g] @ b[g]
 
 Source    The expert layers of a mixture of experts. Both forms, contiguous and masked, and the
           sizes that count, after DeepGEMM (2025); scaled 8-bit operands after DeepSeek-V3 2024,
@@ -79,7 +79,7 @@ def reference(
 
 def _one_of(offsets: Tensor | None, counts: Tensor | None) -> Tensor:
     if (offsets is None) == (counts is None):
-        raise argument_error("offsets, counts", "one of them given", "neither" if offsets is None else "both")
+        raise argument_error("offsets or counts", "given, but not both", "neither" if offsets is None else "both")
     return offsets if offsets is not None else counts  # type: ignore[return-value]
 
 
@@ -150,20 +150,19 @@ def grouped_gemm(
     expected_rows: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies each group of rows by a matrix of its own; the sizes of the groups stay on the
-    device.
+    """Multiplies each group of rows by its own matrix. The sizes of the groups stay on the device.
 
-    With `offsets` the groups lie one after the other, as in torch._grouped_mm. With `counts` each
-    has room of its own, and what lies in the room beyond its count is neither used nor written. One
-    of the two is given.
+    With `offsets` the groups follow each other, as in torch._grouped_mm. With `counts` each group
+    has max_rows rows, and those past its count are neither used nor written. Exactly one of the two
+    must be given.
 
     Args:
         a: [rows, k] with offsets, [groups, max_rows, k] with counts; bf16, fp16, float8_e4m3fn or
             float8_e5m2; stride 1 in the last axis.
         b: [groups, k, n], or [groups, n, k] if trans_b; dtype and device of a, stride 1 in the last
             axis. At most 1024 groups.
-        offsets: int32 [groups], the end of each group, never decreasing. Rows from the last one on
-            belong to no group. Any sizes, also 0.
+        offsets: int32 [groups], the end of each group, never decreasing. Groups may be empty. Rows
+            from the last offset on belong to no group.
         counts: int32 [groups], rows of each group that are used.
         scale_a: fp32, 8-bit operands only: [], [rows] or [rows, ceil(k / 128)]; with counts
             [groups] in front, and [groups] or [] for the first.
@@ -171,13 +170,13 @@ def grouped_gemm(
             ceil(k / 128)].
         trans_b: b is stored transposed, as weights are; 8-bit operands are fastest so.
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
-        expected_rows: rows of a group on average, where the host knows about how many; decides the
-            tile, nothing else.
+        expected_rows: the average number of rows per group, if the host knows roughly. It only
+            affects the choice of tiles.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [rows, n] or [groups, max_rows, n], contiguous. Rows of no group hold whatever the
-        memory held. Offsets that decrease or leave the rows are clipped: nothing outside is
-        touched. No message can tell, since only the device sees them.
+    Returns: [rows, n] or [groups, max_rows, n], contiguous. Rows of no group are not written.
+        Offsets that decrease or exceed the rows are clipped, so nothing outside is touched. This
+        raises no error, because only the device reads them.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     out_dtype = _out_dtype(a, out_dtype)
@@ -219,24 +218,24 @@ def grouped_gemm_list(
     out_dtype: torch.dtype | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Multiplies pairs of matrices of any shapes in one launch, with nothing concatenated.
+    """Multiplies pairs of matrices of any shapes in one launch, without concatenating them.
 
-    The host lists the tiles of all products and copies the list to the device. So it can't be
-    captured; `grouped_gemm` can.
+    The host lists the tiles of all products and copies the list to the device. So a CUDA graph
+    cannot capture it; it can capture `grouped_gemm`.
 
     Args:
         a: [m, k] each; bf16, fp16, float8_e4m3fn or float8_e5m2, all the same; stride 1 in the last
             axis.
-        b: as many: [k, n] each, or [n, k] if trans_b; dtype and device of a, stride 1 in the last
-            axis.
+        b: as many matrices as a: [k, n] each, or [n, k] if trans_b; dtype and device of a, stride 1
+            in the last axis.
         scale_a, scale_b: fp32, 8-bit operands only, one for each matrix and all of one kind: [],
             [m] and [n], or [m, ceil(k / 128)] and [ceil(n / 128), ceil(k / 128)].
         trans_b: the matrices of b are stored transposed.
         out_dtype: bf16, fp16 or fp32; by default the dtype of a, bf16 for 8-bit operands.
         out: where the results go, one tensor for each product: contiguous, shape, dtype and device
             of the result, no element in common with an input or another; default new tensors.
-    Returns: a list of [m, n], contiguous. A product without rows or columns is empty, one with
-        k = 0 zero.
+    Returns: a list of [m, n], contiguous. A product without rows or columns is empty; with k = 0 it
+        is zero.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was; also
         under graph capture.
     """

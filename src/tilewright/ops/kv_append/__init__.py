@@ -1,11 +1,14 @@
-"""Writes new keys and values into their cache, and rotates keys and queries, in one launch:
+"""Writes new keys and values to their cache, and rotates keys and queries, in one launch:
 
     k_cache[b, h, positions[b, t]] = rope(k[b, h, t])
     v_cache[b, h, positions[b, t]] = v[b, h, t]
     q = rope(q), in place
 
 A paged cache has row `position % page_size` of page `block_table[b, position // page_size]`
-instead. A cache of 8-bit codes gets values / scale.
+instead. A cache of 8-bit codes gets values / scale, with a scale that is given, or one of each
+token and head:
+
+    k_scale[b, h, positions[b, t]] = max |k| / 448
 With q_norm, k_norm or v_norm, each head of q, k or v is normed first: rms_norm(k[b, h, t], k_norm),
 as Qwen3 does to queries and keys and MLA to its latent.
 
@@ -14,7 +17,7 @@ Source    vLLM's reshape_and_cache (Kwon et al. 2023, arXiv:2309.06180, section 
 Numerics  Values are copied; rotated and normed ones fp32 from load to store, rounded once, also to
           codes, which saturate; the normed ones with round_before_weight also before the weight, as
           `rms_norm` has it.
-Bound     Memory: k and v read and written once, q read and written once. For one token a sequence
+Bound     Memory: k and v read and written once, q read and written once. For one token per sequence
           the latency of three loads that wait for each other (position, row of the table, store),
           and of the launch that rope and two copies no longer need.
 """
@@ -27,6 +30,7 @@ from torch import Tensor
 from ...launch import Decision, Device, argument_error, check_apart, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
 from .. import rms_norm
+from ..common.fp8 import ROW, quantized
 from ..common.scaling import FP8
 from ..common.softmax_tiles import check_int32
 from .decision import CHOICES, Config, Problem, plan, space
@@ -68,7 +72,7 @@ def reference(
     v_norm: Tensor | None = None,
     eps: float = 1e-6,
     round_before_weight: bool = False,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The definition, not in place."""
     batch, _, tokens, _ = k.shape
     positions = positions.view(batch, tokens).long()
@@ -92,6 +96,7 @@ def reference(
         k = rotate(k)
         q = None if q is None else rotate(q)
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    k_scale, v_scale = (None if x is None else x.clone() for x in (k_scale, v_scale))
     for b in range(batch):
         for t in range(tokens):
             at, outer = int(positions[b, t]), b
@@ -100,11 +105,19 @@ def reference(
             if 0 <= at < k_cache.shape[2] and 0 <= outer < len(k_cache):
                 for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
                     row = x[b, :, t]
-                    if scale is not None:
+                    if scale is not None and scale.dim():
+                        wide = row.to(torch.promote_types(row.dtype, torch.float32))
+                        row, scale[outer, :, at] = quantized(wide, ROW, torch.float8_e4m3fn, power_of_two_scales=False)
+                    elif scale is not None:
                         largest = 448.0 if cache.dtype is torch.float64 else torch.finfo(cache.dtype).max
                         row = (row.to(torch.promote_types(row.dtype, torch.float32)) / scale).clamp(-largest, largest)
                     cache[outer, :, at] = row.to(cache.dtype)
-    return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
+    return _given(k_cache, v_cache, q, k_scale, v_scale)
+
+
+def _given(k_cache: Tensor, v_cache: Tensor, q: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Of the tensors of a call those that it writes."""
+    return (k_cache, v_cache, *(x for x in (q, k_scale, v_scale) if x is not None and x.dim()))
 
 
 DECISION = Decision(
@@ -146,11 +159,12 @@ def _claims(k_cache: Tensor, positions: Tensor, block_table: Tensor | None, k_sc
         used = torch.zeros_like(block_table, dtype=torch.int32).scatter_add(1, page, stored.int()) > 0
         inside = (block_table >= 0) & (block_table < pool)
         yield Claim("block_table", block_table, ~used | inside, f"in 0..{pool - 1}, the pages of the cache")
-    yield from positive("k_scale", k_scale)
-    yield from positive("v_scale", v_scale)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and not scale.dim():
+            yield from positive(name, scale)
 
 
-@torch_op(mutates=("k_cache", "v_cache", "q"), claims=_claims)
+@torch_op(mutates=("k_cache", "v_cache", "q", "k_scale", "v_scale"), claims=_claims)
 def kv_append_out(
     k: Tensor,
     v: Tensor,
@@ -195,6 +209,7 @@ def kv_append_out(
         round_before_weight=round_before_weight,
         q_norm=q_norm is not None,
         k_norm=k_norm is not None,
+        each=k_scale is not None and k_scale.dim() > 0,
     )
     launches.run(
         k,
@@ -207,8 +222,7 @@ def kv_append_out(
         cos,
         sin,
         rope_positions,
-        None if k_scale is None else k_scale.view(1),
-        None if v_scale is None else v_scale.view(1),
+        *(None if scale is None else scale if scale.dim() else scale.view(1) for scale in (k_scale, v_scale)),
         None if q_norm is None else q_norm.view(1, 1, 1, -1),
         None if k_norm is None else k_norm.view(1, 1, 1, -1),
         None if v_norm is None else v_norm.view(1, 1, 1, -1),
@@ -236,9 +250,9 @@ def kv_append(
     v_norm: Tensor | None = None,
     eps: float = 1e-6,
     round_before_weight: bool = False,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Puts new keys and values into their cache, in one launch. With cos and sin, the keys are
-    rotated on their way, and the queries in place.
+) -> tuple[Tensor, ...]:
+    """Writes new keys and values to their cache, in one launch. With cos and sin, it rotates the
+    keys before it stores them, and the queries in place.
 
     The compressed cache of MLA, [..., 576] = 512 latent + 64 rotated, is two views of one tensor: k
     and k_cache the rotated part, v and v_cache the latent.
@@ -249,28 +263,31 @@ def kv_append(
         v: [batch, kv_heads, tokens, v_dim], dtype and device of k.
         k_cache: [batch, kv_heads, max_len, head_dim], in pages [pages, kv_heads, page_size,
             head_dim]; dtype of k, or float8_e4m3fn. Overwritten.
-        v_cache: the same of v_dim, in the dtype of k_cache. Overwritten; no element in common with
-            k_cache.
-        positions: [batch, tokens] int32, for one token also [batch]; where in its sequence each
-            token goes. No two alike in a sequence. One that is negative or not below max_len (or
-            the pages of the table) is not stored.
+        v_cache: like k_cache, with v_dim columns. Overwritten; no element in common with k_cache.
+        positions: [batch, tokens] int32, for one token also [batch]; each token's position in its
+            sequence, all different within a sequence. A token whose position is negative or past
+            the end of the cache (or of the table) is not stored.
         block_table: [batch, max_pages] int32, pages of each sequence; with it the caches are in
             pages.
         q: [batch, q_heads, tokens, head_dim], dtype and device of k; only with cos and sin.
             Overwritten.
         cos, sin: [max_pos, rotary_dim / 2], dtype of k or fp32. Elements of a head from rotary_dim
             on are not rotated.
-        rope_positions: like positions; the row of cos and sin of each token, where it is not its
-            position. Clamped to the table.
+        rope_positions: like positions; the row of cos and sin for each token, if it differs from
+            the position. Clamped to the table.
         interleaved: a pair is two neighbours instead of one element of each half.
-        k_scale, v_scale: [] fp32, positive; given with a cache of codes and only then: a value is
-            its code times the scale.
-        q_norm, k_norm: [head_dim], dtype and device of k; each head of q, of k is scaled to unit
-            root mean square and by this weight before it is rotated.
-        v_norm: [v_dim], likewise; of v before it is stored.
-        eps: of the norms: added to the mean of squares, so in their units; positive.
+        k_scale, v_scale: fp32; required with a cache of 8-bit codes, else not allowed. A value is
+            its code times the scale. Either [] and positive: the scale of all codes. Or shaped like
+            the cache without its last axis, with stride 1 in its own last axis: the scale of each
+            token and head, which is written for the tokens that are stored; their largest code is
+            448.
+        q_norm, k_norm: [head_dim], dtype and device of k; the weight of an RMSNorm of each head of
+            q and k, applied before the rotation.
+        v_norm: [v_dim], likewise; applied to v before it is stored.
+        eps: of the norms; positive; added to the mean of squares.
         round_before_weight: of the norms, as in `rms_norm`.
-    Returns: (k_cache, v_cache), with q (k_cache, v_cache, q): the tensors it was given.
+    Returns: (k_cache, v_cache), then q if given, then k_scale and v_scale if they are of each token
+        and head: the tensors it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(k, "k", ndim=4, dtypes=DTYPES)
@@ -315,7 +332,11 @@ def kv_append(
         check_apart(q, "q", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype in FP8:
-            check_tensor(scale, name, shape=(), dtypes=(torch.float32,))  # type: ignore[arg-type]
+            each = isinstance(k_scale, Tensor) and k_scale.dim() > 0
+            check_tensor(scale, name, shape=tuple(k_cache.shape[:3]) if each else (), dtypes=(torch.float32,))  # type: ignore[arg-type]
+            if each and scale is not None:
+                check_writable(scale, name, None if name == "k_scale" else k_scale, "k_scale")
+                check_apart(scale, name, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
         elif scale is not None:
             raise argument_error(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)
     if q_norm is not None and q is None:
@@ -332,7 +353,7 @@ def kv_append(
     if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
         optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
         kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight)
-    return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
+    return _given(k_cache, v_cache, q, k_scale, v_scale)
 
 
 def _check_positions(positions: Tensor, name: str, k: Tensor) -> Tensor:

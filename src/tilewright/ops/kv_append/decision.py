@@ -28,6 +28,7 @@ class Problem:
     v_dim: 0 for head_dim.
     rotary_dim: 0 without rotation.
     cache_dtype: None for dtype.
+    each: the scales of codes, of each token and head, are made here.
     own_rope_positions: rope_positions are given.
     q_norm, k_norm, v_norm: which are normed, with round_before_weight as `rms_norm` has it.
     """
@@ -49,6 +50,7 @@ class Problem:
     round_before_weight: bool = False
     q_norm: bool = False
     k_norm: bool = False
+    each: bool = False
 
     @property
     def values_dim(self) -> int:
@@ -66,7 +68,7 @@ class Problem:
 
     def cost(self) -> Cost:
         tokens, size = self.batch * self.tokens, self.dtype.itemsize
-        held = self.kv_heads * (self.head_dim + self.values_dim) * (size + (1 if self.scaled else size))
+        held = self.kv_heads * (self.head_dim + self.values_dim) * (size + (1 if self.scaled else size)) + 8 * self.each * self.kv_heads
         rotated = 2 * self.q_heads * self.rotary_dim * size
         return Cost(tokens * (held + rotated + 2 * self.rotary_dim + 4), 3 * tokens * (self.q_heads + self.kv_heads) * self.rotary_dim)
 
@@ -91,7 +93,9 @@ class Problem:
         for name, dim in (("k_cache", self.head_dim), ("v_cache", self.values_dim)):
             cache = torch.randn(pages, self.kv_heads, rows, dim, dtype=self.dtype, device=device)
             found[name] = cache.to(self.cache_dtype or self.dtype)
-        if self.scaled:
+        if self.each:
+            options |= {name: torch.rand(pages, self.kv_heads, rows, device=device) for name in ("k_scale", "v_scale")}
+        elif self.scaled:
             options |= {"k_scale": torch.full((), 0.0123, device=device), "v_scale": torch.full((), 0.0321, device=device)}
         if self.rotary_dim:
             half = self.rotary_dim // 2
@@ -199,7 +203,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
 
 def family(p: Problem, c: Config) -> str:
     """Operand size, what the kernel does with it, and what a thread has of a tile."""
-    what = "p" * (p.page_size > 0) + "r" * (p.rotary_dim > 0) + "n" * (p.q_norm or p.k_norm or p.v_norm) + "s" * p.scaled
+    what = "p" * (p.page_size > 0) + "r" * (p.rotary_dim > 0) + "n" * (p.q_norm or p.k_norm or p.v_norm) + "s" * p.scaled + "e" * p.each
     g = groups(p, c)
     even = "" if g.even_q and g.even_kv else "u"
     return f"{p.dtype.itemsize}{what}{even} {c.tile_h * p.widest // threads(c)}x{c.tokens} {threads(c) // 32}"
@@ -215,6 +219,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants = {
         "page_size": p.page_size,
         "scaled": p.scaled,
+        "each": p.each,
         "interleaved": p.interleaved,
         "own_rope": p.own_rope_positions,
         "q_norm": p.q_norm,

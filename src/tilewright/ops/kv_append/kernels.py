@@ -1,13 +1,15 @@
 """Tile code of `kv_append`."""
 
 import cuda.tile as ct
+import torch
 
 from ...launch import next_pow2
-from ..common.fp8 import codes_of
+from ..common.fp8 import codes_of, largest_code, scale_of
 from ..common.pdl import pdl_overlap
 from ..common.tiles import load_pairs, load_tile, rotate_pairs, store_pairs
 
 ZERO = ct.PaddingMode.ZERO
+LARGEST = largest_code(torch.float8_e4m3fn)
 
 
 def _slot(position, b, CACHE, BLOCK_TABLE, PAGE_SIZE):
@@ -62,6 +64,7 @@ def kv_append_kernel(
     eps: float,
     PAGE_SIZE: ct.Constant[int],
     SCALED: ct.Constant[bool],
+    EACH: ct.Constant[bool],
     INTERLEAVED: ct.Constant[bool],
     OWN_ROPE: ct.Constant[bool],
     Q_NORM: ct.Constant[bool],
@@ -85,8 +88,9 @@ def kv_append_kernel(
 
     Q, K, V [batch, heads, tokens, dim]; K_CACHE, V_CACHE [batch, kv_heads, max_len, dim], in pages
     [pages, kv_heads, PAGE_SIZE, dim]; int32 POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE
-    [batch, max_pages]; COS, SIN [max_pos, ROTARY / 2]; fp32 K_SCALE, V_SCALE [1].
-    It has 35 parameters, since a launch for each option would cost a decode step more.
+    [batch, max_pages]; COS, SIN [max_pos, ROTARY / 2]; fp32 K_SCALE, V_SCALE [1], or with EACH
+    those of each token and head, like the caches without their columns, which are then written.
+    It has 36 parameters, since a launch for each option would cost a decode step more.
     Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask
     for. What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
     """
@@ -103,8 +107,24 @@ def kv_append_kernel(
         sin = load_tile(SIN.slice(1, 0, HALF), (row, 0), shape, ZERO, HALF == TILE_HALF, LATENCY, False).astype(ct.float32)
         return cos.reshape((1, 1, 1, TILE_HALF)), sin.reshape((1, 1, 1, TILE_HALF))
 
-    def encoded(x, SCALE):
-        return codes_of(x.astype(ct.float32), ct.load(SCALE, (0,), ()), ct.float8_e4m3fn) if SCALED else x.astype(K.dtype)
+    def scales(tiles, SCALE):
+        """What the codes of these tiles of a token's heads are multiplied by."""
+        if not SCALED:
+            return None
+        if not EACH:
+            return ct.load(SCALE, (0,), ())
+        largest = ct.max(ct.abs(tiles[0].astype(ct.float32)), axis=3, keepdims=True, propagate_nan=True)
+        for x in ct.static_iter(tiles[1:]):
+            more = ct.max(ct.abs(x.astype(ct.float32)), axis=3, keepdims=True, propagate_nan=True)
+            largest = ct.maximum(largest, more, propagate_nan=True)
+        return scale_of(largest, LARGEST, False)
+
+    def encoded(x, scale):
+        return codes_of(x.astype(ct.float32), scale, ct.float8_e4m3fn) if SCALED else x.astype(K.dtype)
+
+    def store_scales(SCALE, outer, group, row, scale):
+        if EACH:
+            ct.store(SCALE, (outer, group, row), scale.reshape((1, KV_TILE, 1)), check_bounds=not EVEN_KV, allow_tma=False)
 
     def fetched(X, outer, group, token, TILE_H, EVEN, REST):
         """(tiles of the columns that are rotated, tiles of the others) of one token's TILE_H heads.
@@ -167,19 +187,20 @@ def kv_append_kernel(
             pairs, rest = normed(loaded[t], weight, HEAD_DIM) if K_NORM else loaded[t]
             rotated: tuple = ()
             if ROTARY:
-                left, right = rotate_pairs(pairs, pair, *angles(first + t))
-                if not SCALED:  # rounded as q is, and the codes are those of the exact rotation
-                    rotated = (left, right)
-                else:
-                    rotated = (encoded(left, K_SCALE), encoded(right, K_SCALE))
+                rotated = rotate_pairs(pairs, pair, *angles(first + t))
+            scale = scales((*rotated, *rest), K_SCALE)
+            if ROTARY:
+                if SCALED:  # else rounded as q is; the codes are those of the exact rotation
+                    rotated = (encoded(rotated[0], scale), encoded(rotated[1], scale))
             outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, K_CACHE, BLOCK_TABLE, PAGE_SIZE)
             if held:
+                store_scales(K_SCALE, outer, group, row, scale)
                 if ROTARY:
                     store_pairs(K_CACHE, (outer, group, row, 0), rotated, INTERLEAVED, HALF, whole)
                 if ROTARY < HEAD_DIM:
                     even = EVEN_KV and rest[0].shape[3] == HEAD_DIM - ROTARY
                     part = K_CACHE.slice(3, ROTARY, HEAD_DIM)
-                    ct.store(part, (outer, group, row, 0), encoded(rest[0], K_SCALE), check_bounds=not even, allow_tma=False)
+                    ct.store(part, (outer, group, row, 0), encoded(rest[0], scale), check_bounds=not even, allow_tma=False)
 
     def append_v(group, first, COUNT):
         weight: tuple = ()
@@ -191,10 +212,12 @@ def kv_append_kernel(
         for t in ct.static_iter(range(COUNT)):
             x = normed(((), (loaded[t],)), weight, V_DIM)[1][0] if V_NORM else loaded[t]
             outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, V_CACHE, BLOCK_TABLE, PAGE_SIZE)
+            scale = scales((x,), V_SCALE)
             if held:
+                store_scales(V_SCALE, outer, group, row, scale)
                 even = EVEN_KV and x.shape[3] == V_DIM
                 part = V_CACHE.slice(3, 0, V_DIM)
-                ct.store(part, (outer, group, row, 0), encoded(x, V_SCALE), check_bounds=not even, allow_tma=False)
+                ct.store(part, (outer, group, row, 0), encoded(x, scale), check_bounds=not even, allow_tma=False)
 
     def append(group, first, COUNT):
         if group < KV_GROUPS:

@@ -144,7 +144,7 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Matrix product with what often follows it; `matmul(x, weight, bias, trans_b=True)` is
+    """Matrix product with an optional epilogue. `matmul(x, weight, bias, trans_b=True)` is
     torch.nn.functional.linear.
 
     Args:
@@ -154,20 +154,19 @@ def matmul(
             stride 1 in the last axis.
         bias: [n], dtype of the output.
         trans_a, trans_b: the operand is stored transposed.
-        tf32: let float32 operands be rounded to TF32 (10-bit mantissa) for the tensor cores.
-        scale_a, scale_b: fp32 factors of 8-bit operands, on the device of a; both or neither. Of
-            the whole matrix [] and [], of each row [m] and [n], or of each group of 128 along k:
-            [m, ceil(k / 128)] and, for blocks of 128x128, [ceil(n / 128), ceil(k / 128)]. m: the
-            rows of a.
-        residual: like the output, added last.
-        silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product, as gate and up
-            projections whose rows alternate; n even.
+        tf32: round float32 operands to TF32 (10-bit mantissa) for the tensor cores.
+        scale_a, scale_b: fp32 factors of 8-bit operands, on the device of a; both or neither. Per
+            matrix: [] and []. Per row: [m] and [n]. Per block: [m, ceil(k / 128)] for groups of 128
+            along k, and [ceil(n / 128), ceil(k / 128)] for blocks of 128x128. m: the rows of a.
+        residual: shape, dtype and device of the output; added last.
+        silu_mul: out[.., j] = silu(column 2 j) * column 2 j + 1 of the product, for gate and up
+            projections with alternating rows; n even.
         out_scale: fp32 [], on the device of a: factor of the result before the residual.
         out_dtype: bf16, fp16 or fp32; default the dtype of a, bf16 for 8-bit operands.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [..., m, n] (n / 2 with silu_mul), contiguous. No rows or columns: empty, nothing
-        launched. k = 0: as if the product were 0.
+    Returns: [..., m, n] (n / 2 with silu_mul), contiguous. Without rows or columns it is empty, and
+        nothing is launched. With k = 0 the product counts as 0.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(a, "a", dtypes=DTYPES)

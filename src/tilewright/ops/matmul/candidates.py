@@ -11,7 +11,7 @@ import torch
 from ...launch import Decision, Device
 from ...select import Choices, Work
 from ..common import gemm_choices
-from ..common.gemm_choices import tiles_for
+from ..common.gemm_choices import begins_all, tiles_for
 from ..common.pdl import whole_tiles
 from ..common.scaling import FAST_SUM, FP8, GROUP, Scaling
 from .decision import Config, Problem, plan
@@ -29,7 +29,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     """What the kernels can do: see their docstrings."""
     if p.dtype in FP8 and c.dot:
         return False
-    if c.extra_n and (p.has_epilogue or (p.m <= c.tile_m if c.swap_ab else p.n <= c.tile_n)):
+    if c.extra_n and (p.has_epilogue or not begins_all(p.gemm, c)):
         return False
     if p.scaling is Scaling.BLOCK:
         if c.extra_n and (c.swap_ab or c.tile_n != c.extra_n or 2 * c.tile_n != GROUP or c.tile_k != GROUP):

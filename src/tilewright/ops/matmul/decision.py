@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ...launch import Cost, Device, Launch, hints
-from ..common.gemm_choices import Gemm, Split
-from ..common.pdl import use_pdl
+from ..common.gemm_choices import Gemm, Split, use_pdl
 from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
@@ -146,7 +145,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     tiles, split_tiles, parts = p.gemm.tiles(c), c.split_tiles(p.gemm, device), c.parts(p.gemm)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
     kernel, constants, optional = _product(p, c, split_tiles > 0)
-    pdl = not (c.extra_n or c.gathered) and use_pdl(p.m, c.persistent)
+    pdl = not c.gathered and use_pdl(p.gemm, c, device, blocks, parts if split_tiles else 1)
     unused = tuple(name for name, used in optional.items() if not used)
     if not split_tiles:
         return (Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, unused=unused),)

@@ -47,7 +47,7 @@ def matmul_fused_kernel(
     """out = residual + out_scale * f(scales * (a @ b) + bias), a tile at a time; f: nothing, or
     with SILU_MUL silu(even column) * odd column.
 
-    a, b, bias, partial, out and the ways to walk: as matmul_kernel. scale_a, scale_b: [1, k groups,
+    a, b, bias, partial, out and the tile order: as matmul_kernel. scale_a, scale_b: [1, k groups,
     rows] as ops/common/scaling.py makes them.
     residual: like out. out_scale: [1]. What a flag says is absent is not touched. SPLIT_K: nothing
         behind the scales but a bias. DOT: no scales.

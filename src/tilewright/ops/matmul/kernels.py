@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
 from ..common.scaling import BLOCK, ROW, add_product, block_scales, fresh_product, group_scales, row_scales, scaled
-from ..common.tiles import grouped_tile
+from ..common.tiles import grouped_tile, widths_of, zeros_of
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
 
@@ -37,13 +37,12 @@ def matmul_kernel(
         BIAS.
     partial: fp32 [parts, tiles, rows, columns of an accumulator], read and written only with
     SPLIT_K: the last `tiles` tiles of `out` are each computed by `parts` blocks, a run of k each,
-    and summed by `matmul_reduce_kernel`.
-    SWAP_AB: accumulate the transpose, with b's rows on the long side of the MMA: for few rows of a.
-    DOT: multiply and sum on the CUDA cores: for very few rows of a.
-    PERSISTENT: as many blocks as fit on the device walk over the tiles. Else a block has one: the
-    loop around the loop makes the compiler wait for each MMA in turn at some tile sizes.
-    WHOLE: DOT of one row, all of k in one step, a tile to a block: its rows of b come while the
-        launch before ends.
+    and summed by `matmul_reduce_kernel`. SWAP_AB: accumulate the transpose, with b's rows on the
+    long side of the MMA: for few rows of a. DOT: multiply and sum on the CUDA cores: for very few
+    rows of a. PERSISTENT: one wave of blocks, each of which computes several tiles. Else a block
+    has one tile: at some tile sizes the outer loop makes the compiler wait for each MMA in turn.
+    WHOLE: DOT of one row, all of k in one step, one tile per block: its rows of b load while the
+    previous launch ends.
     """
     if WHOLE:
         pdl_launch_dependents()
@@ -173,43 +172,32 @@ def matmul_uneven_kernel(
     side.
 
     That is no power of two, so that the last round is fuller, or two halves whose MMAs take turns.
-    The first operand of the MMA, of which a tile has FIRST rows, is a, or with SWAP_AB b; the
-    other, which is longer than SECOND, fills two accumulators side by side that share each tile of
-    the first. scale_a, scale_b: as ops/common/scaling.py makes them. BLOCK: not SWAP_AB; SECOND and
-    EXTRA are halves of one block of b, TILE_K one group; EVEN: the tiles end with the rows of a.
-    SPLIT_K: as in `matmul_kernel`, partial transposed.
+    The first operand of the MMA, of which a tile has FIRST rows, is a, or with SWAP_AB b; the other
+    fills accumulators side by side, one for each power of two of its length, that share each tile
+    of the first. scale_a, scale_b: as ops/common/scaling.py makes them. BLOCK: not SWAP_AB; SECOND
+    and EXTRA are halves of one block of b, TILE_K one group; EVEN: the tiles end with the rows of
+    a. SPLIT_K: as in `matmul_kernel`, partial transposed.
     """
+    pdl_overlap()
     length = SECOND + EXTRA
     first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
     scale_1, scale_2 = (scale_b, scale_a) if SWAP_AB else (scale_a, scale_b)
     # `first` is [rows, k] unless TRANS_FIRST, `second` [k, rows] unless TRANS_SECOND.
-    tiles_1 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST)
-    rows_2 = second.shape[0 if TRANS_SECOND else 1]
-    tiles_2 = ct.cdiv(rows_2, length)
+    tiles_1, tiles_2 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST), ct.cdiv(second.shape[0 if TRANS_SECOND else 1], length)
     steps = ct.cdiv(first.shape[0 if TRANS_FIRST else 1], TILE_K)
-    left = _run(second, out, 0, SECOND, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
-    right = _run(second, out, SECOND, EXTRA, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
     if SPLIT_K:
         tile, begin, end, is_part, part, shared = split_work(ct.bid(0), tiles_1 * tiles_2, steps, partial)
     else:
         tile, begin, end = ct.bid(0), 0, steps
-    if SWAP_AB:
-        tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)
-    else:
-        tile_1, tile_2 = grouped_tile(tile, tiles_1, tiles_2, GROUP)
-    tiles_right = ct.cdiv(rows_2 - SECOND, length)
-    right_2 = min(tile_2, tiles_right - 1)  # the last tile may be cut before its right part begins
-    acc_left, acc_right = ct.zeros((FIRST, SECOND), dtype=ct.float32), ct.zeros((FIRST, EXTRA), dtype=ct.float32)
+    tile_1, tile_2 = _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB)
+    runs = _runs(second, out, tile_2, SECOND, EXTRA, FIRST, TILE_K, TRANS_SECOND, SWAP_AB)
+    accs = zeros_of(FIRST, widths_of(SECOND, EXTRA))
     if SCALING == BLOCK:
+        acc_left, acc_right = accs
         product, factor = ct.zeros((FIRST, EXTRA), dtype=ct.float32), ct.zeros((FIRST, 1), dtype=ct.float32)
-    for step in range(begin, end):
-        x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
-        if TRANS_SECOND:
-            y_left = left[0].load((tile_2, step), latency=LATENCY).transpose()
-            y_right = right[0].load((right_2, step), latency=LATENCY).transpose()
-        else:
-            y_left, y_right = left[0].load((step, tile_2), latency=LATENCY), right[0].load((step, right_2), latency=LATENCY)
-        if SCALING == BLOCK:
+        for step in range(begin, end):
+            x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
+            y_left, y_right = _part(runs[0], step, TRANS_SECOND, LATENCY), _part(runs[1], step, TRANS_SECOND, LATENCY)
             # In this order the compiler starts each MMA ahead of the sum written before it.
             acc_right = acc_right + product * factor
             product = fresh_product(x, y_left)
@@ -217,33 +205,24 @@ def matmul_uneven_kernel(
             factor = (rows * block_scales(scale_2, 0, step, tile_2, length, LATENCY, True)).reshape((FIRST, 1))
             acc_left = acc_left + product * factor
             product = fresh_product(x, y_right)
-        else:
-            acc_left, acc_right = add_product(x, y_left, acc_left, FAST_ACC), add_product(x, y_right, acc_right, FAST_ACC)
-    if SCALING == BLOCK:
-        acc_right = acc_right + product * factor
-    elif SCALING:
-        rows = row_scales(scale_1, 0, tile_1, FIRST, SCALING)
-        acc_left = scaled(acc_left, rows, _scales(scale_2, 0, SECOND, tile_2, length, SCALING))
-        acc_right = scaled(acc_right, rows, _scales(scale_2, SECOND, EXTRA, right_2, length, SCALING))
-    if BIAS and begin == 0:
-        if SWAP_AB:
-            column = ct.load(bias, (tile_1,), (FIRST,), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((FIRST, 1))
-            acc_left, acc_right = acc_left + column, acc_right + column
-        else:
-            acc_left = acc_left + _strip(bias, 0, SECOND, length).load((tile_2,), allow_tma=False).astype(ct.float32)
-            acc_right = acc_right + _strip(bias, SECOND, EXTRA, length).load((right_2,), allow_tma=False).astype(ct.float32)
-    if SPLIT_K and is_part:
-        ct.store(partial, index=(part, shared, 0, 0), tile=acc_left.transpose().reshape((1, 1, SECOND, FIRST)))
-        rest = partial.slice(2, SECOND, length)
-        ct.store(rest, index=(part, shared, 0, 0), tile=acc_right.transpose().reshape((1, 1, EXTRA, FIRST)))
-    elif SWAP_AB:
-        left[1].store((tile_2, tile_1), acc_left.transpose().astype(out.dtype))
-        if tile_2 < tiles_right:
-            right[1].store((tile_2, tile_1), acc_right.transpose().astype(out.dtype))
+        accs = (acc_left, acc_right + product * factor)
     else:
-        left[1].store((tile_1, tile_2), acc_left.astype(out.dtype))
-        if tile_2 < tiles_right:
-            right[1].store((tile_1, tile_2), acc_right.astype(out.dtype))
+        for step in range(begin, end):
+            x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
+            accs = _summed(x, runs, accs, step, TRANS_SECOND, FAST_ACC, LATENCY)
+    if SCALING and SCALING != BLOCK:
+        rows = row_scales(scale_1, 0, tile_1, FIRST, SCALING)
+    for i in ct.static_iter(range(len(accs))):
+        acc, (_, to, tile_of, is_there, START) = accs[i], runs[i]
+        if SCALING and SCALING != BLOCK:
+            acc = scaled(acc, rows, _scales(scale_2, START, acc.shape[1], tile_of, length, SCALING))
+        if BIAS and begin == 0:
+            acc = acc + _bias(bias, START, acc.shape, length, tile_1, tile_of, SWAP_AB)
+        if SPLIT_K and is_part:
+            rows_of = partial.slice(2, START, length) if START else partial
+            ct.store(rows_of, index=(part, shared, 0, 0), tile=acc.transpose().reshape((1, 1, acc.shape[1], FIRST)))
+        else:
+            _store_run(to, tile_1, tile_2, is_there, START, acc, out, SWAP_AB)
 
 
 @ct.kernel
@@ -266,78 +245,99 @@ def matmul_uneven_persistent_kernel(
     """`matmul_uneven_kernel` without scales, with blocks that take tile after tile.
 
     The loads of a tile run under the end of the one before. The first step stands before the loop:
-    in a loop within a loop the compiler waits for each MMA of two accumulators that begin as zeros.
+    in a loop within a loop the compiler waits for each MMA of accumulators that begin as zeros.
     """
     length = SECOND + EXTRA
     first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
-    rows_2 = second.shape[0 if TRANS_SECOND else 1]
-    tiles_1, tiles_2 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST), ct.cdiv(rows_2, length)
-    tiles_right = ct.cdiv(rows_2 - SECOND, length)
-    left = _run(second, out, 0, SECOND, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
-    right = _run(second, out, SECOND, EXTRA, FIRST, TILE_K, length, TRANS_SECOND, SWAP_AB)
+    tiles_1, tiles_2 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST), ct.cdiv(second.shape[0 if TRANS_SECOND else 1], length)
 
     def one_tile(tile):
-        if SWAP_AB:
-            tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)
-        else:
-            tile_1, tile_2 = grouped_tile(tile, tiles_1, tiles_2, GROUP)
-        right_2 = min(tile_2, tiles_right - 1)  # the last tile may be cut before its right part begins
+        tile_1, tile_2 = _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB)
+        runs = _runs(second, out, tile_2, SECOND, EXTRA, FIRST, TILE_K, TRANS_SECOND, SWAP_AB)
 
-        def summed(step, acc_left, acc_right):
+        def summed(step, accs):
             x = operand(first, tile_1, step, FIRST, TILE_K, TRANS_FIRST, LATENCY, True)
-            if TRANS_SECOND:
-                y_left = left[0].load((tile_2, step), latency=LATENCY).transpose()
-                y_right = right[0].load((right_2, step), latency=LATENCY).transpose()
-            else:
-                y_left, y_right = left[0].load((step, tile_2), latency=LATENCY), right[0].load((step, right_2), latency=LATENCY)
-            return ct.mma(x, y_left, acc_left), ct.mma(x, y_right, acc_right)
+            return _summed(x, runs, accs, step, TRANS_SECOND, False, LATENCY)
 
-        acc_left, acc_right = summed(0, ct.zeros((FIRST, SECOND), dtype=ct.float32), ct.zeros((FIRST, EXTRA), dtype=ct.float32))
+        accs = summed(0, zeros_of(FIRST, widths_of(SECOND, EXTRA)))
         for step in range(1, ct.cdiv(first.shape[0 if TRANS_FIRST else 1], TILE_K)):
-            acc_left, acc_right = summed(step, acc_left, acc_right)
-        if BIAS and SWAP_AB:
-            column = ct.load(bias, (tile_1,), (FIRST,), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((FIRST, 1))
-            acc_left, acc_right = acc_left + column, acc_right + column
-        elif BIAS:
-            acc_left = acc_left + _strip(bias, 0, SECOND, length).load((tile_2,), allow_tma=False).astype(ct.float32)
-            acc_right = acc_right + _strip(bias, SECOND, EXTRA, length).load((right_2,), allow_tma=False).astype(ct.float32)
-        if SWAP_AB:
-            left[1].store((tile_2, tile_1), acc_left.transpose().astype(out.dtype))
-            if tile_2 < tiles_right:
-                right[1].store((tile_2, tile_1), acc_right.transpose().astype(out.dtype))
-        else:
-            left[1].store((tile_1, tile_2), acc_left.astype(out.dtype))
-            if tile_2 < tiles_right:
-                right[1].store((tile_1, tile_2), acc_right.astype(out.dtype))
+            accs = summed(step, accs)
+        for i in ct.static_iter(range(len(accs))):
+            acc, (_, to, tile_of, is_there, START) = accs[i], runs[i]
+            if BIAS:
+                acc = acc + _bias(bias, START, acc.shape, length, tile_1, tile_of, SWAP_AB)
+            _store_run(to, tile_1, tile_2, is_there, START, acc, out, SWAP_AB)
 
     for tile in range(ct.bid(0), tiles_1 * tiles_2, ct.num_blocks(0)):
         one_tile(tile)
 
 
-def _run(second, out, START, ROWS, FIRST, TILE_K, STEP, TRANS_SECOND, SWAP_AB):
-    """Views of the second operand and of out from row START on, in which neighbouring tiles of ROWS
-    rows are STEP rows apart.
-    """
-    axis = 0 if TRANS_SECOND else 1
-    part = second.slice(axis, START, second.shape[axis])
-    if TRANS_SECOND:
-        view = part.tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(STEP, TILE_K))
-    else:
-        view = part.tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, STEP))
+def _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB):
+    """Of a tile its place along the first operand of the MMA, and along the second."""
     if SWAP_AB:
-        return view, out.slice(0, START, out.shape[0]).tiled_view((ROWS, FIRST), traversal_steps=(STEP, FIRST))
-    return view, out.slice(1, START, out.shape[1]).tiled_view((FIRST, ROWS), traversal_steps=(FIRST, STEP))
+        tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)
+    else:
+        tile_1, tile_2 = grouped_tile(tile, tiles_1, tiles_2, GROUP)
+    return tile_1, tile_2
 
 
-def _strip(vector, START, ROWS, STEP):
-    """A view of a vector from START on, in which neighbouring tiles of ROWS elements are STEP
-    apart.
+def _runs(second, out, tile, SECOND, EXTRA, FIRST, TILE_K, TRANS_SECOND, SWAP_AB):
+    """Of each accumulator: views of its rows of the second operand and of out, in which
+    neighbouring tiles are SECOND + EXTRA rows apart; the tile to load, whether the tile has such
+    rows (the last one may be cut before), and where they begin in a tile.
     """
-    return vector.slice(0, START, vector.shape[0]).tiled_view((ROWS,), padding_mode=ZERO, traversal_steps=(STEP,))
+    found: tuple = ()
+    axis, START, STEP = 0 if TRANS_SECOND else 1, 0, SECOND + EXTRA
+    for ROWS in ct.static_iter(widths_of(SECOND, EXTRA)):
+        part = second.slice(axis, START, second.shape[axis])
+        if TRANS_SECOND:
+            view = part.tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(STEP, TILE_K))
+        else:
+            view = part.tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, STEP))
+        if SWAP_AB:
+            to = out.slice(0, START, out.shape[0]).tiled_view((ROWS, FIRST), traversal_steps=(STEP, FIRST))
+        else:
+            to = out.slice(1, START, out.shape[1]).tiled_view((FIRST, ROWS), traversal_steps=(FIRST, STEP))
+        tiles = ct.cdiv(second.shape[axis] - START, STEP)
+        found = (*found, (view, to, min(tile, tiles - 1), tile < tiles, START))
+        START = START + ROWS
+    return found
+
+
+def _part(run, step, TRANS_SECOND, LATENCY):
+    """[k, rows]: a tile of the second operand in a view of `_runs`."""
+    if TRANS_SECOND:
+        return run[0].load((run[2], step), latency=LATENCY).transpose()
+    return run[0].load((step, run[2]), latency=LATENCY)
+
+
+def _summed(x, runs, accs, step, TRANS_SECOND, FAST_ACC, LATENCY):
+    """The accumulators with one more step: x is the tile of the first operand."""
+    found: tuple = ()
+    for i in ct.static_iter(range(len(accs))):
+        found = (*found, add_product(x, _part(runs[i], step, TRANS_SECOND, LATENCY), accs[i], FAST_ACC))
+    return found
+
+
+def _bias(bias, START, SHAPE, STEP, tile_1, tile_2, SWAP_AB):
+    """fp32 bias of an accumulator's rows, with SWAP_AB, or of its columns."""
+    if SWAP_AB:
+        return ct.load(bias, (tile_1,), (SHAPE[0],), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((SHAPE[0], 1))
+    strip = bias.slice(0, START, bias.shape[0]).tiled_view((SHAPE[1],), padding_mode=ZERO, traversal_steps=(STEP,))
+    return strip.load((tile_2,), allow_tma=False).astype(ct.float32)
+
+
+def _store_run(to, tile_1, tile_2, is_there, START, acc, out, SWAP_AB):
+    """Writes an accumulator, if the tile has such rows, in a view of `_runs`."""
+    if START == 0 or is_there:
+        if SWAP_AB:
+            to.store((tile_2, tile_1), acc.transpose().astype(out.dtype))
+        else:
+            to.store((tile_1, tile_2), acc.astype(out.dtype))
 
 
 def _scales(scales, START, ROWS, tile, STEP, SCALING):
-    """As `row_scales`, for the strips of `_strip`."""
+    """As `row_scales`, for the rows from START on of tiles that are STEP rows apart."""
     if SCALING == ROW:
         view = scales.slice(2, START, scales.shape[2]).tiled_view((1, 1, ROWS), padding_mode=ZERO, traversal_steps=(1, 1, STEP))
         return view.load((0, 0, tile), allow_tma=False).reshape((ROWS,))

@@ -138,7 +138,7 @@ def mla(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose scores are the sum of two parts: one without positions, and a rotated
-    one whose keys all heads share.
+    one with the same keys for all heads.
 
     Args:
         q_nope: [batch, heads, q_len, nope_dim]; bf16, fp16 or float8_e4m3fn; any strides with
@@ -147,16 +147,16 @@ def mla(
             three dims are 1..128.
         k_nope: [batch, heads, max_len, nope_dim], likewise.
         k_rope: [batch, 1, max_len, rope_dim], likewise, already rotated.
-        v: [batch, heads, max_len, v_dim], likewise. In float8_e4m3fn the keys may be the axis of
-            stride 1 instead, and are best so.
+        v: [batch, heads, max_len, v_dim], likewise. In float8_e4m3fn the axis of the keys may have
+            stride 1 instead, which is faster.
         causal: query i sees keys up to i + n - q_len of its sequence's n keys, so the last query
             sees all of them.
         scale: of the scores; positive; default (nope_dim + rope_dim) ** -0.5.
         kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default
             max_len. Memory beyond may hold anything.
-        q_scale, v_scale: [heads] fp32, positive; given with float8_e4m3fn and only then: a value is
-            its code times its head's scale.
-        k_scale: [] fp32, likewise, one for k_nope and k_rope.
+        q_scale, v_scale: [heads] fp32, positive; required with float8_e4m3fn, else not allowed. A
+            value is its code times its head's scale.
+        k_scale: [] fp32, likewise; for both k_nope and k_rope.
         return_lse: also return the natural log of the softmax denominator.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.

@@ -41,7 +41,7 @@ class Problem:
     v_dim: int = 128
 
     # What `attention` has besides.
-    varlen, window, softcap, has_sinks = False, None, None, False
+    varlen, window, softcap, has_sinks, ahead = False, None, None, False, 0
 
     @property
     def q_heads(self) -> int:

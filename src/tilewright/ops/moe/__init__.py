@@ -208,33 +208,34 @@ def moe(
         x: [tokens, hidden]; bf16 or fp16; stride 1 in the last axis.
         gate_up: [experts, 2 * inter, hidden], the gate's rows first, as Hugging Face stores it;
             dtype of x, or with scales float8_e4m3fn; stride 1 in the last axis. Or [experts, 2,
-            inter, hidden] with any strides but the last: rows that take turns are such a view. At
-            most 1024 experts.
+            inter, hidden] with any strides but the last: alternating rows are such a view. At most
+            1024 experts.
         down: [experts, hidden, inter], likewise.
         weights: fp32 [tokens, top_k], top_k at most 64.
         ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's
-            expert: it adds nothing. Copied unless contiguous. `moe_route` counts them from this
-            rank's first expert if told which that is.
+            expert: it adds nothing. Copied unless contiguous. `moe_route(first_expert=...)` counts
+            ids from this rank's first expert.
         scale_gate_up: fp32, 8-bit weights only: [experts, 2 * inter] for the rows, or [experts, 2 *
             inter / 128, ceil(hidden / 128)] for blocks of 128 x 128, where inter must be a multiple
             of 128.
         scale_down: fp32, of the same kind: [experts, hidden] or [experts, ceil(hidden / 128), inter
             / 128].
-        bias_gate_up: [experts, 2 * inter] or [experts, 2, inter], as gate_up has its rows, dtype of
-            x; added to their products. With three axes any strides.
+        bias_gate_up: [experts, 2 * inter] or [experts, 2, inter], with the rows in the order of
+            gate_up, dtype of x; added to their products. With three axes any strides.
         bias_down: [experts, hidden], dtype of x; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
-        limit: positive; bounds gate from above and up on both sides before they meet. None for no
-            bounds.
+        limit: positive; before the activation, gate is clamped to at most limit, and up to
+            -limit..limit. None for no bounds.
         up_offset: added to up.
         shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token, with no
-            scales or biases and the default activation: experts that it passes besides, with a
-            weight of 1. Any strides but the last, so that it may be a view of one MLP's matrix.
+            scales or biases and the default activation: experts that every token also passes
+            through, with a weight of 1. Any strides but the last, so it may be a view of one MLP's
+            matrix.
         shared_down: [shared, hidden, inter], likewise; both or neither.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [tokens, hidden], dtype of x, contiguous; zero where no id is an expert's. Empty
-        without tokens, with nothing launched.
+    Returns: [tokens, hidden], dtype of x, contiguous; zero for a token whose ids name no expert.
+        Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", ndim=2, dtypes=DTYPES)
@@ -277,14 +278,14 @@ def moe(
 def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | None, experts: int, inter: int) -> Tensor:
     """bias_gate_up as [experts, 2, inter]."""
     if bias_gate_up is None or bias_down is None:
-        raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given where the other bias is", None)
+        raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given together with the other bias", None)
     if inter == 0:
         raise argument_error("down.shape[2]", "at least 1 with biases", 0)
     check_tensor(bias_down, "bias_down", shape=(experts, x.shape[1]), like=x)
     if isinstance(bias_gate_up, Tensor) and bias_gate_up.dim() == 3:
         # Its last stride is free, so that it may be a view of biases that take turns; [..., None]
         # has an axis of its own to be checked.
-        check_tensor(bias_gate_up[..., None], "bias_gate_up[..., None]", shape=(experts, 2, inter, 1), like=x)
+        check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2, inter), like=x, any_strides=True)
         return bias_gate_up
     check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2 * inter), like=x)
     paired: Tensor = bias_gate_up.unflatten(1, (2, inter))
@@ -293,7 +294,7 @@ def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | No
 
 def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, inter: int, scaled: bool) -> None:
     if shared_gate_up is None or shared_down is None:
-        raise argument_error("shared_gate_up" if shared_gate_up is None else "shared_down", "given where the other matrix is", None)
+        raise argument_error("shared_gate_up" if shared_gate_up is None else "shared_down", "given together with the other matrix", None)
     check_tensor(shared_down, "shared_down", ndim=3, like=x)
     tokens, hidden = x.shape
     if len(shared_down) == 0:
@@ -310,7 +311,7 @@ def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | 
     hidden = x.shape[1]
     for name, scale in (("scale_gate_up", scale_gate_up), ("scale_down", scale_down)):
         if scale is None:
-            raise argument_error(name, "given where the other scale is", None)
+            raise argument_error(name, "given together with the other scale", None)
         if not isinstance(scale, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
         if scale.dtype is not torch.float32:

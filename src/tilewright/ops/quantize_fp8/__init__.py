@@ -120,17 +120,17 @@ def quantize_fp8(
         block: rows and columns that share a scale: (None, None) all, (1, None) a row, (1, 128) or
             (128, 128).
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        power_of_two_scales: the scales are powers of two, the next ones up.
-        scale: [] fp32 on x's device, positive; used instead of the largest magnitude of x. What it
-            cannot hold, infinities included, becomes the largest code of its sign; NaN stays NaN.
+        power_of_two_scales: round the scales up to powers of two.
+        scale: [] fp32 on x's device, positive; used instead of one computed from x. Values out of
+            its range, infinities included, become the largest code of their sign; NaN stays NaN.
         out: where the result goes: (codes, scale), both laid out as below, no element in common
-            with an input or each other; default new tensors. Where `scale` is given,
-            out[1] is that very tensor.
+            with an input or each other; default new tensors. If `scale` is given, out[1] must be
+            the same tensor.
     Returns: (codes, scale): codes contiguous, shaped like x; scale fp32, [] or x.shape[:-1] or
         [..., ceil(cols / 128)] or [ceil(rows / 128), ceil(cols / 128)], the latter two with stride
-        1 along the rows; or `scale` itself. A group of zeros, or with no value, has the scale
-        2**-126. A group with a NaN or an infinity has NaN for its scale and all its codes: an
-        infinite scale would make finite values 0 and hide them.
+        1 along the rows; or `scale` itself. A group of zeros, or an empty one, has the scale
+        2**-126. A group with a NaN or an infinity has NaN for its scale and all its codes, because
+        an infinite scale would turn finite values into 0.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=DTYPES, ndim=2 if block == SQUARES else None)
@@ -148,11 +148,11 @@ def quantize_fp8(
     if block != TENSOR:
         raise argument_error("scale", f"None for block {block}", "a tensor")
     if power_of_two_scales:
-        raise argument_error("power_of_two_scales", "False where scale is given", True)
+        raise argument_error("power_of_two_scales", "False if scale is given", True)
     codes, given = each_out(out, "codes", "scale")
     codes = out_or_new(codes, x.shape, dtype, x, scale, name="out[0]")
     if out is not None and given is not scale:
-        raise argument_error("out[1]", "scale itself, where scale is given", "another tensor")
+        raise argument_error("out[1]", "scale itself, if scale is given", "another tensor")
     if codes.numel():
         quantize_fp8_given_out(as_rows(x), scale.view(1, 1), as_rows(codes))
     return codes, scale

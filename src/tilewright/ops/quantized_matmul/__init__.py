@@ -7,7 +7,9 @@ Source    Weight-only quantisation, as of GPTQ (Frantar et al. 2022, arXiv:2210.
           one AND: Kim et al. 2022, arXiv:2211.10017.
 Numerics  Codes less their zero points are exact in bf16. Scales of rows, and of groups of 128 where
           x has few rows, multiply sums in fp32; others the weights, which are then rounded to bf16
-          (those of mxfp4 and nvfp4 exactly). Products and sums in fp32, rounded once.
+          (those of mxfp4 and nvfp4 exactly). Few rows of x become pairs of e4m3 numbers, which keep
+          8 bits of each (ops/common/pieces.py); their products are summed over up to 128 k by the
+          tensor cores' 8-bit instruction. Products and sums in fp32, rounded once.
 Bound     Memory up to about 64 rows of x: the words are read once. Then compute; a weight takes 2
           to 3 instructions to decode.
 """
@@ -98,7 +100,7 @@ def quantized_matmul(
             or nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [..., n], bf16, contiguous. No rows: empty, nothing launched.
+    Returns: [..., n], bf16, contiguous. Without rows it is empty, and nothing is launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", dtypes=(torch.bfloat16,))

@@ -19,13 +19,16 @@ MOST_STEPS_BYTES = 227 << 10
 # Instructions of a thread for each weight, in the loops below (sm_90), and what one is worth beside
 # the tensor core's 4096 flop a clock: 128 threads issue in a clock.
 INSTRUCTIONS = {INT4: 2.2, INT8: 1.9, E2M1: 2.9, E4M3: 2.9}
+PIECES_INSTRUCTIONS = {INT4: 1.5, E2M1: 1.4, E4M3: 1.4}  # and one for each column of a run
 FLOPS = 32
 TIE = 0.02
+LEAST_WIDE, MOST_WIDE = 8, 32  # columns of pieces: of the second operand of a product
 MOST_COLUMNS = 16  # of scales and zero points of a step that stay in registers (4 blocks an SM, sm_90)
 # tile_n, runs, occupancy, latency, warps. Blocks that share an SM by fours have one stage each, and
 # hide each other's loads: 8192 x 8192, one row, int4-128, in four shares of k take 15.4 us, two a
 # pipelined SM in two shares 21.7 (H200, 2026-11-22).
 DECODE = ((64, 4, 4, 4, 4), (64, 2, 4, 4, 4), (64, 1, 4, 4, 4), (128, 1, 4, 4, 4), (64, 2, 2, 10, 4), (128, 1, 2, 10, 4))
+PIECES_TILES = ((64, 2, 4, 4, 4), (64, 4, 4, 4, 4), (64, 2, 3, 10, 4), (64, 4, 2, 10, 4), (128, 2, 2, 10, 8), (128, 4, 1, 10, 8))
 BATCH = ((128, 1, 2, 5, 4), (128, 1, 2, 5, 8), (64, 2, 2, 10, 4), (64, 1, 2, 5, 4))  # from 17 rows
 CONSUMER_DECODE = ((64, 1, 2, 4, 4), (64, 2, 4, 4, 4), (64, 4, 2, 4, 4))
 AMPERE_DECODE = ((64, 1, 2, 4, 4),)
@@ -45,8 +48,16 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     14.2 in place of 15.9).
     """
     if device.is_cpu:
+        if p.m <= FEW:
+            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True)
         yield Config(next_pow2(min(p.m, 512)), ROWS * next_pow2(min(8, -(-p.n // ROWS))), next_pow2(min(p.runs, 4)))
         return
+    if p.m <= FEW and p.format.bits == 4:  # those of 8 bits wait to be timed
+        for tile_n, runs, occupancy, latency, warps in PIECES_TILES:
+            c = Config(
+                max(next_pow2(p.m), LEAST_WIDE // p.columns), tile_n, runs, pieces=True, latency=latency, occupancy=occupancy, num_worker_warps=warps
+            )
+            yield from _shared(c, p, device)
     found = dict.fromkeys(_tiles(p, device))
     for tma in (True, False) if p.m > FEW else (False, True):
         if not tma or (p.format.group and device.arch != "sm_80"):
@@ -82,8 +93,14 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
     Those of two would pass through shared memory, as would zero points (8192 x 8192, one row, H200:
     mxfp4 19 and 32 us; int4-128-zeros took 34).
+    Four blocks an SM have 64 registers a thread: more than 8 columns of pieces spill a few.
     """
     of = p.format
+    if c.pieces and c.occupancy > 3 and c.tile_m * p.columns > LEAST_WIDE:
+        return False
+    if c.pieces:
+        fits = device.is_cpu or _step_bytes(p, c) * c.occupancy <= _room(device)
+        return device.has_fp8 and of.code != INT8 and not of.factor and c.tile_m * p.columns <= MOST_WIDE and fits
     if c.scale_sums and not (of.group and of.group % of.run == 0):
         return False
     if of.group and (of.zeros or not c.scale_sums) and c.tile_n > 16 * c.num_worker_warps and not device.is_cpu:
@@ -101,40 +118,46 @@ def _room(device: Device) -> int:
 
 
 def _step_bytes(p: Problem, c: Config) -> int:
-    return c.runs * (4 * WORDS * c.tile_n + 2 * p.format.run * c.tile_m)
+    return c.runs * (4 * WORDS * c.tile_n + (p.columns if c.pieces else 2) * p.format.run * c.tile_m)
 
 
-def work(p: Problem, c: Config, device: Device) -> Work:
-    """Bytes of the weights, and x once for each tile of them."""
+def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
+    """Bytes of the weights, and x once for each tile of them. Pieces are made by a small launch."""
     of, parts, tiles = p.format, c.parts(p), c.tiles(p)
     steps = -(-p.runs // c.runs)
     deep = c.runs * of.run
-    stages = max(1, min(c.latency, _room(device) // c.occupancy // _step_bytes(p, c))) if c.latency >= 5 else 1
+    stages = max(1, min(c.latency, _room(device) // c.occupancy // _step_bytes(p, c))) if c.latency >= 5 or c.pieces else 1
     # Of a run: words out of shared memory, then numbers, then products of each panel. Products of
     # many rows run under those of the other warpgroup.
     waits = 2 + c.tile_n // 16 // c.num_worker_warps
-    return Work(
+    # What x has in shared memory: a row of 16 bits, or columns of 8. The sums of each are scaled.
+    bytes_x = deep * (p.columns if c.pieces else 2)
+    decode = PIECES_INSTRUCTIONS[of.code] + c.tile_m * p.columns / of.run if c.pieces else INSTRUCTIONS[of.code]
+    product = Work(
         blocks=tiles * parts,
         resident=_resident(c, device),
         per_sm=c.occupancy,
         steps=-(-steps // parts),
-        flops=2.0 * c.tile_m * c.tile_n * deep + FLOPS * INSTRUCTIONS[of.code] * c.tile_n * deep,
-        kinds=(f"{of.bits} {c.tile_n}x{c.runs} {c.occupancy}{c.latency}{c.num_worker_warps}",),
-        fill=c.runs * 4 * WORDS * c.tile_n + 2 * deep * min(p.m, c.tile_m),
-        padding=2 * deep * max(0, c.tile_m - p.m),
+        flops=bytes_x * c.tile_m * c.tile_n + FLOPS * decode * c.tile_n * deep,
+        kinds=(f"{of.bits} {c.tile_n}x{c.runs} {c.occupancy}{c.latency}{c.num_worker_warps}{'p' * c.pieces}",),
+        fill=c.runs * 4 * WORDS * c.tile_n + bytes_x * min(p.m, c.tile_m),
+        padding=bytes_x * max(0, c.tile_m - p.m),
         dram=p.cost().size_bytes,
         out=c.tile_m * c.tile_n,
         serial=waits * c.runs * (of.run / 128) * min(1.0, FEW / c.tile_m),
         partial=8.0 * parts * p.m * p.n if parts > 1 else 0.0,
         stages=stages,
     )
+    if not c.pieces:
+        return (product,)
+    return Work(p.m, resident=8 * device.sms, per_sm=8, dram=4.0 * p.m * p.k, partial=2.0 * p.m * p.k * p.columns), product
 
 
 def family(p: Problem, c: Config) -> str:
     """What the model errs alike about."""
     of = p.format
     how = f"{of.code}/{of.group}{'z' * of.zeros}{'s' * c.scale_sums}{'+' * (c.split_k > 1)}"
-    return f"{how} {c.tile_m}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}"
+    return f"{how} {c.tile_m}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}{'p' * c.pieces}"
 
 
 CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE)

@@ -2,6 +2,7 @@
 that follow.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from ...launch import Cost, Device, Launch, hints, next_pow2
 from ..common.gemm_choices import filled_parts
 from ..common.pdl import use_pdl
-from ..common.weight_formats import FORMATS, QuantizedWeight, WeightFormat
-from .kernels import quantized_matmul_kernel, quantized_matmul_sum_kernel
+from ..common.pieces import PIECES
+from ..common.weight_formats import FORMATS, INT4, PLANE, QuantizedWeight, WeightFormat
+from .kernels import quantized_matmul_few_kernel, quantized_matmul_kernel, quantized_matmul_pieces_kernel, quantized_matmul_sum_kernel
 
 SUM_TILE = (8, 128)  # rows and columns that a block of the second launch sums, at most
 
@@ -36,6 +38,12 @@ class Problem:
     def runs(self) -> int:
         """Of a row: what a step takes one or more of."""
         return -(-self.k // self.format.run)
+
+    @property
+    def columns(self) -> int:
+        """Of a row of x, in pieces: one for each plane that has a scale of its own."""
+        of = self.format
+        return PIECES if of.group % of.run == 0 else PIECES * (of.run // PLANE)
 
     def cost(self) -> Cost:
         rows = 2 * (self.m * (self.k + self.n) + self.n * self.bias)
@@ -70,6 +78,7 @@ class Config:
     split_k: blocks that share the sum over k of one tile; a second launch adds their sums.
     scale_sums: scales of groups multiply their sums, in fp32; else the weights. For groups of a run
         or longer.
+    pieces: few rows: 8-bit products with pieces of x (ops/common/pieces.py).
     tma_scales: the scales of a step come as one tile by TMA; else each thread loads its own.
     band: tile rows of the tile order that share weights in L2.
     latency, occupancy, num_worker_warps: compiler hints.
@@ -80,6 +89,7 @@ class Config:
     runs: int = 1
     split_k: int = 1
     scale_sums: bool = False
+    pieces: bool = False
     tma_scales: bool = False
     band: int = 8
     latency: int = 5
@@ -97,6 +107,8 @@ class Config:
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """The product, and the sum of its parts where k is shared."""
+    if c.pieces:
+        return _pieces_plan(p, c, device)
     of, parts = p.format, c.parts(p)
     meaning = {"code": of.code, "group": of.group, "zeros": of.zeros}
     tile = {
@@ -117,10 +129,49 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     if parts == 1:
         return (Launch(quantized_matmul_kernel, (c.tiles(p),), constants, **how, unused=unused),)
     scratch = {"partial": ((parts, p.m, p.n), torch.float32)}
+    return Launch(quantized_matmul_kernel, (c.tiles(p), parts), constants, **how, scratch=scratch, unused=unused), _sum_plan(p, parts)
+
+
+def _sum_plan(p: Problem, parts: int) -> Launch:
+    last = {"factor": p.format.factor, "bias": p.bias}
     rows = min(next_pow2(p.m), SUM_TILE[0])
     grid = (-(-p.n // SUM_TILE[1]), -(-p.m // rows))
     summed = {**last, "tile_m": rows, "tile_n": SUM_TILE[1], "parts": parts}
+    return Launch(quantized_matmul_sum_kernel, grid, summed, occupancy=4, pdl=True, unused=tuple(name for name, used in last.items() if not used))
+
+
+def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    of, parts = p.format, c.parts(p)
+    planes, kinds, halves = p.columns // PIECES, 2 if of.code == INT4 else 1, of.run // 64
+    wide = p.m * p.columns
+    scratch = {"codes": ((wide, p.runs * of.run), torch.float8_e4m3fn), "factors": ((1, p.runs, kinds, wide), torch.float32)}
+    codes: tuple[int, ...] = (1, p.m, PIECES, planes, p.runs * halves, PLANE, 2)
+    factors: tuple[int, ...] = (1, p.m, p.runs, kinds, PIECES, halves, 2)
+    strides: tuple[int, ...] = (p.runs * kinds * wide, p.columns, kinds * wide, wide, planes, 2, 1)
+    if planes == 1:
+        codes, factors, strides = (p.m, PIECES, *codes[4:]), (p.m, p.runs, kinds, PIECES), (PIECES, kinds * wide, wide, 1)
+    views = {
+        "codes_of_rows": ("codes", codes, tuple(math.prod(codes[i + 1 :]) for i in range(len(codes)))),
+        "factors_of_rows": ("factors", factors, strides),
+    }
+    last = {"factor": of.factor, "bias": p.bias}
+    optional = {"zeros": of.zeros, "factor": of.factor and parts == 1, "bias": p.bias and parts == 1, "partial": parts > 1}
+    unused = tuple(name for name, used in optional.items() if not used)
+    constants = {"code": of.code, "group": of.group, "zeros": of.zeros, **last, "planes": planes, "tile_m": c.tile_m, "tile_n": c.tile_n}
+    constants |= {"runs": c.runs, "split_k": parts > 1, "latency": c.latency}
+    runs = min(next_pow2(p.runs), 1024 if device.is_cpu else 512 // of.run)
+    partial = {"partial": ((parts, p.m, p.n), torch.float32)} if parts > 1 else {}
     return (
-        Launch(quantized_matmul_kernel, (c.tiles(p), parts), constants, **how, scratch=scratch, unused=unused),
-        Launch(quantized_matmul_sum_kernel, grid, summed, occupancy=4, pdl=True, unused=tuple(name for name, used in last.items() if not used)),
+        Launch(
+            quantized_matmul_pieces_kernel,
+            (p.m, -(-p.runs // runs)),
+            {"run": of.run, "planes": planes, "sums": of.code == INT4, "runs": runs},
+            num_worker_warps=4,
+            pdl=True,
+            scratch=scratch,
+            views=views,
+            renames={"codes": "codes_of_rows", "factors": "factors_of_rows"},
+        ),
+        Launch(quantized_matmul_few_kernel, (c.tiles(p), parts), constants, **hints(c), pdl=True, unused=unused, scratch=partial),
+        *((_sum_plan(p, parts),) if parts > 1 else ()),
     )

@@ -8,8 +8,9 @@ registers, so decoded weights never pass through shared memory.
 import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
+from ..common.pieces import PIECES, add_products, store_pieces, store_whole_pieces, summed
 from ..common.tiles import grouped_tile
-from ..common.weight_formats import E2M1, INT4, ROWS, WORDS
+from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, joined, planes, scaled, unit, zero_point
 
 ZERO = ct.PaddingMode.ZERO
@@ -137,3 +138,88 @@ def _columns(array, step, tile_n, how):
             column = ct.load(array, (group, tile_n), (1, TILE_N), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
         found = (*found, column.reshape((TILE_N, 1)))
     return found
+
+
+@ct.kernel
+def quantized_matmul_pieces_kernel(
+    x,
+    codes,
+    factors,
+    RUN: ct.Constant[int],
+    PLANES: ct.Constant[int],
+    SUMS: ct.Constant[bool],
+    RUNS: ct.Constant[int],
+):
+    """Pieces of RUNS runs of a row of x. Grid (rows, shares of k)."""
+    pdl_overlap()
+    row, share = ct.bid(0), ct.bid(1)
+    some = ct.load(x, (row, share), (1, RUN * RUNS), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+    if PLANES == 1:
+        store_whole_pieces(codes, factors, some.reshape((1, RUNS, RUN)), row, share, SUMS)
+    else:
+        store_pieces(codes, factors, some.reshape((1, RUNS * RUN // 64, 2, 32)), (0, row), share, 0, PLANES, SUMS)
+
+
+@ct.kernel
+def quantized_matmul_few_kernel(
+    codes,
+    factors,
+    words,
+    scales,
+    zeros,
+    factor,
+    bias,
+    partial,
+    out,
+    CODE: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    ZEROS: ct.Constant[bool],
+    FACTOR: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    PLANES: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    RUNS: ct.Constant[int],
+    SPLIT_K: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """out [m, n] = x [m, k] @ weight [n, k].T, all of m and TILE_N rows of the weight to a block.
+    Grid (column tiles, shares of k).
+
+    codes: e4m3 [m * 2 * PLANES, k of whole runs]; factors: fp32 [1, runs, 1 or for INT4 2, m * 2 *
+        PLANES]. PLANES: columns of a piece.
+    The others as of `quantized_matmul_kernel`.
+    """
+    pdl_overlap()
+    tile_n, share = ct.bid(0), ct.bid(1)
+    RUN = 64 if CODE == E4M3 else 128
+    DEEP, WIDE = RUN * RUNS, TILE_M * PIECES * PLANES
+    HIGH, LOW = max(1, TILE_N // ROWS), min(ROWS, TILE_N)
+    steps = ct.cdiv(words.shape[1], RUNS)
+    first, last = 0, steps
+    if SPLIT_K:
+        each = ct.cdiv(steps, partial.shape[0])
+        first = share * each
+        last = min(first + each, steps)
+    acc = ct.zeros((TILE_N, WIDE), ct.float32)
+    for step in range(first, last):
+        x = ct.load(codes, (0, step), (WIDE, DEEP), padding_mode=ZERO, latency=LATENCY)
+        by = ct.load(factors, (0, step, 0, 0), (1, RUNS, 2 if CODE == INT4 else 1, WIDE), padding_mode=ZERO, latency=LATENCY)
+        loaded = ct.load(words, (tile_n, step, 0, 0), (HIGH, RUNS, LOW, WORDS), padding_mode=ZERO, latency=LATENCY)
+        scale = _groups(scales, step, tile_n, TILE_N, GROUP, DEEP, LATENCY) if GROUP > 0 else None
+        zero = _groups(zeros, step, tile_n, TILE_N, GROUP, DEEP, LATENCY) if ZEROS else None
+        acc = add_products(acc, loaded.reshape((1, HIGH, RUNS, LOW, WORDS)), (x,), by, scale, zero, (CODE, GROUP, PLANES))
+    y = summed(acc, TILE_M, CODE)
+    if GROUP == 0:
+        y = y * ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_N, 1))
+    if SPLIT_K:
+        ct.store(partial, (share, 0, tile_n), y.transpose().reshape((1, TILE_M, TILE_N)), allow_tma=False)
+    else:
+        _finish(y.transpose(), factor, bias, out, 0, tile_n, FACTOR, BIAS)
+
+
+def _groups(array, step, tile_n, TILE_N, GROUP, DEEP, LATENCY):
+    """Scales or zero points of a step [1, groups, TILE_N]."""
+    GROUPS = max(1, DEEP // GROUP)
+    some = ct.load(array, (step * DEEP // max(GROUP, DEEP), tile_n), (GROUPS, TILE_N), padding_mode=ZERO, latency=LATENCY)
+    return some.reshape((1, GROUPS, TILE_N))

@@ -1,4 +1,4 @@
-"""The experts of a mixture with small weights: `moe`, on weights of 4 or 8 bits.
+"""The experts of a mixture of experts, with weights of 4 or 8 bits: `moe` on quantised weights.
 
     out[t] = sum over k of weights[t, k] * expert_e(x[t])        e = ids[t, k]
     expert_e(x) = down_e(act(gate_e(x), up_e(x)))                act as of `moe`
@@ -6,16 +6,17 @@
 x and out are bf16; ops/common/weight_formats.py says what the words mean.
 
 Source    As of `moe` and `quantized_matmul`; MXFP4 experts after gpt-oss 2025, arXiv:2508.10925.
-Numerics  Products as of `quantized_matmul`. Rounded to bf16: act(gate, up), and each expert's
-          result. The sum over k is in fp32 and in the order of k, so equal calls give equal bits.
+Numerics  Products as of `quantized_matmul`. Rounded to bf16, or to pieces, which keep as much:
+          act(gate, up). With many tokens each expert's result is rounded too. The sum over k is in
+          fp32 and in the order of k, so equal calls give equal bits.
 Bound     Few tokens: reading each chosen expert's words once. Many: the products, and decoding.
 
-    few tokens                many
-    quantized_moe_kernel      moe_count_kernel      tokens of each expert
-                              moe_permute_kernel    rows in the order of the experts
-                              quantized_moe_kernel  act(gate, up)
-    quantized_moe_kernel      quantized_moe_kernel  down
-    moe_sum_kernel            moe_sum_kernel        over k
+    few tokens                      many
+    quantized_moe_pieces_kernel     moe_count_kernel      tokens of each expert
+                                    moe_permute_kernel    rows in the order of the experts
+    quantized_moe_few_kernel        quantized_moe_kernel  act(gate, up)
+    quantized_moe_few_kernel        quantized_moe_kernel  down
+    moe_sum_kernel                  moe_sum_kernel        over k
 """
 
 from typing import Optional
@@ -123,7 +124,7 @@ def quantized_moe_out(
 
     gate_ups = flat(words_gate_up), flat(scales_gate_up), flat(zeros_gate_up), bias_gate_up
     downs = flat(words_down), flat(scales_down), flat(zeros_down), None if bias_down is None else bias_down[:, None]
-    launches.run(x, x[None], weights, ids, *gate_ups, *downs, out)
+    launches.run(x, weights, ids, *gate_ups, *downs, out)
 
 
 def quantized_moe(
@@ -145,8 +146,8 @@ def quantized_moe(
     weight_format: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sends each token through its experts, whose weights have 4 or 8 bits, and adds up what they
-    make of it, weighted. Nothing waits for the device.
+    """Sends each token through its experts, whose weights have 4 or 8 bits, and adds up their
+    weighted results, without waiting for the device.
 
     `QuantizedExperts` packs such weights: `quantized_moe(x, **gate_up.arguments("gate_up"),
     **down.arguments("down"), ...)`.
@@ -154,7 +155,8 @@ def quantized_moe(
     Args:
         x: [tokens, hidden], bf16, stride 1 in the last axis.
         words_gate_up: int32 [experts, 2, panels, runs, 64, 16]; gate first. At most 1024 experts.
-            Copied unless its first two axes lie as one, as do those of scales and zero points.
+            Copied unless its first two axes can be folded into one; the same holds for scales and
+            zero points.
         words_down: int32 [experts, 1, panels, runs, 64, 16], likewise.
         scales_gate_up: [experts, 2, groups of hidden, inter], in the dtype of the format.
         scales_down: [experts, 1, groups of inter, hidden], likewise.
@@ -165,14 +167,14 @@ def quantized_moe(
         bias_gate_up: bf16 [experts, 2, inter], of any strides; added to the products.
         bias_down: bf16 [experts, hidden]; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
-        limit: positive; bounds gate from above and up on both sides before they meet. None for no
-            bounds.
+        limit: positive; before the activation, gate is clamped to at most limit, and up to
+            -limit..limit. None for no bounds.
         up_offset: added to up.
         weight_format: as of `quantized_matmul`, but for nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [tokens, hidden], bf16, contiguous; zero where no id is an expert's. Empty without
-        tokens, with nothing launched.
+    Returns: [tokens, hidden], bf16, contiguous; zero for a token whose ids name no expert. Empty
+        without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(x, "x", ndim=2, dtypes=(torch.bfloat16,))
@@ -190,9 +192,9 @@ def quantized_moe(
     check_choice(x, weights, ids)
     check_activation(alpha, limit, up_offset)
     if (bias_gate_up is None) != (bias_down is None):
-        raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given where the other bias is", None)
+        raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given together with the other bias", None)
     if bias_gate_up is not None and bias_down is not None:
-        check_tensor(bias_gate_up[..., None], "bias_gate_up[..., None]", shape=(experts, 2, inter, 1), like=x)  # of any strides
+        check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2, inter), like=x, any_strides=True)
         check_tensor(bias_down, "bias_down", shape=(experts, hidden), like=x)
     optional = (zeros_gate_up, zeros_down, bias_gate_up, bias_down)
     inputs = (x, words_gate_up, words_down, scales_gate_up, scales_down, weights, ids)

@@ -2,7 +2,7 @@
 follow.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from ...launch import Cost, Device, Launch, hints, next_pow2
 from ..common.expert_ids import routed, used
 from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_sum_kernel
 from ..common.expert_weights import QuantizedExperts
+from ..common.pieces import PIECES
 from ..common.scaling import GROUP
-from ..common.weight_formats import FORMATS, ROWS, WeightFormat
-from .kernels import quantized_moe_kernel
+from ..common.weight_formats import FORMATS, INT4, PLANE, ROWS, WeightFormat
+from .kernels import quantized_moe_few_kernel, quantized_moe_kernel, quantized_moe_pieces_kernel
 
 MAP_WIDTH = 128  # panels that a block writes at once
 
@@ -104,84 +105,146 @@ class Problem:
 class Config:
     """One way to compute it.
 
-    tile_m: rows of a panel, a power of two; with few at least the tokens.
-    few: no lists; every chosen expert's weights meet all tokens.
-    apart: gate and up are computed by blocks of their own, and activated by those of the second
-        product.
+    tile_m: rows of a panel, a power of two.
+    pieces: few tokens: 8-bit products with pieces of x (ops/common/pieces.py); no lists.
+    tile_n: rows of gate and of up that a block computes, 32 or 64; of down twice that.
+    shares: with pieces, blocks that share the k of the second product.
+    joined: both pieces of a number meet in one column of the sums; else each has its own.
     runs: 16 words of each row of the weight, loaded in one step.
-    scale_sums: as of `quantized_matmul`.
+    scale_sums: without pieces, as of `quantized_matmul`.
     latency, occupancy, num_worker_warps: compiler hints.
     """
 
     tile_m: int
-    few: bool = False
-    apart: bool = False
+    pieces: bool = False
+    tile_n: int = ROWS
+    shares: int = 1
     runs: int = 1
     scale_sums: bool = False
     latency: int = 5
     occupancy: int = 1
     num_worker_warps: int = 4
+    joined: bool = False
+
+    def columns(self, p: Problem) -> int:
+        """Of the second operand, for a row of x."""
+        return (p.format.run // PLANE) * (1 if self.joined else PIECES) if self.pieces else 1
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """All launches, in order."""
-    return _few_plan(p, c, device) if c.few else _many_plan(p, c, device)
+    return _pieces_plan(p, c, device) if c.pieces else _many_plan(p, c, device)
 
 
-def _product(p: Problem, c: Config, part: str, places: int, scratch: dict[str, Any], views: dict[str, Any], **sources: str) -> Launch:
-    of, first = p.format, part == "gate_up"
-    n, matrices = (p.inter, 2) if first else (p.hidden, 1)
-    parts = 1 if c.apart else matrices
-    constants = {
-        "few": c.few,
-        "top_k": p.top_k,
-        "tile_p": next_pow2(p.pairs) if c.few else 1,
-        "tile_m": c.tile_m,
-        "first": first,
-        "matrices": matrices,
-        "parts": parts,
-        "activate": c.apart and not first,
-        "code": of.code,
-        "group": of.group,
-        "zeros": of.zeros,
-        "runs": c.runs,
-        "scale_sums": c.scale_sums,
-        "even": n % ROWS == 0,
-        "latency": c.latency,
-        "add_bias": p.bias,
-        "alpha": p.alpha,
-        "limit": p.limit,
-        "up_offset": p.up_offset,
-    }
-    renames = {**{name: f"{name}_{part}" for name in ("words", "scales", "zeros", "bias")}, **sources}
-    used = {"zeros": of.zeros, "bias": p.bias, "ids": c.few, "rows": c.few, "panels": not c.few}
-    unused = tuple(name for name, needed in used.items() if not needed)
-    renames = {name: source for name, source in renames.items() if name not in unused}
-    how: dict[str, Any] = {**hints(c), "pdl": True, "scratch": scratch, "views": views, "renames": renames, "unused": unused}
-    return Launch(quantized_moe_kernel, (-(-n // ROWS) * (matrices // parts), places), constants, **how)
+def _weights(p: Problem, part: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The arguments that a product takes, and the parameters that it leaves untouched."""
+    unused = tuple(name for name, needed in (("zeros", p.format.zeros), ("bias", p.bias)) if not needed)
+    return {name: f"{name}_{part}" for name in ("words", "scales", "zeros", "bias") if name not in unused}, unused
 
 
-def _held(c: Config, places: int) -> int:
-    """Matrices between the two products."""
-    return 2 * places if c.apart else places
+def _meaning(p: Problem, c: Config) -> dict[str, Any]:
+    of, numbers = p.format, {"alpha": p.alpha, "limit": p.limit, "up_offset": p.up_offset}
+    return {"code": of.code, "group": of.group, "zeros": of.zeros, "runs": c.runs, "latency": c.latency, "add_bias": p.bias, **numbers}
 
 
-def _sum_plan(p: Problem, device: Device, **more: Any) -> Launch:
+def _sum_plan(p: Problem, device: Device, shares: int, **more: Any) -> Launch:
     tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
-    constants = {"top_k": p.top_k, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
+    constants = {"top_k": p.top_k * shares, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
     return Launch(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), constants, num_worker_warps=4, pdl=True, **more)
 
 
-def _few_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    # What activates its rows has one pipeline stage (sm_90): blocks that share an SM hide loads.
-    second = replace(c, latency=4, occupancy=2 * c.occupancy) if c.apart and c.latency > 4 else c
-    rows, h, y = ((p.pairs,), torch.int32), ((_held(c, p.pairs), c.tile_m, p.inter), p.dtype), ((p.pairs, c.tile_m, p.hidden), p.dtype)
-    flat = {"rows_of_y": ("y", (p.pairs * c.tile_m, p.hidden), (p.hidden, 1))}
+def _pieces_arrays(p: Problem, c: Config, name: str, panels: int, k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Scratch arrays of the pieces of rows of k, and the views that `store_pieces` writes."""
+    runs, kinds, planes = -(-k // p.format.run), 2 if p.format.code == INT4 else 1, p.format.run // PLANE
+    deep, columns, halves, apart = runs * p.format.run, c.columns(p), planes // 2, 1 if c.joined else PIECES
+    wide = c.tile_m * columns
+    arrays = {
+        f"codes_{name}": ((PIECES // apart, panels * wide, deep), torch.float8_e4m3fn),
+        f"factors_{name}": ((panels, runs, kinds, wide), torch.float32),
+    }
+    second = panels * wide * deep if c.joined else planes * deep
+    views = {
+        f"codes_of_{name}": (
+            f"codes_{name}",
+            (panels, c.tile_m, PIECES, planes, runs * halves, PLANE, 2),
+            (wide * deep, columns * deep, second, deep, 64, 2, 1),
+        ),
+        f"factors_of_{name}": (
+            f"factors_{name}",
+            (panels, c.tile_m, runs, kinds, apart, halves, 2),
+            (runs * kinds * wide, columns, kinds * wide, wide, planes, 2, 1),
+        ),
+    }
+    return arrays, views
+
+
+def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    of = p.format
+    panels = min(p.pairs, p.most_panels(c.tile_m))
+    rows, planes = panels * c.tile_m, of.run // PLANE
+    shares = min(c.shares, -(-p.inter // of.run // c.runs))
+    lists: dict[str, Any] = {"panels": ((1 + panels,), torch.int32), "rows": ((p.pairs * shares,), torch.int32)}
+    lists["shared_weights"] = ((p.tokens, p.top_k * shares), torch.float32)
+    x, seen_x = _pieces_arrays(p, c, "x", panels, p.hidden)
+    h, seen_h = _pieces_arrays(p, c, "h", panels, p.inter)
+    y = {"y": ((shares, rows, p.hidden), torch.float32)}
+    runs = -(-p.hidden // of.run)
+    few = next_pow2(runs) if device.is_cpu else 4
+    constants = {
+        "experts": p.experts,
+        "top_k": p.top_k,
+        "tile_p": next_pow2(p.pairs),
+        "panel": c.tile_m,
+        "shares": shares,
+        "planes": planes,
+        "joined": c.joined,
+    }
+    how: dict[str, Any] = {**hints(c), "pdl": True}
+
+    def product(first: bool, source: str, out: str, tiles: int, **more: Any) -> Launch:
+        renames, unused = _weights(p, "gate_up" if first else "down")
+        renames |= {"codes": f"codes_{source}", "factors": f"factors_{source}", "out": out} | ({"next_factors": "factors_of_h"} if first else {})
+        same = {
+            "first": first,
+            "panel": c.tile_m,
+            "tile_n": c.tile_n if first else 2 * c.tile_n,
+            "shares": 1 if first else shares,
+            "joined": c.joined,
+            **_meaning(p, c),
+        }
+        grid = (tiles, panels, 1 if first else shares)
+        return Launch(quantized_moe_few_kernel, grid, same, **how, renames=renames, unused=unused if first else (*unused, "next_factors"), **more)
+
     return (
-        _product(p, c, "gate_up", p.pairs, {"rows": rows, "h": h}, {}, x="batch", out="h"),
-        _product(p, second, "down", p.pairs, {"y": y}, {}, x="h", out="y"),
-        _sum_plan(p, device, views=flat, renames={"y": "rows_of_y"}),
+        Launch(
+            quantized_moe_pieces_kernel,
+            (p.pairs, -(-runs // few)),
+            {**constants, "sums": of.code == INT4, "blocks": few * planes // 2},
+            num_worker_warps=4,
+            pdl=True,
+            scratch={**lists, **x},
+            views=seen_x,
+            renames={"codes": "codes_of_x", "factors": "factors_of_x"},
+        ),
+        # Also the columns behind the last, up to whole runs: the second product reads them.
+        product(True, "x", "codes_of_h", -(-p.inter // of.run) * of.run // c.tile_n, scratch=h, views=seen_h),
+        product(False, "h", "y", -(-p.hidden // c.tile_n // 2), scratch=y),
+        _sum_plan(
+            p,
+            device,
+            shares,
+            views={"rows_of_y": ("y", (shares * rows, p.hidden), (p.hidden, 1))},
+            renames={"y": "rows_of_y", "weights": "shared_weights"},
+        ),
     )
+
+
+def _product(p: Problem, c: Config, part: str, panels: int, scratch: dict[str, Any], views: dict[str, Any], **sources: str) -> Launch:
+    n, parts, tile_n = (p.inter, 2, c.tile_n) if part == "gate_up" else (p.hidden, 1, 2 * c.tile_n)
+    constants = {"parts": parts, "tile_m": c.tile_m, "tile_n": tile_n, "scale_sums": c.scale_sums, **_meaning(p, c)}
+    renames, unused = _weights(p, part)
+    how: dict[str, Any] = {**hints(c), "pdl": True, "scratch": scratch, "views": views, "renames": {**renames, **sources}, "unused": unused}
+    return Launch(quantized_moe_kernel, (-(-n // tile_n), panels), constants, **how)
 
 
 def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -206,8 +269,8 @@ def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
             renames={"sorted_x": "y"},
             unused=("scale_x",),
         ),
-        _product(p, c, "gate_up", panels, {"h": ((_held(c, panels), c.tile_m, p.inter), p.dtype)}, tall, x="panels_of_y", out="h"),
+        _product(p, c, "gate_up", panels, {"h": ((panels, c.tile_m, p.inter), p.dtype)}, tall, x="panels_of_y", out="h"),
         # The rows of the second product go where those of the first came from.
         _product(p, c, "down", panels, {}, {}, x="h", out="panels_of_y"),
-        _sum_plan(p, device),
+        _sum_plan(p, device, 1),
     )

@@ -1,160 +1,259 @@
-"""Tile code of `quantized_moe`: rows of an expert times its words, which become bf16 in registers
-(ops/common/weight_tiles.py).
+"""Tile code of `quantized_moe`: panels of an expert's rows times its words. Of many tokens the
+words become bf16 in registers (ops/common/weight_tiles.py); of few, x becomes pieces of 8 bits
+(ops/common/pieces.py).
 """
 
 import cuda.tile as ct
 
 from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
-from ..common.weight_formats import E2M1, INT4, ROWS, WORDS
+from ..common.pieces import PIECES, add_products, store_pieces, summed
+from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, joined, planes, scaled, unit, zero_point
 
 ZERO = ct.PaddingMode.ZERO
 
 
-def _columns(array, matrix, step, tile_n, GROUPS, GROUP, DEEP, EVEN, LATENCY):
-    """Of each group of a step [ROWS, 1]: a number for each row of the tile. A load that checks
-    bounds is waited for before the next one.
-    """
+def _expert_words(words, expert, tile_n, step, how):
+    """Words of a step [PARTS, panels, RUNS, rows, 16]: TILE_N rows of each part of an expert."""
+    PARTS, TILE_N, RUNS, LATENCY = how
+    HIGH, LOW = max(1, TILE_N // ROWS), min(ROWS, TILE_N)
+    at = (expert, tile_n * TILE_N // ROWS // HIGH, step, tile_n % (ROWS // LOW), 0)
+    return ct.load(words, at, (PARTS, HIGH, RUNS, LOW, WORDS), padding_mode=ZERO, latency=LATENCY)
+
+
+def _expert_groups(array, expert, tile_n, step, how, DEEP, GROUP):
+    """Scales or zero points of a step [PARTS, groups, TILE_N]."""
+    PARTS, TILE_N, _, LATENCY = how
+    shape = (PARTS, max(1, DEEP // GROUP), TILE_N)
+    return ct.load(array, (expert, step * DEEP // max(GROUP, DEEP), tile_n), shape, padding_mode=ZERO, latency=LATENCY)
+
+
+def _finished(y, scales, bias, expert, tile_n, share, GROUP, ADD_BIAS):
+    """Sums [PARTS, TILE_N, rows of x] with their row scales, and in share 0 of k the bias."""
+    PARTS, TILE_N, _ = y.shape
+    if GROUP == 0:
+        scale = ct.load(scales, (expert, 0, tile_n), (PARTS, 1, TILE_N), padding_mode=ZERO, allow_tma=False)
+        y = y * scale.astype(ct.float32).reshape((PARTS, TILE_N, 1))
+    if ADD_BIAS:
+        row = tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32).reshape((1, TILE_N))
+        part = ct.arange(PARTS, dtype=ct.int32).reshape((PARTS, 1))
+        more = ct.gather(bias, (expert, part, row), padding_value=0).astype(ct.float32)
+        y = y + ct.where(share == 0, more, 0.0).reshape((PARTS, TILE_N, 1))
+    return y
+
+
+def _halves(y):
+    """Gate and up of sums [2, TILE_N, rows of x]."""
+    shape = y.shape[1], y.shape[2]
+    return ct.extract(y, (0, 0, 0), (1, *shape)).reshape(shape), ct.extract(y, (1, 0, 0), (1, *shape)).reshape(shape)
+
+
+def _columns(groups):
+    """A column for each group of a tile [parts, groups, rows]."""
+    PARTS, GROUPS, HIGH = groups.shape
     found: tuple = ()
     for i in ct.static_iter(range(GROUPS)):
-        group = min(step * GROUPS + i, array.shape[1] - 1) if GROUPS > 1 else step * DEEP // GROUP  # behind the end x is zeros
-        where, shape = (matrix, group, tile_n), (1, 1, ROWS)
-        if EVEN:
-            column = ct.load(array, where, shape, check_bounds=False, latency=LATENCY, allow_tma=False)
-        else:
-            column = ct.load(array, where, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=False)
-        found = (*found, column.reshape((ROWS, 1)))
+        found = (*found, ct.extract(groups, (0, i, 0), (PARTS, 1, HIGH)).reshape((PARTS * HIGH, 1)))
     return found
-
-
-def _add_products(acc, x, loaded, PART, scales, zeros, matrix, step, tile_n, HOW):
-    """acc [ROWS, TILE_M] + a part of a step's words times x [TILE_M, k of the step]."""
-    CODE, GROUP, ZEROS, RUNS, SCALE_SUMS, EVEN, LATENCY = HOW
-    RUN = WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
-    DEEP = RUN * RUNS
-    GROUPS = max(1, DEEP // GROUP) if GROUP > 0 else 0  # of a step
-    TILE_M = x.shape[0]
-    scale = _columns(scales, matrix, step, tile_n, GROUPS, GROUP, DEEP, EVEN, LATENCY)
-    zero = _columns(zeros, matrix, step, tile_n, GROUPS, GROUP, DEEP, EVEN, LATENCY) if ZEROS else ()
-    for i in ct.static_iter(range(RUNS)):
-        q = ct.extract(loaded, (PART, 0, i, 0, 0), (1, 1, 1, ROWS, WORDS)).reshape((ROWS, WORDS))
-        y = ct.extract(x, (0, i), (TILE_M, RUN)).transpose()
-        if SCALE_SUMS:
-            codes = joined(planes(q, zero_point(zero, i * GROUPS // RUNS, CODE), CODE))
-            part = ct.mma(codes, y, ct.zeros((ROWS, TILE_M), ct.float32))
-            acc = acc + part * (scale[i * GROUPS // RUNS].astype(ct.float32) * unit(CODE))
-        elif GROUPS == 0:
-            acc = ct.mma(joined(planes(q, zero_point((), 0, CODE), CODE)), y, acc)
-        else:
-            acc = ct.mma(scaled(q, scale, zero, i, RUN, CODE, GROUP), y, acc)
-    return acc
-
-
-def _finished(acc, scales, bias, matrix, expert, part, tile_n, CODE, GROUP, ADD_BIAS):
-    """The sums of a part over all of k, with its row scales and bias."""
-    if GROUP == 0:
-        scale = ct.load(scales, (matrix, 0, tile_n), (1, 1, ROWS), padding_mode=ZERO, allow_tma=False)
-        acc = acc * (scale.reshape((ROWS, 1)) * unit(CODE))
-    elif CODE == E2M1:
-        acc = acc * SMALL
-    if ADD_BIAS:
-        row = tile_n * ROWS + ct.arange(ROWS, dtype=ct.int32)
-        acc = acc + ct.gather(bias, (expert, part, row), padding_value=0).astype(ct.float32).reshape((ROWS, 1))
-    return acc
 
 
 @ct.kernel
 def quantized_moe_kernel(
-    ids,
     panels,
-    rows,
     x,
     words,
     scales,
     zeros,
     bias,
     out,
-    FEW: ct.Constant[bool],
-    TOP_K: ct.Constant[int],
-    TILE_P: ct.Constant[int],
-    FIRST: ct.Constant[bool],
-    MATRICES: ct.Constant[int],
     PARTS: ct.Constant[int],
     TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
     CODE: ct.Constant[int],
     GROUP: ct.Constant[int],
     ZEROS: ct.Constant[bool],
     RUNS: ct.Constant[int],
     SCALE_SUMS: ct.Constant[bool],
-    EVEN: ct.Constant[bool],
-    ACTIVATE: ct.Constant[bool],
     ADD_BIAS: ct.Constant[bool],
     ALPHA: ct.Constant[float],
     LIMIT: ct.Constant[float],
     UP_OFFSET: ct.Constant[float],
     LATENCY: ct.Constant[int],
 ):
-    """TILE_M rows times 64 rows of an expert's weight.
+    """A panel of TILE_M rows times TILE_N rows of its expert's weight. Grid (column tiles, panels).
 
-    FIRST: the first product, of gate and up: MATRICES is 2. With PARTS = 2 a block computes both
-        and what `activated` makes of them; else one, and the second product activates what it
-        reads.
-
-    FEW: all tokens, at most TILE_M of them, with each expert that one of them chose, as
-    moe_few_kernel: grid (column tiles, pairs of token and choice), and the first pair that names an
-    expert does its work. Else the panels of moe_permute_kernel: grid (column tiles, panels).
-    ids, rows: [pairs], only with FEW; rows as moe_few_kernel has them. panels: only without.
-    x: [1, tokens, k] or [pairs or panels, TILE_M, k], twice as many of gate and up in turn. out:
-        likewise, [..., TILE_M, n].
-    words: [experts * MATRICES, panels of rows, runs, 64, 16]. scales, zeros: [experts * MATRICES,
-        groups, n]. bias: [experts, MATRICES, n], read only with ADD_BIAS.
-    TILE_P: a power of two, at least pairs. RUNS: of a step. ACTIVATE: x is gate and up.
-    EVEN: the tiles end with the rows of a weight.
+    PARTS: 2 for gate and up, of which a block computes both and what `activated` makes of them.
+    panels: of moe_permute_kernel. x: [panels, TILE_M, k]; out: [panels, TILE_M, n].
+    words: [experts * PARTS, panels of rows, runs, 64, 16]. scales, zeros: [experts * PARTS,
+        groups, n]. bias: [experts, PARTS, n], read only with ADD_BIAS.
     SCALE_SUMS: a group's scale multiplies its sum in fp32; else the weights, rounded to bf16.
     """
     pdl_overlap()
-    tiles, place = ct.cdiv(out.shape[2], ROWS), ct.bid(1)
-    part = ct.bid(0) // tiles if MATRICES > PARTS else 0
-    tile_n = ct.bid(0) - part * tiles
-    experts = words.shape[0] // MATRICES
-    if FEW:
-        own = ct.gather(ids, place)
-        mine = (own >= 0) & (own < experts)
-        if FIRST:
-            index = ct.arange(TILE_P, dtype=ct.int32)
-            leader = ct.min(ct.where((ct.gather(ids, index, padding_value=-1) == own) & (index < ids.shape[0]), index, place))
-            if ct.bid(0) == 0:
-                ct.scatter(rows, place, ct.where(mine, leader * TILE_M + place // TOP_K, -1))
-            mine = mine & (leader == place)
-        else:
-            mine = ct.gather(rows, place) // TILE_M == place
-        matrix = 0 if FIRST else place
-    else:
-        mine = place < ct.gather(panels, 0)
-        own = ct.gather(panels, 1 + place)
-        matrix = place
-    if mine:
-        expert = own.astype(ct.int32)
-        HOW = (CODE, GROUP, ZEROS, RUNS, SCALE_SUMS, EVEN, LATENCY)
-        DEEP = RUNS * WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
-        first = expert * MATRICES + part
-        acc = ct.zeros((ROWS, TILE_M), ct.float32)
-        up = ct.zeros((ROWS, TILE_M), ct.float32) if PARTS == 2 else acc
+    tile_n, place = ct.bid(0), ct.bid(1)
+    if place < ct.gather(panels, 0):
+        expert = ct.gather(panels, 1 + place)
+        RUN = WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
+        DEEP, HIGH = RUN * RUNS, PARTS * TILE_N
+        GROUPS = max(1, DEEP // GROUP) if GROUP > 0 else 0  # of a step
+        how = (PARTS, TILE_N, RUNS, LATENCY)
+        acc = ct.zeros((HIGH, TILE_M), ct.float32)
         for step in range(ct.cdiv(words.shape[2], RUNS)):
-            if ACTIVATE:
-                gate = ct.load(x, (2 * matrix, 0, step), (1, TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
-                other = ct.load(x, (2 * matrix + 1, 0, step), (1, TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
-                a = activated(gate, other, ALPHA, LIMIT, UP_OFFSET).astype(x.dtype).reshape((TILE_M, DEEP))
-            else:
-                a = ct.load(x, (matrix, 0, step), (1, TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY).reshape((TILE_M, DEEP))
-            loaded = ct.load(
-                words, (expert if PARTS == 2 else first, tile_n, step, 0, 0), (PARTS, 1, RUNS, ROWS, WORDS), padding_mode=ZERO, latency=LATENCY
-            )
-            acc = _add_products(acc, a, loaded, 0, scales, zeros, first, step, tile_n, HOW)
-            if PARTS == 2:
-                up = _add_products(up, a, loaded, 1, scales, zeros, first + 1, step, tile_n, HOW)
-        y = _finished(acc, scales, bias, first, expert, part, tile_n, CODE, GROUP, ADD_BIAS)
+            a = ct.load(x, (place, 0, step), (1, TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY).reshape((TILE_M, DEEP))
+            loaded = _expert_words(words, expert, tile_n, step, how)
+            scale = _columns(_expert_groups(scales, expert, tile_n, step, how, DEEP, GROUP)) if GROUP > 0 else ()
+            zero = _columns(_expert_groups(zeros, expert, tile_n, step, how, DEEP, GROUP)) if ZEROS else ()
+            for i in ct.static_iter(range(RUNS)):
+                q = ct.extract(loaded, (0, 0, i, 0, 0), (*loaded.shape[:2], 1, *loaded.shape[3:])).reshape((HIGH, WORDS))
+                y = ct.extract(a, (0, i), (TILE_M, RUN)).transpose()
+                if SCALE_SUMS:
+                    codes = joined(planes(q, zero_point(zero, i * GROUPS // RUNS, CODE), CODE))
+                    part = ct.mma(codes, y, ct.zeros((HIGH, TILE_M), ct.float32))
+                    acc = acc + part * (scale[i * GROUPS // RUNS].astype(ct.float32) * unit(CODE))
+                elif GROUPS == 0:
+                    acc = ct.mma(joined(planes(q, zero_point((), 0, CODE), CODE)), y, acc)
+                else:
+                    acc = ct.mma(scaled(q, scale, zero, i, RUN, CODE, GROUP), y, acc)
+        times = unit(CODE) if GROUP == 0 else SMALL if CODE == E2M1 else 1.0
+        sums = _finished((acc * times).reshape((PARTS, TILE_N, TILE_M)), scales, bias, expert, tile_n, 0, GROUP, ADD_BIAS)
         if PARTS == 2:
-            y = activated(y, _finished(up, scales, bias, first + 1, expert, 1, tile_n, CODE, GROUP, ADD_BIAS), ALPHA, LIMIT, UP_OFFSET)
-        ct.store(out, (place * (MATRICES // PARTS) + part, 0, tile_n), y.transpose().reshape((1, TILE_M, ROWS)).astype(out.dtype), allow_tma=False)
+            gate, up = _halves(sums)
+            y = activated(gate, up, ALPHA, LIMIT, UP_OFFSET)
+        else:
+            y = sums.reshape((TILE_N, TILE_M))
+        ct.store(out, (place, 0, tile_n), y.transpose().reshape((1, TILE_M, TILE_N)).astype(out.dtype), allow_tma=False)
+
+
+@ct.kernel
+def quantized_moe_pieces_kernel(
+    ids,
+    weights,
+    x,
+    panels,
+    rows,
+    shared_weights,
+    codes,
+    factors,
+    EXPERTS: ct.Constant[int],
+    TOP_K: ct.Constant[int],
+    TILE_P: ct.Constant[int],
+    PANEL: ct.Constant[int],
+    SHARES: ct.Constant[int],
+    PLANES: ct.Constant[int],
+    JOINED: ct.Constant[bool],
+    SUMS: ct.Constant[bool],
+    BLOCKS: ct.Constant[int],
+):
+    """Grid (pairs of token and choice, parts of k): the pair's row of a panel, and pieces of x
+    there. A panel is up to PANEL rows of one expert.
+
+    ids: [pairs]. x: [tokens, k]. panels: int32 [1 + most panels], their number and of each its
+    expert. codes, factors: as `store_pieces` has them.
+    rows: int32 [pairs, SHARES], the row of each share of the result, -1 without an expert;
+    shared_weights: the pair's weight, likewise.
+    TILE_P: a power of two, at least pairs. PLANES: of a run. BLOCKS: of 64 k of a part.
+    """
+    pdl_overlap()
+    pair, part = ct.bid(0), ct.bid(1)
+    # Under way while ranks are counted.
+    some = ct.load(x, (pair // TOP_K, part), (1, 64 * BLOCKS), padding_mode=ZERO, allow_tma=False)
+    index = ct.arange(TILE_P, dtype=ct.int32)
+    ids_all = ct.gather(ids, index, padding_value=-1).astype(ct.int32)
+    known = (ids_all >= 0) & (ids_all < EXPERTS)
+    before = index.reshape((1, TILE_P)) < index.reshape((TILE_P, 1))
+    same = (ids_all.reshape((TILE_P, 1)) == ids_all.reshape((1, TILE_P))) & before
+    rank = ct.sum(same.astype(ct.int32), axis=1)  # among the pairs of its expert
+    leads = known & (rank % PANEL == 0)
+    mine = index == pair
+    own = ct.sum(ct.where(mine, ids_all, 0))
+    ranked = ct.sum(ct.where(mine, rank, 0))
+    first = ranked - ranked % PANEL
+    leader = ct.sum(ct.where((ids_all == own) & (rank == first), index, 0))
+    panel = ct.sum((leads & (index < leader)).astype(ct.int32))
+    row = panel * PANEL + ranked - first
+    here = (own >= 0) & (own < EXPERTS)
+    if part == 0:
+        apart = PANEL * (panels.shape[0] - 1)
+        for share in ct.static_iter(range(SHARES)):
+            ct.scatter(rows, pair * SHARES + share, ct.where(here, (row + share * apart).astype(ct.int32), -1))
+            ct.scatter(shared_weights, (pair // TOP_K, pair % TOP_K * SHARES + share), ct.gather(weights, (pair // TOP_K, pair % TOP_K)))
+        if pair == 0:
+            ct.scatter(panels, 0, ct.sum(leads.astype(ct.int32)))
+        if here & (leader == pair):
+            ct.scatter(panels, 1 + panel, own)
+    if here:
+        store_pieces(codes, factors, some.astype(ct.float32).reshape((1, BLOCKS, 2, 32)), (panel, ranked - first), part, 0, PLANES, SUMS, JOINED)
+
+
+@ct.kernel
+def quantized_moe_few_kernel(
+    panels,
+    codes,
+    factors,
+    words,
+    scales,
+    zeros,
+    bias,
+    out,
+    next_factors,
+    FIRST: ct.Constant[bool],
+    PANEL: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    CODE: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    ZEROS: ct.Constant[bool],
+    RUNS: ct.Constant[int],
+    SHARES: ct.Constant[int],
+    JOINED: ct.Constant[bool],
+    ADD_BIAS: ct.Constant[bool],
+    ALPHA: ct.Constant[float],
+    LIMIT: ct.Constant[float],
+    UP_OFFSET: ct.Constant[float],
+    LATENCY: ct.Constant[int],
+):
+    """A panel of rows times TILE_N rows of an expert's weight, of gate and up if FIRST. Grid
+    (column tiles, panels, SHARES of k).
+
+    codes: e4m3 [1 or JOINED 2, most rows * columns of a row, k of whole runs]; factors: fp32
+        [panels, runs, 1 or for INT4 2, rows of a panel * columns].
+    words: [experts * parts, panels of rows, runs, 64, 16]. scales: [experts * parts, groups, n].
+    bias: [experts, parts, n], read only with ADD_BIAS.
+    out: FIRST: codes of act(gate, up) as `store_pieces` has them, with next_factors;
+        else fp32 [SHARES, most rows, n].
+    """
+    pdl_overlap()
+    tile_n, place, share = ct.bid(0), ct.bid(1), ct.bid(2)
+    PARTS = 2 if FIRST else 1
+    PLANES = 2 if CODE == E4M3 else 4
+    RUN = 32 * PLANES
+    COLUMNS = PLANES if JOINED else PIECES * PLANES
+    WIDE = PANEL * COLUMNS
+    KINDS = 2 if CODE == INT4 else 1
+    count, expert = ct.gather(panels, 0), ct.gather(panels, 1 + place)  # at once; behind the last any number
+    if place < count:
+        steps = ct.cdiv(words.shape[2], RUNS)
+        each = ct.cdiv(steps, SHARES)
+        acc = ct.zeros((PARTS * TILE_N, WIDE), ct.float32)
+        how = (PARTS, TILE_N, RUNS, LATENCY)
+        found = min(tile_n, ct.cdiv(scales.shape[2], TILE_N) - 1)  # of the tiles that there are
+        for step in range(share * each, min(share * each + each, steps)):
+            xs: tuple = ()
+            for piece in ct.static_iter(range(PIECES if JOINED else 1)):
+                x = ct.load(codes, (piece, place, step), (1, WIDE, RUN * RUNS), padding_mode=ZERO, latency=LATENCY)
+                xs = (*xs, x.reshape((WIDE, RUN * RUNS)))
+            by = ct.load(factors, (place, step, 0, 0), (1, RUNS, KINDS, WIDE), padding_mode=ZERO, latency=LATENCY)
+            loaded = _expert_words(words, expert, found, step, how)
+            scale = _expert_groups(scales, expert, found, step, how, RUN * RUNS, GROUP) if GROUP > 0 else None
+            zero = _expert_groups(zeros, expert, found, step, how, RUN * RUNS, GROUP) if ZEROS else None
+            acc = add_products(acc, loaded, xs, by, scale, zero, (CODE, GROUP, PLANES))
+        y = summed(acc, PANEL, CODE).reshape((PARTS, TILE_N, PANEL))
+        y = _finished(y, scales, bias, expert, found, share, GROUP, ADD_BIAS)
+        if FIRST:
+            gate, up = _halves(y)
+            h = activated(gate, up, ALPHA, LIMIT, UP_OFFSET)
+            inside = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32) < scales.shape[2]).reshape((TILE_N, 1))
+            h = ct.where(inside, h, 0.0).transpose()
+            block, side = (tile_n, 0) if TILE_N == 64 else (tile_n // 2, tile_n % 2)
+            store_pieces(out, next_factors, h.reshape((PANEL, 1, TILE_N // 32, 32)), (place, 0), block, side, PLANES, CODE == INT4, JOINED)
+        else:
+            ct.store(out, (share, place, tile_n), y.reshape((TILE_N, PANEL)).transpose().reshape((1, PANEL, TILE_N)), allow_tma=False)

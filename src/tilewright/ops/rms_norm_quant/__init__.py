@@ -170,13 +170,13 @@ def rms_norm_quant(
         x: [..., cols]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
             not fold into one.
         weight: [cols], dtype and device of x.
-        eps: added to mean(x**2), so in units of x squared; positive.
+        eps: positive; added to mean(x**2).
         block: rows and columns that share a scale: (1, None) a row, or (1, 128).
         weight_offset: added to the weight; 1.0 for Gemma.
         round_before_weight: round to x's dtype before the weight, as Hugging Face's Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        power_of_two_scales: the scales are powers of two, the next ones up.
+        power_of_two_scales: round the scales up to powers of two.
         out: where the result goes: (codes, scale), both laid out as below, no element in common
             with an input or each other; default new tensors.
     Returns: (codes, scale), with a residual (codes, scale, x + residual): codes contiguous, shaped

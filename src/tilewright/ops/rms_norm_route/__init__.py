@@ -1,4 +1,4 @@
-"""RMSNorm, the router's product and the choice of experts in one launch, for a token or a few.
+"""RMSNorm, the router's product and the choice of experts in one launch, for one token or a few.
 
     h = rms_norm(x + residual)
     logits = h @ router.T + router_bias
@@ -167,7 +167,7 @@ def rms_norm_route(
     first_expert: int = 0,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Norms each token and chooses its experts, in one launch.
+    """Applies RMSNorm to each token and chooses its experts, in one launch.
 
     For many tokens `rms_norm`, `matmul` and `moe_route` are faster.
 
@@ -176,9 +176,9 @@ def rms_norm_route(
         weight: [k], the norm's; dtype and device of x.
         router: [experts, k], likewise; at most 1024 experts.
         top_k: experts of a token, 1 to 64.
-        eps: added to mean(x**2), so in units of x squared; positive.
+        eps: positive; added to mean(x**2).
         weight_offset: added to the norm's weight; 1.0 for Gemma.
-        round_before_weight: round to the dtype before the norm's weight too, as Hugging Face's
+        round_before_weight: also round to the dtype before the norm's weight, as Hugging Face's
             Llama does.
         residual: shape, dtype and device of x; x + residual is normalised.
         router_bias: [experts], dtype and device of x; added to the logits.
@@ -186,7 +186,7 @@ def rms_norm_route(
         out: where the result goes: (weights, ids, normed rows), contiguous, no element in common
             with an input or each other; default new tensors.
     Returns: (weights fp32 [tokens, top_k], ids int32 [tokens, top_k], the normed rows [tokens, k])
-        and, with a residual, x + residual; the first two as `moe_route` has them. Empty without
+        and, with a residual, x + residual; the first two as `moe_route` returns them. Empty without
         tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """

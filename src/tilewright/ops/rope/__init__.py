@@ -117,7 +117,7 @@ def rope(
     scaling: float = 1.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates q and k in place, in one launch, by cos and sin or by positions and inverse
+    """Rotates q and k in place, in one launch, with cos and sin or with positions and inverse
     frequencies.
 
     Args:
@@ -129,10 +129,10 @@ def rope(
             rotary_dim on stay as they are.
         positions: [1 or batch, seq_len], int32 or int64.
         inv_freq: [rotary_dim / 2], fp32: radians per position.
-        scaling: factor of cosine and sine (transformers' attention_scaling); with positions only,
-            cos and sin contain it already.
+        scaling: factor of cosine and sine (transformers' attention_scaling). Only with positions,
+            because cos and sin already contain it.
         interleaved: a pair is two neighbours instead of one element of each half.
-    Returns: (q, k), the tensors it was given.
+    Returns: (q, k), the same tensors.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)

@@ -1,4 +1,4 @@
-"""Sampling of tokens: a draw from the softmax of the logits that top_k and top_p keep
+"""Samples tokens: draws from the softmax of the logits that top_k, top_p and min_p keep:
 
     out[r] = argmax over the kept j of logits[r, j] / temperature[r] + gumbel[r, j]
 
@@ -160,24 +160,24 @@ def sample(
     min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws one column of each row from the softmax of its logits. Only the device reads the values
-    of the arguments.
+    """Draws one column of each row from the softmax of its logits. All tensors are read on the
+    device.
 
     Args:
         logits: [rows, cols], cols at least 1; bf16, fp16 or fp32; stride 1 in the last axis. NaN
             counts as -inf.
-        seed: [] or [rows] int64. The same seed, offset and row give the same draw. With a seed for
-            each row, the row's number does not count.
-        offset: [] or [rows] int64; default 0. Another value, another draw: a decode step adds 1.
-        temperature: [] or [rows] fp32; default 1. The first of the largest logits where it is 0 or
-            less.
-        top_k: [] or [rows] int32; only logits not below the k-th largest (equal ones all); all of
-            them where it is 0 or less.
-        top_p: [] or [rows] fp32; of those, the fewest largest whose probabilities, equal ones all,
-            sum to at least top_p; all of them where it is 1 or more, the largest where it is 0 or
-            less.
-        min_p: [] or [rows] fp32; of those, the ones at least min_p times as likely as the largest;
-            all of them where it is 0 or less.
+        seed: [] or [rows] int64. The same seed, offset and row give the same draw. With one seed
+            per row, the row's number does not matter.
+        offset: [] or [rows] int64; default 0. Each value gives another draw; a decode step adds 1.
+        temperature: [] or [rows] fp32; default 1. With 0 or less, the result is the first of the
+            largest logits.
+        top_k: [] or [rows] int32; keeps the k largest logits, and all that equal the k-th. With 0
+            or less, keeps all.
+        top_p: [] or [rows] fp32; of these, keeps the fewest of the largest whose probabilities sum
+            to at least top_p, and all that equal the last. With 1 or more, keeps all; with 0 or
+            less, the largest.
+        min_p: [] or [rows] fp32; of these, keeps those at least min_p times as likely as the
+            likeliest. With 0 or less, keeps all.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: [rows] int64. Empty for no rows, with nothing launched. 0 for a row of -inf.

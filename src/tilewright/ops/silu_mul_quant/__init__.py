@@ -112,8 +112,8 @@ def silu_mul_quant(
     power_of_two_scales: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The activation of gate, times up, rounded to fp8 codes with scales: the middle of a SwiGLU or
-    GEGLU layer before an fp8 product.
+    """silu(gate) * up, or gelu(gate) * up, rounded to fp8 codes with scales: the activation of a
+    SwiGLU or GEGLU layer before an fp8 product.
 
     Args:
         gate: [..., cols], or [..., 2 * cols] holding (gate, up) when `up` is not given; bf16, fp16
@@ -123,12 +123,12 @@ def silu_mul_quant(
         gelu_tanh: GELU in its tanh form instead of SiLU.
         block: rows and columns that share a scale: (1, None) a row, or (1, 128).
         dtype: of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
-        power_of_two_scales: the scales are powers of two, the next ones up.
+        power_of_two_scales: round the scales up to powers of two.
         out: where the result goes: (codes, scale), both laid out as below, no element in common
             with an input or each other; default new tensors.
-    Returns: (codes, scale): codes [..., cols], contiguous; scale fp32, [...] or
-        [..., ceil(cols / 128)] with stride 1 along the rows. A group of zeros has the scale
-        2**-126; one with a NaN or an infinity has NaN for scale and codes.
+    Returns: (codes, scale): codes [..., cols], contiguous; scale fp32, [...] or [..., ceil(cols /
+        128)] with stride 1 along the rows. A group of zeros has the scale 2**-126. A group with a
+        NaN or an infinity has NaN for its scale and all its codes.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(gate, "gate", dtypes=DTYPES)
@@ -138,7 +138,7 @@ def silu_mul_quant(
     if up is not None:
         check_tensor(up, "up", shape=shape, like=gate)
     elif shape[-1] % 2:
-        raise argument_error("gate.shape[-1]", "even where up is not given", shape[-1])
+        raise argument_error("gate.shape[-1]", "even if up is not given", shape[-1])
     else:
         shape = (*shape[:-1], shape[-1] // 2)
     check_format(block, dtype, BLOCKS)

@@ -1,5 +1,5 @@
-"""Attention of a few new tokens over the cached rows that lists of indices name: out =
-softmax(scale * q k^T, sink) v, per head.
+"""Attention of a few new tokens over cached rows given by lists of indices: out = softmax(scale * q
+k^T, sink) v, per head.
 
 All heads share one key head; v is the first columns of k. A token's list names rows of a paged
 cache; a second list may name rows of another cache, and one softmax covers both (DeepSeek-V4: a
@@ -154,36 +154,37 @@ def sparse_decode(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of new tokens over the rows of one or two caches that their lists name; all
-    heads share the rows.
+    """Softmax attention of new tokens over listed rows of one or two caches. All heads share the
+    rows.
 
     Args:
         q: [batch, q_heads, q_len, head_dim]; bf16 or fp16; head_dim a multiple of 64 up to 512, or
-            576; batch * q_len up to 65535; stride 1 in the last axis. Copied if batch and q_len are
-            no multiple of one stride, as where tokens lie within heads: q made as [batch, q_len,
-            q_heads, head_dim] and transposed is not.
+            576; batch * q_len up to 65535; stride 1 in the last axis. Copied unless the axes batch
+            and q_len fold into one, as they do if q was made as [batch, q_len, q_heads, head_dim]
+            and transposed.
         cache: [pages, page_size, head_dim], dtype and device of q, any strides with stride 1 in the
             last axis. Or, for bf16 queries, uint8 [pages, page_size, 656] (head_dim 576) or [pages,
             page_size, 584] (head_dim 512), as `pack_kv` makes them.
-        indices: [batch, q_len, topk] int32; the rows a token sees, each as page * page_size + row.
-            A negative one, or one from pages * page_size on, is a hole.
+        indices: [batch, q_len, topk] int32; the rows that a token sees, each as page * page_size +
+            row. An index below 0, or at least pages * page_size, is a hole.
         topk_length: [batch] or [batch, q_len] int32; how many entries of a list count; default all.
-            Entries behind them may be anything. Read on the device: nothing depends on its values
-            here.
-        scale: of q k^T. It is the model's: 512 ** -0.5 for DeepSeek-V4, for absorbed queries over
-            the dimensions before absorption.
+            Entries after them may be anything. Read on the device; the host never looks at its
+            values.
+        scale: of q k^T. It depends on the model: 512 ** -0.5 for DeepSeek-V4; for absorbed queries,
+            on the dimensions before absorption.
         extra_cache, extra_indices, extra_length: a second cache in the format of the first (its
-            pages may be of another size), with its lists and lengths; the softmax is over both. Its
-            length is given where topk_length is.
-        v_dim: columns of the rows that are their values; at most 512; default all up to 512.
-        sinks: [q_heads] fp32; a score of each head (scaled, natural log) that takes part in the
-            softmax and has no value.
+            page size may differ), with its lists and lengths. The softmax is over both.
+            extra_length is required if topk_length is given.
+        v_dim: the number of columns of a row that are its value; at most 512; default all up to
+            512.
+        sinks: [q_heads] fp32; an extra score in the softmax denominator of each head, without a
+            value; comparable with the scaled scores (natural log).
         return_lse: also return the natural log of the softmax denominator, without the sink.
         out: where the result goes: out.transpose(1, 2) contiguous, shape, dtype and device of the
             result, no element in common with an input; default a new tensor.
     Returns: out [batch, q_heads, q_len, v_dim], a transposed [batch, q_len, q_heads, v_dim]; with
-        return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len]. A token with no row to
-        see gives 0 and lse -inf. Rows that no list names may hold anything.
+        return_lse the tuple (out, lse), lse fp32 [batch, q_heads, q_len]. A token that sees no row
+        gives 0 and lse -inf. Rows that no list names may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
@@ -195,13 +196,13 @@ def sparse_decode(
         raise argument_error("q.shape[0] * q.shape[2]", f"at most {MOST_TOKENS}", tokens)
     _check_scope(q, "cache", cache, "indices", indices, "topk_length", topk_length)
     if (extra_cache is None) != (extra_indices is None):
-        raise argument_error("extra_indices", "given where extra_cache is", "only one of the two")
+        raise argument_error("extra_indices", "given together with extra_cache", "only one of the two")
     if extra_cache is not None and extra_indices is not None:
         _check_scope(q, "extra_cache", extra_cache, "extra_indices", extra_indices, "extra_length", extra_length)
         if extra_cache.dtype != cache.dtype:
             raise argument_error("extra_cache.dtype", cache.dtype, extra_cache.dtype)
         if (extra_length is None) != (topk_length is None):
-            raise argument_error("extra_length", "given where topk_length is", "only one of the two")
+            raise argument_error("extra_length", "given together with topk_length", "only one of the two")
     elif extra_length is not None:
         raise argument_error("extra_length", "None without an extra_cache", tuple(extra_length.shape))
     columns = min(head_dim, 512) if v_dim is None else v_dim

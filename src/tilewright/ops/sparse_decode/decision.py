@@ -245,7 +245,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         renames={"out": "gathered"},
         unused=_absent(p, group),
     )
-    renames = {**attend.renames, "kv_len": "count"} | ({} if "q_tail" in attend.unused else {"q_tail": "q"})
+    renames = {**attend.renames, "kv_len": "count", "cap": "scale"} | ({} if "q_tail" in attend.unused else {"q_tail": "q"})
     return gather, replace(attend, renames=renames), *merge
 
 

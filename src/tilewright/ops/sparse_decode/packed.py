@@ -41,16 +41,16 @@ def parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_kv(rows: Tensor) -> Tensor:
-    """Rows of keys as a cache of 8-bit codes: the 656-byte layout for 576 columns, the 584-byte
-    layout for 512.
+    """Packs rows of keys into a cache of 8-bit codes: the 656-byte layout for 576 columns, the
+    584-byte layout for 512.
 
     Args:
         rows: [pages, page_size, 576 or 512]; floating point, the last 64 columns the rotated ones;
             page_size even.
     Returns: uint8 [pages, page_size, 656 or 584] on the device of rows. In the 584-byte layout only
-        its pages, not its rows, are runs of memory, page_size * 584 bytes rounded up to a multiple
-        of 576 apart. Scales: largest magnitude of the group / 448, in the 584-byte layout at least
-        1e-4 and rounded up to a power of two.
+        pages are contiguous, not rows. The page stride is page_size * 584 bytes, rounded up to a
+        multiple of 576. Scales: largest magnitude of the group / 448, in the 584-byte layout at
+        least 1e-4 and rounded up to a power of two.
     Raises: ValueError naming the argument, what it must be, and what it was.
     """
     if rows.dim() != 3 or rows.shape[2] not in BYTES:
@@ -82,8 +82,8 @@ def unpack_kv(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
     Args:
         cache: uint8 [pages, page_size, 656 or 584], as `pack_kv` makes it; any page stride.
-        dtype: of the result; bf16 holds every column of the 584-byte layout exactly, and rounds
-            those of the 656-byte one.
+        dtype: of the result; bf16 holds every column of the 584-byte layout exactly, but rounds
+            those of the 656-byte layout.
     Returns: [pages, page_size, 576 or 512].
     Raises: ValueError naming the argument, what it must be, and what it was.
     """

@@ -30,9 +30,13 @@ small = [
     Problem(2, 4, 2, 40, 72, 64, E4M3, keys_last=True),
     Problem(2, 2, 1, 21, 50, 80, E4M3, causal=False, has_len=True),
     Problem(3, 2, 1, 70, 70, 128, E4M3, varlen=True, has_sinks=True, softcap=5.0),
+    # A window of two sides.
+    Problem(2, 4, 2, 50, 70, 64, BF16, window=9, ahead=5, return_lse=True),
+    Problem(3, 2, 1, 90, 80, 80, FP16, ahead=7, varlen=True),
 ]
 
 real = [
+    Problem(4, 12, 12, 2048, 2048, 64, BF16, window=65, ahead=64),  # ModernBERT, a layer with a window
     Problem(1, 32, 8, 2048, 2048, 128, BF16),  # Llama-3.1-8B
     Problem(2, 28, 4, 1000, 1000, 128, BF16, has_start=True),  # Qwen2-7B, left-padded
     Problem(1, 32, 8, 512, 4096, 128, BF16, return_lse=True),  # a chunk of a long prompt

@@ -38,6 +38,11 @@ small = [
     Problem(3, 6, 2, 120, 64, BF16, normalize=False),
     Problem(2, 4, 1, 90, 96, FP16, q_len=2, shared=True, v_dim=64, normalize=False),
     Problem(2, 126, 1, 70, 32, BF16, q_len=2, return_lse=True),
+    # e4m3 with a scale for each key; scores with a soft cap.
+    Problem(3, 6, 2, 130, 64, BF16, codes=True, return_lse=True),
+    Problem(2, 8, 2, 100, 80, FP16, page_size=16, window=40, q_len=2, v_dim=64, codes=True),
+    Problem(2, 4, 2, 90, 128, BF16, has_start=True, page_size=128, codes=True, softcap=True),
+    Problem(2, 4, 1, 70, 96, FP16, softcap=True, return_lse=True),
 ]
 
 real = [
@@ -58,6 +63,9 @@ real = [
     Problem(32, 128, 1, 1152, 512, BF16, shared=True, normalize=False),  # DeepSeek-V4-Pro
     Problem(16, 128, 1, 2048, 128, BF16, page_size=64),  # MQA
     Problem(4, 16, 16, 4096, 192, BF16, v_dim=128),  # DeepSeek-V2-Lite, not absorbed
+    Problem(4, 16, 8, 4096, 256, BF16, window=4096, softcap=True),  # Gemma-2-9B
+    Problem(16, 32, 8, 4096, 128, BF16, page_size=64, codes=True),
+    Problem(8, 64, 8, 4096, 64, BF16, window=128, sinks=True, codes=True),
 ]
 
 CONTEXTS = {1: (512, 2048, 8192, 16384, 65536), 4: (2048, 16384, 65536), 16: (1024, 4096, 16384), 64: (1024, 8192), 128: (512, 2048, 8192)}
@@ -78,6 +86,10 @@ bench += [
     Problem(8, 32, 8, 8192, 128, BF16, has_len=False, q_len=4),
     Problem(16, 64, 8, 8192, 64, BF16, has_len=False, window=128, sinks=True),
 ]
+# A cache of 8 bits.
+LONG = ((1, 131072), (16, 32768), (64, 8192))
+bench += [Problem(batch, 32, 8, keys, 128, BF16, page_size=page, has_len=False, codes=True) for (batch, keys), page in product(LONG, (0, 64))]
+bench += [Problem(16, 64, 8, 16384, 64, BF16, has_len=False, codes=True), Problem(16, 16, 8, 8192, 256, BF16, has_len=False, softcap=True)]
 
 
 def drawn(s: Sizes) -> Problem:
@@ -93,7 +105,19 @@ def drawn(s: Sizes) -> Problem:
     return Problem(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_len=max_len, head_dim=head_dim, dtype=s.dtype(), **options)
 
 
+def drawn_codes(s: Sizes) -> Problem:
+    """Over a cache of 8 bits."""
+    p = drawn(s)
+    return replace(p, dtype=BF16 if p.dtype == FP32 else p.dtype, head_dim=-(-p.head_dim // 4) * 4, codes=True)
+
+
 def drawn_short(s: Sizes) -> Problem:
     """Many sequences of few keys: a batch of chats that have just begun."""
     p = drawn(s)
     return replace(p, batch=s.log(16, 256), max_len=s.log(64, 2048))
+
+
+def drawn_long(s: Sizes) -> Problem:
+    """Few sequences of many keys: long documents, one user."""
+    p = drawn(s)
+    return replace(p, batch=s.log(1, 6), max_len=s.log(2048, 131_072))

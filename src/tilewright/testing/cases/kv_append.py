@@ -23,6 +23,8 @@ small = [
     Problem(3, 5, 2, 3, 80, 40, FP16, page_size=8, rotary_dim=48, interleaved=True, q_norm=True, k_norm=True),  # some columns only normed
     Problem(2, 2, 2, 1, 48, 30, BF16, rotary_dim=24, cache_dtype=E4M3, v_norm=True, **_QK_NORM),
     Problem(2, 0, 3, 2, 40, 30, FP32, k_norm=True),
+    # Codes with scales of their own.
+    Problem(3, 6, 3, 1, 64, 24, BF16, page_size=8, rotary_dim=48, cache_dtype=E4M3, v_norm=True, each=True),
 ]
 
 real = [
@@ -30,6 +32,7 @@ real = [
     Problem(16, 28, 4, 1, 128, 4096, BF16, rotary_dim=128),  # Qwen2-7B
     Problem(32, 32, 8, 1, 128, 8192, BF16, page_size=64, rotary_dim=128),
     Problem(32, 32, 8, 1, 128, 8192, BF16, page_size=64, rotary_dim=128, cache_dtype=E4M3),
+    Problem(32, 32, 8, 1, 128, 8192, BF16, page_size=64, rotary_dim=128, cache_dtype=E4M3, each=True),
     Problem(32, 16, 1, 1, 64, 8192, BF16, page_size=64, v_dim=512, rotary_dim=64, interleaved=True),  # DeepSeek-V2-Lite
     *(Problem(batch, 16, 1, 1, 64, 8192, BF16, **_MLA) for batch in (1, 16)),  # DeepSeek-V2-Lite in the engine
     Problem(1, 16, 1, 512, 64, 8192, BF16, **_MLA),

@@ -79,10 +79,13 @@ def fused_lse(scores: Tensor) -> Tensor:
     return (top + (scores - torch.where(top.isfinite(), top, 0.0)).exp2().sum(-1, keepdim=True).log2())[..., 0] * math.log(2)
 
 
-def visible(query: Tensor, key: Tensor, keys: Tensor, queries: Tensor, causal: bool, window: int | None) -> Tensor:
+def visible(query: Tensor, key: Tensor, keys: Tensor, queries: Tensor, causal: bool, window: Any) -> Tensor:
     """Whether a query sees a key: both counted in their sequence, the last two side by side."""
     last = query + keys - queries
     seen = key < keys
+    if isinstance(window, tuple):
+        before, behind = (1 << 40 if side is None else side for side in window)
+        return seen & (key >= last - before) & (key <= last + behind)
     seen = seen & (key <= last) if causal else seen
     return seen if window is None else seen & (key > last - window)
 
@@ -130,7 +133,17 @@ def side_by_side(nope: Tensor, rope: Tensor) -> Tensor:
 
 
 def newest(  # noqa: PLR0913 the op's arguments
-    q: Tensor, k: Tensor, v: Tensor, kv_len: Any, table: Any, kv_start: Any, window: Any, scale: float, sinks: Any = None, normalize: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_len: Any,
+    table: Any,
+    kv_start: Any,
+    window: Any,
+    scale: float,
+    sinks: Any = None,
+    normalize: bool = True,
+    softcap: float | None = None,
 ) -> Results:
     """Attention of the last tokens of each sequence over a cache, in one piece or in pages."""
     if table is not None:
@@ -140,15 +153,17 @@ def newest(  # noqa: PLR0913 the op's arguments
     start = torch.zeros_like(n) if kv_start is None else kv_start.long()
     i, j = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)
     seen = visible(i, j, n[:, None, None, None], torch.tensor(queries, device=q.device), True, window) & (j >= start[:, None, None, None])
-    return attend(q, k, v, seen, scale, None, sinks, normalize=normalize)
+    return attend(q, k, v, seen, scale, softcap, sinks, normalize=normalize)
 
 
 @defines
 def attention_decode(q: Tensor, k: Tensor, v: Any, kv_len: Any, *, window: Any, return_lse: bool, kv_start: Any = None, **options: Any) -> Results:
     v = k[..., : options.get("v_dim")] if v is None else v
+    if options.get("k_scale") is not None:
+        k, v = ((wide(x) * options[name][..., None]).to(q.dtype) for x, name in ((k, "k_scale"), (v, "v_scale")))
     table, sinks, normalize = options.get("block_table"), options.get("sinks"), options["normalize"]
     scale = options.get("scale") or q.shape[-1] ** -0.5
-    found = newest(q, k, v, kv_len, table, kv_start, window, scale, sinks, normalize)
+    found = newest(q, k, v, kv_len, table, kv_start, window, scale, sinks, normalize, options.get("softcap"))
     return found[: 1 + return_lse] if normalize else found
 
 
@@ -219,10 +234,15 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, positio
     b, t = ((at >= 0) & (at < most)).nonzero(as_tuple=True)
     place = at[b, t]
     outer = b if table is None else table[b, place // room].long()
-    caches = [k_cache.clone(), v_cache.clone()]
+    caches, scales = [k_cache.clone(), v_cache.clone()], []
     for name, cache in zip(("k", "v"), caches, strict=True):
         row, scale = parts[name][b, :, t], options.get(f"{name}_scale")
-        if scale is not None:
+        if scale is not None and scale.dim():
+            made = wide(row).abs().amax(-1).clamp(min=448 * 2.0**-126) / 448
+            scales.append(scale.clone())
+            scales[-1][outer, :, place % room] = torch.where(made.isfinite(), made, torch.nan)
+            row = wide(row) / scales[-1][outer, :, place % room][..., None]
+        elif scale is not None:
             row = (wide(row) / scale).clamp(-448.0, 448.0)
         cache[outer, :, place % room] = row if exact else row.to(cache.dtype)
-    return [*caches, *([] if q is None else [parts["q"]])]
+    return [*caches, *([] if q is None else [parts["q"]]), *scales]
