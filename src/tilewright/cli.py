@@ -18,16 +18,16 @@ def bench(  # noqa: PLR0913 an option each
     json_file: Json = None,
     case: Annotated[str, option("--case", "Only cases whose name contains this text.")] = "",
     suite: Annotated[
-        str, option("--suite", "playbook, llm, seeds (what has a published figure) or decode (whole models) instead.", metavar="NAME")
+        str, option("--suite", "Instead: playbook, llm, seeds (problems with a published figure) or decode (whole models).", metavar="NAME")
     ] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time PyTorch, cuBLAS, cuDNN and other libraries beside ours.")] = True,
-    defaults: Annotated[bool, typer.Option("--defaults", help="Untuned configs, whatever is tuned.")] = False,
-    seconds: Annotated[float, option("--seconds", "Begin no case after so many seconds; what is done is kept.", min=0)] = float("inf"),
+    defaults: Annotated[bool, typer.Option("--defaults", help="Use untuned configs, even if tuned ones are stored.")] = False,
+    seconds: Annotated[float, option("--seconds", "Begin no case after this many seconds; finished cases are kept.", min=0)] = float("inf"),
     draw: Annotated[int, option("--draw", "Draw N problems with each --seed, instead of the listed ones.", metavar="N", min=0)] = 0,
     seed: Annotated[list[int] | None, option("--seed", "Seed of --draw, not 1000 to 1999. May be repeated.", metavar="S")] = None,
     device: Gpu = "cuda",
 ) -> int:
-    """Time ops on a GPU: one line a case; --json appends JSON lines."""
+    """Time ops on a GPU, one line per case; --json appends JSON lines."""
     _refuse(
         {
             f"--suite must be one of {', '.join(SUITES)}, got {suite!r}": suite not in ("", *SUITES),
@@ -50,12 +50,12 @@ def bench(  # noqa: PLR0913 an option each
 
 @verb
 def profile(
-    what: Annotated[str, typer.Argument(metavar="OP|generate", help="An op, whose counters ncu reads; or generate, whose kernels nsys sums.")],
-    case: Annotated[str, option("--case", "Of an op: the first benchmark case whose name contains this text.")] = "",
-    options: Annotated[str, option("--options", "Of generate: its options, as one text.", metavar="TEXT")] = "",
+    what: Annotated[str, typer.Argument(metavar="OP|generate", help="An op, for the counters of ncu; or generate, for its kernels by nsys.")],
+    case: Annotated[str, option("--case", "For an op: the first benchmark case whose name contains this text.")] = "",
+    options: Annotated[str, option("--options", "For generate: its options, as one text.", metavar="TEXT")] = "",
     json_file: Json = None,
 ) -> int:
-    """Profile on a GPU: registers, occupancy, shares of the peaks, stalls, beside the roof."""
+    """Profile on a GPU: registers, occupancy, shares of the peaks, stalls and the roof."""
     _refuse({"--options must be given with generate, and only there": (what == "generate") != bool(options)})
     from .bench.profile import profile_command
 
@@ -68,8 +68,8 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where index.html and the drawings go.")] = Path("report"),
     against: Annotated[list[Path] | None, option("--against", "Older results to compare with; may be repeated.", metavar="FILE")] = None,
 ) -> int:
-    """Draw results: one HTML page with roofline, peers, scaling, platforms and what changed, and
-    its drawings as PNG files.
+    """Draw results as one HTML page, with roofline, peers, scaling, platforms and changes; also as
+    PNG files.
     """
     from .bench.page import report_command
 
@@ -79,32 +79,32 @@ def report(
 @verb
 def tune(  # noqa: PLR0913 an option each
     ops: Ops = None,
-    model: Annotated[str, option("--model", "The problems that the engine meets with this model, e.g. Llama-3.1-8B.", metavar="NAME")] = "",
+    model: Annotated[str, option("--model", "The problems of the engine with this model, e.g. Llama-3.1-8B.", metavar="NAME")] = "",
     shapes: Annotated[Path | None, option("--shapes", "The problems in a file of JSON lines, each with op and problem.", metavar="FILE")] = None,
-    from_log: Annotated[bool, typer.Option("--from-log", help="Problems that programs met with TILEWRIGHT_SHOW_PLANS=log.")] = False,
+    from_log: Annotated[bool, typer.Option("--from-log", help="The problems of programs that ran with TILEWRIGHT_SHOW_PLANS=log.")] = False,
     case: Annotated[str, option("--case", "Only problems whose name contains this text.")] = "",
     configs: Annotated[
         str, option("--configs", "Only configs with these values, e.g. tile_m=128,latency=4; stores nothing.", metavar="F=V,...")
     ] = "",
     top: Annotated[int, typer.Option("--top", min=0, metavar="N", help="Print the N fastest configs of each problem.")] = 0,
-    again: Annotated[bool, typer.Option("--again", help="Measure again what is tuned already.")] = False,
-    seconds: Annotated[float, option("--seconds", "Begin no problem after so many seconds; what is done is kept.", min=0)] = float("inf"),
+    again: Annotated[bool, typer.Option("--again", help="Measure problems again that are already tuned.")] = False,
+    seconds: Annotated[float, option("--seconds", "Begin no problem after this many seconds; finished problems are kept.", min=0)] = float("inf"),
     jobs: Jobs = None,
     device: Gpu = "cuda",
-    show: Annotated[bool, typer.Option("--show", help="Print the stored rows, with --case some of them; tune nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the stored rows (with --case, some of them); tune nothing.")] = False,
     json_file: Json = None,
-    export: Annotated[Path | None, option("--export", "Write the rows that still hold to FILE.", metavar="FILE")] = None,
+    export: Annotated[Path | None, option("--export", "Write the valid rows to FILE.", metavar="FILE")] = None,
     import_file: Annotated[Path | None, option("--import", "Add the rows of FILE.", metavar="FILE")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove rows whose kernel or compiler has changed.")] = False,
     survey: Annotated[
         bool, typer.Option("--survey", help="Time many configs of drawn problems and keep every time; resumes. No row is stored.")
     ] = False,
-    raw: Annotated[Path | None, option("--raw", "Where raw times are, with --survey, --pack and --fit.", metavar="FOLDER")] = None,
-    seed: Annotated[int, option("--seed", "The seed that a survey begins with, 1000 to 1999.", metavar="FIRST")] = 1000,
+    raw: Annotated[Path | None, option("--raw", "Folder of the raw times, for --survey, --pack and --fit.", metavar="FOLDER")] = None,
+    seed: Annotated[int, option("--seed", "The first seed of a survey, 1000 to 1999.", metavar="FIRST")] = 1000,
     pack: Annotated[Path | None, option("--pack", "Pack the raw times into FOLDER, to hand in.", metavar="FOLDER")] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the cost model to raw times, those that ship by default; needs no GPU.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the cost model to raw times, by default those that ship; needs no GPU.")] = False,
 ) -> int:
-    """Find the fastest config of each problem on this GPU and store it, for every later call."""
+    """Find the fastest config of each problem on this GPU and store it for all later calls."""
     from .tune import command
 
     if sum(map(bool, (show, export, import_file, prune, survey, pack, fit))) > 1:
@@ -144,13 +144,13 @@ def verify(
     json_file: Json = None,
     device: DeviceName = "",
     fuzz: Annotated[
-        float | None, typer.Option("--fuzz", metavar="SECONDS", min=0, help="Draw calls of any shapes for so long instead.", show_default=False)
+        float | None, typer.Option("--fuzz", metavar="SECONDS", min=0, help="Instead, draw random calls for this long.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of --fuzz: the same seed draws the same calls.")] = 0,
-    case: Annotated[str, typer.Option("--case", metavar="FAMILY.CASE", help="With --fuzz: this call alone.", show_default=False)] = "",
+    case: Annotated[str, typer.Option("--case", metavar="FAMILY.CASE", help="With --fuzz: only this call.", show_default=False)] = "",
     jobs: Annotated[int | None, option("--jobs", "Processes of --fuzz. Default: one; on a GPU up to 8.", min=1)] = None,
 ) -> int:
-    """Check the accuracy of ops on this machine, one line each; exit with 1 if any is wrong."""
+    """Check the accuracy of ops on this machine, one line per op; exit with 1 if any is wrong."""
     if fuzz is not None:
         from .bench.report import tell
         from .testing.fuzz import fuzz_command
@@ -168,15 +168,15 @@ def compile(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[OP | FILE.py:KERNEL | mega]...", help="Ops, kernels of yours, or the megakernel. Default: all ops.", show_default=False
+            metavar="[OP | FILE.py:KERNEL | mega]...", help="Ops, your own kernels, or the megakernel. Default: all ops.", show_default=False
         ),
     ] = None,
-    arch: Annotated[str, option("--arch", "Targets, e.g. sm_90,sm_121. Default: all; sm_90,sm_121 for yours.", metavar="ARCH,...")] = "",
+    arch: Annotated[str, option("--arch", "Targets, e.g. sm_90,sm_121. Default: all; for your own kernels sm_90,sm_121.", metavar="ARCH,...")] = "",
     json_file: Json = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Default configs only, not every config of the space.")] = False,
     jobs: Jobs = None,
 ) -> int:
-    """Compile ops for any GPU, with none present: registers, spills, shared memory, instructions;
+    """Compile ops for any GPU, without having one: registers, spills, shared memory, instructions;
     exits with 1 if a default config spills.
     """
     own = [name for name in ops or () if ".py" in name]
@@ -196,16 +196,22 @@ def compile(
 
 @verb
 def interpret(
-    kernel: Annotated[str, typer.Argument(metavar="FILE.py:KERNEL", help="A kernel; example_KERNEL() of the file makes its grid and arguments.")],
-    races: Annotated[bool, typer.Option("--races/--no-races", help="Report accesses of different blocks that nothing orders: races.")] = True,
-    block_order: Annotated[str, typer.Option("--block-order", metavar="ORDER", help="forward, reverse, or a seed that shuffles them.")] = "forward",
-    unwritten: Annotated[bool, typer.Option("--unwritten", help="Report outputs with elements that nobody wrote.")] = False,
-    strict_bounds: Annotated[bool, typer.Option("--strict-bounds", help="Report gathers and scatters outside that padding would hide.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Run the kernel's own lines: python -m pdb -m tilewright interpret ...")] = False,
+    kernel: Annotated[
+        str, typer.Argument(metavar="FILE.py:KERNEL", help="A kernel; example_KERNEL() in the same file returns its grid and arguments.")
+    ],
+    races: Annotated[bool, typer.Option("--races/--no-races", help="Report races: accesses of different blocks with no order between them.")] = True,
+    block_order: Annotated[
+        str, typer.Option("--block-order", metavar="ORDER", help="forward, reverse, or a seed that shuffles the blocks.")
+    ] = "forward",
+    unwritten: Annotated[bool, typer.Option("--unwritten", help="Report outputs with unwritten elements.")] = False,
+    strict_bounds: Annotated[
+        bool, typer.Option("--strict-bounds", help="Report gathers and scatters outside their array, which padding would hide.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Run the kernel's own lines, for python -m pdb -m tilewright interpret ...")] = False,
     trace: Annotated[Path | None, option("--trace", "Draw what each block loaded, stored and multiplied, as HTML.", metavar="FILE")] = None,
     json_file: Json = None,
 ) -> int:
-    """Run a kernel of yours without a GPU; exits with 1 if it did something undefined."""
+    """Run your own kernel without a GPU; exits with 1 if it does something undefined."""
     named = block_order in ("forward", "reverse")
     _refuse({f"--block-order must be forward, reverse or a seed, got {block_order!r}": not named and not block_order.isdigit()})
     from .compile.own_command import interpret_command
@@ -219,15 +225,16 @@ def interpret(
 def learn(  # noqa: PLR0913 an option each
     subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What to learn about: attention, gemm or decode.")],
     seq: Annotated[str, option("--seq", "Sequence lengths of attention. Default: 2048, with --plot 1024 to 16384.", metavar="N,N,...")] = "",
-    batch: Annotated[int, option("--batch", "Of attention. Default: 4, as published.", metavar="N", min=0)] = 0,
-    heads: Annotated[int, option("--heads", "Of attention. Default: 32.", metavar="N", min=0)] = 0,
-    head_dim: Annotated[int, option("--head-dim", "Of attention: 16, 32, 64, 128 or 256. Default: 128.", metavar="N", min=0)] = 0,
-    iterations: Annotated[int, option("--iterations", "Rounds of the timing; the median counts. Default: 15.", metavar="N", min=0)] = 0,
-    arch: Annotated[str, option("--arch", "Time nothing; show the resources on this target.", metavar="ARCH")] = "",
+    batch: Annotated[int, option("--batch", "Batch of attention. Default: 4, as published.", metavar="N", min=0)] = 0,
+    heads: Annotated[int, option("--heads", "Heads of attention. Default: 32.", metavar="N", min=0)] = 0,
+    head_dim: Annotated[int, option("--head-dim", "Head dimension of attention: 16, 32, 64, 128 or 256. Default: 128.", metavar="N", min=0)] = 0,
+    non_causal: Annotated[bool, typer.Option("--non-causal", help="Attention without a causal mask: every query sees all keys.")] = False,
+    iterations: Annotated[int, option("--iterations", "Rounds of timing, of which the median counts. Default: 15.", metavar="N", min=0)] = 0,
+    arch: Annotated[str, option("--arch", "Time nothing; show the resources for this target.", metavar="ARCH")] = "",
     plot: Annotated[Path | None, option("--plot", "Draw rates over sequence lengths, as PNG.", metavar="FILE")] = None,
     json_file: Json = None,
 ) -> int:
-    """Walk up a ladder of kernels, each one idea faster than the last: timed on a GPU, interpreted
+    """Climb a ladder of kernels, each with one more idea than the last: timed on a GPU, interpreted
     and compiled without one.
     """
     from .learn.command import learn_command
@@ -235,13 +242,14 @@ def learn(  # noqa: PLR0913 an option each
     words = [word.strip() for word in seq.split(",")] if seq else []
     if not all(word.isdigit() for word in words):
         raise ValueError(f"--seq must be lengths like 1024,2048, got {seq!r}")
-    how: Any = {"sizes": {"batch": batch, "heads": heads, "head_dim": head_dim}, "seq_lens": [int(word) for word in words]}
+    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "causal": not non_causal}
+    how: Any = {"sizes": sizes, "seq_lens": [int(word) for word in words]}
     return learn_command(subject, **how, iterations=iterations, arch=arch, json_file=json_file, plot=plot)
 
 
 @verb
 def doctor(json_file: Json = None) -> int:
-    """Say what works on this machine and how to fix the rest: GPU, driver, compiler, caches."""
+    """Show what works on this machine and how to fix the rest: GPU, driver, compiler, caches."""
     from .doctor import doctor_command
 
     return doctor_command(json_file=json_file)

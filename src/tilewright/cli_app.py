@@ -22,17 +22,17 @@ def option(name: str, told: str, **more: Any) -> Any:
     return typer.Option(name, help=told, show_default=False, **more)
 
 
-Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops; all of them if none is given.", show_default=False)]
-Json = Annotated[Path | None, option("--json", "Write the results as JSON too; - is stdout, with the text on stderr.", metavar="FILE")]
+Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops. Default: all.", show_default=False)]
+Json = Annotated[Path | None, option("--json", "Also write the results as JSON; - is stdout, with the text on stderr.", metavar="FILE")]
 DeviceName = Annotated[str, option("--device", "cpu, cuda or cuda:N. Default: a GPU if there is one.", metavar="DEVICE")]
 Gpu = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")]
-Jobs = Annotated[int | None, option("--jobs", "Compilers to run at once. Default: one a core.", min=1)]
+Jobs = Annotated[int | None, option("--jobs", "Compilers to run at once. Default: one per core.", min=1)]
 Dtype = Annotated[str, option("--dtype", "float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.")]
 Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Let the model's folder run its own Python, which can do all that you can. Read it first.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder, which can do anything that you can. Read it first.")
 ]
 
-Weights = Annotated[str | None, option("--weights", "Quantise a model of 16 bits first, to int4-128 for example: see `quantize`.", metavar="FORMAT")]
+Weights = Annotated[str | None, option("--weights", "First quantise a 16-bit model, for example to int4-128: see `quantize`.", metavar="FORMAT")]
 
 SUITES = ("playbook", "llm", "seeds", "decode")
 ENGINES = ("auto", "mega", "graph", "eager", "transformers")
@@ -50,7 +50,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    traceback: Annotated[bool, typer.Option("--traceback", help="On an error show the whole Python traceback.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="On an error, show the whole Python traceback.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions.")] = False,
 ) -> None:
     state["traceback"] = traceback

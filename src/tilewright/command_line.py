@@ -21,6 +21,7 @@ import typer
 
 WRONG, CANNOT, STOPPED = 1, 2, 130
 EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError)
+LONGEST_PROMPTS = 1 << 28  # bytes of --prompt-file
 state = {"traceback": False}
 
 
@@ -112,8 +113,14 @@ def _check_writable(file: Path) -> None:
 
 def prompts_of(file: Path, *, lines: bool) -> list[str]:
     """The prompts of a file, or of stdin: each line that is not empty, or the whole."""
+    from .launch.files import read_regular
+
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        text = sys.stdin.read() if str(file) == "-" else read_regular(file, LONGEST_PROMPTS).decode().replace("\r\n", "\n")
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise ValueError(f"--prompt-file: {error}; - reads stdin") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt-file must be UTF-8 text, got {str(file)!r}: {error.reason} at byte {error.start}") from None
     found = [line for line in map(str.strip, text.splitlines()) if line] if lines else [text]

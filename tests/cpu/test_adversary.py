@@ -34,7 +34,7 @@ POSITIONS = torch.arange(9, dtype=torch.int32).repeat(2, 1)
     ],
 )
 def test_a_number_of_the_wrong_kind_names_its_argument(call, name, kind):
-    with pytest.raises((TypeError, ValueError), match=f"{name} must be an? {kind} of Python, got "):
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be a Python {kind}, got "):
         call()
 
 
@@ -56,7 +56,9 @@ def test_a_cache_holds_nothing_that_the_same_call_reads():
         (lambda: tilewright.kv_append(inside, K, other, cache, **options), "v_cache", "k"),
         (lambda: tilewright.kv_append(K, K, cache, other, q=K, cos=torch.ones(20, 8), sin=torch.zeros(20, 8), **options), "q", "k"),
     ):
-        with pytest.raises(ValueError, match=f"{written} must be free of elements of {read}, being written in place, got tensors that overlap"):
+        with pytest.raises(
+            ValueError, match=f"{written} must be free of elements of {read}, because it is written in place, got tensors that overlap"
+        ):
             call()
 
 
@@ -74,7 +76,7 @@ def test_a_state_is_no_part_of_what_the_same_call_reads():
         (lambda: tilewright.causal_conv1d(x, memory[:32].view(8, 4), state=memory[:48].view(2, 3, 8)), "weight"),
         (lambda: tilewright.causal_conv1d(x, weight, memory[:8], state=memory[:48].view(2, 3, 8)), "bias"),
     ):
-        with pytest.raises(ValueError, match=f"state must be free of elements of {read}, being written in place, got tensors that overlap"):
+        with pytest.raises(ValueError, match=f"state must be free of elements of {read}, because it is written in place, got tensors that overlap"):
             call()
 
 
@@ -115,9 +117,9 @@ def engine():
 def test_an_engine_names_what_is_no_count(engine):
     """2.5 new tokens never ended: the steps that were left passed 0."""
     for count in (2.5, "3", torch.tensor(3)):
-        with pytest.raises(TypeError, match="max_new_tokens must be an integer of Python"):
+        with pytest.raises(TypeError, match="max_new_tokens must be a Python integer"):
             engine.generate([[5]], count)
-    with pytest.raises(TypeError, match="max_len must be an integer of Python"):
+    with pytest.raises(TypeError, match="max_len must be a Python integer"):
         Engine(tiny_model({"model_type": "llama"}), max_len=16.0)
 
 
@@ -135,5 +137,5 @@ def test_an_engine_takes_lists_of_ids_and_nothing_like_them(engine):
 def test_a_temperature_that_is_no_temperature_is_refused(wrong):
     with pytest.raises(ValueError, match="temperature must be "):
         Sampling(temperature=wrong)
-    with pytest.raises(ValueError, match="seed must be a number of 64 bits"):
+    with pytest.raises(ValueError, match="seed must be a 64-bit number"):
         Sampling(seed=2**63)

@@ -141,8 +141,11 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
     [
         (("generate", "--model", "nowhere", "--prompt", "x"), "error: model must be a folder with config.json"),
         (("generate", "--model", "nowhere"), "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given"),
-        (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must come with --prompt-file, one prompt a line, or"),
-        (("generate", "--model", "nowhere", "--prompt-file", "/dev/null"), "error: --prompt-file must hold a prompt, got '/dev/null', an empty"),
+        (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must come with --prompt-file, one prompt per line, or"),
+        (
+            ("generate", "--model", "nowhere", "--prompt-file", "/dev/null"),
+            "error: --prompt-file: /dev/null must be a regular file, got a device; - reads",
+        ),
         (("generate", "--model", "nowhere", "--prompt-file", sys.executable), "error: --prompt-file must be UTF-8 text, got"),
         (("generate", "--model", "x", "--prompt", "x", "--engine", "fast"), "error: --engine must be auto, mega, graph, eager or tr"),
         (("generate", "--model", "x", "--prompt", "x", "--engine", "graph", "--device", "cpu"), "error: --engine must be eager or transformers on a"),
@@ -150,6 +153,8 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2"), "error: --engine must be graph or eager with --tp, got 'transformers'"),
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2", "--engine", "eager", "--compare"), "error: --compare must come with --prompt-t"),
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2", "--engine", "eager", "--device", "cuda:0"), "error: --device must be cuda or"),
+        (("generate", "--model", "x", "--prompt", "x", "--draft", "y"), "error: --draft must come with --speculate of at least 1"),
+        (("generate", "--model", "x", "--prompt", "x", "--speculate", "2"), "error: --speculate must come with --engine auto, graph or eager"),
         (("generate", "--model", "x", "--prompt", "x", "--nccl"), "error: --nccl must come with --tp 2 or more"),
         (("generate", "--model", "nowhere", "--prompt-file", "absent.txt"), "error: absent.txt cannot be used: no such file or directory"),
         (("demo", "--device", "tpu"), "error: --device must be cpu, cuda or cuda:N, got 'tpu'"),
@@ -396,13 +401,15 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("engine", ["transformers", "eager"])
 def test_a_batch_of_texts_gets_the_tokens_that_each_gets_alone(folder: Path, prompts: Path, engine: str) -> None:
     options = ("--max-new-tokens", 4, "--device", "cpu", "--engine", engine)
-    result = run("generate", "--model", folder, "--prompt-file", prompts, "--batch", 2, *options, "--compare", "--json", "-")
+    drafts: tuple[object, ...] = () if engine == "transformers" else ("--speculate", 2)
+    drafter = ("--draft", folder) if drafts else ()
+    result = run("generate", "--model", folder, "--prompt-file", prompts, "--batch", 2, *options, *drafts, *drafter, "--compare", "--json", "-")
     assert result.exit_code == 0, result.output
     assert "> And now?" in result.stderr
     assert "texts with the tokens of stock transformers: 3 of 3" in result.stderr
     answers = json.loads(result.stdout)["answers"]
     assert [(answer["prompt"], answer["prompt_tokens"]) for answer in answers] == [("Hi", 2), ("Hi there, you", 13), ("And now?", 8)]
-    alone = json.loads(run("generate", "--model", folder, "--prompt", "Hi there, you", *options, "--json", "-").stdout)
+    alone = json.loads(run("generate", "--model", folder, "--prompt", "Hi there, you", *options, *drafts, "--json", "-").stdout)
     assert answers[1]["tokens"] == answers[1]["stock"] == alone["ours"]["tokens"]
 
 

@@ -1,161 +1,18 @@
-"""Engine: tokens and logits of transformers for any batch, lengths and chunks; weights held once;
-nothing compiled late.
+"""Engine: sequences in any number and order, options of a call, weights held once, nothing compiled
+late. Families of models: test_engine_families.py.
 """
 
 import copy
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import PLAIN, TINY, tiny_model
+from engine_models import NEW, prompts, size, stock_logits, stock_tokens, tiny
+from tiny_models import TINY
 
 from tilewright import interpret
-from tilewright.engine import Call, Engine, Sampling, layers
-from tilewright.launch import counted
-from tilewright.models import Shard, cut
+from tilewright.engine import Call, Engine, Sampling, state
 from tilewright.testing import assert_accurate
-
-MLA = {
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 8,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
-GRANITE = {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}
-DENSE = {
-    **PLAIN,
-    "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96},
-}
-# Each differs from those in one thing or another: norms, rotations, windows, scales.
-OTHERS = {
-    "gemma": {"model_type": "gemma"},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmo2": {"model_type": "olmo2"},
-    "olmo3": {"model_type": "olmo3", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {"model_type": "granite", **GRANITE},
-    "glm": {"model_type": "glm", "partial_rotary_factor": 0.5},
-    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
-    "ernie4_5": {"model_type": "ernie4_5"},
-    "seed_oss": {"model_type": "seed_oss"},
-    "ministral": {"model_type": "ministral", "sliding_window": 5},
-    "helium": {"model_type": "helium", "head_dim": 8},
-    "exaone4": {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-}
-SPARSE = {
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
-    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
-    "granitemoe": {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, **GRANITE},
-    "glm4_moe": {"model_type": "glm4_moe", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "use_qk_norm": True},
-    "dots1": {"model_type": "dots1", **MLA, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "q_lora_rank": None},
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "swiglu_limit": 1.0,
-        "sliding_window": 5,
-        "rope_scaling": GPT_OSS_ROPE,
-    },
-    "deepseek_v2": {"model_type": "deepseek_v2", **MLA, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.5},
-    "deepseek_v2-groups": {"model_type": "deepseek_v2", **MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-    "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
-}
-FAMILIES = DENSE | OTHERS | SPARSE
-NEW = 9
-
-
-def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
-    return tiny_model(FAMILIES[name], dtype, **changes)
-
-
-def prompts() -> list[list[int]]:
-    """Prompts of unequal lengths, one longer than a chunk."""
-    torch.manual_seed(0)
-    return [torch.randint(3, TINY["vocab_size"], (n,)).tolist() for n in (5, 19, 1)]
-
-
-def stock_tokens(model, prompt: list[int], new: int = NEW) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    return out[0, len(prompt) :].tolist()
-
-
-def stock_logits(model, prompt: list[int], continuation: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 :]
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_tokens_are_those_of_transformers_in_a_batch_and_alone(name: str) -> None:
-    model = tiny(name)
-    expected = [stock_tokens(model, p) for p in prompts()]
-    with Engine(model, max_batch=3, max_len=64, prefill_tokens=48) as engine:  # chunks of 16 tokens
-        assert engine.generate(prompts(), NEW).tokens == expected
-        assert [engine.generate([p], NEW).tokens[0] for p in prompts()] == expected
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_tokens_of_other_families_are_those_of_transformers(name: str) -> None:
-    """Behind a prompt read in chunks, longer than any window."""
-    model, prompt = tiny(name), prompts()[1]
-    with Engine(model, max_batch=1, max_len=32, prefill_tokens=16) as engine:
-        assert engine.generate([prompt], 4).tokens == [stock_tokens(model, prompt, 4)]
-
-
-HALVES = [("llama", torch.bfloat16), ("qwen2", torch.float16), ("gemma3", torch.bfloat16), ("olmo2", torch.bfloat16)]
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*HALVES, *((n, torch.bfloat16) for n in SPARSE)])
-def test_logits_of_every_step_obey_the_accuracy_rule(name: str, dtype: torch.dtype) -> None:
-    model = tiny(name, dtype)
-    given = [[7, 50, 3, 91]] * 3
-    wide = copy.deepcopy(model).to(torch.float64)
-    if name in SPARSE:
-        wide.set_experts_implementation("eager")  # the only one that takes float64
-    truth = torch.stack([stock_logits(wide, p, c) for p, c in zip(prompts(), given, strict=True)])
-    stock = torch.stack([stock_logits(model, p, c) for p, c in zip(prompts(), given, strict=True)])
-    with Engine(model, max_batch=4, max_len=64, prefill_tokens=64) as engine:
-        ours = engine.logits(prompts(), given)
-        alone = engine.logits(prompts()[:1], given[:1]) if name in SPARSE else ours[:1]  # one row takes other kernels
-    assert ours.dtype == dtype
-    assert_accurate(ours, stock, truth)
-    assert_accurate(alone, stock[:1], truth[:1])
-
-
-def test_tokens_of_gpt_oss_are_those_of_transformers_and_its_weights_are_held_once() -> None:
-    model = tiny("gpt_oss", torch.bfloat16)
-    before, bytes_before = {k: v.clone() for k, v in model.state_dict().items()}, size(model)
-    expected = [stock_tokens(model, p) for p in prompts()]
-    with Engine(model, max_batch=3, max_len=64, prefill_tokens=48) as engine:
-        assert engine.generate(prompts(), NEW).tokens == expected
-        assert engine.generate(prompts()[:1], NEW).tokens == expected[:1]
-        assert size(model) == bytes_before
-        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # seen through views
-    assert all(torch.equal(v, before[k]) and v.is_contiguous() for k, v in model.state_dict().items())
-
-
-def test_norms_inside_products_of_a_batch_obey_the_accuracy_rule(monkeypatch) -> None:
-    monkeypatch.setattr(layers, "MOST_FUSED_ROWS", 16)
-    model, given = tiny("llama", torch.bfloat16), [[7, 50]] * 3
-    wide = copy.deepcopy(model).to(torch.float64)
-    truth, stock = (torch.stack([stock_logits(m, p, c) for p, c in zip(prompts(), given, strict=True)]) for m in (wide, model))
-    with Engine(model, max_batch=4, max_len=64, prefill_tokens=64) as engine, counted() as launches:
-        ours = engine.logits(prompts(), given)
-    assert launches["rms_norm_matmul_rows_kernel"]
-    assert_accurate(ours, stock, truth)
 
 
 def test_the_order_and_number_of_prompts_change_nothing() -> None:
@@ -195,10 +52,6 @@ def test_generation_ends_when_every_sequence_has() -> None:
 
 def storages(model) -> set[int]:
     return {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-
-def size(model) -> int:
-    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
 
 
 def test_weights_are_held_once_and_the_model_works_on() -> None:
@@ -276,14 +129,31 @@ def test_an_interrupt_leaves_the_engine_usable() -> None:
         assert engine.generate(prompts(), NEW).tokens == expected
 
 
+def test_a_step_of_few_keys_reads_a_cache_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "FEW_KEYS", 8)
+    model = tiny(num_hidden_layers=1)
+    with Engine(model, max_batch=2, max_len=64) as engine:
+        for given in (prompts()[::2], prompts()[2:]):  # the longest counts; from 2 keys to 14
+            assert engine.generate(given, NEW).tokens == [stock_tokens(model, prompt) for prompt in given]
+        found = engine.logits([prompts()[2]], [[5] * 8])[0]
+        assert_accurate(found, stock_logits(model, prompts()[2], [5] * 8), stock_logits(copy.deepcopy(model).double(), prompts()[2], [5] * 8))
+        step = next(step for step in engine._programs._steps.values() if step.buffers.batch == 1)
+    assert {keys: call.args[1].shape[2] for keys, calls in step.calls.items() for call in calls if call.name == "layers.0.attention"} == {
+        8: 8,
+        32: 32,
+        64: 64,
+    }
+    assert [step.reach(keys) for keys in (1, 8, 9, 64)] == [8, 8, 32, 64]
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # norms of queries and keys cost no call
 def test_a_step_is_a_list_of_calls(name: str) -> None:
     model = tiny(name, num_hidden_layers=1)
     stages: list[str] = []
     with Engine(model, max_batch=1, max_len=64, on_progress=lambda stage, done, total: stages.append(stage)) as engine:
         engine.warm_up(1, 3)
-        (step,) = engine._steps.values()
-        assert [call.name for call in step.calls] == [
+        (step,) = engine._programs._steps.values()
+        assert [call.name for call in step.calls[64]] == [
             "embedding",
             "layers.0.attention.qkv",
             "layers.0.attention.append",
@@ -419,7 +289,7 @@ def test_a_grammar_allows_the_tokens_of_its_mask_alone(temperature: float) -> No
         found = engine.generate(prompts(), NEW, sampling=Sampling(temperature=temperature, seed=3), masks=masks).tokens
         assert all(token % 2 == at % 2 for row in found for at, token in enumerate(row))
         assert seen == [[row[:n] for row in found] for n in range(NEW)]
-        with pytest.raises(ValueError, match=r"a grammar's mask must be int32 \[sequences, 3\]"):
+        with pytest.raises(ValueError, match=r"a grammar's mask must be int32 \[3, 3\], a row for each"):
             engine.generate(prompts(), NEW, masks=lambda written: torch.zeros(3, 4, dtype=torch.int32))
 
 
@@ -448,10 +318,3 @@ def test_min_p_leaves_what_is_likely_enough() -> None:
         likeliest = engine.generate(prompts(), NEW).tokens
         assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, min_p=1.0, seed=1)).tokens == likeliest
         assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, min_p=0.01, seed=1)).tokens != likeliest
-
-
-def test_norms_over_all_heads_are_refused_in_a_group() -> None:
-    model = tiny("olmo2")
-    cut(model, Shard(0, 2), device="cpu")
-    with pytest.raises(ValueError, match="group must be None for a olmo2 model"):
-        Engine(model, group=SimpleNamespace(shard=Shard(0, 2)))

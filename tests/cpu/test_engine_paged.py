@@ -4,7 +4,7 @@ need.
 
 import pytest
 import torch
-from test_engine import NEW, prompts, stock_tokens, tiny
+from engine_models import NEW, prompts, stock_tokens, tiny
 
 from tilewright.engine import Engine
 from tilewright.engine.pages import Pages

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from tilewright.cli import app
 from tilewright.models import ModelFileError, load
+from tilewright.models.gguf_header import read_header
 
 SECONDS = 1.0  # of this thread's time for one file
 MEMORY = 96 << 20  # bytes that all cases of a test may add, of which what transformers imports is most
@@ -112,6 +113,15 @@ def test_hostile_folders_are_refused(tmp_path: Path) -> None:
         for i, (name, reason, make) in enumerate(hostile.hostile_folders()):
             make(tmp_path / f"{i}")
             refused(tmp_path / f"{i}", name, reason)
+
+
+def test_a_long_name_in_a_file_makes_no_long_error(tmp_path: Path) -> None:
+    file, path = hostile.Gguf(), tmp_path / "long.gguf"
+    file.tensors[0] |= {"name": "\0" * 60_000, "kind": 999}
+    path.write_bytes(file.content())
+    with pytest.raises(ModelFileError, match="a known type of") as caught:
+        read_header(path)
+    assert len(str(caught.value)) < 1200
 
 
 def test_a_gguf_path_that_is_no_file_is_refused(tmp_path: Path) -> None:

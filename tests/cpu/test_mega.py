@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from test_engine import NEW, prompts, stock_tokens, tiny
+from engine_models import NEW, prompts, stock_tokens, tiny
 from transformers import AutoConfig
 
 from tilewright.compile import find_tool
@@ -101,7 +101,7 @@ def test_engine_writes_the_tokens_of_transformers_in_few_launches() -> None:
         engine.warm_up(1, len(prompt))
         launches.clear()
         found = engine.generate([prompt], NEW)
-        assert engine._megas[0].tiles.nbytes == packed_bytes(model.config, Device.named("CPU"))
+        assert engine._programs.megas[0].tiles.nbytes == packed_bytes(model.config, Device.named("CPU"))
     assert found.tokens == [expected]
     assert len(found.step_s) == NEW - 1
     assert launches["mega_kernel"] == -(-NEW // 4)  # one between two looks of the host
@@ -130,7 +130,7 @@ def test_a_block_that_waits_in_vain_is_named(small) -> None:
     step = Mega(small[1], clocks(), cache_of(small[1].dims), blocks=5, config=SMALL, spin_limit=200)
     step._epoch[0] = 6  # as if block 0 were ahead
     step.step()
-    with pytest.raises(RuntimeError, match=r"block \d of 5 waited in vain for qkv of layer 0"):
+    with pytest.raises(RuntimeError, match=r"block \d of 5 gave up waiting for qkv of layer 0"):
         step.check()
     step.clocks.counters.zero_()
     step.clocks.clock.zero_()
@@ -257,7 +257,7 @@ def test_every_row_is_dealt_once(name: str, sms: int) -> None:
     assert {head for head, _ in shares} == set(range(d.q_heads))
     assert [word for block in every for word in schedule.owned(block)] == list(range(schedule.hidden_words))
     if name == "Llama-3.2-1B":
-        assert schedule.balance() >= (0.97 if schedule.config.ring == 6 else 0.96)  # a short ring waits for `out`
+        assert schedule.balance() >= 0.97
 
 
 @pytest.mark.parametrize("position", [7, 30])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from tilewright.cli import app
@@ -129,22 +130,27 @@ def test_gguf_gives_back_the_written_model_and_its_tokenizer(tmp_path: Path, arc
 
 
 def test_a_gguf_header_is_read_once(tmp_path: Path, monkeypatch) -> None:
-    """Config and tokenizer both come from it, and it has a slice for each token of the
-    vocabulary.
-    """
+    """By us: config and tokenizer are those that transformers makes of what gguf's reader finds."""
     gguf = pytest.importorskip("gguf")
-    made = []
+    path, reads = tmp_path / "tiny.gguf", []
 
     class Counted(gguf.GGUFReader):
         def __init__(self, *args, **how):
-            made.append(args)
+            reads.append(args)
             super().__init__(*args, **how)
 
-    write_gguf(tmp_path / "tiny.gguf", tiny(), "llama")
+    write_gguf(path, tiny(), "llama")
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
-    load(tmp_path / "tiny.gguf")
-    assert len(made) == 1
+    loaded = load(path)
+    assert not reads
     assert gguf.GGUFReader is Counted
+    theirs = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert len(reads) == 2
+    for name in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "vocab_size", "eos_token_id"):
+        assert getattr(loaded.model.config, name) == getattr(theirs, name)
+    assert loaded.tokenizer.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert loaded.tokenizer.special_tokens_map == tokenizer.special_tokens_map
 
 
 def test_incomplete_gguf_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import FAMILIES
+from engine_models import FAMILIES
 from tiny_models import TINY
 
 from tilewright.engine import Engine, Group, Sampling

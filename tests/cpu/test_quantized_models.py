@@ -177,10 +177,19 @@ def test_gpt_oss_is_loaded_as_it_ships(tmp_path: Path) -> None:
     again = experts_with(mixture, found.config)
     assert torch.equal(again.gate_up_proj_bias, experts.gate_up_proj_bias)
     assert torch.equal(again.gate_up_proj, wide("gate_up").transpose(1, 2))
-    del tensors[f"{path}.down_proj_scales"]
-    write(tmp_path / "lacking", model, {"quant_method": "mxfp4"}, tensors)
-    with pytest.raises(ModelFileError, match="down_proj_scales"):
-        load(tmp_path / "lacking", dtype=BF16)
+    coded = [f"{path}.{name}_proj_{kind}" for name in ("gate_up", "down") for kind in ("blocks", "scales")]
+    wrong: list[tuple[dict, str]] = [
+        ({coded[3]: None}, "down_proj_scales"),
+        ({f"{path}.down_proj_bias": None}, rf"missing \['{path}.down_proj_bias'\]"),
+        ({f"{path}.down_proj_bias": torch.zeros(4, 3)}, rf"misshapen \['{path}.down_proj_bias \[4, 3\] for \[4, 64\]'\]"),
+        ({name: tensors[name][:3] for name in coded}, r"experts must be 4, each with gate, up and down, got \[0, 1, 2\]"),
+        ({name: tensors[name][:, :190] for name in coded[:2]}, r"matrix 0 of an expert in .* is \(96, 64\), got \(95, 64\)"),
+    ]
+    for i, (changes, message) in enumerate(wrong):
+        held = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+        write(tmp_path / str(i), model, {"quant_method": "mxfp4"}, held)
+        with pytest.raises(ModelFileError, match=message):
+            load(tmp_path / str(i), dtype=BF16)
 
 
 def test_a_quantised_mixture_keeps_its_router_and_latents_wide() -> None:
@@ -295,7 +304,7 @@ def test_a_folder_that_is_not_whole_names_what_is_wrong(tmp_path: Path) -> None:
         (said, tensors | {f"{key}.oddity": torch.zeros(1)}, rf"tensors of their method, got \['{key}.oddity'\]"),
         (said, tensors | {"model.norm.weight": torch.ones(3)}, r"misshapen \['model.norm.weight \[3\] for \[128\]'\]"),
         (said, tensors | {"visual.weight_packed": torch.zeros(1, dtype=torch.int32)}, r"only Linear modules and experts are coded, got \['visual'\]"),
-        (said, tensors | {f"{key}.weight_packed": tensors[f"{key}.weight_packed"][:64]}, rf"{key}: weight_scale|{key}: scales"),
+        (said, tensors | {f"{key}.weight_packed": tensors[f"{key}.weight_packed"][:64]}, rf"in {key}, got weight_shape must be \[64, 256\]"),
         ({"quant_method": "bitsandbytes"}, tensors, rf"one of {', '.join(METHODS)} as quant_method, got 'bitsandbytes'"),
         ({"quant_method": "gptq", "bits": 3}, tensors, "a gptq model of 4 bits, got one of 3"),
         ({"quant_method": "awq", "version": "exllama"}, tensors, "an AWQ model of version gemm, got 'exllama'"),
@@ -350,3 +359,15 @@ def test_quantize_writes_what_generate_runs(tmp_path: Path) -> None:
     assert "the output folder must be new or empty" in again.stderr
     compared = run("generate", "--model", tmp_path / "small", *how, "--dtype", "bfloat16", "--compare")
     assert "--compare must be left out with quantised weights" in compared.stderr
+
+
+def test_logits_move_no_more_than_with_a_reference_quantiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same format: gguf's, torch's."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import quality
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}  # enough weights that no luck decides
+    rows = quality.compare(small(**sizes), torch.randint(64, (8, 64)))
+    assert {row["format"] for row in rows} == FORMATS.keys() - {"nvfp4"}
+    assert all(row["ratio"] < quality.ALLOWED for row in rows), rows

@@ -21,6 +21,8 @@ import pytest
 from tiny_models import tiny_model
 from tiny_server import CHAT, CONTEXT, JSON, LIMIT, PAGES, PLAIN, call, chat, plain, refused, resident_bytes, server, wait_until
 
+from tilewright.engine import Engine
+from tilewright.engine import Sampling as EngineSampling
 from tilewright.models import Loaded, load
 from tilewright.models.serve import serve_command, serving
 from tilewright.testing.tiny_chat import tokenizer
@@ -58,7 +60,8 @@ def test_a_prompt_longer_than_the_cache_is_refused_and_the_worker_lives(port):
     refused(port, CHAT, chat(messages=[{"role": "user", "content": "a" * CONTEXT}]), "messages")  # no room for an answer
     refused(port, CHAT, chat(messages=[{"role": "user", "content": "a" * (CONTEXT - 3)}]), "max_tokens")
     full = chat(messages=[{"role": "user", "content": "a" * (CONTEXT - 4)}])
-    assert call(port, CHAT, full)[1]["usage"] == {"prompt_tokens": CONTEXT - 4, "completion_tokens": 4, "total_tokens": CONTEXT}
+    usage = call(port, CHAT, full)[1]["usage"]
+    assert {name: usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")} == {"prompt": CONTEXT - 4, "completion": 4, "total": CONTEXT}
 
 
 def test_another_model_or_path_is_not_found(port):
@@ -104,6 +107,50 @@ def test_each_request_is_sampled_as_it_asks(port):
     assert several["usage"]["completion_tokens"] == 24
     again = call(port, CHAT, chat(max_tokens=8, temperature=2, seed=5, n=3))[1]
     assert again["choices"] == several["choices"]
+
+
+def test_penalties_and_biases_are_those_of_the_engine(port):
+    """Beside each other in one step, and beside a request that has none."""
+    model, words = tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer()
+    prompt, free = words("hello hello")["input_ids"], call(port, PLAIN, plain(prompt="hello hello", max_tokens=10))[1]["choices"][0]["text"]
+    first = words(free[0])["input_ids"][-1]
+    asked = [
+        {"frequency_penalty": 1.5},
+        {"repetition_penalty": 1.8, "presence_penalty": 2.0},
+        {"logit_bias": {str(first): -100, str(prompt[0]): 3.5}},
+    ]
+    answers = {}
+
+    def ask(i, fields):
+        answers[i] = call(port, PLAIN, plain(prompt="hello hello", max_tokens=10, **fields))[1]["choices"][0]["text"]
+
+    users = [threading.Thread(target=ask, args=each) for each in enumerate([*asked, {}])]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join()
+    with Engine(model, max_len=64) as engine:
+        for i, fields in enumerate(asked):
+            bias = {int(token): value for token, value in fields.get("logit_bias", {}).items()}
+            tokens = engine.generate([prompt], 10, sampling=EngineSampling(temperature=0, **{**fields, "logit_bias": bias})).tokens[0]
+            assert answers[i] == words.decode(tokens) != free
+    assert answers[3] == free
+
+
+def test_a_prompt_that_begins_alike_is_not_read_again(running, port):
+    long = [7 + i % 40 for i in range(300)]
+    whole, again = (call(port, PLAIN, plain(prompt=[*long, 9], max_tokens=3))[1] for _ in range(2))
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 256}  # a page
+    assert again["choices"] == whole["choices"]
+    before = call(port, "/health")[1]["reused_tokens"]
+    other = call(port, PLAIN, plain(prompt=[*long, 3, 5], n=2, max_tokens=3))[1]
+    assert call(port, "/health")[1]["reused_tokens"] == before + 512
+    with server(prefix_reuse=False) as fresh:
+        for _ in range(2):
+            found = call(fresh.address[1], PLAIN, plain(prompt=[*long, 3, 5], max_tokens=3))[1]
+            assert found["choices"][0] == other["choices"][0]
+            assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def events(port, path, body):

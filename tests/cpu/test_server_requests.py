@@ -30,9 +30,10 @@ EACH_KIND = [
     *(("stop", value) for value in (3, True, {}, "", "a" * 257)),
     *(("stream", value) for value in (1, "true", [], {})),
     *(("stream_options", value) for value in (1, "x", [], {"include_usage": True})),  # the last without stream
-    *(("frequency_penalty", value) for value in (0.5, -2, True, "0", NAN)),
-    ("presence_penalty", 1),
-    ("logit_bias", {"5": 1}),
+    *(("frequency_penalty", value) for value in (2.5, -2.1, True, "0", NAN)),
+    ("presence_penalty", 3),
+    *(("repetition_penalty", value) for value in (0, -1, 1e9, "1")),
+    *(("logit_bias", value) for value in ({"a": 1}, {"-1": 1}, {"\u0665": 1}, {"999999": 1}, {"9" * 400: 1}, {str(i): 1 for i in range(301)}, [], 3)),
     ("model", None),
     ("model", 3),
     ("user", 3),
@@ -45,6 +46,7 @@ def test_a_field_out_of_range_is_named(port, path, make):
         refused(port, path, make(**{field: value}), field)
     refused(port, path, make(stop=["a", ""]), "stop[1]")
     refused(port, path, make(stop=["a"] * 5), "stop")
+    refused(port, path, make(logit_bias={"5": 101}), "logit_bias.5")
     refused(port, path, make(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage")
     for field in ("stop", "stream_options", "n", "seed", "top_p", "max_tokens", "temperature", "stream", "user"):
         assert call(port, path, {**make(), "max_tokens": 4, field: None} if field != "max_tokens" else {**make(n=1), "max_tokens": 2})[0] == 200
@@ -53,7 +55,7 @@ def test_a_field_out_of_range_is_named(port, path, make):
 def test_what_is_not_served_is_refused(port):
     for field, value in {
         "logprobs": True, "top_logprobs": 2, "tools": [{"type": "function"}], "tool_choice": "required", "response_format": {"type": "json_object"},
-        "audio": {}, "modalities": ["audio"], "functions": [{}], "prediction": {}, "store": True, "reasoning_effort": "high", "logit_bias": {"1": 1},
+        "audio": {}, "modalities": ["audio"], "functions": [{}], "prediction": {}, "store": True, "reasoning_effort": "high",
     }.items():  # fmt: skip
         refused(port, CHAT, chat(**{field: value}), field)
     for field, value in {"logprobs": 0, "echo": True, "best_of": 2, "suffix": "b"}.items():

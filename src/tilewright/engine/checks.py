@@ -1,8 +1,10 @@
 """What an `Engine` refuses before it changes the model, or begins with prompts."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..launch import Device, argument_error, check_integers
@@ -13,6 +15,25 @@ from .mega.pack import refuse_model
 from .parallel import Group
 
 HELD = "tilewright_engine"  # the attribute of a model that an engine holds
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def alone(call: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of an engine that refuses to run beside another one: they share tokens and cache."""
+
+    @wraps(call)
+    def run(engine: Any, /, *args: P.args, **options: P.kwargs) -> R:
+        if not engine._free.acquire(blocking=False):
+            raise RuntimeError("an engine must run one call at a time, got another from a callback or thread: wait, or give each an engine")
+        try:
+            return call(engine, *args, **options)
+        finally:
+            engine._free.release()
+
+    return run
 
 
 def check_positive(**sizes: int) -> None:
@@ -49,6 +70,38 @@ def check_mode(mode: str, model: Any, max_batch: int, group: Group | None, weigh
         if weights is not None or is_quantized(model):
             raise argument_error("mode", '"eager" or "graph" with quantised weights', '"mega"')
         refuse_model(model, Device.of(next(model.parameters())))
+
+
+def check_draft(model: Any, draft: Any, speculate: int, mode: str, group: Group | None) -> None:
+    """Raises ValueError unless a draft model, if given, can propose tokens for the model."""
+    if draft is None:
+        return
+    check_model(draft, None)
+    if speculate < 1:
+        raise argument_error("speculate", "at least 1 with a draft model", speculate)
+    if draft is model or mode == "mega" or group is not None:
+        raise argument_error("draft", 'another model than model, without mode="mega" and without a group', type(draft).__name__)
+    words, own = (each.config.get_text_config().vocab_size for each in (draft, model))
+    if words != own or draft.device != model.device:
+        raise argument_error("draft", f"a model of {own} tokens on {model.device}, as the model is", f"one of {words} on {draft.device}")
+
+
+def check_kv_dtype(kv_dtype: str | None, model: Any, mode: str) -> None:
+    """Raises ValueError unless the cache of the model can be of that kind."""
+    if kv_dtype is None:
+        return
+    if kv_dtype != "fp8":
+        raise argument_error("kv_dtype", 'None or "fp8"', repr(kv_dtype))
+    layers = model.model.layers if hasattr(model, "model") else ()
+    head_dims = {getattr(layer.self_attn, "head_dim", 0) for layer in layers}
+    for rule, kept in (
+        ("of a model with keys and values of heads, as latents are cached in 16 bits", not hasattr(model.config, "kv_lora_rank")),
+        ("of a model in bfloat16 or float16", model.dtype in (torch.bfloat16, torch.float16)),
+        ("of heads with a multiple of 4 elements, at most 256", all(n % 4 == 0 and n <= 256 for n in head_dims)),
+        ('without mode="mega"', mode != "mega"),
+    ):
+        if not kept:
+            raise argument_error("kv_dtype", f"None, or {rule}", '"fp8"')
 
 
 def check_rotations(model: Any, max_len: int) -> None:

@@ -76,13 +76,21 @@ class Measured:
         gpu, dtype = Device.of(next(loaded.model.parameters())).name, str(loaded.model.dtype).removeprefix("torch.")
         return Measured(case_of(loaded, *sizes), sizes, dtype, gpu, copy_gbs, more)
 
-    def run_modes(self, model: Any, modes: Sequence[str], given: list[list[int]] | None, errors: Console, group: Group | None = None) -> None:
+    def run_modes(
+        self,
+        model: Any,
+        modes: Sequence[str],
+        given: list[list[int]] | None,
+        errors: Console,
+        group: Group | None = None,
+        kv_dtype: str | None = None,
+    ) -> None:
         """Times the engine in each mode. given: continuations whose logits are kept."""
         batch, prompt_tokens, new = self.sizes
         prompts = prompts_of(model, batch, prompt_tokens)
         for mode in modes:
             name = f"tilewright {mode}"
-            with ready_engine(model, self.sizes, mode, errors, group) as (ours, self.start_s):
+            with ready_engine(model, self.sizes, mode, errors, group, kv_dtype=kv_dtype) as (ours, self.start_s):
                 self.runs.append(run_engine(ours, name, prompts, new))
                 if self.copy_gbs is not None:
                     self.floor_ms = 1e-6 * ours.step_bytes(batch, prompt_tokens + new // 2) / self.copy_gbs
@@ -98,7 +106,9 @@ class Measured:
         self.logits.clear()
 
 
-def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], json_file: Path | None) -> int:
+def measure_command(
+    loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tuple[str, ...], json_file: Path | None, kv_dtype: str | None = None
+) -> int:
     """Times `engine` beside unpatched transformers: a mode of `Engine`, or "transformers" for the
     patched model. Returns the exit code: 1 if the graph's tokens are not those of the eager engine.
     The megakernel sums in another order; its tokens are compared with the graph's, without an exit
@@ -130,7 +140,7 @@ def measure_command(loaded: Loaded, sizes: Sizes, *, engine: str, baselines: tup
                 found.logits["tilewright patched"] = _stock_logits(model, prompts, given)
     beside = "graph" if device.type == "cuda" else "eager"
     modes = {"eager": ("eager",), "graph": ("eager", "graph"), "mega": (beside, "mega"), "auto": (beside, "auto")}
-    found.run_modes(model, modes.get(engine, ()), given, errors)
+    found.run_modes(model, modes.get(engine, ()), given, errors, kv_dtype=kv_dtype)
     if given is not None:
         with in_float32(model):
             found.keep_distances(_stock_logits(model, prompts, given))
@@ -200,13 +210,13 @@ def _copy_gbs(device: torch.device) -> float | None:
 
 @contextmanager
 def ready_engine(
-    model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None, *, room: int = 0
+    model: Any, sizes: tuple[int, int, int], mode: str, errors: Console, group: Group | None = None, *, room: int = 0, kv_dtype: str | None = None
 ) -> Iterator[tuple[Engine, float]]:
     """An engine, compiled for these sizes, and the seconds this took. room: least tokens cached."""
     batch, prompt_tokens, max_new_tokens = sizes
     with _progress(errors) as on_progress:
         start = time.perf_counter()
-        options: dict[str, Any] = {"mode": mode, "on_progress": on_progress, "group": group}
+        options: dict[str, Any] = {"mode": mode, "on_progress": on_progress, "group": group, "kv_dtype": kv_dtype}
         with Engine(model, max_batch=batch, max_len=max(prompt_tokens + max_new_tokens, room), **options) as ours:
             ours.warm_up(batch, prompt_tokens)
             yield ours, time.perf_counter() - start

@@ -11,7 +11,7 @@ class Ending:
     def __init__(self, sequences: int, tokens: Collection[int], texts: Sequence[str], decode: Decode | None) -> None:
         if isinstance(tokens, str) or not isinstance(tokens, Collection) or not all(isinstance(token, int) for token in tokens):
             raise TypeError(f"stop must be a list of token ids, got {tokens!r:.80}")
-        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+        if isinstance(texts, str) or not isinstance(texts, Collection) or not all(isinstance(text, str) and text for text in texts):
             raise TypeError(f"stop_texts must be a list of texts that are not empty, got {texts!r:.80}")
         if texts and decode is None:
             raise TypeError("decode must be a function from token ids to text with stop_texts, got None: give tokenizer.decode")

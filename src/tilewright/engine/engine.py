@@ -1,14 +1,13 @@
 """`Engine(model).generate(prompts, ...)`: reads prompts in chunks, then runs each decode step as
 one program or one CUDA graph.
 
-Sequences of different lengths all begin at position 0. A shorter prompt is padded at its end. The
-padding's keys lie in the cache beyond the sequence's length, where nothing reads them; the next
-tokens overwrite them.
-"""
+All sequences begin at position 0; a shorter prompt is padded at its end. The padding's keys lie in
+the cache beyond the sequence's length, where nothing reads them; the next tokens overwrite them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,45 +15,49 @@ from torch import Tensor
 
 from ..launch import Device, argument_error
 from ..models.quantized import is_quantized
-from .checks import HELD, check_mode, check_model, check_positive, check_prompts, check_rotations
+from .beside import beside
+from .checks import HELD, alone, check_draft, check_kv_dtype, check_mode, check_model, check_positive, check_prompts, check_rotations
 from .clock import Clock
 from .cost import step_bytes
+from .draft import Rounds
 from .ending import Decode, Ending
-from .graph import capture, compile_kernels, run
+from .graph import run
 from .layers import Decoder
-from .mega.pack import Weights, packed_bytes
-from .mega.run import Clocks, Mega
+from .mega.pack import packed_bytes
 from .memory import Held, check_fits, lasting, too_much
 from .modes import Mode, auto_mode
 from .pages import CacheKind, Pages, pool_shape
 from .parallel import Group
 from .prefill import Prefill
-from .program import Call, Step, StepBuffers
+from .prefix import Prefixes
+from .program import Step
+from .programs import Programs, bucket, padded
 from .read import read
 from .sampling import LIKELIEST, Sampling
-from .speculate import Verify, check_speculation, decode_with_drafts
+from .speculate import check_speculation, decode_with_drafts
 from .state import SLOTS, State
 from .weights import Fusion
 
 OnProgress = Callable[[str, int, int], None]
 OnTokens = Callable[[list[list[int]]], None]
 Masks = Callable[[list[list[int]]], Tensor]
-MOST_CAPTURED_TOKENS = 1024  # of a chunk of prompts: with more, the host keeps ahead of the GPU without a graph
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """tokens: the new tokens of each prompt, with the token that stopped it. first_token_s: from
-    the call to the first tokens. step_s: the time of each decode step.
+    the call to the first tokens. step_s: the time of each decode step. reused: tokens of each
+    prompt whose keys were in the cache.
     """
 
     tokens: list[list[int]]
     first_token_s: float
     step_s: list[float]
+    reused: list[int]
 
 
 class Engine:
-    """Generates text from a transformers model with our kernels, its weights fused in place."""
+    """Generates text from a transformers model with our kernels. Fuses its weights in place."""
 
     def __init__(  # noqa: PLR0913 options by keyword
         self,
@@ -71,8 +74,13 @@ class Engine:
         on_progress: OnProgress | None = None,
         group: Group | None = None,
         weights: str | None = None,
+        draft: Any = None,
+        draft_weights: str | None = None,
+        speculate: int = 0,
+        prefix_reuse: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
-        """Takes over a model's weights and makes the cache.
+        """Fuses the model's weights and allocates the cache.
 
         The model itself keeps working: its fused parameters become views of the fused matrices, so
         weights are held once (with mode="mega" twice). `close()`, or the end of a `with` block,
@@ -81,52 +89,63 @@ class Engine:
         Args:
             model: a transformers causal language model of one of `MODEL_TYPES`, in eval mode, on
                 one device.
-            max_batch: sequences at once.
-            max_len: tokens of a sequence, prompt included.
+            max_batch: the most sequences at once.
+            max_len: the most tokens of a sequence, prompt included.
             mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step,
                 and chooses the same tokens. "mega" runs a decode step of one sequence (`max_batch`
                 1) as one persistent kernel, for the models that docs/megakernel.md names, on a
-                packed copy of the weights. "auto" takes "mega" where a table says that it was the
-                faster one on this GPU (engine/modes.py), else "graph", on a CPU "eager"; the
-                attribute `mode` says which.
-            prefill_tokens: prompt tokens read at once, over all sequences: less needs less memory.
-            check_every: decode steps between two reads of the tokens by the host, the only waits
-                for the device.
+                packed copy of the weights. "auto" chooses "mega" if it was measured to be faster on
+                this GPU (engine/modes.py), else "graph", and on a CPU "eager"; the attribute `mode`
+                holds the choice.
+            prefill_tokens: prompt tokens read at once, over all sequences; fewer need less memory.
+            check_every: decode steps between two reads of the tokens by the host. Only these reads
+                wait for the device.
             cache: "static" reserves max_len tokens for each sequence. "paged" gives a sequence
                 pages from a common pool as it grows, and takes them back when it ends.
             page_size: tokens of a page, a power of two, at least 16; default 64. Only with "paged".
-            cache_tokens: tokens of the pool; default max_batch * max_len, with which it can't run
-                out. Only with "paged".
+            cache_tokens: tokens in the pool; the default, max_batch * max_len, never runs out. Only
+                with "paged".
             on_progress: called with (stage, done, all) while weights are fused, kernels compiled
                 and graphs captured.
-            group: the processes that share the model; `load` gave each a shard of it. All make the
-                same calls with the same arguments, and get the same tokens.
-            weights: quantise the model's Linear modules to this format (`FORMATS`), rounded to
-                nearest, but for the head; `close()` puts back the modules, which wait in the
-                host's memory. A model that is quantised already runs as it is.
+            group: the processes that share the model; `load` gave each of them a shard. All must
+                make the same calls with the same arguments, and they get the same tokens.
+            weights: quantise the model's Linear modules, except the head, to this format
+                (`FORMATS`), rounded to nearest. The original modules are kept in host memory, and
+                `close()` puts them back. A model that is already quantised runs as it is.
+            draft: a smaller model with the same vocabulary, on the same device, that proposes
+                `speculate` tokens for each step to check (docs/engine.md).
+            draft_weights: like `weights`, for the draft model.
+            speculate: what `generate` takes by default.
+            prefix_reuse: keep the keys of earlier calls while there is room, for prompts with the
+                same beginning (docs/engine.md).
+            kv_dtype: "fp8" caches keys and values as e4m3, with a scale for each token and head, in
+                half the memory; None caches them in the model's dtype. "fp8" needs heads of at most
+                256 elements, and does not work with "mega".
         Raises:
-            TypeError, ValueError: naming the argument, what it must be, and what it was; the model
-                is unchanged.
+            TypeError, ValueError: name the argument, what it must be, and what it was. The model is
+                unchanged.
             MemoryError: the cache does not fit. The error says how much was needed and what to
                 lower.
         """
         check_positive(max_batch=max_batch, max_len=max_len, prefill_tokens=prefill_tokens, check_every=check_every)
         check_model(model, group)
         check_mode(mode, model, max_batch, group, weights)
+        check_kv_dtype(kv_dtype, model, mode)
         check_rotations(model, max_len)
+        check_draft(model, draft, speculate, mode, group)
         if mode == "auto":
-            mode = auto_mode(model, max_batch, max_len, group, cache == "paged" or weights is not None or is_quantized(model))
+            beyond = cache == "paged" or weights is not None or kv_dtype is not None or draft is not None or is_quantized(model)
+            mode = auto_mode(model, max_batch, max_len, group, beyond)
         page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
+        self._speculate = speculate
         self._model: Any = model
+        self._free = Lock()
         self._fusion: Fusion = Fusion()
-        self._megas: list[Mega] = []
-        self._steps: dict[tuple[Any, ...], Step] = {}
         self._pages: Pages | None = None
-        self._prefills: dict[tuple[int, int, int], Prefill] = {}
-        self._verifies: dict[tuple[Any, ...], Verify] = {}
-        self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
+        self._draft: Engine | None = None
+        self._rounds: dict[tuple[Any, ...], Rounds] = {}
         unit = max(SLOTS, page_size)
         slots = -(-max_len // unit) * unit
         self._paged, self._cache_shape = count > 0, (count, page_size) if count else (max_batch, slots)
@@ -135,12 +154,17 @@ class Engine:
             with lasting():
                 if weights is not None:
                     self._fusion.quantize(model, weights, self._report)
-                self.decoder: Decoder = read(model, self._fusion, slots, self._report, group)
+                self.decoder: Decoder = read(model, self._fusion, slots, self._report, group, codes=kv_dtype is not None)
             self._check_memory()
             with lasting():
                 device = self.decoder.embedding.device
-                self._pages = Pages(count, page_size, max_batch, slots // page_size, device) if count else None
+                self._pages = Pages(count, page_size, max_batch, slots // page_size, device, keep=prefix_reuse) if count else None
                 self._state = State(self.decoder, max_batch, slots, check_every, pages=self._pages, stacked=mode == "mega")
+            self._programs = Programs(self.decoder, self._state, mode, prefill_tokens, self._report)
+            self._prefixes = Prefixes(self._state) if prefix_reuse else None
+            if draft is not None:
+                sizes: Any = {"max_batch": max_batch, "max_len": max_len, "mode": mode, "prefill_tokens": prefill_tokens}
+                self._draft = Engine(draft, on_progress=on_progress, weights=draft_weights, **sizes)
         except BaseException:
             self.close()
             raise
@@ -152,18 +176,14 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Frees cache, buffers and graphs, and restores the weights of each module.
-
-        A second call does nothing.
-        """
+        """Frees cache, buffers and graphs, and restores the weights of each module, once."""
         if self._model is None:
             return
-        self._steps.clear()
-        self._megas.clear()
-        self._prefills.clear()
-        self._verifies.clear()
-        self.__dict__.pop("_state", None)
-        self.__dict__.pop("decoder", None)
+        self._rounds.clear()
+        if self._draft is not None:
+            self._draft.close()
+        for name in ("_programs", "_prefixes", "_state", "decoder"):
+            self.__dict__.pop(name, None)
         with lasting():
             self._fusion.undo()
         self._model.__dict__.pop(HELD, None)
@@ -179,14 +199,14 @@ class Engine:
     @property
     def cache_tokens_held(self) -> int:
         """Tokens of the cache that sequences hold now: those of their pages; else all."""
-        if self._pages is None:
-            return self.max_batch * self._state.max_len
-        return self._pages.in_use * self._pages.page_size
+        pages = self._pages
+        return self.max_batch * self._state.max_len if pages is None else pages.in_use * pages.page_size
 
     def step_bytes(self, batch: int, kv_len: int) -> int:
-        """Bytes that a decode step must read: weights once, `kv_len` keys and values of each."""
+        """The least bytes that a decode step reads: weights once, `kv_len` keys of a sequence."""
         return step_bytes(self.decoder, batch, kv_len)
 
+    @alone
     def generate(  # noqa: PLR0913 options by keyword
         self,
         prompts: Sequence[Sequence[int]] | Tensor,
@@ -197,47 +217,52 @@ class Engine:
         stop_texts: Sequence[str] = (),
         decode: Decode | None = None,
         masks: Masks | None = None,
-        speculate: int = 0,
+        speculate: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Generated:
         """Continues each prompt.
 
         Args:
-            prompts: token ids of each, of any lengths; or one tensor [batch, tokens].
-            max_new_tokens: for each prompt, the token that stops it included.
+            prompts: the token ids of each prompt, of any length; or one tensor [batch, tokens].
+            max_new_tokens: the most new tokens of each prompt, including the one that stops it.
             sampling: None takes the likeliest token.
             stop: tokens that end a sequence.
-            stop_texts: texts that end it, once what it wrote holds one. decode: from token ids to
-                text, such as a tokenizer's.
-            masks: called in front of each token with what every sequence wrote so far; returns
+            stop_texts: a sequence ends when its output contains one of these. decode: turns token
+                ids into text, such as a tokenizer's `decode`.
+            masks: called before each token with what every sequence has written so far. Returns
                 int32 [prompts, ceil(vocab / 32)], whose bits are the tokens that a grammar allows
-                next (xgrammar, llguidance). The host then reads each token.
-            speculate: tokens of a draft, 0 to 15, that each step checks (docs/engine.md): the same
-                tokens in fewer steps, if a text repeats itself.
+                next (xgrammar, llguidance), at least one. The host then reads every token.
+            speculate: the length of the draft that each step checks, 0 to 15 tokens
+                (docs/engine.md). It gives the same tokens in fewer steps, if the draft model is
+                often right, or without one if a text repeats itself. Default: the engine's.
             on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
         Returns: the tokens and their times.
-        Raises: ValueError for prompts that do not fit; MemoryError if the GPU is full or the pages
-            are used up. It says what to lower.
+        Raises: ValueError for prompts that do not fit; RuntimeError beside another call;
+            MemoryError if the GPU is full or the pages are used up, with what to lower.
         """
         check_positive(max_new_tokens=max_new_tokens)
+        speculate = self._speculate if speculate is None else speculate
         check_speculation(speculate, sampling or LIKELIEST, self.mode, masked=masks is not None)
         rows = self._checked(prompts, max_new_tokens + speculate)
         ending = Ending(len(rows), stop, stop_texts, decode)
         every = self._check_every if masks is None else 1
         tokens: list[list[int]] = [[] for _ in rows]
         tell = on_tokens or (lambda gained: None)
+        allow = (lambda: None) if masks is None else (lambda: self._state.choice.allow(masks(tokens), ending.ended))
         try:
             with self._here():
-                step, prefill = self._ready(rows, sampling, masked=masks is not None)
-                verify = self._verify(step.buffers.batch, speculate, sampling or LIKELIEST) if speculate else None
+                batch = bucket(len(rows), self.max_batch)
+                step = self._programs.step(batch, sampling or LIKELIEST, masked=masks is not None)
+                drafts = self._drafts(rows, tokens, ending, max_new_tokens, speculate, sampling or LIKELIEST) if speculate else None
+                reused = self._reuse(rows, batch)
+                prefill = self._programs.prefill(batch, max(len(row) - n for row, n in zip(rows, reused, strict=True)), max(reused))
                 clock = Clock(self._state.tokens.device)
                 self._hold(rows, 0, max_new_tokens - 1)
-                if masks is not None:
-                    self._state.choice.allow(masks(tokens))
-                self._start(rows, step, prefill, sampling)
+                allow()
+                self._start(rows, step, prefill, sampling, reused)
                 clock.mark()
                 left, waiting = max_new_tokens - 1, 1
-                while verify is None:
+                while drafts is None:
                     if waiting == every or not left:
                         chosen = self._collect(waiting, len(rows))
                         waiting = 0
@@ -245,54 +270,62 @@ class Engine:
                         if not left or all(ending.ended):
                             break
                         self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ending.ended)
-                        if masks is not None:
-                            self._state.choice.allow(masks(tokens))
-                    taken = self._take(step, min(left, every - waiting))
+                        allow()
+                    taken = self._take(step, max(map(len, rows)) + max_new_tokens - left, min(left, every - waiting))
                     clock.mark(taken)
                     left, waiting = left - taken, waiting + taken
                 else:
                     tell(ending.extend(tokens, self._collect(1, len(rows))))
-                    hold = self._pages.hold if self._pages is not None else lambda lengths: None
-                    for gained in decode_with_drafts(verify, hold, rows, tokens, ending, max_new_tokens):
-                        clock.mark()
+                    for gained, steps in drafts:
+                        clock.mark(steps)
                         tell(gained)
+                if self._prefixes is not None:
+                    self._prefixes.keep(rows, tokens)
+        except BaseException:
+            self._forget()
+            raise
         finally:
             self._settle()
-        first, *steps = clock.seconds()
-        return Generated(tokens, first, steps[: max(map(len, tokens)) - 1])
+        first, *times = clock.seconds()
+        return Generated(tokens, first, times[: max(map(len, tokens)) - 1], reused)
 
+    @alone
     def logits(self, prompts: Sequence[Sequence[int]] | Tensor, continuations: Sequence[Sequence[int]] | None = None) -> Tensor:
         """The model's logits after each prompt, and after each token of a given continuation.
 
         Args:
-            prompts: token ids of each.
-            continuations: of each prompt, all equally long.
+            prompts: the token ids of each prompt.
+            continuations: the token ids of each continuation, all of one length.
         Returns: [batch, 1 + tokens of a continuation, vocab], in the model's dtype.
         """
         given = [list(c) for c in continuations] if continuations is not None else [[] for _ in prompts]
-        rows = self._checked(prompts, len(given[0]) + 1)
+        rows = self._checked(prompts, max(map(len, given), default=0) + 1)
         if len(given) != len(rows) or len({len(c) for c in given}) != 1:
             raise argument_error("continuations", f"{len(rows)} lists of equal length", [len(c) for c in given])
+        if given[0]:
+            self._checked(given, 0)
         with self._here():
             step, prefill = self._ready(rows, None)
             out = step.buffers.tensor("logits", step.buffers.batch, self.decoder.vocab)
+            self._forget()
             try:
                 self._hold(rows, len(given[0]), len(given[0]))
                 self._start(rows, step, prefill, None)
                 found = [out[: len(rows)].clone()]
-                for column in zip(*given, strict=True):
+                for keys, column in enumerate(zip(*given, strict=True), max(map(len, rows)) + 1):
                     self._state.tokens[: len(rows)].copy_(torch.tensor(column))
                     self._state.clock[0] = 0
-                    self._take(step, 1)
+                    self._take(step, keys, 1)
                     found.append(out[: len(rows)].clone())
-                for mega in self._megas:
+                for mega in self._programs.megas:
                     mega.check()
                 return torch.stack(found, 1)
             finally:
                 self._settle()
 
+    @alone
     def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
-        """Compiles every kernel that such prompts need; in graph mode also captures the graphs."""
+        """Compiles every kernel that such prompts need. In graph mode, also captures the graphs."""
         rows = self._checked([[0] * prompt_tokens] * batch, 0)
         with self._here():
             self._ready(rows, sampling)
@@ -313,92 +346,69 @@ class Engine:
             raise argument_error("the engine", "open", "one that was closed")
         return check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
-    def _ready(self, rows: list[list[int]], sampling: Sampling | None, *, masked: bool = False) -> tuple[Step, Prefill]:
+    def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[Step, Prefill]:
         """The programs for these prompts, their kernels compiled."""
-        batch = min(self.max_batch, 1 << (len(rows) - 1).bit_length())
-        sampling = sampling or LIKELIEST
-        key = (batch, masked, *sampling.kind)
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = self._compiled_step(batch, sampling, masked)
-        width = -(-max(map(len, rows)) // 16) * 16
-        chunks = -(-width * batch // self._prefill_tokens)
-        shape = (batch, -(-width // (16 * chunks)) * 16, width)
-        prefill = self._prefills.get(shape)
-        if prefill is None:
-            self._prefills.clear()  # its buffers are the largest there are
-            prefill = self._prefills[shape] = self._compiled_prefill(*shape)
-        elif self.mode == "graph" and prefill.graph is None and prefill.ids.numel() <= MOST_CAPTURED_TOKENS:
-            # Not for the first prompt of a shape: it may be the only one.
-            prefill.graph = self._captured(f"capturing prefill, {batch} x {shape[1]}", prefill.body)
-        return step, prefill
+        batch = bucket(len(rows), self.max_batch)
+        return self._programs.step(batch, sampling or LIKELIEST), self._programs.prefill(batch, max(map(len, rows)))
 
-    def _compiled_step(self, batch: int, sampling: Sampling, masked: bool) -> Step:
-        buffers = self._state.buffers(batch)
-        choice = list(self._state.choose_calls(buffers, sampling, masked=masked))
-        tail = [*self.decoder.head_calls(buffers), *choice]
-        many = None
-        if self.mode == "mega":
-            greedy = sampling.temperature == 0 and sampling.plain and not masked
-            mega = self._mega(buffers, greedy=greedy)
-            calls = [Call("mega", mega.step, ()), *([] if greedy else choice)]
-            many = mega.step if greedy else None
-        else:
-            calls = [*self.decoder.body_calls(buffers, self._state.tokens[:batch], self._state.caches), *tail]
-        step = Step(buffers, calls, tail, many=many)
-        for part in (tail, calls):
-            self._state.begin([[0]] * batch, sampling)
-            compile_kernels(part, lambda done, total: self._report(f"compiling decode, batch {batch}", done, total))
-        if self.mode == "graph":
-            self._state.begin([[0]] * batch, sampling)
-            step.graph = self._captured(f"capturing decode, batch {batch}", calls)
-        return step
+    def _drafts(
+        self, rows: list[list[int]], tokens: list[list[int]], ending: Ending, most: int, draft: int, sampling: Sampling
+    ) -> Iterator[tuple[list[list[int]], int]]:
+        """All but the first tokens, by steps that check drafts; compiled when this returns."""
+        batch = bucket(len(rows), self.max_batch)
+        hold = self._pages.hold if self._pages is not None else lambda lengths: None
+        if self._draft is None:
+            return decode_with_drafts(self._programs.verify(batch, draft, sampling), hold, rows, tokens, ending, most)
+        drafter, key = self._draft, (batch, draft, *sampling.kind)
+        prefill = drafter._programs.prefill(batch, max(map(len, rows)))
+        if key not in self._rounds:
+            rounds = self._rounds[key] = Rounds.of(self._programs, drafter._programs, batch, draft, sampling, self._check_every)
+            self._programs.compile(f"rounds of {draft}, batch {batch}", rounds.calls)
+            rounds.graph = self._programs.captured(f"rounds of {draft}, batch {batch}", rounds.calls)
+        rounds = self._rounds[key]
 
-    def _captured(self, stage: str, calls: list[Call]) -> torch.cuda.CUDAGraph:
-        self._report(stage, 0, 1)
-        run(calls)  # equal calls may still differ in how their memory is aligned: nothing is left to compile after this
-        graph = capture(calls, self._pool)
-        self._report(stage, 1, 1)
-        return graph
+        def decode() -> Iterator[tuple[list[list[int]], int]]:
+            drafter._state.choice.begin(rows, sampling)
+            prefill.read(padded(rows, batch))
+            rounds.begin(rows, [mine[0] for mine in tokens], most)
+            yield from rounds.decode(hold, rows, tokens, ending, most)
 
-    def _mega(self, buffers: StepBuffers, *, greedy: bool) -> Mega:
-        """The whole step in one kernel, but for the choice where it is drawn by chance."""
-        weights, state = Weights.of(self.decoder), self._state
-        clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
-        logits = buffers.tensor("logits", 1, self.decoder.vocab)
-        tiles = self._megas[0].tiles if self._megas else None
-        self._megas.append(Mega(weights, clocks, state.stacks, logits=logits, choose=greedy, tiles=tiles))
-        return self._megas[-1]
+        return decode()
 
-    def _verify(self, batch: int, draft: int, sampling: Sampling) -> Verify:
-        key = (batch, draft, *sampling.kind)
-        if key not in self._verifies:
-            verify = self._verifies[key] = Verify.of(self.decoder, self._state, batch, draft, sampling)
-            compile_kernels(verify.calls, lambda done, total: self._report(f"compiling drafts of {draft}, batch {batch}", done, total))
-            verify.graph = self._captured(f"capturing drafts of {draft}, batch {batch}", verify.calls) if self.mode == "graph" else None
-        return self._verifies[key]
+    def _reuse(self, rows: list[list[int]], batch: int) -> list[int]:
+        """How many tokens of each prompt need not be read: their keys are where they run."""
+        if self._prefixes is None:
+            return [0] * len(rows)
+        if self._programs.touched and self._pages is None:  # pages of ended sequences are in no table
+            self._forget()
+        return self._prefixes.take(rows, batch)
 
-    def _compiled_prefill(self, batch: int, q_len: int, width: int) -> Prefill:
-        prefill = Prefill.of(self.decoder, self._state, batch, q_len, width)
-        compile_kernels(prefill.body, lambda done, total: self._report(f"compiling prefill, {batch} x {q_len}", done, total))
-        return prefill
+    def _forget(self) -> None:
+        """What the cache holds of earlier calls."""
+        if self._prefixes is not None:
+            self._prefixes.forget()
+            self._programs.touched = False
 
-    def _start(self, rows: list[list[int]], step: Step, prefill: Prefill, sampling: Sampling | None) -> None:
-        """Reads the prompts and chooses the first token of each sequence."""
-        rows = rows + [[0]] * (step.buffers.batch - len(rows))
-        prefill.read(rows, step.buffers)
+    def _start(self, rows: list[list[int]], step: Step, prefill: Prefill, sampling: Sampling | None, held: Sequence[int] = ()) -> None:
+        """Reads of the prompts what the cache lacks, and chooses each sequence's first token."""
+        rows = padded(rows, step.buffers.batch)
+        prefill.read(rows, step.buffers, held)
         self._state.begin(rows, sampling or LIKELIEST)
         run(step.tail)
 
-    def _take(self, step: Step, most: int) -> int:
-        """Runs one step, or up to `most` at once. Returns how many."""
+    def _take(self, step: Step, keys: int, most: int) -> int:
+        """Runs one step, after which sequences have up to so many keys, or up to `most` steps at
+        once. Returns how many.
+        """
         if step.many is not None:
             step.many(most)
             return most
-        if step.graph is not None:
-            step.graph.replay()
+        reach = step.reach(keys)
+        if self.mode == "graph":
+            step.graphs[reach].replay()
         else:
-            run(step.calls)
+            with beside():
+                run(step.calls[reach])
         return 1
 
     def _hold(self, rows: list[list[int]], taken: int, most: int, ended: Sequence[bool] = ()) -> None:
@@ -408,7 +418,7 @@ class Engine:
             self._pages.hold([0 if i < len(ended) and ended[i] else len(row) + more for i, row in enumerate(rows)])
 
     def _settle(self) -> None:
-        """After the last step, and after Ctrl-C: waits for the device and frees all pages."""
+        """After the last step, and after Ctrl-C: waits for the device, and all sequences end."""
         if self.decoder.embedding.is_cuda:
             torch.cuda.synchronize()
         if self._pages is not None:
@@ -416,7 +426,7 @@ class Engine:
 
     def _collect(self, steps: int, sequences: int) -> list[list[int]]:
         """The tokens of the last `steps` steps, by sequence. Waits for the device."""
-        for mega in self._megas:
+        for mega in self._programs.megas:
             mega.check()
         found = self._state.recent[:steps, :sequences].t().tolist()
         self._state.clock[0] = 0

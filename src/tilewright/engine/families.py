@@ -6,17 +6,16 @@ import torch
 from torch import nn
 
 from ..launch import argument_error
-from ..models import kinds
+from ..models import kinds, probe
 from ..models.method import Method
 from .layers import Norm, Rope
 
-_FORMS: dict[tuple[Any, ...], Method] = {}  # of modules: what a class computes is found once
+_FORMS: dict[tuple[Any, ...], Method] = {}  # of modules: what those that look the same compute is found once
 
 
 def _form(recognise: Any, module: nn.Module, what: str) -> dict[str, Any]:
     """The options of what a module computes, as `patch` finds them."""
-    key = (recognise, type(module), module.weight.dtype if hasattr(module, "weight") else None, *sorted(x.shape for x in module.parameters()))
-    key = (*key, str(getattr(getattr(module, "config", None), "hidden_act", None)))
+    key = recognise, probe.looks(module)
     found = _FORMS.get(key)
     if found is None:
         with torch.no_grad():
@@ -30,7 +29,7 @@ def _form(recognise: Any, module: nn.Module, what: str) -> dict[str, Any]:
 def norm_of(module: Any) -> Norm:
     how = _form(kinds.norm, module, "a norm by the root mean square of rows")
     if "offset" not in how:
-        raise argument_error(f"a {type(module).__name__}", "a norm by the root mean square of rows, with a weight", "another norm")
+        raise argument_error(f"a {type(module).__name__}", "an RMSNorm with a weight", "another norm")
     eps = getattr(module, how["eps"]) if isinstance(how["eps"], str) else how["eps"]
     return Norm(module.weight.data, eps, round_before_weight=how["rounded"], weight_offset=how["offset"])
 
@@ -73,6 +72,11 @@ def window_of(module: Any, config: Any) -> int | None:
         return None
     window: int | None = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
     return window
+
+
+def softcap_of(module: Any) -> float | None:
+    """Of scores, if the module's code asks for it: that of Gemma 3 holds one and does not."""
+    return getattr(module, "attn_logit_softcapping", None) if kinds.passes(module, "softcap") else None
 
 
 def rope_types(config: Any) -> set[str]:

@@ -154,14 +154,14 @@ class Rope:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        caches: tuple[Tensor, Tensor],
+        caches: tuple[Tensor, ...],
         norms: tuple[Norm | None, Norm | None, Norm | None],
     ) -> Call:
         """Norms q, k and v if they have a norm, rotates q in place, rotates k, and writes k and v
         into the cache.
 
-        q, k, v, caches: [batch, heads, q_len or max_len, ...]. norms: of q, k and v; equal except
-            for their weights.
+        q, k, v, caches: [batch, heads, q_len or max_len, ...]; caches of keys, of values, and the
+            scales of both if they are codes. norms: of q, k and v; equal except for their weights.
         """
         given = next((norm for norm in norms if norm is not None), None)
         q_norm, k_norm, v_norm = (None if norm is None else norm.weight for norm in norms)
@@ -171,8 +171,7 @@ class Rope:
             q=q,
             k=k,
             v=v,
-            k_cache=buffers.held(caches[0]),
-            v_cache=buffers.held(caches[1]),
+            **{key: buffers.held(cache) for key, cache in zip(("k_cache", "v_cache", "k_scale", "v_scale"), caches, strict=False)},
             positions=buffers.positions,
             block_table=buffers.block_table,
             cos=self.cos,
@@ -186,12 +185,17 @@ class Rope:
         )
 
 
+Array = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
+
+
 class Attention(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def cache_shapes(self, batch: int, max_len: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what the layer caches. In pages, batch is pages, max_len tokens of a page."""
+    def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
+        """What the layer caches. In pages, batch is pages, max_len tokens of a page. dtype: of
+        activations.
+        """
         ...
 
     def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:

@@ -35,8 +35,8 @@ def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, bey
     """The mode that "auto" stands for. "graph" where nothing was measured; "eager" on a CPU.
 
     "mega" only for one sequence, of a model that it runs and has room to pack, and if it was the
-    faster one at every measured number of keys up to max_len. beyond: the cache has pages, or the
-    weights are quantised, which is beyond the megakernel.
+    faster one at every measured number of keys up to max_len. beyond: the cache has pages or 8
+    bits, or the weights are quantised, which is beyond the megakernel.
     """
     device = Device.of(next(model.parameters()))
     if device.is_cpu:

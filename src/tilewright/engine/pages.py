@@ -24,31 +24,63 @@ NOBODYS = 0
 class Pages:
     """The pages of a pool, and the block table [sequences, max_pages].
 
-    count: pages, NOBODYS included. table: int32, on the device.
+    count: pages, NOBODYS included. table: int32, on the device. keep: a sequence that has ended
+        keeps its pages until others need them.
     """
 
-    def __init__(self, count: int, page_size: int, sequences: int, max_pages: int, device: torch.device) -> None:
-        self.count, self.page_size = count, page_size
+    def __init__(self, count: int, page_size: int, sequences: int, max_pages: int, device: torch.device, *, keep: bool = False) -> None:
+        self.count, self.page_size, self._keep = count, page_size, keep
         self.table = torch.full((sequences, max_pages), NOBODYS, dtype=torch.int32, device=device)
         self._staged = torch.full((sequences, max_pages), NOBODYS, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._free: list[int]
         self._held: list[list[int]]
-        self._take_all_back()
+        self._uses: list[int]  # how many sequences hold each page
+        self._ended: list[int]  # sequences that have ended and keep their pages, the oldest first
+        self.take_all_back()
 
-    def _take_all_back(self) -> None:
+    def take_all_back(self) -> None:
         self._free = list(range(self.count - 1, NOBODYS, -1))
         self._held = [[] for _ in range(len(self.table))]
+        self._uses, self._ended = [0] * self.count, []
         self._staged.fill_(NOBODYS)
 
     @property
     def in_use(self) -> int:
         """Pages that sequences hold."""
-        return sum(map(len, self._held))
+        return self.count - 1 - len(self._free)
+
+    def room(self, sequence: int) -> int:
+        """Tokens in the pages that a sequence holds."""
+        return len(self._held[sequence]) * self.page_size
+
+    def adopt(self, sources: Sequence[tuple[int, int]], sequences: int) -> None:
+        """Lets sequences that are about to begin share pages. sources: of each, one that has ended,
+        and how many of its tokens; whole pages are shared. What else the first `sequences` held is
+        free.
+        """
+        shared = [self._held[source][: tokens // self.page_size] for source, tokens in sources]
+        for page in (page for pages in shared for page in pages):
+            self._uses[page] += 1
+        for row in range(sequences):
+            self._release(row)
+        for row, pages in enumerate(shared):
+            self._held[row] = pages
+            self._staged[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def _release(self, row: int) -> None:
+        for page in reversed(self._held[row]):
+            self._uses[page] -= 1
+            if not self._uses[page]:
+                self._free.append(page)
+        self._held[row] = []
+        self._staged[row] = NOBODYS
+        if row in self._ended:
+            self._ended.remove(row)
 
     def hold(self, tokens: Sequence[int]) -> None:
         """Gives each sequence the pages for its number of tokens.
 
-        A sequence with 0 tokens, or beyond the list, loses its pages.
+        A sequence with 0 tokens, or beyond the list, has ended.
 
         Call it only after the device has run everything enqueued: the copy of the table reads
         memory that the next call changes.
@@ -59,22 +91,25 @@ class Pages:
         """
         wanted = [-(-n // self.page_size) for n in tokens] + [0] * (len(self._held) - len(tokens))
         missing = [max(0, n - len(held)) for n, held in zip(wanted, self._held, strict=True)]
-        returned = sum(len(held) for n, held in zip(wanted, self._held, strict=True) if n == 0)
-        if sum(missing) > len(self._free) + returned:
+        running = {page for n, held in zip(wanted, self._held, strict=True) if n for page in held}
+        if sum(missing) > self.count - 1 - len(running):
             raise MemoryError(
                 f"the pages of the cache are used up: {sum(n > 0 for n in wanted)} sequences need {sum(wanted) * self.page_size} tokens, and there "
                 f"are {(self.count - 1) * self.page_size}. Raise cache_tokens, or lower the number of prompts, their lengths or max_new_tokens"
             )
-        if not any(wanted):
-            self._take_all_back()  # also what an interrupted call left half done
+        if not any(wanted) and not self._keep:
+            self.take_all_back()  # also what an interrupted call left half done
         for row, (n, held) in enumerate(zip(wanted, self._held, strict=True)):
-            if n == 0 and held:
-                self._free += reversed(held)
-                held.clear()
-                self._staged[row] = NOBODYS
+            if n == 0 and held and row not in self._ended:
+                self._ended.append(row)
+                self._staged[row] = NOBODYS  # it runs on until the batch ends
+        while self._ended and (not self._keep or sum(missing) > len(self._free)):
+            self._release(self._ended[0])
         for row, (more, held) in enumerate(zip(missing, self._held, strict=True)):
             if more:
                 new = [self._free.pop() for _ in range(more)]
+                for page in new:
+                    self._uses[page] = 1
                 self._staged[row, len(held) : len(held) + more] = torch.tensor(new, dtype=torch.int32)
                 held += new
         self.table.copy_(self._staged, non_blocking=True)

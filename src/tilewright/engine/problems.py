@@ -51,7 +51,7 @@ def of_engine(name: str, device: Device) -> list[Task]:
             calls += decoder.head_calls(buffers)
             calls += [call for call in state.choose_calls(buffers, LIKELIEST) if call.name == "argmax"]
     for length in PROMPTS:
-        calls += Prefill.of(decoder, State(decoder, 1, max(PROMPTS), 1), 1, length, length).body
+        calls += Prefill.of(decoder, State(decoder, 1, max(PROMPTS), 1), 1, length, length, length).body
     with traced(device), decisions() as found, torch.inference_mode():
         for call in distinct(calls):
             call()

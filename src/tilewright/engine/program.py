@@ -104,14 +104,19 @@ Emit = Iterator[Call]
 
 @dataclass(slots=True)
 class Step:
-    """One token for each sequence of a batch size: the buffers, all calls of a step, and those
-    behind the last layer, with which a prompt ends too.
+    """One token for each sequence of a batch size.
 
+    tail: the calls behind the last layer, with which a prompt ends too.
+    calls: by the number of keys that they reach, fewest first. graphs: of these, where captured.
     many: runs a given number of steps in one launch, if there is such a kernel.
     """
 
     buffers: StepBuffers
-    calls: list[Call]
     tail: list[Call]
-    graph: torch.cuda.CUDAGraph | None = None
+    calls: dict[int, list[Call]]
+    graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
     many: Callable[[int], None] | None = None
+
+    def reach(self, keys: int) -> int:
+        """The fewest keys that calls reach, of those that reach so many."""
+        return next(reach for reach in self.calls if keys <= reach)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ..launch import argument_error
 from ..models.quantized import QuantizedLinear, QuantizedMixture
+from ..ops.common.routing import check_routing
 from .attention import GroupedAttention, LatentAttention
-from .families import Ropes, head_norms, mlp_of, norm_of, norms_of, rope_types, scales_of, window_of
+from .families import Ropes, head_norms, mlp_of, norm_of, norms_of, rope_types, scales_of, softcap_of, window_of
 from .layers import Attention, Decoder, Layer, Mlp, Rope
 from .mlp import Activation, Experts, GatedMlp
 from .parallel import Group
@@ -19,12 +20,14 @@ from .weights import Fusion, Matrix, matrix_of
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None], group: Group | None = None) -> Decoder:
+def read(
+    model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, int, int], None], group: Group | None = None, *, codes: bool = False
+) -> Decoder:
     """The model as a `Decoder`.
 
     `fusion` replaces fused weights in the model by views.
 
-    group: of the ranks that hold the other parts.
+    group: of the ranks that hold the other parts. codes: keys and values are cached in 8 bits.
 
     Raises: ValueError for a model that the engine can't run, before anything is changed.
     """
@@ -47,7 +50,7 @@ def read(model: Any, fusion: Fusion, max_len: int, on_progress: Callable[[str, i
         if deepseek:
             attention = _latent_attention(layer.self_attn, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
         else:
-            attention = _attention(layer.self_attn, config, ropes, fusion)
+            attention = _attention(layer.self_attn, config, ropes, fusion, codes)
         mlp = _mlp(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, fusion, rank)
         layers.append(Layer(before, attention, mlp_before, mlp, behind, mlp_behind))
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
@@ -64,19 +67,24 @@ MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_o
 
 
 def _check(model: Any, config: Any) -> None:
+    _check_config(model, config)
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) > 1:
+        raise argument_error("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
+            raise argument_error(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
+
+
+def _check_config(model: Any, config: Any) -> None:
     if config.model_type in _SPARSE and config.hidden_act != "silu":
         raise argument_error("model.config.hidden_act", "silu", config.hidden_act)
     for kind in rope_types(config):
         if kind not in _FIXED_ROPE:
             raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
-    if getattr(config, "clip_qkv", None) is not None:
-        raise argument_error("model.config.clip_qkv", "None", config.clip_qkv)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
-            raise argument_error(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
-    dtypes = {p.dtype for p in model.parameters()}
-    if len(dtypes) > 1:
-        raise argument_error("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
+    for name in ("clip_qkv", "use_bidirectional_attention"):
+        if getattr(config, name, None) not in (None, False):
+            raise argument_error(f"model.config.{name}", "None or False", getattr(config, name))
     if config.model_type in _DEEPSEEK:
         if config.kv_lora_rank not in _LATENTS:
             raise argument_error("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
@@ -86,12 +94,19 @@ def _check(model: Any, config: Any) -> None:
         raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
-def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion) -> Attention:
+def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bool) -> Attention:
     head_dim = module.head_dim
     qkv = matrix_of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
     out = matrix_of(module.o_proj)
     q_heads = out.columns // head_dim
     kv_heads = (qkv.rows // head_dim - q_heads) // 2
+    if (q_heads + 2 * kv_heads) * head_dim != qkv.rows:
+        raise argument_error(
+            f"queries, keys and values of a {type(module).__name__}", f"heads of {head_dim}, {q_heads} of queries", f"{qkv.rows} rows"
+        )
+    rope = ropes.of_attention(module)
+    if 2 * rope.cos.shape[1] > head_dim:
+        raise argument_error(f"the rotation of a {type(module).__name__}", f"of at most {head_dim} elements, those of a head", 2 * rope.cos.shape[1])
     return GroupedAttention(
         qkv,
         out,
@@ -99,16 +114,19 @@ def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion) -> Attent
         kv_heads,
         head_dim,
         module.scaling,
-        ropes.of_attention(module),
+        rope,
         window_of(module, config),
         sinks=module.sinks.data.float() if hasattr(module, "sinks") else None,
-        softcap=getattr(module, "attn_logit_softcapping", None),
+        softcap=softcap_of(module),
+        codes=codes,
         **head_norms(module),
     )
 
 
 def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
     latent, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+    if 2 * rope.cos.shape[1] != rope_dim:
+        raise argument_error("the model's rotation", f"of {rope_dim} elements, qk_rope_head_dim", 2 * rope.cos.shape[1])
     if module.q_lora_rank is None:
         down, q_up = fusion.stacked(module.q_proj, module.kv_a_proj_with_mqa), None
     else:
@@ -132,6 +150,7 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
         matrices = experts.gate_up_proj.data.unflatten(1, (2, -1)), experts.down_proj.data
     common = (Matrix(router.weight.data), *matrices, router.top_k)
     first = 0 if isinstance(experts, QuantizedMixture) else rank * len(experts.down_proj)
+    check_routing(len(router.weight), router.top_k, 0, 0, 0)
     if not hasattr(router, "routed_scaling_factor"):
         return Experts(
             *common, first=first, normalize=getattr(router, "norm_topk_prob", True), logits_dtype=router.weight.dtype
@@ -145,6 +164,7 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
         deepseek["normalize"] = False
         grouped = router.topk_method == "group_limited_greedy"
     if grouped:
+        check_routing(len(router.weight), router.top_k, router.num_group, router.topk_group, 0)
         deepseek |= {"groups": router.num_group, "top_groups": router.topk_group}
     return Experts(*common, first=first, **deepseek)
 

@@ -19,11 +19,11 @@ from .program import Call, Emit, StepBuffers
 class Sampling:
     """How a token is chosen, as in `tilewright.sample` and `tilewright.adjust_logits`.
 
-    temperature: 0 takes the likeliest. top_k: 0 for all. top_p: 1 for all. min_p: 0 for all. seed:
-        equal seeds draw equal tokens.
+    temperature: 0 takes the likeliest token. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps
+        all. seed: equal seeds draw equal tokens.
     repetition_penalty: of tokens in prompt or answer; 1 for none. presence_penalty,
         frequency_penalty: of tokens in the answer; 0 for none.
-    logit_bias: what is added to the logits of tokens.
+    logit_bias: token -> number added to its logit.
     """
 
     temperature: float = 1.0
@@ -43,20 +43,24 @@ class Sampling:
         check_number(self.top_p, "top_p")
         check_number(self.min_p, "min_p")
         if not -(2**63) <= self.seed < 2**63:
-            raise argument_error("seed", "a number of 64 bits", self.seed)
+            raise argument_error("seed", "a 64-bit number", self.seed)
         if self.temperature < 0:
             raise argument_error("temperature", "0 or more", self.temperature)
-        if self.top_k < 0:
-            raise argument_error("top_k", "0 (all) or more", self.top_k)
+        if not 0 <= self.top_k < 2**31:
+            raise argument_error("top_k", "0 (all) or more, below 2**31", self.top_k)
         if not 0 < self.top_p <= 1:
             raise argument_error("top_p", "above 0 and at most 1", self.top_p)
         if not 0 <= self.min_p <= 1:
             raise argument_error("min_p", "0 (all) to 1", self.min_p)
         if self.repetition_penalty <= 0:
             raise argument_error("repetition_penalty", "above 0", self.repetition_penalty)
+        if not isinstance(self.logit_bias, Mapping):
+            raise TypeError(f"logit_bias must be a mapping from tokens to numbers, got {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
             check_integers(**{"a token of logit_bias": token})
             check_number(bias, f"logit_bias[{token}]")
+            if math.isnan(bias):
+                raise argument_error(f"logit_bias[{token}]", "a number, or an infinity", bias)
 
     @property
     def penalties(self) -> dict[str, float]:
@@ -127,11 +131,19 @@ class Choice:
                 list(sampling.logit_bias.values()), device=self._device
             )
 
-    def allow(self, mask: Tensor) -> None:
-        """mask: int32 [sequences, words], the tokens that may come next, as a grammar has them."""
-        wide = math.ceil(self._shape[1] / WORD)
-        if mask.dtype != torch.int32 or mask.dim() != 2 or mask.shape[1] != wide:
-            raise argument_error("a grammar's mask", f"int32 [sequences, {wide}]", f"{mask.dtype} {tuple(mask.shape)}")
+    def allow(self, mask: Tensor, ended: Sequence[bool]) -> None:
+        """mask: int32 [sequences, words], the tokens that may come next, as a grammar has them.
+        ended: the sequences whose rows do not count.
+        """
+        vocab, sequences = self._shape[1], len(ended)
+        wide = math.ceil(vocab / WORD)
+        if mask.dtype != torch.int32 or mask.shape != (sequences, wide):
+            raise argument_error("a grammar's mask", f"int32 [{sequences}, {wide}], a row for each sequence", f"{mask.dtype} {tuple(mask.shape)}")
+        named = mask != 0
+        named[:, -1] = mask[:, -1] & (2 ** ((vocab - 1) % WORD + 1) - 1) != 0  # bits behind the vocabulary name no token
+        for i, (some, done) in enumerate(zip(named.any(-1).tolist(), ended, strict=True)):
+            if not some and not done:
+                raise argument_error(f"a grammar's mask of sequence {i}", "of at least one token, as for the end of a text", "none")
         self._table("mask", wide, torch.int32, self._shape[0])[: len(mask)].copy_(mask)
 
     def calls(self, buffers: StepBuffers, tokens: Tensor, draws: Tensor, sampling: Sampling, *, masked: bool) -> Emit:

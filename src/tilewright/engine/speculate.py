@@ -52,12 +52,18 @@ class Verify:
     graph: torch.cuda.CUDAGraph | None = None
 
     @staticmethod
-    def of(decoder: Decoder, state: State, batch: int, draft: int, sampling: Sampling) -> "Verify":
+    def of(
+        decoder: Decoder, state: State, batch: int, draft: int, sampling: Sampling, *, ids: Tensor | None = None, places: Tensor | None = None
+    ) -> "Verify":
+        """places: int32 [2 + draft, batch], the positions of ids, and the number of keys."""
         device, q_len = state.tokens.device, 1 + draft
-        positions = torch.zeros(batch, q_len, dtype=torch.int32, device=device)
-        kv_len = torch.full((batch,), q_len, dtype=torch.int32, device=device)
-        ids, draws, chosen = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((batch, q_len), (q_len, batch), (q_len, batch)))
+        if places is None:
+            places = torch.arange(q_len + 1, dtype=torch.int32, device=device)[:, None].expand(-1, batch).contiguous()
+        if ids is None:
+            ids = torch.zeros(batch, q_len, dtype=torch.int64, device=device)
+        draws, chosen = (torch.zeros(q_len, batch, dtype=torch.int64, device=device) for _ in range(2))
         dtype, table = decoder.embedding.dtype, state.block_table(batch)
+        positions, kv_len = places[:-1].t(), places[-1]
         body = StepBuffers(batch, q_len, positions, kv_len, state.max_len, dtype, device, table)
         calls = list(decoder.body_calls(body, ids.view(-1), state.caches))
         # The head takes a row for each token, and what the layers left in x and y.
@@ -102,17 +108,18 @@ def check_speculation(draft: int, sampling: Sampling, mode: str, *, masked: bool
     if not 0 <= draft <= MOST:
         raise argument_error("speculate", f"0 (off) to {MOST}", draft)
     if draft and (masked or sampling.penalties or sampling.logit_bias):
-        raise argument_error("speculate", "0 with masks, penalties or biases, which a token changes for the next", draft)
+        raise argument_error("speculate", "0 with masks, penalties or biases, because each token changes them for the next", draft)
     if draft and mode == "mega":
-        raise argument_error("speculate", '0 with mode="mega", whose kernel reads one token', draft)
+        raise argument_error("speculate", '0 with mode="mega", whose kernel computes one token at a time', draft)
 
 
 def decode_with_drafts(
     verify: Verify, hold: Callable[[list[int]], None], rows: list[list[int]], tokens: list[list[int]], ending: Ending, most: int
-) -> Iterator[list[list[int]]]:
+) -> Iterator[tuple[list[list[int]], int]]:
     """Continues sequences whose first tokens are chosen, until all have ended or have `most`.
 
-    hold: gives each sequence a cache of so many tokens. Yields what each gained, step by step.
+    hold: gives each sequence a cache of so many tokens. Yields what each gained, and 1, step by
+    step.
     """
     draft = verify.buffers.q_len - 1
     while True:
@@ -125,4 +132,4 @@ def decode_with_drafts(
         verify.fill(texts, drafts, [len(row) for row in rows])
         verify.run()
         found = verify.accepted(drafts)
-        yield ending.extend(tokens, [new[:more] for new, more in zip(found, left, strict=True)])
+        yield ending.extend(tokens, [new[:more] for new, more in zip(found, left, strict=True)]), 1

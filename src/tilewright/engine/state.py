@@ -1,6 +1,6 @@
 """What changes from step to step, all on the device: tokens, positions, cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from .pages import Pages
 from .program import Call, Emit, StepBuffers
 from .sampling import Choice, Sampling
 
+FEW_KEYS = 256  # for which calls of their own are made; and for 4 times as many, and so on
 SLOTS = 64  # the cache's length is a multiple: the kernels' fast loads want 16
 
 
@@ -25,7 +26,7 @@ class State:
     caches: the cache of each layer.
     stacks: with `stacked`, all layers' caches of one sequence as two tensors [layers, kv_heads,
         max_len, head_dim]; `caches` are views of them.
-    pages: for caches in pages, the pages of each sequence.
+    pages: for caches in pages, the pages of each sequence. dtype: of activations.
     """
 
     stacks: tuple[Tensor, Tensor]
@@ -39,16 +40,16 @@ class State:
         self.clock = torch.zeros(2, dtype=torch.int64, device=device)
         self.choice = Choice(padded, model.vocab, device)
         # Zeros: an unwritten key is masked, but a NaN in its value would survive a weight of 0.
-        self.max_len, self.pages = max_len, pages
+        self.max_len, self.pages, self.dtype = max_len, pages, dtype
         if stacked:
-            (shape, _) = model.layers[0].attention.cache_shapes(1, max_len)
+            (shape, _), _ = model.layers[0].attention.cache_arrays(1, max_len, dtype)
             keys, values = (torch.zeros(len(model.layers), *shape[1:], dtype=dtype, device=device) for _ in range(2))
             self.stacks = keys, values
             self.caches: list[tuple[Tensor, ...]] = [(k[None], v[None]) for k, v in zip(keys, values, strict=True)]
             return
         sizes = (batch, max_len) if pages is None else (pages.count, pages.page_size)
         self.caches = [
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in layer.attention.cache_shapes(*sizes)) for layer in model.layers
+            tuple(torch.zeros(shape, dtype=of, device=device) for shape, of in layer.attention.cache_arrays(*sizes, dtype)) for layer in model.layers
         ]
 
     def block_table(self, batch: int) -> Tensor | None:
@@ -58,7 +59,19 @@ class State:
     def buffers(self, batch: int) -> StepBuffers:
         """One token for each of the first `batch` sequences."""
         positions, kv_len = self.counters[0, :batch, None], self.counters[1, :batch]
-        return StepBuffers(batch, 1, positions, kv_len, self.max_len, self.caches[0][0].dtype, self.tokens.device, self.block_table(batch))
+        return StepBuffers(batch, 1, positions, kv_len, self.max_len, self.dtype, self.tokens.device, self.block_table(batch))
+
+    def reaches(self) -> Iterator[tuple[int, list[tuple[Tensor, ...]]]]:
+        """Numbers of keys, up to the cache's length, and what the cache has of so many.
+
+        What an op decides depends on how many keys there may be, never on how many there are: with
+        a few it needs no merge. A cache in pages is one.
+        """
+        keys = FEW_KEYS
+        while keys < self.max_len and self.pages is None:
+            yield keys, [tuple(t.narrow(-1 if i > 1 else -2, 0, keys) for i, t in enumerate(cache)) for cache in self.caches]  # keys, values, scales
+            keys *= 4
+        yield self.max_len, self.caches
 
     def begin(self, rows: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Sets the state for these prompts, before their first new token is chosen."""
@@ -75,6 +88,5 @@ class State:
 
 
 def cache_bytes(model: Decoder, batch: int, max_len: int) -> int:
-    size = model.embedding.dtype.itemsize
-    shapes = (shape for layer in model.layers for shape in layer.attention.cache_shapes(batch, max_len))
-    return sum(size * torch.Size(shape).numel() for shape in shapes)
+    arrays = (array for layer in model.layers for array in layer.attention.cache_arrays(batch, max_len, model.embedding.dtype))
+    return sum(dtype.itemsize * torch.Size(shape).numel() for shape, dtype in arrays)

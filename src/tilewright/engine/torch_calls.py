@@ -5,7 +5,13 @@ from torch import Tensor
 
 
 def gather(pages: Tensor, table: Tensor, out: Tensor) -> None:
+    if out.dtype.itemsize == 1:
+        pages, out = pages.view(torch.uint8), out.view(torch.uint8)
     torch.index_select(pages, out.dim() - 3, table.reshape(-1), out=out)
+
+
+def dequantize(codes: Tensor, scale: Tensor, out: Tensor) -> None:
+    torch.mul(codes.to(out.dtype), scale, out=out)  # codes are exact in 16 bits; the product is rounded once
 
 
 def add(x: Tensor, y: Tensor, out: Tensor) -> None:

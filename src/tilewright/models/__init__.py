@@ -1,4 +1,4 @@
-"""Our kernels inside transformers models, and the ways to load one."""
+"""Puts our kernels into transformers models, and loads models."""
 
 from .configs import CONFIGS
 from .files import ModelFileError

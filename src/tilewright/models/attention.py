@@ -156,11 +156,9 @@ def attention_forward(  # noqa: PLR0913 transformers names the arguments
         stock: Any = type(module)
         key, value = stock.expand_kv(module, key, value)
     sinks = None if s_aux is None else s_aux.float()
-    if q_len == 1 and softcap is None:  # attention_decode has no soft cap
-        out = attention_decode(query, key, value, kv_len, kv_start=kv_start, window=sliding_window, scale=scaling, sinks=sinks)
-    else:
-        masks: dict[str, Any] = {"window": sliding_window, "kv_start": kv_start, "kv_len": kv_len}
-        out = attention(query, key, value, scale=scaling, softcap=softcap, sinks=sinks, **masks)
+    masks: dict[str, Any] = {"window": sliding_window, "kv_start": kv_start, "kv_len": kv_len}
+    attend: Any = attention_decode if q_len == 1 else attention
+    out = attend(query, key, value, scale=scaling, softcap=softcap, sinks=sinks, **masks)
     return out.transpose(1, 2), None
 
 

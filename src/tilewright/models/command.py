@@ -78,7 +78,8 @@ class Question:
     """What to ask a model, and how.
 
     raw: without the model's chat template. engine: as in `compare`. stock: ask unpatched
-        transformers too. draw: as in `generate`.
+        transformers too. draw: as in `generate`. drafter, speculate: a model that proposes so many
+        tokens at a time; "" for the text so far.
     """
 
     prompt: str
@@ -87,6 +88,9 @@ class Question:
     raw: bool = False
     engine: str = "transformers"
     stock: bool = True
+    drafter: str = ""
+    speculate: int = 0
+    kv_dtype: str | None = None
 
 
 def answer_command(
@@ -110,6 +114,7 @@ def answer_command(
     loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
     if question.stock:
         refuse_comparison(loaded)
+    drafts = drafts_of(question, where, dtype, trust_remote_code=trust_remote_code)
     prompt_ids = encode(loaded, question.prompt, raw=question.raw)
     console.print(f"> {question.prompt}", style="bold")
 
@@ -119,13 +124,21 @@ def answer_command(
 
     on_text = None if silent else show
     how: dict[str, Any] = {name: getattr(question, name) for name in ("max_new_tokens", "draw", "stock", "engine")}
-    result = compare(loaded, prompt_ids, **how, on_text=on_text, group=group)
+    result = compare(loaded, prompt_ids, **how, on_text=on_text, options={"group": group, "kv_dtype": question.kv_dtype, **drafts})
     console.print()
     if json_file and not silent:
         write_json(json_file, {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()})
     if not silent:
         _summary(console, result)
     return 1 if result.equal is False else 0
+
+
+def drafts_of(asked: Any, where: torch.device, dtype: torch.dtype, *, trust_remote_code: bool) -> dict[str, Any]:
+    """What an Engine is told of drafts. asked: a Question or Questions."""
+    if not asked.speculate:
+        return {}
+    drafter = load_and_say(asked.drafter, where, dtype, trust_remote_code=trust_remote_code).model if asked.drafter else None
+    return {"draft": drafter, "speculate": asked.speculate}
 
 
 def refuse_comparison(loaded: Loaded) -> None:

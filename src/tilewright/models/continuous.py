@@ -75,7 +75,8 @@ def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
         # A request that only pads a captured batch has no keys. Its position is -1: it is not
         # stored and attends to nothing.
         kv_append(k, v, keys, values, positions=kv_len - 1, block_table=table)
-        found: Any = attention_decode(q, keys, values, kv_len, block_table=table, window=sliding_window, sinks=sinks, scale=scaling)
+        how: dict[str, Any] = {"window": sliding_window, "sinks": sinks, "scale": scaling, "softcap": softcap}
+        found: Any = attention_decode(q, keys, values, kv_len, block_table=table, **how)
         return found.permute(2, 0, 1, 3), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     # Zeros: tokens that only pad a captured step belong to no request, and no attention writes
@@ -83,7 +84,7 @@ def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
     optional = (None, None, cu_seq_lens_q, kv_begin, sinks, None, None, None)
-    attention_out(q, k, v, *optional, scale, True, sliding_window, max_length_q, softcap, out, None)
+    attention_out(q, k, v, *optional, scale, True, sliding_window, 0, max_length_q, softcap, out, None)
     return out[None], None
 
 
@@ -138,7 +139,7 @@ def _pages_per_request(config: Any, given: Any, hints: Any) -> int:
     layers = cache.group_layers_by_attn_type(config.get_text_config())
     tables = all(cache.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in layers)
     fits = given.page_size >= SMALLEST_PAGE and given.page_size & (given.page_size - 1) == 0
-    if not (tables and fits) or getattr(config, "attn_logit_softcapping", None):  # attention_decode has no soft cap
+    if not (tables and fits):
         return 0
     wanted = deepcopy(given)
     initialization.resolve_using_hints(wanted, hints)

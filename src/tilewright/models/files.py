@@ -17,7 +17,7 @@ import torch
 from ..launch.files import read_regular
 
 NAMED = 3  # weights that an error names of each kind
-LONGEST = 300  # characters of another library's reason
+LONGEST = 300  # characters of a reason: names in a file may be long, and so may what another library says
 TRUSTED = "with --trust-remote-code (trust_remote_code=True) by somebody who has read its code"
 
 
@@ -35,7 +35,7 @@ class ModelFileError(ValueError):
 
 def file_error(path: Path, be: object, was: object) -> ModelFileError:
     """The error to raise: `raise file_error(path, "a GGUF file", "a folder")`."""
-    return ModelFileError(f"{path} must be {be}, got {was}")
+    return ModelFileError(f"{path} must be {be!s:.{2 * LONGEST}}, got {was!s:.{LONGEST}}")
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def read_by_others(path: Path, what: str) -> Iterator[None]:
             reason = f"no {reason}"
         if "trust_remote_code" in reason:  # and is not given: that they ask on stdin is answered in advance
             what, reason = f"{what}, or one loaded {TRUSTED}", "a model that needs its own Python"
-        raise file_error(path, what, reason[:LONGEST]) from error
+        raise file_error(path, what, reason) from error
 
 
 def read_json(path: Path, most: int) -> dict[str, Any]:

@@ -83,10 +83,14 @@ def _number(module: Any, name: str | float) -> float:
 
 
 @cache
-def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool) -> Forward:
-    """names: of the matrices: gate, up and down, or both in one and down."""
+def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, drops: bool) -> Forward:
+    """names: of the matrices: gate, up and down, or both in one and down. drops: the module's own
+    code computes something else in training.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if drops and self.training:
+            return cls.forward(self, x)  # type: ignore[no-any-return]
         middle = silu_mul(*(getattr(self, name)(x) for name in names[:-1]), gelu_tanh=gelu)
         y: Tensor = getattr(self, names[-1])(middle)
         return y

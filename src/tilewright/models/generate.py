@@ -236,21 +236,23 @@ def generate_with_engine(
     mode: str,
     draw: Draw = GREEDY,
     on_text: OnText | None = None,
-    group: Any = None,
+    options: dict[str, Any] | None = None,
 ) -> Generation:
     """As `generate`, by an Engine made for this call.
 
     The times do not include its compilation.
 
-    mode, group: as in Engine. Replays of a graph count no launches.
+    mode, options: of the Engine. Replays of a graph count no launches.
     """
     from ..engine import Engine
 
     stream = _Stream(loaded.tokenizer, on_text)
     stream.put(prompt_ids)
     prompt_tokens = prompt_ids.shape[1]
-    options: dict[str, Any] = {"max_len": prompt_tokens + max_new_tokens, "check_every": 1 if prompt_ids.device.type == "cpu" else 8}
-    with Engine(loaded.model, mode=mode, group=group, **options) as engine:  # type: ignore[arg-type]
+    options = options or {}
+    longest = prompt_tokens + max_new_tokens + options.get("speculate", 0)
+    sizes = {"max_len": longest, "check_every": 1 if prompt_ids.device.type == "cpu" else 8}
+    with Engine(loaded.model, mode=mode, **sizes, **options) as engine:  # type: ignore[arg-type]
         how = engine_choices_of(loaded, draw)
         engine.warm_up(1, prompt_tokens, sampling=how["sampling"])
         with counted() as launches:
@@ -270,18 +272,18 @@ def compare(
     stock: bool = True,
     on_text: OnText | None = None,
     engine: str = "transformers",
-    group: Any = None,
+    options: dict[str, Any] | None = None,
 ) -> Comparison:
     """Generates with our kernels, and before with unpatched transformers if `stock`.
 
     Leaves the model as it was.
 
-    engine: "transformers" for the patched model, else the mode of an Engine. group: as in Engine.
+    engine: "transformers" for the patched model, else the mode of an Engine with `options`.
     """
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "draw": draw}
     theirs = generate(loaded, prompt_ids, **how) if stock else None
     if engine != "transformers":
-        ours = generate_with_engine(loaded, prompt_ids, **how, mode=engine, on_text=on_text, group=group)
+        ours = generate_with_engine(loaded, prompt_ids, **how, mode=engine, on_text=on_text, options=options)
         return Comparison(ours, theirs, None)
     with patch(loaded.model) as report:
         ours = generate(loaded, prompt_ids, **how, on_text=on_text)

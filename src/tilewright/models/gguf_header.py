@@ -36,7 +36,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """metadata: numbers and strings by key; a list is its length. tensors: as in the file."""
+    """metadata: numbers, strings and lists by key; strings in a list are bytes, not yet looked at.
+    tensors: as in the file.
+    """
 
     metadata: dict[str, Any]
     tensors: tuple[GgufTensor, ...]
@@ -109,7 +111,7 @@ class _Reader:
         if kind == _STRING:
             return self.text(f"the value of {key}")
         if kind == _LIST:
-            return self.skip_list(key)
+            return self.list_of(key)
         if kind not in _SCALARS:
             raise file_error(self.path, f"a GGUF file with a known type of {key}", kind)
         value = self.number(_SCALARS[kind], f"the value of {key}")
@@ -117,16 +119,15 @@ class _Reader:
             raise file_error(self.path, f"a GGUF file with a finite {key}", value)
         return value
 
-    def skip_list(self, key: str) -> int:
+    def list_of(self, key: str) -> list[Any]:
         kind, count = self.number("I", f"the type in the list {key}"), self.count("Q", MOST_ITEMS, f"length of the list {key}")
         if kind in _SCALARS:
-            self.take(count * struct.calcsize(f"<{_SCALARS[kind]}"), f"the list {key}")
-        elif kind == _STRING:
-            for _ in range(count):
-                self.take(self.number("Q", f"a length in the list {key}"), f"a string in the list {key}")
-        else:
-            raise file_error(self.path, f"a GGUF file with a list of numbers or strings as {key}", f"one of type {kind}")
-        return count
+            numbers = f"<{count}{_SCALARS[kind]}"
+            return list(struct.unpack(numbers, self.take(struct.calcsize(numbers), f"the list {key}")))
+        if kind == _STRING:
+            length, text = f"a length in the list {key}", f"a string in the list {key}"
+            return [self.take(self.number("Q", length), text) for _ in range(count)]
+        raise file_error(self.path, f"a GGUF file with a list of numbers or strings as {key}", f"one of type {kind}")
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of the next tensor."""

@@ -44,7 +44,7 @@ def linear(module: Any) -> Verdict:
         return None
     tensors = {"weight": probe.random(*weight.shape)} | ({} if bias is None else {"bias": probe.random(*bias.shape, seed=1)})
     for transposed, matrix in ((True, tensors["weight"].T), (False, tensors["weight"])):
-        x = probe.random(probe.ROWS, len(matrix), seed=2)
+        x = probe.rows(len(matrix), seed=2)
         found = probe.attempt(lambda x=x: type(module).forward(probe.stand_in(module, tensors), x))  # type: ignore[misc]
         if (bias is None or bias.shape == matrix.shape[1:]) and probe.same(found, x @ matrix + tensors.get("bias", 0)):
             return Method("matmul", "linear", (("transposed", transposed),))
@@ -63,8 +63,8 @@ def norm(module: Any) -> Verdict:
     place = place_of(module)
     dtype, device = place or (torch.float32, torch.device("cpu"))
     cols = shape[0]
-    # A constant eps shows where rows are small.
-    x = probe.random(probe.ROWS, cols) * torch.tensor([1.0, 1.0, 3.0, 0.1, 3e-3, 1e-3]).double()[:, None]
+    # A constant eps shows where rows are small, a bound where they are large.
+    x = probe.random(probe.ROWS, cols) * torch.tensor([1.0, 1.0, probe.LARGE, 0.1, 3e-3, 1e-3]).double()[:, None]
     weights = {name: 1 + probe.random(cols, seed=i) / 4 for i, name in enumerate(held)}
     found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, weights), x))
     epsilons: list[str | float] = [*probe.numbers_of(module, 1e-20, 1e-2)] or [1e-5, 1e-6]
@@ -151,15 +151,16 @@ def mlp(module: Any) -> Verdict:
     if any(isinstance(m, QuantizedLinear) for m in linears.values()):
         place = torch.bfloat16, place[1]  # of rows; what it holds are codes and scales
     for names in candidates:
-        sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.random(probe.ROWS, probe.WIDTHS[0])
+        sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.rows(probe.WIDTHS[0])
         found = probe.attempt(lambda sharp=sharp, x=x: type(module).forward(probe.stand_in(module, {}, sharp), x))  # type: ignore[misc]
         for gelu, act in ACTIVATIONS.items():
             if probe.same(found, _mlp_of(sharp, names, act, x)):
-                parts, rows = _parts(linears, names, *place), x.to(place[1], place[0])
+                drops = not probe.same(probe.in_training(module, sharp, x), found)
+                parts, rows = _parts(linears, names, *place), probe.random(probe.ROWS, probe.WIDTHS[0]).to(place[1], place[0])
                 theirs = probe.attempt(lambda parts=parts, rows=rows: type(module).forward(probe.stand_in(module, {}, parts), rows))  # type: ignore[misc]
                 truth = _mlp_of({n: m.double() for n, m in _parts(linears, names, *place).items()}, names, act, rows.double())
                 reason = probe.why_not(lambda parts=parts, names=names, gelu=gelu, rows=rows: _ours(parts, names, gelu, rows), theirs, truth)  # type: ignore[misc]
-                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (("names", names), ("gelu", gelu)))
+                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (("names", names), ("gelu", gelu), ("drops", drops)))
     return "silu_mul: it computes no down(act(gate) * up) with SiLU or tanh-GELU"
 
 
@@ -234,13 +235,14 @@ def attention(module: Any) -> Verdict:
     if any("chunked" in kind for kind in kinds):
         return "attention: it sees chunks of the sequence, which no kernel of ours masks"
     windowed = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
-    if windowed and not _mentions(code, "sliding_window"):
+    if windowed and not passes(module, "sliding_window"):
         return "attention: its window stands in the mask alone"
     return Method("attention", None)
 
 
-def _mentions(code: Any, word: str) -> bool:
-    """Whether a function passes an argument of this name on."""
+def passes(module: Any, word: str) -> bool:
+    """Whether its forward passes an argument of this name on."""
+    code: Any = inspect.unwrap(type(module).forward).__code__
     return word in code.co_names or any(isinstance(x, tuple) and word in x for x in code.co_consts)
 
 

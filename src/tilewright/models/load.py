@@ -54,22 +54,23 @@ def load(  # noqa: PLR0913 options by keyword
     """Loads a causal language model, unpatched.
 
     Args:
-        source: a folder with config.json and safetensors, a .gguf file, a name in `CONFIGS` for its
-            exact shapes with random weights, or org/name of one on the Hugging Face hub, which is
-            downloaded into the hub's cache. Nothing else is downloaded.
-        device: where the model ends up.
+        source: a folder with config.json and safetensors; a .gguf file; a name in `CONFIGS`, for
+            its exact shapes with random weights; or org/name of a model on the Hugging Face hub,
+            which is downloaded into the hub's cache. Nothing else is downloaded.
+        device: where the model is placed.
         dtype: of all parameters; GGUF's quantised tensors are expanded to it.
         seed: of random weights.
         on_progress: called with (tensors read, tensors in all) of a GGUF file, (modules packed, in
             all) of quantised weights.
         shard: this rank, for an `Engine` of several processes (docs/engine.md); only its part of
             the weights reaches the device.
-        layers: builds only the first; 0 builds all.
-        trust_remote_code: lets a folder run its own Python, which can do all that you can.
-        weights: quantise the Linear modules to this format (`FORMATS`), rounded to nearest, but for
-            the head. A folder whose config says that it is quantised is taken as it is.
-    Raises: ModelFileError, a ValueError: the files are broken, incomplete or not trusted.
-        OSError: the hub cannot be reached, or does not give the model.
+        layers: how many layers to build, from the first; 0 builds all.
+        trust_remote_code: run Python code from the folder, which can do anything that you can.
+        weights: quantise the Linear modules, except the head, to this format (`FORMATS`), rounded
+            to nearest. A folder that is already quantised is loaded as it is.
+    Raises:
+        ModelFileError: a ValueError: the files are broken, incomplete or not trusted.
+        OSError: the hub cannot be reached, or refuses the model.
         ValueError: `source` is none of these, or its sizes cannot be divided by so many ranks.
         MemoryError: the GPU has too little left. The error says how much is needed.
     """

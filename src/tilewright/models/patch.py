@@ -102,12 +102,12 @@ class Report:
 
 
 def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collection[str] = (), weights: str | None = None) -> Report:
-    """Replaces what one transformers model computes by Tilewright's kernels, where they compute the
+    """Replaces modules of one transformers model with Tilewright's kernels, if they compute the
     same: matrix products, norms, RoPE, gated MLPs, mixtures of experts and attention.
 
-    What a module computes is found by calling its code on random rows (docs/models.md), so the
-    model may be of any type. What no kernel of ours computes stays in PyTorch, and the report says
-    why.
+    `patch` finds out what a module computes by calling its code on random rows (docs/models.md), so
+    the model may be of any type. Modules without a matching kernel stay in PyTorch, and the report
+    says why.
 
     Call the model under torch.no_grad() or torch.inference_mode(), as `generate` does: the kernels
     have no backward.
@@ -116,14 +116,14 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
         model: a transformers model with its weights, with or without its language-model head.
         only: the kinds to replace, of "linear", "norms", "mlp", "moe", "rope", "attention"; default
             all.
-        skip: kinds to leave.
-        weights: quantise the model's Linear modules to this format (`FORMATS`), rounded to nearest,
-            but for the head. What they were waits in the host's memory for `undo()`.
+        skip: the kinds to leave alone.
+        weights: quantise the model's Linear modules, except the head, to this format (`FORMATS`),
+            rounded to nearest. The originals are kept in host memory for `undo()`.
     Returns: what was replaced, what was not and why. Its `undo()` restores the model exactly.
     Raises:
-        TypeError: `model` is no transformers model.
-        ValueError: a kind is unknown, the model is patched already or has no weights, or nothing in
-            it can be replaced; the model is unchanged.
+        TypeError: `model` is not a transformers model.
+        ValueError: a kind is unknown, the model is already patched or has no weights, or nothing in
+            it can be replaced. The model is unchanged.
     """
     require_transformers("tilewright.patch")
     from transformers import PreTrainedModel
@@ -141,7 +141,7 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
         _replace_attention(report, model, found, turning)
     if not found.methods:
         report.undo()
-        raise argument_error("model", "one of which our kernels compute something", f"a {report.model} in which nothing matched")
+        raise argument_error("model", "one with modules that our kernels can replace", f"a {report.model} in which nothing matched")
     _apply(report, [(module, method) for module, method in found.methods if method.maker and method.op != "rope"])
     report.replaced, report.kept = found.lines()
     _set(report, model, _MARK, report)
@@ -150,9 +150,9 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
 
 def _chosen(only: Collection[str] | None, skip: Collection[str]) -> list[str]:
     for name, given in (("only", only), ("skip", skip)):
-        if isinstance(given, str) or not set(given or ()) <= set(KINDS):
+        if isinstance(given, str) or not isinstance(given, Collection | None) or not set(given or ()) <= set(KINDS):
             raise argument_error(name, f"a list of kinds, of {', '.join(KINDS)}", repr(given))
-    return [kind for kind in KINDS if (only is None or kind in only) and kind not in skip]
+    return [kind for kind in KINDS if (only is None or kind in only) and kind not in (skip or ())]
 
 
 _ORDER = (
@@ -206,11 +206,11 @@ def _found(model: nn.Module, kinds: Collection[str]) -> _Found:
     found, verdicts = _Found(), {}
     for name, module in _named_modules(model):
         found.names[module] = name
-        known = False
+        known, looks = False, (probe.looks(module), place_of(module))
         for kind, recognise in RECOGNISERS:
             if kind not in kinds:
                 continue
-            key = (recognise, *_looks(module))
+            key = (recognise, looks)
             if key not in verdicts:
                 verdicts[key] = _verdict(recognise, module)
             verdict = verdicts[key]
@@ -230,19 +230,6 @@ def _verdict(recognise: Any, module: nn.Module) -> Verdict:
     with torch.no_grad():
         found: Verdict = recognise(module)
     return found
-
-
-def _looks(module: nn.Module) -> tuple[Any, ...]:
-    """Modules that look the same compute the same: their code, their numbers, and the shapes of
-    what they hold.
-    """
-    plain = {name: value for name, value in module.__dict__.items() if isinstance(value, str | int | float | bool)}
-    held = {
-        name: (type(x), x.dtype, x.shape, x.device) for group in (module._parameters, module._buffers) for name, x in group.items() if x is not None
-    }
-    below = {name: (type(x), getattr(x, "in_features", 0), getattr(x, "out_features", 0)) for name, x in module._modules.items()}
-    config = module.__dict__.get("config")
-    return type(module), tuple(plain.items()), tuple(held.items()), tuple(below.items()), id(config), place_of(module)
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

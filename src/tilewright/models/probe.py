@@ -8,7 +8,7 @@ untouched.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -20,12 +20,18 @@ from ..testing.accuracy import accuracy
 ROWS = 6
 SHARP = 1e-4  # of a result: code that works in fp32 inside is right to 1e-6; another formula is off by 1e-3
 WIDTHS = (24, 40)  # of a stand-in's rows, and between its matrices: nothing that is an axis of theirs by chance
+LARGE = 200.0  # of rows that meet a bound (7 in gpt-oss) which rows near 1 never do
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, device: Any = None, seed: int = 0) -> Tensor:
     """Standard normal numbers, the same each time."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+
+
+def rows(cols: int, seed: int = 0) -> Tensor:
+    """Random rows, the last two of them large."""
+    return random(ROWS, cols, seed=seed) * torch.tensor([1.0] * (ROWS - 2) + [LARGE] * 2).double()[:, None]
 
 
 def stand_in(module: nn.Module, tensors: Mapping[str, Tensor], children: Mapping[str, nn.Module] | None = None) -> Any:
@@ -42,6 +48,49 @@ def stand_in(module: nn.Module, tensors: Mapping[str, Tensor], children: Mapping
     return found
 
 
+def in_training(module: nn.Module, children: Mapping[str, nn.Module], x: Tensor) -> Any:
+    """What a stand-in in training mode makes of x; None if it raises."""
+    others = {name: deepcopy(child).train() for name, child in module._modules.items() if child is not None and name not in children}
+    found = stand_in(module, {}, {**others, **children})
+    found.training = True
+    with torch.random.fork_rng(devices=()):
+        return attempt(lambda: type(module).forward(found, x))
+
+
+def looks(module: nn.Module) -> tuple[Any, ...]:
+    """Modules that look the same compute the same: their code, their numbers, the shapes of what
+    they hold, and the looks of the modules in them.
+    """
+    own = tuple((name, _look(value)) for name, value in module.__dict__.items() if not name.startswith("_") or isinstance(value, _PLAIN))
+    held = tuple(
+        (name, type(x), x.dtype, x.shape, x.device) for group in (module._parameters, module._buffers) for name, x in group.items() if x is not None
+    )
+    hooks = tuple(_Is(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    return type(module), own, held, hooks, tuple((name, looks(child)) for name, child in module._modules.items() if child is not None)
+
+
+_PLAIN = (str, int, float, bool, torch.dtype, torch.device, type(None))
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_look, value))
+    return value if isinstance(value, _PLAIN) else _Is(value)
+
+
+class _Is:
+    """Equal to itself alone, whatever it holds."""
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+
+    def __hash__(self) -> int:
+        return id(self._what)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self._what is other._what
+
+
 def linear(wide: int, deep: int, bias: bool, *, dtype: torch.dtype, device: Any, seed: int) -> nn.Linear:
     """A matrix of a stand-in."""
     found = nn.Linear(deep, wide, bias=bias, device="meta")  # draws no random numbers
@@ -52,10 +101,10 @@ def linear(wide: int, deep: int, bias: bool, *, dtype: torch.dtype, device: Any,
 
 
 def off(found: Any, expected: Tensor) -> float:
-    """Error over norm; infinite for what is no such tensor."""
+    """Error over norm of the worst row; infinite for what is no such tensor."""
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return float("inf")
-    error = float((found.double() - expected).norm() / expected.norm())
+    error = float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     return error if error == error else float("inf")
 
 

@@ -5,6 +5,7 @@ write is compressed-tensors, which others read too.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import argument_error
+from ..launch import argument_error, check_tensor
 from ..ops.common.expert_weights import QuantizedExperts
 from ..ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat, unpack
-from .files import ModelFileError, file_error, read_json, some
-from .quantized import KNOWN_EXPERTS, QuantizedLinear, QuantizedMixture, check_dtype, gpt_oss_biases, weight_bytes
+from .files import file_error, read_by_others, read_json, some
+from .quantized import KNOWN_EXPERTS, QuantizedLinear, QuantizedMixture, check_dtype, experts_of, gpt_oss_biases, weight_bytes
 from .quantized_tensors import from_awq, from_compressed_tensors, from_fp8, from_gptq, from_int8, from_mxfp4, from_nvfp4
 from .safetensors_header import LONGEST_INDEX, StoredTensor
 from .whole import make_buffers, outline, refuse_other_weights
@@ -44,7 +45,11 @@ def check_method(path: Path, said: Any) -> None:
     bits = said.get("bits", said.get("w_bit", 4))
     if method in ("gptq", "awq") and bits != 4:
         raise file_error(path, f"a {method} model of 4 bits", f"one of {bits!r:.20}")
-    if method == "awq" and said.get("version", "gemm") not in ("gemm", "gemv"):
+    if method == "gptq" and said.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        raise file_error(path, "a GPTQ model with checkpoint_format gptq or gptq_v2", repr(said.get("checkpoint_format"))[:40])
+    if said.get("transform_config"):
+        raise file_error(path, "a model whose activations are not rotated as it runs", "one with transform_config")
+    if method == "awq" and said.get("version", "gemm") != "gemm":
         raise file_error(path, "an AWQ model of version gemm", repr(said.get("version"))[:40])
     block = said.get("weight_block_size")
     if method == "fp8" and block not in (None, [128, 128]):
@@ -73,18 +78,23 @@ def load_quantized(
 
         for done, (path, leaves) in enumerate(coded.items()):
             weight, order = found(path, leaves)
-            old = model.get_submodule(path)
-            if (weight.n, weight.k) != (old.out_features, old.in_features):
-                raise file_error(folder, f"a model whose {path} is {(old.out_features, old.in_features)}", (weight.n, weight.k))
+            old: Any = model.get_submodule(path)
+            _check_shape(folder, path, weight, (old.out_features, old.in_features))
             bias = read(f"{path}.bias").to(device, dtype) if "bias" in leaves else None
-            _put(model, path, QuantizedLinear(weight, bias, order))
+            _check_bias(folder, config.model_type, path, bias, old)
+            _put(model, path, QuantizedLinear(weight, None if old.bias is None else bias, order))
             if on_progress is not None:
                 on_progress(done + 1, len(coded) + len(mixtures))
         for done, (path, parts) in enumerate(mixtures.items()):
             old = model.get_submodule(path)
             act: dict[str, Any] = {}
             if type(old).__name__ == "GptOssExperts":
-                biases = (read(f"{path}.{name}_proj_bias").to(device, dtype) for name in ("gate_up", "down"))
+                names = tuple(f"{path}.{name}_proj_bias" for name in ("gate_up", "down"))
+                refuse_other_weights(folder, config.model_type, set(names) - stored.keys(), (), ())
+                biases = tuple(read(name).to(device, dtype) for name in names)
+                shapes = old.gate_up_proj_bias.shape, old.down_proj_bias.shape
+                wrong = [(name, b.shape, shape) for name, b, shape in zip(names, biases, shapes, strict=True) if b.shape != shape]
+                refuse_other_weights(folder, config.model_type, (), (), wrong)
                 act = {"biases": gpt_oss_biases(*biases), "alpha": old.alpha, "limit": old.limit, "up_offset": 1.0}
             _put(model, path, QuantizedMixture(*_experts(folder, path, old, parts, found, lambda name: read(name).to(device)), **act))
             if on_progress is not None:
@@ -100,6 +110,19 @@ def load_quantized(
         model.load_state_dict(floats, strict=False, assign=True)
     model.tie_weights()
     return model.eval()
+
+
+def _check_shape(folder: Path, path: str, weight: QuantizedWeight, shape: tuple[int, int]) -> None:
+    if (weight.n, weight.k) != shape:
+        raise file_error(folder, f"a model whose {path} is {shape}", (weight.n, weight.k))
+
+
+def _check_bias(folder: Path, model_type: str, path: str, bias: Tensor | None, old: nn.Linear) -> None:
+    """A bias that the model lacks may be there if it is zero, as GPTQ writes one of each module."""
+    name = f"{path}.bias"
+    missing, unexpected = old.bias is not None and bias is None, old.bias is None and bias is not None and bool(bias.any())
+    misshapen = [(name, bias.shape, old.bias.shape)] if bias is not None and old.bias is not None and bias.shape != old.bias.shape else ()
+    refuse_other_weights(folder, model_type, [name] if missing else (), [name] if unexpected else (), misshapen)
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -119,26 +142,36 @@ def _experts(
     """Gate and up, and down, of a module's experts: of gpt-oss's blocks, or of each expert's own
     matrices.
     """
-    count = len(old.down_proj)
-    try:
-        if not all(_EXPERT.fullmatch(stem) for stem in parts):
-            blocks, scales = ({name: read(f"{path}.{name}_proj_{kind}") for name in ("gate_up", "down")} for kind in ("blocks", "scales"))
-            both = [[from_mxfp4(b[i::2], s[i::2]) for i in (0, 1)] for b, s in zip(blocks["gate_up"], scales["gate_up"], strict=True)]
-            one = [[from_mxfp4(b, s)] for b, s in zip(blocks["down"], scales["down"], strict=True)]
-            return QuantizedExperts.stacked(both), QuantizedExperts.stacked(one)
-        weights: list[list[QuantizedWeight | None]] = [[None] * 3 for _ in range(count)]
-        for stem, leaves in parts.items():
-            expert = _EXPERT.fullmatch(stem)
-            assert expert is not None
-            weight, order = found(stem, leaves)
-            if order is not None or int(expert[2]) >= count:
-                raise argument_error(stem, f"one of {count} experts, without act-order", "act-order" if order is not None else expert[2])
-            weights[int(expert[2])][_PARTS[expert[3]]] = weight
-        if lacking := [i for i, each in enumerate(weights) if None in each]:
-            raise argument_error("experts", "coded, all of them", f"other weights in {some(lacking)}")
-        return QuantizedExperts.stacked([each[:2] for each in weights]), QuantizedExperts.stacked([each[2:] for each in weights])  # type: ignore[misc]
-    except (TypeError, ValueError, KeyError) as error:
-        raise error if isinstance(error, ModelFileError) else ModelFileError(f"{folder}: {path}: {error}") from None
+    (count, _, inter, hidden) = experts_of(old)[0].shape
+    with read_by_others(folder, f"a folder with all experts of {path}"):
+        each = _of_blocks(path, read) if not all(map(_EXPERT.fullmatch, parts)) else _of_matrices(parts, found)
+        if each.keys() != set(range(count)) or not all(len(three) == len(_PARTS) // 2 for three in each.values()):
+            raise argument_error("experts", f"{count}, each with gate, up and down", some(sorted(each)))
+        for three in each.values():
+            for part, weight in three.items():
+                _check_shape(folder, f"matrix {part} of an expert in {path}", weight, (hidden, inter) if part == 2 else (inter, hidden))
+        both, one = ([[each[i][part] for part in which] for i in range(count)] for which in ((0, 1), (2,)))
+        return QuantizedExperts.stacked(both), QuantizedExperts.stacked(one)
+
+
+def _of_blocks(path: str, read: Callable[[str], Tensor]) -> dict[int, dict[int, QuantizedWeight]]:
+    """By expert and part (0, 1, 2 of gate, up, down)."""
+    gate_up, down = (zip(*(read(f"{path}.{name}_proj_{kind}") for kind in ("blocks", "scales")), strict=True) for name in ("gate_up", "down"))
+    pairs = enumerate(zip(gate_up, down, strict=True))
+    return {i: {0: from_mxfp4(b[0::2], s[0::2]), 1: from_mxfp4(b[1::2], s[1::2]), 2: from_mxfp4(*one)} for i, ((b, s), one) in pairs}
+
+
+def _of_matrices(parts: dict[str, list[str]], found: Callable[[str, list[str]], Found]) -> dict[int, dict[int, QuantizedWeight]]:
+    """Likewise."""
+    each: dict[int, dict[int, QuantizedWeight]] = {}
+    for stem, leaves in parts.items():
+        expert = _EXPERT.fullmatch(stem)
+        assert expert is not None
+        weight, order = found(stem, leaves)
+        if order is not None or _PARTS[expert[3]] in each.setdefault(int(expert[2]), {}):
+            raise argument_error(stem, "given once, without act-order", "act-order" if order is not None else "a second time")
+        each[int(expert[2])][_PARTS[expert[3]]] = weight
+    return each
 
 
 def _sorted(
@@ -169,7 +202,8 @@ def _sorted(
             mixtures.setdefault(path, {})[stem] = [leaf for leaf in coded.pop(stem) if not leaf.endswith("_bias")]
     if strangers := sorted(stem for stem in coded if not isinstance(modules.get(stem), nn.Linear)):
         raise file_error(folder, "a model of which only Linear modules and experts are coded", some(strangers))
-    if strangers := sorted(f"{stem}.{leaf}" for stem, leaves in coded.items() for leaf in leaves if leaf not in _LEAVES):
+    each = {**coded, **{stem: leaves for parts in mixtures.values() for stem, leaves in parts.items() if _EXPERT.fullmatch(stem)}}
+    if strangers := sorted(f"{stem}.{leaf}" for stem, leaves in each.items() for leaf in leaves if leaf not in _LEAVES):
         raise file_error(folder, "a model whose coded modules have the tensors of their method", some(strangers))
     biases = {f"{path}.{name}_proj_bias" for path in mixtures for name in ("gate_up", "down")}
     return coded, mixtures, plain - biases
@@ -177,17 +211,16 @@ def _sorted(
 
 def _weight(folder: Path, said: Mapping[str, Any], path: str, tensors: Tensors) -> Found:
     """Of one module, by its method or by what it has."""
-    try:
-        if said["quant_method"] == "gptq":
-            v1 = said.get("checkpoint_format", "gptq") == "gptq"
-            return from_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), zeros_off_by_one=v1)
-        if said["quant_method"] == "awq":
-            return from_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"]), None
-        return _compressed(tensors), None
-    except KeyError as error:
-        raise file_error(folder, f"a model whose {path} has {error}", sorted(tensors)) from None
-    except (TypeError, ValueError) as error:
-        raise ModelFileError(f"{folder}: {path}: {error}") from None
+    with read_by_others(folder, f"a folder with a weight of {said['quant_method']} in {path}"):
+        try:
+            if said["quant_method"] == "gptq":
+                v1 = said.get("checkpoint_format", "gptq") == "gptq"
+                return from_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), zeros_off_by_one=v1)
+            if said["quant_method"] == "awq":
+                return from_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"]), None
+            return _compressed(tensors), None
+        except KeyError as error:
+            raise file_error(folder, f"a model whose {path} has {error}", sorted(tensors)) from None
 
 
 def _compressed(tensors: Tensors) -> QuantizedWeight:
@@ -200,11 +233,12 @@ def _compressed(tensors: Tensors) -> QuantizedWeight:
         if "weight_global_scale" in tensors:
             return from_nvfp4(packed, scale, 1 / tensors["weight_global_scale"].float())
         return from_mxfp4(packed.unflatten(1, (-1, 16)), scale)
-    if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"].diff() >= 0).all()):
-        raise argument_error("weight_g_idx", "groups in order (GPTQ's own format takes others)", "act-order")
-    k = int(tensors["weight_shape"][1]) if "weight_shape" in tensors else 8 * packed.shape[1]
-    if k != 8 * packed.shape[1]:
-        raise argument_error("weight_packed", f"of 4 bits, int32 [n, {k} / 8]", tuple(packed.shape))
+    check_tensor(packed, "weight_packed", ndim=2)
+    k = 8 * packed.shape[1]
+    if "weight_g_idx" in tensors and not torch.equal(tensors["weight_g_idx"].long().cpu(), torch.arange(k) // (k // scale.shape[1])):
+        raise argument_error("weight_g_idx", "equal groups in order (GPTQ's own format takes others)", "act-order")
+    if "weight_shape" in tensors and (said := tensors["weight_shape"].tolist()) != [len(packed), k]:
+        raise argument_error("weight_shape", f"{[len(packed), k]} for a weight_packed of 4 bits, int32 {tuple(packed.shape)}", f"{said!r:.80}")
     return from_compressed_tensors(packed, scale, tensors.get("weight_zero_point"))
 
 
@@ -228,9 +262,10 @@ def _opened(folder: Path) -> Iterator[Callable[[str], Tensor]]:
 def save_quantized(model: Any, tokenizer: Any | None, weight_format: str, folder: Path) -> int:
     """Writes a model that `quantize` changed. Returns the bytes of its weights.
 
-    Raises: ValueError for a folder that is not empty.
+    Raises: ValueError for a folder that is not empty; OSError for one that cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
 
     check_output(folder)
     coded = {path: module for path, module in model.named_modules() if isinstance(module, (QuantizedLinear, QuantizedMixture))}
@@ -248,13 +283,17 @@ def save_quantized(model: Any, tokenizer: Any | None, weight_format: str, folder
         elif isinstance(module, QuantizedLinear) and module.bias is not None:
             state[f"{path}.bias"] = module.bias
     folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder, metadata={"format": "pt"})
-    wide = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": _config(of, wide)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    try:
+        save_torch_state_dict({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder} cannot be written: {error}") from None
     model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    wide = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": _config(of, wide)}
+    # Last, since without it nothing loads what a full disk or Ctrl-C has left.
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return weight_bytes(model)
 
 
@@ -267,8 +306,12 @@ def _each_expert(path: str, module: QuantizedMixture) -> dict[str, QuantizedWeig
 
 
 def check_output(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Raises ValueError for a folder that is not empty, or could not be written in the end."""
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise argument_error("the output folder", "new or empty", folder)
+    home = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not home.is_dir() or not os.access(home, os.W_OK):
+        raise argument_error("the output folder", "one that can be written", folder)
 
 
 def _stored(weight: QuantizedWeight, of: WeightFormat) -> dict[str, Tensor]:

@@ -42,7 +42,9 @@ def from_gptq(
     zeros = (_nibbles(qzeros, 1) + zeros_off_by_one) & 15
     order = None
     if g_idx is not None:
-        check_tensor(g_idx, "g_idx", shape=(k,))
+        check_tensor(g_idx, "g_idx", shape=(k,), dtypes=(torch.int32, torch.int64))
+        if bool((g_idx < 0).any() | (g_idx >= groups).any()):
+            raise argument_error("g_idx", f"0 to {groups - 1}, the groups of scales", f"{int(g_idx.min())} to {int(g_idx.max())}")
         if not torch.equal(torch.bincount(g_idx.long(), minlength=groups), torch.full((groups,), k // groups, device=g_idx.device)):
             raise argument_error("g_idx", f"{k // groups} of each of {groups} groups", "groups of unlike sizes")
         found = torch.argsort(g_idx.long(), stable=True)
@@ -140,6 +142,8 @@ def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeigh
     group = k // groups if groups and k % groups == 0 else 0
     if group not in (32, 64) and (group == 0 or group % 128):
         raise argument_error("groups of scales", f"of 32 or 64 weights or a multiple of 128 in k = {k}", f"{groups} groups")
+    if not scales.is_floating_point():
+        raise argument_error("scales.dtype", "a float", str(scales.dtype).removeprefix("torch."))
     if tuple(scales.shape) != (groups, n):
         raise argument_error("scales.shape", f"{(groups, n)}, for a weight of {n} rows", tuple(scales.shape))
     if zeros is not None and bool((zeros == SYMMETRIC).all()):

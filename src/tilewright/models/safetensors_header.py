@@ -108,7 +108,7 @@ def folder_weights(folder: Path) -> dict[str, StoredTensor]:
         raise file_error(index, 'an object with the file of each weight in "weight_map"', f"{type(places).__name__} {str(places)[:60]}")
     found: dict[str, StoredTensor] = {}
     for name in sorted(set(places.values())):
-        if not re.fullmatch(r"[^/\\.][^/\\]*\.safetensors", name):
+        if not re.fullmatch(r"[^/\\.\0][^/\\\0]*\.safetensors", name):
             raise file_error(index, "a list of .safetensors files of its own folder", repr(name)[:120])
         here = read_header(folder / name)
         if both := sorted(found.keys() & here.keys()):

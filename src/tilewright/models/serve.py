@@ -58,7 +58,7 @@ class Running:
 
 
 @contextmanager
-def serving(
+def serving(  # noqa: PLR0913 options by keyword
     loaded: Loaded,
     *,
     host: str = "localhost",
@@ -68,6 +68,7 @@ def serving(
     max_requests: int = REQUESTS,
     max_body_bytes: int = BODY_BYTES,
     api_key: str | None = None,
+    prefix_reuse: bool = True,
 ) -> Iterator[Running]:
     """Patches a model and serves it while the block runs; its end undoes both.
 
@@ -80,6 +81,7 @@ def serving(
         max_requests: that wait and run at once; others get 429.
         max_body_bytes: of a request; longer ones get 413.
         api_key: what clients have to send; None: nothing.
+        prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
     Raises: ImportError: the packages of a server are missing. ValueError: the model has no
         tokenizer, or is none that `patch` knows; an argument.
     """
@@ -106,7 +108,7 @@ def serving(
     from .server.worker import Worker
 
     with patch(loaded.model):
-        worker = Worker(loaded.model, most_requests=max_requests, batch_tokens=max_batch_tokens, pages=cache_pages)
+        worker = Worker(loaded.model, most_requests=max_requests, batch_tokens=max_batch_tokens, pages=cache_pages, prefix_reuse=prefix_reuse)
         try:
             names = (served_name(loaded), loaded.source)
             answers = Answers(worker, loaded.model, loaded.tokenizer, names)
@@ -163,6 +165,8 @@ def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **opt
             if running.worker.failure is None:
                 print(f"stopping: {running.worker.open} requests have {drain_seconds:g} seconds to finish", flush=True)
                 running.drain(drain_seconds, hurry)
+            worker = running.worker
+            print(f"{worker.prompt_tokens} prompt tokens, of which {worker.reused_tokens} were in shared pages", flush=True)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -100,7 +100,8 @@ def check_finite_weights(path: Path, model: Any) -> None:
 
     A float16 of a large bfloat16 is one.
     """
-    sums = {name: parameter.detach().sum(dtype=torch.float32) for name, parameter in model.named_parameters() if not parameter.is_meta}
+    held = {name: tensor.detach() for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not tensor.is_meta}
+    sums = {name: tensor.sum(dtype=torch.float32) for name, tensor in held.items()}
     finite = torch.stack(list(sums.values())).isfinite().tolist() if sums else []
     if wrong := [name for name, fine in zip(sums, finite, strict=True) if not fine]:
         dtype = next(iter(model.parameters())).dtype

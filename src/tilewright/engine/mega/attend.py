@@ -43,7 +43,7 @@ def keys_at(K, V, layer, head, position, part, LAYERS, HEADS, SPAN, SHORT, PARTS
 
 def heard(QKV_WORDS, layer, head, kv, epoch, waiter, HEADS, HEAD_WORDS):
     """A query head's query, its key and its value of this token, and the partners of the first two:
-    32-bit words [1, HEAD_WORDS].
+    32-bit words [copies, HEAD_WORDS], the same in all copies.
 
     HEADS: of queries, and of keys.
     """
@@ -62,7 +62,7 @@ def heard(QKV_WORDS, layer, head, kv, epoch, waiter, HEADS, HEAD_WORDS):
     seen, patience = polled(looks_at, (nothing, nothing, nothing, nothing, nothing), epoch, 8 * layer, waiter)
     found: tuple = ()
     for n in ct.static_iter(range(5)):
-        found = (*found, ct.extract(seen[n], (0, 0), (1, HEAD_WORDS)).astype(ct.int32))
+        found = (*found, seen[n].astype(ct.int32))
     return found, patience
 
 
@@ -72,7 +72,7 @@ def turned(words, partner, norms, rope, eps, HEAD_WORDS, NORMED, dtype):
     """
     values = (low_of(words, dtype), high_of(words, dtype), low_of(partner, dtype), high_of(partner, dtype))
     if NORMED:
-        rstd = 1.0 / ct.sqrt(ct.sum(values[0] * values[0] + values[1] * values[1]) * (0.5 / HEAD_WORDS) + eps)
+        rstd = 1.0 / ct.sqrt(ct.sum(values[0] * values[0] + values[1] * values[1], axis=1, keepdims=True) * (0.5 / HEAD_WORDS) + eps)
         weights = (low_of(norms[0], dtype), high_of(norms[0], dtype), low_of(norms[1], dtype), high_of(norms[1], dtype))
         scaled: tuple = ()
         for n in ct.static_iter(range(4)):
@@ -88,6 +88,16 @@ def scored(kk, q, at, position, key, scale, SPAN, dtype):
     return ct.where(there, s, FLOOR), there
 
 
+def over_keys(x, SPAN):
+    """Rows that are all the same, as many as a tile has keys: from a copy for each warp, since one
+    that all threads have would be stored by each of them.
+    """
+    if x.shape[0] > SPAN:
+        x = ct.extract(x, (0, 0), (SPAN, x.shape[1]))
+    COPIES, HEAD_WORDS = x.shape
+    return ct.broadcast_to(x.reshape((1, COPIES, HEAD_WORDS)), (SPAN // COPIES, COPIES, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
+
+
 def attended(K, V, keys, more, q, own, own_value, at, step, row, position, scale, SPAN, dtype):
     """A query's attention over every step-th tile of keys from `at` on, and its own key: planes [1,
     HEAD_WORDS] of weighted values, their highest score and the sum of their weights. keys, more:
@@ -96,25 +106,26 @@ def attended(K, V, keys, more, q, own, own_value, at, step, row, position, scale
     Each row of a tile keeps a softmax of its own, so a further tile needs no sum over threads.
     """
     key = ct.arange(SPAN, dtype=ct.int32).reshape((SPAN, 1))
-    HEAD_WORDS = K.shape[2]
+    rows, HEAD_WORDS = (over_keys(q[0], SPAN), over_keys(q[1], SPAN)), K.shape[2]
     kk, vv = keys
-    high, there = scored(kk, q, at, position, key, scale, SPAN, dtype)
+    high, there = scored(kk, rows, at, position, key, scale, SPAN, dtype)
     weight = ct.where(there, 1.0, 0.0)
     vv = ct.where(there, vv, 0)  # nobody may have written what is not there
     low_sum, high_sum = low_of(vv, dtype), high_of(vv, dtype)
     kk, vv = more
     for tile in range(at + step, ct.cdiv(position, SPAN), step):
-        s, there = scored(kk, q, tile, position, key, scale, SPAN, dtype)
+        s, there = scored(kk, rows, tile, position, key, scale, SPAN, dtype)
         vv = ct.where(there, vv, 0)
         higher = ct.maximum(high, s)
         f, p = ct.exp2(high - higher), ct.where(there, ct.exp2(s - higher), 0.0)
         high, weight = higher, weight * f + p
         low_sum, high_sum = low_sum * f + p * low_of(vv, dtype), high_sum * f + p * high_of(vv, dtype)
         kk, vv = keys_of(K, V, row, min(tile + step, K.shape[1] // SPAN - 1), SPAN)
-    highest = max(ct.max(high), own)
-    f, p = ct.exp2(high - highest), ct.exp2(own - highest)
+    one, value = ct.extract(own, (0, 0), (1, 1)), ct.extract(own_value, (0, 0), (1, HEAD_WORDS))
+    highest = ct.maximum(ct.max(high, axis=0, keepdims=True), one)
+    f, p = ct.exp2(high - highest), ct.exp2(one - highest)
     sums = ct.reduce((f * low_sum, f * high_sum, ct.broadcast_to(f * weight, (SPAN, HEAD_WORDS))), 0, add3, (0.0, 0.0, 0.0), keepdims=True)
-    return sums[0] + p * low_of(own_value, dtype), sums[1] + p * high_of(own_value, dtype), highest, sums[2] + p
+    return sums[0] + p * low_of(value, dtype), sums[1] + p * high_of(value, dtype), highest, sums[2] + p
 
 
 def merged(SHARES, mine, row, part, epoch, place, waiter, PARTS, HEAD_WORDS):
@@ -122,7 +133,7 @@ def merged(SHARES, mine, row, part, epoch, place, waiter, PARTS, HEAD_WORDS):
     merges them. mine: as `attended` gives it.
     """
     PEERS = SHARES.shape[1]
-    planes = (mine[0], mine[1], ct.full((1, HEAD_WORDS), mine[2], ct.float32), mine[3])
+    planes = (mine[0], mine[1], ct.broadcast_to(mine[2], (1, HEAD_WORDS)), mine[3])
     for n in ct.static_iter(range(4)):
         words = as_bits(ct.bitcast(planes[n], ct.int32)) | (ct.astype(epoch, ct.int64) << 32)
         put(SHARES, (row, part, n, 0), words.reshape((1, 1, 1, HEAD_WORDS)))
@@ -166,12 +177,10 @@ def attention(
         norms = (*norms, fetch(HEAD_NORMS, (layer * NORMED, n, 0), (1, 1, HEAD_WORDS)).reshape((1, HEAD_WORDS)))
     q = turned(words[0], words[1], (norms[0], norms[1]), rope, eps, HEAD_WORDS, NORMED, dtype)
     k = turned(words[2], words[3], (norms[2], norms[3]), rope, eps, HEAD_WORDS, NORMED, dtype)
-    put(K, (row, position, 0), packed(k[0], k[1], dtype).reshape((1, 1, HEAD_WORDS)))
-    put(V, (row, position, 0), words[4].reshape((1, 1, HEAD_WORDS)))
-    own = ct.sum(q[0] * k[0] + q[1] * k[1]) * scale
+    own = ct.sum(q[0] * k[0] + q[1] * k[1], axis=1, keepdims=True) * scale
     if split:
         if part > 0:
-            own = FLOOR
+            own = ct.full(own.shape, FLOOR, ct.float32)
     mine = attended(K, V, keys, more, q, own, words[4], at, step, row, position, scale, SPAN, dtype)
     low, high, weight = mine[0], mine[1], mine[3]
     if PARTS > 1:
@@ -179,5 +188,7 @@ def attention(
             low, high, weight, patience = merged(
                 SHARES, mine, layer * HEADS[0] + head, part, epoch, 8 * layer + 1, (waiter[0], waiter[1], patience), PARTS, HEAD_WORDS
             )
+    put(K, (row, position, 0), ct.extract(packed(k[0], k[1], dtype), (0, 0), (1, HEAD_WORDS)).reshape((1, 1, HEAD_WORDS)))
+    put(V, (row, position, 0), ct.extract(words[4], (0, 0), (1, HEAD_WORDS)).reshape((1, 1, HEAD_WORDS)))
     whole = ct.truediv(1.0, weight, rounding_mode=ct.RoundingMode.APPROX)
     return packed(low * whole, high * whole, dtype), patience

@@ -144,9 +144,7 @@ def _await(device: torch.device) -> None:
     deadline = perf_counter() + PATIENCE_S
     while not end.query():
         if perf_counter() > deadline:
-            raise RuntimeError(
-                f"the kernel has not ended after {PATIENCE_S:g} s: its blocks hang, and not in a wait of theirs, which would have ended"
-            )
+            raise RuntimeError(f"the kernel has not ended after {PATIENCE_S:g} s: its blocks hang outside of a poll, which would have given up")
         sleep(1e-3)
 
 

@@ -382,7 +382,7 @@ def mega_kernel(
                     QKV_WORDS, SHARES, K, V, HEAD_NORMS, keys, rope, layer, head, part, position, epoch, eps, scale, (STUCK, block, patience), HEADS,
                     NORMED, SPAN, SHORT, OUT_PARTS, dtype,
                 )  # fmt: skip
-                xs = with_first(repeated(words, STRIPS, LINE), xs)
+                xs = with_first(repeated(words, xs[0]), xs)
         elif (kind == OUT) | (kind == DOWN):
             slot, field = part_of(o, i, MOST, LINE // OUT_WIDTH)
             groups_all, fields, begin, end, adders = COUNTS[1], LINE // OUT_WIDTH, part * OUT_WORDS, min((part + 1) * OUT_WORDS, WORDS), Q_HEADS
@@ -402,7 +402,7 @@ def mega_kernel(
                 new = (*new, ct.where(sub == n, words, active[n]))
             active = new
             if sub == TURNS[2] - 1:
-                xs = inner_sets(active, xs, DOWN_WIDTH, DOWN_SETS, STRIPS, LINE)
+                xs = inner_sets(active, xs, DOWN_WIDTH, DOWN_SETS, LINE)
         else:
             best, where = better_of(LOGITS, ys, best, where, first, groups, o, i, FIELDS, VOCAB)
         if turn == 0:

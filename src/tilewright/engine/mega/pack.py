@@ -45,7 +45,7 @@ def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
     tiles = default_config(device, dims.head_dim)
     reason = misfit(dims, tiles) or why_not(dims, default_blocks(dims, device, tiles), tiles)
     if reason:
-        raise argument_error("the model's sizes", 'those of the megakernel\'s tiles with mode="mega"', reason)
+        raise argument_error("the model's sizes", 'sizes that fit the megakernel\'s tiles with mode="mega"', reason)
 
 
 def refuse_outline(source: str, where: torch.device, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:

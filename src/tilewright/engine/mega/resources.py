@@ -66,7 +66,7 @@ def compile_mega_command(*, arch: str = "", json_file: Path | None = None, jobs:
     for target in [name.strip() for name in arch.split(",") if name.strip()] or ARCHS:
         device = Device.for_arch(target)
         if device.is_cpu:
-            raise argument_error("arch", "a GPU's", repr(target))
+            raise argument_error("arch", "a GPU target such as sm_90", repr(target))
         for name, fields in CONFIGS.items():
             config = AutoConfig.for_model(**fields)
             try:

@@ -78,7 +78,7 @@ class Mega:
             raise argument_error("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
         reason = why_not(d, blocks, config)
         if reason:
-            raise argument_error("the model's sizes", "those of the megakernel's tiles", reason)
+            raise argument_error("the model's sizes", "sizes that fit the megakernel's tiles", reason)
         self.weights, self.clocks, self.cache, self.schedule = weights, clocks, cache, Schedule(d, blocks, config)
         s, where = self.schedule, like.device
         self.tiles = pack(weights, s) if tiles is None else tiles
@@ -148,7 +148,7 @@ class Mega:
         place, block = divmod(waited, 256)
         layer, number = divmod(place, 8)
         what = "the blocks' best tokens" if layer == self.weights.dims.layers else f"{PLACES[number]} of layer {layer}"
-        raise RuntimeError(f"block {block} of {self.schedule.blocks} waited in vain for {what}")
+        raise RuntimeError(f"block {block} of {self.schedule.blocks} gave up waiting for {what}")
 
     def named(self) -> dict[str, Tensor]:
         """What the last token's blocks told each other, by name."""

@@ -47,9 +47,9 @@ class Config:
     that all but the last are hidden.
 
     span: keys that are attended to at once; keys up to `short` are attended to by all blocks of a
-        head, more are split between them. latency: the compiler's hint for the weights. ring: the
-        tiles of weights that it then reads ahead. set_cost: the part of a layer that each set of
-        `down` takes in instructions, beside its tiles: a guess.
+        head, more are split between them. latency: the compiler's hint for the weights.
+    slow: memory so slow that neither instructions nor waits count: while some blocks wait, the
+        others have all of its rate.
     """
 
     strips: int = 8
@@ -58,12 +58,13 @@ class Config:
     span: int = 64
     short: int = 256
     latency: int = 10
-    ring: int = 6
-    set_cost: float = 0.012
+    slow: bool = False
     num_worker_warps: int | None = 8
 
 
 ROWS = 8  # of a tile
+RING = 6  # tiles of weights that the compiler reads ahead
+SET_COST = 0.012  # part of a layer that each set of `down` takes in instructions, beside its tiles: a guess
 WIDTHS = (128, 64, 32, 16, 8, 4)
 NARROWEST, MOST_SETS = 8, 7  # words of a row of `down` in a line, and sets, where fewer are to be had: they lie in registers
 
@@ -171,9 +172,7 @@ class Schedule:
                     layer = max(first + out + load, second + other_load)
                     # All wait for the last block of qkv, and the others for `out`, but for what
                     # their rings hold by then.
-                    waited = max(
-                        layer, max(first, second) + out + load, second + other_load + max(0, max(first, second) + out - second - self.config.ring)
-                    )
+                    waited = max(layer, max(first, second) + out + load, second + other_load + max(0, max(first, second) + out - second - RING))
                     yield Split(parts, qkv, Form(width, max(mine.sets, theirs.sets)), mine, theirs, layer, waited)
 
     @property
@@ -332,7 +331,7 @@ class Schedule:
         return self.dims.layers * self.split.layer + self._most(self.head_groups, self.attending_head_groups) * self.wide.sets
 
     def _layer_cost(self, split: Split) -> float:
-        return split.waited * (1 + self.config.set_cost * split.down.sets)
+        return split.layer if self.config.slow else split.waited * (1 + SET_COST * split.down.sets)
 
     def cost(self) -> float:
         """What a step takes, in tiles."""
@@ -352,9 +351,8 @@ class Schedule:
 
 
 def default_config(device: Device, head_dim: int = 64) -> Config:
-    # 99 KB of shared memory, not 227; and memory so slow that instructions cost nothing.
-    ring, set_cost = (2, 0.0) if device.arch in ("sm_120", "sm_121") else (6, 0.012)
-    return Config(span=64 if head_dim <= 64 else 32, ring=ring, set_cost=set_cost, num_worker_warps=None if device.is_cpu else 8)
+    slow, span = device.arch in ("sm_120", "sm_121"), 64 if head_dim <= 64 else 32
+    return Config(span=span, slow=slow, num_worker_warps=None if device.is_cpu else 8)
 
 
 @lru_cache(maxsize=64)

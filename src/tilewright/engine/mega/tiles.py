@@ -138,19 +138,27 @@ def active_of(ys, o, i, FORMS, LINE, MOST, dtype):
     return words.reshape((1, LINE // 4))
 
 
-def repeated(words, STRIPS, LINE):
-    """A row [1, WIDTH] of x for narrow tiles: for each row of W in a line."""
-    WIDTH = words.shape[1]
-    return ct.broadcast_to(words.reshape((1, 1, WIDTH)), (STRIPS, LINE // WIDTH, WIDTH)).reshape((STRIPS, LINE))
+def repeated(words, x):
+    """A row [1, WIDTH] of x for narrow tiles: for each row of W in a line.
+
+    x: some tile of x. The row takes its layout on the way, from zeros that the compiler does not
+        know to be zeros: without them each thread makes a row of all strips, and stores all of it
+        for others, 32 times 16 bytes.
+    """
+    (STRIPS, LINE), WIDTH = x.shape, words.shape[1]
+    zeros = ct.extract(x, (0, 0), (1, LINE))
+    zeros = zeros * (zeros + 1) & 1
+    row = zeros | ct.broadcast_to(words.reshape((1, 1, WIDTH)), (1, LINE // WIDTH, WIDTH)).reshape((1, LINE))
+    return ct.broadcast_to(row, (STRIPS, LINE))
 
 
-def inner_sets(active, xs, WIDTH, SETS, STRIPS, LINE):
+def inner_sets(active, xs, WIDTH, SETS, LINE):
     """What `down` is multiplied with, from the words of all turns of gate and up."""
     EACH = LINE // 4 // WIDTH
     new: tuple = ()
     for n in ct.static_iter(range(len(xs))):
         if n < SETS:
-            new = (*new, repeated(ct.extract(active[n // EACH], (0, n % EACH), (1, WIDTH)), STRIPS, LINE))
+            new = (*new, repeated(ct.extract(active[n // EACH], (0, n % EACH), (1, WIDTH)), xs[n]))
         else:
             new = (*new, xs[n])
     return new

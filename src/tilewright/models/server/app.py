@@ -79,6 +79,9 @@ class Answers:
             "top_p": (own.top_p or 1.0) if own.do_sample else 1.0,
             "top_k": (own.top_k or 0) if own.do_sample else 0,
             "min_p": (own.min_p or 0.0) if own.do_sample else 0.0,
+            "repetition_penalty": own.repetition_penalty or 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
         }
 
     async def models(self, http: HttpRequest) -> Response:
@@ -91,7 +94,8 @@ class Answers:
 
     async def health(self, http: HttpRequest) -> Response:
         self.worker.check(0)
-        return JSONResponse({"status": "ok", "requests": self.worker.open})
+        tokens = {"prompt_tokens": self.worker.prompt_tokens, "reused_tokens": self.worker.reused_tokens}
+        return JSONResponse({"status": "ok", "requests": self.worker.open, **tokens})
 
     async def chat(self, http: HttpRequest) -> Response:
         asked = await self._asked(ChatRequest, http)
@@ -154,7 +158,10 @@ class Answers:
     def _sampling(self, asked: Request, index: int) -> Sampling:
         given = {name: default if getattr(asked, name) is None else getattr(asked, name) for name, default in self._defaults.items()}
         seed = secrets.randbits(63) if asked.seed is None else (asked.seed + index + 2**63) % 2**64 - 2**63
-        return Sampling(seed=seed, **given)
+        bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
+        if bias and max(bias) >= self.words:
+            raise Refusal(400, f"logit_bias should name tokens below {self.words}, got {max(bias)}", param="logit_bias")
+        return Sampling(seed=seed, logit_bias=bias, **given)
 
     async def _answer(self, http: HttpRequest, asked: Request, prompts: list[list[int]], style: Style, default: int) -> Response:
         param = "messages" if style is CHAT else "prompt"
@@ -164,7 +171,7 @@ class Answers:
         job = self.worker.submit(rows, most, samplings, stream=bool(asked.stream or asked.stops))
         choices = [Choice(Text(self.tokenizer, asked.stops), longest) for longest in most]
         head = {"id": f"{style.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-        usage = partial(_usage, sum(map(len, prompts)), choices)
+        usage = partial(_usage, job, asked.choices, choices)
         if asked.stream:
             return _Stream(self._events(job, choices, head, style, usage if asked.usage_chunk else None), partial(self.worker.cancel, job))
         try:
@@ -201,7 +208,7 @@ class Answers:
             yield news.index, piece
 
     async def _events(
-        self, job: Job, choices: list[Choice], head: dict[str, Any], style: Style, usage: Callable[[], dict[str, int]] | None
+        self, job: Job, choices: list[Choice], head: dict[str, Any], style: Style, usage: Callable[[], dict[str, Any]] | None
     ) -> AsyncIterator[str]:
         def event(rows: list[dict[str, Any]], **more: Any) -> str:
             body = {**head, "object": style.chunk, "choices": rows} | ({} if usage is None else {"usage": None}) | more
@@ -259,9 +266,11 @@ async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> 
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
-def _usage(prompt: int, choices: list[Choice]) -> dict[str, int]:
-    answered = sum(choice.tokens for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered}
+def _usage(job: Job, several: int, choices: list[Choice]) -> dict[str, Any]:
+    """several: choices of each prompt, which counts once."""
+    prompt, answered = sum(job.prompt_tokens[::several]), sum(choice.tokens for choice in choices)
+    reused = {"cached_tokens": sum(job.reused_tokens.get(name, 0) for name in job.names[::several])}
+    return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered, "prompt_tokens_details": reused}
 
 
 def application(answers: Answers, **limits: Any) -> Gate:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+MOST_BIASES = 300  # OpenAI's
 MOST_CHOICES = 16  # of one request: prompts times n
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16  # of an answer, where a request does not say; the second is OpenAI's
 
@@ -31,7 +32,7 @@ def only(*neutral: object) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if value is not None and not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-            raise ValueError("should be " + " or ".join(["null", *map(repr, neutral)]) + ", since this server does no more")
+            raise ValueError("should be " + " or ".join(["null", *map(repr, neutral)]) + ", because this server supports nothing else")
         return value
 
     return AfterValidator(check)
@@ -93,6 +94,12 @@ Stops = Annotated[
 ]
 
 
+def _tokens(biases: dict[str, float]) -> dict[str, float]:
+    if wrong := next((name for name in biases if not (name.isascii() and name.isdecimal() and len(name) < 10)), None):
+        raise ValueError(f"should name tokens by their numbers, as in {{'50': -100}}, and not {reprlib.repr(wrong)}")
+    return biases
+
+
 class Request(_Object):
     """What both kinds of requests hold."""
 
@@ -109,10 +116,10 @@ class Request(_Object):
     stream_options: StreamOptions | None = None
     # about the account, not the answer
     user: str | None = None
-    # not served
-    frequency_penalty: Annotated[Any, only(0, 0.0)] = None
-    presence_penalty: Annotated[Any, only(0, 0.0)] = None
-    logit_bias: Annotated[Any, only({})] = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES), AfterValidator(_tokens)] | None = None
 
     @model_validator(mode="after")
     def _streams_what_it_says(self) -> Self:

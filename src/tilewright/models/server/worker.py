@@ -10,13 +10,13 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...launch import argument_error
 from .protocol import Refusal
 from .room import CPU_BATCH_TOKENS, CPU_SHARE, PAGE, context_tokens, pages_on_cpu
-from .sampling import Draws, Sampling
+from .sampling import Draws, Sampling, Tables
 
 BUSY_SECONDS = 1  # Retry-After
 FAILED = "the worker failed, and the server ends: its log says why"  # clients are not told more
@@ -37,6 +37,7 @@ class Job:
 
     names: list[str]
     prompt_tokens: list[int]
+    reused_tokens: dict[str, int] = field(default_factory=dict)  # of these, by name: their pages were there
     inbox: asyncio.Queue[News | Refusal] = field(default_factory=asyncio.Queue)
     lengths: dict[str, int] = field(default_factory=dict)  # tokens seen, of sequences that are not finished
 
@@ -54,11 +55,13 @@ class Worker:
     Args:
         most_requests: sequences that may wait and run at once.
         pages: of the cache; None for a share of the memory.
-    Attributes: `longest`, the tokens of a prompt with its answer; `failure`, why it ended before it
-        was told to.
+        prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
+    Attributes: `longest`, the tokens of a prompt with its answer; `prompt_tokens`, of all requests
+        so far, and `reused_tokens`, those of them that no step had to read; `failure`, why it ended
+        before it was told to.
     """
 
-    def __init__(self, model: Any, *, most_requests: int, batch_tokens: int | None, pages: int | None) -> None:
+    def __init__(self, model: Any, *, most_requests: int, batch_tokens: int | None, pages: int | None, prefix_reuse: bool = True) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
         from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
@@ -67,20 +70,27 @@ class Worker:
             pages = pages_on_cpu(model, most_requests) if pages is None else pages
             batch_tokens = CPU_BATCH_TOKENS if batch_tokens is None else batch_tokens
         paging = ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=pages, max_batch_tokens=batch_tokens, max_requests_per_batch=min(most_requests, batch_tokens or most_requests)
+            page_size=PAGE,
+            num_blocks=pages,
+            max_batch_tokens=batch_tokens,
+            max_requests_per_batch=min(most_requests, batch_tokens or most_requests),
+            allow_block_sharing=prefix_reuse,
         )
         eos = model.generation_config.eos_token_id
         self.eos = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
         greedy = GenerationConfig(do_sample=False, eos_token_id=sorted(self.eos) or -1, pad_token_id=0)
         self.most_requests = most_requests
         self.failure: BaseException | None = None
+        self.prompt_tokens = self.reused_tokens = 0
         self._jobs: dict[str, Job] = {}  # by the name of a sequence
+        self._tickets: dict[str, int] = {}  # likewise, of those with penalties or biases
+        self._tables = Tables(most_requests, model.config.get_text_config().vocab_size, model.device)
         self._numbers = itertools.count()
         self.loop: asyncio.AbstractEventLoop
         self._loop: asyncio.AbstractEventLoop | None = None  # None unless outputs may arrive
         self._refusal: Refusal | None = None  # to new requests
         self._manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=paging)
-        self._manager.logit_processor = Draws()
+        self._manager.logit_processor = Draws(self._tables)
         self._manager.output_router = _Router(self._arrived)
         self._manager.start()
         self._thread: threading.Thread = self._manager._generation_thread
@@ -90,6 +100,7 @@ class Worker:
             self._manager.stop(block=True)
             raise argument_error("the cache", "one that fits the memory", self._manager.background_thread_status.fatal_error)
         cache = self._manager.batch_processor.cache
+        self._search, cache.search_prefix_match = cache.search_prefix_match, self._reused
         self.pages, self.cache_bytes = cache.num_blocks, cache.cache_tensor.nbytes
         self.share = "as told" if given else f"{CPU_SHARE:.0%} of the available memory at most" if on_cpu else "what is free on the GPU"
         self.longest = min(infer_max_single_request_tokens(cache), context_tokens(model))
@@ -131,7 +142,11 @@ class Worker:
         names = [f"s{next(self._numbers)}" for _ in prompts]
         job = Job(names, [len(prompt) for prompt in prompts], lengths=dict.fromkeys(names, 0))
         self._jobs |= dict.fromkeys(names, job)
+        self.prompt_tokens += sum(job.prompt_tokens)
         for name, prompt, most, sampling in zip(names, prompts, new, samplings, strict=True):
+            if not sampling.plain:
+                self._tickets[name] = self._tables.take(prompt, sampling)
+                sampling = replace(sampling, ticket=self._tickets[name])
             # None: the worker has just stopped, and `_ended` is about to tell this job
             self._manager.add_request(prompt, request_id=name, max_new_tokens=most, streaming=stream, sampling=sampling)
         return job
@@ -140,8 +155,24 @@ class Worker:
         """Frees the slots and pages of a job's unfinished sequences, or of one of them."""
         for name in job.names if index is None else [job.names[index]]:
             if job.lengths.pop(name, None) is not None:
-                del self._jobs[name]
+                self._forget(name)
                 self._manager.cancel_request(name)
+
+    def _forget(self, name: str) -> None:
+        del self._jobs[name]
+        if name in self._tickets:
+            self._tables.free(self._tickets.pop(name))
+
+    def _reused(self, name: str, prompt: list[int]) -> int:  # in the worker's thread
+        """transformers' search for pages that hold the beginning of a prompt, again if it has to
+        wait for others.
+        """
+        found: int = self._search(name, prompt)
+        job = self._jobs.get(name)
+        if job is not None:
+            self.reused_tokens += found - job.reused_tokens.get(name, 0)
+            job.reused_tokens[name] = found
+        return found
 
     def refuse(self, refusal: Refusal) -> None:
         """Refuses all new requests."""
@@ -178,7 +209,8 @@ class Worker:
             tokens, finished = output.generated_tokens[seen:], output.is_finished()
             job.lengths[output.request_id] = seen + len(tokens)
             if finished:
-                del job.lengths[output.request_id], self._jobs[output.request_id]
+                del job.lengths[output.request_id]
+                self._forget(output.request_id)
             job.inbox.put_nowait(News(job.names.index(output.request_id), tokens, finished))
 
     def _ended(self) -> None:

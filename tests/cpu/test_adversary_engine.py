@@ -1,0 +1,110 @@
+"""What a second adversary found in the engine, in decisions and in shared keys."""
+
+import threading
+
+import pytest
+import torch
+from tiny_models import tiny
+
+import tilewright
+from tilewright.engine import Engine
+from tilewright.models.server.sampling import SPARE, Sampling, Tables
+
+pytestmark = pytest.mark.usefixtures("inference")
+PAGED = {"cache": "paged", "page_size": 16}
+
+
+def test_drafts_fit_a_cache_that_they_fill() -> None:
+    """57 + 4 + 3 tokens in pages of 64: a round asked for one more than it reads."""
+    prompt, sizes = [3 + i * 7 % 90 for i in range(57)], {"max_len": 64, "check_every": 2, **PAGED}
+    with Engine(tiny(num_hidden_layers=1), **sizes, draft=tiny("qwen3", num_hidden_layers=1), speculate=3) as engine:
+        assert engine.generate([prompt], 4).tokens == engine.generate([prompt], 4, speculate=0).tokens
+
+
+def test_an_engine_runs_one_call_at_a_time() -> None:
+    """A second one took the first one's cache: both got wrong tokens, and no error."""
+    first, other = [5, 6, 7], [9, 8]
+    with Engine(tiny(num_hidden_layers=1), max_len=32, check_every=2) as engine:
+        plain, found = engine.generate([first], 8).tokens, []
+
+        def beside(gained: object) -> None:
+            for call in (lambda: engine.generate([other], 4), lambda: engine.logits([other]), lambda: engine.warm_up(1, 4)):
+                with pytest.raises(RuntimeError, match="an engine must run one call at a time") as caught:
+                    call()
+                found.append(caught.value)
+
+        assert engine.generate([first], 8, on_tokens=beside).tokens == plain
+
+        def in_a_thread(gained: object) -> None:
+            thread = threading.Thread(target=beside, args=(gained,))
+            thread.start()
+            thread.join()
+
+        assert engine.generate([first], 8, on_tokens=in_a_thread).tokens == plain
+        assert len(found) >= 12
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([first], 8, on_tokens=lambda gained: 1 / 0)
+        assert engine.generate([first], 8).tokens == plain  # an error leaves it free
+
+
+def test_a_grammar_that_allows_no_token_is_refused() -> None:
+    """Token 0 came of it. Bits behind the vocabulary allow none; a sequence that ended needs
+    none.
+    """
+    with Engine(tiny(num_hidden_layers=1, vocab_size=70), max_batch=2, max_len=32) as engine:
+        every = torch.full((2, 3), -1, dtype=torch.int32)
+        for word in (0, 0b11000000):  # of 64..95
+            none = every.clone()
+            none[1] = torch.tensor([0, 0, word])
+            with pytest.raises(ValueError, match="a grammar's mask of sequence 1 must be of at least one token, as for the end of a text, got none"):
+                engine.generate([[5], [6]], 3, masks=lambda written, none=none: none)
+        last = torch.tensor([[0, 0, 0b100000], [-(2**31), 0, 0]], dtype=torch.int32)
+        after = torch.stack((last[0], torch.zeros_like(last[1])))
+        written = engine.generate([[5], [6]], 3, stop=[31], masks=lambda written: after if written[1] else last)
+        assert written.tokens == [[69, 69, 69], [31]]
+
+
+def test_options_that_are_no_booleans_are_named() -> None:
+    """The compiler refused them, by the number of a kernel's argument."""
+    x = torch.randn(4, 16)
+    for call, name in (
+        (lambda: tilewright.matmul(x, x, trans_b="no"), "trans_b of matmul"),
+        (lambda: tilewright.moe_route(x, 2, sigmoid="yes"), "sigmoid of moe_route"),
+        (lambda: tilewright.attention(x[None, None], x[None, None], x[None, None], causal="no"), "causal of attention"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got '"):
+            call()
+
+
+def test_shared_keys_without_values_or_with_a_list_of_pages_are_refused() -> None:
+    q, shared, own = torch.randn(2, 2, 1, 16), torch.randn(1, 32, 16), torch.randn(2, 1, 16, 16)
+    with pytest.raises(TypeError, match=r"v must be a torch\.Tensor, got NoneType"):
+        tilewright.cascade_decode(q, shared, shared, own, None)
+    with pytest.raises(TypeError, match=r"prefix_table must be a torch\.Tensor, got list"):
+        tilewright.cascade_decode(q, own, own, own, own, prefix_table=[0, 1])
+    none = torch.zeros(1, dtype=torch.int32)
+    assert torch.equal(tilewright.cascade_decode(q, shared, shared, own, own, prefix_len=none), tilewright.attention_decode(q, own, own))
+
+
+def test_a_cancelled_sequence_counts_no_token_for_the_next_in_its_row() -> None:
+    """It may be in a step that still runs. What the next one repeated went unpunished from then
+    on.
+    """
+    sampling = Sampling(temperature=0, top_p=1, top_k=0, seed=0, frequency_penalty=1.0)
+    tables = Tables(1, 8, torch.device("cpu"))
+    cancelled = tables.take([1] * 9, sampling)
+    tables.free(cancelled)
+    for _ in range(SPARE):
+        tables.free(tables.take([1], sampling))
+    ticket = tables.take([1, 2], sampling)
+    assert (ticket - cancelled) % len(tables.seen) == 0  # the same row
+
+    def step(token: int, place: int, ticket: int) -> list[float]:
+        one = torch.ones(1)
+        given = (torch.zeros(1, 8), torch.tensor([token]), torch.tensor([place]), torch.tensor([ticket]))
+        return tables.adjusted(*given, (one, 0 * one, one))[0].tolist()
+
+    step(3, 40, cancelled)
+    step(3, 41, 0)
+    assert step(4, 2, ticket) == [0, 0, 0, 0, -1, 0, 0, 0]
+    assert step(4, 3, ticket) == step(4, 3, ticket) == [0, 0, 0, 0, -2, 0, 0, 0]

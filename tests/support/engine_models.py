@@ -1,0 +1,91 @@
+"""Tiny models of every family that the engine reads, prompts for them, and what transformers makes
+of these.
+"""
+
+import torch
+from tiny_models import PLAIN, TINY, tiny_model
+
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+GRANITE = {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}
+DENSE = {
+    **PLAIN,
+    "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96},
+}
+# Each differs from those in one thing or another: norms, rotations, windows, scales.
+OTHERS = {
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"model_type": "granite", **GRANITE},
+    "glm": {"model_type": "glm", "partial_rotary_factor": 0.5},
+    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "ernie4_5": {"model_type": "ernie4_5"},
+    "seed_oss": {"model_type": "seed_oss"},
+    "ministral": {"model_type": "ministral", "sliding_window": 5},
+    "helium": {"model_type": "helium", "head_dim": 8},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+}
+SPARSE = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+    "granitemoe": {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, **GRANITE},
+    "glm4_moe": {"model_type": "glm4_moe", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "use_qk_norm": True},
+    "dots1": {"model_type": "dots1", **MLA, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "q_lora_rank": None},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "sliding_window": 5,
+        "rope_scaling": GPT_OSS_ROPE,
+    },
+    "deepseek_v2": {"model_type": "deepseek_v2", **MLA, "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v2-groups": {"model_type": "deepseek_v2", **MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+}
+FAMILIES = DENSE | OTHERS | SPARSE
+NEW = 9
+
+
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
+    return tiny_model(FAMILIES[name], dtype, **changes)
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of unequal lengths, one longer than a chunk."""
+    torch.manual_seed(0)
+    return [torch.randint(3, TINY["vocab_size"], (n,)).tolist() for n in (5, 19, 1)]
+
+
+def stock_tokens(model, prompt: list[int], new: int = NEW) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def stock_logits(model, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 :]
+
+
+def size(model) -> int:
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
