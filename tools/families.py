@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cpu"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "src")]
 
 from architectures import ARCHITECTURES  # noqa: E402
-from test_engine import FAMILIES  # noqa: E402
+from engine_models import FAMILIES  # noqa: E402
 from tiny_models import MODELS, greedy, left_padded, logits, state_of, tiny_model  # noqa: E402
 from transformers import CONFIG_MAPPING, logging  # noqa: E402
 
@@ -27,8 +27,8 @@ PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- architectures: made by tools/families.py -->\n", "<!-- /architectures -->"
 HEAD = "| model type | replaced | attention | tokens | left-padded | undone | engine | launches a token |\n|---|---|---|---|---|---|---|---|\n"
 NOTE = """Made by `python tools/families.py`, which runs a tiny random model of each type that the engine
-takes, in fp32 on the CPU. Replaced: modules, of those that compute something; experts in fp32 stay.
-Launches: of our kernels, one sequence.
+takes, in fp32 on the CPU. "Replaced" counts modules that compute something; fp32 experts are kept.
+"Launches" counts our kernels for one token of one sequence.
 
 """
 PROMPTS = ([5, 9, 33, 7, 60, 12], [8] * 19, [4])
@@ -98,7 +98,7 @@ def main() -> None:
 def others(shown: set[str]) -> str:
     """The architectures that tests hold beside those of the table."""
     names = ", ".join(f"`{name}`" for name in sorted(ARCHITECTURES) if name not in shown)
-    lines = textwrap.wrap(f"`tests/cpu/test_architectures.py` holds tokens and undo of these types too: {names}.", 100, break_on_hyphens=False)
+    lines = textwrap.wrap(f"`tests/cpu/test_architectures.py` checks tokens and undo for these types too: {names}.", 100, break_on_hyphens=False)
     return "\n" + "\n".join(lines) + "\n"
 
 

@@ -9,6 +9,7 @@ python tools/readme_numbers.py --check   exit 1 if a file is stale (a test runs 
 import statistics
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from tilewright.bench.published import SHEETS, Figure, best_row, figures
 from tilewright.bench.results import Judged, against_peers, geomean, judge, kernels, newest, read
 from tilewright.launch import Device
 from tilewright.launch.table import read_rows
+from tilewright.learn import ladders
 from tilewright.testing import op_name
 from tilewright.testing.cases import cases
 from tilewright.tune.command import gains_by_op
@@ -65,8 +67,8 @@ def measured_on(rows: list[dict]) -> str:
     gpus, dates = (sorted({r[name] for r in kernels(rows)}) for name in ("gpu", "date"))
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"Measured on: {', '.join(gpus)}, {span}, `tilewright bench`, bf16 unless a case says otherwise. For other GPUs the kernels are compiled "
-        "only. Each case counts against the peer that was fastest in it; cases that no peer runs are not compared."
+        f"Measured on: {', '.join(gpus)}, {span}, `tilewright bench`, bf16 unless a case says otherwise. Kernels for other GPUs are only "
+        "compiled. Each case is compared with the peer that was fastest in it; cases that no peer runs are left out."
     )
 
 
@@ -126,7 +128,7 @@ def models(rows: list[dict]) -> str:
     for r in rows:
         if r["op"] == "agreement":
             ties = sum(found["tie"] for found in r["parted"])
-            same = f"those of transformers for {r['equal']} of {r['prompts']} prompts; {ties} differ from a tie in bf16 on"
+            same = f"equal to transformers' for {r['equal']} of {r['prompts']} prompts; {ties} differ after a tie in bf16"
             more.append(f"- Greedy tokens, {r['case']}: {same}.")
     return "\n".join([*lines, "", prose(note), *([""] if more else []), *(prose(line, "  ") for line in more)])
 
@@ -254,12 +256,23 @@ def _words(dtypes: set[torch.dtype]) -> str:
     return " ".join(word for dtype, word in DTYPE_WORDS.items() if dtype in dtypes)
 
 
+def explained(subject: str, rows: list[dict]) -> str:
+    """Each step of a subject's ladders, as `tilewright learn` explains it."""
+    found, chosen = [], ladders(subject)
+    for ladder in chosen:
+        found += [f"### {ladder.name}", ""] if len(chosen) > 1 else []
+        for step in ladder.steps:
+            found += [prose(f"**{step.name}**: {step.idea}. {step.why}".rstrip()), ""]
+            found += [f"```text\n{step.picture}```", ""] if step.picture else []
+    return "\n".join(found[:-1])
+
+
 BLOCKS = {
     "docs/ops.md": {"ops": supported},
     "README.md": {"headline": headline},
     "docs/bench.md": {"numbers": table, "drawn": drawn, "peers": peers, "platforms": platforms},
     "docs/tune.md": {"tuned": tuned},
-    "docs/learn.md": {"ladder": ladder},
+    "docs/learn.md": {"ladder": ladder, **{f"{name} steps": partial(explained, name) for name in ("attention", "gemm", "decode")}},
     "docs/engine.md": {"models": models},
     "docs/megakernel.md": {"megakernel": megakernel},
 }

@@ -67,7 +67,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     text = "".join(part if i % 2 else linked(part) for i, part in enumerate(parts))
     if page.file.src_uri == "learn.md":
-        text = text.replace("<!-- /ladder -->", f"<!-- /ladder -->\n\n{ladders('learn attention')}\n") + f"\n\n{ladders('learn matmul')}\n"
+        for end, subject in (("<!-- /ladder -->", "learn attention"), ("<!-- /gemm steps -->", "learn matmul")):
+            text = text.replace(end, f"{end}\n\n{ladders(subject)}\n")
     return text.replace("](../SECURITY.md)", f"]({up}security.md)")
 
 
@@ -88,6 +89,7 @@ HOMES = {
     "QuantizedExperts": "common.expert_weights",
     "QuantizedWeight": "common.weight_formats",
     "grouped_gemm_list": "grouped_gemm",
+    "cascade_decode": "attention_decode.cascade",
     "pack_kv": "sparse_decode.packed",
     "unpack_kv": "sparse_decode.packed",
 }
@@ -112,7 +114,7 @@ FRONT = {
 
 def api() -> str:
     homes = {public_function(op).__name__: public_function(op).__module__ for op in ops.ALL}
-    lines = ["# API reference", "", "From the docstrings. `tilewright.NAME` is every name here that stands in `dir(tilewright)`.", ""]
+    lines = ["# API reference", "", "From the docstrings. The names in `dir(tilewright)` are available as `tilewright.NAME`.", ""]
     for head, names in groups().items():
         lines += [f"## {head}", ""]
         lines += [f"::: {homes.get(name) or 'tilewright.ops.' + HOMES[name]}.{name}\n" for name in names]
@@ -138,9 +140,9 @@ def gallery() -> str:
     lines = [
         "# Ops gallery",
         "",
-        "Each op: what it computes, what limits it, what the compiler makes of it, and how it compares. Times are those of "
-        "`benchmarks/results`, on an H200; a ratio above 1 means that we are faster. Binaries are those of the default config of one "
-        "large problem; only the H200's have run.",
+        "For each op: what it computes, what limits it, what the compiler makes of it, and how it compares. Times are from "
+        "`benchmarks/results`, on an H200; a ratio above 1 means that we are faster. Binaries are those of the default config for one "
+        "large problem; only the H200's were run.",
         "",
         picture(roofline(kernels(rows)), "roofline"),
         "",
@@ -169,7 +171,7 @@ def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[st
         rates = [f"{max(row['gbs'] for row in memory) / 1000:.2f} TB/s"] if memory else []
         rates += [f"{max(row['tflops'] for row in compute):.0f} TFLOP/s"] if compute else []
         roof = statistics.median(row["roof_pct"] for row in mine)
-        lines += [f"{len(mine)} cases, at best {' and '.join(rates)}, in the median {roof:.0f} % of the roof.", ""]
+        lines += [f"{len(mine)} cases. Best rate: {' and '.join(rates)}; median: {roof:.0f} % of the roof.", ""]
         against = against_peers(mine)
         if against:
             lines += [picture(peer_bars(against), f"{name} and its peers"), ""]
@@ -231,7 +233,7 @@ def results() -> str:
 
 
 def examples() -> str:
-    lines = ["# Examples", "", "Small programs that use the library from outside; each says how to run it.", ""]
+    lines = ["# Examples", "", "Small programs that use the library. Each says how to run it.", ""]
     for path in sorted((ROOT / "examples").rglob("*.py")):
         tree = ast.parse(path.read_text())
         told = ast.get_docstring(tree)

@@ -21,6 +21,7 @@ from tilewright.bench.peers import Peer
 from tilewright.bench.results import kernels, read
 from tilewright.compile.ahead import Ahead
 from tilewright.engine import suite
+from tilewright.engine.modes import keep
 from tilewright.launch import Device, forget_plans, table
 from tilewright.learn import command as learning
 from tilewright.learn import ladders
@@ -146,6 +147,7 @@ def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_pat
     assert mega["equal_tokens"] == {"transformers": 1.0, "tilewright eager": 1.0}
     assert mega["read_gbs"] == CEILINGS.read_gbs
     assert mega["read_pct"] == pytest.approx(100 * mega["gbs"] / mega["read_gbs"], abs=0.1)
+    assert keep(file, tmp_path / "modes.jsonl") == 1  # what "auto" chooses from: not eager
     monkeypatch.setattr(suite, "CASES", (suite.Case("qwen2", 3, 3, 64),))
     monkeypatch.setattr(suite, "MODES", ("mega",))
     assert suite.decode_command(peers=False) == 0

@@ -15,7 +15,7 @@ def tiny_llama() -> Any:
 
 def models() -> dict[str, Any]:
     ids = torch.tensor([[1, 2, 3]])
-    return {"model": tiny_llama(), "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2}}
+    return {"model": tiny_llama(), "small": tiny_llama(), "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2}}
 
 
 # page -> what its code finds; the blocks that no CPU can run here, with the reason
@@ -24,8 +24,8 @@ NOT_RUN = {
     ("models.md", 2): "reads a file of a model",
     ("engine.md", 1): "the reader's tokenizer; test_engine.py runs each option",
     ("engine.md", 2): "the reader's grammar; test_engine.py has one",
-    ("engine.md", 3): "131072 tokens of cache, in a CUDA graph",
-    ("engine.md", 4): "several GPUs",
+    ("engine.md", 5): "131072 tokens of cache, in a CUDA graph",
+    ("engine.md", 6): "several GPUs",
     ("megakernel.md", 0): "the megakernel needs a GPU, or minutes",
     ("serving.md", 0): "a running server",
     ("serving.md", 1): "a fragment with ... in it",

@@ -1,0 +1,143 @@
+"""How far a model's logits move with weights of each format, beside a reference quantiser of the
+same format: the one of the gguf package, of torch's observers, or torch's own scaling.
+
+    python benchmarks/quality.py FOLDER [--text FILE] [--json out.jsonl]
+
+FOLDER is a transformers model. Its Linear weights are rounded, here and there, and widened again;
+the model runs in fp32, so that only the weights differ. KL(bf16 || rounded) is the mean over the
+tokens of a text. Nothing is calibrated. Exits with 1 if one of ours is more than 2 % above its
+reference.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.quants import dequantize as gguf_wide
+from gguf.quants import quantize as gguf_small
+from torch import Tensor
+from torch.ao.quantization import PerChannelMinMaxObserver
+
+from tilewright.bench.report import tell
+from tilewright.models import load
+from tilewright.models.quantized import KEPT_WIDE
+from tilewright.ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat
+
+ALLOWED = 1.02
+README = Path(__file__).resolve().parent.parent / "README.md"
+Rounding = Callable[[Tensor], Tensor]
+
+
+def linears(model: Any) -> list[torch.nn.Linear]:
+    """Those that `tilewright quantize` rounds."""
+    return [m for path, m in model.named_modules() if type(m) is torch.nn.Linear and path.rpartition(".")[2] not in KEPT_WIDE]
+
+
+def ours(of: WeightFormat) -> Rounding:
+    return lambda weight: QuantizedWeight.of(weight, of.name).dequantize(torch.float32)
+
+
+def reference(of: WeightFormat) -> tuple[str, Rounding] | None:
+    """Who rounds a weight [n, k] to this format too, and how; None if nobody here does."""
+    if of.name == "mxfp4":
+        return "gguf MXFP4", _gguf(gguf.GGMLQuantizationType.MXFP4)
+    if of.name == "int4-32":
+        return "gguf Q4_0", _gguf(gguf.GGMLQuantizationType.Q4_0)
+    if of.code in (INT4, INT8):
+        return "torch min-max observer", _observed(of)
+    if of.code == E4M3:
+        return "torch e4m3 of the largest", _scaled(of)
+    return None
+
+
+def _gguf(kind: Any) -> Rounding:
+    def rounded(weight: Tensor) -> Tensor:
+        return torch.from_numpy(gguf_wide(gguf_small(weight.float().cpu().numpy().astype(np.float32), kind), kind)).to(weight.device)
+
+    return rounded
+
+
+def _observed(of: WeightFormat) -> Rounding:
+    scheme = torch.per_channel_affine if of.zeros else torch.per_channel_symmetric
+    low, high = (0, (1 << of.bits) - 1) if of.zeros else (-(1 << of.bits - 1), (1 << of.bits - 1) - 1)
+
+    def rounded(weight: Tensor) -> Tensor:
+        groups = weight.float().reshape(-1, of.group or weight.shape[1])
+        observer = PerChannelMinMaxObserver(0, torch.quint8 if of.zeros else torch.qint8, scheme, quant_min=low, quant_max=high)
+        observer(groups.cpu())
+        scale, zero = observer.calculate_qparams()
+        found = torch.fake_quantize_per_channel_affine(groups, scale.to(groups.device), zero.to(groups.device).int(), 0, low, high)
+        return found.view(weight.shape)
+
+    return rounded
+
+
+def _scaled(of: WeightFormat) -> Rounding:
+    """Scales as torch._scaled_mm takes them: a row, or 128 x 128."""
+
+    def rounded(weight: Tensor) -> Tensor:
+        n, k = weight.shape
+        high, wide = (of.blocks, of.group) if of.group else (1, k)
+        padded = torch.nn.functional.pad(weight.float(), (0, -k % wide, 0, -n % high))
+        tiles = padded.view(padded.shape[0] // high, high, -1, wide)
+        scale = (tiles.abs().amax((1, 3), keepdim=True) / 448.0).clamp(min=2.0**-100)
+        return ((tiles / scale).to(torch.float8_e4m3fn).float() * scale).view_as(padded)[:n, :k]
+
+    return rounded
+
+
+def divergence(model: Any, wide: Tensor, ids: Tensor, rounding: Rounding) -> float:
+    """KL of a model's tokens from log-probabilities `wide`, with its Linear weights rounded."""
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in linears(rounded):
+            module.weight.copy_(rounding(module.weight.to(torch.bfloat16)))
+        found = rounded(ids).logits.log_softmax(-1)
+    return float((wide.exp() * (wide - found)).sum(-1).mean())
+
+
+def compare(model: Any, ids: Tensor) -> list[dict[str, Any]]:
+    """A row for each format that the model's matrices fit and that has a reference."""
+    model = copy.deepcopy(model).float()
+    with torch.no_grad():
+        wide = model(ids).logits.log_softmax(-1)
+    rows = []
+    for of in FORMATS.values():
+        found = reference(of)
+        if found is None or any(module.in_features % of.multiple for module in linears(model)):
+            continue
+        name, theirs = found
+        row = {
+            "format": of.name,
+            "kl": divergence(model, wide, ids, ours(of)),
+            "reference": name,
+            "reference_kl": divergence(model, wide, ids, theirs),
+        }
+        rows.append(row | {"ratio": row["kl"] / row["reference_kl"]})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a folder of a transformers model")
+    parser.add_argument("--text", type=Path, default=README)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="also append the rows here")
+    given = parser.parse_args()
+    loaded = load(given.model, device=torch.device(given.device), dtype=torch.bfloat16)
+    assert loaded.tokenizer is not None
+    ids = loaded.tokenizer(given.text.read_text(), return_tensors="pt").input_ids[:, : given.tokens].to(given.device)
+    rows = compare(loaded.model, ids)
+    for row in rows:
+        tell(row, given.json)
+    return int(any(row["ratio"] > ALLOWED for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
