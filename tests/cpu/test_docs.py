@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -141,9 +142,31 @@ def too_long(text: str) -> list[str]:
     return [line for line in lines if len(line) > (150 if line.startswith("|") else 100)]
 
 
-@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", *(p for p in PAGES if p.name != "LOG.md")], ids=lambda p: p.name)
+WRITTEN = [ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(page for page in PAGES if page.name != "LOG.md")]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda p: p.name)
 def test_lines_fit_beside_code(page):
+    """Generated parts of a page too."""
     assert too_long(page.read_text()) == []
+
+
+def test_lines_of_notebooks_fit_beside_code():
+    for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        assert [line for cell in cells if cell["cell_type"] == "markdown" for line in too_long(cell["source"])] == [], path.name
+
+
+def test_the_help_of_public_names_fits_beside_code():
+    """Comments and other docstrings are held by ruff's W505."""
+    for name in tilewright.__all__:
+        found = getattr(tilewright, name)
+        members = [found, *vars(found).values()] if inspect.isclass(found) else [found]
+        for text in (inspect.getdoc(member) or "" for member in members if callable(member) or inspect.ismodule(member)):
+            assert [line for line in text.splitlines() if len(line) > 100] == [], name
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert "W" in lint["select"]
+    assert lint["pycodestyle"]["max-doc-length"] <= 100
 
 
 def test_long_lines_are_found():

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 from itertools import pairwise
+from textwrap import indent
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tilewright import interpret
 from tilewright.bench.ceilings import Ceilings
 from tilewright.bench.published import figures
 from tilewright.bench.report import Measured, make_row
 from tilewright.bench.timer import Timing
-from tilewright.compile import compile_launches
+from tilewright.cli import app
+from tilewright.compile import Compiled, Resources, compile_launches
 from tilewright.launch import Device, decision_of, traced
 from tilewright.learn import SEQ_LENS, command, ladders
 from tilewright.learn.attention import STEPS, Config, Problem, attention
@@ -44,6 +47,8 @@ def test_every_attention_step_is_right_as_other_gpus_take_it_and_where_a_tile_is
         with interpret.checking(races=True, order=7):
             check_op(ATTENTION.op, problem, CPU, config)
         check_op(ATTENTION.op, dataclasses.replace(problem, seq_len=1), CPU, config)
+        for seq_len in (1, 70, 128):
+            check_op(ATTENTION.op, dataclasses.replace(problem, seq_len=seq_len, causal=False), CPU, config)
 
 
 @EACH
@@ -126,6 +131,9 @@ def test_the_command_shows_answers_and_resources_without_a_gpu(subject, count, c
     assert "* B200: TFLOP/s published in" in printed
     assert "not run here" in printed
     assert max(map(len, printed.splitlines())) <= 100
+    for step in (step for ladder in ladders(subject) for step in ladder.steps):
+        assert step.why[:40] in printed
+        assert indent(step.picture, "      ") in printed
     if subject == "attention":
         assert "the trap spills" in printed
 
@@ -148,7 +156,7 @@ class _Wrong:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """Made-up times, to test how the command reads and writes them."""
+    """Made-up times and binaries, to test how the command reads and writes them."""
     ceilings = Ceilings(4270.0, 4490.0, 700.0, 1.0)
 
     def measured(op, problem, setup, *, config, beside):
@@ -162,6 +170,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(command, "_gpu", lambda: (CPU, H200))
     monkeypatch.setattr(command, "measure_ceilings", lambda where: ceilings)
     monkeypatch.setattr(command, "measure_case", measured)
+    monkeypatch.setattr(command, "compile_launches", lambda launches: [Compiled(Resources(128, 0, 0, 66616, {}))] * len(launches))
 
 
 def test_on_a_gpu_it_prints_times_and_gains_and_writes_rows_and_a_drawing(pretended_gpu, capsys, tmp_path):
@@ -199,8 +208,32 @@ def test_a_ladder_of_other_sizes_and_rounds(pretended_gpu, monkeypatch, capsys):
     assert rounds == [3] * len(STEPS)
     with pytest.raises(ValueError, match="head_dim must be one of 16, 32, 64, 128, 256, got 48"):
         ladders("attention", head_dim=48)
-    with pytest.raises(ValueError, match="sizes must be given only with attention, got batch 2"):
+    with pytest.raises(ValueError, match="batch must be given only with attention, got 2"):
         ladders("gemm", batch=2)
+
+
+def test_non_causal_attention_is_another_problem_and_has_no_published_figures(pretended_gpu, capsys, tmp_path):
+    (ladder,) = ladders("attention", causal=False)
+    assert ladder.problem == Problem(4, 32, 32, 2048, 128, causal=False)
+    assert ladder.small.causal is ladder.problem.for_library().causal is False
+    assert not any(ladder.published(step) for step in ladder.steps)
+    rows = tmp_path / "rows.jsonl"
+    invoked = CliRunner().invoke(app, ["learn", "attention", "--non-causal", "--seq", "512", "--json", str(rows)])
+    assert invoked.exit_code == 1, invoked.output  # one step is wrong
+    assert "float16 causal=False, timed" in invoked.output
+    assert {json.loads(line)["problem"]["causal"] for line in rows.read_text().splitlines()} == {False}
+    with pytest.raises(ValueError, match="non-causal must be given only with attention, got True"):
+        ladders("decode", causal=False)
+
+
+@EACH
+def test_each_step_is_explained_and_its_picture_fits_a_terminal_and_a_page(ladder):
+    assert all(step.why.endswith(".") for step in ladder.steps)
+    assert any(step.picture for step in ladder.steps) or ladder in GEMM[1:]  # the first has theirs
+    for line in (line for step in ladder.steps for line in step.picture.splitlines()):
+        assert line.isascii()
+        assert line == line.rstrip()
+        assert len(line) <= 80
 
 
 def test_blackwell_ends_with_two_blocks_that_share_a_tile():
@@ -220,13 +253,13 @@ def test_errors_say_what_must_be(tmp_path):
         ladders("sorting")
     with pytest.raises(ValueError, match="only with attention"):
         ladders("gemm", [1024])
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="seq must be at least 1, got 0"):
         ladders("attention", [0])
-    with pytest.raises(ValueError, match="arch must be a GPU's"):
+    with pytest.raises(ValueError, match="arch must be a GPU target such as sm_90"):
         learn_command("attention", arch="cpu")
-    with pytest.raises(ValueError, match="plot must be asked where steps are timed"):
+    with pytest.raises(ValueError, match="plot must be left out where no step is timed"):
         learn_command("attention", arch="sm_90", plot=tmp_path / "x.png")
-    with pytest.raises(ValueError, match="json must be asked where steps are timed"):
+    with pytest.raises(ValueError, match="json must be left out where no step is timed"):
         learn_command("gemm", arch="sm_90", json_file=tmp_path / "x.jsonl")
     q, k = torch.zeros(1, 4, 8, 64, dtype=torch.float16), torch.zeros(1, 3, 8, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"q.shape\[1\] must be a multiple of k.shape\[1\] = 3, got 4"):

@@ -1,9 +1,8 @@
-"""How it got fast: ladders of runnable steps."""
+"""Shows how a kernel got fast: ladders of runnable steps."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
+from ..launch import argument_error
 from .ladder import Ladder, Step
 
 __all__ = ["SEQ_LENS", "Ladder", "Step", "ladders"]
@@ -11,44 +10,46 @@ __all__ = ["SEQ_LENS", "Ladder", "Step", "ladders"]
 SEQ_LENS = (1024, 2048, 4096, 8192, 16384)  # of the published tables
 
 
-def ladders(subject: str, seq_lens: Sequence[int] = (), *, batch: int = 0, heads: int = 0, head_dim: int = 0) -> tuple[Ladder, ...]:
+def ladders(
+    subject: str, seq_lens: Sequence[int] = (), *, batch: int = 0, heads: int = 0, head_dim: int = 0, causal: bool = True
+) -> tuple[Ladder, ...]:
     """The ladders of a subject.
 
     Args:
         subject: "attention", "gemm" or "decode".
         seq_lens: makes a ladder of attention for each; by default one of 2048, the length in every
             published table.
-        batch, heads, head_dim: of attention in place of the published 4, 32 and 128; 0 leaves them.
+        batch, heads, head_dim: sizes of attention instead of the published 4, 32 and 128; 0 keeps
+            these.
+        causal: False lets every query of attention see all keys.
     Raises: KeyError that names the subjects; ValueError for lengths or sizes below 1, for a
         head_dim that the steps do not take, or for any of these with another subject.
     """
-    sizes: dict[str, Any] = {
-        name: value for name, value in (("batch", batch), ("q_heads", heads), ("kv_heads", heads), ("head_dim", head_dim)) if value
-    }
+    sizes = {name: value for name, value in (("batch", batch), ("heads", heads), ("head_dim", head_dim)) if value}
     if subject == "attention":
-        return tuple(_attention(seq_len, sizes) for seq_len in seq_lens or (2048,))
+        return tuple(_attention(seq_len, sizes, causal) for seq_len in seq_lens or (2048,))
     if subject not in ("gemm", "decode"):
         raise KeyError(f"subject must be one of attention, gemm, decode, got {subject!r}")
-    if seq_lens or sizes:
-        given = ",".join(map(str, seq_lens)) or ", ".join(f"{name.removeprefix('q_')} {value}" for name, value in sizes.items() if name != "kv_heads")
-        raise ValueError(f"{'seq' if seq_lens else 'sizes'} must be given only with attention, got {given}")
+    for name, given in {"seq": seq_lens, **sizes, "non-causal": not causal}.items():
+        if given:
+            raise argument_error(name, "given only with attention", given)
     from . import decode, gemm
 
     return gemm.LADDERS if subject == "gemm" else (decode.LADDER,)
 
 
-def _attention(seq_len: int, sizes: dict[str, Any]) -> Ladder:
-    """On the problem of the published tables, batch 4, 32 heads, head_dim 128, fp16, but for
+def _attention(seq_len: int, sizes: dict[str, int], causal: bool) -> Ladder:
+    """On the problem of the published tables, batch 4, 32 heads, head_dim 128, fp16, except for
     `sizes`.
     """
     from ..ops import attention as finished
     from . import attention
 
-    if seq_len < 1:
-        raise ValueError(f"seq must be lengths of at least 1, got {seq_len}")
-    if any(value < 1 for value in sizes.values()):
-        raise ValueError(f"batch, heads and head_dim must be at least 1, got {min(sizes.values())}")
-    if sizes.get("head_dim", 128) not in attention.HEAD_DIMS:
-        raise ValueError(f"head_dim must be one of {', '.join(map(str, attention.HEAD_DIMS))}, got {sizes['head_dim']}")
-    problem, small = replace(attention.Problem(4, 32, 32, seq_len, 128), **sizes), attention.Problem(1, 4, 2, 300, 64)
-    return Ladder("attention", attention, problem, small, attention.STEPS, finished)
+    for name, value in {"seq": seq_len, **sizes}.items():
+        if value < 1:
+            raise argument_error(name, "at least 1", value)
+    batch, heads, head_dim = (sizes.get(name, default) for name, default in (("batch", 4), ("heads", 32), ("head_dim", 128)))
+    if head_dim not in attention.HEAD_DIMS:
+        raise argument_error("head_dim", f"one of {', '.join(map(str, attention.HEAD_DIMS))}", head_dim)
+    problem = attention.Problem(batch, heads, heads, seq_len, head_dim, causal=causal)
+    return Ladder("attention", attention, problem, attention.Problem(1, 4, 2, 300, 64, causal=causal), attention.STEPS, finished)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill, indent
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def learn_command(
     subject: str,
     *,
     seq_lens: Sequence[int] = (),
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Any] | None = None,
     iterations: int = 0,
     arch: str = "",
     json_file: Path | None = None,
@@ -41,7 +42,7 @@ def learn_command(
     Args:
         subject: see `ladders`.
         seq_lens: see `ladders`; with `plot` all of SEQ_LENS by default.
-        sizes: batch, heads and head_dim, see `ladders`.
+        sizes: batch, heads, head_dim and causal, see `ladders`.
         iterations: rounds of the timing, of which the median counts; 0 for the benchmark's own.
         arch: a target ("sm_121"): show its resources instead of times, also on a machine with a
             GPU.
@@ -54,12 +55,10 @@ def learn_command(
     console.width = max(console.width, WIDTH)
     timed = torch.cuda.is_available() and not arch
     if plot and subject != "attention":
-        raise argument_error("plot", "asked for attention, which has many lengths", subject)
-    for name, file in (("json", json_file), ("plot", plot)):
-        if file and not timed:
-            raise argument_error(name, "asked where steps are timed: on a GPU and without --arch", file)
-    if iterations and not timed:
-        raise argument_error("iterations", "asked where steps are timed: on a GPU and without --arch", iterations)
+        raise argument_error("plot", "left out, except for attention, which has many lengths", subject)
+    for name, given in (("json", json_file), ("plot", plot), ("iterations", iterations)):
+        if given and not timed:
+            raise argument_error(name, "left out where no step is timed: without a GPU, or with --arch", given)
     chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()), **(sizes or {}))
     if not timed:
         require_tools()
@@ -76,7 +75,7 @@ def learn_command(
 def _target(arch: str) -> Device:
     device = Device.for_arch(arch)
     if device.is_cpu:
-        raise argument_error("arch", "a GPU's", arch)
+        raise argument_error("arch", "a GPU target such as sm_90", arch)
     return device
 
 
@@ -193,17 +192,23 @@ def _show(console: Console, ladder: Ladder, table: Table, compiled: dict[str, Co
             console.print(f"{step.name} does not compile: {compiled[step.name].error}", style="red")
         elif made.spills:
             stores = f"{made.count('STL')} stores to it and {made.count('LDL')} loads from it in the code"
-            console.print(f"{step.name} spills: {made.stack_bytes} bytes of stack a thread, {stores}", style="red")
+            console.print(f"{step.name} spills: {made.stack_bytes} bytes of stack per thread, {stores}", style="red")
+
+
+def _print_step(console: Console, step: Step) -> None:
+    console.print(fill(f"{step.name}: {step.idea}", WIDTH, subsequent_indent="  "), style="bold", markup=False)
+    if step.why:
+        console.print(fill(step.why, WIDTH, initial_indent="  ", subsequent_indent="  "), markup=False)
+    if step.picture:
+        console.print(indent(f"\n{step.picture}", "      "), markup=False)
 
 
 def _explain(console: Console, chosen: Sequence[Ladder]) -> None:
     """What each step changes, and the source of the figures beside ours; once for equal steps."""
     for ladder in {ladder.steps: ladder for ladder in chosen}.values():
         console.print(f"{ladder.name}, what each step changes", style="bold")
-        ideas = Table.grid(padding=(0, 2, 0, 0))
         for step in ladder.steps:
-            ideas.add_row(step.name, step.idea)
-        console.print(ideas)
+            _print_step(console, step)
         alike = [figure for other in chosen if other.steps == ladder.steps for figures in _figures(other).values() for figure in figures]
         for hardware in dict.fromkeys(figure.hardware for _, figure in alike):
             found = [(step, figure) for step, figure in alike if figure.hardware == hardware]

@@ -16,12 +16,15 @@ class Step:
     of problem and device that returns it.
 
     published: names of the kernels, in bench/published, that others timed with the same ideas.
+    why: what the change does to the GPU, in a few sentences. picture: of it, in characters.
     """
 
     name: str
     idea: str
     config: Any
     published: tuple[str, ...] = ()
+    why: str = ""
+    picture: str = ""
 
     def config_for(self, problem: Any, device: Device) -> Any:
         return self.config(problem, device) if callable(self.config) else self.config

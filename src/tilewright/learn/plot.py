@@ -25,15 +25,21 @@ def draw(rows: Sequence[Row], steps: Sequence[Step], path: Path) -> None:
             if mine:
                 ax.plot(*zip(*mine, strict=True), color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
         lengths = sorted({row.problem["seq_len"] for row in rows})
+        first = rows[0]
+        same = {name: first.problem[name] for name in ("batch", "q_heads", "head_dim", "causal")}
         for hardware, kernel, dashes in ALSO:
-            theirs = {f.problem["q_len"]: f.value for f in figures() if (f.hardware, f.kernel) == (hardware, kernel)}
+            named = [f for f in figures() if (f.hardware, f.kernel) == (hardware, kernel)]
+            theirs = {f.problem["q_len"]: f.value for f in named if all(f.problem[name] == value for name, value in same.items())}
             shown = [(n, theirs[n]) for n in lengths if n in theirs]
             if shown:
                 ax.plot(*zip(*shown, strict=True), color=INK, linestyle=dashes, linewidth=1, label=f"{hardware}, published")
         log_axis(ax, lengths)
         ax.set(xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
-        first = rows[0]
-        title = f"causal attention, batch 4, 32 heads, head_dim 128, fp16; steps measured on {first.gpu}, {first.date}"
+        kind = "causal" if same["causal"] else "non-causal"
+        title = (
+            f"{kind} attention, batch {same['batch']}, {same['q_heads']} heads, head_dim {same['head_dim']}, fp16; "
+            f"steps measured on {first.gpu}, {first.date}"
+        )
         drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
         drawing.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The attention ladder: out = softmax(scale * q k^T) v with a causal mask, in twelve steps.
+"""The attention ladder: out = softmax(scale * q k^T + mask) v, in twelve steps.
 
 Source    The steps of two published tutorials on attention in cuTile (docs/learn.md); their figures
           stand beside ours. Tiles and running softmax: Dao et al. 2022, arXiv:2205.14135. Read
@@ -22,9 +22,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     """The definition, that of `ops.attention`."""
-    out = finished.reference(q, k, v)
+    out = finished.reference(q, k, v, causal=causal)
     assert isinstance(out, Tensor)
     return out
 
@@ -37,14 +37,15 @@ def space(p: Problem, device: Device) -> list[Config]:
 DECISION = Decision("learn_attention", problem=Problem, arguments=("q", "k", "v", "out", "scale"), space=space, plan=plan)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over whole prompts by the last step, or by the step whose config is forced.
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    """Attention over whole prompts by the last step, or by the step whose config is forced.
 
     Args:
         q: [batch, q_heads, seq_len, head_dim]; fp16 or bf16; head_dim a power of two in 16..256;
             stride 1 in the last axis.
         k, v: [batch, kv_heads, seq_len, head_dim], dtype and device of q; kv_heads divides q_heads.
             Query head h reads head h // group.
+        causal: query i sees the keys up to i; otherwise all.
     Returns: [batch, q_heads, seq_len, head_dim], contiguous as [batch, seq_len, q_heads, head_dim],
         in q's dtype.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
@@ -61,5 +62,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = torch.empty((batch, seq_len, q_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     if out.numel():
         sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": k.shape[1], "seq_len": seq_len, "head_dim": head_dim}
-        DECISION.launches(Device.of(q), **sizes, dtype=q.dtype).run(q, k, v, out, head_dim**-0.5)
+        DECISION.launches(Device.of(q), **sizes, dtype=q.dtype, causal=causal).run(q, k, v, out, head_dim**-0.5)
     return out

@@ -13,7 +13,7 @@ from ...ops import attention as finished
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Causal attention over prompts of one length. head_dim: a power of two, at least 16."""
+    """Attention over prompts of one length. head_dim: a power of two, at least 16."""
 
     batch: int
     q_heads: int
@@ -21,10 +21,12 @@ class Problem:
     seq_len: int
     head_dim: int
     dtype: torch.dtype = torch.float16
+    causal: bool = True
 
     def for_library(self) -> finished.Problem:
         """The same, as `ops.attention` has it."""
-        return finished.Problem(self.batch, self.q_heads, self.kv_heads, self.seq_len, self.seq_len, self.head_dim, self.dtype)
+        sizes = self.batch, self.q_heads, self.kv_heads, self.seq_len, self.seq_len, self.head_dim
+        return finished.Problem(*sizes, self.dtype, causal=self.causal)
 
     def cost(self) -> Cost:
         return self.for_library().cost()
@@ -33,7 +35,7 @@ class Problem:
         def randn(heads: int) -> Tensor:
             return torch.randn(self.batch, heads, self.seq_len, self.head_dim, dtype=self.dtype, device=device)
 
-        return {"q": randn(self.q_heads), "k": randn(self.kv_heads), "v": randn(self.kv_heads)}
+        return {"q": randn(self.q_heads), "k": randn(self.kv_heads), "v": randn(self.kv_heads), "causal": self.causal}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -71,5 +73,5 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One block for each tile of queries of each head. Pure: runs without a GPU."""
     grid = (math.ceil(p.seq_len / c.tile_m), p.q_heads, p.batch)
     own = {name: value for name in ("diagonal_n", "parts", "latency") if (value := getattr(c, name))}
-    constants = {"group": p.q_heads // p.kv_heads, "head_dim": p.head_dim, "tile_m": c.tile_m, "tile_n": c.tile_n, **own}
+    constants = {"group": p.q_heads // p.kv_heads, "head_dim": p.head_dim, "tile_m": c.tile_m, "tile_n": c.tile_n, "causal": p.causal, **own}
     return (Launch(c.kernel, grid, constants, **hints(c)),)
