@@ -15,13 +15,16 @@ from ..ops import matmul
 
 # values of weights, occupancy, warps: all in registers, no spills (sm_90, tileiras 13.4)
 SHORT, LONG = (8192, 8, 4), (32768, 2, 8)
-MOST_SHORT, MOST_LONG = 4096, 8192
+MOST_SHORT, LONG_K = 2048, 8192
 
 
 def small_form(p: matmul.Problem, device: Device) -> Any:
-    """Of a product of one row, all of k at once; None for what else there is."""
+    """Of a product of one row, all of k at once; None for what else there is.
+
+    Between the two lengths of k, where the short form spills and the long one was never timed, too.
+    """
     deep = next_pow2(p.k)
-    if device.arch != "sm_90" or p.dtype.itemsize != 2 or deep > MOST_LONG:
+    if device.arch != "sm_90" or p.dtype.itemsize != 2 or not (deep <= MOST_SHORT or deep == LONG_K):
         return None
     values, occupancy, warps = SHORT if deep <= MOST_SHORT else LONG
     how: dict[str, Any] = {"latency": 8, "num_ctas": 1, "occupancy": occupancy, "num_worker_warps": warps}

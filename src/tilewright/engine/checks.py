@@ -26,12 +26,15 @@ def alone(call: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P
 
     @wraps(call)
     def run(engine: Any, /, *args: P.args, **options: P.kwargs) -> R:
-        if not engine._free.acquire(blocking=False):
-            raise RuntimeError("an engine must run one call at a time, got another from a callback or thread: wait, or give each an engine")
+        try:
+            turn = engine._turn.pop()  # atomic; a lock could not be copied with a model
+        except IndexError:
+            message = "an engine must run one call at a time, got another from a callback or thread: wait, or give each an engine"
+            raise RuntimeError(message) from None
         try:
             return call(engine, *args, **options)
         finally:
-            engine._free.release()
+            engine._turn.append(turn)
 
     return run
 

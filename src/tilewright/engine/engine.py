@@ -7,7 +7,6 @@ the cache beyond the sequence's length, where nothing reads them; the next token
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ class Engine:
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
         self._speculate = speculate
         self._model: Any = model
-        self._free = Lock()
+        self._turn = [True]  # taken by the call that runs
         self._fusion: Fusion = Fusion()
         self._pages: Pages | None = None
         self._draft: Engine | None = None

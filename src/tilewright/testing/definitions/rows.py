@@ -241,8 +241,10 @@ def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exa
     return [y if exact else y.to(stored)]
 
 
-# Where the bits of an e2m1 code of each plane lie in a half-word, the lowest first.
-E2M1_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 13, 14, 11))
+# Where the bits of a code of each plane lie in a half-word, the lowest first.
+E2M1_BITS = ((2, 3, 4, 7), (10, 11, 12, 15), (0, 1, 6, 5), (8, 9, 14, 13))
+INT4_BITS = tuple(range(first, first + 4) for first in (0, 8, 4, 12))
+BYTE_BITS = (range(8), range(8, 16))
 
 
 def number_of(code: Tensor, name: str) -> Tensor:
@@ -260,9 +262,8 @@ def number_of(code: Tensor, name: str) -> Tensor:
 
 @defines
 def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, factor: Any, bias: Any, weight_format: str) -> Results:
-    (n, k), four = (scales.shape[1], x.shape[-1]), "4-" in weight_format or "fp4" in weight_format
-    bits = 4 if four else 8
-    fields = E2M1_BITS if "fp4" in weight_format else [range(bits * j, bits * j + bits) for j in range(16 // bits)]
+    n, k = scales.shape[1], x.shape[-1]
+    fields = E2M1_BITS if "fp4" in weight_format else INT4_BITS if weight_format.startswith("int4") else BYTE_BITS
     run, codes = 32 * len(fields), torch.zeros(words.shape[0], 64, words.shape[1] * 32 * len(fields), dtype=torch.int64, device=x.device)
     for j, field in enumerate(fields):
         for half in (0, 1):
