@@ -21,7 +21,7 @@ MOST_SHORT, LONG_K = 2048, 8192
 def small_form(p: matmul.Problem, device: Device) -> Any:
     """Of a product of one row, all of k at once; None for what else there is.
 
-    Between the two lengths of k, where the short form spills and the long one was never timed, too.
+    None between the two lengths of k too, where the short form spills and the long one is untimed.
     """
     deep = next_pow2(p.k)
     if device.arch != "sm_90" or p.dtype.itemsize != 2 or not (deep <= MOST_SHORT or deep == LONG_K):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..launch import counted
 from ..launch.files import write_json
-from .command import console_of, drafts_of, load_and_say, refuse_comparison
+from .command import console_of, opened
 from .generate import Draw, choices_of, encode, engine_choices_of, stop_tokens, text_of
 from .load import Loaded
 from .patch import patch
@@ -65,16 +65,13 @@ def answers_command(
     """
     silent = group is not None and group.shard.rank > 0
     out = console_of(silent)
-    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
-    if questions.stock:
-        refuse_comparison(loaded)
-    drafts = drafts_of(questions, where, dtype, trust_remote_code=trust_remote_code)
+    loaded, options = opened(model, where, dtype, questions, group=group, trust_remote_code=trust_remote_code, weights=weights)
     rows = [encode(loaded, prompt, raw=questions.raw) for prompt in questions.prompts]
     answers: list[Answer] = []
     about = {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch.")}
     start = time.perf_counter()
     with counted() as launches:
-        for answer in answer_all(loaded, rows, questions, drafts, group=group):
+        for answer in answer_all(loaded, rows, questions, options):
             answers += answer
             if silent:
                 continue
@@ -98,9 +95,9 @@ def answers_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dt
     return answers_command(model, where, dtype, questions, json_file=json_file, group=group, trust_remote_code=trust_remote_code)
 
 
-def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, drafts: dict[str, Any], *, group: Any = None) -> Iterator[list[Answer]]:
-    """The answers of each batch. rows: token ids [1, prompt_tokens] of each prompt. drafts: options
-    of an Engine.
+def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, options: dict[str, Any]) -> Iterator[list[Answer]]:
+    """The answers of each batch. rows: token ids [1, prompt_tokens] of each prompt. options: of an
+    Engine.
     """
     how: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "draw": asked.draw}
     with ExitStack() as stack:
@@ -109,9 +106,8 @@ def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, drafts:
             from ..engine import Engine
 
             longest = max(row.shape[1] for row in rows) + asked.max_new_tokens + asked.speculate
-            options: dict[str, Any] = {"mode": asked.engine, "group": group, "max_batch": asked.batch, "max_len": longest, **drafts}
-            options["kv_dtype"] = asked.kv_dtype
-            engine = stack.enter_context(Engine(loaded.model, **options))
+            sizes: dict[str, Any] = {"mode": asked.engine, "max_batch": asked.batch, "max_len": longest}
+            engine = stack.enter_context(Engine(loaded.model, **sizes, **options))
         for begin in range(0, len(rows), asked.batch):
             mine, prompts = rows[begin : begin + asked.batch], asked.prompts[begin : begin + asked.batch]
             theirs = by_transformers(loaded, mine, **how) if asked.stock else [None] * len(mine)

@@ -111,10 +111,7 @@ def answer_command(
     """
     silent = group is not None and group.shard.rank > 0
     console = console_of(silent)
-    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
-    if question.stock:
-        refuse_comparison(loaded)
-    drafts = drafts_of(question, where, dtype, trust_remote_code=trust_remote_code)
+    loaded, options = opened(model, where, dtype, question, group=group, trust_remote_code=trust_remote_code, weights=weights)
     prompt_ids = encode(loaded, question.prompt, raw=question.raw)
     console.print(f"> {question.prompt}", style="bold")
 
@@ -124,7 +121,7 @@ def answer_command(
 
     on_text = None if silent else show
     how: dict[str, Any] = {name: getattr(question, name) for name in ("max_new_tokens", "draw", "stock", "engine")}
-    result = compare(loaded, prompt_ids, **how, on_text=on_text, options={"group": group, "kv_dtype": question.kv_dtype, **drafts})
+    result = compare(loaded, prompt_ids, **how, on_text=on_text, options=options)
     console.print()
     if json_file and not silent:
         write_json(json_file, {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()})
@@ -133,12 +130,23 @@ def answer_command(
     return 1 if result.equal is False else 0
 
 
-def drafts_of(asked: Any, where: torch.device, dtype: torch.dtype, *, trust_remote_code: bool) -> dict[str, Any]:
-    """What an Engine is told of drafts. asked: a Question or Questions."""
-    if not asked.speculate:
-        return {}
-    drafter = load_and_say(asked.drafter, where, dtype, trust_remote_code=trust_remote_code).model if asked.drafter else None
-    return {"draft": drafter, "speculate": asked.speculate}
+def opened(
+    model: str | Path, where: torch.device, dtype: torch.dtype, asked: Any, *, group: Any, trust_remote_code: bool, weights: str | None
+) -> tuple[Loaded, dict[str, Any]]:
+    """The model and the options of an Engine of it. asked: a Question or Questions.
+
+    Raises ValueError if it asks for a comparison with stock transformers, which cannot run the
+    model.
+    """
+    silent = group is not None and group.shard.rank > 0
+    loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
+    if asked.stock:
+        refuse_comparison(loaded)
+    options: dict[str, Any] = {"group": group, "kv_dtype": asked.kv_dtype}
+    if asked.speculate:
+        drafter = load_and_say(asked.drafter, where, dtype, trust_remote_code=trust_remote_code).model if asked.drafter else None
+        options |= {"draft": drafter, "speculate": asked.speculate}
+    return loaded, options
 
 
 def refuse_comparison(loaded: Loaded) -> None:

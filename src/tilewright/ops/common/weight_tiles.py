@@ -103,6 +103,23 @@ def joined(p):
     return ct.cat((ct.cat((p[0], p[1]), 1), ct.cat((p[2], p[3]), 1)), 1)
 
 
+def add_product(acc, q, y, scales, zeros, i, groups, run, SCALE_SUMS):
+    """acc [rows, columns] and the product of the words q of a step's i-th run with y [k, columns].
+
+    groups: weights of a group, and groups of a step, 0 for one scale a row, which comes later. run:
+        (weights of a run, runs of a step, code).
+    SCALE_SUMS: a group's scale multiplies its sum in fp32; else the weights, rounded to bf16.
+    """
+    (GROUP, GROUPS), (RUN, RUNS, CODE) = groups, run
+    if SCALE_SUMS:
+        codes = joined(planes(q, zero_point(zeros, i * GROUPS // RUNS, CODE), CODE))
+        part = ct.mma(codes, y, ct.zeros(acc.shape, ct.float32))
+        return acc + part * (scales[i * GROUPS // RUNS].astype(ct.float32) * unit(CODE))
+    if GROUPS == 0:
+        return ct.mma(joined(planes(q, zero_point((), 0, CODE), CODE)), y, acc)
+    return ct.mma(scaled(q, scales, zeros, i, RUN, CODE, GROUP), y, acc)
+
+
 def scaled(q, scales, zeros, i, RUN, CODE, GROUP):
     """[rows, k of a run]: the weights of a step's i-th run, bf16. A group is several planes of the
     run, one, half of one, or all of it.

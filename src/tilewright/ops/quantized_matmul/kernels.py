@@ -11,7 +11,7 @@ from ..common.pdl import pdl_overlap
 from ..common.pieces import PIECES, add_products, store_pieces, store_whole_pieces, summed
 from ..common.tiles import grouped_tile
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
-from ..common.weight_tiles import SMALL, joined, planes, scaled, unit, zero_point
+from ..common.weight_tiles import SMALL, add_product, unit
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -73,14 +73,7 @@ def quantized_matmul_kernel(
         for i in ct.static_iter(range(RUNS)):
             q = ct.extract(loaded, (0, i, 0, 0), (TILE_N // ROWS, 1, ROWS, WORDS)).reshape((TILE_N, WORDS))
             y = ct.extract(rows, (0, i), (TILE_M, RUN)).transpose()
-            if SCALE_SUMS:
-                codes = joined(planes(q, zero_point(zero, i * GROUPS // RUNS, CODE), CODE))
-                part = ct.mma(codes, y, ct.zeros((TILE_N, TILE_M), ct.float32))
-                acc = acc + part * (scale[i * GROUPS // RUNS].astype(ct.float32) * unit(CODE))
-            elif GROUPS == 0:
-                acc = ct.mma(joined(planes(q, zero_point((), 0, CODE), CODE)), y, acc)
-            else:
-                acc = ct.mma(scaled(q, scale, zero, i, RUN, CODE, GROUP), y, acc)
+            acc = add_product(acc, q, y, scale, zero, i, (GROUP, GROUPS), (RUN, RUNS, CODE), SCALE_SUMS)
     if GROUP == 0:
         scale = ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False)
         acc = acc * (scale.reshape((TILE_N, 1)) * unit(CODE))

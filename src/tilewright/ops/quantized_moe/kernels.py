@@ -9,7 +9,7 @@ from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
 from ..common.pieces import PIECES, add_products, store_pieces, summed
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
-from ..common.weight_tiles import SMALL, joined, planes, scaled, unit, zero_point
+from ..common.weight_tiles import SMALL, add_product, unit
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -106,14 +106,7 @@ def quantized_moe_kernel(
             for i in ct.static_iter(range(RUNS)):
                 q = ct.extract(loaded, (0, 0, i, 0, 0), (*loaded.shape[:2], 1, *loaded.shape[3:])).reshape((HIGH, WORDS))
                 y = ct.extract(a, (0, i), (TILE_M, RUN)).transpose()
-                if SCALE_SUMS:
-                    codes = joined(planes(q, zero_point(zero, i * GROUPS // RUNS, CODE), CODE))
-                    part = ct.mma(codes, y, ct.zeros((HIGH, TILE_M), ct.float32))
-                    acc = acc + part * (scale[i * GROUPS // RUNS].astype(ct.float32) * unit(CODE))
-                elif GROUPS == 0:
-                    acc = ct.mma(joined(planes(q, zero_point((), 0, CODE), CODE)), y, acc)
-                else:
-                    acc = ct.mma(scaled(q, scale, zero, i, RUN, CODE, GROUP), y, acc)
+                acc = add_product(acc, q, y, scale, zero, i, (GROUP, GROUPS), (RUN, RUNS, CODE), SCALE_SUMS)
         times = unit(CODE) if GROUP == 0 else SMALL if CODE == E2M1 else 1.0
         sums = _finished((acc * times).reshape((PARTS, TILE_N, TILE_M)), scales, bias, expert, tile_n, 0, GROUP, ADD_BIAS)
         if PARTS == 2:
