@@ -77,6 +77,25 @@ def test_it_is_the_last_row_of_prefill():
     torch.testing.assert_close(row_lse, rows_lse[:, :, -1:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ends", [None, (77, 6), (90, 60)])
+@pytest.mark.parametrize("options", [{}, {"window": 40, "kv_start": (50, 0)}, {"page_size": 16}])
+def test_many_tokens_are_rows_of_prefill(options, ends):
+    """Also more tokens than keys, and a length beyond the cache."""
+    q, k, v = randn(2, 4, 11, HEAD_DIM), randn(2, 2, 80, HEAD_DIM), randn(2, 2, 80, HEAD_DIM)
+    given = {name: int32(*value) if isinstance(value, tuple) else value for name, value in options.items()}
+    end = None if ends is None else int32(*ends)
+    page_size = given.pop("page_size", None)
+    expected = attention(q, k, v, kv_len=end, return_lse=True, **given)
+    if page_size is not None:
+        k, v = (x.unflatten(2, (-1, page_size)).transpose(1, 2).flatten(0, 1) for x in (k, v))
+        given["block_table"] = torch.arange(len(k), dtype=torch.int32).view(2, -1)
+    with counted() as counts:
+        found = attention_decode(q, k, v, end, return_lse=True, **given)
+    assert sum(count for name, count in counts.items() if "merge" not in str(name)) == 3
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_lse_is_the_natural_log_of_the_denominator(splits):
     q, k, v = randn(1, 4, 1, HEAD_DIM), randn(1, 4, 100, HEAD_DIM), randn(1, 4, 100, HEAD_DIM)
@@ -401,7 +420,7 @@ def test_a_block_per_head_is_a_config():
 Q, K, PAGES = torch.zeros(2, 4, 1, 32), torch.zeros(2, 2, 64, 32), torch.zeros(9, 2, 16, 32)
 TABLE = torch.zeros(2, 3, dtype=torch.int32)
 BAD = [
-    ({"q": torch.zeros(2, 4, 5, 32)}, ValueError, r"q.shape\[2\] must be in 1..4, got 5"),
+    ({"q": torch.zeros(2, 4, 0, 32)}, ValueError, r"q.shape\[2\] must be at least 1, got 0"),
     ({"q": torch.zeros(2, 4, 32)}, ValueError, r"q.dim\(\) must be 4, got 3"),
     ({"k": K[:1]}, ValueError, r"k.shape must be \(2, 2, 64, 32\), got \(1, 2, 64, 32\)"),
     ({"v": K.half()}, ValueError, r"v.dtype must be float32, got float16"),

@@ -157,3 +157,13 @@ def test_a_large_scale_does_not_cost_single_precision(gpu, head_dim):
     )
     found = tilewright.attention_decode(q, k, v, scale=1.0)
     assert (found - truth).square().mean() < (1.6 * (theirs - truth)).square().mean()
+
+
+def test_many_tokens_of_512_columns(gpu):
+    """16 launches; tiles of rows begin inside q, out and lse."""
+    q, k = (torch.randn(2, heads, rows, 512, device=gpu, dtype=torch.bfloat16) for heads, rows in ((16, 64), (1, 1000)))
+    lengths = torch.tensor((1000, 70), dtype=torch.int32, device=gpu)
+    found = tilewright.attention_decode(q, k, None, lengths, return_lse=True)
+    expected = tilewright.ops.attention_decode.reference(q.float(), k.float(), None, lengths, return_lse=True)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.float(), b, atol=2e-2, rtol=2e-2)
