@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import greedy, left_padded, logits, state_of, tiny
 from torch.nn import functional as F
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from tilewright import causal_conv1d, gated_delta_rule, rms_norm_gated
@@ -57,6 +58,23 @@ def test_a_prompt_and_the_tokens_behind_it_are_those_of_transformers(config, dty
     near(state, middle, error)
     out, _ = gated_delta_rule(**second, state=state)
     near(out, last, error)
+    near(state, final, error)
+
+
+@pytest.mark.parametrize(("chunk", "dtype", "error"), [(0, torch.float32, 1e-5), (32, torch.float16, 2e-3), (64, torch.bfloat16, 2e-2)])
+def test_a_gate_for_each_column_is_that_of_transformers(chunk, dtype, error):
+    """Also of columns that forget at once, for which a power of both signs would overflow."""
+    given, state = tokens(71, dtype=dtype), torch.randn(2, 2, 32, 32)
+    given |= {"g": -(torch.rand(2, 2, 71, 32) ** 4) * 5, **{name: given[name].repeat(1, 2, 1, 1) for name in ("q", "k")}}
+    given["g"][:, :, ::7, :5] = -1e4
+    first, second = ({name: x[:, :, part] for name, x in given.items()} for part in (slice(0, 70), slice(70, 71)))
+    expected, middle = of_transformers(kimi.recurrent_kimi_delta_attention, state, **first)
+    last, final = of_transformers(kimi.recurrent_kimi_delta_attention, middle, **second)
+    with forced_config(rule.plan, rule.Config(32, chunk)):
+        out, _ = gated_delta_rule(**first, state=state)
+    near(out, expected, error)
+    near(state, middle, error)
+    near(gated_delta_rule(**second, state=state)[0], last, error)
     near(state, final, error)
 
 
@@ -168,6 +186,8 @@ BAD_RULE = [
     ({"k": G["k"][..., :16]}, r"k.shape must be \(2, 1, 4, 32\), got \(2, 1, 4, 16\)"),
     ({"v": G["v"][:, :, :3]}, r"v.shape must be \(2, 'v_heads', 4, 'v_dim'\), got \(2, 2, 3, 32\)"),
     ({"g": G["g"].half()}, r"g.dtype must be one of float32, got float16"),
+    ({"g": torch.zeros(2, 2, 4, 16)}, r"g.shape must be \(2, 2, 4, 32\), got \(2, 2, 4, 16\)"),
+    ({"g": torch.zeros(2, 2, 32, 4).mT}, r"g.stride\(-1\) must be 1, got 4"),
     ({"beta": G["beta"][:, :1]}, r"beta.shape must be \(2, 2, 4\), got \(2, 1, 4\)"),
     (
         {"v": torch.ones(2, 3, 4, 32), "q": torch.ones(2, 2, 4, 32), "k": torch.ones(2, 2, 4, 32)},

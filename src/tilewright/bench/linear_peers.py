@@ -20,7 +20,8 @@ def one_token(inputs: Inputs) -> bool:
 
 
 def prompts(inputs: Inputs) -> bool:
-    return not one_token(inputs) and without("cu_seqlens")(inputs)
+    """With a decay for each token."""
+    return not one_token(inputs) and inputs["g"].dim() < inputs["k"].dim() and without("cu_seqlens")(inputs)
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def recurrent(
     """One token of each sequence, the state in place."""
     q, k = (x[:, :, 0] for x in _rows(q, k, v, scale, normalize))
     s = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1], dtype=torch.float32) if state is None else state
-    s = s * g[:, :, 0, None, None].exp()
+    s = s * g[:, :, 0].reshape(*v.shape[:2], -1, 1).exp()
     delta = (v[:, :, 0] - (s * k[..., None]).sum(-2)) * beta[:, :, 0, None]
     s = s + k[..., None] * delta[:, :, None]
     out = (s * q[..., None]).sum(-2)[:, :, None].to(v.dtype)
@@ -104,10 +105,11 @@ def fla(
     """flash-linear-attention, whose axes are [batch, tokens, heads, ...]; the final state is a new
     tensor.
     """
-    ops = module("fla.ops.gated_delta_rule")
+    name = "kda" if g.dim() == k.dim() else "gated_delta_rule"
+    ops = module(f"fla.ops.{name}")
     one = cu_seqlens is None and v.shape[2] == 1
     rows = [x[None] if cu_seqlens is not None else x.transpose(1, 2) for x in (q, k, v, g, beta)]
-    found = (ops.fused_recurrent_gated_delta_rule if one else ops.chunk_gated_delta_rule)(
+    found = getattr(ops, f"fused_recurrent_{name}" if one else f"chunk_{name}")(
         *rows,
         scale=options.get("scale"),
         initial_state=state,

@@ -265,7 +265,7 @@ def latents(module: Any) -> Verdict:
 
 
 def delta_rule(module: Any) -> Verdict:
-    if set(linear_attention.OURS) - set(getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())):
+    if not linear_attention.ours_of(type(module)):
         return None
     reason = linear_attention.keep_linear_attention(module)
     return f"gated_delta_rule: {reason}" if reason else Method("gated_delta_rule", "linear_attention")

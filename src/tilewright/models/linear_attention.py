@@ -59,28 +59,31 @@ def delta_rule(  # noqa: PLR0913 transformers names the arguments
     return out.transpose(1, 2), final if output_final_state else None
 
 
-OURS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_update": conv_update,
-    "causal_conv1d_fn": conv_prompt,
-    "torch_chunk_gated_delta_rule": delta_rule,
-    "torch_recurrent_gated_delta_rule": delta_rule,
-}
+CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_update": conv_update, "causal_conv1d_fn": conv_prompt}
+RULES: tuple[dict[str, Callable[..., Any]], ...] = (
+    {"torch_chunk_gated_delta_rule": delta_rule, "torch_recurrent_gated_delta_rule": delta_rule},
+    {"chunk_kimi_delta_attention": delta_rule, "recurrent_kimi_delta_attention": delta_rule},
+)
+
+
+def ours_of(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Our functions for those that the forward of a layer of linear attention calls; none unless
+    all that such a layer needs are there.
+    """
+    called = set(getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ()))
+    return next((CONVOLUTION | rule for rule in RULES if called >= {*CONVOLUTION, *rule}), {})
 
 
 def with_our_functions(cls: type[nn.Module]) -> Callable[..., Any]:
     """The forward of a layer of linear attention, which calls ours."""
     forward: Any = inspect.unwrap(cls.forward)
-    for name, ours in OURS.items():
+    for name, ours in ours_of(cls).items():
         forward = with_our_function(forward, name, ours)
     found: Callable[..., Any] = forward
     return found
 
 
 def keep_linear_attention(module: Any) -> str | None:
-    forward = inspect.unwrap(type(module).forward)
-    missing = sorted(set(OURS) - set(getattr(forward, "__code__", keep_linear_attention.__code__).co_names))
-    if missing:
-        return f"its forward does not call {missing[0]} in this version of transformers"
     if module.activation != "silu":
         return f"hidden_act must be silu, got {module.activation}"
     if not 2 <= module.conv_kernel_size <= convolution.WIDEST:

@@ -157,7 +157,7 @@ def sparse(s: Sizes) -> Fields:
 
 def delta(s: Sizes) -> Fields:
     heads = s.choice((1, 1, 2))
-    found = {"k_heads": heads, "v_heads": heads * s.choice((1, 2, 3)), "dtype": any_float(s), **some(s, "has_state", "varlen")}
+    found = {"k_heads": heads, "v_heads": heads * s.choice((1, 2, 3)), "dtype": any_float(s), **some(s, "has_state", "varlen", "channels")}
     return found | {"head_dim": s.choice((16, 32, 64, 128, s.log(1, 200))), "v_dim": s.choice((0, 0, 24, 64)), "normalize": s.odds(0.8)}
 
 

@@ -3,11 +3,12 @@ per token:
 
     S <- exp(g) S     delta = beta (v - S^T k)     S <- S + k delta^T     out = scale S^T q
 
-with normalize, of q / |q| and k / |k|. Value head h reads query and key head h // (v_heads //
-k_heads).
+with normalize, of q / |q| and k / |k|. With a gate for each column of k (Kimi Delta Attention) the
+first step is S <- diag(exp(g)) S. Value head h reads query and key head h // (v_heads // k_heads).
 
 Source    Yang et al. 2024, arXiv:2412.06464 (gated delta rule, eq. 10; its chunked form, section
-          3.3); Bischof and Van Loan 1987 (the product of the factors I - beta k k^T).
+          3.3); Kimi Team 2025, arXiv:2510.26692 (a gate for each column); Bischof and Van Loan
+          1987 (the product of the factors I - beta k k^T).
 Numerics  The state is fp32, in and out, and so are all sums. Token after token nothing else is
           rounded but the result. Chunk after chunk (16 bits alone) the operands of products are
           rounded to the dtype: the state, what delta is made of, and the squares of a chunk, whose
@@ -87,7 +88,7 @@ def reference(
     s = torch.zeros(shape, dtype=wide, device=v.device) if state is None else state.to(wide)
     out = torch.zeros_like(v)
     for t in range(v.shape[2]):
-        s = s * g[:, :, t, None, None].to(wide).exp()
+        s = s * (g[:, :, t, :, None] if g.dim() == k.dim() else g[:, :, t, None, None]).to(wide).exp()
         seen = (operand(s) * keys[:, :, t, :, None]).sum(-2)
         delta = operand((v[:, :, t].to(wide) - seen) * beta[:, :, t, None].to(wide))
         s = s + keys[:, :, t, :, None] * delta[:, :, None]
@@ -142,6 +143,7 @@ def gated_delta_rule_out(
         has_state=state is not None,
         varlen=cu_seqlens is not None,
         normalize=normalize,
+        channels=g.dim() == q.dim(),
     )
     launches.run(q, k, v, g, beta, state, out, cu_seqlens, scale, EPS)
 
@@ -167,9 +169,10 @@ def gated_delta_rule(
         k: shape, dtype and device of q.
         v: [batch, v_heads, tokens, v_dim], likewise; k_heads divides v_heads, v_dim 1..256.
         g: [batch, v_heads, tokens], fp32 or the dtype of q, any strides: the natural log of the
-            share of the state that a token keeps, at most 0.
-        beta: likewise: how much of the difference between v and the state's prediction is written,
-            0..1 (up to 2 with more error).
+            share of the state that a token keeps, at most 0. Or [batch, v_heads, tokens, head_dim],
+            stride 1 in the last axis: of each row of the state.
+        beta: [batch, v_heads, tokens], likewise: how much of the difference between v and the
+            state's prediction is written, 0..1 (up to 2 with more error).
         state: [batch, v_heads, head_dim, v_dim] fp32, stride 1 in the last axis. The initial state,
             overwritten with the final one. Default: starts with zeros and is not kept.
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
@@ -195,8 +198,9 @@ def gated_delta_rule(
     check_heads(v, k, MAX_HEAD_DIM, "v")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise argument_error("q.shape[-1]", f"in 1..{MAX_HEAD_DIM}", q.shape[-1])
-    for name, gate in (("g", g), ("beta", beta)):
-        _check_gate(gate, name, v)
+    channels = isinstance(g, Tensor) and g.dim() == q.dim()
+    _check_gate(g, "g", v, (*v.shape[:-1], q.shape[-1]) if channels else v.shape[:-1])
+    _check_gate(beta, "beta", v, v.shape[:-1])
     sequences = q.shape[0]
     if cu_seqlens is not None:
         check_int32(cu_seqlens, "cu_seqlens", q, (None,))
@@ -223,8 +227,11 @@ def gated_delta_rule(
     return out if state is None else (out, state)
 
 
-def _check_gate(gate: Tensor, name: str, v: Tensor) -> None:
-    """Raises TypeError or ValueError unless it has a number for each row of v; any strides."""
-    check_tensor(gate, name, shape=v.shape[:-1], dtypes=tuple(dict.fromkeys((torch.float32, v.dtype))), any_strides=True)
+def _check_gate(gate: Tensor, name: str, v: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError unless it has this shape; with any strides where it has a
+    number for each row of v.
+    """
+    dtypes = tuple(dict.fromkeys((torch.float32, v.dtype)))
+    check_tensor(gate, name, shape=shape, dtypes=dtypes, any_strides=len(shape) < v.dim())
     if gate.device != v.device:
         raise argument_error(f"{name}.device", v.device, gate.device)

@@ -14,6 +14,7 @@ from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
 from ..common.sequences import packed
+from .channel_kernels import scan_channels_kernel, solve_channels_kernel
 from .kernels import link_kernel, recurrent_kernel, scan_kernel, solve_kernel
 
 LEAST_TILE = 16  # of a product
@@ -30,6 +31,7 @@ class Problem:
 
     tokens: of each sequence; of all sequences together with varlen.
     v_dim: columns of v; 0 for head_dim. has_state: a state is given. normalize: as of the op.
+    channels: g has a number for each column of k.
     """
 
     batch: int
@@ -42,6 +44,7 @@ class Problem:
     has_state: bool = True
     varlen: bool = False
     normalize: bool = True
+    channels: bool = False
 
     @property
     def values_dim(self) -> int:
@@ -63,7 +66,8 @@ class Problem:
 
     def cost(self) -> Cost:
         size, n = self.dtype.itemsize, self.all_tokens
-        read = n * (2 * self.k_heads * self.head_dim + 2 * self.v_heads * self.values_dim) * size + 8 * n * self.v_heads
+        read = n * (2 * self.k_heads * self.head_dim + 2 * self.v_heads * self.values_dim) * size
+        read += 4 * n * self.v_heads * (1 + (self.head_dim if self.channels else 1))
         return Cost(read + 8 * self.states * self.has_state, 6 * n * self.v_heads * self.head_dim * self.values_dim)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
@@ -80,7 +84,8 @@ class Problem:
             q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
         # Heads that forget within a few tokens, and heads that hardly do.
         speed = torch.logspace(-3, 0, self.v_heads, device=device) * FORGETS
-        g = heads(self.v_heads).exp() * -(speed if self.varlen else speed[:, None])
+        speed = speed if self.varlen else speed[:, None]
+        g = heads(self.v_heads, self.head_dim).exp() * -speed[..., None] if self.channels else heads(self.v_heads).exp() * -speed
         beta = heads(self.v_heads).sigmoid()
         if self.has_state:
             options["state"] = torch.randn(self.batch, self.v_heads, self.head_dim, self.values_dim, device=device)
@@ -125,6 +130,8 @@ CHUNKED = {
     "sm_103": ((32, 64, False, 3, 2, 2, 1),),
 }
 ANYWHERE = ((32, 32, False, 3, 2, 2, 1),)  # longer chunks spill
+# With a gate for each column; on sm_120 and sm_121 the solve spills, and tokens go one by one.
+CHANNELS = dict.fromkeys(("sm_80", "sm_90", "sm_100", "sm_103"), ((32, 32, False, 3, 2, 1, 1),))
 SEGMENTS = (256, 128, 64, 32, 16)  # where links do not spill: on the architectures above
 
 
@@ -139,7 +146,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     for tile_v, occupancy in RECURRENT:
         yield Config(min(tile_v, widest), occupancy=occupancy)
     segments = (0, *SEGMENTS) if device.arch in CHUNKED else (0,)
-    for tile_v, chunk, transposed, latency, occupancy, solve, heads in CHUNKED.get(device.arch, ANYWHERE):
+    rows = CHANNELS.get(device.arch, ()) if p.channels else CHUNKED.get(device.arch, ANYWHERE)
+    for tile_v, chunk, transposed, latency, occupancy, solve, heads in rows:
         for segment in segments:
             c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, _shared(p, heads), occupancy)
             few = _segments(p, c) > p.batch and _blocks(p, c) * p.v_heads * p.batch < device.sms * occupancy
@@ -158,13 +166,16 @@ def tile_k(p: Problem) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Products of fp32 on tensor cores would lose what it is there for."""
+    """Products of fp32 on tensor cores would lose what it is there for. With a gate for each column
+    there is one form of chunks.
+    """
     fits = grid_fits(_blocks(p, c) * p.v_heads * p.batch)
     if not c.chunk:
         return fits and (device.is_cpu or tile_k(p) * c.tile_v * (c.occupancy or 1) <= 160 * 128)
     return (
         fits
         and p.dtype.itemsize == 2
+        and not (p.channels and (c.transposed or c.segment))
         and tile_k(p) <= WIDEST_CHUNKED
         and (p.v_heads // p.k_heads) % c.solve_heads == 0
         and grid_fits(_chunks(p, c), p.v_heads)
@@ -210,12 +221,13 @@ def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
     if not c.chunk:
         return scan
     square, chunks = c.chunk * c.chunk, _chunks(p, c)
-    stored = chunks * p.v_heads * (2 * square * 2 + FACTORS * c.chunk * 4)
+    rows, products = (3 * width * size, 4 * c.chunk.bit_length()) if p.channels else (FACTORS * 4, 6)
+    stored = chunks * p.v_heads * (2 * square * 2 + c.chunk * rows)
     solve = Work(
         blocks=chunks * p.v_heads // c.solve_heads,
         resident=device.sms * (c.solve_occupancy or 1),
         per_sm=c.solve_occupancy or 1,
-        flops=6 * square * width + 10 * square * c.chunk * c.solve_heads,
+        flops=products * square * width + 10 * square * c.chunk * c.solve_heads,
         kinds=("solve",),
         serial=WAITS * (3 + 8 * c.solve_heads),
         fill=2 * c.chunk * width * size,
@@ -265,13 +277,15 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     if not c.chunk:
         one = p.tokens == 1 and not p.varlen
         whole = p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0
-        constants = {**of_state, "normalize": p.normalize, "one": one, "whole": whole}
+        constants = {**of_state, "normalize": p.normalize, "channels": p.channels, "one": one, "whole": whole}
         pdl = use_pdl(p.all_tokens, False)
         return (Launch(recurrent_kernel, grid, constants, **hints(c), pdl=pdl, unused=absent),)
     chunks = _chunks(p, c)
     squares = (chunks, p.v_heads, c.chunk, c.chunk), p.dtype
     scratch: dict[str, Any] = {"t": squares, "p": squares, "factors": ((chunks, p.v_heads, FACTORS, c.chunk), torch.float32)}
     scratch["decay"] = (chunks, p.v_heads), torch.float32
+    if p.channels:
+        return _with_channels(p, c, squares, of_state, absent)
     solve = Launch(
         solve_kernel,
         (chunks, p.v_heads // c.solve_heads),
@@ -305,3 +319,22 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         unused=() if p.varlen else ("cu_seqlens",),
     )
     return solve, carry, link, scan
+
+
+def _with_channels(p: Problem, c: Config, squares: Any, of_state: dict[str, Any], absent: tuple[str, ...]) -> tuple[Launch, ...]:
+    """squares: shape and dtype of a chunk's matrices."""
+    (chunks, heads, chunk, _), dtype = squares
+    rows = (chunks, heads, chunk, tile_k(p)), dtype
+    scratch = {"t": squares, "p": squares, "into": rows, "onward": rows, "outward": rows, "decay": ((chunks, heads, tile_k(p)), torch.float32)}
+    of_chunk = {"varlen": p.varlen, "chunk": chunk, "tile_k": tile_k(p)}
+    solve = Launch(
+        solve_channels_kernel,
+        (chunks, heads),
+        {**of_chunk, "normalize": p.normalize, "group": p.v_heads // p.k_heads},
+        occupancy=c.solve_occupancy,
+        num_worker_warps=8,
+        scratch=scratch,
+        unused=() if p.varlen else ("cu_seqlens",),
+    )
+    of_scan = {**of_chunk, "has_state": p.has_state, "blocks": _blocks(p, c), "tile_v": c.tile_v, "latency": c.latency}
+    return solve, Launch(scan_channels_kernel, (_blocks(p, c) * heads * p.batch,), of_scan, **hints(c), unused=absent)

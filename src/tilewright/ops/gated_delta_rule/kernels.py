@@ -43,6 +43,7 @@ def recurrent_kernel(
     VARLEN: ct.Constant[bool],
     HAS_STATE: ct.Constant[bool],
     NORMALIZE: ct.Constant[bool],
+    CHANNELS: ct.Constant[bool],
     ONE: ct.Constant[bool],
     WHOLE: ct.Constant[bool],
     GROUP: ct.Constant[int],
@@ -54,8 +55,9 @@ def recurrent_kernel(
     Grid (BLOCKS * v_heads * sequences).
 
     Q, K [batch, k_heads, tokens, head_dim]; V, OUT [batch, v_heads, tokens, v_dim]; G, BETA [batch,
-    v_heads, tokens]; STATE [sequences, v_heads, head_dim, v_dim] fp32, overwritten with HAS_STATE;
-    CU_SEQLENS [sequences + 1] int32, for arrays whose batch axis is 1. ONE: of one token each.
+    v_heads, tokens], with CHANNELS G [batch, v_heads, tokens, head_dim]; STATE [sequences, v_heads,
+    head_dim, v_dim] fp32, overwritten with HAS_STATE; CU_SEQLENS [sequences + 1] int32, for arrays
+    whose batch axis is 1. ONE: of one token each.
     WHOLE: every tile of a state lies inside.
     """
     pdl_overlap()
@@ -79,7 +81,10 @@ def recurrent_kernel(
 
     def step(s, t):
         q, k, v = row(Q, kh, t, 0, TILE_K), row(K, kh, t, 0, TILE_K), row(V, h, t, j, TILE_V)
-        decay = ct.exp(ct.load(G, (b, h, t), ()).astype(ct.float32))
+        if CHANNELS:
+            s, decay = s * ct.exp(row(G, h, t, 0, TILE_K))[:, None], 1.0
+        else:
+            decay = ct.exp(ct.load(G, (b, h, t), ()).astype(ct.float32))
         beta = ct.load(BETA, (b, h, t), ()).astype(ct.float32)
         of_k, of_q = 1.0, scale
         if NORMALIZE and K.dtype == ct.float32:  # in the definition's order; rsqrt is 2 ulp off

@@ -15,6 +15,9 @@ small = [
     Problem(2, 1, 2, 9, 16, FP32),
     Problem(3, 1, 2, 20, 48, FP32, varlen=True),
     Problem(1, 1, 1, 3, 256, BF16),
+    Problem(2, 1, 2, 1, 32, BF16, channels=True),
+    Problem(3, 2, 2, 40, 24, FP16, v_dim=40, varlen=True, channels=True),
+    Problem(1, 1, 2, 5, 16, FP32, has_state=False, channels=True),
 ]
 
 real = [
@@ -24,6 +27,7 @@ real = [
     Problem(64, 16, 32, 1, 128, BF16),
     Problem(3, 8, 8, 500, 128, FP16, has_state=False),
     Problem(2, 4, 4, 300, 64, FP32),
+    Problem(1, 32, 32, 200, 128, BF16, channels=True),  # Kimi-Linear-48B-A3B
 ]
 
 bench = [
@@ -31,6 +35,7 @@ bench = [
     Problem(1, 2, 8, 32768, 128, BF16),
     Problem(16, 16, 32, 16384, 128, BF16, varlen=True),
     *(Problem(batch, 16, 32, 1, 128, BF16) for batch in (1, 16, 64, 256)),
+    Problem(64, 32, 32, 1, 128, BF16, channels=True),
 ]
 
 

@@ -39,7 +39,7 @@ def gated_delta_rule(
     s = torch.zeros(*v.shape[:2], dim, v.shape[-1], dtype=q1.dtype, device=q.device) if state is None else state.to(q1.dtype)
     read = []
     for t in range(v.shape[2]):
-        s = s * torch.exp(wide(g)[..., t, None, None])
+        s = s * torch.exp(wide(g)[:, :, t].reshape(*v.shape[:2], -1, 1))  # of the head, or of each row
         key, held = k1[..., t, :, None], wide(s.to(q.dtype))
         write = wide(beta)[..., t, None, None] * (wide(v)[..., t, None, :] - key.mT @ held)
         s = s + key @ wide(write.to(q.dtype))
