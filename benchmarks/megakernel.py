@@ -60,11 +60,10 @@ class Bench:
     def made(self, text: str) -> tuple[Mega, int]:
         """A step, and the tokens of a launch."""
         values = {name: int(value) for name, _, value in (part.partition("=") for part in text.split(",") if part)}
-        tokens, blocks = values.pop("tokens", 8), values.pop("blocks", None)
+        tokens, blocks = values.pop("tokens", 8), values.pop("blocks", 0)
         config = replace(default_config(Device.of(self.weights.embedding), self.dims.head_dim), **values)
-        integers = [torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in (((16,), torch.int64), ((2, 16), torch.int32))]
-        more = [torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in ((self.room, 16), (2,))]
-        return Mega(self.weights, Clocks(*integers, *more), (self.cache[0], self.cache[1]), blocks=blocks, config=config), tokens
+        clocks = Clocks.at(0, self.position, self.room, torch.device("cuda"))
+        return Mega(self.weights, clocks, (self.cache[0], self.cache[1]), blocks=blocks, config=config), tokens
 
     def start(self, mega: Mega) -> None:
         mega.clocks.tokens.zero_()

@@ -194,12 +194,12 @@ MUTANTS = [
     Mutant("engine/pages.py", "if sum(missing) > self.count - 1 - len(running):", "if sum(missing) > self.count - len(running):", "cpu/test_engine_paged.py"),
     Mutant("engine/pages.py", "                self._free.append(page)\n", "                pass\n", "cpu/test_engine_paged.py"),
     Mutant("engine/pages.py", "list(range(self.count - 1, NOBODYS, -1))", "list(range(self.count - 1, NOBODYS - 1, -1))", "cpu/test_engine_paged.py"),
-    Mutant("engine/mega/kernel.py", "target = adders + 1  #", "target = adders  #", "cpu/test_mega.py"),
+    Mutant("engine/mega/sums.py", "target = adders + 1  #", "target = adders  #", "cpu/test_mega.py"),
     Mutant("engine/mega/words.py", "while lowest < wanted:", "while lowest < wanted - 1:", "cpu/test_mega.py"),
-    Mutant("engine/mega/kernel.py", "ct.astype(ARRIVAL, ct.int64)) - old", "ct.astype(ARRIVAL, ct.int64))", "cpu/test_mega.py"),
+    Mutant("engine/mega/sums.py", "ct.astype(ARRIVAL, ct.int64)) - old", "ct.astype(ARRIVAL, ct.int64))", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "there = key + at * SPAN < position", "there = key + at * SPAN <= position", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "            own = ct.full(own.shape, FLOOR, ct.float32)\n", "            own = own\n", "cpu/test_mega.py"),
-    Mutant("engine/mega/shape.py", "start + n * some // blocks", "start + n * (some // blocks)", "cpu/test_mega.py"),
+    Mutant("engine/mega/shape.py", "start + number * some // blocks", "start + number * (some // blocks)", "cpu/test_mega.py"),
     Mutant("models/serve.py", "return Path(loaded.source).name", "return loaded.source", "cpu/test_serving.py"),
 ]  # fmt: skip
 

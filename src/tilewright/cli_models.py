@@ -101,8 +101,8 @@ def generate(  # noqa: PLR0913 an option each
         }
     )
     texts = prompts_of(prompt_file, lines=batch is not None) if prompt_file else [prompt]
-    from .engine.mega.pack import refuse_outline
-    from .models import Draw
+    from .engine.mega.pack import decided
+    from .models import Draw, outline_of
     from .models.batch import Questions, answers_command, answers_of_rank
     from .models.command import Question, answer_command, answer_of_rank, device_and_dtype, load_and_say
 
@@ -110,7 +110,7 @@ def generate(  # noqa: PLR0913 an option each
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
     if engine == "mega":
-        refuse_outline(model, where, number_type, trust_remote_code=trust_remote_code)
+        decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where)
     how: Any = {"raw": raw, "engine": engine, "stock": compare, "drafter": draft, "speculate": speculate, "kv_dtype": kv_dtype}
     draw = Draw(temperature, seed, top_k, top_p, min_p, repetition_penalty, tuple(stop or ()))
     one: tuple[Any, Any, Any] = Question(texts[0], max_new_tokens, draw, **how), answer_command, answer_of_rank
@@ -200,7 +200,8 @@ def difftest(  # noqa: PLR0913 an option each
     """Run one token through the megakernel and its reference machine and compare every intermediate
     value; exit with 1 if one breaks the rule.
     """
-    from .engine.mega.difftest import decided, difftest_command
+    from .engine.mega.difftest import difftest_command
+    from .engine.mega.pack import decided
     from .models import outline_of
     from .models.command import device_and_dtype, load_and_say
 

@@ -23,7 +23,7 @@ from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, 
 from tilewright.engine.mega.reference import Corrupt, Deadlock, Faults, Machine
 from tilewright.engine.mega.resources import launch_of
 from tilewright.engine.mega.run import Clocks, Mega
-from tilewright.engine.mega.shape import ROWS, Kind, default_blocks, default_config, why_not
+from tilewright.engine.mega.shape import ROWS, layout_of, placed, schedule_of
 from tilewright.engine.modes import faster, keep, rows
 from tilewright.engine.read import read
 from tilewright.engine.weights import Fusion
@@ -32,7 +32,7 @@ from tilewright.launch import Device, counted
 from tilewright.models.configs import CONFIGS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-SMALL = Config(strips=2, line=16, parts=2, span=4, short=8, num_worker_warps=None)
+SMALL = Config(strips=2, line=16, parts=2, span=4, short=8)
 LLAMA_1B = Dims(16, 2048, 32, 8, 64, 8192, 128256)
 RUN = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-8B", "SmolLM2-135M")
 MODELS = {
@@ -57,8 +57,7 @@ def small():
 
 
 def clocks() -> Clocks:
-    integers = torch.int64
-    return Clocks(*(torch.zeros(n, dtype=t) for n, t in ((16, integers), ((2, 16), torch.int32), ((32, 16), integers), (2, integers))))
+    return Clocks.at(0, 0, 32, torch.device("cpu"))
 
 
 def cache_of(d: Dims, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,6 +234,12 @@ def test_every_element_is_packed_once(small, blocks: int) -> None:
     assert found.count_nonzero() == start + head.numel() - 1
     assert len(found[found > 0].unique()) == start + head.numel() - 1
     assert len(tiles) == schedule.size * ROWS * SMALL.strips
+    s, placed_tiles = layout_of(schedule.numbers()), list[int]()
+    for block in range(blocks):
+        for turn in range(s.layers * s.layer_turns + s.turns[4]):
+            *_, groups, sets, first = placed(s, turn, block)
+            placed_tiles += range(first, first + groups * sets)
+    assert sorted(placed_tiles) == list(range(schedule.size)), "and read once"
     columns = torch.cat([of_class.flatten() for of_class in inner_columns(schedule, torch.device("cpu"))])
     assert sorted(columns[columns < 128].tolist()) == list(range(128))
 
@@ -243,12 +248,9 @@ def test_every_element_is_packed_once(small, blocks: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_row_is_dealt_once(name: str, sms: int) -> None:
     d, device = MODELS[name], replace(Device.named({48: "GB10", 170: "RTX5090"}.get(sms, "H200")), sms=sms)
-    config = default_config(device, d.head_dim)
-    blocks = default_blocks(d, device, config)
-    assert why_not(d, blocks, config) == ""
-    schedule = Schedule(d, blocks, config)
-    assert schedule.split.down.sets <= 7
-    every = range(blocks)
+    schedule = schedule_of(d, device)
+    assert schedule.down_sets <= 7
+    every = range(schedule.blocks)
     assert [row for block in every for row in schedule.qkv(block)] == list(range(schedule.qkv_rows))
     assert [row for block in every for row in schedule.head(block)] == list(range(d.vocab))
     assert [column for block in every for column in schedule.inner(block)] == list(range(d.inter))
@@ -304,7 +306,6 @@ def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> N
     machine = scheduled(weights, Device.named("GB10"), position, 2)
     assert len(machine.tokens) == 2
     assert all(len(blocks) == d.group * machine.schedule.split.out_parts for blocks in machine._appended.values())
-    assert [work.kind for work in machine.schedule.queue()] == list(Kind)
 
 
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);|^(\.L_\w+):", re.MULTILINE)
@@ -370,12 +371,10 @@ def test_compile_mega_says_what_each_model_takes(monkeypatch: pytest.MonkeyPatch
     assert resources.compile_mega_command(arch="sm_121", json_file=tmp_path / "found.json") == 0
     said = capsys.readouterr().out
     assert "Qwen2-7B on GB10: not run (the model must be without biases" in said
-    assert re.search(
-        r"Llama-3.2-1B on GB10 \(sm_121\): 4\d blocks of 48, .* balance 0.9[6-9]\d; \d+ registers, 0 bytes of stack, .* predicted 9\d %", said
-    )
+    assert re.search(r"mega +sm_121 +mega_kernel +\d+ +0 .* 4\d of 48 blocks, .* balance 0.9[6-9]\d, predicted 9\d % .* Llama-3.2-1B on GB10", said)
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert row["resources"]["shared_bytes"] >= 2 * (32 << 10)
-    assert not row["spills"]
+    assert row["compiled"]["resources"]["shared_bytes"] >= 2 * (32 << 10)
+    assert row["verdict"] == "ok"
 
 
 def test_the_binary_holds_what_the_design_relies_on() -> None:

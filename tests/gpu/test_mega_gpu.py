@@ -46,8 +46,7 @@ def test_a_graph_of_several_tokens_replays_to_the_tokens_of_single_steps(weights
     d, written = weights.dims, []
     for tokens in (1, 8):
         cache = torch.zeros(2, d.layers, d.kv_heads, 2048, d.head_dim, dtype=torch.bfloat16, device="cuda")
-        integers = [torch.zeros(shape, dtype=torch.int64, device="cuda") for shape in ((16,), (512, 16), (2,))]
-        clocks = Clocks(integers[0], torch.zeros(2, 16, dtype=torch.int32, device="cuda"), *integers[1:])
+        clocks = Clocks.at(0, 0, 512, torch.device("cuda"))
         mega = Mega(weights, clocks, (cache[0], cache[1]))
         mega.step(tokens)
         torch.cuda.synchronize()

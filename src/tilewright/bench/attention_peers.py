@@ -49,7 +49,7 @@ def _block_mask(q_len: int, kv_len: int, causal: bool, window: Any, device: torc
 
 @lru_cache(maxsize=8)
 def _compiled_flex(softcap: float | None) -> Callable[..., Any]:
-    """flex_attention of torch.compile; a sink scales its output by what the log-sum-exp says."""
+    """flex_attention of torch.compile. A sink scales its output, given the log-sum-exp."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def sdpa_decode(backend: SDPBackend) -> Callable[..., Any]:
 
 
 def rows_decode(attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Callable[..., Any]:
-    """Of one token. The query heads of a key head become its rows: that is the same attention."""
+    """Of one token. The query heads of a key head become its rows, which is the same attention."""
 
     def call(
         q: Tensor, k: Tensor, v: Tensor | None = None, kv_len: Any = None, *, v_dim: int | None = None, scale: float | None = None, **unused: Any
@@ -185,7 +185,7 @@ def rows_decode(attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Ca
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # the only fused one for more than 256 columns
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # the only fused backend for more than 256 columns
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 

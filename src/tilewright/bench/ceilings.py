@@ -1,4 +1,4 @@
-"""What this very device reaches, measured at the start of a run: the roofs of all times."""
+"""The rates that this device reaches, measured at the start of a run: the roofs of all times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def read_kernel(X: Any, OUT: Any, TILE: ct.Constant[int]) -> None:
 
 
 def check_sums(reads: Mapping[str, Contender], out: Tensor, words: int) -> None:
-    """Each by itself: one of fewer blocks leaves words of another's.
+    """Checks each kernel by itself: one with fewer blocks leaves words of the one before.
 
     Raises: RuntimeError naming the kernel.
     """

@@ -52,11 +52,11 @@ def bench_command(  # noqa: PLR0913 an option each
         json_file: each case is appended to it as it is measured.
         case: only cases whose name contains this text.
         suite: the cases of one of SUITES instead of the ops' own.
-        peers: other libraries are timed beside us.
-        defaults: untuned configs, whatever the tables hold.
-        seconds: no case is begun after as many.
-        draw: as many drawn problems of each of `draw_seeds` instead; none of FITTING_SEEDS.
-        problems: makes the cases for the GPU instead.
+        peers: other libraries are timed too.
+        defaults: use the default configs, whatever the tables hold.
+        seconds: no case is begun after this many.
+        draw: how many problems to draw with each of `draw_seeds` instead; not FITTING_SEEDS.
+        problems: makes the cases for the GPU.
     Returns: the exit code: 1 when an answer was wrong, 2 without a GPU.
     """
     began = time.monotonic()
@@ -92,7 +92,7 @@ def bench_command(  # noqa: PLR0913 an option each
 
 
 def ready(device: str, console: Console) -> Setup | None:
-    """The GPU of this name with its ceilings, both printed; None, with a word, for no GPU.
+    """The GPU of this name with its ceilings, both printed. Without one, says so and returns None.
 
     The GPU becomes the current one.
     """
@@ -116,7 +116,7 @@ def ready(device: str, console: Console) -> Setup | None:
 
 @dataclasses.dataclass
 class _Run:
-    """One run of the benchmark: how to measure, and what came of it."""
+    """One run of the benchmark: how it measures, and its results."""
 
     console: Console
     setup: Setup
@@ -151,7 +151,7 @@ class _Run:
                         wait(futures)
                 try:
                     self.one(op, problem, seed)
-                except (RuntimeError, ct.TileError) as error:  # of one problem: the others are still to be measured
+                except (RuntimeError, ct.TileError) as error:  # of one problem: the others can still be measured
                     self.console.print(f"{op_name(op)} {case_name(problem)} | FAILED: {one_line(error)}", style="red", markup=False)
                     self.wrong += 1
                     torch.cuda.synchronize()  # raises where the GPU is lost

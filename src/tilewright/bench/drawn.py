@@ -1,4 +1,4 @@
-"""Drawn problems: is what is fast on the shapes that it was chosen on fast on others?
+"""Drawn problems: are configs that were chosen on some shapes also fast on others?
 
 Each case is judged by the fastest peer that ran it.
 """
@@ -19,7 +19,7 @@ def lines(of: Judged) -> list[str]:
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
-    """Raises ValueError for a seed whose problems configs and costs are fitted to."""
+    """Raises ValueError for a seed whose problems were used to fit configs and costs."""
     for seed in seeds:
         if seed in FITTING_SEEDS:
             span = f"{FITTING_SEEDS.start} to {FITTING_SEEDS.stop - 1}"

@@ -18,7 +18,7 @@ from .results import Against, Change, Row
 INK, LINE = "#0a0b0c", "#0a0b0d"  # placeholders that the page's style replaces, in light and in dark
 PALETTE = ("#3b7dd8", "#d9793a", "#2f9e6e", "#c2476f", "#8a63c9", "#b0902a", "#2a9fb0", "#9c5f3f", "#6b8f2e", "#c05fc0")
 MARKERS = "osD^vPX"
-MOST = 25  # times: a bar beyond it ends at the edge, with its number in the label
+MOST = 25  # a ratio: a longer bar ends at the edge, with its number in the label
 SMALLEST = 0.05  # TFLOP/s or GB/s
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.edgecolor": LINE, "axes.labelcolor": INK, "text.color": INK,
@@ -32,7 +32,7 @@ def svg(drawing: Drawing, name: str) -> str:
     with rc_context(STYLE | {"svg.hashsalt": name}):  # ids must differ between drawings of one page
         buffer = io.StringIO()
         drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    drawing.set_layout_engine("none")  # it is laid out now; the PNG need not do it again
+    drawing.set_layout_engine("none")  # it is laid out now, so the PNG need not do it again
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "var(--ink)").replace(LINE, "var(--line)")
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
@@ -126,7 +126,7 @@ def ladder_bars(rows: Sequence[Row]) -> Drawing:
         for i, rate in enumerate(rates):
             ax.text(rate, i, f" {rate:.0f}", va="center", fontsize=8.5)
         ax.set_yticks(range(len(rows)), names, fontsize=8.5)
-        # A ratio is ours over theirs. The row of the fastest step has it with the most digits.
+        # A ratio is ours over theirs. The row of the fastest step gives it with the most digits.
         fastest = max(rows, key=lambda row: row["tflops"])
         theirs = {peer: fastest["tflops"] / ratio for peer, ratio in fastest["peers"].items() if not peer.startswith("ops.")}
         if theirs:
@@ -154,7 +154,7 @@ def _curves(ax: Any, rows: Sequence[Row], x: str, y: str, series: dict[str, tupl
         theirs = [(row["problem"][x], row[y] / row["peers"][peer]) for row in mine if peer in row.get("peers", {})]
         if theirs:
             ax.plot(*zip(*theirs, strict=True), color=colour, linestyle="--", linewidth=1)
-    log_axis(ax, sorted(t for t in {row["problem"][x] for row in rows} if t & (t - 1) == 0))  # labels of others would run into theirs
+    log_axis(ax, sorted(t for t in {row["problem"][x] for row in rows} if t & (t - 1) == 0))  # more labels would overlap
 
 
 def _marks(row: Row, x: str) -> tuple[Any, ...]:

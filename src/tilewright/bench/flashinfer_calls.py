@@ -1,4 +1,4 @@
-"""What is called of FlashInfer: its batch wrappers where it has them, else its functions.
+"""How FlashInfer is called: by its batch wrappers where it has them, else by its functions.
 
 A wrapper is planned once for the lengths. Norms and rotation are in place.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from .inputs import kept
 from .library_calls import module, wide
 
-PAGE = 16  # tokens, of a cache that has no pages: it cuts a sequence only between pages
+PAGE = 16  # tokens, for a cache without pages: FlashInfer splits a sequence only between pages
 WORKSPACE_BYTES = 256 << 20
 TENSOR_CORES_FROM = 4  # query heads of a key head, as engines choose
 
@@ -42,7 +42,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False)
 
 @kept
 def _angles(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Its table of cosines and sines, and the place of each token in it."""
+    """FlashInfer's table of cosines and sines, and the place of each token in it."""
     return torch.cat((cos[0], sin[0]), -1).float(), torch.arange(cos.shape[1], dtype=torch.int32, device=cos.device).repeat(batch)
 
 
@@ -89,7 +89,7 @@ def _planned_prefill(q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, kv_start
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], causal: bool, scale: float | None) -> Any:
-    """Of rows, `lengths` keys a sequence, and as many queries in each."""
+    """Of rows. lengths: keys of each sequence; all have the same number of queries."""
     starts = _starts([len(q) // len(lengths)] * len(lengths)), _starts(lengths)
     return _planned_prefill(q, k, v, *starts, causal, scale).run(q, k, v).unflatten(0, (len(lengths), -1)).transpose(1, 2)
 
@@ -129,7 +129,7 @@ def mla(
 
 
 def _pages_of(lengths: list[int], page_size: int, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Its lists of pages: where each sequence begins, the page numbers, tokens in the last page."""
+    """FlashInfer's lists: where a sequence's pages begin, page numbers, tokens in the last page."""
     counts = [-(-n // page_size) for n in lengths]
     numbers = torch.cat([row[:count] for row, count in zip(table.cpu(), counts, strict=True)]).int()
     last = torch.tensor([n - page_size * max(0, count - 1) for n, count in zip(lengths, counts, strict=True)], dtype=torch.int32)
@@ -143,7 +143,7 @@ def _page_size(tokens: int) -> int:
 def _table(batch: int, pages: int, stride: int) -> Tensor:
     """The block table of a cache without pages, seen as pages.
 
-    Pages of a sequence follow each other, `stride` after those of the sequence before.
+    Pages of a sequence are consecutive, and begin `stride` after those of the sequence before.
     """
     return torch.arange(pages)[None] + stride * torch.arange(batch)[:, None]
 

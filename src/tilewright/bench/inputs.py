@@ -1,4 +1,4 @@
-"""What peers share: inputs made once, and conditions on a case's inputs."""
+"""What peers share: inputs that are made once, and conditions on a case's inputs."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -44,12 +44,12 @@ def all_of(*conditions: Applies) -> Applies:
 
 
 def without(*names: str) -> Applies:
-    """Whether every option of `names` is left out or off."""
+    """Whether every option of `names` is absent or off."""
     return lambda inputs: all(inputs.get(name) is None or inputs.get(name) is False for name in names)
 
 
 def half(name: str) -> Applies:
-    """Whether an input has 16 bits. In fp32 libraries use TF32 unlike us, or have no kernel."""
+    """Whether an input has 16 bits. In fp32, libraries use TF32 or have no kernel."""
     return lambda inputs: inputs[name].dtype in (torch.bfloat16, torch.float16)
 
 

@@ -1,8 +1,8 @@
 """Other kernel libraries as peers, where they are installed.
 
-They compute the same mathematics in the same dtype. Nothing is copied or converted inside the time.
-A library is imported when a benchmark first asks for an op's peers. One whose call fails, or whose
-result is not ours, is named in the row, untimed.
+They compute the same function in the same dtype, and the timed call copies and converts nothing.
+A library is imported when a benchmark first asks for an op's peers. If its call fails, or its
+result differs from ours, the row names it without a time.
 """
 
 import importlib
@@ -46,7 +46,7 @@ def _module(name: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name != LIBRARIES[name]:
             warnings.warn(f"{name} is no peer: it needs {error.name}", stacklevel=2)
-    except Exception as error:  # whatever a library raises that is made for another machine
+    except Exception as error:  # whatever a library raises on a machine that it is not made for
         warnings.warn(f"{name} is no peer: {type(error).__name__}: {error}", stacklevel=2)
     return None
 
@@ -69,7 +69,7 @@ def backend_of(name: str) -> str:
 
 
 def strays(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
-    """What differs so much that two results are not of one computation; "" if nothing does."""
+    """What differs so much that two results are not of the same computation, or ""."""
     for mine, other in zip(ours, theirs, strict=False):
         if mine.shape != other.shape:
             return f"computes something else: shape {tuple(other.shape)}, ours {tuple(mine.shape)}"
@@ -92,12 +92,12 @@ def _flashinfer_norm(inputs: Inputs) -> bool:
 
 
 def _heads_inside(inputs: Inputs) -> bool:
-    """Whether q and k lie in memory as projections leave them: rope of others is in place."""
+    """Whether q and k lie in memory as projections leave them: other libraries rotate in place."""
     return all(inputs[name].transpose(1, 2).is_contiguous() for name in ("q", "k"))
 
 
 def _whole_heads(inputs: Inputs) -> bool:
-    """Whether two powers of two of columns, cosines' and sines', make a head."""
+    """Whether the columns of cosines and of sines, each a power of two, make a head."""
     half = inputs["cos"].shape[-1]
     return bool(2 * half == inputs["q"].shape[3] and half == next_pow2(half))
 
@@ -116,7 +116,7 @@ def _columns(*known: int) -> Applies:
 
 
 def _whole(keys: str) -> Applies:
-    """Whether every sequence has as many keys as there is room for."""
+    """Whether every sequence fills its room for keys."""
     return lambda inputs: inputs.get("kv_len") is None or bool((inputs["kv_len"] == inputs[keys].shape[-2]).all())
 
 
@@ -150,7 +150,7 @@ _PLAIN_PREFILL = without("window", "kv_start", "return_lse", "sinks", "softcap",
 _PLAIN_DECODE = all_of(without("kv_start", "window", "sinks", "return_lse", "v_dim"), lambda inputs: bool(inputs.get("normalize", True)))
 _PLAIN_MLA = all_of(half("q_nope"), without("return_lse"))
 _PLAIN_MLA_DECODE = all_of(half("q_latent"), without("kv_start", "return_lse"))
-_HEADS = (64, 128, 256)  # columns of a head that FlashInfer's kernels are made for
+_HEADS = (64, 128, 256)  # columns of a head for which FlashInfer has kernels
 
 _CALLS: dict[tuple[str, str], tuple[Callable[..., Any], Applies]] = {
     ("tilegym", "rms_norm"): (calls.tilegym_rms_norm, _NO_RESIDUAL),

@@ -1,7 +1,7 @@
-"""What is called of other libraries: per op, functions of the same keyword arguments as the op.
+"""How other libraries are called: for each op, functions with its keyword arguments.
 
-What a user of the library makes once (a layout that it wants, a plan of the lengths) is made in the
-first call, outside the time.
+What a user of the library makes once (a layout that it wants, a plan for the lengths) is made in
+the first call, which is not timed.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def tilegym(op: str, *args: Any, **options: Any) -> Any:
-    os.environ["DISABLE_FALLBACK"] = "1"  # read at each call: it raises where there is no cuTile kernel, and does not take another's
+    os.environ["DISABLE_FALLBACK"] = "1"  # read at each call: raises if there is no cuTile kernel, rather than take another one
     return getattr(module("tilegym.ops"), op)(*args, backend="cutile", **options)
 
 

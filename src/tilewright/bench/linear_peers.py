@@ -1,6 +1,4 @@
-"""Peers of the linear attention ops, as plain torch composes them and as flash-linear-attention
-has them.
-"""
+"""Peers of the linear attention ops: compositions of plain torch, and flash-linear-attention."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One case: checked, then timed beside its peers."""
+"""Checks one case, then times it beside its peers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Setup:
     """What a run measures with.
 
     ceilings: of the device, measured in the run. meter: of clocks and power, None for none.
-    peers: other libraries are timed beside us.
-    warm: each case is timed on inputs in the L2 cache too. rounds: of which the median counts.
+    peers: other libraries are timed too.
+    warm: each case is also timed on inputs in the L2 cache. rounds: of which the median counts.
     """
 
     device: torch.device
@@ -36,9 +36,9 @@ class Setup:
 
 
 def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = None, beside: Sequence[Peer] = ()) -> Row:
-    """Measures one problem. Raises AssertionError, and measures nothing, if its answer is wrong.
+    """Measures one problem. If its answer is wrong, raises AssertionError and measures nothing.
 
-    config: the one to force; None takes what a user's call would take, from a table or the default.
+    config: None for the one that a user's call would take, from a table or the default.
     beside: contenders of our own, timed like peers.
     """
     device, watch = setup.device, Stopwatch()
@@ -57,7 +57,7 @@ def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = No
     backends: dict[str, str] = {}
     for peer in [*peers_of(op_name(op), inputs), *library_peers(op_name(op), inputs), *beside] if setup.peers else []:
         with watch.phase(f"first call of {peer.name}"):
-            # Its own inputs: ours may be overwritten, as q and k of rope are.
+            # Inputs of its own: a call may overwrite them, as rope does q and k.
             why = _unable(peer, seeded_inputs(op, problem, device), ours)
         if why:
             absent[peer.name] = why
@@ -70,7 +70,7 @@ def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = No
     with (setup.meter or Meter(None)).watching() as clocks, watch.phase("timing"):
         times = time_interleaved(contenders, sets, setup.rounds)
     warm: dict[str, Timing] = {}
-    if setup.warm and 2 * size_bytes <= here.l2_bytes:  # half of it: the rest is for what the contenders write
+    if setup.warm and 2 * size_bytes <= here.l2_bytes:  # half of the memory: contenders need the rest for what they write
         with watch.phase("timing in L2"):
             warm = time_interleaved(contenders, sets[:1], setup.rounds)
     source = "search" if decision.source == "forced" else decision.source
@@ -79,9 +79,9 @@ def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = No
 
 
 def _unable(peer: Peer, inputs: dict[str, Any], ours: list[torch.Tensor]) -> str:
-    """Why a peer is not timed in this case, "" if it is: it raises, or computes something else."""
+    """Why a peer is not timed in this case, or "": it raises, or computes something else."""
     try:
         theirs = outputs(peer.call(**inputs))
-    except Exception as error:  # whatever another library raises; the case is then reported without it
+    except Exception as error:  # whatever another library raises: the case is reported without it
         return f"{type(error).__name__}: {error}".splitlines()[0][:160]
     return strays(ours, theirs) if peer.name in LIBRARIES else ""

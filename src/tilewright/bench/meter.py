@@ -1,4 +1,4 @@
-"""Clocks and power of a GPU while something runs: from NVML, else nvidia-smi, else nothing."""
+"""Clocks and power of a GPU while something runs, from NVML, else nvidia-smi, else none."""
 
 import contextlib
 import statistics
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-NVML_PERIOD_S, SMI_PERIOD_S = 0.02, 0.25  # nvidia-smi is a process each time
+NVML_PERIOD_S, SMI_PERIOD_S = 0.02, 0.25  # nvidia-smi starts a process each time
 QUERY = "clocks.sm,clocks.mem,power.draw"
 
 Reader = Callable[[], tuple[float | None, ...]]
@@ -16,7 +16,7 @@ Reader = Callable[[], tuple[float | None, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading. time_s: of time.monotonic. None for what the driver does not tell."""
+    """One reading. time_s: of time.monotonic. None for what the driver does not say."""
 
     time_s: float
     sm_mhz: float | None
@@ -62,7 +62,7 @@ class Meter:
         while not self._stop.is_set():
             try:
                 sm, memory, power = self._read()
-            except (OSError, ValueError, RuntimeError):  # the driver stopped answering: what was read stays
+            except (OSError, ValueError, RuntimeError):  # the driver stopped answering; earlier samples are kept
                 return
             self._samples.append(Sample(time.monotonic(), sm, memory, power))
             self._stop.wait(self._period_s)
@@ -135,7 +135,7 @@ def _smi_reader(uuid: str) -> Reader | None:
 
 
 def parse_smi(text: str) -> tuple[float | None, ...]:
-    """`1980, 3201, 412.35`, or [N/A] for what is not told. Raises ValueError for anything else."""
+    """`1980, 3201, 412.35`, or [N/A] for what is unknown. Raises ValueError for anything else."""
     cells = [cell.strip() for cell in text.strip().split(",")]
     if len(cells) != 3:
         raise ValueError(f"nvidia-smi must print 3 numbers, got {text!r}")

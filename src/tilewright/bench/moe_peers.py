@@ -78,8 +78,9 @@ def moe(
     bias_down: Tensor | None = None,
     **unused: Any,
 ) -> Tensor:
-    """As transformers' experts with grouped products: rows sorted by expert, and put back in the
-    order of the tokens. Or with batched products: the chosen weights, copied for each token.
+    """As transformers' experts with grouped products: rows sorted by expert, and
+    put back in the order of the tokens. Or with batched products of the chosen weights, copied
+    for each token.
     """
     experts, factors = ids.reshape(-1), weights.reshape(-1, 1)
     if not grouped:

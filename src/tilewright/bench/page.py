@@ -26,9 +26,9 @@ def report_command(paths: Sequence[Path], *, out: Path = Path("report"), against
     Those are JSON lines, as `tilewright bench --json` appends them.
 
     Args:
-        paths: result files; of each case the last row counts.
-        out: a folder; made if need be.
-        against: older result files to compare with. By default the rows of `paths` that later ones
+        paths: result files; the last row of each case counts.
+        out: a folder, which is made if needed.
+        against: older result files to compare with; by default the rows of `paths` that later rows
             replaced.
     Returns: 0. Raises: ValueError for a file that holds anything else, or no row.
     """
@@ -113,7 +113,7 @@ def _caption(text: str) -> str:
 
 
 def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], text: Collection[int] = (0,)) -> str:
-    """A table; cells are HTML. text: the columns that hold words."""
+    """A table; cells are HTML. text: the columns of words."""
 
     def cells(line: Sequence[str], tag: str) -> str:
         return "".join(f'<{tag} class="text">{cell}</{tag}>' if i in text else f"<{tag}>{cell}</{tag}>" for i, cell in enumerate(line))
@@ -157,7 +157,7 @@ def _backends(rows: Sequence[Row]) -> str:
 def _platforms(rows: Sequence[Row]) -> str:
     """Published tables with what we measured of the same problems.
 
-    Each figure is marked, in its unit and as a share of its machine's roof.
+    Each figure is given in its unit and as a share of its machine's roof.
     """
     sheets = "; ".join(f"{name}: {sheet.source}" for name, sheet in SHEETS.items())
     note = _caption(
@@ -223,7 +223,7 @@ def _figure_lines(group: Sequence[Figure], rows: Sequence[Row]) -> Iterable[tupl
 
 
 def _same_unit(figure: Figure, row: Mapping[str, Any]) -> tuple[float, str]:
-    """What a row measured, in the unit of a published figure where it has that."""
+    """What a row measured, in the unit of a published figure if it has that."""
     found = figure.of(row)
     if found is not None:
         return found, figure.metric

@@ -1,7 +1,7 @@
 """Who we are compared with: per op, functions of the same keyword arguments as the op.
 
-They have the op's dtype and math mode. A peer that a machine lacks, or that does not take the
-problem, is left out by its `applies`; it is never slowed down.
+They have the op's dtype and math mode. The `applies` of a peer leaves it out if the machine lacks
+it or it does not take the problem. No peer is slowed down.
 """
 
 from collections.abc import Callable
@@ -192,7 +192,7 @@ def _scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, trans_b: boo
         scale_a, scale_b = scale_a[:, None], scale_b[None]
     elif scale_a.dim() == 2:
         scale_b = packed(scale_b).mT  # the layout that cuBLAS takes
-    # With sums of 14 bits, its faster mode, where ours has them.
+    # With sums of 14 bits, its faster mode, if ours uses them.
     fast = (scale_a.dim() < 2 or scale_a.shape[1] == 1) and a.shape[1] <= FAST_SUM
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
@@ -239,7 +239,7 @@ def _sample(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> Tensor:
-    """Sort, cut, and the race of exponentials: as engines compose it for parameters in tensors."""
+    """Sort, cut off, and draw by exponentials, as engines compose it for parameters in tensors."""
     x = logits.float()
     if temperature is not None:
         x = x / temperature.reshape(-1, 1)
@@ -311,7 +311,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("cublas", attention.mla_as_decode(attention.rows_decode(attention.two_products)), attention.plain_mla_decode),
     ),
     "sparse_decode": (
-        # It widens the whole of an 8-bit cache.
+        # It widens all of an 8-bit cache.
         Peer("torch.eager", attention.sparse_decode, lambda inputs: attention.plain_sparse_decode(inputs) and inputs["cache"].dtype != torch.uint8),
         Peer("torch.compile", _compiled(attention.sparse_decode), attention.plain_sparse_decode),
     ),

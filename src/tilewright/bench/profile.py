@@ -1,8 +1,8 @@
-"""`tilewright profile`: what NVIDIA's profilers say of an op's kernels, or of a whole generation.
+"""`tilewright profile`: what NVIDIA's profilers say of an op's kernels or of a generation.
 
 Nsight Compute (ncu) runs an op's case and reads the counters of each of its kernels; Nsight Systems
-(nsys) runs `tilewright generate` and sums its kernels. Both are programs of their own, not in PyPI:
-without them the command says where they come from.
+(nsys) runs `tilewright generate` and sums its kernels. Both are separate programs that PyPI
+does not have; without them the command says where to get them.
 """
 
 import csv
@@ -35,7 +35,7 @@ INSTALL = {
 }
 COUNTERS = "the driver must let you read counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 for the module nvidia"
 SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats")
-# What is shown of a kernel: ncu's name, ours.
+# What is shown of a kernel: ncu's name and ours.
 NUMBERS = {
     "Duration": "time",
     "Registers Per Thread": "registers",
@@ -49,16 +49,16 @@ NUMBERS = {
 }
 STALL, MOST_STALLS = "Stall ", 5
 TENSOR = ("tensor", "hmma", "gmma")
-RUNS = 3  # of the op: the last one is profiled, when all is compiled
+RUNS = 3  # of the op; the last call is profiled, after everything has compiled
 
 
 def profile_command(what: str, *, case: str = "", generate: Sequence[str] = (), json_file: Path | None = None) -> int:
     """Profiles an op's case, or a generation. Returns the exit code of the profiler.
 
-    what: an op, or "generate". case: text in the name of one of the op's benchmark cases; the first
+    what: an op, or "generate". case: text in the name of a benchmark case of the op; the first case
         that has it. generate: the options of `tilewright generate`.
-    Raises: ValueError for an op or a case that there is not; FileNotFoundError that says how to
-        install the profiler.
+    Raises: ValueError for an unknown op or case; FileNotFoundError that says how to install the
+        profiler.
     """
     console = Console(soft_wrap=True, highlight=False)
     if what == "generate":
@@ -94,7 +94,7 @@ def _problem(op: ModuleType, case: str) -> Any:
 
 
 def _kernels(op: str, case: str) -> list[dict[str, Any]]:
-    """Of each kernel of the last run, what ncu counted."""
+    """What ncu counted for each kernel of the last run."""
     mine = [sys.executable, "-m", "tilewright.bench.profile", op, case]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     marked = ("--nvtx", "--nvtx-include", "profiled/")
@@ -110,7 +110,7 @@ def _generation(options: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a program printed. Raises OSError with its last words if it failed."""
+    """What a program printed. If it failed, raises OSError with its last lines."""
     done = subprocess.run(list(command), capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}, check=False)
     text = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in text:
@@ -181,14 +181,14 @@ def _show_sums(console: Console, found: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_roof(console: Console, problem: Any, found: Sequence[dict[str, Any]]) -> None:
-    """The least time of the problem, which the counters stand beside."""
+    """Prints the least time of the problem, to compare the counters with."""
     device, cost = Device.of(torch.empty(0, device="cuda")), problem.cost()
     memory_us, compute_us = cost.size_bytes / device.memory_gbs / 1e3, cost.flops / device.tflops / 1e6
     console.print(f"\nroof on {device.name}: {memory_us:.1f} us for its bytes, {compute_us:.1f} us for its operations; {len(found)} kernels")
 
 
 def run_marked(op: ModuleType, problem: Any, device: torch.device) -> None:
-    """Runs a case a few times, the last one inside of an NVTX range that ncu is told of."""
+    """Runs a case a few times, the last time in an NVTX range that ncu profiles."""
     inputs = problem.inputs(device)
     with torch.inference_mode():
         for i in range(RUNS):

@@ -1,4 +1,4 @@
-"""Figures that others published, as data (bench/published/*.json), and our rows of the same."""
+"""Figures that others published, as data (bench/published/*.json), and our rows of that work."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from ..ops.common.scaling import Scaling
 
 FOLDER = Path(__file__).resolve().parent / "published"
 HALVES = ("float16", "bfloat16")  # one rate on every tensor core
-LAYOUT = ("trans_a", "trans_b", "heads_inside", "out_dtype")  # how operands lie in memory, which the documents leave open
+LAYOUT = ("trans_a", "trans_b", "heads_inside", "out_dtype")  # how operands lie in memory, which the documents do not say
 RATES = {"TFLOP/s": "tflops", "GB/s": "gbs", "us": "time_us", "tokens/s": "tokens_per_s"}
 MODELS = ("generate", "decode")  # ops of whole models
 
@@ -19,8 +19,8 @@ MODELS = ("generate", "decode")  # ops of whole models
 @dataclass(frozen=True)
 class Sheet:
     """Roofs by data sheet: the dense bf16 rate with fp32 sums, and the memory's bandwidth, of one
-    GPU; None where the source has no such number. Not what the cost model takes (`Device`), which
-    has to have one.
+    GPU; None where the source has no such number. The cost model uses `Device` instead, which has
+    to have one.
     """
 
     tflops: float | None = None
@@ -40,11 +40,11 @@ SHEETS = {  # by device: dense rates are half of those that a sheet states with 
 class Figure:
     """One published number.
 
-    document, table: where it stands. metric: unit of value.
-    hardware: as the document calls it. device: ours of that name, "" for a ratio of two.
-    op, problem: what of ours computes the same, "" and {} for none; the fields that are told.
-    by: the peer of our rows that is the same software: a figure of PyTorch stands beside PyTorch.
-        "" for software that is no peer, which stands beside ours.
+    document, table: where it was published. metric: unit of value.
+    hardware: as the document calls it. device: our name for it, "" for a ratio of two.
+    op, problem: our op for the same work and the fields that are known, "" and {} for none.
+    by: the peer of our rows that is the same software, so that PyTorch is compared with PyTorch. ""
+        for software that is no peer, which is compared with ours.
     """
 
     document: str
@@ -60,11 +60,11 @@ class Figure:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Figures of one key are the same computation."""
+        """Figures with the same key are of the same computation."""
         return self.op, tuple(self.problem.items())
 
     def tflops(self) -> float | None:
-        """The rate, where the document gives one or its time and sizes do."""
+        """The rate, if the document gives it, or its time and sizes do."""
         if self.metric == "TFLOP/s":
             return self.value
         sizes = [self.problem.get(name) for name in "mnk"]
@@ -84,11 +84,11 @@ class Figure:
 
     @property
     def alone(self) -> str:
-        """Why no row can be the same work, "" if one can."""
+        """Why no row can be the same work, or ""."""
         return "prompt length not told" if self.op in MODELS and "prompt" not in self.problem else ""
 
     def of(self, row: Mapping[str, Any]) -> float | None:
-        """What a row of the same work measured, in this figure's unit and of its software."""
+        """What a row of the same work measured of the same software, in this figure's unit."""
         found: float | None
         if self.by:
             at = {"tokens/s": "peer_tokens_per_s", "GB/s": "peer_tpot_ms"}.get(self.metric, "")
@@ -131,12 +131,12 @@ def figures() -> tuple[Figure, ...]:
 
 
 def beside(row: Mapping[str, Any]) -> list[Figure]:
-    """Published figures of what a row measures."""
+    """The published figures of the work that a row measures."""
     return [figure for figure in figures() if figure.measures_the_same(row)]
 
 
 def best_row(figure: Figure, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row that measures the same: of the very dtype if there is one, else the newest."""
+    """The row of the same work: of the same dtype if there is one, else the newest."""
     same = [row for row in rows if figure.measures_the_same(row) and (figure.op not in MODELS or figure.of(row) is not None)]
     exact = [row for row in same if row.get("dtype") == figure.problem.get("dtype")]
     found = exact or same

@@ -33,8 +33,8 @@ def matmul(x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
 
 @kept
 def _int4_packed(words: Tensor, scales: Tensor, zeros: Tensor | None, weight_format: str, k: int) -> tuple[Tensor, Tensor]:
-    """torch's words, and its scales with zero points in units of the weight: (code - 8) * scale +
-    zero.
+    """torch's packed words, and its scales with zero points in units of the weight: (code - 8) *
+    scale + zero.
     """
     codes = unpack(words, format_named(weight_format), scales.shape[1], k)
     packed = torch._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)

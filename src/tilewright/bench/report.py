@@ -1,4 +1,4 @@
-"""A measured case as a row: one line to read, one JSON object to keep."""
+"""A measured case as a row: printed as a line, kept as a JSON object."""
 
 import dataclasses
 import datetime
@@ -25,20 +25,20 @@ from .timer import Timing
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One case of one op on one GPU. Times in microseconds, rates in GB/s and TFLOP/s.
+    """One case of an op on a GPU. Times are in microseconds, rates in GB/s and TFLOP/s.
 
     roof_pct: the least possible time as a percentage of ours. The least time is that of the bytes
         or of the flops at the measured ceiling, whichever is larger.
-    bound: "memory" or "compute", whichever gives that least time.
+    bound: "memory" or "compute", whichever sets the least time.
     peers: name -> their time / ours, so above 1 ours is faster.
     absent: name -> error of a peer that could not run the case.
     source: where the config came from: a table, else what ordered the space (launch.Choice);
         "search" for one that was given.
-    warm_us, peer_warm_us: on one set of inputs, again and again, where it fits in the L2 cache. A
-        call right behind another sees that.
+    warm_us, peer_warm_us: on the same inputs again and again, if they fit in the L2 cache, as for a
+        call right after another.
     backends: peer -> library, backend and version.
     clocks: SM and memory clock and board power, sampled while the case ran.
-    draw_seed: of a problem that was drawn.
+    draw_seed: the seed of a drawn problem.
     took_s: seconds of wall time by phase.
     """
 
@@ -89,11 +89,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of timing one case.
+    """The result of timing one case.
 
     times, warm: of "ours" and of each peer, on inputs from memory and on inputs in the L2 cache;
     warm is empty where they do not fit. written_bytes: of our outputs.
-    found: what the accuracy rule said. The others are fields of `Row`.
+    found: the verdict of the accuracy rule. The others are fields of `Row`.
     """
 
     times: Mapping[str, Timing]
@@ -111,7 +111,8 @@ class Measured:
 def make_row(op: str, problem: Any, gpu: str, ceilings: Ceilings, measured: Measured) -> Row:
     """The row of a case. op, gpu: their names."""
     cost, ours = problem.cost(), measured.times["ours"]
-    # An op that writes a quarter of its traffic is held to the copy rate, another to the read rate.
+    # The roof is the copy rate if an op writes at least a quarter of its traffic, else the read
+    # rate.
     memory_gbs = ceilings.copy_gbs if 4 * measured.written_bytes >= cost.size_bytes else ceilings.read_gbs
     tflops = ceilings.tflops * (2 if problem.dtype.itemsize == 1 else 1)  # tensor cores multiply 8-bit operands twice as fast
     memory_us, compute_us = cost.size_bytes / memory_gbs / 1e3, cost.flops / tflops / 1e6
@@ -186,7 +187,7 @@ def append_jsonl(path: Path, row: str) -> None:
 
 
 def tell(row: dict[str, Any], file: Path | None) -> None:
-    """Prints what a script found as a JSON object, with what it ran on; appends it to `file`."""
+    """Prints a script's result and what it ran on as a JSON object, and appends it to `file`."""
     line = json.dumps(row | {"versions": versions(), "date": datetime.date.today().isoformat(), "command": command()})
     print(line, flush=True)
     if file:
@@ -210,7 +211,7 @@ def versions() -> dict[str, str]:
 def command() -> str:
     """The command line of this run as a user would type it, without the file of the results.
 
-    It is one of `tilewright` or of a script of benchmarks/.
+    It is of `tilewright` or of a script in benchmarks/.
     """
     words = list(sys.argv[1:])
     if "--json" in words:

@@ -1,4 +1,4 @@
-"""Result files read back: the newest row of each case, what it replaced, and pages' numbers."""
+"""Reads result files: the newest row of each case, the row it replaced, and summaries."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from ..testing import op_name
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # op, case, gpu
-SAME = 0.03  # two runs of one kernel differ by less
-OURS = {op_name(op) for op in ops.ALL}  # an op of ours beside another is no peer: `matmul` beside `quantized_matmul`
+SAME = 0.03  # two runs of the same kernel differ by less
+OURS = {op_name(op) for op in ops.ALL}  # another op of ours is no peer, such as `matmul` beside `quantized_matmul`
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
@@ -36,7 +36,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def replaced(rows: Iterable[Row]) -> list[Row]:
-    """Of each case that was measured more than once, the row before the last."""
+    """The row before the last of each case that was measured more than once."""
     last: dict[Key, Row] = {}
     before: dict[Key, Row] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def geomean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """An op against one peer, over all cases that both ran."""
+    """An op and one peer, over all cases that both ran."""
 
     op: str
     peer: str
@@ -97,7 +97,7 @@ class Against:
 
 
 def against_peers(rows: Iterable[Row]) -> list[Against]:
-    """Geometric mean, worst and best ratio (their time / ours) of every op and peer."""
+    """The geometric mean, worst and best ratio (their time / ours) of every op and peer."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         for peer, ratio in row.get("peers", {}).items():
@@ -117,7 +117,7 @@ class Judged:
     `bench` say how fast an op is.
 
     cases: how many were timed.
-    ratios: time of the fastest peer over ours, of the cases that a peer ran, worst first.
+    ratios: time of the fastest peer over ours, in the cases that a peer ran, worst first.
     peers: how often each was the fastest.
     losses: the rows of those below 1.
     """
@@ -145,7 +145,8 @@ def judge(name: str, rows: Iterable[Row]) -> Judged:
 def kernels(rows: Iterable[Row]) -> list[Row]:
     """Rows of single ops on listed problems.
 
-    Whole models have tokens instead of a roof. A ladder's early steps are slow on purpose.
+    Not whole models, which have tokens instead of a roof, and not the steps of a ladder, of which
+    the early ones are slow on purpose.
     """
     ops = (row for row in rows if "roof_pct" in row and row.get("tflops") is not None and not is_step(row))
     return [row for row in ops if row.get("draw_seed") is None]

@@ -1,4 +1,4 @@
-"""Where the seconds of a run go."""
+"""How long each phase of a run takes."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to a phase, also where the block raises."""
+        """Adds the time of the block to a phase, even if the block raises."""
         began = time.perf_counter()
         try:
             yield
@@ -22,7 +22,7 @@ class Stopwatch:
 
 
 def total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The seconds of each phase over all parts."""
+    """The seconds of each phase, summed over all parts."""
     found: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.items():
@@ -31,7 +31,7 @@ def total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def told(seconds: Mapping[str, float], whole_s: float) -> str:
-    """`took 90.0 s: timing 60.0, check 20.0, other 10.0`: the longest first, other is in none."""
+    """`took 90.0 s: timing 60.0, check 20.0, other 10.0`: longest first; other is in no phase."""
     phases = sorted(seconds.items(), key=lambda phase: -phase[1])
     parts = [f"{name} {s:.1f}" for name, s in phases] + [f"other {max(0.0, whole_s - sum(seconds.values())):.1f}"]
     return f"took {whole_s:.1f} s: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""Named sets of problems: what the playbook's benchmarks run, and what the documents published."""
+"""Named sets of problems: those of the playbook's benchmarks, and those with published figures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,9 +31,9 @@ class Table:
     lines: Lines = field(repr=False)
 
     def problems(self) -> list[tuple[int, ModuleType, Any]]:
-        """Each x with the op and its Problem.
+        """Each x with its op and Problem.
 
-        Raises: LookupError if there is no such op, ValueError or TypeError for no such problem.
+        Raises: LookupError for an unknown op, ValueError or TypeError for an impossible problem.
         """
         known = {op_name(op): op for op in ops.ALL}
         if self.op not in known:
@@ -43,7 +43,7 @@ class Table:
 
 
 def playbook() -> list[Table]:
-    """Every kernel of the playbook's matrix on the shapes of TileGym's benchmarks."""
+    """Every kernel of the playbook on the shapes of TileGym's benchmarks."""
     return [*_attention_tables(), *_matmul_tables(), *_row_tables()]
 
 
@@ -117,7 +117,7 @@ def seeds() -> list[tuple[ModuleType, Any]]:
 
 
 def _untold(op: str, plain: dict[str, Any]) -> dict[str, Any]:
-    """Fields that the documents leave open, as the playbook's benchmarks set them."""
+    """Fields that the documents do not give, as the playbook's benchmarks set them."""
     if op == "matmul":
         return {} if "scaling" in plain else {"trans_b": False}
     return {"out_dtype": plain["dtype"]} if op in ("bmm", "grouped_gemm") else {}

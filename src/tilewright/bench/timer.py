@@ -1,10 +1,10 @@
 """GPU time of several contenders, interleaved.
 
-Each contender is captured into a CUDA graph that calls it on rotating input sets (more than three
-times the L2 cache where memory allows). So the host's launch cost is not in the number, and no
-contender finds its inputs in the cache. The graphs are replayed in turn, round after round: a clock
-that drops under load drops for all of them. Each round has another order, since the clock that one
-finds is also what those before it left.
+Each contender is captured into a CUDA graph that calls it on rotating input sets, more than three
+times the L2 cache if memory allows. So the time has no launch cost of the host, and no contender
+finds its inputs in the cache. The graphs are replayed in turn, round after round: if the clock
+drops under load, it drops for all. Each round has another order, because the contenders before one
+also affect its clock.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-Contender = Callable[..., Any]  # called with the keyword arguments of one input set
+Contender = Callable[..., Any]  # is called with the keyword arguments of one input set
 
 ROUNDS = 15
 REPLAY_TARGET_US = 1500.0
@@ -26,7 +26,7 @@ MAX_CALLS = 400
 ROUGH_TARGET_US = 400.0
 PASSES = 5  # over many contenders
 MOST_PASS_CALLS = 64  # of a graph of such a pass
-HOST_US = 100.0  # more than any op's host time: an eager call that takes longer is held up by the GPU
+HOST_US = 100.0  # more than any op's host time: an eager call that takes longer waits for the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Timing:
 
 
 def input_sets(make: Callable[[], dict[str, Any]], set_bytes: int, l2_bytes: int, limit_bytes: int = 24 << 30) -> list[dict[str, Any]]:
-    """Input sets that a round trip touches more than three times the L2 cache with: 2 to 64.
+    """2 to 64 input sets to rotate through, in all more than three times the L2 cache.
 
-    set_bytes: what a call touches of a set.
-    limit_bytes: of memory. A set may be far larger than what a call touches of it: a cache that one
-        token is written to.
+    set_bytes: what a call accesses of a set.
+    limit_bytes: of memory. A set may be far larger than what a call accesses of it, such as a cache
+        that gets one token.
     """
     wanted = 1 + math.ceil(3 * l2_bytes / max(1, set_bytes))
     sets = [make()]
@@ -58,7 +58,7 @@ def input_sets(make: Callable[[], dict[str, Any]], set_bytes: int, l2_bytes: int
 def time_interleaved(contenders: dict[str, Contender], sets: Sequence[dict[str, Any]], rounds: int = ROUNDS) -> dict[str, Timing]:
     """GPU time per call of each contender, all on the same input sets.
 
-    A contender that cannot be captured raises; one that is wrong must not get here.
+    Raises for a contender that cannot be captured. All of them must be correct.
     """
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, call in contenders.items():
@@ -77,10 +77,10 @@ def time_interleaved(contenders: dict[str, Contender], sets: Sequence[dict[str, 
 def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: float) -> float:
     """GPU time per call from a few short replays, to tell losers.
 
-    Far beyond `give_up_us` the time of the first two calls, host cost included, is enough.
+    If the first two calls, host cost included, take far more than `give_up_us`, that is enough.
     """
     once, limit = _eager_us(call, sets), 4 * give_up_us + HOST_US
-    if once > limit:  # the host may have been held up, as it is 1 time in 150 beside the compilers: a loser is slow twice
+    if once > limit:  # the compilers hold up the host 1 time in 150, so a loser must be slow twice
         once = min(once, _eager_us(call, sets))
     if once > limit:
         return once
@@ -94,13 +94,13 @@ def time_many(
 ) -> list[Timing | str]:
     """GPU time per call of many contenders, in short passes over all of them.
 
-    One that cannot be run or captured has its error on one line instead.
+    For one that cannot be run or captured, its error in one line instead.
 
-    least_us: no call can be faster; it says how many a graph needs.
-    alone: held while the passes run: nobody else may use the GPU then.
+    least_us: no call can be faster, which gives the number of calls of a graph.
+    alone: a lock, held while the passes run, when nobody else may use the GPU.
     """
     graphs: list[tuple[Any, int, int] | str] = []
-    pool = None if not calls else torch.cuda.graph_pool_handle()  # one: they never run at once
+    pool = None if not calls else torch.cuda.graph_pool_handle()  # one for all, which never run at once
     for call in calls:
         try:
             once = _eager_us(call, sets)
@@ -110,7 +110,7 @@ def time_many(
             graph = _capture(call, sets, count, pool, warm=False)
             repeats = max(1, min(8, round(ROUGH_TARGET_US / max(1.0, _elapsed_us(graph.replay)))))
             graphs.append((graph, count, repeats))
-        except Exception as error:  # what a launch, a compilation and a capture raise
+        except Exception as error:  # what launches, compilations and captures raise
             graphs.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     samples: list[list[float]] = [[] for _ in calls]
     with alone or nullcontext():
@@ -134,7 +134,7 @@ def launch_floor_us() -> float:
 
 
 def _eager_us(call: Contender, sets: Sequence[dict[str, Any]]) -> float:
-    """Time of a call, host cost included, once two have compiled and allocated what they need."""
+    """Time of a call, host cost included, after two that compile and allocate what they need."""
     first = sets[:2]
     for inputs in first:
         call(**inputs)
@@ -149,7 +149,7 @@ def _calls_per_replay(call: Contender, sets: Sequence[dict[str, Any]]) -> int:
 
 
 def _capture(call: Contender, sets: Sequence[dict[str, Any]], calls: int, pool: Any = None, *, warm: bool = True) -> torch.cuda.CUDAGraph:
-    """warm: calls each set once before. Peers need it that prepare something for each set."""
+    """warm: call each set once before, for peers that prepare something for each set."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

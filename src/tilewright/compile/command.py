@@ -83,6 +83,11 @@ def compile_command(
             if json_file:  # what is compiled is in the cache: the same command goes on from there
                 write_json(json_file, as_json([]) | {"stopped": True})
             raise
+    return report(console, rows, json_file)
+
+
+def report(console: Console, rows: Sequence[Row], json_file: Path | None) -> int:
+    """Prints the rows and writes them as JSON. Returns the exit code."""
     print_rows(console, rows)
     for line in summary(rows):
         console.print(line)

@@ -72,7 +72,8 @@ class Config:
 
 
 LOADS = {4: (8, 4, 2, 1), 8: (4, 2, 1)}  # of a block, by its warps
-# waits decide, which the model knows least of: the first config stays unless another is far better
+# waits decide, which the model knows least about: the first config stays unless another is far
+# better
 TIE = 0.25
 
 
@@ -177,7 +178,7 @@ def argmax_kernel(
         def take_group(best, when, group):
             xs: tuple = ()
             for n in ct.static_iter(range(LOADS)):
-                # Past the last tile the last one once more: it changes nothing.
+                # Past the last tile, the last one again, which changes nothing.
                 xs = (*xs, load_tile(X, (i, min(group * LOADS + n, steps - 1)), shape, NEG_INF, whole, LATENCY, False))
             for n in ct.static_iter(range(LOADS)):
                 best, when = take_better(best, when, xs[n].astype(ct.float32), min(group * LOADS + n, steps - 1))

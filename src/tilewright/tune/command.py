@@ -56,11 +56,12 @@ def tune_command(  # noqa: PLR0913 an option each
         case: only problems whose name contains this text.
         configs: only configs with these values, as "tile_m=128,latency=4,latency=5", beside the
             default. The winner of a part is shown, not stored.
-        top: so many of the fastest configs are printed for each problem, and what was dropped.
-        again: also those whose row still holds.
-        seconds: no problem is begun after as many.
-        jobs: compiler processes; by default one per core but one.
-    Returns: 0; 1 if a problem got no row; 2 without a GPU; 130 after Ctrl-C, what is done is kept.
+        top: how many of the fastest configs to print for each problem, with what was dropped.
+        again: also search problems whose row still holds.
+        seconds: no problem is begun after this many.
+        jobs: compiler processes; by default one fewer than there are cores.
+    Returns: 0; 1 if a problem got no row; 2 without a GPU; 130 after Ctrl-C, which keeps what is
+    done.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     if sum(map(bool, (problems, shapes, from_log))) > 1:
@@ -97,9 +98,9 @@ def survey_command(
 
     names: of ops, or of kinds of problems such as "matmul few".
     folder: of the raw times; by default the user's. seconds, jobs: as of `tune_command`.
-    seed: the first of FITTING_SEEDS to draw with; a survey that is to add to the times that ship
-        begins behind theirs.
-    Returns: as it does.
+    seed: the first of FITTING_SEEDS to draw with. To add to the times that ship, begin behind
+        theirs.
+    Returns: as `tune_command`.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     until = time.monotonic() + seconds
@@ -119,7 +120,7 @@ def survey_command(
 
 
 def _gpu(device: str, console: Console) -> torch.device | None:
-    """The GPU of this name, made the current one; None, with a word, where there is none."""
+    """The GPU of this name, made the current one. Without one, says so and returns None."""
     if not torch.cuda.is_available():
         console.print(
             "tune needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
@@ -134,7 +135,7 @@ def _gpu(device: str, console: Console) -> torch.device | None:
 def pack_command(target: Path, *, folder: Path | None = None, console: Console | None = None) -> int:
     """Packs the raw times of a folder (the user's by default) into another, op by op.
 
-    The packed ones can be handed in or shipped.
+    Packed times can be handed in or shipped.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     source = folder or raw.user_folder()
@@ -176,7 +177,7 @@ def tune(
 
     store: None keeps nothing. wanted: the configs to try beside the default.
     until: on time.monotonic; no problem is begun later.
-    Returns: the exit code as `tune_command` does.
+    Returns: the exit code of `tune_command`.
     """
     console.print(
         f"tuning for {bench.device.name} ({bench.device.arch}), {bench.compiler}; {f'rows go to {store.path}' if store else 'nothing is kept'}"
@@ -195,7 +196,7 @@ def tune(
                 if time.monotonic() > until:
                     console.print(f"out of time, {len(todo) - i} problems left. The same command goes on from here.")
                     break
-                while prepared < min(i + 1 + AHEAD, len(todo)):  # this one first: compilers work in the order they are asked
+                while prepared < min(i + 1 + AHEAD, len(todo)):  # first, because the compilers work in the order of the requests
                     bench.prepare(*todo[prepared], _configs(*todo[prepared], bench.device, wanted))
                     prepared += 1
                 configs = _configs(op, problem, bench.device, wanted)
@@ -232,7 +233,7 @@ def tune(
 
 
 def raw_times(op: ModuleType, problem: Any, found: Found, bench: Workbench) -> list[raw.Timed]:
-    """What a search raced. The rough times of the others tell losers, no more: nothing is fitted to
+    """What a search raced. The rough times of the others only tell losers, so nothing is fitted to
     them.
     """
     row = found.row
@@ -246,7 +247,7 @@ def raw_times(op: ModuleType, problem: Any, found: Found, bench: Workbench) -> l
 
 
 def _configs(op: ModuleType, problem: object, device: Device, wanted: Callable[[Any], bool]) -> list[Any]:
-    """The default, and the others of the space that are wanted."""
+    """The default, and those of the space that are wanted."""
     space = op.space(asked(op, problem, device), device)
     return [*space[:1], *filter(wanted, space[1:])]
 
@@ -310,13 +311,13 @@ def _shown(source: str, row: Row) -> tuple[str, ...]:
 
 
 def gain_lines(rows: Sequence[Row]) -> list[str]:
-    """How much slower than tuned the defaults were, by op and over all."""
+    """How much slower the defaults were than the winners, by op and over all."""
     groups = gains_by_op(rows)
     return [f"{op}: untuned takes {geomean(g):.3f}x the time in geomean, at worst {max(g):.2f}x, of {len(g)} rows" for op, g in groups.items()]
 
 
 def gains_by_op(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Time of the default over that of the winner, by op; of several ops "all" too."""
+    """Time of the default over that of the winner, by op; with several ops also "all"."""
     gains = [(row.op, row.default_us / row.time_us) for row in rows if row.default_us]
     groups = {op: [gain for of, gain in gains if of == op] for op in dict.fromkeys(op for op, _ in gains)}
     if len(groups) > 1:
@@ -355,7 +356,7 @@ def import_command(path: Path, *, console: Console | None = None) -> int:
 def prune_command(*, console: Console | None = None) -> int:
     """Removes the user's rows that no call can use any more.
 
-    What they launch has changed, or the compiler.
+    Their kernels have changed, or the compiler has.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     console.print(f"{Store().keep(lambda row: state(row) in ('holds', 'unknown GPU'))} rows removed")

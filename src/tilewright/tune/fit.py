@@ -31,25 +31,25 @@ from ..select.work import Work
 from ..testing import op_name
 from . import raw
 
-# What the constants are before anything was measured; of data sheets and of SASS. The fit moves
-# what the times tell of.
+# The constants before anything is measured, from data sheets and SASS. The fit moves those that the
+# times depend on.
 PRIOR = {
     "start": 2.2, "tile": 1.2, "persistent": 0.5, "step": 0.05, "serial": 0.15, "dram": 4.5e6, "draw": 1.05e5, "pair": 9.0e4, "burst": 1.0e5,
     "fill": 1.2e5, "padding": 4.5e6, "l2": 9.5e6, "unaligned": 1.4, "sectors": 6.0e6, "reach": 1.5e8, "far": 0.4, "fade": 0.15, "exponentials": 2.7e4,
     "reduce": 1.6, "reduce_rate": 3.0e6, "latency": 0.75, "tail": 0.5, "spill": 8e-3,
 }  # fmt: skip
-# Of kinds of operations: share of the bf16 peak.
+# Share of the bf16 peak, by kind of operation.
 PRIOR_SHARE = {
     "fp8": 1.9, "row": 1.0, "block": 0.7, "precise": 0.85, "gated": 0.8, "dot": 0.056, "tf32": 0.5, "fma": 1 / 32, "rows": 0.04, "gathered": 0.9,
     "checked": 0.3,
 }  # fmt: skip
-FIXED = ("reach", "tail", "spill")  # nothing measured tells of them
+FIXED = ("reach", "tail", "spill")  # no measured time depends on them
 MOST_SHARE = 1.2  # over the prior: nothing feeds the tensor cores better than that
 HUBER = 0.1
 WEIGHT_OF_PRIOR = 0.08
 FOLDS = 5
 COVERED, WITHIN = 0.95, 1.03
-NOISY = 0.15  # of a time: with more spread something else ran beside it
+NOISY = 0.15  # of a time; with more spread, something else ran beside it
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Timed:
 # stored times
 @dataclass(frozen=True)
 class Stored:
-    """The stored times of one op. skipped: rows of problems or configs that the op has no more, or
-    finds illegal.
+    """The stored times of one op. skipped: rows of problems or configs that the op no longer
+    has, or finds illegal.
     """
 
     timed: Sequence[Timed]
@@ -74,8 +74,8 @@ class Stored:
 
 
 def stored_times(gpu: str, op: ModuleType, folders: Sequence[Path] = (raw.SHIPPED,)) -> Stored:
-    """Every stored time of an op on a GPU, in the order of the files; of a problem and config that
-    was timed often the geometric mean.
+    """Every stored time of an op on a GPU, in the order of the files. If a problem and config was
+    timed several times, their geometric mean.
     """
     choices, device, name = choices_of(op), Device.named(gpu), decision_of(op).op
     logs: dict[tuple[Any, Any], list[float]] = {}
@@ -83,7 +83,7 @@ def stored_times(gpu: str, op: ModuleType, folders: Sequence[Path] = (raw.SHIPPE
     for problem, config, time_us in _entries(gpu, name, folders):
         try:
             key = rebuilt(op.Problem, problem), rebuilt(op.Config, config)
-        except (TypeError, KeyError, AttributeError):  # a field or a value that has gone since
+        except (TypeError, KeyError, AttributeError):  # a field or a value that no longer exists
             skipped += 1
             continue
         if choices and choices.legal(*key, device):
@@ -94,7 +94,7 @@ def stored_times(gpu: str, op: ModuleType, folders: Sequence[Path] = (raw.SHIPPE
 
 
 def _entries(gpu: str, name: str, folders: Sequence[Path]) -> Iterator[tuple[raw.Plain, raw.Plain, float]]:
-    """Raw times, and of the shipped table what is not among them."""
+    """Raw times, and the rows of the shipped table that are not among them."""
     seen = set()
     for folder in folders:
         for row in raw.read(folder, gpu, name):
@@ -111,7 +111,7 @@ def _entries(gpu: str, name: str, folders: Sequence[Path]) -> Iterator[tuple[raw
 # ------------------------------------------------------------------------------------------------
 # the fit
 def prior(works: Iterable[Works]) -> dict[str, float]:
-    """Constants to start from: PRIOR, and of each kind that occurs."""
+    """Constants to start from: PRIOR, and those of each kind of operation that occurs."""
     found = {name for work in works for part in ((work,) if isinstance(work, Work) else work) for name in part.kinds}
     return PRIOR | {f"eff.{name}": PRIOR_SHARE.get(name, UNTIMED_SHARE) for name in sorted(found)}
 
@@ -122,7 +122,7 @@ def fit(works: Sequence[Works], times: Sequence[float], flops: float, start: Rat
     flops: an SM's bf16 peak, flop/us. start: where the prior has them.
     """
     shared = [name for name in start if name not in FIXED and " " not in name]
-    # Efficiencies of single tiles, of which a launch has one: all their slopes come from one step.
+    # A launch has the efficiency of a single tile, so one step gives the slopes of all of them.
     tiles = [name for name in start if " " in name]
     names = shared + tiles
     units = np.vstack([np.eye(len(names))[: len(shared)], *([np.repeat([0.0, 1.0], [len(shared), len(tiles)])] if tiles else ())])
@@ -169,7 +169,7 @@ def _tile_kind(work: Works) -> str:
 
 
 def neighbours(op: Choices[Any, Any], timed: Sequence[Timed], works: Sequence[Works], constants: Rates) -> Neighbours:
-    """The regression on what the timings took over what the model says of them."""
+    """The regression on measured over modelled times."""
     residuals = np.log([one.time_us for one in timed]) - np.log(Prices(works).us(constants))
     return Neighbours.solved(places(op, timed, works), residuals)
 
@@ -182,8 +182,8 @@ def places(op: Choices[Any, Any], timed: Sequence[Timed], works: Sequence[Works]
 # how good it is
 @dataclass(frozen=True)
 class Quality:
-    """Errors are absolute logarithms of measured over modelled time. regret: of the choice among
-    timed configs over the best of them.
+    """Errors are absolute logarithms of measured over modelled time. regret: time of the
+    config that the model chooses among the timed ones, over the best of them.
     """
 
     timings: int
@@ -198,15 +198,15 @@ class Quality:
 
 
 def folds(timed: Sequence[Timed]) -> list[int]:
-    """Of each timing, by its problem's sizes."""
+    """The fold of each timing, by its problem's sizes."""
     keys = sorted({sizes(one.problem) for one in timed}, key=lambda key: zlib.crc32(repr(key).encode()))
     fold = {key: i % FOLDS for i, key in enumerate(keys)}
     return [fold[sizes(one.problem)] for one in timed]
 
 
 def quality(op: Choices[Any, Any], timed: Sequence[Timed], device: Device) -> Quality:
-    """Cross-validated over problems: neither the constants nor the neighbours know a problem whose
-    configs they price.
+    """Cross-validated over problems: the constants and the neighbours that price a problem's
+    configs come from other problems.
     """
     works, fold = [op.work(one.problem, one.config, device) for one in timed], folds(timed)
     flops = rates(op.op, device)["flops"]
@@ -222,7 +222,7 @@ def quality(op: Choices[Any, Any], timed: Sequence[Timed], device: Device) -> Qu
         plain[held] = logs[held] - np.log(Prices([works[i] for i in held]).us(fitted))
         corrected[held] = plain[held] - known.say(places(op, [timed[i] for i in held], [works[i] for i in held]))[0]
         for problem, members in by_problem(timed, held).items():
-            listed = {config: n for n, config in enumerate(op.candidates(problem, device))}  # ties: as in a call
+            listed = {config: n for n, config in enumerate(op.candidates(problem, device))}  # breaks ties as a call does
             members.sort(key=lambda i: listed.get(timed[i].config, len(listed)))
             found = model.price(op, problem, [timed[i].config for i in members], [works[i] for i in members]).tolist()
             prices[problem] = [(price, timed[i].time_us) for price, i in zip(found, members, strict=True)]
@@ -238,7 +238,7 @@ def _spread(errors: np.ndarray) -> tuple[float, float]:
 
 
 def by_problem(timed: Sequence[Timed], members: Iterable[int]) -> dict[Any, list[int]]:
-    """Positions of the timings of each problem."""
+    """The positions of each problem's timings."""
     found: dict[Any, list[int]] = {}
     for i in members:
         found.setdefault(timed[i].problem, []).append(i)
@@ -269,13 +269,13 @@ def cover(timed: Sequence[Timed]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------
 # what is written
 def choices_of(op: ModuleType) -> Choices[Any, Any] | None:
-    """What an op states about its configs, if it does."""
+    """What an op states about its configs, if anything."""
     found = getattr(op, "CHOICES", None)
     return found if isinstance(found, Choices) else None
 
 
 def _start(choices: Choices[Any, Any], fitted_now: Mapping[str, Mapping[str, float]], gpu: str) -> Mapping[str, float]:
-    """The constants of the op that this one is like: fitted now, else as the data has them."""
+    """The constants of the op that this one is like, as fitted now, else as in the data."""
     if not choices.like:
         return {}
     path = DATA / f"{gpu.replace(' ', '_')}.json"
@@ -315,7 +315,7 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
     """Fits the cost model to raw times and shipped tables, writes a data file for each GPU, and
     prints how good it is. Returns the exit code.
 
-    names: ops to fit, all by default; what the file has of others stays. folder: of packed raw
+    names: ops to fit, all by default; the file keeps what it has of others. folder: of packed raw
         times, by default those that ship.
     Raises: KeyError naming the known GPUs for another, ValueError without raw times.
     """

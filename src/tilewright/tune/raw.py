@@ -46,7 +46,7 @@ class Timed(msgspec.Struct, frozen=True, omit_defaults=True, rename={
 
     @property
     def key(self) -> bytes:
-        """Two rows with the same key measured the same."""
+        """Rows with the same key measured the same thing."""
         return msgspec.json.encode((self.problem, self.config, self.digest, self.compiler))
 
 
@@ -75,7 +75,7 @@ def read(folder: Path, gpu: str, op: str) -> list[Timed]:
     for path in (stem.with_suffix(".jsonl.gz"), stem.with_suffix(".jsonl")):
         if path.exists():
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            rows += _decoded(path, data[: data.rfind(b"\n") + 1])  # behind the last line end: a row that was being written
+            rows += _decoded(path, data[: data.rfind(b"\n") + 1])  # behind the last newline: a row that was being written
     return rows
 
 
@@ -90,8 +90,8 @@ def gpus_of(folder: Path) -> list[str]:
 
 
 def pack(source: Path, target: Path, gpu: str, op: str) -> tuple[int, int]:
-    """Writes the rows of both folders as one packed file of `target`; of rows with one key the last
-    one counts.
+    """Writes the rows of both folders as one packed file of `target`; of rows with the same
+    key the last one counts.
 
     Returns how many rows there are and their size in bytes.
     """
@@ -101,7 +101,7 @@ def pack(source: Path, target: Path, gpu: str, op: str) -> tuple[int, int]:
     path = _stem(target, gpu, op).with_suffix(".jsonl.gz")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, gzip.compress(data, 9, mtime=0))
-    path.with_suffix("").unlink(missing_ok=True)  # <op>.jsonl of the target: in the packed file now
+    path.with_suffix("").unlink(missing_ok=True)  # <op>.jsonl of the target, which is in the packed file now
     return len(rows), path.stat().st_size
 
 
@@ -110,7 +110,7 @@ def _stem(folder: Path, gpu: str, op: str) -> Path:
 
 
 def _cut(file: Any) -> None:
-    """Removes what lies behind the last line end."""
+    """Removes what lies behind the last newline."""
     end = file.seek(0, 2)
     file.seek(max(0, end - (1 << 16)))
     tail = file.read()

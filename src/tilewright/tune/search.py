@@ -1,9 +1,9 @@
 """One problem -> the fastest config of its space, as a row for the store.
 
     ready     every config compiled, in the background; dropped before it runs if it spills much
-     `- rough    timed as it gets ready, in short replays; a loser at its first two calls
+     `- rough    timed as it gets ready, in short replays; a loser only by its first two calls
          `- race     the best few beside the default, interleaved, on inputs that are not in the L2
-             |       cache; the closest once more
+             |       cache; the closest ones twice
              `- check    the winner under the accuracy rule; if it is wrong the next takes its place
 
 Where compiling and timing happen is a `Workbench`. workbench.py has the one of a GPU, tests hand in
@@ -28,10 +28,10 @@ from ..launch.table import Row, digest_of, plain
 from ..testing import Accuracy, op_name, run_op
 
 LOSER = 2.0  # times the best so far: not timed further
-MARGIN = 1.12  # of the best rough time: within it a config enters the race, which tells 1 %; a rough time tells 5 %
+MARGIN = 1.12  # of the best rough time: within it a config enters the race. A rough time is good to 5 %, the race to 1 %
 FINALISTS = 16
-CLOSE = 1.03  # of the best time of the race: within it once more, since two captures of one kernel may differ by 2 %
-TIE = 1.005  # a win by less is none: the config that stands first in the space, the default before all, keeps its place
+CLOSE = 1.03  # of the best time of the race: within it a config is timed again, since two captures of a kernel may differ by 2 %
+TIE = 1.005  # a win by less does not count: the config that stands first in the space, with the default as the very first, wins
 
 
 class Clock(Protocol):
@@ -42,7 +42,7 @@ class Clock(Protocol):
     def race(self, configs: Sequence[Any]) -> list[Timing]: ...
 
     def many(self, configs: Sequence[Any]) -> list[Timing | str]:
-        """Short passes over all of them, in turn; why one cannot run in place of its time."""
+        """Times all of them in short passes, in turn; for one that cannot run, says why."""
         ...
 
 
@@ -57,15 +57,15 @@ class Workbench(Protocol):
         ...
 
     def ready(self, op: ModuleType, problem: Any, configs: Sequence[Any]) -> Iterator[tuple[int, str]]:
-        """Position of each config once it is compiled, with the reason to drop it, "" for none."""
+        """The position of each config as soon as it is compiled, and why to drop it, or ""."""
         ...
 
     def done(self, op: ModuleType, problem: Any) -> bool:
-        """Whether all that `prepare` began is over."""
+        """Whether everything that `prepare` began has ended."""
         ...
 
     def spill_bytes(self, op: ModuleType, problem: Any, config: Any) -> int:
-        """Stack of a config that is ready: what it spills."""
+        """Bytes that a config that is ready spills."""
         ...
 
     def clock(self, op: ModuleType, problem: Any) -> AbstractContextManager[Clock]: ...
@@ -77,14 +77,14 @@ class Workbench(Protocol):
     def alive(self) -> bool:
         """Whether anything can still be timed.
 
-        After a kernel that touched memory it should not have, nothing can in this process.
+        After a kernel accessed memory that it should not have, nothing can in this process.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of a search.
+    """The result of a search.
 
     row: for the store. dropped: (config, why) of those that were refused.
     times: (config, us) of all that ran, fastest first: the raced ones, then the others by their
@@ -100,7 +100,7 @@ class Found:
 def asked(op: ModuleType, problem: Any, device: Device) -> Any:
     """The problem that the op itself puts together for these inputs: what a call will look up.
 
-    It may leave out what only a benchmark knows.
+    It may lack what only a benchmark knows.
     """
     with traced(device), decisions() as found, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")))
@@ -126,13 +126,13 @@ def search(
     configs: Sequence[Any] | None = None,
     on_config: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
-    """Finds the fastest right config.
+    """Finds the fastest correct config.
 
     Args:
         configs: those to choose from, the default first; by default the op's space.
         on_config: called with (compiled, all) as configs get ready.
-    Raises: RuntimeError if no config compiles, runs and is right; it names the reasons. Also if a
-        config left no GPU to go on with.
+    Raises: RuntimeError if no config compiles, runs and is correct, with the reasons; or if one
+        broke the GPU.
     """
     wanted = asked(op, problem, bench.device)
     configs = op.space(wanted, bench.device) if configs is None else configs
@@ -148,7 +148,7 @@ def search(
             else:
                 try:
                     rough[i] = clock.rough(configs[i], LOSER * min(rough.values(), default=math.inf))
-                except (RuntimeError, ct.TileError) as error:  # what a launch and a compilation raise
+                except (RuntimeError, ct.TileError) as error:  # what launches and compilations raise
                     if not bench.alive():
                         raise RuntimeError(f"{name} with {configs[i]} ended this process's use of the GPU: {one_line(error)}") from None
                     dropped[i] = one_line(error)
@@ -189,7 +189,7 @@ def search(
 
 
 def _finalists(rough: dict[int, float]) -> list[int]:
-    """Those near the best rough time, best first, and the default: every row says what it gains."""
+    """Those near the best rough time, best first; and the default, to know the gain."""
     best = min(rough.values())
     near = sorted((i for i in rough if rough[i] <= MARGIN * best), key=lambda i: rough[i])[:FINALISTS]
     return near if 0 in near or 0 not in rough else [*near, 0]

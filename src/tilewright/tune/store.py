@@ -1,11 +1,11 @@
-"""The file of tuned problems: whole at every moment, whatever is killed and whoever else writes.
+"""The file of tuned problems: whole at every moment, even if processes are killed or write at once.
 
 A change is written to a file beside it, forced to disk and renamed over it (launch/files.py). A
-lock guards that; the operating system releases it with its process. So a reader sees the old rows
-or the new ones, and a row that `add` has returned for is there.
+lock guards that, and the operating system releases it if its process ends. So a reader sees the old
+rows or the new ones, and once `add` has returned its rows are there.
 
-Where the path is no regular file, or nothing can be written, each method raises OSError and what
-was there stays.
+If the path is no regular file, or cannot be written, each method raises OSError and changes
+nothing.
 """
 
 import os
@@ -20,7 +20,7 @@ from filelock import FileLock
 from ..launch.files import check_regular, replace_file
 from ..launch.table import Row, read_rows, user_file
 
-LONGEST_WAIT_S = 60.0  # for another process that writes; one does in milliseconds
+LONGEST_WAIT_S = 60.0  # to wait for another process, which writes within milliseconds
 
 
 class Store:
@@ -44,7 +44,7 @@ class Store:
             self._write(merged.values())
 
     def keep(self, wanted: Callable[[Row], bool]) -> int:
-        """Removes every row that is not wanted; returns how many those were."""
+        """Removes every row that is not wanted; returns how many."""
         with self._lock():
             rows = self._read()
             kept = [row for row in rows if wanted(row)]
@@ -55,7 +55,7 @@ class Store:
     def _lock(self) -> FileLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_suffix(".lock")
-        if os.path.lexists(lock):  # filelock opens and empties what it finds there
+        if os.path.lexists(lock):  # filelock opens and empties whatever is there
             check_regular(lock, lock.lstat().st_mode)
         return FileLock(lock, timeout=LONGEST_WAIT_S)
 
@@ -76,7 +76,7 @@ class Store:
 def encoded(rows: Iterable[Row]) -> bytes:
     """A JSON list, one row per line, sorted by key.
 
-    So a table in the repository changes only where its rows do.
+    So a diff of a table in the repository shows only the rows that changed.
     """
     lines = [msgspec.json.encode(row) for row in sorted(rows, key=lambda row: row.key)]
     return b"[\n" + b",\n".join(lines) + b"\n]\n"

@@ -1,9 +1,9 @@
-"""`tilewright tune --survey`: raw times of many configs of drawn problems, the good ones and the
-bad ones. `--fit` makes costs of them.
+"""`tilewright tune --survey`: raw times of many configs of drawn problems, good and bad ones.
+`--fit` fits the cost model to them.
 
-Pass after pass draws a few problems of each kind with the next fitting seed, in an order that
-leaves a balanced sample whenever it is stopped. While one problem is timed the configs of the next
-ones compile; whichever is compiled first goes first. The last line says where the time went.
+Each pass draws a few problems of each kind with the next fitting seed, in an order that leaves a
+balanced sample whenever it is stopped. While one problem is timed, the configs of the next ones
+compile; the first to be compiled is timed next. The last line says where the time went.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ MOST = {
 MOST_CONFIGS = 12
 AHEAD = 40  # problems whose configs compile while others are timed
 WAIT_S = 0.02
-MOST_CHECKED_FLOPS = 1e11  # of a problem on which a config is checked: its truth is computed in float64
+MOST_CHECKED_FLOPS = 1e11  # of a problem on which a config is checked, whose truth is computed in float64
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One problem of a survey, as a call would ask it, with the configs to time; those beside the
-    space are held to the accuracy rule.
+    """One problem of a survey, as a call would ask it, with the configs to time. Those outside of
+    the space must keep the accuracy rule.
     """
 
     kind: str
@@ -61,8 +61,8 @@ class Task:
 
     @property
     def timed(self) -> Any:
-        """What a call asks, with the sizes that its inputs had: a call may ask by buckets, as of a
-        cache's length, and the times are not those of a full one.
+        """What a call asks, with the sizes that its inputs had. A call may round sizes up, such as
+        a cache's length, and the time is not that of the rounded size.
         """
         return dataclasses.replace(self.asked, **{name: getattr(self.problem, name) for name in size_names(self.asked.__class__)})
 
@@ -74,9 +74,9 @@ def candidates(op: ModuleType, problem: Any, device: Device) -> list[Any]:
 
 
 def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
-    """The first four and as many of the others as there is room for: two thirds are the same ones
-    wherever they are legal, so that binaries are compiled once for many problems; a third are drawn
-    anew for each problem.
+    """The first four, and others as long as there is room. Two thirds of these are the same for all
+    problems where they are legal, so that a binary is compiled once for many problems; a third are
+    drawn for each problem.
     """
     if len(configs) <= most:
         return list(configs)
@@ -87,7 +87,7 @@ def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
 
 
 def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FITTING_SEEDS) -> Iterator[Task]:
-    """The problems of pass after pass, without end but that of the seeds."""
+    """The problems of pass after pass, until the seeds end."""
     for seed in seeds:
         for kind, problem in mixed({kind: draw(kind, PASS[kind], seed) for kind in kinds}):
             op = op_of_kind(kind)
@@ -100,7 +100,7 @@ def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FIT
 
 def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Console, *, until: float) -> int:
     """Times what is not in the files of `folder` yet. Returns the exit code: 1 if the GPU broke,
-    130 after Ctrl-C, with all that was timed kept.
+    130 after Ctrl-C. All that was timed is kept.
 
     until: on time.monotonic; nothing is begun later.
     """
@@ -153,8 +153,8 @@ def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Conso
 def _timed(
     task: Task, configs: list[Any], bench: Workbench, right: dict[tuple[Any, ...], bool], console: Console, spent: dict[str, float]
 ) -> tuple[list[raw.Timed], int]:
-    """The rows of a problem whose configs are compiled, and how many did not compile, run or answer
-    right. right: of the configs known. spent: seconds by what they went into, added to.
+    """The rows of a problem whose configs are compiled, and how many did not compile, did not run
+    or gave a wrong answer. right: of the known configs. spent: seconds by phase, added to.
     """
     fit = {i for i, reason in bench.ready(task.op, task.problem, configs) if not reason}
     running = [config for i, config in enumerate(configs) if i in fit and right.get((task.kind, config), True)]
@@ -168,7 +168,7 @@ def _timed(
     rows = []
     for config, found in zip(running, times, strict=True):
         if isinstance(found, str):
-            if lost:  # the first that failed broke it: the others failed for that
+            if lost:  # the first that failed broke it; the others failed because of it
                 rows.append(_row(task, config, bench, error=found))
                 break
         elif _is_right(task, config, bench, right, console):
@@ -178,8 +178,8 @@ def _timed(
 
 
 def _is_right(task: Task, config: Any, bench: Workbench, right: dict[tuple[Any, ...], bool], console: Console) -> bool:
-    """Holds a config that is in no space, which tests have not seen, to the accuracy rule: once, on
-    a problem where that is cheap.
+    """Checks the accuracy rule of a config that is in no space and so in no test: once, on a
+    problem where that is cheap.
     """
     key = task.kind, config
     if config in task.beside and key not in right and task.problem.cost().flops <= MOST_CHECKED_FLOPS:

@@ -18,15 +18,15 @@ from ..testing import Accuracy, check_op, run_op
 
 INPUT_BYTES = 8 << 30
 KEPT_BYTES = 64 << 30  # of freed memory that the next problem may use again
-MOST_SPILL_BYTES = 256  # of stack: a few spilled registers cost little, and the clock says how little
-# What one block may take of an SM as cuobjdump counts it. From sm_90 on that includes the 1 KiB
-# that the driver keeps in each block.
+MOST_SPILL_BYTES = 256  # of stack: a few spilled registers cost little, which timing shows
+# Shared memory of an SM that one block may take, as cuobjdump counts it: from sm_90 on with the
+# 1 KiB that the driver reserves in each block.
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_120": 100 << 10, "sm_121": 100 << 10}
 MOST_SHARED_BYTES = 228 << 10  # sm_90, sm_100, sm_103
 
 
 def unfit(made: Compiled, device: Device) -> str:
-    """Why a binary is not worth running, "" if it is."""
+    """Why a binary is not worth running, or ""."""
     if made.error:
         return made.error
     if made.resources is None:
@@ -112,7 +112,7 @@ class Gpu:
 
 
 def least_us(problem: Any, device: Device) -> float:
-    """What the device needs for a problem at the rates it is known by."""
+    """The time that a problem takes at the device's peak rates."""
     cost = problem.cost()
     return float(max(cost.size_bytes / device.memory_gbs / 1e3, cost.flops / device.tflops / 1e6))
 
@@ -120,7 +120,7 @@ def least_us(problem: Any, device: Device) -> float:
 class GpuClock:
     """Times configs of one problem on inputs that rotate through more than the L2 cache.
 
-    alone: a lock; two tuners at once would time each other's kernels.
+    alone: a lock. Two tuners at once would time each other's kernels.
     """
 
     def __init__(self, op: ModuleType, problem: Any, where: torch.device, device: Device, alone: AbstractContextManager[Any]) -> None:
@@ -137,7 +137,8 @@ class GpuClock:
         return [times[str(i)] for i in range(len(configs))]
 
     def many(self, configs: Sequence[Any]) -> list[Timing | str]:
-        # A first launch takes the host longer than the passes take: meanwhile others may time.
+        # First launches keep the host busy for longer than the passes take, so others may time
+        # meanwhile.
         return time_many([self._call(config) for config in configs], self._sets, self._least_us, self._alone)
 
     def _call(self, config: Any) -> Callable[..., Any]:

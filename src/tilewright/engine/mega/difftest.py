@@ -1,9 +1,8 @@
 """`tilewright difftest`: one token through the kernel and through the reference machine, on
-identical inputs; every value compared by name.
+identical inputs. Every value is compared by name.
 
-The noise band of a value is the accuracy rule (docs/accuracy.md), with the machine in double as the
-truth and the machine in the model's dtype as the other implementation. Slots of the cache that hold
-no key of the text are filled with garbage.
+A value must keep the accuracy rule (docs/accuracy.md), with the machine in float64 as the truth and
+the machine in the model's dtype in PyTorch's place.
 """
 
 import sys
@@ -23,16 +22,17 @@ from ...launch.files import write_json
 from ...testing import Accuracy, accuracy
 from ..read import read
 from ..weights import Fusion
-from .pack import Weights, dims_of_config, refuse
+from .pack import Weights
 from .reference import Faults, Machine
 from .run import Clocks, Mega
-from .shape import Config, Dims, Schedule, default_blocks, default_config
+from .shape import Config, Dims, Schedule, schedule_of
 
 SPIN_LIMIT = 1 << 20  # polls, a second or two of them
 PATIENCE_S = 20.0  # for a kernel whose every poll ends by itself
 MAX_LEN = 64
 TOKENS = 2  # that a schedule is run for: the second shows whether sums are cleared in time
-FAULTS = Faults(late=0.2, twice=0.1)  # of a schedule that is run alone: what is told comes late, and words come twice
+FAULTS = Faults(late=0.2, twice=0.1)  # of a schedule that is run alone
+COLUMNS = ("max |a - b|", "mean 2|a - b| / (|a| + |b|)", "rms of the bound", "worst of the bound")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +46,23 @@ class Difference:
     relative: float
     accuracy: Accuracy
 
-
-def decided(outline: Any, where: torch.device, *, layers: int) -> Dims:
-    """The sizes of the whole model, of which the first layers (0: all) are to run. outline: on the
-    meta device (models.outline_of).
-
-    Raises ValueError for what does not run, before anything is built.
-    """
-    if not 0 <= layers <= outline.config.num_hidden_layers:
-        raise argument_error("--layers", f"1 to {outline.config.num_hidden_layers}", layers)
-    refuse(outline.config, Device.of(torch.empty(0, device=where)), outline.dtype)
-    whole = dims_of_config(outline.config)
-    outline.config.num_hidden_layers = layers or whole.layers
-    return whole
+    @staticmethod
+    def of(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> "Difference":
+        a, b = ours.double(), theirs.double()
+        apart = (a - b).abs()
+        relative = (2 * apart / (a.abs() + b.abs())).nan_to_num(0.0).mean()
+        return Difference(name, float(apart.max()), float(relative), accuracy(ours, theirs, truth))
 
 
-def random_token(weights: Weights, position: int, seed: int = 0) -> tuple[int, tuple[Tensor, Tensor]]:
+def random_token(weights: Weights, position: int) -> tuple[int, tuple[Tensor, Tensor]]:
     """A token and a cache [layers, kv_heads, max_len, head_dim] of the keys before `position`, with
     garbage and NaN in the slots behind them.
     """
     d, like = weights.dims, weights.embedding
     if not 0 <= position < len(weights.cos):
         raise argument_error("position", f"0 to {len(weights.cos) - 1}", position)
-    generator = torch.Generator().manual_seed(seed)
-    shape = (d.layers, d.kv_heads, len(weights.cos), d.head_dim)
-    caches = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    caches = [torch.randn(d.layers, d.kv_heads, len(weights.cos), d.head_dim, generator=generator, dtype=torch.float32) for _ in range(2)]
     for cache in caches:
         cache[:, :, position:] *= 100.0
         cache[:, :, position + 1 :: 2] = float("nan")
@@ -79,31 +71,15 @@ def random_token(weights: Weights, position: int, seed: int = 0) -> tuple[int, t
 
 
 def differences(
-    weights: Weights,
-    position: int,
-    *,
-    blocks: int | None = None,
-    config: Config | None = None,
-    seed: int = 0,
-    on_progress: Callable[[str], None] = lambda line: None,
+    weights: Weights, position: int, *, blocks: int = 0, config: Config | None = None, on_progress: Callable[[str], None] = lambda line: None
 ) -> list[Difference]:
-    """Runs kernel and machine on a random token and cache. Raises RuntimeError where a block waited
-    in vain.
+    """Runs kernel and machine on a random token and cache. Raises RuntimeError if a block gave up.
 
-    on_progress: called with a line before and after each part, so that what hangs is known.
+    on_progress: called with a line before and after each part, to show what hangs.
     """
     like = weights.embedding
-    token, (keys, values) = random_token(weights, position, seed)
-
-    def integers(*shape: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
-        return torch.full(shape, fill, dtype=dtype, device=like.device)
-
-    clocks = Clocks(
-        integers(16, dtype=torch.int64, fill=token),
-        integers(2, 16, dtype=torch.int32, fill=position),
-        integers(1, 16, dtype=torch.int64),
-        integers(2, dtype=torch.int64),
-    )
+    token, (keys, values) = random_token(weights, position)
+    clocks = Clocks.at(token, position, 1, like.device)
     mega = Mega(weights, clocks, (keys.clone(), values.clone()), blocks=blocks, config=config, spin_limit=SPIN_LIMIT)
     on_progress(f"kernel: {mega.schedule.blocks} blocks, {mega.schedule.size} tiles: compiling")
     began = perf_counter()
@@ -115,27 +91,25 @@ def differences(
     machines = []
     for dtype in (like.dtype, torch.float64):
         on_progress(f"machine in {str(dtype).removeprefix('torch.')}: running")
-        copies = keys.to(dtype).clone(), values.to(dtype).clone()
-        machine = Machine(weights, mega.schedule, token, position, copies, dtype=dtype)
-        machine.run()
-        machines.append(machine)
+        copies = keys.to(dtype, copy=True), values.to(dtype, copy=True)
+        machines.append(Machine(weights, mega.schedule, token, position, copies, dtype=dtype))
+        machines[-1].run()
     on_progress("comparing")
     theirs, truth = machines
     others, exact = theirs.named(), truth.named()
-    found = [_difference(name, ours.flatten(), others[name].flatten(), exact[name].flatten()) for name, ours in mega.named().items()]
-    for name, ours, other, true in zip(("keys", "values"), mega.cache, theirs.cache, truth.cache, strict=True):
-        found.append(_difference(f"appended {name}", *(t[:, :, position].flatten() for t in (ours, other, true))))
+    found = [Difference.of(name, ours.flatten(), others[name].flatten(), exact[name].flatten()) for name, ours in mega.named().items()]
+    for name, *caches in zip(("keys", "values"), mega.cache, theirs.cache, truth.cache, strict=True):
+        found.append(Difference.of(f"appended {name}", *(cache[:, :, position].flatten() for cache in caches)))
     chosen = int(clocks.tokens[0])  # another token than the machine's is right where its own logit is the largest
     if not 0 <= chosen < weights.dims.vocab:
         raise RuntimeError(f"the kernel chose token {chosen} of {weights.dims.vocab}")
     largest = mega.logits[0].amax()[None]
-    found.append(_difference("chosen logit", mega.logits[0, chosen, None], largest, largest))
-    return found
+    return [*found, Difference.of("chosen logit", mega.logits[0, chosen, None], largest, largest)]
 
 
 def _await(device: torch.device) -> None:
-    """Looks, where `synchronize` would wait for ever and hold off the keyboard too. Raises
-    RuntimeError if the device isn't done in time.
+    """Waits for the device by polling: `synchronize` would wait for ever, and hold off the keyboard
+    too. Raises RuntimeError if the device isn't done in time.
     """
     if device.type != "cuda":
         return
@@ -148,21 +122,12 @@ def _await(device: torch.device) -> None:
         sleep(1e-3)
 
 
-def _difference(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Difference:
-    a, b = ours.double(), theirs.double()
-    apart = (a - b).abs()
-    relative = (2 * apart / (a.abs() + b.abs())).nan_to_num(0.0).mean()
-    return Difference(name, float(apart.max()), float(relative), accuracy(ours, theirs, truth))
-
-
-def scheduled(weights: Weights, device: Device, position: int, tokens: int, *, blocks: int | None = None) -> Machine:
-    """Runs the machine alone on a device's own schedule, blocks in a drawn order, with faults.
+def scheduled(weights: Weights, device: Device, position: int, tokens: int, *, blocks: int = 0) -> Machine:
+    """Runs the machine alone on a device's own schedule, blocks in a random order, with faults.
     Raises as its `run`.
     """
-    config = default_config(device, weights.dims.head_dim)
-    blocks = blocks or default_blocks(weights.dims, device, config)
     token, cache = random_token(weights, position)
-    machine = Machine(weights, Schedule(weights.dims, blocks, config), token, position, cache, order=0, faults=FAULTS)
+    machine = Machine(weights, schedule_of(weights.dims, device, blocks), token, position, cache, order=0, faults=FAULTS)
     machine.run(tokens)
     return machine
 
@@ -173,50 +138,40 @@ def difftest_command(model: Any, *, whole: Dims, position: int, blocks: int, gpu
 
     model: the layers to run. whole: of all layers, as `decided`.
     """
-    device = Device.named(gpu) if gpu else None
+    device, fusion, console = Device.named(gpu) if gpu else None, Fusion(), Console(highlight=False)
     with torch.inference_mode():
-        fusion = Fusion()
         try:
             length = -(-(position + TOKENS) // MAX_LEN) * MAX_LEN
             weights = Weights.of(read(model, fusion, length, lambda *progress: None))
             if device is not None:
-                machine = scheduled(weights, device, position, TOKENS, blocks=blocks or None)
+                machine = scheduled(weights, device, position, TOKENS, blocks=blocks)
                 return _print_schedule(Schedule(whole, machine.schedule.blocks, machine.schedule.config), machine, device, json_file)
-            found = differences(weights, position, blocks=blocks or None, on_progress=lambda line: print(line, file=sys.stderr, flush=True))
+            found = differences(weights, position, blocks=blocks, on_progress=lambda line: print(line, file=sys.stderr, flush=True))
         finally:
             fusion.undo()
-    good = all(d.accuracy.ok for d in found)
+    good = sum(d.accuracy.ok for d in found)
     if json_file:
-        rows = [[d.name, d.absolute, d.relative, d.accuracy.rms_ratio, d.accuracy.worst_ratio] for d in found]
-        columns = ["name", "max_absolute", "mean_relative", "rms_ratio", "worst_ratio"]
-        write_json(json_file, {"ok": good, "values": [dict(zip(columns, row, strict=True)) for row in rows]})
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for column in ("value", "max |a - b|", "mean 2|a - b| / (|a| + |b|)", "rms of the bound", "worst of the bound"):
-        table.add_column(column, justify="left" if column == "value" else "right")
+        values = [{"name": d.name, "max_absolute": d.absolute, "mean_relative": d.relative} for d in found]
+        for value, d in zip(values, found, strict=True):
+            value |= {"rms_ratio": d.accuracy.rms_ratio, "worst_ratio": d.accuracy.worst_ratio}
+        write_json(json_file, {"ok": good == len(found), "values": values})
+    table = Table("value", box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
     for d in found:
         ratios = (f"{d.accuracy.rms_ratio:.2f}", f"{d.accuracy.worst_ratio:.2f}")
         table.add_row(d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", *ratios, style=None if d.accuracy.ok else "bold red")
     console.print(table)
-    console.print(f"{len(found)} values, {sum(d.accuracy.ok for d in found)} within the noise band of {str(model.dtype).removeprefix('torch.')}")
-    return int(not good)
+    console.print(f"{len(found)} values, {good} within the noise band of {str(model.dtype).removeprefix('torch.')}")
+    return int(good < len(found))
 
 
 def _print_schedule(whole: Schedule, machine: Machine, device: Device, json_file: Path | None) -> int:
     """whole: of all layers. machine: has run some."""
-    found = {
-        "gpu": device.name,
-        "blocks": whole.blocks,
-        "tiles": whole.busiest(),
-        "balance": whole.balance(),
-        "attending": whole.attending,
-        "layers_run": machine.schedule.dims.layers,
-        "tokens": machine.tokens,
-    }
+    layers, plan = machine.schedule.dims.layers, {"blocks": whole.blocks, "tiles": whole.busiest(), "balance": whole.balance()}
     if json_file:
-        write_json(json_file, found)
+        write_json(json_file, {"gpu": device.name, **plan, "attending": whole.attending, "layers_run": layers, "tokens": machine.tokens})
     print(f"{device.name}: {whole.blocks} blocks, {whole.busiest()} tiles of the busiest, balance {whole.balance():.4f}")
     print(f"attention: {whole.split.out_parts} blocks for each of {whole.dims.q_heads} query heads")
-    run = f"{found['layers_run']} of {whole.dims.layers} layers"
-    print(f"run by the machine, {run}: no block waits in vain, no sum has a term twice; {machine.tokens}")
+    print(f"run by the machine, {layers} of {whole.dims.layers} layers: no block waits in vain, no sum has a term twice; {machine.tokens}")
     return 0

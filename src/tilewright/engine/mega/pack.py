@@ -1,8 +1,7 @@
-"""Weights as the kernel reads them, and what it does not run. The packed matrices are a copy:
-prompts are read with the model's own.
+"""A model's weights as the kernel reads them, and which models are refused. The packed matrices are
+a copy, because prompts are read with the model's own.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ from ..attention import GroupedAttention
 from ..layers import Decoder
 from ..mlp import GatedMlp
 from ..weights import plain
-from .shape import ROWS, Dims, Schedule, default_blocks, default_config, misfit, why_not
+from .shape import ROWS, Dims, Schedule, schedule_of
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # of which those without what `refuse` names
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # but not with what `refuse` names
 
 
 def dims_of_config(config: Any) -> Dims:
@@ -28,52 +27,54 @@ def dims_of_config(config: Any) -> Dims:
 
 
 def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
-    """Raises ValueError for a model that the megakernel does not run, with the reason, from its
-    transformers config.
+    """Raises ValueError, with the reason, for the transformers config of a model that the
+    megakernel does not run.
     """
-    if config.model_type not in MODEL_TYPES:
-        raise argument_error("model.config.model_type", f'one of {", ".join(MODEL_TYPES)} with mode="mega"', config.model_type)
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise argument_error("the model's dtype", 'bfloat16 or float16 with mode="mega"', str(dtype).removeprefix("torch."))
-    biased = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
-    if biased or config.model_type == "qwen2":
-        raise argument_error("the model", 'without biases with mode="mega"', biased[0] if biased else config.model_type)
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise argument_error("model.config.sliding_window", 'None with mode="mega"', window)
-    dims = dims_of_config(config)
-    tiles = default_config(device, dims.head_dim)
-    reason = misfit(dims, tiles) or why_not(dims, default_blocks(dims, device, tiles), tiles)
-    if reason:
-        raise argument_error("the model's sizes", 'sizes that fit the megakernel\'s tiles with mode="mega"', reason)
+    kind, window = config.model_type, getattr(config, "sliding_window", None)
+    biased = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)] or [kind] * (kind == "qwen2")
+    number_type, windowed = str(dtype).removeprefix("torch."), window is not None and getattr(config, "use_sliding_window", True)
+    for bad, what, must_be, was in (
+        (kind not in MODEL_TYPES, "model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", kind),
+        (number_type not in ("bfloat16", "float16"), "the model's dtype", "bfloat16 or float16", number_type),
+        (bool(biased), "the model", "without biases", "".join(biased[:1])),
+        (windowed, "model.config.sliding_window", "None", window),
+    ):
+        if bad:
+            raise argument_error(what, f'{must_be} with mode="mega"', was)
+    schedule_of(dims_of_config(config), device)
 
 
-def refuse_outline(source: str, where: torch.device, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
-    """As `refuse`, of a model that is not loaded yet."""
-    from ...models import outline_of
+def decided(outline: Any, where: torch.device, layers: int = 0) -> Dims:
+    """The sizes of a model that is not built yet. outline: on the meta device (models.outline_of).
 
-    refuse(outline_of(source, dtype=dtype, trust_remote_code=trust_remote_code).config, Device.of(torch.empty(0, device=where)), dtype)
-
-
-def packed_bytes(config: Any, device: Device) -> int:
-    """Of a transformers config's packed matrices."""
-    dims = dims_of_config(config)
-    tiles = default_config(device, dims.head_dim)
-    return Schedule(dims, default_blocks(dims, device, tiles), tiles).size * 4 * ROWS * tiles.strips * tiles.line
+    layers: of which the first so many are to run; 0 for all. Raises ValueError, also as `refuse`.
+    """
+    if not 0 <= layers <= outline.config.num_hidden_layers:
+        raise argument_error("--layers", f"1 to {outline.config.num_hidden_layers}", layers)
+    refuse(outline.config, Device.of(torch.empty(0, device=where)), outline.dtype)
+    return dims_of_config(outline.config)
 
 
 def refuse_model(model: Any, device: Device) -> None:
-    """As `refuse`, of a model that is built: its biases too."""
+    """As `refuse`, of a model with its modules, whose biases count too."""
     refuse(model.config, device, model.dtype)
     biased = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.bias is not None]
     if biased:
         raise argument_error("the model", 'without biases with mode="mega"', f"one of {biased[0]}")
 
 
+def packed_bytes(config: Any, device: Device) -> int:
+    """Size of the packed matrices of a transformers config."""
+    schedule = schedule_of(dims_of_config(config), device)
+    return schedule.size * 4 * schedule.tile_words
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's matrices, one for each layer: qkv with rows of queries, keys, values; gate and up
-    in turn. head_norms: weights of a layer's queries' and keys' norms.
+    """A model's weights: matrices by layer, the rows of qkv by query heads, key heads and value
+    heads, those of gate and up in turn; norms [2 layers + 1, hidden], of attention and MLP in turn.
+
+    head_norms: by layer, of queries and of keys.
     """
 
     dims: Dims
@@ -97,11 +98,9 @@ class Weights:
         assert len(attentions) == len(mlps) == len(decoder.layers)
         a = attentions[0]
         head_norms = tuple((a.q_norm.weight, a.k_norm.weight) for a in attentions if a.q_norm is not None and a.k_norm is not None)
-        inter = mlps[0].down.columns
-        dims = Dims(len(mlps), decoder.hidden, a.q_heads, a.kv_heads, a.head_dim, inter, decoder.vocab, bool(head_norms))
         norms = [norm.weight for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
         return Weights(
-            dims,
+            Dims(len(mlps), decoder.hidden, a.q_heads, a.kv_heads, a.head_dim, mlps[0].down.columns, decoder.vocab, bool(head_norms)),
             decoder.embedding,
             torch.stack([*norms, decoder.norm.weight]),
             tuple(plain(a.qkv) for a in attentions),
@@ -122,120 +121,92 @@ def as_words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32)
 
 
-def widened(tensor: Tensor, columns: int) -> Tensor:
-    """With zeros behind each row, up to so many columns."""
-    missing = columns - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor.contiguous()
+def _axes(device: torch.device, *sizes: int) -> list[Tensor]:
+    """The index along each axis of an array of these sizes."""
+    return [torch.arange(size, device=device).view(-1, *[1] * (len(sizes) - 1 - i)) for i, size in enumerate(sizes)]
 
 
-def _taken(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], zeros where the index lies behind the last."""
-    found = rows[index.clamp(max=len(rows) - 1)]
-    return found.masked_fill_((index >= len(rows))[..., None], 0)
+def _gathered(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Words of matrix[rows, columns], zeros where an index lies behind the end."""
+    found = matrix[rows.clamp(max=matrix.shape[0] - 1), columns.clamp(max=matrix.shape[1] - 1)]
+    return as_words(found.masked_fill_(rows >= matrix.shape[0], 0).masked_fill_(columns >= matrix.shape[1], 0))
 
 
-def _wide(matrix: Tensor, schedule: Schedule, groups: int) -> Tensor:
-    """[tiles, words of a tile]: group g has rows g * fields * ROWS + field * ROWS + s."""
-    form, strips, fields = schedule.wide, schedule.config.strips, schedule.fields(schedule.wide)
-    columns = 2 * schedule.hidden_words
-    rows = torch.arange(groups * schedule.wide_rows, device=matrix.device)
-    words = as_words(widened(_taken(matrix, rows), columns))
-    tiles = words.view(groups, fields, ROWS, form.sets, strips, form.width).permute(0, 3, 2, 4, 1, 5)
-    return tiles.reshape(groups * form.sets, -1)
+def _wide(matrix: Tensor, s: Schedule, groups: int) -> Tensor:
+    width, strips, fields = 2 * s.wide_width, s.config.strips, s.wide_fields
+    group, part, row, strip, field, column = _axes(matrix.device, groups, s.wide_sets, ROWS, strips, fields, width)
+    return _gathered(matrix, (group * fields + field) * ROWS + row, (part * strips + strip) * width + column)
 
 
-def _narrow_rows(schedule: Schedule, width: int, groups: int, device: torch.device) -> Tensor:
-    """[groups, ROWS, strips, fields]: output of each row of a block's tiles, from its first on."""
-    strips, fields = schedule.config.strips, schedule.config.line // width
-    group, row, strip, field = (torch.arange(n, device=device) for n in (groups, ROWS, strips, fields))
-    word = ((row[None, :, None, None] % 4 * strips + strip[None, None, :, None]) * groups + group[:, None, None, None]) * fields + field
-    return 2 * word + row[None, :, None, None] // 4
-
-
-def _out(matrix: Tensor, schedule: Schedule) -> Tensor:
-    d, parts, words = schedule.dims, schedule.split.out_parts, schedule.out_words
-    device = matrix.device
-    own = _narrow_rows(schedule, schedule.out.width, schedule.out_groups, device)
-    part = torch.arange(parts, device=device)[:, None, None, None, None]
-    rows = torch.where(own < 2 * words, own + 2 * words * part, len(matrix))
-    heads = torch.arange(d.q_heads * d.head_dim, device=device).view(d.q_heads, 1, 1, 1, 1, 1, d.head_dim)
-    found = matrix[rows.clamp(max=len(matrix) - 1)[None, ..., None], heads].masked_fill_((rows >= len(matrix))[None, ..., None], 0)
-    return as_words(found.contiguous()).view(schedule.attending * schedule.out_groups, -1)
-
-
-def inner_columns(schedule: Schedule, device: torch.device) -> list[Tensor]:
-    """Of each class of blocks [blocks, words, 2]: the inner columns behind each word that a block's
-    `down` is multiplied with; beyond `inter` where it has none.
+def _narrow(matrix: Tensor, s: Schedule, width: int, groups: int, outputs: int, part: Tensor, columns: Tensor) -> Tensor:
+    """Tiles of `out` or `down`: [..., groups, sets, ROWS, strips, fields, 2 * width]. outputs: of
+    each part of the rows; part: which one.
     """
-    fields, turn, inter = schedule.fields(schedule.wide), schedule.slots // 2, schedule.dims.inter
-    found, start = [], 0
-    for blocks, share in schedule.classes:
-        words = [torch.zeros(0, dtype=torch.int64, device=device)]
-        for begin in range(0, share.gate_up, turn):
-            groups = min(turn, share.gate_up - begin)
-            p = torch.arange(2 * groups * fields, device=device)
-            rest, f = p // fields, p % fields
-            words.append((begin + rest // 2) * schedule.wide_rows // 2 + f * (ROWS // 2) + rest % 2 * 2)
-        before = start + torch.arange(blocks, device=device)[:, None] * share.gate_up
-        columns = (before * schedule.wide_rows // 2 + torch.cat(words))[..., None] + torch.arange(2, device=device)
-        missing = share.sets * schedule.split.down.width - columns.shape[1]
-        found.append(torch.nn.functional.pad(columns, (0, 0, 0, missing), value=inter))
-        start += blocks * share.gate_up
+    strips, fields = s.config.strips, s.config.line // width
+    group, _, row, strip, field, _ = _axes(matrix.device, groups, 1, ROWS, strips, fields, 1)
+    own = 2 * (((row % 4 * strips + strip) * groups + group) * fields + field) + row // 4
+    return _gathered(matrix, torch.where(own < outputs, own + outputs * part, len(matrix)), columns)
+
+
+def _out(matrix: Tensor, s: Schedule) -> Tensor:
+    head, part, *_, column = _axes(matrix.device, s.dims.q_heads, s.split.out_parts, 1, 1, 1, 1, 1, s.dims.head_dim)
+    return _narrow(matrix, s, s.head_words, s.out_groups, 2 * s.out_words, part, head * s.dims.head_dim + column)
+
+
+def inner_columns(s: Schedule, device: torch.device) -> list[Tensor]:
+    """Of the blocks with a query head, and of the others, [blocks, words, 2]: the inner columns of
+    each word that a block's `down` is multiplied by; `inter` where there are none.
+    """
+    found = []
+    for first, last, groups, sets in ((0, s.attending, s.split.gate_up, s.gate_up_sets), (s.attending, s.blocks, s.split.others, s.others_sets)):
+        block, word, half = _axes(device, last - first, sets * s.split.down_width, 2)
+        group, field = word // (2 * s.wide_fields), word % s.wide_fields
+        begin = s.before(first, s.split.gate_up, s.split.others) + block * groups
+        columns = ((begin + group) * s.wide_fields + field) * (ROWS // 2) + word // s.wide_fields % 2 * 2 + half
+        found.append(torch.where(group < groups, columns, s.dims.inter))
     return found
 
 
-def _down(matrix: Tensor, schedule: Schedule) -> Tensor:
-    width, inter = schedule.split.down.width, matrix.shape[1]
-    rows = _narrow_rows(schedule, width, schedule.down_groups, matrix.device)[None, :, None, :, :, :, None]
-    tiles = []
-    for columns, (blocks, share) in zip(inner_columns(schedule, matrix.device), schedule.classes, strict=True):
-        columns = columns.view(blocks, 1, share.sets, 1, 1, 1, 2 * width)
-        found = matrix[rows.clamp(max=len(matrix) - 1), columns.clamp(max=inter - 1)]
-        found.masked_fill_((rows >= len(matrix)) | (columns >= inter), 0)
-        tiles.append(as_words(found).reshape(blocks * schedule.down_groups * share.sets, ROWS * schedule.config.strips * schedule.config.line))
-    return torch.cat(tiles)
+def _down(matrix: Tensor, s: Schedule) -> list[Tensor]:
+    every, width = torch.zeros((), dtype=torch.int64, device=matrix.device), s.split.down_width
+    found = [columns.view(len(columns), 1, columns.shape[1] // width, 1, 1, 1, 2 * width) for columns in inner_columns(s, matrix.device)]
+    return [_narrow(matrix, s, width, s.down_groups, 2 * s.hidden_words, every, columns) for columns in found]
 
 
-def packed_tiles(weights: Weights, schedule: Schedule) -> Iterator[Tensor]:
-    """Tiles of each matrix [tiles, words], in the order in which they lie in W."""
-    gate_up_groups = sum(blocks * share.gate_up for blocks, share in schedule.classes)
-    for qkv, out, gate_up, down in zip(weights.qkv, weights.out, weights.gate_up, weights.down, strict=True):
-        yield _wide(qkv, schedule, schedule.qkv_groups)
-        yield _out(out, schedule)
-        yield _wide(gate_up, schedule, gate_up_groups)
-        yield _down(down, schedule)
-    yield _wide(weights.head, schedule, schedule.head_groups)
-
-
-def pack(weights: Weights, schedule: Schedule) -> Tensor:
+def pack(weights: Weights, s: Schedule) -> Tensor:
     """int32 [tiles * ROWS * strips, 1, line]."""
-    c = schedule.config
-    whole = torch.empty(schedule.size, ROWS * c.strips * c.line, dtype=torch.int32, device=weights.embedding.device)
+    whole = torch.empty(s.size * s.tile_words, dtype=torch.int32, device=weights.embedding.device)
     at = 0
-    for tiles in packed_tiles(weights, schedule):
-        whole[at : at + len(tiles)] = tiles
-        at += len(tiles)
-    return whole.view(-1, 1, c.line)
+
+    def put(*found: Tensor) -> None:
+        nonlocal at
+        for tiles in found:
+            whole[at : at + tiles.numel()] = tiles.flatten()
+            at += tiles.numel()
+
+    for qkv, out, gate_up, down in zip(weights.qkv, weights.out, weights.gate_up, weights.down, strict=True):
+        put(_wide(qkv, s, s.qkv_groups), _out(out, s), _wide(gate_up, s, s.gate_up_groups), *_down(down, s))
+    put(_wide(weights.head, s, s.head_groups))
+    return whole.view(-1, 1, s.config.line)
 
 
-def stream_words(rows: Tensor, schedule: Schedule) -> Tensor:
-    """Rows as long as the residual stream, as words."""
-    return as_words(widened(rows, 2 * schedule.hidden_words))
+def stream_words(rows: Tensor, s: Schedule) -> Tensor:
+    """Rows as long as the residual stream, padded with zeros."""
+    missing = 2 * s.hidden_words - rows.shape[-1]
+    return as_words(nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous())
 
 
 def head_norm_words(weights: Weights) -> Tensor:
     """int32 [layers or 1, 4, head words]: of queries, their partners, keys, their partners."""
-    d = weights.dims
+    half = weights.dims.head_dim // 2
     if not weights.head_norms:
-        return torch.zeros(1, 4, d.head_dim // 2, dtype=torch.int32, device=weights.embedding.device)
-    half = d.head_dim // 2
-    rows = [torch.stack([w for norm in pair for w in (norm, norm.roll(half))]) for pair in weights.head_norms]
-    return as_words(torch.stack(rows))
+        return torch.zeros(1, 4, half, dtype=torch.int32, device=weights.embedding.device)
+    return as_words(torch.stack([torch.stack([w for norm in pair for w in (norm, norm.roll(half))]) for pair in weights.head_norms]))
 
 
 def rope_words(weights: Weights) -> Tensor:
-    """fp32 [max_len, 4, head words]: cosines of both neighbours, sines as they go with the
-    partners.
+    """fp32 [max_len, 4, head words]: cosines of both neighbours, and sines with the signs that
+    their partners get.
     """
     cos, sin = torch.cat((weights.cos, weights.cos), 1), torch.cat((-weights.sin, weights.sin), 1)
     return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), 1).contiguous()

@@ -1,25 +1,24 @@
-"""How a model's matrices are cut into tiles of one form, and dealt to blocks: from sizes alone.
+"""How a model's matrices are cut into tiles and dealt to blocks, from sizes alone.
 
-A tile is `rows` x `strips` x `line` words of 32 bits, a strip for a warp. Three products:
+A tile is ROWS x strips x line words of 32 bits, one strip for each warp. There are three forms:
 
 - wide (qkv, gate and up, head): a row of the matrix is `sets` x strips x `width` words, and all
-  warps add to it; times the residual stream, normed.
-- out: a row is `width` words, of one warp: the outputs that a block has of a query head, times what
-  the head attended to.
-- down: a row is `sets` x `width` words, of one warp: all outputs, times the block's own inner
-  columns.
+  warps add to it. It is multiplied by the normed residual stream.
+- out: a row is `width` words of one warp, the columns of the block's query head. It is multiplied
+  by what this head attended to.
+- down: a row is `sets` x `width` words of one warp, the block's own inner columns. It is multiplied
+  by their activations.
 
-A line holds `fields` = line / width rows. `sets` tiles after one another are a group: of the same
-rows, times other parts of x.
+A line holds line / width rows, its fields. The `sets` tiles of a group follow each other: the same
+rows, multiplied by other parts of x.
 """
 
-import enum
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, make_dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
-from ...launch import Device
+from ...launch import Device, argument_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,12 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """strips: warps' parts of a tile, of `line` words each. parts: in which `down` is added, so
-    that all but the last are hidden.
+    """strips: of a tile, one for each of the block's `strips` warps, `line` words each.
 
-    span: keys that are attended to at once; keys up to `short` are attended to by all blocks of a
-        head, more are split between them. latency: the compiler's hint for the weights.
-    slow: memory so slow that neither instructions nor waits count: while some blocks wait, the
-        others have all of its rate.
+    parts: in which the sum of `down` is built, so that only the last is waited for.
+    span: keys of a tile. short: with more keys, the blocks of a query head split them.
+    latency: the latency hint of the loads of weights.
+    slow: memory so slow that waits do not count: other blocks use the whole rate meanwhile.
     """
 
     strips: int = 8
@@ -59,258 +57,127 @@ class Config:
     short: int = 256
     latency: int = 10
     slow: bool = False
-    num_worker_warps: int | None = 8
 
 
 ROWS = 8  # of a tile
 RING = 6  # tiles of weights that the compiler reads ahead
-SET_COST = 0.012  # part of a layer that each set of `down` takes in instructions, beside its tiles: a guess
+SET_COST = 0.012  # of a layer's time, for each set of `down`, in instructions: a guess
 WIDTHS = (128, 64, 32, 16, 8, 4)
-NARROWEST, MOST_SETS = 8, 7  # words of a row of `down` in a line, and sets, where fewer are to be had: they lie in registers
-
-
-class Kind(enum.IntEnum):
-    """What a work item does; its number is what the kernel branches on."""
-
-    QKV = 0
-    OUT = 1
-    GATE_UP = 2
-    DOWN = 3
-    HEAD = 4
-
-
-class Work(NamedTuple):
-    """A block's part of a product, of a layer (of the head: behind the last)."""
-
-    kind: Kind
-    layer: int
-
-
-class Form(NamedTuple):
-    """Words of a row that lie in one line, and how many lines a row is."""
-
-    width: int
-    sets: int
+NARROWEST, MOST_SETS = 8, 7  # preferred limits of the form of `down`: a block keeps all its sets of x in registers
+QKV, OUT, GATE_UP, DOWN, HEAD = range(5)  # kinds of work items
 
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def best_form(words: int, widths: Iterable[int]) -> Form:
-    """With the fewest words in all, then the fewest sets."""
-    forms = [Form(width, cdiv(words, width)) for width in widths]
-    return min(forms, key=lambda form: (form.width * form.sets, form.sets))
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a layer is dealt to the blocks with a query head, and to the others.
 
-
-class Share(NamedTuple):
-    """What each block of a class has of gate and up, in groups, and of `down`, in sets."""
-
-    gate_up: int
-    sets: int
-
-
-class Split(NamedTuple):
-    """How a layer is dealt to two classes of blocks.
-
-    out_parts: blocks of a query head; so many times q_heads blocks attend. qkv: groups that all of
-        these have; the others have the rest.
-    layer: tiles of the busiest block. waited: with those in whose time it waits for others.
+    out_parts: blocks of a query head. qkv_first: groups of qkv for the blocks with a head; the
+        others have the rest. down_width: of the form of `down`.
+    gate_up, others: groups of gate and up of each block with a head, and of each other one.
+    layer: tiles of a layer of the busiest block. waited: with those that it could have read while
+        it waits.
     """
 
     out_parts: int
-    qkv: int
-    down: Form
-    attending: Share
-    others: Share
+    qkv_first: int
+    down_width: int
+    gate_up: int
+    others: int
     layer: int
     waited: int
 
 
-@dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each block has. The first blocks attend to a query head, and have a part of `out`; the
-    others have more inner columns instead, so that all have as many tiles.
+    """What each block has. If there are more blocks than query heads, some have none: they have
+    more inner columns instead, so that the busiest block reads as few tiles as possible.
     """
 
-    dims: Dims
-    blocks: int
-    config: Config
-    wide: Form = field(init=False)
-    out: Form = field(init=False)
-    split: Split = field(init=False)
+    def __init__(self, dims: Dims, blocks: int, config: Config) -> None:
+        d, c = dims, config
+        self.dims, self.blocks, self.config = dims, blocks, config
+        words = cdiv(d.hidden // 2, c.strips)
+        forms = [(width, cdiv(words, width)) for width in WIDTHS if 16 <= width <= c.line]
+        self.wide_width, self.wide_sets = min(forms, key=lambda form: (form[0] * form[1], form[1]))
+        self.wide_fields = c.line // self.wide_width
+        self.wide_rows = ROWS * self.wide_fields  # of a group
+        self.slots = self.wide_width // 4  # groups whose sums a block can keep in a turn
+        self.hidden_words = self.wide_sets * c.strips * self.wide_width  # of the residual stream, padded with zeros to whole rows
+        self.head_words = d.head_dim // 2  # of a head, which is also the width of the form of `out`
+        self.qkv_rows = (d.q_heads + 2 * d.kv_heads) * d.head_dim
+        self.qkv_groups, self.head_groups = cdiv(self.qkv_rows, self.wide_rows), cdiv(d.vocab, self.wide_rows)
+        found = [one for parts in range(1, max(1, blocks // d.q_heads) + 1) for one in _splits(self, parts)]
+        found = [(sets, split) for sets, split in found if sets <= MOST_SETS] or found
+        self.down_sets, s = min(found, key=lambda one: (_cost(c, *one), one[1].layer, -one[1].out_parts, one[0]))
+        self.split = s
+        self.attending = d.q_heads * s.out_parts  # the first blocks, which have a query head
+        self.head_first = self.head_groups * self.attending // blocks  # groups of the head that they have
+        self.gate_up_sets, self.others_sets = (cdiv(n * (self.wide_rows // 4), s.down_width) for n in (s.gate_up, s.others))
+        self.out_words = cdiv(self.hidden_words, s.out_parts)  # pairs of outputs of a block of `out`
+        self.out_groups = cdiv(self.out_words, self.narrow_words(self.head_words))
+        self.down_groups = cdiv(self.hidden_words, self.narrow_words(s.down_width))
+        self.down_part = min(max(s.down_width // 4, 1), cdiv(self.down_groups, c.parts))  # groups of a part of `down`
+        self.gate_up_groups = self.before(blocks, s.gate_up, s.others)
+        # Of a block, for qkv, out, gate_up and down in a layer and for the head; and of all blocks.
+        self.turns = (
+            cdiv(self._most(self.qkv_groups, s.qkv_first), self.slots // 4),
+            cdiv(self.out_groups, self.head_words // 4),
+            cdiv(max(s.gate_up, s.others), self.slots // 2),
+            cdiv(self.down_groups, self.down_part),
+            cdiv(self._most(self.head_groups, self.head_first), self.slots),
+        )
+        self.tiles = (
+            self.qkv_groups * self.wide_sets,
+            self.attending * self.out_groups,
+            self.gate_up_groups * self.wide_sets,
+            self.before(blocks, self.gate_up_sets, self.others_sets) * self.down_groups,
+            self.head_groups * self.wide_sets,
+        )
+        self.layer_turns, self.layer_tiles = sum(self.turns[:4]), sum(self.tiles[:4])
+        self.size = d.layers * self.layer_tiles + self.tiles[4]  # tiles of a step
+        self.tile_words = ROWS * c.strips * c.line
 
-    def __post_init__(self) -> None:
-        c, d = self.config, self.dims
-        wide = best_form(cdiv(d.hidden // 2, c.strips), [w for w in WIDTHS if 16 <= w <= c.line])
-        object.__setattr__(self, "wide", wide)
-        object.__setattr__(self, "out", Form(d.head_dim // 2, 1))
-        found = [split for parts in range(1, max(1, self.blocks // d.q_heads) + 1) for split in self._splits(parts)]
-        found = [split for split in found if split.down.sets <= MOST_SETS] or found
-        best = min(found, key=lambda split: (self._layer_cost(split), split.layer, -split.out_parts, split.down.sets))
-        object.__setattr__(self, "split", best)
+    def narrow_words(self, width: int) -> int:
+        """Pairs of outputs of a group of `out` or `down`."""
+        return ROWS // 2 * self.config.strips * (self.config.line // width)
 
-    def _splits(self, parts: int) -> Iterator[Split]:
-        """With so many blocks of each query head."""
-        d, lanes = self.dims, self.config.line // 4
-        attend = d.q_heads * parts
-        rest = max(0, self.blocks - attend)
-        out = cdiv(cdiv(self.hidden_words, parts), self.narrow_words(self.out))
-        groups, words = cdiv(d.inter, self.wide_rows // 2), self.wide_rows // 4  # of gate and up, and inner columns of a group, in pairs
-        for width in (w for w in WIDTHS if min(NARROWEST, lanes) <= w <= lanes):
-            down_groups, unit = cdiv(self.hidden_words, self.narrow_words(Form(width, 1))), max(1, width // words)
-            level = int(groups / self.blocks - rest / self.blocks * out * width / (self.wide.sets * width + down_groups * words))
-            tried = {max(0, n) for low in (level, level // unit * unit) for n in (low, low + 1, low + unit)} if rest else {cdiv(groups, self.blocks)}
-            for each in tried:
-                others = cdiv(max(groups - attend * each, 0), rest) if rest else 0
-                mine, theirs = (Share(n, cdiv(n * words, width)) for n in (each, others))
-                load, other_load = (share.gate_up * self.wide.sets + share.sets * down_groups for share in (mine, theirs))
-                for more in range(2 * cdiv(self.qkv_groups, self.blocks) + 2 if rest else 1):
-                    other_qkv = min(rest * more, self.qkv_groups)
-                    qkv = self.qkv_groups - other_qkv
-                    first, second = cdiv(qkv, attend) * self.wide.sets, cdiv(other_qkv, max(rest, 1)) * self.wide.sets
-                    layer = max(first + out + load, second + other_load)
-                    # All wait for the last block of qkv, and the others for `out`, but for what
-                    # their rings hold by then.
-                    waited = max(layer, max(first, second) + out + load, second + other_load + max(0, max(first, second) + out - second - RING))
-                    yield Split(parts, qkv, Form(width, max(mine.sets, theirs.sets)), mine, theirs, layer, waited)
-
-    @property
-    def attending(self) -> int:
-        """Blocks with a query head."""
-        return self.dims.q_heads * self.split.out_parts
-
-    @property
-    def lanes(self) -> int:
-        """Values of a warp that threads keep for one row of a tile, each of 4 words."""
-        return self.config.line // 4
-
-    @property
-    def hidden_words(self) -> int:
-        """Of the residual stream, with zeros behind its end where `hidden` does not fill a row."""
-        return self.wide.sets * self.config.strips * self.wide.width
-
-    def fields(self, form: Form) -> int:
-        return self.config.line // form.width
-
-    @property
-    def slots(self) -> int:
-        """Groups whose sums a turn of a wide product can keep."""
-        return self.wide.width // 4
-
-    @property
-    def wide_rows(self) -> int:
-        """Rows of a wide group."""
-        return ROWS * self.fields(self.wide)
-
-    def narrow_words(self, form: Form) -> int:
-        """Words of 2 outputs of a group of `out` or `down`."""
-        return ROWS // 2 * self.config.strips * self.fields(form)
-
-    @property
-    def qkv_rows(self) -> int:
-        return (self.dims.q_heads + 2 * self.dims.kv_heads) * self.dims.head_dim
-
-    @property
-    def qkv_groups(self) -> int:
-        return cdiv(self.qkv_rows, self.wide_rows)
-
-    @property
-    def head_groups(self) -> int:
-        return cdiv(self.dims.vocab, self.wide_rows)
-
-    @property
-    def attending_head_groups(self) -> int:
-        """Groups of the head that the attending blocks have: their share."""
-        return self.head_groups * self.attending // self.blocks
-
-    @property
-    def out_words(self) -> int:
-        """Outputs of a block of `out`, in pairs."""
-        return cdiv(self.hidden_words, self.split.out_parts)
-
-    @property
-    def out_groups(self) -> int:
-        return cdiv(self.out_words, self.narrow_words(self.out))
-
-    @property
-    def down_groups(self) -> int:
-        return cdiv(self.hidden_words, self.narrow_words(self.split.down))
-
-    @property
-    def down_part(self) -> int:
-        """Groups of a part of `down`."""
-        return min(max(self.split.down.width // 4, 1), cdiv(self.down_groups, self.config.parts))
-
-    @property
-    def classes(self) -> tuple[tuple[int, Share], tuple[int, Share]]:
-        """How many blocks have which share: those that attend, and the others."""
-        return (self.attending, self.split.attending), (self.blocks - self.attending, self.split.others)
+    def before(self, block: int, each: int, other: int) -> int:
+        """What the blocks before this one have, if each with a query head has `each`."""
+        return min(block, self.attending) * each + max(block - self.attending, 0) * other
 
     def _most(self, groups: int, first: int) -> int:
-        """Of `groups`, the most that a block has; the attending blocks have the first of them."""
+        """Of `groups`, the most that a block has: see `dealt`."""
         return max(cdiv(first, self.attending), cdiv(groups - first, max(self.blocks - self.attending, 1)))
 
-    @property
-    def turns(self) -> tuple[int, int, int, int, int]:
-        """Of qkv, out, gate_up and down in a layer, and of the head."""
-        return (
-            cdiv(self._most(self.qkv_groups, self.split.qkv), self.slots // 4),
-            cdiv(self.out_groups, self.out.width // 4),
-            cdiv(max(share.gate_up for _, share in self.classes), self.slots // 2),
-            cdiv(self.down_groups, self.down_part),
-            cdiv(self._most(self.head_groups, self.attending_head_groups), self.slots),
-        )
-
-    @property
-    def tiles(self) -> tuple[int, int, int, int, int]:
-        """Of all blocks: in a layer qkv, out, gate_up and down; and the head."""
-        return (
-            self.qkv_groups * self.wide.sets,
-            self.attending * self.out_groups,
-            sum(blocks * share.gate_up for blocks, share in self.classes) * self.wide.sets,
-            sum(blocks * share.sets for blocks, share in self.classes) * self.down_groups,
-            self.head_groups * self.wide.sets,
-        )
-
-    @property
-    def size(self) -> int:
-        """Tiles of a token."""
-        return self.dims.layers * sum(self.tiles[:4]) + self.tiles[4]
-
-    def queue(self) -> Iterator[Work]:
-        """What each block does for a token, in its order."""
-        for layer in range(self.dims.layers):
-            yield from (Work(kind, layer) for kind in Kind if kind is not Kind.HEAD)
-        yield Work(Kind.HEAD, self.dims.layers)
+    def numbers(self) -> tuple[int, ...]:
+        """The fields of `Layout`, side by side."""
+        values = asdict(self.dims) | asdict(self.config) | asdict(self.split) | vars(self)
+        return (*(int(values[name]) for name in NUMBERS.split()), *self.turns, *self.tiles)
 
     def _rows(self, block: int, groups: int, first: int, rows: int) -> range:
-        """The rows of a block's groups, dealt evenly in each class: see `_most`."""
-        number, blocks = (block, self.attending) if block < self.attending else (block - self.attending, self.blocks - self.attending)
-        start, some = (0, first) if block < self.attending else (first, groups - first)
-        ends = (min((start + n * some // blocks) * self.wide_rows, rows) for n in (number, number + 1))
-        return range(*ends)
+        start, number = dealt(self, block, groups, first)
+        return range(min(start * self.wide_rows, rows), min((start + number) * self.wide_rows, rows))
 
     def qkv(self, block: int) -> range:
         """The rows of a block."""
-        return self._rows(block, self.qkv_groups, self.split.qkv, self.qkv_rows)
+        return self._rows(block, self.qkv_groups, self.split.qkv_first, self.qkv_rows)
 
     def head(self, block: int) -> range:
-        return self._rows(block, self.head_groups, self.attending_head_groups, self.dims.vocab)
+        return self._rows(block, self.head_groups, self.head_first, self.dims.vocab)
 
     def inner(self, block: int) -> range:
         """The inner columns of a block."""
-        (first, mine), (_, theirs) = self.classes
-        ends = (min(n, first) * mine.gate_up + max(n - first, 0) * theirs.gate_up for n in (block, block + 1))
-        return range(*(min(end * self.wide_rows // 2, self.dims.inter) for end in ends))
+        groups = (self.before(n, self.split.gate_up, self.split.others) for n in (block, block + 1))
+        return range(*(min(n * self.wide_rows // 2, self.dims.inter) for n in groups))
 
     def outputs(self, block: int) -> tuple[int, range] | None:
         """The query head of a block and its outputs of it; None for a block without."""
         head, part = divmod(block, self.split.out_parts)
-        if head >= self.dims.q_heads:
-            return None
         ends = (min(p * 2 * self.out_words, self.dims.hidden) for p in (part, part + 1))
-        return head, range(*ends)
+        return None if head >= self.dims.q_heads else (head, range(*ends))
 
     def owned(self, block: int) -> range:
         """The words of a sum that a block clears."""
@@ -328,68 +195,158 @@ class Schedule:
 
     def busiest(self) -> int:
         """Tiles of the block with most, layer by layer."""
-        return self.dims.layers * self.split.layer + self._most(self.head_groups, self.attending_head_groups) * self.wide.sets
-
-    def _layer_cost(self, split: Split) -> float:
-        return split.layer if self.config.slow else split.waited * (1 + SET_COST * split.down.sets)
+        return self.dims.layers * self.split.layer + self._most(self.head_groups, self.head_first) * self.wide_sets
 
     def cost(self) -> float:
         """What a step takes, in tiles."""
-        return self.dims.layers * self._layer_cost(self.split) + self._most(self.head_groups, self.attending_head_groups) * self.wide.sets
+        return self.busiest() + self.dims.layers * (_cost(self.config, self.down_sets, self.split) - self.split.layer)
+
+    def weights(self) -> int:
+        """Numbers in the model's matrices."""
+        d = self.dims
+        return (d.layers * (self.qkv_rows + d.q_heads * d.head_dim + 3 * d.inter) + d.vocab) * d.hidden
 
     def balance(self) -> float:
-        """Tiles that the model needs, over those that all blocks could read in the time of the
+        """Tiles that the weights fill, over those that all blocks could read in the time of the
         busiest: 1 is perfect.
         """
-        return self.needed() / (self.busiest() * self.blocks)
+        return self.weights() / 2 / self.tile_words / (self.busiest() * self.blocks)
 
-    def needed(self) -> float:
-        """Tiles that the model's matrices fill."""
-        d = self.dims
-        layer = (self.qkv_rows + d.q_heads * d.head_dim + 3 * d.inter) * d.hidden
-        return (d.layers * layer + d.vocab * d.hidden) / 2 / (ROWS * self.config.strips * self.config.line)
+
+# Of a schedule, what is known when the kernel is compiled.
+NUMBERS = (
+    "layers hidden q_heads kv_heads vocab head_norms blocks strips line span short latency wide_width wide_sets wide_fields slots hidden_words "
+    "head_words qkv_rows qkv_groups qkv_first attending out_parts out_words out_groups gate_up others gate_up_sets others_sets down_width "
+    "down_sets down_groups down_part head_groups head_first layer_turns layer_tiles"
+)
+Layout = make_dataclass("Layout", [*NUMBERS.split(), "turns", "tiles"], frozen=True)
+
+
+# Tile code, which also runs as plain Python.
+def layout_of(numbers: tuple[int, ...]) -> Any:
+    return Layout(*numbers[:-10], numbers[-10:-5], numbers[-5:])
+
+
+def dealt(s: Any, block: int, groups: int, first: int) -> tuple[int, int]:
+    """The first and the number of a block's groups: the blocks with a query head share the first
+    ones evenly, the others the rest.
+    """
+    number, blocks, some, start = block, s.attending, first, 0
+    if block >= s.attending:
+        number, blocks, some, start = block - s.attending, max(s.blocks - s.attending, 1), groups - first, first
+    here = start + number * some // blocks
+    return here, start + (number + 1) * some // blocks - here
+
+
+def placed(s: Any, turn: int, block: int) -> tuple[int, int, int, int, int, int, int]:
+    """A turn's kind, layer and number in its work item; the first of its groups and how many;
+    the tiles of a group, and the first tile.
+    """
+    turns, tiles = s.turns, s.tiles
+    layer = min(turn // s.layer_turns, s.layers)
+    sub, base = turn - layer * s.layer_turns, layer * s.layer_tiles
+    ahead, behind = min(block, s.attending), max(block - s.attending, 0)
+    kind, most, sets = HEAD, s.slots, s.wide_sets
+    first, count = dealt(s, block, s.head_groups, s.head_first)
+    before = first * s.wide_sets
+    if layer < s.layers:
+        if sub < turns[0]:
+            kind, most = QKV, s.slots // 4
+            first, count = dealt(s, block, s.qkv_groups, s.qkv_first)
+            before = first * s.wide_sets
+        elif sub < turns[0] + turns[1]:
+            kind, most, sets = OUT, s.head_words // 4, 1
+            sub, base = sub - turns[0], base + tiles[0]
+            first, count, before = 0, s.out_groups, block * s.out_groups
+            if block >= s.attending:
+                count = 0
+        elif sub < turns[0] + turns[1] + turns[2]:
+            kind, most = GATE_UP, s.slots // 2
+            sub, base = sub - turns[0] - turns[1], base + tiles[0] + tiles[1]
+            first, count, before = 0, s.gate_up, (ahead * s.gate_up + behind * s.others) * s.wide_sets
+            if block >= s.attending:
+                count = s.others
+        else:
+            kind, most, sets = DOWN, s.down_part, s.gate_up_sets
+            sub, base = sub - turns[0] - turns[1] - turns[2], base + tiles[0] + tiles[1] + tiles[2]
+            first, count = 0, s.down_groups
+            before = (ahead * s.gate_up_sets + behind * s.others_sets) * s.down_groups
+            if block >= s.attending:
+                sets = s.others_sets
+    return kind, layer, sub, first + sub * most, max(0, min(most, count - sub * most)), sets, base + before + sub * most * sets
+
+
+def _cost(config: Config, sets: int, split: Split) -> float:
+    """What a layer takes, in tiles."""
+    return split.layer if config.slow else split.waited * (1 + SET_COST * sets)
+
+
+def _splits(s: Schedule, parts: int) -> Iterator[tuple[int, Split]]:
+    """Ways to deal a layer with so many blocks of each query head, and their sets of `down`."""
+    lanes, attend = s.config.line // 4, s.dims.q_heads * parts
+    rest = max(0, s.blocks - attend)
+    out = cdiv(cdiv(s.hidden_words, parts), s.narrow_words(s.head_words))
+    groups, words, qkv_groups = cdiv(s.dims.inter, s.wide_rows // 2), s.wide_rows // 4, s.qkv_groups
+    for width in (w for w in WIDTHS if min(NARROWEST, lanes) <= w <= lanes):
+        down_groups, unit = cdiv(s.hidden_words, s.narrow_words(width)), max(1, width // words)
+        level = int(groups / s.blocks - rest / s.blocks * out * width / (s.wide_sets * width + down_groups * words))
+        tried = {max(0, n) for low in (level, level // unit * unit) for n in (low, low + 1, low + unit)} if rest else {cdiv(groups, s.blocks)}
+        for each in tried:
+            others = cdiv(max(groups - attend * each, 0), rest) if rest else 0
+            sets = [cdiv(n * words, width) for n in (each, others)]
+            load, other_load = (n * s.wide_sets + of * down_groups for n, of in zip((each, others), sets, strict=True))
+            for more in range(2 * cdiv(qkv_groups, s.blocks) + 2 if rest else 1):
+                other_qkv = min(rest * more, qkv_groups)
+                first, second = cdiv(qkv_groups - other_qkv, attend) * s.wide_sets, cdiv(other_qkv, max(rest, 1)) * s.wide_sets
+                layer = max(first + out + load, second + other_load)
+                # All blocks wait for the slowest qkv, and those without a head also for `out`, but
+                # not for the tiles that fit in their rings meanwhile.
+                waits = max(0, max(first, second) + out - second - RING)
+                waited = max(layer, max(first, second) + out + load, second + other_load + waits)
+                yield max(sets), Split(parts, qkv_groups - other_qkv, width, each, others, layer, waited)
 
 
 def default_config(device: Device, head_dim: int = 64) -> Config:
-    slow, span = device.arch in ("sm_120", "sm_121"), 64 if head_dim <= 64 else 32
-    return Config(span=span, slow=slow, num_worker_warps=None if device.is_cpu else 8)
+    return Config(span=64 if head_dim <= 64 else 32, slow=device.arch in ("sm_120", "sm_121"))
+
+
+def misfits(dims: Dims, config: Config) -> Iterator[str]:
+    """What keeps a model from these tiles with any number of blocks."""
+    if dims.hidden % 2 or dims.inter % 2:
+        yield "hidden and inter must be even"
+    if dims.q_heads % dims.kv_heads:
+        yield "key heads must divide query heads"
+    if dims.head_dim & (dims.head_dim - 1) or not 16 <= dims.head_dim <= 2 * config.line:
+        yield f"head_dim must be a power of two from 16 to {2 * config.line}, got {dims.head_dim}"
 
 
 @lru_cache(maxsize=64)
-def default_blocks(dims: Dims, device: Device, config: Config) -> int:
-    """The fewest blocks, of the last quarter of those resident, with which a step takes at most 1 %
-    more than with the best number: so many already take all of the memory's rate (an H200: 128 of
-    132).
+def schedule_of(dims: Dims, device: Device, blocks: int = 0, config: Config | None = None) -> Schedule:
+    """A model's schedule on a device.
+
+    blocks: 0 for the fewest, of the last quarter of the SMs, with which a step takes at most 1 %
+        more than with the best number: fewer than all already take all of the memory's rate.
+    Raises: ValueError for sizes that no tile holds; or for blocks that can't all be resident: they
+        would wait for each other for ever.
     """
+    config = config or default_config(device, dims.head_dim)
+    if blocks and not device.is_cpu and not 1 <= blocks <= device.sms:
+        raise argument_error("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
     sms = max(device.sms, dims.q_heads) if device.is_cpu else device.sms
-    costs = {blocks: Schedule(dims, blocks, config).cost() for blocks in range(min(max(dims.q_heads, 3 * sms // 4), sms), sms + 1)}
-    return next(blocks for blocks, cost in costs.items() if cost <= 1.01 * min(costs.values()))
-
-
-def misfit(dims: Dims, config: Config) -> str:
-    """What keeps a model from these tiles with any number of blocks, or "" if nothing does."""
-    c, d = config, dims
-    if d.hidden % 2 or d.inter % 2:
-        return "hidden and inter must be even"
-    if d.q_heads % d.kv_heads:
-        return "key heads must divide query heads"
-    if d.head_dim & (d.head_dim - 1) or not 16 <= d.head_dim <= 2 * c.line:
-        return f"head_dim must be a power of two from 16 to {2 * c.line}, got {d.head_dim}"
-    return ""
-
-
-def why_not(dims: Dims, blocks: int, config: Config) -> str:
-    """As `misfit`, with so many blocks."""
-    c, d = config, dims
-    if reason := misfit(dims, config):
-        return reason
-    if blocks < d.q_heads:
-        return f"{d.q_heads} query heads are more than {blocks} blocks"
-    if blocks > 254:
-        return f"{blocks} blocks are more than a sum's count holds: 254"
-    s = Schedule(dims, blocks, config)
-    if cdiv(s.hidden_words + 1, blocks) > c.strips * c.line // 4:
-        return f"{blocks} blocks are too few to clear {s.hidden_words + 1} words of a sum, one for a thread"
-    if s.size >= 2**31 // (ROWS * c.strips):
-        return f"{s.size} tiles are more than 32-bit indices reach"
-    return ""
+    reasons = list(misfits(dims, config))
+    if not reasons:
+        counts = [blocks] if blocks else range(min(max(dims.q_heads, 3 * sms // 4), sms), sms + 1)
+        found = [Schedule(dims, count, config) for count in counts]
+        least = min(s.cost() for s in found)
+        s = next(s for s in found if s.cost() <= 1.01 * least)
+        words, threads = s.hidden_words + 1, config.strips * config.line // 4
+        checks = {
+            f"{dims.q_heads} query heads are more than {s.blocks} blocks": s.blocks < dims.q_heads,
+            f"{s.blocks} blocks are more than a sum's count holds: 254": s.blocks > 254,
+            f"{s.blocks} blocks are too few to clear {words} words of a sum, one for a thread": cdiv(words, s.blocks) > threads,
+            f"{s.size} tiles are more than 32-bit indices reach": s.size >= 2**31 // (ROWS * config.strips),
+        }
+        reasons = [reason for reason, bad in checks.items() if bad]
+    if reasons:
+        raise argument_error("the model's sizes", 'sizes that fit the megakernel\'s tiles with mode="mega"', reasons[0])
+    return s

@@ -1,43 +1,40 @@
-"""Tiles of weights times x, and what x is: the same loop for wide products (qkv, gate and up, head)
-and narrow ones (out, down), as `shape` cuts them.
+"""Tiles of weights times x, and what x is. One loop runs all products, wide and narrow (`shape`).
 
-`places` is what a thread keeps of a turn: o and i, [1, MOST, 1] and [1, 1, EACH], number the fields
-of a line, at their smallest, and the groups beside.
+A thread keeps the results of a turn by its `places` (o, i), [1, MOST, 1] and [1, 1, EACH]: which
+field of a line, of the most that any form has, and which value of the field.
 """
 
 import cuda.tile as ct
 
-from .words import high_of, low_of, packed, rounded
+from .shape import DOWN, GATE_UP, OUT, QKV
+from .words import added, high_of, low_of, packed, rounded
 
-QKV, OUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4  # as `shape.Kind`
 
-
-def normed(x, weights, xs, eps, HIDDEN, STRIPS, LINE, dtype):
-    """What wide tiles are multiplied with: words of x, normed, in as many tiles as xs has; the rest
-    as it was.
+def normed(x, weights, xs, eps, s, dtype):
+    """The normed residual stream in the first sets of xs, as wide tiles are multiplied by it; the
+    other sets stay.
     """
-    SETS, WIDTH = len(x[0]), x[0][0].shape[1] // STRIPS
-    squares = x[0][0] * x[0][0] + x[1][0] * x[1][0]
+    STRIPS, LINE, SETS, WIDTH = s.strips, s.line, s.wide_sets, s.wide_width
+    squares = x[0][0] * x[0][0] + x[0][1] * x[0][1]
     for n in ct.static_iter(range(1, SETS)):
-        squares = squares + x[0][n] * x[0][n] + x[1][n] * x[1][n]
-    rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / HIDDEN) + eps)
+        squares = squares + x[n][0] * x[n][0] + x[n][1] * x[n][1]
+    rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / s.hidden) + eps)
     new: tuple = ()
-    for n in ct.static_iter(range(len(xs))):
-        if n < SETS:
-            low, high = rounded(x[0][n] * rstd, dtype), rounded(x[1][n] * rstd, dtype)
-            words = packed(low * low_of(weights[n], dtype), high * high_of(weights[n], dtype), dtype)
-            if LINE > WIDTH:
-                words = ct.broadcast_to(words.reshape((STRIPS, 1, WIDTH)), (STRIPS, LINE // WIDTH, WIDTH))
-            new = (*new, words.reshape((STRIPS, LINE)))
-        else:
-            new = (*new, xs[n])
-    return new
+    for n in ct.static_iter(range(SETS)):
+        low, high = rounded(x[n][0] * rstd, dtype), rounded(x[n][1] * rstd, dtype)
+        words = packed(low * low_of(weights[n], dtype), high * high_of(weights[n], dtype), dtype)
+        if LINE > WIDTH:
+            words = ct.broadcast_to(words.reshape((STRIPS, 1, WIDTH)), (STRIPS, LINE // WIDTH, WIDTH))
+        new = (*new, words.reshape((STRIPS, LINE)))
+    return with_first(new, xs)
+
+
+def with_first(first, xs):
+    return (*first, *tuple(xs[n] for n in ct.static_iter(range(len(first), len(xs)))))
 
 
 def fields_sum(values, FIELDS):
-    """Sums over the parts of each field, of sums over the smallest fields [STRIPS, most fields, 1]:
-    as often as they have parts.
-    """
+    """Of sums over the most fields, [STRIPS, most, 1], those over FIELDS fields, repeated."""
     STRIPS, MOST = values.shape[0], values.shape[1]
     if FIELDS == MOST:
         return values
@@ -47,22 +44,19 @@ def fields_sum(values, FIELDS):
     return ct.broadcast_to(total, (STRIPS, FIELDS, MOST // FIELDS)).reshape((STRIPS, MOST, 1))
 
 
-def product(W, tile, groups, sets, kind, until, xs, FORMS, STRIPS, LINE, MOST, LATENCY, dtype):
-    """Rows of `groups` groups of tiles, times xs: for each row of a tile [STRIPS, MOST, each], a
-    group where `until` counts its number.
+def product(W, tile, groups, sets, kind, until, xs, s, dtype):
+    """The rows of `groups` groups of tiles, from `tile` on, times xs: for each row of a tile
+    [STRIPS, MOST, EACH], of the group whose number is in `until`.
 
-    The loop around the loads holds nothing else: the compiler gives a ring of many buffers only to
-    a loop without branches and other loads, and lets its producer run on only if no store stands in
-    it.
+    Nothing else is in this loop: the compiler makes a ring of many buffers only for a loop without
+    branches and other loads, and its producer runs ahead only if nothing is stored.
     """
-    EACH = until.shape[2]
-    WIDE, NARROW_OUT, NARROW_DOWN = LINE // FORMS[0], LINE // FORMS[2], LINE // FORMS[3]
+    STRIPS, LINE, MOST, EACH = s.strips, s.line, until.shape[1], until.shape[2]
+    OUT_FIELDS, DOWN_FIELDS = LINE // s.head_words, LINE // s.down_width
     ONE_SET, number = len(xs) == 1, ct.zeros((STRIPS, MOST, 1), ct.int32)
-    ys: tuple = ()
-    for s in ct.static_iter(range(8)):
-        ys = (*ys, ct.zeros((STRIPS, MOST, EACH), ct.float32))
+    ys = tuple(ct.zeros((STRIPS, MOST, EACH), ct.float32) for _ in ct.static_iter(range(8)))
     for i in range(groups * sets):
-        w = ct.load(W, (tile + i, 0, 0), (8 * STRIPS, 1, LINE), check_bounds=False, latency=LATENCY)
+        w = ct.load(W, (tile + i, 0, 0), (8 * STRIPS, 1, LINE), check_bounds=False, latency=s.latency)
         x = xs[0]
         if not ONE_SET:
             here = ct.broadcast_to(number, (STRIPS, MOST, LINE // MOST)).reshape((STRIPS, LINE))
@@ -70,27 +64,27 @@ def product(W, tile, groups, sets, kind, until, xs, FORMS, STRIPS, LINE, MOST, L
                 x = ct.where(here == n, xs[n], x)
         x_low, x_high = low_of(x, dtype), high_of(x, dtype)
         new: tuple = ()
-        for s in ct.static_iter(range(8)):
-            ws = ct.extract(w, (s, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE))
-            terms = (low_of(ws, dtype) * x_low + high_of(ws, dtype) * x_high).reshape((STRIPS, MOST, LINE // MOST))
+        for row in ct.static_iter(range(8)):
+            words = ct.extract(w, (row, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE))
+            terms = (low_of(words, dtype) * x_low + high_of(words, dtype) * x_high).reshape((STRIPS, MOST, LINE // MOST))
             smallest = ct.sum(terms, axis=2, keepdims=True)
-            value = fields_sum(smallest, WIDE)
-            if NARROW_OUT == NARROW_DOWN:
-                value = ct.where((kind == OUT) | (kind == DOWN), fields_sum(smallest, NARROW_OUT), value)
+            value = fields_sum(smallest, s.wide_fields)
+            if OUT_FIELDS == DOWN_FIELDS:
+                value = ct.where((kind == OUT) | (kind == DOWN), fields_sum(smallest, OUT_FIELDS), value)
             else:
-                value = ct.where(kind == OUT, fields_sum(smallest, NARROW_OUT), value)
-                value = ct.where(kind == DOWN, fields_sum(smallest, NARROW_DOWN), value)
-            if s == 0:
-                # Plus 0, which only the loaded value tells: what depends on the loop alone is
-                # computed when the load is started, and its predicates go round through the stages
-                # of the ring, bit by bit: that took twice the time of all else in the loop.
+                value = ct.where(kind == OUT, fields_sum(smallest, OUT_FIELDS), value)
+                value = ct.where(kind == DOWN, fields_sum(smallest, DOWN_FIELDS), value)
+            if row == 0:
+                # Plus a 0 that depends on the loaded value. The compiler computes what depends only
+                # on the loop when it starts the load, and carries these predicates through the
+                # stages of the ring bit by bit, which took twice the time of the rest of the loop.
                 bits = ct.bitcast(value, ct.int32)
                 zero = bits * (bits + 1) & 1
                 until, number = until + zero, number + zero
             if ONE_SET:
-                new = (*new, ct.where(until == 0, value, ys[s]))
+                new = (*new, ct.where(until == 0, value, ys[row]))
             else:
-                new = (*new, ys[s] + ct.where(until == 0, value, 0.0))
+                new = (*new, ys[row] + ct.where(until == 0, value, 0.0))
         ys = new
         if ONE_SET:
             until = until - 1
@@ -100,50 +94,49 @@ def product(W, tile, groups, sets, kind, until, xs, FORMS, STRIPS, LINE, MOST, L
     return ys
 
 
-def part_of(o, i, MOST, FIELDS):
-    """Which of a field's values a thread keeps, and the field."""
-    return o % (MOST // FIELDS) * i.shape[2] + i, o // (MOST // FIELDS)
+def part_of(places, FIELDS):
+    """For a form of so many fields: which of a field's values a thread keeps, and the field."""
+    o, i = places
+    return o % (o.shape[1] // FIELDS) * i.shape[2] + i, o // (o.shape[1] // FIELDS)
 
 
-def groups_of(kind, o, i, FORMS, LINE, MOST):
-    """The group whose sums each thread keeps, [1, MOST, each]: in a wide turn of few groups,
-    several keep the same.
+def groups_of(kind, places, s):
+    """The group whose sums a thread keeps, [1, MOST, EACH]. Where a wide turn has few groups,
+    several threads keep the same.
     """
-    SLOTS = FORMS[0] // 4
-    slot = part_of(o, i, MOST, LINE // FORMS[0])[0]
+    slot = part_of(places, s.wide_fields)[0]
     if kind == QKV:
-        slot = slot % (SLOTS // 4)
+        slot = slot % (s.slots // 4)
     elif kind == GATE_UP:
         slot = slot // 2
     elif kind == OUT:
-        slot = part_of(o, i, MOST, LINE // FORMS[2])[0]
+        slot = part_of(places, s.line // s.head_words)[0]
     elif kind == DOWN:
-        slot = part_of(o, i, MOST, LINE // FORMS[3])[0]
+        slot = part_of(places, s.line // s.down_width)[0]
     return slot
 
 
-def active_of(ys, o, i, FORMS, LINE, MOST, dtype):
-    """silu(gate) * up of a turn's inner columns, as words [1, LINE / 4]: those of group g of f
-    fields are 2 g f to 2 (g + 1) f.
+def active_of(ys, places, s, dtype):
+    """silu(gate) * up of a turn's inner columns, as words [1, LINE / 4]. `pack.inner_columns` knows
+    their order.
     """
-    FIELDS, SLOTS = LINE // FORMS[0], FORMS[0] // 4
-    first = part_of(o, i, MOST, FIELDS)[0] % 2 == 0
-    rows = (ct.where(first, ys[0], ys[4]), ct.where(first, ys[1], ys[5]), ct.where(first, ys[2], ys[6]), ct.where(first, ys[3], ys[7]))
-    r = ct.reduce(rows, 0, add4, (0.0, 0.0, 0.0, 0.0), keepdims=True)
+    FIELDS, WORDS = s.wide_fields, s.line // 4
+    first = part_of(places, FIELDS)[0] % 2 == 0
+    r = ct.reduce(tuple(ct.where(first, ys[n], ys[n + 4]) for n in ct.static_iter(range(4))), 0, added, (0.0, 0.0, 0.0, 0.0), keepdims=True)
     low = ct.truediv(r[0], 1.0 + ct.exp(-r[0]), rounding_mode=ct.RoundingMode.APPROX) * r[1]
     high = ct.truediv(r[2], 1.0 + ct.exp(-r[2]), rounding_mode=ct.RoundingMode.APPROX) * r[3]
     words = packed(low, high, dtype)
     if FIELDS > 1:
-        words = ct.permute(words.reshape((FIELDS, SLOTS)), (1, 0))
-    return words.reshape((1, LINE // 4))
+        words = ct.permute(words.reshape((FIELDS, s.slots)), (1, 0))
+    return words.reshape((1, WORDS))
 
 
 def repeated(words, x):
     """A row [1, WIDTH] of x for narrow tiles: for each row of W in a line.
 
-    x: some tile of x. The row takes its layout on the way, from zeros that the compiler does not
-        know to be zeros: without them each thread makes a row of all strips, and stores all of it
-        for others, 32 times 16 bytes.
+    x: any tile of x, for its layout. It lends zeros that the compiler does not know to be zeros;
+        without them each thread would make the row for all strips, and store all of it for others,
+        32 times 16 bytes.
     """
     (STRIPS, LINE), WIDTH = x.shape, words.shape[1]
     zeros = ct.extract(x, (0, 0), (1, LINE))
@@ -152,24 +145,8 @@ def repeated(words, x):
     return ct.broadcast_to(row, (STRIPS, LINE))
 
 
-def inner_sets(active, xs, WIDTH, SETS, LINE):
-    """What `down` is multiplied with, from the words of all turns of gate and up."""
-    EACH = LINE // 4 // WIDTH
-    new: tuple = ()
-    for n in ct.static_iter(range(len(xs))):
-        if n < SETS:
-            new = (*new, repeated(ct.extract(active[n // EACH], (0, n % EACH), (1, WIDTH)), xs[n]))
-        else:
-            new = (*new, xs[n])
-    return new
-
-
-def with_first(first, xs):
-    found: tuple = (first,)
-    for n in ct.static_iter(range(1, len(xs))):
-        found = (*found, xs[n])
-    return found
-
-
-def add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+def inner_sets(active, xs, s):
+    """What `down` is multiplied by, from the words of all turns of gate and up."""
+    WIDTH, EACH = s.down_width, s.line // 4 // s.down_width
+    sets = tuple(repeated(ct.extract(active[n // EACH], (0, n % EACH), (1, WIDTH)), xs[n]) for n in ct.static_iter(range(s.down_sets)))
+    return with_first(sets, xs)

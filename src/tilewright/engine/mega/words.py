@@ -1,13 +1,8 @@
-"""What blocks tell each other, and how: publish and poll, and sums.
+"""Words, and how blocks exchange them through mailboxes: publish and poll.
 
-A mailbox word is 64 bits: a token's epoch above, a value of 32 bits below (two neighbours of 16
-bits, or one fp32). It is published by a relaxed maximum, since epochs only grow, and polled by
-relaxed loads until the epoch is there: no word needs an order with another.
-
-A word of a sum is two fixed-point fields of 28 bits and, in the upper 8, how many have come. All
-that happens to it are relaxed integer additions, so their order does not matter; the word is whole
-when its count is. It is cleared by one more addition, of what its owner has read in it, negated,
-with a count of 1: a reader waits for the clearing too, so no addition can fall before it.
+A mailbox word has 64 bits: the epoch above, a value of 32 bits below (two neighbours of 16 bits,
+or one fp32). Epochs only grow, so a relaxed atomic maximum publishes a word, and relaxed loads poll
+it. No word needs an order with another.
 """
 
 from typing import Annotated, Any
@@ -22,72 +17,86 @@ Stack = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2), static_st
 Stacks = Annotated[Any, ct.ArrayAnnotation(static_shape_dims=(0, 1, 2, 3), static_stride_dims=(0, 1, 2, 3))]
 
 RELAXED, DEVICE = ct.MemoryOrder.RELAXED, ct.MemoryScope.DEVICE
-NOWHERE = 2**31 - 1
-FIELD_BITS, COUNT_SHIFT = 28, 56
-FIELD = (1 << FIELD_BITS) - 1
-ARRIVAL = 1 << COUNT_SHIFT
-HALF_FIELD = 1 << (FIELD_BITS - 1)
-FRACTION = 17  # bits behind the fixed point
-RANGE = HALF_FIELD >> FRACTION  # a sum lies in -RANGE .. RANGE
+NOWHERE = 2**31 - 1  # an index behind the end of every array
+
+
+def padded(shape, index):
+    """A tile's shape with as many axes as the index of its array."""
+    return (*tuple(1 for _ in ct.static_iter(range(len(index) - len(shape)))), *shape)
 
 
 def look(array, index, shape):
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1)
+    """A tile of what other blocks may be writing. Leading axes of 1 may be left out of `shape`."""
+    return ct.load(
+        array, index, padded(shape, index), check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1
+    ).reshape(shape)
 
 
 def fetch(array, index, shape):
-    """A tile of what no block writes in this launch."""
-    return ct.load(array, index, shape, check_bounds=False, allow_tma=False, latency=1)
+    """As `look`, of what no block writes in this launch."""
+    return ct.load(array, index, padded(shape, index), check_bounds=False, allow_tma=False, latency=1).reshape(shape)
 
 
 def put(array, index, words):
-    ct.store(array, index, words, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+    tile = words.reshape(padded(words.shape, index))
+    ct.store(array, index, tile, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
 
 
 def publish(array, index, bits, epoch):
-    """Words of these bits, int64; those whose index lies behind the array's end are left out."""
-    words = ct.broadcast_to(bits | (ct.astype(epoch, ct.int64) << 32), index[-1].shape)
-    ct.atomic_max(array, index, words, check_bounds=True, memory_order=RELAXED, memory_scope=DEVICE)
-
-
-def add(array, index, update):
-    """As `publish` leaves out."""
-    ct.atomic_add(array, index, update, check_bounds=True, memory_order=RELAXED, memory_scope=DEVICE)
+    """Words of these bits, int64, but not where the index is NOWHERE."""
+    ct.atomic_max(array, index, ct.broadcast_to(bits | above(epoch), index[-1].shape), check_bounds=True, memory_order=RELAXED, memory_scope=DEVICE)
 
 
 def polled(looks_at, found, wanted, place, waiter):
-    """What `looks_at` finds as soon as its smallest epoch or count is `wanted`; and the waiter's
-    patience left.
+    """What `looks_at` finds as soon as its smallest epoch or count is `wanted`; and the polls that
+    are left.
 
-    looks_at: of 0, values and their smallest number. found: values of the same types. waiter:
-        STUCK, block, patience (polls; 0 for ever).
+    looks_at: takes a 0, returns tiles and their smallest number. found: tiles of the same types.
+    place: what the block waits for, for the error.
+    waiter: STUCK, the block, and the polls that are left (0: any number).
     """
     STUCK, block, patience = waiter
     polls, lowest = 0, 0
     while lowest < wanted:
-        # The look before tells that this is 0: else one look would be taken for the other.
+        # The 0 comes from the poll before: otherwise the compiler would merge the two.
         found, lowest = looks_at(min(lowest, 0))
         polls = polls + 1
         if (polls == patience) & (lowest < wanted):
-            # The least of places * 256 + block is left: the first that somebody misses. By a thread
-            # of all: what fewer do has a result that all wait for. Nobody waits long who has given
-            # up.
+            # STUCK keeps the smallest place * 256 + block: the first wait that failed. All threads
+            # take part, because an atomic by fewer has a result that all of them wait for. From now
+            # on the block polls once.
             thread = ct.arange(256, dtype=ct.int32)
             ct.atomic_min(STUCK, ct.where(thread == 0, 0, NOWHERE), thread * 0 + (place * 256 + block), memory_order=RELAXED, memory_scope=DEVICE)
             lowest, patience = wanted, 1
     return found, patience
 
 
+def polled_row(array, row, columns, shape, number, wanted, place, waiter):
+    """As `polled`, tiles of a row, whose words have copies on the second axis. number: of a word,
+    its epoch or count.
+    """
+
+    def looks_at(zero):
+        seen: tuple = ()
+        least = ct.full(shape, NOWHERE, ct.int32)
+        for n in ct.static_iter(range(len(columns))):
+            words = look(array, (row + zero, 0, columns[n]), shape)
+            seen, least = (*seen, words), ct.minimum(least, number(words))
+        return seen, ct.min(least)
+
+    return polled(looks_at, tuple(ct.zeros(shape, ct.int64) for _ in ct.static_iter(range(len(columns)))), wanted, place, waiter)
+
+
+def above(epoch):
+    return ct.astype(epoch, ct.int64) << 32
+
+
 def epoch_of(words):
     return (words >> 32).astype(ct.int32)
 
 
-def count_of(words):
-    return (words >> COUNT_SHIFT).astype(ct.int32) & 255
-
-
 def low_of(words, dtype):
-    """fp32 of the lower neighbour in 32-bit words."""
+    """The lower neighbours in 32-bit words, fp32."""
     if dtype == ct.bfloat16:
         return ct.bitcast(words << 16, ct.float32)
     return ct.bitcast((words & 65535).astype(ct.uint16), dtype).astype(ct.float32)
@@ -106,9 +115,15 @@ def packed(low, high, dtype):
 
 
 def as_bits(words):
-    """32-bit words as the lower half of int64."""
+    """32-bit words as the lower halves of int64."""
     return ct.bitcast(words, ct.uint32).astype(ct.int64)
 
 
 def rounded(x, dtype):
     return x.astype(dtype).astype(ct.float32)
+
+
+def added(*values):
+    """For ct.reduce of several arrays: the first half of the arguments plus the second."""
+    half = len(values) // 2
+    return tuple(values[n] + values[n + half] for n in ct.static_iter(range(half)))

@@ -81,7 +81,7 @@ def attention_kernel(
     KEY_AXIS = 3 if KEYS_LAST else 2
     if VARLEN:
         batch, tile = packed_tile(CU_SEQLENS_Q, tile, TILE_M)
-        # Slices end where the sequence ends: beyond, loads give zeros and stores do nothing.
+        # Slices end with the sequence: beyond it, loads give zeros and stores do nothing.
         first_q, end_q = ct.load(CU_SEQLENS_Q, (batch,), ()), ct.load(CU_SEQLENS_Q, (batch + 1,), ())
         first_kv, end_kv = ct.load(CU_SEQLENS_KV, (batch,), ()), ct.load(CU_SEQLENS_KV, (batch + 1,), ())
         Q, OUT = rows_from(Q, 2, first_q, end_q), rows_from(OUT, 2, first_q, end_q)
@@ -133,7 +133,7 @@ def attention_kernel(
             ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
     if CAUSAL and not PERSISTENT:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the longest tiles first
     if PERSISTENT:
         shape = (tiles, Q.shape[1], Q.shape[0])
         items = tiles * shape[1] * shape[2]

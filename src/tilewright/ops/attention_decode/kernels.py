@@ -13,9 +13,9 @@ from ..common.weight_tiles import e4m3_planes, joined
 
 ZERO = ct.PaddingMode.ZERO
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
-# Codes become numbers of 2**-8 (fp16) or 2**-120 (bf16) of their value, without an instruction for
-# that factor. It is made good by the queries, the scale of the scores, the weights and the sums, so
-# that all of them stay among the normal numbers.
+# Codes become numbers that are 2**-8 (fp16) or 2**-120 (bf16) of their value, because that takes no
+# instruction. The queries, the scale of the scores, the weights and the sums each make up for a
+# part of this factor, so that all of them stay normal numbers.
 CODES_FLOAT16, CODES_BFLOAT16 = (1.0, 2.0**8, 2.0**8, 1.0), (2.0**60, 2.0**60, 2.0**60, 2.0**60)
 
 
@@ -28,7 +28,7 @@ def apart(x):
 
 
 def together(x):
-    """What `apart` took apart."""
+    """The inverse of `apart`."""
     R, C = x.shape
     even, odd = ct.extract(x, (0, 0), (R, C // 2)), ct.extract(x, (0, 1), (R, C // 2))
     return ct.cat((even.reshape((R, C // 2, 1)), odd.reshape((R, C // 2, 1))), 2).reshape((R, C))
@@ -94,10 +94,10 @@ def attention_decode_kernel(
     TILE_V. SHARED: v is the first columns of k, and its tiles are those of k.
     LATE: the denominators are summed over the keys of a tile after the last one. SLICED: keys are
     read through a view that ends with the sequence, and behind which loads give zeros, so that one
-    loop serves whole and partial tiles: a loop of its own for these takes half of the shared
-    memory, and each tile of the others is then loaded only when the one before it is done with.
-    PAIRED: SLICED, and two tiles a step of the loop: each load has memory of its own, so that the
-    next tile comes while this one is worked on whatever the compiler thinks of it.
+    loop serves whole and partial tiles. A second loop for partial tiles would take half of the
+    shared memory, and the first would load each tile only after the one before is used.
+    PAIRED: SLICED, and two tiles in each step of the loop. Each load has memory of its own, so the
+    next tile arrives while this one is in use, however the compiler schedules it.
     Without SPLIT_KV: OUT [batch, q_heads, q_len, columns of v], LSE [batch, q_heads, q_len].
     Without NORMALIZE OUT is the fp32 sum, LSE its maximum and DENOMINATOR, like LSE, its
     denominator.
@@ -106,7 +106,7 @@ def attention_decode_kernel(
     SINKS fp32 [q_heads]. int32: KV_LEN, KV_START [batch], BLOCK_TABLE [batch, max_pages]. What a
     flag says is absent is not touched.
     CODES: K and V hold e4m3, four columns an int32 word, and K_SCALE, V_SCALE fp32 [batch,
-    kv_heads, max_len] or [pages, kv_heads, page_size] what they are multiplied by. Words become
+    kv_heads, max_len] or [pages, kv_heads, page_size] are their scales. Words become
     numbers of Q's dtype in registers, the even columns first; queries and sums follow that order.
     scale: of the scores; without SOFTCAP times log2(e). cap: times log2(e).
     """
@@ -130,8 +130,8 @@ def attention_decode_kernel(
         begin, last_begin = max(start, end - last_token - window), max(start, end - window)
     begin = min(begin, end)
 
-    # This block's tiles: [first, last). Of them [first, head_end) and [tail, last) may hold keys
-    # that some row is not to see.
+    # This block's tiles: [first, last). Of them, [first, head_end) and [tail, last) may hold keys
+    # that are hidden from some row.
     first, last, origin = begin // TILE_N, ct.cdiv(end, TILE_N), 0
     if SLICED and PAGE_SIZE == 0:
         K, V = rows_from(K, 2, begin, end), rows_from(V, 2, begin, end)
@@ -231,8 +231,8 @@ def attention_decode_kernel(
         return scores
 
     def step(j, state, MASKED, MAY_END=False):
-        """With the j-th tile of keys; if MAY_END there may be none, and nothing of what is loaded
-        instead is visible.
+        """With the j-th tile of keys. If MAY_END there may be none; what is loaded instead is not
+        visible.
         """
         accumulators, maximum, denominator = state
         key, at, page = origin + j * TILE_N + ct.arange(TILE_N, dtype=ct.int32), j, batch

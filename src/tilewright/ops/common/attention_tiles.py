@@ -13,8 +13,8 @@ from ...launch import next_pow2
 from .softmax_tiles import FLOOR, LN2, product, softmax_step
 
 ZERO = ct.PaddingMode.ZERO
-# Weights of 8 bits are made up to 2**8, of which e4m3 holds 448: its least number is then 2**-17 of
-# the largest weight.
+# Weights of 8 bits go up to 2**8 (e4m3 holds up to 448), so the least number is 2**-17 of the
+# largest weight.
 SHIFT = 8
 
 
@@ -50,9 +50,9 @@ def item_of_block(item, shape, CAUSAL):
     """(tile, head, batch) that a persistent block comes to at bid, bid + blocks, ... of all items
     of `shape`; of the last one behind them.
 
-    The tiles of a head stand side by side, so that its keys are read once from memory: one tile of
-    each head after the other would read them for each tile anew. Every other wave, where it is
-    whole, runs backwards: under a causal mask short tiles then follow long ones in each block.
+    The tiles of a head are consecutive, so that its keys are read from memory once, and not again
+    for each tile. Every other whole wave runs backwards: under a causal mask, each block then gets
+    short tiles after long ones.
     """
     (tiles, heads, batches), blocks = shape, ct.num_blocks(0)
     begin = item // blocks * blocks
@@ -61,7 +61,7 @@ def item_of_block(item, shape, CAUSAL):
     item = min(item, tiles * heads * batches - 1)
     tile = item % tiles
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the longest tiles first
     return tile, item // tiles % heads, item // (tiles * heads)
 
 
@@ -161,7 +161,7 @@ def softmax_over_keys(
         sums, maximum, denominator = state
         scores = scores_of(j, TILE)
         if HIDDEN:
-            # Not in front of the loops: H200, causal, head_dim 128, 512 to 4096 queries 1 to 2 %
+            # Not before the loops: H200, causal, head_dim 128, 512 to 4096 queries 1 to 2 %
             # slower.
             row = first + ct.arange(TILE_M, dtype=ct.int32)[:, None]
             key = j * TILE + ct.arange(TILE, dtype=ct.int32)[None, :]
@@ -187,7 +187,7 @@ def softmax_over_keys(
                 new = (*new, product(weights, values[i], sums[i] * factor, TF32X3))
         return new, maximum, denominator
 
-    # A loop for the whole tiles apart from those for the partly hidden ones: a branch in one loop
+    # A loop for the whole tiles, and others for the partly hidden ones: a branch in one loop
     # keeps the compiler from overlapping the softmax of a step with the products of the next (H200,
     # causal, 1k to 4k queries: 10 to 25 % slower).
     if HAS_WINDOW:
@@ -202,7 +202,7 @@ def softmax_over_keys(
 
 
 def normaliser_and_lse(maximum, denominator, dtype):
-    """What sums are multiplied by, and the natural-log lse; 0 and -inf where no key was seen.
+    """The factor of the sums, and the natural-log lse; 0 and -inf where no key was seen.
     dtype: of the sums once they are stored.
     """
     seen = ct.where(denominator == 0.0, 1.0, denominator)

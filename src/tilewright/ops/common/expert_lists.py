@@ -64,7 +64,7 @@ def moe_permute_kernel(
     """Block i: the panels of expert i, and the copies of token i to the rows of its experts.
 
     Grid: the larger of both numbers. Each expert's rows begin at a multiple of TILE_M, so that a
-    panel is a whole tile; what lies between is never looked at.
+    panel is a whole tile; what lies between is never read.
     ids, ranks: [tokens * TOP_K]. counts: [experts]. x: [tokens, COLS].
     panels: int32 [1 + most panels], their number and of each its expert.
     rows: int32 [tokens * TOP_K], the row of each in sorted_x [most rows, COLS], -1 where there is
@@ -158,7 +158,8 @@ def moe_sum_kernel(
         parts: tuple = ()
         for k in ct.static_iter(range(first, min(first + LOADS, TOP_K))):
             row, weight = ct.gather(rows, token * TOP_K + k), ct.gather(weights, (token, k))
-            # Without an expert some row is read, and not used: no branch keeps the loads apart.
+            # Without an expert some row is read but not used, so that no branch separates the
+            # loads.
             parts = (*parts, (row, weight, ct.load(y, (max(row, 0), j), (1, TILE_N), padding_mode=ZERO, allow_tma=False)))
         for row, weight, part in ct.static_iter(parts):
             acc = ct.where(row >= 0, acc + weight * part.astype(ct.float32), acc)

@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ...launch import next_pow2
 
-MOST_PDL_ROWS = 64  # what a decode step has; launches for more are long beside what they would save
+MOST_PDL_ROWS = 64  # rows of a decode step; longer launches gain little
 
 
 def use_pdl(rows: int, persistent: bool) -> bool:
@@ -31,9 +31,8 @@ def pdl_overlap(PERSISTENT=False):
     """The first line of a kernel that may be launched with PDL.
 
     It lets the next launch begin, then waits until the launch before has ended. Nothing may be read
-    or written in front of it. Without PDL it does nothing. In persistent kernels (PERSISTENT) it
-    does nothing either: they are not launched with PDL, and the next launch would take room from
-    them.
+    or written before it. Without PDL it does nothing; in persistent kernels (PERSISTENT) neither:
+    they are not launched with PDL, and the next launch would take room from them.
     """
     if not PERSISTENT:
         pdl_launch_dependents()

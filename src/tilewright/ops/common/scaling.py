@@ -211,7 +211,7 @@ def torch_product(x: Tensor, w: Tensor, scale_a: Tensor | None, scale_b: Tensor 
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Zeros up to multiples of 16, which torch._scaled_mm wants; row-major."""
+    """Padded with zeros to multiples of 16, as torch._scaled_mm needs; row-major."""
     pad = [-n % 16 for n in x.shape]
     return torch.nn.functional.pad(x.view(torch.uint8), (0, pad[1], 0, pad[0])).view(x.dtype).contiguous()
 

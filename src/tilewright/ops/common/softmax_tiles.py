@@ -15,7 +15,7 @@ from ...launch import argument_error, check_number, check_positive, check_tensor
 from .scaling import FP8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_SOFTCAP = 2.0**64  # neither it nor scale / softcap leaves the normal numbers of fp32
+MAX_SOFTCAP = 2.0**64  # it and scale / softcap are normal numbers of fp32
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
 
 LOG2E = math.log2(math.e)
@@ -100,7 +100,7 @@ def sink_factor(maximum, denominator, sink):
     """What normalises rows whose softmax sees, beside the keys, a score `sink` (in base 2) that has
     no value. Any sink, infinities too.
     """
-    total = denominator + ct.exp2(sink - maximum)  # infinite for a sink far above the scores: nothing of them is left
+    total = denominator + ct.exp2(sink - maximum)  # infinite for a sink far above the scores, of which nothing is left
     return 1.0 / ct.where(total == 0.0, 1.0, total)
 
 

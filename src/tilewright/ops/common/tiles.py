@@ -26,8 +26,8 @@ def grouped_tile(index, tiles_m, tiles_n, group):
 def of_width(matrix, cols):
     """The matrix [rows, cols], with its width known when compiling.
 
-    A bound that is only known when running puts each wide load into a branch of its own, with its
-    conversion: one load in flight per thread.
+    A width that is only known when running puts each wide load and its conversion into a branch of
+    its own, with one load in flight per thread.
     """
     return matrix.slice(1, 0, cols)
 
@@ -56,8 +56,8 @@ def load_masked(matrix, at, shape, padding, whole, latency, tma):
     """As `load_tile`, of a matrix [rows, columns]; the loads of a tile that does not lie inside run
     together too.
 
-    It is gathered: the compiler makes predicates of a gather's masks. The TMA unit checks for
-    nothing, but pads with zeros only.
+    It is gathered, because the compiler makes predicates of a gather's masks. The TMA unit checks
+    for free, but pads with zeros only.
     """
     if whole or (tma and padding == ct.PaddingMode.ZERO):
         return load_tile(matrix, at, shape, padding, whole, latency, tma)
@@ -123,7 +123,7 @@ def vector_chunk(VECTOR, j, COLS, TILE_N):
 
 
 def rounded_sum(x, more):
-    """x + more, rounded to their dtype: what is normalised is what is kept."""
+    """x + more, rounded to their dtype, so that what is normed is what is stored."""
     return (x.astype(ct.float32) + more.astype(ct.float32)).astype(x.dtype)
 
 
@@ -177,7 +177,7 @@ def _load_columns(X, at, pair, first, count, whole, latency):
     """A tile of columns first .. first + count - 1.
 
     One that does not lie inside is gathered: the compiler makes predicates of a gather's masks, so
-    that loads stay wide and all run together. What `ct.load` checks is loaded vector by vector,
+    that loads stay wide and all are in flight together. A checked `ct.load` loads vector by vector,
     each in a branch that waits for the one before.
     """
     if whole:

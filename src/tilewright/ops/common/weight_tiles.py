@@ -12,9 +12,10 @@ from .weight_formats import E2M1, E4M3, INT4, INT8, PLANE, WORDS
 
 SIGNS, E2M1_REST = 0x80008000 - (1 << 32), 0x01C001C0
 E2M1_BYTES, E2M1_MOST, E2M1_BIT = 0x9C9C9C9C - (1 << 32), 0x8C8C8C8C - (1 << 32), 0x10101010
-# Of e4m3 in a half-word: what its bits without the sign are shifted by, and where they then stand.
+# Of e4m3 in a half-word: by how much its bits without the sign are shifted, and where they are
+# then.
 E4M3_BFLOAT16, E4M3_FLOAT16 = (4, 0x07F007F0), (1, 0x3F803F80)
-SMALL = 2.0**16  # what fp4 weights are short of in the sum: 2**110 of their scale and 2**126 of their codes
+SMALL = 2.0**16  # the factor that sums of fp4 weights lack: 2**110 of their scale and 2**126 of their codes
 
 
 def zero_point(zeros, i, CODE):

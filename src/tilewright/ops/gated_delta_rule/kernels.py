@@ -21,7 +21,7 @@ from ..common.tiles import load_tile, rows_from
 
 ZERO = ct.PaddingMode.ZERO
 LOG2E = math.log2(math.e)
-FLOOR = -1.0e30  # an exponent of nothing
+FLOOR = -1.0e30  # the exponent of a factor of 0
 # Log2 of the least decay of a token: it leaves 1e-13 of the state. Behind a larger one the sums of
 # a chunk would lose the decays of its other tokens.
 LEAST_DECAY = -43.0
@@ -87,7 +87,7 @@ def recurrent_kernel(
             decay = ct.exp(ct.load(G, (b, h, t), ()).astype(ct.float32))
         beta = ct.load(BETA, (b, h, t), ()).astype(ct.float32)
         of_k, of_q = 1.0, scale
-        if NORMALIZE and K.dtype == ct.float32:  # in the definition's order; rsqrt is 2 ulp off
+        if NORMALIZE and K.dtype == ct.float32:  # in the definition's order; rsqrt has an error of 2 ulp
             q, k = q * (1.0 / ct.sqrt(ct.sum(q * q) + eps)), k * (1.0 / ct.sqrt(ct.sum(k * k) + eps))
         elif NORMALIZE:  # no sum waits for another
             of_k, of_q = ct.rsqrt(ct.sum(k * k) + eps), ct.rsqrt(ct.sum(q * q) + eps) * scale
@@ -181,8 +181,8 @@ def solve_kernel(
     CHUNK: ct.Constant[int],
     TILE_K: ct.Constant[int],
 ):
-    """What a chunk is without the state, of HEADS value heads of one key head. Grid (chunks,
-    v_heads / HEADS).
+    """What a chunk needs that does not depend on the state, for HEADS value heads of one key head.
+    Grid (chunks, v_heads / HEADS).
 
     T, P [chunks, v_heads, CHUNK, CHUNK]. FACTORS [chunks, v_heads, 4, CHUNK]: of each token, what
     scales K S, the K of the new state, and Q S. DECAY [chunks, v_heads]: of the chunk.
@@ -324,7 +324,7 @@ def scan_kernel(
             added = (new * factor_of(c, ONWARD)).astype(k.dtype)
             s = ct.mma(added, k, s * decay) if TRANSPOSED else ct.mma(ct.transpose(k), added, s * decay)
             decay = following
-            if not CARRY:  # behind the state, which the next chunk waits for
+            if not CARRY:  # after the state, for which the next chunk waits
                 out = times(rows_of(Q, c), before, empty) * factor_of(c, OUTWARD)
                 out = times(square_of(P, c), new.astype(k.dtype), out)
                 ct.store(OUT, (b, h, c, j), turned(out).astype(OUT.dtype).reshape((1, 1, CHUNK, TILE_V)))
@@ -344,10 +344,10 @@ def scan_kernel(
             if not CARRY:
                 scan(begin, end, segment == segments - 1)
             elif segment == segments - 1:
-                # It hands no state on, and keeps the initial one, which the other pass overwrites.
+                # It passes no state on, and keeps the initial one, which the other pass overwrites.
                 if HAS_STATE and j < BLOCKS:
                     ct.store(LOCAL, (part, h, 0, j), turned(columns_of(STATE, seq)).reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)
-            elif segment > 0 or j < BLOCKS:  # the state in front of the first is known
+            elif segment > 0 or j < BLOCKS:  # the state before the first is known
                 scan(begin, end, False)
 
 
@@ -374,7 +374,7 @@ def link_kernel(
     TILE_K: ct.Constant[int],
     TILE_V: ct.Constant[int],
 ):
-    """The true state behind each segment of a sequence but the last, one after the other. Grid
+    """The true state after each segment of a sequence but the last, one after the other. Grid
     (BLOCKS * v_heads * sequences); arrays and SEGMENT as of the scan. COLUMNS_BEFORE: of LOCAL, in
     front of the matrix.
 

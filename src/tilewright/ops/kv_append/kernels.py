@@ -90,7 +90,7 @@ def kv_append_kernel(
     [pages, kv_heads, PAGE_SIZE, dim]; int32 POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE
     [batch, max_pages]; COS, SIN [max_pos, ROTARY / 2]; fp32 K_SCALE, V_SCALE [1], or with EACH
     those of each token and head, like the caches without their columns, which are then written.
-    It has 36 parameters, since a launch for each option would cost a decode step more.
+    It has 36 parameters, because a launch for each option would make a decode step slower.
     Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask
     for. What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
     """
@@ -108,7 +108,7 @@ def kv_append_kernel(
         return cos.reshape((1, 1, 1, TILE_HALF)), sin.reshape((1, 1, 1, TILE_HALF))
 
     def scales(tiles, SCALE):
-        """What the codes of these tiles of a token's heads are multiplied by."""
+        """The scales of the codes of these tiles of a token's heads."""
         if not SCALED:
             return None
         if not EACH:
@@ -146,7 +146,7 @@ def kv_append_kernel(
             squares = _square_sum(x[0]) + _square_sum(x[1])
         else:
             squares = _square_sum(x[0] if len(x[0]) else x[1])
-        rstd = 1.0 / ct.sqrt(squares * (1.0 / DIM) + eps)  # rsqrt is 2 ulp off in fp32
+        rstd = 1.0 / ct.sqrt(squares * (1.0 / DIM) + eps)  # rsqrt has an error of 2 ulp in fp32
 
         def scaled(tiles, weights):
             found: tuple = ()

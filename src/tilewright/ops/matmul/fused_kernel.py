@@ -60,7 +60,7 @@ def matmul_fused_kernel(
     columns = out.shape[1] * 2 if SILU_MUL else out.shape[1]
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(columns, TILE_N)
     steps = ct.cdiv(a.shape[0 if TRANS_A else 1], TILE_K)
-    groups = max(1, TILE_K // GROUP) if SCALING == BLOCK else 1  # in a step: the sum of one runs beside the MMA of the next
+    groups = max(1, TILE_K // GROUP) if SCALING == BLOCK else 1  # in a step: the sum of one overlaps the MMA of the next
     deep = TILE_K // groups
     block = ct.bid(0)
 

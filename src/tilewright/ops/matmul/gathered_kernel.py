@@ -29,9 +29,9 @@ def matmul_gathered_kernel(
     UNIT.
 
     a: [m, k]; b: [n, k]; both of 16 bits. bias, partial and SPLIT_K as in `matmul_kernel`.
-    For rows that do not begin at multiples of 128 bytes: the TMA unit asks L2 for such a row 128
-    bytes at a time, each of them in two lines, where the threads of a warp ask at once for all of
-    the 2 * TILE_K bytes of it, in one line more than there are.
+    For rows that do not begin at multiples of 128 bytes. The TMA unit reads such a row from L2 128
+    bytes at a time, each in two lines. The threads of a warp read all of its 2 * TILE_K bytes at
+    once, which takes a single line more.
     """
     tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
     steps = ct.cdiv(a.shape[1], TILE_K)
@@ -44,7 +44,7 @@ def matmul_gathered_kernel(
     acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
     for step in range(first, last):
         at = ct.expand_dims(step * TILE_K + ct.arange(TILE_K, dtype=ct.int32), 0)
-        # One answer for each UNIT: compared element by element, each would be copied by itself.
+        # One mask for each UNIT: with a mask for each element, each would be copied by itself.
         unit = step * (TILE_K // UNIT) + ct.arange(TILE_K // UNIT, dtype=ct.int32).reshape((1, TILE_K // UNIT, 1))
         inside = ct.broadcast_to(unit < a.shape[1] // UNIT, (1, TILE_K // UNIT, UNIT)).reshape((1, TILE_K))
         x = ct.gather(a, (rows, at), mask=inside, check_bounds=False, latency=LATENCY)

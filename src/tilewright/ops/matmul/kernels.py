@@ -90,11 +90,11 @@ def operand(matrix, rows, step, ROWS, TILE_K, TRANSPOSED, LATENCY, TMA):
 
 
 def split_work(block, tiles, steps, partial):
-    """What a block does where the last partial.shape[1] tiles are each the work of partial.shape[0]
+    """What a block does if each of the last partial.shape[1] tiles is computed by partial.shape[0]
     blocks.
 
-    Returns its tile, its k steps first..last, whether they are a part, which part, and of which
-    shared tile. Selected, not branched on: the main loop must be there once.
+    Returns its tile, its k steps first..last, whether they are only a part, which part, and of
+    which shared tile. Selects values rather than branch, because the main loop must be there once.
     """
     parts, shared_tiles = partial.shape[0], partial.shape[1]
     whole = tiles - shared_tiles
@@ -242,10 +242,10 @@ def matmul_uneven_persistent_kernel(
     BIAS: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
-    """`matmul_uneven_kernel` without scales, with blocks that take tile after tile.
+    """`matmul_uneven_kernel` without scales, with blocks that compute several tiles.
 
-    The loads of a tile run under the end of the one before. The first step stands before the loop:
-    in a loop within a loop the compiler waits for each MMA of accumulators that begin as zeros.
+    The loads of a tile overlap the end of the one before. The first step is before the loop,
+    because in nested loops the compiler waits for each MMA of accumulators that begin as zeros.
     """
     length = SECOND + EXTRA
     first, second, TRANS_FIRST, TRANS_SECOND = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
@@ -273,7 +273,7 @@ def matmul_uneven_persistent_kernel(
 
 
 def _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB):
-    """Of a tile its place along the first operand of the MMA, and along the second."""
+    """A tile's index along the first operand of the MMA, and along the second."""
     if SWAP_AB:
         tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)
     else:
@@ -359,8 +359,8 @@ def matmul_reduce_kernel(
     """Sums the PARTS parts of the tiles that `matmul_kernel` split: block (s, i) takes the i-th
     piece [ROWS, COLUMNS] of the s-th of them.
 
-    PARTS is a constant, so that all loads are on their way at once: a loop, or the sum of one tile
-    of parts, takes three times as long (4.3 and 12.5 us for 3 x 5 MB, H200).
+    PARTS is a constant, so that all loads are in flight at once: a loop, or the sum of one tile of
+    parts, takes three times as long (4.3 and 12.5 us for 3 x 5 MB, H200).
     """
     pdl_overlap()
     shared, piece = ct.bid(0), ct.bid(1)

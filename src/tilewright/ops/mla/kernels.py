@@ -83,7 +83,7 @@ def mla_kernel(
             ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
     if CAUSAL and not PERSISTENT:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the longest tiles first
     if PERSISTENT:
         shape = (tiles, Q_NOPE.shape[1], Q_NOPE.shape[0])
         for item in range(ct.bid(0), tiles * shape[1] * shape[2], ct.num_blocks(0)):

@@ -125,13 +125,13 @@ def moe_kernel(
         return activated(accs[0], accs[1], ALPHA, LIMIT, UP_OFFSET) if PARTS == 2 else accs[0]
 
     def of_columns(values, expert, tile_n):
-        """What each of the product's columns has, as the accumulator has them."""
+        """A value for each column of the product, along the accumulator's axis of columns."""
         each = of_rows(values, expert, tile_n, PARTS, TILE_N)
         return each.reshape((wide, 1)) if SWAP_AB else each.reshape((1, wide))
 
     def plain_tile(panel, tile_n, expert):
         acc = ct.zeros((wide, TILE_M) if SWAP_AB else (TILE_M, wide), dtype=ct.float32)
-        if ADD_BIAS and SCALING != ROW:  # added at the end it would spill (sm_90, 128 x 128 on 4 warps)
+        if ADD_BIAS and SCALING != ROW:  # if added at the end, it spills (sm_90, 128 x 128 on 4 warps)
             acc = acc + of_columns(bias, expert, tile_n)
         for step in range(ct.cdiv(x.shape[1], TILE_K)):
             a = ct.load(x, (panel, step), (TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
@@ -192,9 +192,9 @@ def moe_few_kernel(
     """All tokens, at most TILE_M of them, times the weights of each expert that one of them chose.
     Grid (column tiles, pairs of token and choice).
 
-    The first pair that names an expert does its work, for all tokens. The columns of the MMA that
-    nobody asked for cost nothing while the weights are being read, and no list of tokens has to be
-    made first. The first product (PARTS = 2) finds those pairs and writes them into rows; the
+    The block of the first pair that names an expert computes it for all tokens. The columns of the
+    MMA that no token asked for cost nothing while the weights are read, and no list of tokens is
+    needed. The first product (PARTS = 2) finds those pairs and writes them into rows; the
     second reads them there.
     ids, rows: [pairs]; rows[i]: first pair with the expert of pair i, times TILE_M, plus the token
         of pair i; -1 where there is no such expert.

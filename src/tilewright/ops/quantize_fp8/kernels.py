@@ -5,7 +5,7 @@ import cuda.tile as ct
 from ..common.fp8 import codes_of, group_codes, scale_of
 from ..common.tiles import each_row_tile, each_tile, load_masked, of_width
 
-ZERO = ct.PaddingMode.ZERO  # padding never is the largest of a group
+ZERO = ct.PaddingMode.ZERO  # padding is never the largest of a group
 
 
 @ct.kernel
@@ -153,7 +153,7 @@ def quantize_fp8_scaled_kernel(
     """One scale for all: SCALE [1, 1] if GIVEN, else made of PARTIAL [at most MOST_PARTIAL] and
     written. X, CODES: [rows, COLS].
 
-    From the end to the start: the end of X is what quantize_fp8_amax_kernel left in the L2.
+    From the end to the start, because quantize_fp8_amax_kernel has left the end of X in L2.
     """
     X, CODES = of_width(X, COLS), of_width(CODES, COLS)
 
@@ -170,7 +170,7 @@ def quantize_fp8_scaled_kernel(
 
     def compute(i, j, whole):
         x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
-        # A block with one tile has its loads under way meanwhile.
+        # A block with one tile loads it meanwhile.
         scale = first if PERSISTENT else scale_now()
         ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 

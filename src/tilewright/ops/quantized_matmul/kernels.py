@@ -1,5 +1,4 @@
-"""Tile code of `quantized_matmul`: words of small codes become bf16 in registers, on the way to the
-tensor cores.
+"""Tile code of `quantized_matmul`, which converts words of small codes to bf16 in registers.
 
 The weights are the first operand of the MMA, even for one row of x: Hopper's wgmma takes it from
 registers, so decoded weights never pass through shared memory.

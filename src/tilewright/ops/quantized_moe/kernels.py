@@ -1,6 +1,6 @@
-"""Tile code of `quantized_moe`: panels of an expert's rows times its words. Of many tokens the
-words become bf16 in registers (ops/common/weight_tiles.py); of few, x becomes pieces of 8 bits
-(ops/common/pieces.py).
+"""Tile code of `quantized_moe`: panels of an expert's rows times its words. With many tokens
+the words become bf16 in registers (ops/common/weight_tiles.py); with few, x becomes pieces of 8
+bits (ops/common/pieces.py).
 """
 
 import cuda.tile as ct
@@ -148,7 +148,7 @@ def quantized_moe_pieces_kernel(
     """
     pdl_overlap()
     pair, part = ct.bid(0), ct.bid(1)
-    # Under way while ranks are counted.
+    # In flight while ranks are counted.
     some = ct.load(x, (pair // TOP_K, part), (1, 64 * BLOCKS), padding_mode=ZERO, allow_tma=False)
     index = ct.arange(TILE_P, dtype=ct.int32)
     ids_all = ct.gather(ids, index, padding_value=-1).astype(ct.int32)

@@ -10,8 +10,8 @@ ZERO = ct.PaddingMode.ZERO
 
 
 def _reciprocal_root(squares, eps, COLS):
-    """1 / sqrt(mean + eps) of each row of a tile of sums of squares: the unit's, 2 ulp off, and a
-    Newton step, which needs no branch.
+    """1 / sqrt(mean + eps) of each row of a tile of sums of squares: the hardware's, with an error
+    of 2 ulp, and a Newton step, which needs no branch.
     """
     mean = ct.sum(squares, axis=1, keepdims=True) * (1.0 / COLS) + eps
     root = ct.rsqrt(mean)

@@ -59,7 +59,7 @@ def rms_norm_route_kernel(
     routers: tuple = ()
     xs: tuple = ()
     squares = ct.zeros((1, TILE_K), ct.float32)
-    for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):  # under way while the row is normed
+    for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):  # in flight while the row is normed
         routers = (*routers, load_tile(ROUTER, (part, j), (TILE_E, TILE_K), ZERO, even, None, False))
     for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):
         x = load_tile(X, (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
@@ -71,7 +71,7 @@ def rms_norm_route_kernel(
         wide = x.astype(ct.float32)
         squares = squares + wide * wide
         xs = (*xs, x)
-    rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / K) + eps)  # rsqrt is 2 ulp off in fp32
+    rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / K) + eps)  # rsqrt has an error of 2 ulp in fp32
     acc = ct.zeros((TILE_E, TILE_K), ct.float32)
     for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):
         h = xs[j].astype(ct.float32) * rstd

@@ -95,11 +95,11 @@ def sample_kernel(
         for j in range(steps):
             tops = ct.maximum(tops, logits(j))
         top = ct.max(tops)
-        # -0.0 is another place in the order, but no other value
+        # -0.0 is another place in the order, but the same value
         top = ct.where(top == 0.0, 0.0, top)
 
         def below_top(x):
-            """(x - top) / temperature, and 0 for the top itself where that is infinite."""
+            """(x - top) / temperature, and 0 for the top itself if it is infinite."""
             return ct.where(x == top, 0.0, (x - top) * inverse)
 
         def amounts(x, COUNT):
@@ -140,7 +140,7 @@ def sample_kernel(
                     exact = exact | (totals[n].item() == target)
                 low, high = low + enough * step, min(high, low + (enough + 1) * step)
                 if COUNT:
-                    # just the wanted ones lie above: nothing is left to decide
+                    # exactly the wanted ones lie above
                     high = ct.where(exact, low + 1, high)
             return low
 

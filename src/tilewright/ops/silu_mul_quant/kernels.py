@@ -6,10 +6,10 @@ from ..common.fp8 import codes_of, group_codes, scale_of
 from ..common.scaling import GROUP
 from ..common.tiles import each_row_tile, each_tile, gated, load_masked, of_width
 
-# The end of a row in halves, quarters, ... of a tile, so that rows of a multiple of 128 are read
-# unchecked to their end.
+# A row ends in halves, quarters, ... of a tile, so that rows of a multiple of 128 columns need no
+# checks.
 PARTS = (2, 4, 8, 16, 32)
-ZERO = ct.PaddingMode.ZERO  # zero times zero is zero: never the largest of a group
+ZERO = ct.PaddingMode.ZERO  # zero times zero is zero, which is never the largest of a group
 
 
 def _result(arrays, i, j, WIDTH, whole, how):
@@ -26,7 +26,7 @@ def _row_max(x):
 
 
 def _with_ends(largest, arrays, i, COLS, TILE_N, whole, how):
-    """The largest of whole rows, and what of them lies behind the last whole tile: (column tile,
+    """The largest of whole rows, and their results behind the last whole tile: (column tile,
     fp32 results), narrower and narrower.
     """
     ends: tuple = ()

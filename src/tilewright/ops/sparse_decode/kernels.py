@@ -1,5 +1,5 @@
-"""Tile code of `sparse_decode`: rows that a list names are gathered for `attention_decode`, or
-attended to where they are.
+"""Tile code of `sparse_decode`: gathers the rows that a list names for `attention_decode`, or
+attends to them where they are.
 """
 
 import math
@@ -100,8 +100,8 @@ def sparse_decode_gather_kernel(
 ):
     """ROWS entries of a token's list, or of its second list. Grid (pieces of both lists, tokens).
 
-    A row goes behind those that earlier entries name, so that those of a token are without gaps;
-    what is behind them is not written.
+    A row goes behind those that earlier entries name, so that a token's rows have no gaps. What is
+    behind them is not written.
     INDICES, MORE_INDICES int32 [tokens, entries]: page * page_size + row. LENGTH, MORE_LENGTH
     int32, one for a token or for a sequence's tokens.
     KEYS [pages, page_size, COLUMNS]; of codes, if GROUP is not 0: then SCALES [pages, page_size,
