@@ -3,9 +3,9 @@
 Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
 Small weights     quantized_matmul, quantized_moe, QuantizedWeight, QuantizedExperts
 Attention         attention, attention_decode, cascade_decode, mla, mla_decode, sparse_decode,
-                  merge_states, kv_append, pack_kv, unpack_kv
+                  sparse_index, merge_states, kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
-Linear attention  gated_delta_rule, causal_conv1d, rms_norm_gated
+Linear attention  gated_delta_rule, ssd, causal_conv1d, rms_norm_gated
 8-bit floats      quantize_fp8, rms_norm_quant, silu_mul_quant
 Choosing          argmax, sample, adjust_logits, moe_route, rms_norm_route
 
@@ -60,6 +60,8 @@ from .ops.silu_mul import silu_mul
 from .ops.silu_mul_quant import silu_mul_quant
 from .ops.softmax import softmax
 from .ops.sparse_decode import pack_kv, sparse_decode, unpack_kv
+from .ops.sparse_index import sparse_index
+from .ops.ssd import ssd
 
 if _TYPE_CHECKING:
     from . import testing
@@ -121,6 +123,8 @@ __all__ = [
     "silu_mul_quant",
     "softmax",
     "sparse_decode",
+    "sparse_index",
+    "ssd",
     "testing",
     "unpack_kv",
 ]

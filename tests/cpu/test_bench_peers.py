@@ -27,6 +27,7 @@ from tilewright.ops import (
     rope,
     silu_mul,
     softmax,
+    ssd,
 )
 from tilewright.ops.common.scaling import Scaling
 from tilewright.testing import op_name
@@ -106,6 +107,7 @@ PROBLEMS = {
         gated_delta_rule.Problem(2, 1, 2, 1, 32, HALF),
         gated_delta_rule.Problem(2, 1, 2, 70, 32, HALF, varlen=True, has_state=False),
     ),
+    "ssd": (ssd.Problem(2, 2, 1, 70, 32, 16, HALF), ssd.Problem(2, 2, 1, 1, 32, 16, HALF, gate=True)),
 }
 
 

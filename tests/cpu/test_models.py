@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from tiny_models import MODELS, greedy, left_padded, logits, patched, tiny
+from architectures import ARCHITECTURES
+from tiny_models import MODELS, greedy, left_padded, logits, patched, tiny, tiny_model
 from torch import Tensor
 
 from tilewright import interpret
@@ -88,6 +89,27 @@ def test_decode_steps_of_latent_attention_never_expand_the_cache(name: str) -> N
         model.set_attn_implementation("eager")  # another attention finds keys and values expanded
         assert logits(model, inputs).isfinite().all()
     assert "expand_kv" not in model.model.layers[0].self_attn.__dict__
+
+
+@pytest.mark.parametrize(("name", "indexers", "cache"), [("deepseek_v32", 2, None), ("glm_moe_dsa", 1, "static")])
+def test_an_indexer_and_attention_over_its_lists_are_ours(name: str, indexers: int, cache: str | None) -> None:
+    """Left-padded, prompt and steps; of GLM the second layer attends over the first one's lists.
+
+    Lists are shorter than the prompt.
+    """
+    model, inputs = tiny_model({"model_type": name, **ARCHITECTURES[name]}), left_padded()
+    assert model.config.index_topk < inputs["input_ids"].shape[1]
+    stock = greedy(model, inputs, 2, cache_implementation=cache)
+    with patch(model) as report, counted() as launches:
+        ours = greedy(model, inputs, 2, cache_implementation=cache)
+    assert {"sparse_index", "sparse_decode"} <= {line.op for line in report.replaced}
+    assert ours.tolist() == stock.tolist()
+    assert launches["sparse_index_select_kernel"] == 2 * indexers
+    assert launches["sparse_decode_gather_kernel"] == 2 * 2
+    wanted = logits(model, inputs)[inputs["attention_mask"].bool()]
+    with patched(model):
+        model.set_attn_implementation("eager")  # the indexer gets a mask of floats, and attention a list of positions
+        torch.testing.assert_close(logits(model, inputs)[inputs["attention_mask"].bool()], wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -57,6 +57,7 @@ IN_PLACE = {
     "kv_append": ("k_cache", "v_cache", "q", "k_scale", "v_scale"),
     "rms_norm_route": ("arrived",),
     "gated_delta_rule": ("state",),
+    "ssd": ("state",),
     "causal_conv1d": ("state",),
 }
 OUT_OPS = [

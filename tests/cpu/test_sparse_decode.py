@@ -308,8 +308,9 @@ Q, CACHE, INDICES = torch.zeros(2, 4, 1, 64).half(), torch.zeros(3, 4, 64).half(
 WIDE = torch.zeros(3, 4, 656, dtype=torch.uint8)
 MORE = {"extra_cache": CACHE, "extra_indices": INDICES}
 BAD = [
-    ({"q": Q.float()}, ValueError, r"q.dtype must be one of bfloat16, float16, got float32"),
+    ({"q": Q.double()}, ValueError, r"q.dtype must be one of bfloat16, float16, float32, got float64"),
     ({"q": torch.zeros(2, 4, 1, 80).half()}, ValueError, r"q.shape\[-1\] must be a multiple of 64 up to 512, or 576, got 80"),
+    ({"q": torch.zeros(2, 4, 1, 320)}, ValueError, r"q.shape\[-1\] must be a multiple of 64 up to 256 for float32, got 320"),
     ({"cache": CACHE[0]}, ValueError, r"cache.dim\(\) must be 3, got 2"),
     ({"cache": CACHE.bfloat16()}, ValueError, r"cache.dtype must be float16, got bfloat16"),
     ({"cache": CACHE[..., :32]}, ValueError, r"cache.shape\[2\] must be 64, got 32"),

@@ -75,6 +75,11 @@ def sparse(**given):
     return tilewright.sparse_decode(q, cache, indices, scale=0.1, **more, **given)
 
 
+def listed(**given):
+    q, weights = randn(2, 1, 4, 16), torch.ones(2, 1, 4)
+    return tilewright.sparse_index(q, randn(3, 16, 16), weights, 3, **given)
+
+
 def grouped(**given):
     a = randn(3, 8, 16).bfloat16()
     return tilewright.grouped_gemm(a if "counts" in given else a[0], a.mT[:, :, :8].contiguous(), **given)
@@ -120,6 +125,8 @@ WRONG = {
     "v_scale must be positive and finite, got 0.0": lambda: append((0, 1), k_scale=ONE, v_scale=0 * ONE),
     "topk_length.view(-1)[1] must be in 0..4, got 5": lambda: sparse(topk_length=int32(4, 5)),
     "extra_length.view(-1)[0] must be in 0..4, got -1": lambda: sparse(topk_length=int32(4, 4), extra_length=int32(-1, 1)),
+    "kv_len[1] must be in 0..32, got 40": lambda: listed(kv_len=int32(0, 40), block_table=int32((0, 1), (2, 0))),
+    "block_table[1, 0] must be in 0..2, the pages of the cache, got 3": lambda: listed(kv_len=int32(0, 5), block_table=int32((9, 9), (3, 9))),
     "offsets[1] must be at least the one before it, got 4": lambda: grouped(offsets=int32(5, 4, 8)),
     "offsets[2] must be in 0..8, got 9": lambda: grouped(offsets=int32(5, 6, 9)),
     "counts[1] must be in 0..8, got -3": lambda: grouped(counts=int32(5, -3, 9)),

@@ -21,6 +21,7 @@ LATENTS = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+INDEXER = {"kv_lora_rank": 56, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 6}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 8}
 
 ARCHITECTURES: dict[str, dict] = {
@@ -86,6 +87,14 @@ ARCHITECTURES: dict[str, dict] = {
     "ministral3": {},
     "nanochat": {},
     "nemotron": {},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        "layers_block_type": ["mamba", "attention"],
+    },
     "olmo": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 5},
@@ -102,8 +111,17 @@ ARCHITECTURES: dict[str, dict] = {
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": {"sliding_window": 5},
     "youtu": {**LATENTS},
-    "deepseek_v32": {**GROUPS, **LATENTS, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 64},
-    "glm_moe_dsa": {**GROUPS, **LATENTS, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 64},
+    "zamba2": {
+        "n_mamba_heads": 4,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "layers_block_type": ["mamba", "hybrid"],
+        "num_key_value_heads": 4,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+    },
+    "deepseek_v32": {**GROUPS, **LATENTS, **INDEXER},
+    "glm_moe_dsa": {**GROUPS, **LATENTS, **INDEXER, "indexer_types": ["full", "shared"]},
     "axk1": {**GROUPS, **LATENTS},
     "cohere2_moe": {**EXPERTS},
     "granite_swa": {"sliding_window": 5},
@@ -111,6 +129,7 @@ ARCHITECTURES: dict[str, dict] = {
     "hyperclovax": {},
     "internlm3": {},
     "iquestcoder": {},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "conv_kernel": 4, "expand": 2, "chunk_size": 8},
     "mellum": {**EXPERTS},
     "minicpm3": {**LATENTS},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},

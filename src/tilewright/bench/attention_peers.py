@@ -262,6 +262,35 @@ def sparse_decode(
 plain_sparse_decode = without("topk_length", "return_lse")
 
 
+def sparse_index(
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor,
+    topk: int,
+    *,
+    cache_scale: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    block_table: Tensor | None = None,
+    **unused: Any,
+) -> Tensor:
+    """All scores from bf16 products, a mask, torch.topk; keys by their number in the sequence."""
+    if block_table is not None:
+        pages = block_table.long().clamp(0, len(cache) - 1)
+        cache, cache_scale = cache[pages].flatten(1, 2), None if cache_scale is None else cache_scale[pages].flatten(1, 2)
+    products = torch.matmul(q.to(torch.bfloat16), cache.to(torch.bfloat16).mT[:, None])  # [batch, q_len, heads, keys]
+    scores = torch.matmul(weights[:, :, None], products.relu().float())[:, :, 0]
+    scores = scores if cache_scale is None else scores * cache_scale[:, None]
+    if kv_len is not None:
+        key, token = torch.arange(cache.shape[1], device=q.device), torch.arange(q.shape[1], device=q.device)[:, None]
+        scores = scores.masked_fill(key > (kv_len - q.shape[1])[:, None, None] + token, -torch.inf)
+    return scores.topk(min(topk, scores.shape[2])).indices
+
+
+def plain_sparse_index(inputs: Inputs) -> bool:
+    """Without kv_start, and few enough products to keep them."""
+    return inputs["kv_start"] is None and inputs["q"].shape[1] == 1
+
+
 def plain_mla_decode(inputs: Inputs) -> bool:
     return inputs["q_latent"].shape[2] == 1 and without("kv_len", "block_table", "kv_start")(inputs)
 

@@ -31,6 +31,7 @@ LIBRARIES = {
     "quack": "quack",
     "deepgemm": "deep_gemm",
     "fla": "fla",
+    "mamba_ssm": "mamba_ssm",
 }
 
 
@@ -211,5 +212,6 @@ _CALLS: dict[tuple[str, str], tuple[Callable[..., Any], Applies]] = {
     ("quack", "layer_norm"): (calls.quack_layer_norm, lambda inputs: inputs.get("weight") is not None),
     ("quack", "softmax"): (calls.quack_softmax, lambda inputs: True),
     ("fla", "gated_delta_rule"): (linear.fla, half("q")),
+    ("mamba_ssm", "ssd"): (linear.mamba_ssm, all_of(half("x"), without("cu_seqlens", "state_rows"))),
     ("deepgemm", "matmul"): (calls.deepgemm_matmul, _block_scaled),
 }

@@ -10,11 +10,13 @@ from .inputs import Inputs, Result, kept, without
 from .library_calls import module
 
 CHUNK = 64
+SSD_CHUNK = 256  # of mamba_ssm
 
 
 def one_token(inputs: Inputs) -> bool:
     """Of each sequence."""
-    return inputs["v"].shape[2] == 1 and without("cu_seqlens")(inputs)
+    tokens = inputs["x"].shape[1] if "x" in inputs else inputs["v"].shape[2]
+    return tokens == 1 and without("cu_seqlens")(inputs)
 
 
 def prompts(inputs: Inputs) -> bool:
@@ -117,3 +119,57 @@ def fla(
     )
     out = found[0][0] if cu_seqlens is not None else found[0].transpose(1, 2)
     return out if state is None else (out, found[1])
+
+
+def _ssd_rows(inputs: Inputs) -> tuple[Tensor, ...]:
+    """x, dt, b and c in fp32, the latter two of each head."""
+    dt = inputs["dt"].float() if inputs.get("dt_bias") is None else inputs["dt"].float() + inputs["dt_bias"]
+    dt = F.softplus(dt) if inputs["dt_softplus"] else dt
+    group = inputs["x"].shape[2] // inputs["b"].shape[2]
+    return inputs["x"].float(), dt, *(inputs[name].float().repeat_interleave(group, 2) for name in "bc")
+
+
+def _ssd_out(out: Tensor, inputs: Inputs) -> Tensor:
+    out = out if inputs.get("d") is None else out + inputs["d"][:, None] * inputs["x"]
+    return (out if inputs.get("z") is None else out * F.silu(inputs["z"].float())).to(inputs["x"].dtype)
+
+
+def ssd_one(**inputs: Any) -> Result:
+    """One token of each sequence, the state in place."""
+    x, dt, b, c = (y[:, 0] for y in _ssd_rows(inputs))
+    state = inputs.get("state")
+    s = x.new_zeros(*x.shape, b.shape[-1]) if state is None else state
+    s = s * (dt * inputs["a"]).exp()[..., None, None] + (dt[..., None] * x)[..., None] * b[:, :, None]
+    out = _ssd_out((s @ c[..., None])[..., 0][:, None], inputs)
+    return out if state is None else (out, state.copy_(s))
+
+
+def ssd_chunked(**inputs: Any) -> Result:
+    """Prompts of one length, in chunks, in fp32."""
+    tokens, state, padded = inputs["x"].shape[1], inputs.get("state"), -inputs["x"].shape[1] % CHUNK
+    x, dt, b, c = (F.pad(y.transpose(1, 2), (0, 0) * (y.dim() - 3) + (0, padded)).unflatten(2, (-1, CHUNK)) for y in _ssd_rows(inputs))
+    decay = (dt * inputs["a"][:, None, None]).cumsum(-1)
+    between = (decay[..., None] - decay[..., None, :]).masked_fill(x.new_ones(CHUNK, CHUNK).triu(1).bool(), -torch.inf).exp()
+    out = ((c @ b.mT) * between * dt[..., None, :]) @ x
+    added = b.mT @ (x * (dt * (decay[..., -1:] - decay).exp())[..., None])
+    s = x.new_zeros(*added.shape[:2], *added.shape[3:]) if state is None else state.mT
+    c = c * decay.exp()[..., None]
+    for i in range(out.shape[2]):
+        out[:, :, i] += c[:, :, i] @ s
+        s = s * decay[:, :, i, -1, None, None].exp() + added[:, :, i]
+    found = _ssd_out(out.flatten(2, 3)[:, :, :tokens].transpose(1, 2), inputs)
+    return found if state is None else (found, state.copy_(s.mT))
+
+
+def mamba_ssm(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Tensor | None = None, **options: Any) -> Any:
+    """Its kernels; the final state of a prompt is a new tensor."""
+    d, bias, z = (options.get(name) for name in ("d", "dt_bias", "z"))
+    given: Any = {"dt_softplus": options["dt_softplus"]}
+    if state is not None and x.shape[1] == 1:
+        size, gate = x.shape[-1], None if z is None else z[:, 0]
+        step, skip, shift = (y if y is None else y[..., None].expand(*y.shape, size) for y in (dt[:, 0], d, bias))
+        a = a[:, None, None].expand(-1, size, b.shape[-1])
+        update = module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
+        return update(state, x[:, 0], step, a, b[:, 0], c[:, 0], D=skip, z=gate, dt_bias=shift, **given)[:, None], state
+    scan = module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    return scan(x, dt, a, b, c, SSD_CHUNK, D=d, z=z, dt_bias=bias, initial_states=state, return_final_states=state is not None, **given)

@@ -20,7 +20,7 @@ from . import attention_peers as attention
 from . import linear_peers as linear
 from . import moe_peers as experts
 from . import quantized_peers as quantized
-from .inputs import Applies, Inputs, Result, kept, packed, without
+from .inputs import Applies, Inputs, Result, all_of, kept, packed, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +315,18 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("torch.eager", attention.sparse_decode, lambda inputs: attention.plain_sparse_decode(inputs) and inputs["cache"].dtype != torch.uint8),
         Peer("torch.compile", _compiled(attention.sparse_decode), attention.plain_sparse_decode),
     ),
+    "sparse_index": (
+        Peer("torch.eager", attention.sparse_index, attention.plain_sparse_index),
+        Peer("torch.compile", _compiled(attention.sparse_index), attention.plain_sparse_index),
+    ),
     "merge_states": _torch(attention.merge_states),
     "gated_delta_rule": (
         Peer("torch.eager", linear.chunked, linear.prompts),
         Peer("torch.compile", _compiled(linear.recurrent), linear.one_token),
+    ),
+    "ssd": (
+        Peer("torch.eager", linear.ssd_chunked, all_of(linear.prompts, without("state_rows"))),
+        Peer("torch.compile", _compiled(linear.ssd_one), all_of(linear.one_token, without("state_rows"))),
     ),
     "causal_conv1d": _torch(linear.causal_conv1d, without("cu_seqlens")),
     "rms_norm_gated": _torch(rms_norm_gated.reference),

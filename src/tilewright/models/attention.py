@@ -18,7 +18,8 @@ from ..ops.attention import attention
 from ..ops.attention_decode import attention_decode
 from ..ops.bmm import bmm
 from ..ops.mla_decode import mla_decode
-from .method import NAME
+from ..ops.sparse_decode import sparse_decode
+from .method import HALVES, NAME
 
 # Arguments of the attention call that do not change its result.
 _INERT = {
@@ -54,6 +55,7 @@ def span_mask(  # noqa: PLR0913 transformers names the arguments
     use_vmap: bool = False,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool | None = None,
+    mask_function: Any = None,
     **unused: Any,
 ) -> Tensor:
     """The span of keys that count.
@@ -69,10 +71,14 @@ def span_mask(  # noqa: PLR0913 transformers names the arguments
         attention_mask: [batch, seen + q_length] bool, False on padding; None without padding.
         use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip: transformers' marks of masks
             that are not plain causal ones.
+        mask_function: transformers' function of the mask; models with an indexer ask for every mask
+            as if it were not plain, but by the function of plain ones.
     Returns: int32 [batch, 1, 1, 2] of (kv_start, kv_len), counted in the keys that the cache
         returns.
     Raises: ValueError for a mask that two numbers per sequence cannot express.
     """
+    from transformers.masking_utils import causal_mask_function
+
     compiling = torch.compiler.is_compiling()
     if allow_is_bidirectional_skip is not None:
         raise argument_error("is_causal", "True", False)
@@ -80,7 +86,8 @@ def span_mask(  # noqa: PLR0913 transformers names the arguments
         raise argument_error("the mask", "causal with left padding", "one combined with a mask function of the caller")
     # While tracing, transformers may not look at position_ids. So it marks every forward without
     # mask and cache as packed.
-    if not allow_is_causal_skip and q_length > 1 and not compiling and not torch.compiler.is_exporting():
+    plain = allow_is_causal_skip or mask_function is causal_mask_function
+    if not plain and q_length > 1 and not compiling and not torch.compiler.is_exporting():
         raise argument_error("the mask", "causal with left padding", "packed sequences or blocks of tokens: give each sequence its own row")
 
     span = torch.empty(2, batch_size, dtype=torch.int32, device=device)  # so that each of the two [batch] rows is contiguous
@@ -114,6 +121,7 @@ def attention_forward(  # noqa: PLR0913 transformers names the arguments
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """The attention call of every transformers model.
@@ -129,6 +137,8 @@ def attention_forward(  # noqa: PLR0913 transformers names the arguments
         sliding_window: keys that a query sees, itself included; None for all before it.
         softcap: bound on the scores (Gemma-2); None for no bound.
         s_aux: [q_heads], sinks (gpt-oss): a score that counts only in each row's denominator.
+        indices: [batch, q_len, topk] int32, rows of the latents that each query sees, as
+            `sparse_index` lists them.
         other: must be None or False, unless it does not change the result.
     Returns: [batch, q_len, q_heads, head_dim], and None: attention weights are never in memory.
     Raises: ValueError for what our kernels do not compute.
@@ -151,10 +161,12 @@ def attention_forward(  # noqa: PLR0913 transformers names the arguments
             raise argument_error("attention_mask", "a 2-D padding mask, or int32 [batch, 1, 1, 2] of (kv_start, kv_len)", got)
         kv_start, kv_len = attention_mask[:, 0, 0].unbind(-1)
     if key.shape[3] != query.shape[3]:  # latents: see `unexpanded`
-        if q_len == 1:
-            return _attend_latents(module, query, key, value, kv_start, kv_len, scaling), None
+        if q_len == 1 or indices is not None:
+            return _attend_latents(module, query, key, value, kv_start, kv_len, scaling, indices), None
         stock: Any = type(module)
         key, value = stock.expand_kv(module, key, value)
+    if indices is not None:
+        raise argument_error("indices", "None: tilewright attends to listed rows of latents only", _brief(indices))
     sinks = None if s_aux is None else s_aux.float()
     masks: dict[str, Any] = {"window": sliding_window, "kv_start": kv_start, "kv_len": kv_len}
     attend: Any = attention_decode if q_len == 1 else attention
@@ -163,19 +175,39 @@ def attention_forward(  # noqa: PLR0913 transformers names the arguments
 
 
 def _attend_latents(
-    module: Any, query: Tensor, latents: Tensor, k_rope: Tensor, kv_start: Tensor | None, kv_len: Tensor | None, scaling: float | None
+    module: Any,
+    query: Tensor,
+    latents: Tensor,
+    k_rope: Tensor,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    scaling: float | None,
+    indices: Tensor | None,
 ) -> Tensor:
     """Absorbed: applies the keys' up-projection to the query and the values' to the result, so no
-    latent is expanded. Returns [batch, 1, heads, v_dim].
+    latent is expanded. Returns [batch, q_len, heads, v_dim].
     """
-    nope, rope, latent = module.qk_nope_head_dim, module.qk_rope_head_dim, latents.shape[3]
+    nope, rope, latent, q_len = module.qk_nope_head_dim, module.qk_rope_head_dim, latents.shape[3], query.shape[2]
     k_up, v_up = module.kv_b_proj.weight.view(-1, nope + module.v_head_dim, latent).split((nope, module.v_head_dim), 1)
     q_nope, q_rope = query.split((nope, rope), 3)
-    q_latent = bmm(q_nope[:, :, 0].transpose(0, 1), k_up).transpose(0, 1)[:, :, None]
+    # Of a float32 model the op's formula, for it has no such operands.
+    product: Any = bmm if query.dtype in HALVES else _product
+    q_latent = product(q_nope.transpose(0, 1).flatten(1, 2), k_up).unflatten(1, (len(query), q_len)).transpose(0, 1)
     rows = torch.cat((latents, k_rope), 3)[:, 0]  # transformers keeps them apart
     assert scaling is not None
-    found: Any = mla_decode(q_latent, q_rope, rows, kv_len, kv_start=kv_start, scale=scaling)
-    return bmm(found[:, :, 0].transpose(0, 1), v_up, trans_b=True).transpose(0, 1)[:, None]
+    found: Any
+    if indices is None:
+        found = mla_decode(q_latent, q_rope, rows, kv_len, kv_start=kv_start, scale=scaling)
+    else:
+        absorbed = torch.cat((q_latent.transpose(1, 2), q_rope.transpose(1, 2)), 3).transpose(1, 2)
+        found = sparse_decode(absorbed, rows, indices, scale=scaling, v_dim=latent)
+    expanded: Tensor = product(found.transpose(0, 1).flatten(1, 2), v_up, trans_b=True)
+    by_token: Tensor = expanded.transpose(0, 1).unflatten(0, (len(query), q_len))
+    return by_token
+
+
+def _product(a: Tensor, b: Tensor, *, trans_b: bool = False) -> Tensor:
+    return torch.bmm(a, b.mT if trans_b else b)
 
 
 def _brief(given: object) -> object:

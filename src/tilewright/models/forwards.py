@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.layer_norm import layer_norm
@@ -13,6 +14,7 @@ from ..ops.moe import moe
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_gated import rms_norm_gated
 from ..ops.silu_mul import silu_mul
+from ..ops.sparse_index import sparse_index
 from .experts import route
 from .linear_attention import with_our_functions
 from .method import NAME
@@ -128,6 +130,39 @@ def unexpanded(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tenso
     return expanded
 
 
+@cache
+def indexer(cls: type[nn.Module], rotation: str) -> Forward:
+    """DeepSeek's lightning indexer: rows of the cached latents that each token attends to.
+
+    rotation: the form of the function that turns the first columns of its queries and keys.
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        if attention_mask.dtype != torch.int32:  # somebody has selected another attention since
+            return cls.forward(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values)  # type: ignore[no-any-return]
+        q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
+        k = self.k_norm(self.wk(hidden_states))[:, :, None]
+        sizes = (self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim)
+        (q_turned, q_rest), (k_turned, k_rest) = q.split(sizes, -1), k.split(sizes, -1)
+        q_turned, k_turned = ROTATIONS[rotation].ours(q_turned, k_turned, *position_embeddings, unsqueeze_dim=2)
+        q, k = torch.cat((q_turned, q_rest), -1), torch.cat((k_turned, k_rest), -1)[:, :, 0]
+        if past_key_values is not None:
+            k = past_key_values.update_indexer(k, self.layer_idx)
+        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * (self.n_heads**-0.5 * self.softmax_scale)
+        kv_start, kv_len = attention_mask[:, 0].unbind(-1)
+        return sparse_index(q, k, weights, self.index_topk, kv_len=kv_len, kv_start=kv_start)
+
+    return forward
+
+
 def rotating(cls: type[nn.Module], functions: tuple[tuple[str, str], ...]) -> Forward:
     """The forward of a class, which calls our rotations. functions: names of its own and ours."""
     forward: Any = inspect.unwrap(cls.forward)
@@ -148,5 +183,6 @@ MAKERS: dict[str, Callable[..., Forward]] = {
     "experts": experts,
     "rope": rotating,
     "latents": latents,
+    "indexer": indexer,
     "linear_attention": with_our_functions,
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..ops import sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from ..ops.silu_mul import silu_mul
@@ -251,24 +252,52 @@ def latents(module: Any) -> Verdict:
     if not all(hasattr(module, name) for name in ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim")):
         return None
     weight, latent, turned = module.kv_b_proj.weight, module.kv_lora_rank, module.qk_rope_head_dim
+    op = "sparse_decode" if hasattr(module, "indexer") else "mla_decode"
     if type(module.kv_b_proj) is not nn.Linear or not plain(module.kv_b_proj, "weight") or wrapper_of(module.kv_b_proj) is not None:
-        return "mla_decode: kv_b_proj must be a plain Linear that is whole on this device"
+        return f"{op}: kv_b_proj must be a plain Linear that is whole on this device"
+    if module.qk_nope_head_dim + turned == latent:
+        return f"{op}: latents are as wide as keys, and could not be told from them"
+    if op == "sparse_decode":
+        reason = sparse_decode.refused_columns(latent + turned, weight.dtype)
+        return (
+            f"sparse_decode: kv_lora_rank + qk_rope_head_dim must be {reason}, got {latent + turned}"
+            if reason
+            else Method(op, "latents", name="expand_kv")
+        )
     if weight.dtype not in HALVES:
         return f"mla_decode: weights must be bfloat16 or float16, got {str(weight.dtype).removeprefix('torch.')}"
     if latent not in (64, 128, 256, 512) or turned not in (16, 32, 64, 128, 256) or turned >= latent:
         return (
             f"mla_decode: kv_lora_rank must be 64, 128, 256 or 512 and qk_rope_head_dim a smaller power of two from 16 on, got {latent} and {turned}"
         )
-    if module.qk_nope_head_dim + turned == latent:
-        return "mla_decode: latents are as wide as keys, and could not be told from them"
     return Method("mla_decode", "latents", name="expand_kv")
 
 
-def delta_rule(module: Any) -> Verdict:
-    if not linear_attention.ours_of(type(module)):
+INDEXER = ("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "head_dim", "qk_rope_head_dim", "softmax_scale", "index_topk", "layer_idx")
+
+
+def indexer(module: Any) -> Verdict:
+    """The lightning indexer in front of sparse attention over latents."""
+    forward = inspect.unwrap(type(module).forward)
+    if not all(hasattr(module, name) for name in INDEXER) or "update_indexer" not in getattr(forward, "__code__", indexer.__code__).co_names:
         return None
-    reason = linear_attention.keep_linear_attention(module)
-    return f"gated_delta_rule: {reason}" if reason else Method("gated_delta_rule", "linear_attention")
+    names = [name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)]
+    forms = [form for name in names if (form := rotation_of(forward.__globals__[name])) is not None]
+    if len(forms) != 1:
+        return f"sparse_index: its forward must call one rotation of queries and keys, got {len(forms)}"
+    if module.n_heads > sparse_index.MOST_HEADS or module.head_dim > sparse_index.MOST_COLUMNS:
+        most = f"up to {sparse_index.MOST_HEADS} heads of {sparse_index.MOST_COLUMNS}"
+        return f"sparse_index: it must have {most}, got {module.n_heads} of {module.head_dim}"
+    return Method("sparse_index", "indexer", (("rotation", forms[0]),))
+
+
+def state(module: Any) -> Verdict:
+    """Linear attention, which keeps a state."""
+    op, _ = linear_attention.ours_of(type(module))
+    if op is None:
+        return None
+    reason = linear_attention.keep_linear_attention(module, op)
+    return f"{op}: {reason}" if reason else Method(op, "linear_attention")
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -293,5 +322,6 @@ RECOGNISERS: tuple[tuple[str, Callable[[Any], Verdict]], ...] = (
     ("rope", rope),
     ("attention", attention),
     ("attention", latents),
-    ("attention", delta_rule),
+    ("attention", state),
+    ("attention", indexer),
 )

@@ -137,12 +137,12 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
     kinds = _chosen(only, skip)
     report = Report(type(model).__name__, (), (), _quantized=quantize(model, weights) if weights is not None else Quantized())
     found = _found(model, kinds)
-    if turning := found.of_attention(("rope", "attention")):
+    if turning := found.of_attention(_TOGETHER):
         _replace_attention(report, model, found, turning)
     if not found.methods:
         report.undo()
         raise argument_error("model", "one with modules that our kernels can replace", f"a {report.model} in which nothing matched")
-    _apply(report, [(module, method) for module, method in found.methods if method.maker and method.op != "rope"])
+    _apply(report, [(module, method) for module, method in found.methods if method.maker and method.op not in _TOGETHER])
     report.replaced, report.kept = found.lines()
     _set(report, model, _MARK, report)
     return report
@@ -167,9 +167,13 @@ _ORDER = (
     "rope",
     "attention",
     "gated_delta_rule",
+    "ssd",
     "rms_norm_gated",
     "mla_decode",
+    "sparse_index",
+    "sparse_decode",
 )
+_TOGETHER = ("rope", "attention", "sparse_index", "sparse_decode")  # replaced in one trial: none can be called alone
 
 
 @dataclass(slots=True)
@@ -284,7 +288,7 @@ def _replace_attention(report: Report, model: Any, found: _Found, methods: list[
     if theirs is None:
         found.keep(methods, "the model cannot be tried: it does not read input_ids and attention_mask alone")
         return
-    turns, attends = ([one for one in methods if one[1].op == op] for op in ("rope", "attention"))
+    turns, attends = ([one for one in methods if (one[1].op == "rope") is turns] for turns in (True, False))
     reason = _try(report, model, methods, theirs)
     if reason is None:
         _TRIED.add(key)

@@ -35,6 +35,8 @@ from . import (
     silu_mul_quant,
     softmax,
     sparse_decode,
+    sparse_index,
+    ssd,
 )
 
 ALL = (
@@ -53,6 +55,7 @@ ALL = (
     kv_append,
     merge_states,
     mla_decode,
+    sparse_index,
     sparse_decode,
     dropout,
     layer_norm,
@@ -68,6 +71,7 @@ ALL = (
     moe,
     quantized_moe,
     gated_delta_rule,
+    ssd,
     causal_conv1d,
     rms_norm_gated,
 )

@@ -28,7 +28,7 @@ from ..launch import Device
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
 from .check import op_name, outputs, run_op
-from .definitions import DEFINITIONS, FP8, Results, normed, scores_of, wide
+from .definitions import DEFINITIONS, FP8, Results, attention, normed, scores_of, wide
 from .fuzz_draws import DRAWS
 from .poison import MARGIN_BYTES, poisoned_empty
 from .sizes import Sizes
@@ -252,6 +252,8 @@ def comparable(name: str, result: Results, inputs: dict[str, Any], theirs: Resul
         logits = inputs["logits"] if name == "moe_route" else logits_of(rest[0].double(), {**inputs, "router": inputs["router"].double()})
         by = scores_of(logits.double(), inputs["sigmoid"], inputs["bias"])[1]
         return [weights, by.gather(-1, ids.long() + inputs["first_expert"]).to(weights.dtype), *rest]
+    if name == "sparse_index":
+        return [attention.scores_of_lists(result[0], inputs)]
     if name == "grouped_gemm":
         row = torch.arange(result[0].shape[-2], device=result[0].device)
         end = inputs["offsets"][-1] if inputs["counts"] is None else inputs["counts"][:, None]

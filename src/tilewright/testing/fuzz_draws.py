@@ -155,10 +155,23 @@ def sparse(s: Sizes) -> Fields:
     return {**found, "more_topk": s.choice((0, 0, s.log(1, 100))), **some(s, "has_length", "sinks", "return_lse")}
 
 
+def indexer(s: Sizes) -> Fields:
+    found: Fields = {"heads": s.log(1, 20), "dtype": s.choice((E4M3, E4M3, BF16, FP16, FP32)), "head_dim": 16 * s.choice((1, 2, 4, 8, s.log(1, 10)))}
+    found |= {"topk": s.log(1, 200), "max_len": s.choice((64, 192, 512)), "q_len": s.choice((1, 2, s.log(1, 40)))}
+    return found | {"page_size": s.choice((0, 16, 64)), **some(s, "has_start", "has_len")}
+
+
 def delta(s: Sizes) -> Fields:
     heads = s.choice((1, 1, 2))
     found = {"k_heads": heads, "v_heads": heads * s.choice((1, 2, 3)), "dtype": any_float(s), **some(s, "has_state", "varlen", "channels")}
     return found | {"head_dim": s.choice((16, 32, 64, 128, s.log(1, 200))), "v_dim": s.choice((0, 0, 24, 64)), "normalize": s.odds(0.8)}
+
+
+def state_space(s: Sizes) -> Fields:
+    groups = s.choice((1, 1, 2))
+    found = {"groups": groups, "heads": groups * s.choice((1, 2, 3)), "dtype": any_float(s), **some(s, "varlen", "skip", "bias", "gate", "softplus")}
+    found |= s.choice(({"has_state": False}, {"has_state": True}, {"has_state": True, "has_rows": True}))
+    return found | {"head_dim": s.choice((16, 32, 64, s.log(1, 200))), "state_dim": s.choice((16, 64, 128, s.log(1, 200)))}
 
 
 def routing(s: Sizes) -> Fields:
@@ -247,6 +260,7 @@ DRAWS: dict[str, Draw] = {
         lambda s, _: {"batch": s.log(1, 5)},
     ),
     "sparse_decode": (sparse, lambda s, _: {"batch": s.log(1, 5)}),
+    "sparse_index": (indexer, lambda s, _: {"batch": s.log(1, 5)}),
     "dropout": (
         lambda s: {"dtype": any_float(s), **some(s, "has_offset")},
         lambda s, _: {"size": s.log(1, 20_000), "p": s.choice((0.0, 0.1, 0.5, 0.9, 1.0))},
@@ -270,6 +284,7 @@ DRAWS: dict[str, Draw] = {
     "moe": (experts, lambda s, f: {} if f.get("shared") else {"tokens": s.log(1, 60)}),
     "quantized_moe": (small_experts, tokens(40)),
     "gated_delta_rule": (delta, lambda s, f: {"batch": s.log(1, 4), "tokens": s.choice((1, s.log(1, 40), s.log(1, 260)))}),
+    "ssd": (state_space, lambda s, f: {"batch": s.log(1, 4), "tokens": s.choice((1, s.log(1, 40), s.log(1, 260)))}),
     "causal_conv1d": (
         lambda s: {
             "channels": columns(s, 600),

@@ -36,6 +36,16 @@ def packed_tile(CU, place, TILE):
     return low, place - (ct.load(CU, (low,), ()) // TILE + low)
 
 
+def place_of(CU_SEQLENS, place, TILE, tokens, VARLEN):
+    """(sequence, its tile of TILE tokens) at a place of a grid; TILE 0: all of its tokens."""
+    if TILE == 0:
+        return place, 0
+    if VARLEN:
+        return packed_tile(CU_SEQLENS, place, TILE)
+    tiles = ct.cdiv(tokens, TILE)
+    return place // tiles, place % tiles
+
+
 def persistent_grid(grid: tuple[int, int, int], resident: int, causal: bool) -> tuple[int]:
     """The grid of persistent blocks that share the items of `grid` (tiles, heads, batch), of which
     `resident` fit the device at a time.

@@ -15,7 +15,7 @@ import math
 
 import cuda.tile as ct
 
-from ..common.attention_tiles import packed_tile
+from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
 from ..common.tiles import load_tile, rows_from
 
@@ -349,16 +349,6 @@ def scan_kernel(
                     ct.store(LOCAL, (part, h, 0, j), turned(columns_of(STATE, seq)).reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)
             elif segment > 0 or j < BLOCKS:  # the state before the first is known
                 scan(begin, end, False)
-
-
-def place_of(CU_SEQLENS, place, TILE, tokens, VARLEN):
-    """(sequence, its tile of TILE tokens) at a place of a grid; TILE 0: all of its tokens."""
-    if TILE == 0:
-        return place, 0
-    if VARLEN:
-        return packed_tile(CU_SEQLENS, place, TILE)
-    tiles = ct.cdiv(tokens, TILE)
-    return place // tiles, place % tiles
 
 
 @ct.kernel

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...launch import Decision, Device, argument_error, check_out, check_tensor, torch_op
 from ...launch.values import Claims, within
 from .. import attention_decode as decode
-from ..common.softmax_tiles import LOG2E, check_int32, check_per_head, check_scale_and_window
+from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_int32, check_per_head, check_scale_and_window
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv
@@ -35,6 +35,7 @@ __all__ = [
     "pack_kv",
     "plan",
     "reference",
+    "refused_columns",
     "space",
     "sparse_decode",
     "sparse_decode_gather_kernel",
@@ -43,7 +44,6 @@ __all__ = [
     "unpack_kv",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16)
 MOST_TOKENS = 65535  # of a grid's second and third axis
 
 
@@ -158,10 +158,10 @@ def sparse_decode(
     rows.
 
     Args:
-        q: [batch, q_heads, q_len, head_dim]; bf16 or fp16; head_dim a multiple of 64 up to 512, or
-            576; batch * q_len up to 65535; stride 1 in the last axis. Copied unless the axes batch
-            and q_len fold into one, as they do if q was made as [batch, q_len, q_heads, head_dim]
-            and transposed.
+        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; head_dim a multiple of 64 up to
+            512 (fp32: 256), or 576; batch * q_len up to 65535; stride 1 in the last axis. Copied
+            unless the axes batch and q_len fold into one, as they do if q was made as [batch,
+            q_len, q_heads, head_dim] and transposed.
         cache: [pages, page_size, head_dim], dtype and device of q, any strides with stride 1 in the
             last axis. Or, for bf16 queries, uint8 [pages, page_size, 656] (head_dim 576) or [pages,
             page_size, 584] (head_dim 512), as `pack_kv` makes them.
@@ -190,8 +190,8 @@ def sparse_decode(
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
     tokens = batch * q_len
-    if head_dim % 64 or not (64 <= head_dim <= 512 or head_dim == 576):
-        raise argument_error("q.shape[-1]", "a multiple of 64 up to 512, or 576", head_dim)
+    if wanted := refused_columns(head_dim, q.dtype):
+        raise argument_error("q.shape[-1]", wanted, head_dim)
     if tokens > MOST_TOKENS:
         raise argument_error("q.shape[0] * q.shape[2]", f"at most {MOST_TOKENS}", tokens)
     _check_scope(q, "cache", cache, "indices", indices, "topk_length", topk_length)
@@ -234,6 +234,13 @@ def sparse_decode(
             None if lse is None else lse.transpose(1, 2).view(tokens, q_heads, 1),
         )
     return out if lse is None else (out, lse)
+
+
+def refused_columns(head_dim: int, dtype: torch.dtype) -> str | None:
+    """What the columns of a row must be, unless they are."""
+    if dtype == torch.float32:
+        return None if head_dim % 64 == 0 < head_dim <= MAX_HEAD_DIM else f"a multiple of 64 up to {MAX_HEAD_DIM} for float32"
+    return None if head_dim % 64 == 0 < head_dim <= 512 or head_dim == 576 else "a multiple of 64 up to 512, or 576"
 
 
 def _check_scope(q: Tensor, cache_name: str, cache: Tensor, name: str, indices: Tensor, length_name: str, length: Tensor | None) -> None:

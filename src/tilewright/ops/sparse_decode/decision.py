@@ -156,7 +156,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield from (Config(0, decode.Config(64, n, rows=16, late=n > 1)) for n in (1, 2))
         return
     waves = max(1, device.sms // (p.batch * p.q_len * -(-p.q_heads // ROWS)))
-    for tile_n, latency, late in IN_PLACE.get(device.arch, ()):
+    in_place = IN_PLACE.get(device.arch, ()) if p.dtype.itemsize == 2 else ()
+    for tile_n, latency, late in in_place:
         c = decode.Config(tile_n, min(waves, -(-p.keys // 64)), latency=latency, occupancy=1, num_worker_warps=8, rows=ROWS, late=late)
         yield Config(0, _fewer_splits(p, c))
     for c in decode.space(p.decode, device)[:MOST_DECODES]:

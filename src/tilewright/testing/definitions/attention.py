@@ -1,5 +1,6 @@
 """What attention and its caches mean."""
 
+import itertools
 import math
 from typing import Any
 
@@ -210,6 +211,50 @@ def sparse_decode(q: Tensor, cache: Tensor, indices: Tensor, topk_length: Any, *
     out, lse = attend(tokens, keys, keys[..., :columns], seen, scale, None, options.get("sinks"))
     shaped = [x[:, :, 0].unflatten(0, (len(q), -1)).transpose(1, 2) for x in (out, lse[..., None])]
     return [shaped[0], shaped[1][..., 0]][: 1 + return_lse]
+
+
+def index_scores(
+    q: Tensor, cache: Tensor, weights: Tensor, cache_scale: Any = None, kv_len: Any = None, kv_start: Any = None, block_table: Any = None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Scores [batch, q_len, keys], -inf where a token does not see the key, and the cache row of
+    each key [batch, keys].
+    """
+    batch, queries = q.shape[:2]
+    table = torch.arange(batch, device=q.device)[:, None] if block_table is None else block_table.long().clamp(0, len(cache) - 1)
+    rows = (table[..., None] * cache.shape[1] + torch.arange(cache.shape[1], device=q.device)).flatten(1)
+    keys, flat = cache.flatten(0, 1).float() if q.dtype is not torch.float64 else cache.flatten(0, 1), rows.shape[1]
+    multiply = sums_of_14_bits if cache_scale is not None and q.dtype is not torch.float64 else lambda q, k: q @ k.mT
+    products = multiply(wide(q).transpose(1, 2), keys[rows][:, None])  # [batch, heads, queries, keys]
+    scores = (products.relu() * wide(weights).transpose(1, 2)[..., None]).sum(1)
+    scores = scores if cache_scale is None else scores * wide(cache_scale).flatten()[rows][:, None]
+    n = torch.full((batch,), flat, device=q.device) if kv_len is None else kv_len.long().clamp(0, flat)
+    first = torch.zeros_like(n) if kv_start is None else kv_start.long()
+    i, j = torch.arange(queries, device=q.device)[:, None], torch.arange(flat, device=q.device)
+    seen = visible(i, j, n[:, None, None], torch.tensor(queries, device=q.device), True, None) & (j >= first[:, None, None])
+    return scores.masked_fill(~seen, -torch.inf), rows
+
+
+@defines
+def sparse_index(q: Tensor, cache: Tensor, weights: Tensor, topk: int, **options: Any) -> Results:
+    """The topk largest scores, -inf where there are fewer, which tell as much as the rows."""
+    scores, _ = index_scores(q, cache, weights, **options)
+    missing = scores.new_full((*scores.shape[:2], max(0, topk - scores.shape[2])), -torch.inf)
+    return [torch.cat((scores, missing), -1).topk(topk).values]
+
+
+def scores_of_lists(lists: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """The float64 scores of the rows that `sparse_index` lists, falling; NaN for lists that are
+    not in the order of the keys, with holes last, and for rows that are no key's.
+    """
+    scores, rows = index_scores(**{key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()})
+    found = torch.full(lists.shape, torch.nan, dtype=torch.float64, device=lists.device)
+    for b, t in itertools.product(*map(range, lists.shape[:2])):
+        place = {row: key for key, row in enumerate(rows[b].tolist()) if scores[b, t, key] > -torch.inf}
+        named = [place.get(row, -1) for row in lists[b, t].tolist() if row != -1]
+        if -1 not in named and named == sorted(set(named)) and (lists[b, t, len(named) :] == -1).all():
+            found[b, t] = -torch.inf
+            found[b, t, : len(named)] = scores[b, t, named].sort(descending=True).values
+    return found.float()
 
 
 @defines

@@ -50,6 +50,36 @@ def gated_delta_rule(
 
 
 @defines
+def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Any = None, state_rows: Any = None, **options: Any) -> Results:
+    """A recurrence over the state as a matrix; in 16 bits of operands that are rounded."""
+    cu_seqlens, z = options.pop("cu_seqlens", None), options.pop("z", None)
+    if cu_seqlens is not None or state_rows is not None:
+        pieces, states = [], [] if state is None else [*wide(state)]
+        for i, rows in enumerate(each_sequence(cu_seqlens) if cu_seqlens is not None else [slice(i, i + 1) for i in range(len(x))]):
+            one: list[Any] = [None if y is None else y[rows] if cu_seqlens is None else y[rows][None] for y in (x, dt, b, c, z)]
+            at = i if state_rows is None else int(state_rows[i])
+            found = ssd(one[0], one[1], a, one[2], c=one[3], z=one[4], state=states[at][None] if states else None, **options)
+            pieces.append(found[0] if cu_seqlens is None else found[0][0])
+            states[at : at + 1] = [found[1][0]] if states else []
+        return [torch.cat(pieces), *([torch.stack(states)] if states else [])]
+    step, group = wide(dt), x.shape[2] // b.shape[2]
+    step = step if options.get("dt_bias") is None else step + wide(options["dt_bias"])
+    step = torch.logaddexp(step, torch.zeros_like(step)) if options.get("dt_softplus") else step
+    step = step.clamp(*options.get("dt_limit", (0.0, None)))
+    s = torch.zeros(len(x), *x.shape[2:], b.shape[-1], dtype=step.dtype, device=x.device) if state is None else state.to(step.dtype)
+    read = []
+    for t in range(x.shape[1]):
+        write, seen = (wide(y)[:, t].repeat_interleave(group, 1) for y in (b, c))
+        new = wide((step[:, t, :, None] * wide(x)[:, t]).to(x.dtype))
+        s = s * torch.exp(step[:, t] * wide(a))[..., None, None] + torch.einsum("bhp,bhn->bhpn", new, write)
+        read.append(torch.einsum("bhpn,bhn->bhp", wide(s.to(x.dtype)), seen))
+    y = torch.stack(read, 1) if read else wide(x)
+    y = y if options.get("d") is None else y + wide(options["d"])[:, None] * wide(x)
+    y = (y if z is None else y * activated(z, False)).to(x.dtype)
+    return [y, *([s] if state is not None else [])]
+
+
+@defines
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Any = None, *, state: Any = None, cu_seqlens: Any = None, silu: bool = True) -> Results:
     """Sums of shifted inputs."""
     if cu_seqlens is not None:

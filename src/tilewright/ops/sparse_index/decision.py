@@ -1,0 +1,244 @@
+"""What the launches of `sparse_index` depend on, which configs they may take, and what each comes
+to.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...launch import Cost, Device, Launch, next_pow2
+from ...select import Choices, Work
+from ..common.pdl import use_pdl
+from ..common.rows import CLUSTER_ARCHS
+from ..common.sequences import later, listed, sample
+from .kernels import sparse_index_scores_kernel, sparse_index_select_kernel
+
+CODE = torch.float8_e4m3fn
+UNUSED = 2147480000  # a page that no cache has
+MOST_COLUMNS = 256  # of the products: the heads of all tokens of a block
+MOST_ACCUMULATED = 128 * 256  # elements of them, on eight warps
+LEAST_SHARED = 16_384  # keys that a cluster may share the list of
+MOST_SELECTED = 1 << 14  # scores that a block counts at once, so that two counts fit an int32
+SELECT_BITS = 32  # of an order key
+WAVES = (1, 2, 4)  # of blocks, that KV splits are chosen for
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on. max_len: keys a sequence may come to, a power of two or more than
+    it holds; never its length of the moment.
+
+    dtype: of queries and keys; e4m3 codes have a scale for each key. page_size: 0 for a cache of
+    one page a sequence. has_start, has_len: kv_start, kv_len are given.
+    """
+
+    batch: int
+    heads: int
+    topk: int
+    max_len: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int = 0
+    q_len: int = 1
+    has_start: bool = False
+    has_len: bool = True
+
+    @property
+    def codes(self) -> bool:
+        return self.dtype == CODE
+
+    def end(self, i: int) -> int:
+        """Where sequence i ends: the whole cache, down to a third of it in the last; with several,
+        one is empty.
+        """
+        return listed(self.max_len, i, self.batch) if self.has_len else self.max_len
+
+    def start(self, i: int) -> int:
+        """Where it begins."""
+        return later(self.max_len, i, self.batch) if self.has_start else 0
+
+    def cost(self) -> Cost:
+        """Keys and queries once; of the scores nothing: they may stay in L2."""
+        keys, pairs = _seen(self)
+        tokens, size = self.batch * self.q_len, self.dtype.itemsize
+        moved = keys * (self.head_dim * size + 4 * self.codes) + tokens * (self.heads * (self.head_dim * size + 4) + 4 * self.topk)
+        return Cost(moved, 2 * pairs * self.heads * self.head_dim)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device).to(self.dtype)
+
+        def int32(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        lengths, starts = ([of(i) for i in range(self.batch)] for of in (self.end, self.start))
+        options: dict[str, Any] = {"kv_len": int32(lengths) if self.has_len else None, "kv_start": int32(starts) if self.has_start else None}
+        first, end = (torch.tensor(places, device=device)[:, None] for places in (starts, lengths))
+        page_size, max_pages = self.page_size or self.max_len, -(-self.max_len // (self.page_size or self.max_len))
+        key, pages = torch.arange(max_pages * page_size, device=device), self.batch * max_pages
+        unused = ((key < first) | (key >= end)).view(pages, page_size)
+        if self.page_size:
+            table = torch.randperm(pages, dtype=torch.int32, device=device)
+            unused = torch.empty_like(unused).index_copy_(0, table.long(), unused)
+            table = table.view(self.batch, max_pages)
+            options["block_table"] = torch.where(torch.arange(max_pages, device=device) * page_size < end, table, UNUSED)
+        cache = torch.where(unused[..., None], torch.nan, torch.randn(pages, page_size, self.head_dim, device=device)).to(self.dtype)
+        if self.codes:
+            options["cache_scale"] = torch.where(unused, torch.nan, torch.rand(pages, page_size, device=device) + 0.5)
+        q = randn(self.batch, self.q_len, self.heads, self.head_dim)
+        weights = torch.randn(self.batch, self.q_len, self.heads, device=device) * (self.heads * self.head_dim) ** -0.5
+        return {"q": q, "cache": cache, "weights": weights, "topk": self.topk, **options}
+
+
+@lru_cache(maxsize=256)
+def _seen(p: Problem) -> tuple[int, int]:
+    """Keys of all sequences, and pairs of a token and a key that it sees."""
+    keys, pairs, before = 0, 0, p.q_len - 1
+    for i, count in sample(p.batch):
+        n = max(0, p.end(i) - p.start(i))
+        keys += n * count
+        pairs += count * ((n * p.q_len - before * p.q_len // 2) if n >= p.q_len else n * (n + 1) // 2)
+    return keys, pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How tokens and keys are divided.
+
+    tile_t: tokens of a block that scores; a power of two.
+    tile_n: keys of a step; a power of two, of pages a divisor of the page size.
+    num_kv_splits: blocks that share the keys of such tokens.
+    latency: prefetch hint of the loads, 1 to 10.
+    num_worker_warps: compiler hint of the scoring kernel.
+    select: scores that the block of a token's list counts at once; a power of two.
+    ways: cuts that a pass of the search tries.
+    select_latency: as latency, of the scores.
+    num_ctas: blocks of a cluster that share a token's list.
+    """
+
+    tile_t: int
+    tile_n: int
+    num_kv_splits: int
+    latency: int = 4
+    num_worker_warps: int | None = None
+    select: int = 1024
+    ways: int = 7
+    select_latency: int = 1
+    num_ctas: int = 1
+
+
+# tile_t, tile_n, latency, warps.
+SCORING = ((1, 128, 4, 4), (2, 128, 4, 8), (4, 128, 4, 8), (1, 64, 4, 4), (2, 64, 4, 4), (1, 128, 4, 8), (1, 32, 4, 8))
+# select, ways, select_latency of one block. The compiler unrolls loops by the latency: at 4 it
+# takes half a minute (sm_90).
+SELECTING = ((1024, 3, 2), (1024, 7, 2), (2048, 3, 1))
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Tiles of the table, with the KV splits that fill a few waves."""
+    most = p.page_size or 1 << 30  # a tile is at most a page
+    if device.is_cpu:
+        yield Config(min(4, next_pow2(p.q_len)), min(256, most), 1, select=MOST_SELECTED)
+        yield Config(1, min(64, most), 3, select=128, ways=3)
+        return
+    wanted = math.log2(2 * device.sms / (p.batch * p.q_len))  # two clusters share their SMs
+    sizes = (8, 4, 2, 1) if device.arch in CLUSTER_ARCHS and p.max_len >= LEAST_SHARED else (1,)
+    ctas = min(sizes, key=lambda n: abs(wanted - math.log2(n)))
+    lists = [(select * n, ways, latency, n) for n in sorted({ctas, 1}, reverse=True) for select, ways, latency in SELECTING]
+    for tile_t, tile_n, latency, warps in SCORING:
+        tile_n = min(tile_n, most)
+        if tile_t > 1 and tile_t >= 2 * next_pow2(p.q_len):
+            continue
+        blocks, tiles = p.batch * -(-p.q_len // tile_t), -(-next_pow2(p.max_len) // tile_n)
+        for n in sorted({max(1, min(tiles, waves * device.sms // blocks)) for waves in WAVES}):
+            yield from (Config(tile_t, tile_n, n, latency, warps, *how) for how in lists)
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """What the kernels can run without many spills."""
+    if device.is_cpu:
+        return True
+    columns = c.tile_t * _tile_h(p)
+    most = MOST_ACCUMULATED * (c.num_worker_warps or 4) // 8
+    most = most // 2 if device.arch == "sm_80" else most
+    # fp32 products are three, with parts of both operands in registers.
+    return (c.tile_t == 1 or columns <= MOST_COLUMNS) and columns * c.tile_n <= most // (4 if p.dtype == torch.float32 else 1)
+
+
+def _tile_h(p: Problem) -> int:
+    return max(8, next_pow2(p.heads))
+
+
+def work(p: Problem, c: Config, device: Device) -> tuple[Work, Work]:
+    """What scoring and listing ask for."""
+    _, pairs = _seen(p)
+    columns, tokens, token_tiles = c.tile_t * _tile_h(p), p.batch * p.q_len, p.batch * -(-p.q_len // c.tile_t)
+    tile_bytes = c.tile_n * (p.head_dim * p.dtype.itemsize + 4 * p.codes)
+    steps = max(1.0, pairs / tokens / c.tile_n / c.num_kv_splits)
+    score = Work(
+        blocks=token_tiles * c.num_kv_splits,
+        resident=device.sms * (8 // (c.num_worker_warps or 4)),
+        per_sm=8 // (c.num_worker_warps or 4),
+        steps=steps,
+        flops=2 * c.tile_n * columns * next_pow2(p.head_dim) / (2 if p.codes else 1),
+        kinds=("queries_first",),
+        serial=2.0,
+        exponentials=c.tile_n * columns / 8,  # clamped, weighted and summed
+        fill=tile_bytes + 4 * c.tile_n * c.tile_t,
+        dram=p.cost().size_bytes + 4 * pairs,
+        chain=1,
+    )
+    passes = SELECT_BITS / (c.ways + 1).bit_length() + 1
+    length = pairs / tokens
+    select = Work(
+        blocks=tokens,
+        resident=device.sms * 4 // c.num_ctas,
+        per_sm=4,
+        sms=c.num_ctas,
+        steps=passes * max(1.0, length / c.select),
+        exponentials=c.select * c.ways / 4,
+        fill=4 * c.select / c.num_ctas,
+        dram=4 * (pairs + tokens * p.topk),
+        serial=1.0,
+        chain=passes,
+    )
+    return score, select
+
+
+CHOICES = Choices("sparse_index", candidates, legal, work, like="sparse_decode")
+space = CHOICES.space
+
+ARGUMENTS = ("q", "cache", "cache_scale", "weights", "kv_len", "kv_start", "block_table", "out", "keys")
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """The launch that scores the keys, and the one that lists them."""
+    bucket, pdl = next_pow2(p.max_len), use_pdl(p.batch * p.q_len, False)
+    known = {"page_size": p.page_size, "has_len": p.has_len, "has_start": p.has_start}
+    absent = tuple(name for name, there in (("kv_len", p.has_len), ("kv_start", p.has_start), ("block_table", p.page_size)) if not there)
+    score = Launch(
+        sparse_index_scores_kernel,
+        (c.num_kv_splits, -(-p.q_len // c.tile_t), p.batch),
+        known
+        | {"codes": p.codes, "tf32x3": p.dtype == torch.float32, "tile_t": c.tile_t}
+        | {"tile_h": _tile_h(p), "tile_d": max(16, next_pow2(p.head_dim)), "tile_n": c.tile_n, "latency": c.latency},
+        num_worker_warps=c.num_worker_warps,
+        scratch={"scores": ((p.batch, p.q_len, bucket), torch.int32)},
+        unused=absent if p.codes else (*absent, "cache_scale"),
+        pdl=pdl,
+    )
+    select = Launch(
+        sparse_index_select_kernel,
+        (p.q_len, p.batch),
+        known | {"tile": min(c.select, bucket), "ways": c.ways, "latency": c.select_latency},
+        num_worker_warps=8,
+        num_ctas=c.num_ctas,
+        unused=absent,
+        pdl=pdl,
+    )
+    return score, select

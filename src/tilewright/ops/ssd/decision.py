@@ -1,0 +1,255 @@
+"""What a launch of `ssd` depends on, which configs it may take, and what each comes to."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...select import Choices, Work
+from ..common.pdl import use_pdl
+from ..common.rows import grid_fits
+from ..common.sequences import packed
+from .kernels import carry_kernel, link_kernel, recurrent_kernel, scan_kernel
+
+LEAST_TILE = 16  # of a product
+LINK_TILE = 16  # columns of the state of a block of the link, which has all rows in registers twice
+WAITS = 3.0  # of a product: for its operands, its issue and its sums
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan may depend on.
+
+    tokens: of each sequence; of all sequences together with varlen. has_state, has_rows, skip,
+    bias, gate: `state`, `state_rows`, `d`, `dt_bias` and `z` are given. softplus: `dt_softplus`.
+    """
+
+    batch: int
+    heads: int
+    groups: int
+    tokens: int
+    head_dim: int
+    state_dim: int
+    dtype: torch.dtype
+    has_state: bool = True
+    has_rows: bool = False
+    varlen: bool = False
+    skip: bool = True
+    bias: bool = True
+    gate: bool = False
+    softplus: bool = True
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens if self.varlen else self.batch * self.tokens
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence of `inputs`."""
+        return packed(self.tokens, 1, self.batch) if self.varlen else self.tokens
+
+    @property
+    def states(self) -> int:
+        """Elements of all states."""
+        return self.batch * self.heads * self.head_dim * self.state_dim
+
+    def cost(self) -> Cost:
+        each = self.heads * ((2 + self.gate) * self.head_dim + 1) + 2 * self.groups * self.state_dim
+        read = self.all_tokens * each * self.dtype.itemsize
+        return Cost(read + 8 * self.states * self.has_state, 4 * self.all_tokens * self.heads * self.head_dim * self.state_dim)
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        """As layers begin: dt from 1e-3 to 0.1, a from -1 to -16."""
+        rows = (self.tokens,) if self.varlen else (self.batch, self.tokens)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*rows, *shape, device=device).to(self.dtype)
+
+        steps = torch.logspace(-3, -1, self.heads, device=device)
+        options: dict[str, Any] = {"c": randn(self.groups, self.state_dim)}
+        options["d"] = torch.randn(self.heads, device=device).to(self.dtype) if self.skip else None
+        bias = steps.expm1().log() if self.softplus else steps / 2
+        dt = torch.randn(*rows, self.heads, device=device)
+        dt = dt if self.softplus else dt.exp() * steps / 2
+        options |= {"dt_bias": bias.to(self.dtype), "dt_softplus": self.softplus} if self.bias else {"dt_softplus": self.softplus}
+        dt = dt if self.bias or not self.softplus else dt + bias
+        if self.gate:
+            options["z"] = randn(self.heads, self.head_dim)
+        if self.has_state:
+            # With state_rows some row is nobody's.
+            states = self.batch + self.has_rows
+            options["state"] = torch.randn(states, self.heads, self.head_dim, self.state_dim, device=device)
+        if self.has_rows:
+            options["state_rows"] = torch.arange(self.batch, 0, -1, dtype=torch.int32, device=device)
+        if self.varlen:
+            starts = [packed(self.tokens, i, self.batch) for i in range(self.batch + 1)]
+            options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        a = -1.0 - 15.0 * torch.rand(self.heads, device=device)
+        x, b = randn(self.heads, self.head_dim), randn(self.groups, self.state_dim)
+        return {"x": x, "dt": dt.to(self.dtype), "a": a, "b": b, **options}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a sequence is gone through.
+
+    tile_p: rows of the state, and columns of x, of a block.
+    chunk: tokens of a step; 0 for one token after the other.
+    segment: chunks of a segment: the segments of a sequence run at once, behind launches that find
+        the states they start from; 0 for whole sequences.
+    latency: prefetch hint of the loads of a chunk, 1 to 10.
+    occupancy, num_worker_warps: compiler hints.
+    """
+
+    tile_p: int
+    chunk: int = 0
+    segment: int = 0
+    latency: int = 3
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+
+RECURRENT = ((32, 4), (16, 6), (64, 2), (8, 8))  # tile_p, occupancy
+# For states of up to 128, and for wider ones: tile_p, chunk, latency, occupancy, worker warps.
+LARGE = ((64, 64, 3, 2, None), (32, 64, 3, 2, None)), ((64, 64, 3, 1, 8), (32, 64, 2, 2, None))
+SMALL = ((32, 32, 3, 2, None),), ((32, 32, 3, 1, 8),)  # more spills
+CHUNKED = {"sm_90": ((*LARGE[0], (64, 128, 3, 1, 8)), LARGE[1]), "sm_100": LARGE, "sm_103": LARGE}
+SEGMENTS = (64, 32, 16, 8, 4)
+
+
+def candidates(p: Problem, device: Device) -> Iterator[Config]:
+    """Token after token for any; of 16 bits also chunk after chunk."""
+    widest = max(LEAST_TILE, next_pow2(p.head_dim))
+    if device.is_cpu:
+        yield Config(min(64, widest))
+        yield Config(min(64, widest), 64)
+        yield Config(min(32, widest), 32, segment=1)
+        return
+    for tile_p, occupancy in RECURRENT:
+        yield Config(min(tile_p, widest), occupancy=occupancy)
+    for tile_p, chunk, latency, occupancy, warps in CHUNKED.get(device.arch, SMALL)[tile_n(p) > 128]:
+        for segment in (0, *SEGMENTS):
+            c = Config(min(tile_p, widest), chunk, segment, latency, occupancy, warps)
+            resident, each = device.sms * occupancy, _blocks(p, c) * p.heads
+            few = _segments(p, c) > p.batch and each * p.batch < resident
+            if not segment or (few and each * _segments(p, c) <= 4 * resident):
+                yield c
+
+
+def tile_n(p: Problem) -> int:
+    return max(LEAST_TILE, next_pow2(p.state_dim))
+
+
+def legal(p: Problem, c: Config, device: Device) -> bool:
+    """Products of fp32 on tensor cores would lose what it is there for."""
+    if not c.chunk:
+        return grid_fits(_blocks(p, c) * p.heads * p.batch) and (device.is_cpu or tile_n(p) * c.tile_p * (c.occupancy or 1) <= 160 * 128)
+    grids = _blocks(p, c) * _segments(p, c), -(-p.head_dim // LINK_TILE) * p.batch
+    return p.dtype.itemsize == 2 and all(grid_fits(blocks * p.heads) for blocks in grids)
+
+
+def _blocks(p: Problem, c: Config) -> int:
+    return -(-p.head_dim // c.tile_p)
+
+
+def _segments(p: Problem, c: Config) -> int:
+    """Places of the launches that hold a state: see packed_tile."""
+    length = c.segment * c.chunk
+    if not length:
+        return p.batch
+    return p.tokens // length + p.batch if p.varlen else p.batch * -(-p.tokens // length)
+
+
+def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
+    """Blocks of the state go through their sequence step by step, each behind the one before."""
+    width, size, per_sm, cost = tile_n(p), p.dtype.itemsize, c.occupancy or 1, p.cost()
+    mean = max(1.0, p.all_tokens / max(1, p.batch))
+    scan = Work(
+        blocks=_blocks(p, c) * p.heads * p.batch,
+        resident=device.sms * per_sm,
+        per_sm=per_sm,
+        steps=mean,
+        flops=6 * width * c.tile_p,
+        kinds=("token",),
+        serial=1.0,
+        fill=(2 * width + (2 + p.gate) * c.tile_p) * size,
+        dram=cost.size_bytes,
+        out=width * c.tile_p,
+        chain=1.0,
+        ragged=max(1.0, p.longest_tokens / mean),
+    )
+    if not c.chunk:
+        return scan
+    square = c.chunk * c.chunk
+    scan = replace(
+        scan,
+        steps=mean / c.chunk,
+        flops=2 * square * (width + c.tile_p) + 4 * c.chunk * width * c.tile_p,
+        kinds=("scan",),
+        serial=WAITS * 4,
+        exponentials=square + 2 * c.chunk,
+        fill=c.chunk * scan.fill,
+    )
+    if not c.segment:
+        return scan
+    local = 8 * _segments(p, c) * p.heads * width * _blocks(p, c) * c.tile_p
+    resume = replace(scan, blocks=_blocks(p, c) * p.heads * _segments(p, c), steps=min(scan.steps, c.segment), ragged=1.0)
+    carry = replace(
+        resume,
+        blocks=max(1, _blocks(p, c) * p.heads * (_segments(p, c) - p.batch)),
+        flops=2 * c.chunk * width * c.tile_p,
+        serial=WAITS,
+        exponentials=c.chunk,
+        dram=cost.size_bytes / 2 + local,
+        partial=local,
+    )
+    return carry, resume
+
+
+def family(p: Problem, c: Config) -> str:
+    """Launches that the model errs alike about."""
+    return f"{p.dtype.itemsize} {tile_n(p)}x{c.tile_p}/{c.chunk}{'s' * (c.segment > 0)}{c.occupancy}"
+
+
+CHOICES = Choices("ssd", candidates, legal, work, family, tie=0.05)
+space = CHOICES.space
+
+
+def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """One launch; for segments three: the state behind each, the one in front of it, the result."""
+    tiles = {"varlen": p.varlen, "blocks": _blocks(p, c), "tile_n": tile_n(p), "tile_p": c.tile_p}
+    of_dt = {"has_bias": p.bias, "softplus": p.softplus, "group": p.heads // p.groups}
+    of_state = {"has_state": p.has_state, "has_rows": p.has_rows}
+    given = {"cu_seqlens": p.varlen, "state": p.has_state, "state_rows": p.has_rows, "d": p.skip, "dt_bias": p.bias, "z": p.gate}
+
+    def absent(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if not given[name])
+
+    constants = {**tiles, **of_dt, **of_state, "has_d": p.skip, "has_z": p.gate}
+    blocks = _blocks(p, c) * p.heads
+    if not c.chunk:
+        one = p.tokens == 1 and not p.varlen
+        whole = p.state_dim == tile_n(p) and p.head_dim % c.tile_p == 0
+        constants |= {"one": one, "whole": whole}
+        return (Launch(recurrent_kernel, (blocks * p.batch,), constants, **hints(c), pdl=use_pdl(p.all_tokens, False), unused=absent(*given)),)
+    chunks = {"segment": c.segment, "chunk": c.chunk}
+    loads = {**chunks, "latency": c.latency}
+    grid = (blocks * _segments(p, c),)
+    scan = Launch(scan_kernel, grid, {**constants, **loads}, **hints(c), unused=(*absent(*given), *(() if c.segment else ("local",))))
+    if not c.segment:
+        return (scan,)
+    local = (_segments(p, c), p.heads, tile_n(p), _blocks(p, c) * c.tile_p), torch.float32
+    kept = (_segments(p, c), p.heads), torch.float32
+    of_carry = {**tiles, **of_dt, **loads}
+    carry = Launch(carry_kernel, grid, of_carry, **hints(c), scratch={"local": local, "kept": kept}, unused=absent("cu_seqlens", "dt_bias"))
+    narrow = {"tile_p": LINK_TILE, "blocks": -(-p.head_dim // LINK_TILE)}
+    link = Launch(
+        link_kernel,
+        (narrow["blocks"] * p.heads * p.batch,),
+        {**tiles, **of_state, **chunks, **narrow},
+        unused=absent("cu_seqlens", "state", "state_rows"),
+    )
+    return carry, link, scan
