@@ -2,6 +2,7 @@
 
 Matrix products   matmul, bmm, grouped_gemm, grouped_gemm_list, moe, rms_norm_matmul
 Small weights     quantized_matmul, quantized_moe, QuantizedWeight, QuantizedExperts
+Block scales      mx_matmul, quantize_mx
 Attention         attention, attention_decode, cascade_decode, mla, mla_decode, sparse_decode,
                   sparse_index, merge_states, kv_append, pack_kv, unpack_kv
 Norms and rows    rms_norm, layer_norm, rope, silu_mul, softmax, dropout, embedding
@@ -46,7 +47,9 @@ from .ops.mla import mla
 from .ops.mla_decode import mla_decode
 from .ops.moe import moe
 from .ops.moe_route import moe_route
+from .ops.mx_matmul import mx_matmul
 from .ops.quantize_fp8 import quantize_fp8
+from .ops.quantize_mx import quantize_mx
 from .ops.quantized_matmul import quantized_matmul
 from .ops.quantized_moe import quantized_moe
 from .ops.rms_norm import rms_norm
@@ -107,9 +110,11 @@ __all__ = [
     "mla_decode",
     "moe",
     "moe_route",
+    "mx_matmul",
     "pack_kv",
     "patch",
     "quantize_fp8",
+    "quantize_mx",
     "quantized_matmul",
     "quantized_moe",
     "rms_norm",

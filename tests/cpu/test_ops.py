@@ -264,8 +264,8 @@ def test_same_bits_twice(op):
 
 
 def of_8_bits(problem) -> bool:
-    """Whether the problem uses fp8: by a dtype, or by scales of its weights (moe)."""
-    return "float8" in str(problem) or bool(getattr(problem, "scaling", None))
+    """Whether the problem uses fp8: by a dtype, by scales of its weights (moe), or by a format."""
+    return "float8" in str(problem) or bool(getattr(problem, "scaling", None)) or hasattr(problem, "mx_format")
 
 
 @pytest.mark.parametrize("op", OPS)

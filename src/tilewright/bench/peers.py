@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..ops import adjust_logits, argmax, layer_norm, rms_norm_gated, silu_mul, softmax
+from ..ops import adjust_logits, argmax, layer_norm, quantize_mx, rms_norm_gated, silu_mul, softmax
 from ..ops.common.scaling import FAST_SUM
 from . import attention_peers as attention
 from . import linear_peers as linear
 from . import moe_peers as experts
+from . import mx_peers as mx
 from . import quantized_peers as quantized
 from .inputs import Applies, Inputs, Result, all_of, kept, packed, without
 
@@ -267,6 +268,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "rope": _torch(_rope, _llama_rope),
     "silu_mul": _torch(silu_mul.reference),
     "quantize_fp8": (Peer("torch.compile", _compiled(_quantize_fp8)),),
+    "quantize_mx": (Peer("torch.compile", _compiled(quantize_mx.reference)),),
     "rms_norm_matmul": _torch(_rms_norm_matmul),
     "rms_norm_quant": (Peer("torch.compile", _compiled(_rms_norm_quant)),),
     "silu_mul_quant": (Peer("torch.compile", _compiled(_silu_mul_quant)),),
@@ -283,6 +285,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("matmul", quantized.matmul),
         Peer("int4pack_mm", quantized.int4pack_mm, quantized.takes_int4pack),
     ),
+    "mx_matmul": (Peer("scaled_mm", mx.scaled_mm, mx.block_scaled), Peer("cublas", mx.cublas, mx.plain)),
     "bmm": (Peer("cublas", _cublas_bmm, _plain_bmm),),
     "grouped_gemm": (Peer("grouped_mm", _grouped_mm, _plain_grouped_gemm),),
     "moe_route": _torch(experts.moe_route),

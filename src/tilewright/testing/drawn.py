@@ -35,7 +35,7 @@ WEIGHTS = {
     "rms_norm_matmul": 1, "mla": 1, "kv_append": 1, "merge_states": 1, "sparse_decode": 1, "dropout": 1, "embedding": 1, "argmax": 1,
     "sparse_index": 1,
     "rms_norm_quant": 1, "silu_mul_quant": 1, "sample": 1, "moe_route": 1, "rms_norm_route": 1, "grouped_gemm fp8": 1, "moe fp8": 1,
-    "quantized_matmul": 1, "quantized_moe": 1, "adjust_logits": 1,
+    "quantized_matmul": 1, "quantized_moe": 1, "quantize_mx": 1, "mx_matmul": 1, "adjust_logits": 1,
     "gated_delta_rule": 1, "ssd": 1, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 

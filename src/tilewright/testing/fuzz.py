@@ -28,7 +28,7 @@ from ..launch import Device
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
 from .check import op_name, outputs, run_op
-from .definitions import DEFINITIONS, FP8, Results, attention, normed, scores_of, wide
+from .definitions import DEFINITIONS, FP8, Results, attention, mx_values, normed, scores_of, wide
 from .fuzz_draws import DRAWS
 from .poison import MARGIN_BYTES, poisoned_empty
 from .sizes import Sizes
@@ -247,6 +247,8 @@ def comparable(name: str, result: Results, inputs: dict[str, Any], theirs: Resul
         assert x is not None
         theirs[1] = theirs[1].to(x.dtype) if name != "quantize_fp8" else theirs[1]  # a row's scale: the last bits of one sum
         return [codes.float() * each, scale.to(theirs[1].dtype), *rest]
+    if name == "quantize_mx":
+        return [mx_values(result[0], result[1], torch.float32), result[1].float()]
     if name in ("moe_route", "rms_norm_route"):
         weights, ids, *rest = result
         logits = inputs["logits"] if name == "moe_route" else logits_of(rest[0].double(), {**inputs, "router": inputs["router"].double()})

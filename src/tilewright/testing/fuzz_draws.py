@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..ops.common.mx import MX_FORMATS
 from ..ops.common.scaling import Scaling
 from ..ops.common.weight_formats import FORMATS
 from .sizes import BF16, FP16, FP32, Sizes
@@ -41,6 +42,17 @@ def columns(s: Sizes, most: int = 2500) -> int:
 def small_weight(s: Sizes) -> Fields:
     of = s.choice(list(FORMATS.values()))
     return {"weight_format": of.name, "n": s.log(1, 200), "k": of.multiple * s.log(1, 600 // of.multiple), **some(s, "bias")}
+
+
+def block_scaled(s: Sizes, name: str, most: int) -> Fields:
+    """A format, and a length of rows by this name."""
+    of = s.choice(list(MX_FORMATS.values()))
+    return {"mx_format": of.name, name: of.group * s.log(1, most // of.group), "dtype": any_float(s)}
+
+
+def block_codes(s: Sizes) -> Fields:
+    found = block_scaled(s, "cols", 2500)
+    return {**found, "factor": found["mx_format"] == "nvfp4" and s.odds(0.5)}
 
 
 def small_experts(s: Sizes) -> Fields:
@@ -235,6 +247,7 @@ DRAWS: dict[str, Draw] = {
     "softmax": row_wise(),
     "matmul": (matmul, matrix),
     "quantized_matmul": (small_weight, lambda s, _: {"m": s.log(1, 90)}),
+    "mx_matmul": (lambda s: {**block_scaled(s, "k", 600), "n": s.log(1, 200), **some(s, "bias", "out_scale")}, lambda s, _: {"m": s.log(1, 200)}),
     "rms_norm_matmul": (
         lambda s: {"dtype": half(s), "n": 2 * s.log(1, 200), "k": s.log(1, 600), **some(s, "bias", "residual", "silu_mul")},
         lambda s, _: {"rows": s.log(1, 8)},
@@ -272,6 +285,7 @@ DRAWS: dict[str, Draw] = {
     ),
     "argmax": row_wise(),
     "quantize_fp8": (codes, rows),
+    "quantize_mx": (block_codes, rows),
     "rms_norm_quant": (row_codes("residual", "round_before_weight", weight_offset=lambda s: s.choice((0.0, 1.0))), rows),
     "silu_mul_quant": (row_codes("fused", "gelu_tanh"), rows),
     "sample": row_wise("temperature", "top_k", "top_p", "min_p", "offset", "per_row"),

@@ -33,7 +33,7 @@ PASS = {
     "mla_decode": 1, "mla": 1, "bmm": 2, "bmm wide": 2,
     "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1,
     "moe_route": 1, "rms_norm_route": 1, "sample": 1, "dropout": 1,
-    "gated_delta_rule": 2, "ssd": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
+    "quantize_mx": 1, "mx_matmul": 1, "gated_delta_rule": 2, "ssd": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 MOST = {
     "matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul thin": 32, "matmul fp8": 24, "matmul fp8 deep": 32, "bmm": 24, "bmm wide": 24,

@@ -95,14 +95,19 @@ def quantized(values: Tensor, block: Block, dtype: torch.dtype, power_of_two_sca
         amax = grouped.amax((1, 3)).clamp(min=largest * TINY)
         scale = amax / largest
         if power_of_two_scales:
-            mantissa, exponent = torch.frexp(scale)
-            scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+            scale = power_of_two(scale)
         scale = torch.where(amax.isfinite(), scale, torch.nan)
         scale = _as_caller_sees(scale, values, block)
     each = _each(scale, values, block)
     codes = values / each if values.dtype is torch.float64 else values * (1.0 / each)
     codes = codes.clamp(-largest, largest)  # a given scale may be too small
     return (codes if values.dtype is torch.float64 else codes.to(dtype)), scale
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """Rounded up to one."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
 def dequantized(codes: Tensor, scale: Tensor, block: Block) -> Tensor:

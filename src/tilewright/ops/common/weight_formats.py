@@ -201,10 +201,11 @@ def rounded(weight: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | 
         stored = scale.to(of.scale_dtype)
         scale = scale * factor if factor is not None else scale
     scaled = (groups / scale[..., None]).view(n, k)
-    return _codes(scaled, of.code), stored.T.contiguous(), None, factor
+    return nearest_codes(scaled, of.code), stored.T.contiguous(), None, factor
 
 
-def _codes(scaled: Tensor, code: int) -> Tensor:
+def nearest_codes(scaled: Tensor, code: int) -> Tensor:
+    """Codes of values in units of their scale, saturating; at a tie even ones."""
     if code == E4M3:
         return scaled.clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(torch.float8_e4m3fn).view(torch.uint8)
     if code == INT8:

@@ -279,6 +279,42 @@ def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, facto
     return [y if bias is None else y + bias]
 
 
+def mx_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What block-scaled codes stand for."""
+    if codes.dtype is torch.uint8:
+        codes = number_of(torch.stack((codes % 16, codes // 16), -1).flatten(-2).long(), "mxfp4")
+    k = codes.shape[-1]
+    return codes.to(dtype) * scale.to(dtype)[..., torch.arange(k, device=codes.device) // (k // scale.shape[-1])]
+
+
+@defines
+def quantize_mx(x: Tensor, mx_format: str, factor: Any) -> Results:
+    """Values as the codes hold them, and scales; in float64 unrounded, but for powers of two."""
+    four, exact = mx_format != "mxfp8", x.dtype is torch.float64
+    y, largest = wide(x) if factor is None else wide(x) / factor, 6.0 if four else 448.0
+    groups = y.unflatten(-1, (-1, 16 if mx_format == "nvfp4" else 32))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=largest * 2.0**-126) / largest
+    if mx_format == "nvfp4":
+        scale = scale.clamp(2.0**-9, 448.0)
+        scale = scale if exact else scale.to(FP8[0]).to(y.dtype)
+    else:
+        scale = scale.log2().sub(1e-12 if exact else 0).ceil().exp2()
+    codes = (groups / scale).clamp(-largest, largest)
+    if not exact:
+        step = torch.where(codes.abs() < 2, 0.5, torch.where(codes.abs() < 4, 1.0, 2.0))  # of e2m1
+        codes = (codes / step).round() * step if four else codes.to(FP8[0]).to(y.dtype)
+    return [(codes * scale).flatten(-2), scale[..., 0]]
+
+
+@defines
+def mx_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any, out_scale: Any, out_dtype: torch.dtype) -> Results:
+    dtype = torch.float64 if scale_a.dtype is torch.float64 else torch.float32
+    y = mx_values(a, scale_a, dtype) @ mx_values(b, scale_b, dtype).mT
+    y = y if out_scale is None else y * out_scale
+    y = y if bias is None else y + bias
+    return [y if dtype is torch.float64 else y.to(out_dtype)]
+
+
 @defines
 def bmm(a: Tensor, b: Tensor, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, scale_a: Any, scale_b: Any) -> Results:
     x, w = a.mT if trans_a else a, b if trans_b else b.mT
