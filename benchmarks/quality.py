@@ -1,5 +1,6 @@
 """How far a model's logits move with weights of each format, beside a reference quantiser of the
-same format: the one of the gguf package, of torch's observers, or torch's own scaling.
+same format: the one of the gguf package, of torch's observers, or torch's own scaling. GGUF's kinds
+that we keep small are read from the same blocks, here and by the gguf package.
 
     python benchmarks/quality.py FOLDER [--text FILE] [--json out.jsonl]
 
@@ -25,6 +26,7 @@ from torch.ao.quantization import PerChannelMinMaxObserver
 
 from tilewright.bench.report import tell
 from tilewright.models import load
+from tilewright.models.gguf_tensors import KEPT, from_gguf
 from tilewright.models.quantized import KEPT_WIDE
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat
 
@@ -45,9 +47,9 @@ def ours(of: WeightFormat) -> Rounding:
 def reference(of: WeightFormat) -> tuple[str, Rounding] | None:
     """Who rounds a weight [n, k] to this format too, and how; None if nobody here does."""
     if of.name == "mxfp4":
-        return "gguf MXFP4", _gguf(gguf.GGMLQuantizationType.MXFP4)
+        return "gguf MXFP4", _gguf("MXFP4")
     if of.name == "int4-32":
-        return "gguf Q4_0", _gguf(gguf.GGMLQuantizationType.Q4_0)
+        return "gguf Q4_0", _gguf("Q4_0")
     if of.code in (INT4, INT8):
         return "torch min-max observer", _observed(of)
     if of.code == E4M3:
@@ -55,11 +57,50 @@ def reference(of: WeightFormat) -> tuple[str, Rounding] | None:
     return None
 
 
-def _gguf(kind: Any) -> Rounding:
+def blocks(weight: Tensor, kind: str) -> np.ndarray:
+    """A weight [n, k] as the bytes of a GGUF file. The gguf package does not write Q4_K and Q6_K:
+    these are rounded to nearest, as its own kinds are.
+    """
+    if kind not in ("Q4_K", "Q6_K"):
+        return gguf_small(weight.float().cpu().numpy().astype(np.float32), gguf.GGMLQuantizationType[kind])
+    super_blocks = weight.float().cpu().unflatten(1, (-1, 256))
+
+    def half(d: Tensor) -> tuple[Tensor, Tensor]:
+        d = d[..., None].half()
+        return d.view(torch.uint8), torch.where(d == 0, 1.0, d.float())
+
+    if kind == "Q4_K":
+        x = super_blocks.unflatten(2, (8, 32))
+        least = -x.amin(3).clamp(max=0)
+        step = (x.amax(3) + least) / 15
+        (d_bytes, d), (e_bytes, e) = half(step.amax(2) / 63), half(least.amax(2) / 63)
+        s, m = (step / d).round().clamp(0, 63), (least / e).round().clamp(0, 63)
+        q = ((x + (e * m)[..., None]) / (d * s).clamp(min=1e-20)[..., None]).round().clamp(0, 15).to(torch.uint8)
+        s, m, q = s.to(torch.uint8), m.to(torch.uint8), q.unflatten(2, (4, 2))
+        six = (s[..., :4] | s[..., 4:] >> 4 << 6, m[..., :4] | m[..., 4:] >> 4 << 6, s[..., 4:] & 15 | (m[..., 4:] & 15) << 4)
+        parts = (d_bytes, e_bytes, *six, (q[..., 0, :] | q[..., 1, :] << 4).flatten(2))
+    else:
+        x = super_blocks.unflatten(2, (16, 16))
+        step = x.abs().amax(3) / 31
+        d_bytes, d = half(step.amax(2) / 127)
+        s = (step / d).round().clamp(0, 127)
+        q = ((x / (d * s).clamp(min=1e-20)[..., None]).round().clamp(-32, 31) + 32).to(torch.uint8).flatten(2).unflatten(2, (2, 4, 32))
+        low = torch.stack((q[..., 0, :] & 15 | (q[..., 2, :] & 15) << 4, q[..., 1, :] & 15 | (q[..., 3, :] & 15) << 4), 3)
+        high = q[..., 0, :] >> 4 | q[..., 1, :] >> 4 << 2 | q[..., 2, :] >> 4 << 4 | q[..., 3, :] >> 4 << 6
+        parts = (low.flatten(2), high.flatten(2), s.to(torch.uint8), d_bytes)
+    return torch.cat(parts, 2).flatten(1).numpy()
+
+
+def _gguf(kind: str) -> Rounding:
     def rounded(weight: Tensor) -> Tensor:
-        return torch.from_numpy(gguf_wide(gguf_small(weight.float().cpu().numpy().astype(np.float32), kind), kind)).to(weight.device)
+        return torch.from_numpy(gguf_wide(blocks(weight, kind), gguf.GGMLQuantizationType[kind])).to(weight.device)
 
     return rounded
+
+
+def _kept(kind: str) -> Rounding:
+    """As a model of `load(..., weights="gguf")` has it."""
+    return lambda weight: from_gguf(torch.from_numpy(blocks(weight, kind)), kind).dequantize(torch.float32).to(weight.device)
 
 
 def _observed(of: WeightFormat) -> Rounding:
@@ -106,19 +147,17 @@ def compare(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     model = copy.deepcopy(model).float()
     with torch.no_grad():
         wide = model(ids).logits.log_softmax(-1)
+    columns = [module.in_features for module in linears(model)]
+    pairs = {of.name: (of.multiple, ours(of), reference(of)) for of in FORMATS.values()}
+    for kind in KEPT:
+        pairs[f"gguf {kind}"] = (gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0], _kept(kind), ("gguf's own values", _gguf(kind)))
     rows = []
-    for of in FORMATS.values():
-        found = reference(of)
-        if found is None or any(module.in_features % of.multiple for module in linears(model)):
+    for name, (multiple, mine, found) in pairs.items():
+        if found is None or any(k % multiple for k in columns):
             continue
-        name, theirs = found
-        row = {
-            "format": of.name,
-            "kl": divergence(model, wide, ids, ours(of)),
-            "reference": name,
-            "reference_kl": divergence(model, wide, ids, theirs),
-        }
-        rows.append(row | {"ratio": row["kl"] / row["reference_kl"]})
+        who, theirs = found
+        kl, reference_kl = (divergence(model, wide, ids, rounding) for rounding in (mine, theirs))
+        rows.append({"format": name, "kl": kl, "reference": who, "reference_kl": reference_kl, "ratio": kl / reference_kl})
     return rows
 
 

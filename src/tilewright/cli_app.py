@@ -32,7 +32,10 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder, which can do anything that you can. Read it first.")
 ]
 
-Weights = Annotated[str | None, option("--weights", "First quantise a 16-bit model, for example to int4-128: see `quantize`.", metavar="FORMAT")]
+Weights = Annotated[
+    str | None,
+    option("--weights", "First quantise a 16-bit model, for example to int4-128: see `quantize`. gguf: keep a .gguf file's own.", metavar="FORMAT"),
+]
 
 SUITES = ("playbook", "llm", "seeds", "decode")
 ENGINES = ("auto", "mega", "graph", "eager", "transformers")

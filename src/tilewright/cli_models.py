@@ -91,12 +91,12 @@ def generate(  # noqa: PLR0913 an option each
             and (compiled or (compare and not prompt_tokens)),
             f"--device must be cuda or cpu with --tp, which takes the first GPUs, got {device!r}": tp > 1 and ":" in device,
             "--nccl must come with --tp 2 or more": nccl and tp == 1,
-            "--weights must come without --tp, --compare and --engine mega": weights is not None and (tp > 1 or compare or engine == "mega"),
+            "--weights must come without --compare and --engine mega": weights is not None and (compare or engine == "mega"),
             "--draft must come with --speculate of at least 1, and without --tp": bool(draft) and (speculate == 0 or tp > 1),
             "--speculate must come with --engine auto, graph or eager, and without --prompt-tokens": speculate > 0
             and (prompt_tokens > 0 or engine in ("transformers", "mega")),
-            "--kv-dtype must come with --engine graph, eager or auto, without --tp, and without --compare but for times": kv_dtype is not None
-            and (engine in ("transformers", "mega") or tp > 1 or (compare and not prompt_tokens)),
+            "--kv-dtype must come with --engine graph, eager or auto, and without --compare but for times": kv_dtype is not None
+            and (engine in ("transformers", "mega") or (compare and not prompt_tokens)),
             "--temperature must be 0 with --compare and --prompt-tokens": temperature > 0 and (compare or prompt_tokens > 0),
         }
     )
@@ -124,10 +124,11 @@ def generate(  # noqa: PLR0913 an option each
 
         ranks: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
         if not prompt_tokens:
-            return int(run_ranks(of_rank, model, number_type, asked, json_file, trust_remote_code, **ranks))
+            return int(run_ranks(of_rank, model, number_type, asked, json_file, trust_remote_code, weights, **ranks))
         sizes = Sizes(batch or 1, prompt_tokens, max_new_tokens)
         if tp > 1:
-            return tell(run_ranks(measure_rank, model, number_type, sizes, engine, compare, trust_remote_code, **ranks), json_file=json_file)
+            timed = (model, number_type, sizes, engine, compare, trust_remote_code, weights, kv_dtype)
+            return tell(run_ranks(measure_rank, *timed, **ranks), json_file=json_file)
         loaded = load_and_say(model, where, number_type, trust_remote_code=trust_remote_code, weights=weights)
         baselines = ("eager", "compiled") if compiled else ("eager",) if compare else ()
         return measure_command(loaded, sizes, engine=engine, baselines=baselines, json_file=json_file, kv_dtype=kv_dtype)
@@ -159,6 +160,7 @@ def serve(  # noqa: PLR0913 an option each
     dtype: Dtype = "",
     trust_remote_code: Trust = False,
     weights: Weights = None,
+    kv_dtype: Annotated[str | None, option("--kv-dtype", "fp8: cache keys and values in 8 bits.", metavar="DTYPE")] = None,
 ) -> int:
     """Serve a model to many OpenAI clients: transformers' scheduler and pages, our kernels."""
     from .models.command import device_and_dtype, load_and_say
@@ -166,7 +168,8 @@ def serve(  # noqa: PLR0913 an option each
 
     loaded = load_and_say(model, *device_and_dtype(device, dtype, weights), trust_remote_code=trust_remote_code, weights=weights)
     limits = {"max_requests": max_requests, "max_body_bytes": max_body_bytes, "max_batch_tokens": max_batch_tokens, "cache_pages": cache_pages}
-    return serve_command(loaded, drain_seconds=drain_seconds, host=host, port=port, api_key=api_key, prefix_reuse=prefix_reuse, **limits)
+    how: Any = {"prefix_reuse": prefix_reuse, "kv_dtype": kv_dtype}
+    return serve_command(loaded, drain_seconds=drain_seconds, host=host, port=port, api_key=api_key, **how, **limits)
 
 
 @verb

@@ -2,6 +2,7 @@
 
 import importlib.util
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from tilewright.cli import app
-from tilewright.models import CONFIGS, compare, demo_gguf, encode, generate, load, random_model
+from tilewright.engine import Engine
+from tilewright.models import CONFIGS, Shard, compare, demo_gguf, encode, generate, load, random_model
+from tilewright.models.command import load_and_say
 from tilewright.models.gguf_file import parameter_name
 from tilewright.models.load import outline_of
+from tilewright.models.quantized import QuantizedLinear, weight_bytes
 
 TINY = {
     "hidden_size": 64,
@@ -39,17 +43,17 @@ def logits(model) -> torch.Tensor:
         return model(torch.arange(3, 20)[None]).logits
 
 
-def write_gguf(path: Path, model, architecture: str) -> None:
+def write_gguf(path: Path, model, architecture: str, stored: Callable[[str, torch.Tensor], tuple[np.ndarray, int]] | None = None) -> None:
     """Writes what llama.cpp's converter writes for `model`, with a vocabulary of bytes and two
-    merges.
+    merges. stored: the bytes of a matrix, and their kind.
     """
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(128)
-    writer.add_embedding_length(TINY["hidden_size"])
-    writer.add_block_count(TINY["num_hidden_layers"])
-    writer.add_feed_forward_length(TINY["intermediate_size"])
+    writer.add_embedding_length(model.config.hidden_size)
+    writer.add_block_count(model.config.num_hidden_layers)
+    writer.add_feed_forward_length(model.config.intermediate_size)
     writer.add_head_count(TINY["num_attention_heads"])
     writer.add_head_count_kv(TINY["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
@@ -72,7 +76,8 @@ def write_gguf(path: Path, model, architecture: str) -> None:
             heads = TINY["num_attention_heads"] if "q_proj" in name else TINY["num_key_value_heads"]
             values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
         stem, _, kind = name.rpartition(".")
-        writer.add_tensor(f"{stems[f'{stem}.weight']}.{kind}", np.ascontiguousarray(values.numpy()))
+        content, raw = (np.ascontiguousarray(values.numpy()), None) if stored is None or values.dim() < 2 else stored(stem, values)
+        writer.add_tensor(f"{stems[f'{stem}.weight']}.{kind}", content, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -151,6 +156,55 @@ def test_a_gguf_header_is_read_once(tmp_path: Path, monkeypatch) -> None:
         assert getattr(loaded.model.config, name) == getattr(theirs, name)
     assert loaded.tokenizer.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert loaded.tokenizer.special_tokens_map == tokenizer.special_tokens_map
+
+
+KINDS = {"q_proj": "Q4_K", "k_proj": "Q6_K", "v_proj": "Q8_0", "o_proj": "Q4_0", "gate_proj": "Q4_K", "up_proj": "Q6_K", "down_proj": "Q4_0"}
+
+
+def test_gguf_matrices_stay_small(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The codes of the file; weights, up to rounding, and tokens of the widened model."""
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import quality
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model, path = random_model({"model_type": "llama", **TINY, **sizes}), tmp_path / "tiny.gguf"
+
+    def stored(stem: str, values: torch.Tensor) -> tuple[np.ndarray, int]:
+        kind = KINDS.get(stem.rpartition(".")[2], "Q6_K")  # of the head and the embedding
+        return quality.blocks(values, kind), gguf.GGMLQuantizationType[kind]
+
+    write_gguf(path, model, "llama", stored)
+    wide, rounded = load(path).model, load(path, dtype=torch.bfloat16).model
+    kept = load_and_say(path, torch.device("cpu"), torch.bfloat16, weights="gguf").model
+    assert "int4-32-zeros, int8-16, int8-32, int4-32, bfloat16, " in capsys.readouterr().out
+    small = {name: module for name, module in kept.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(small) == len(KINDS) + 1
+    for name, module in small.items():
+        truth, found = wide.get_submodule(name).weight, module.quantized.dequantize(torch.float32)
+        exact = KINDS.get(name.rpartition(".")[2]) in ("Q4_0", "Q8_0")
+        assert torch.equal(found, truth) if exact else (found - truth).norm() < 0.005 * truth.norm(), name
+    assert type(kept.model.embed_tokens.weight.data) is torch.Tensor
+    assert torch.equal(kept.model.embed_tokens.weight, rounded.model.embed_tokens.weight)
+    assert weight_bytes(kept) < 0.65 * weight_bytes(rounded)  # panels of 64 rows are filled up
+    stock = rounded.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)[0, 3:]
+    with Engine(kept, max_len=64) as engine:
+        assert engine.generate([[5, 6, 7]], 2).tokens == [stock.tolist()]
+    part = load(path, dtype=torch.bfloat16, weights="gguf", shard=Shard(1, 2)).model
+    assert torch.equal(part.lm_head.wide, kept.lm_head.wide[150:])
+    assert torch.equal(part.model.layers[0].self_attn.o_proj.wide, kept.model.layers[0].self_attn.o_proj.wide[:, 128:])
+    with pytest.raises(ValueError, match="quantised weights must be bfloat16"):
+        load(path, weights="gguf")
+
+
+def test_what_gguf_weights_cannot_be_is_said(tmp_path: Path) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path / "folder")
+    with pytest.raises(ValueError, match=r"weights must be a format, or gguf with a \.gguf file, got 'gguf' with .*folder"):
+        load(tmp_path / "folder", dtype=torch.bfloat16, weights="gguf")
+    write_gguf(tmp_path / "tiny.gguf", model, "llama")
+    with pytest.raises(ValueError, match="a GGUF file with matrices of Q4_0, Q8_0, Q4_K, Q6_K, got none of them"):
+        load(tmp_path / "tiny.gguf", dtype=torch.bfloat16, weights="gguf")
 
 
 def test_incomplete_gguf_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from engine_models import FAMILIES
-from tiny_models import TINY
+from tiny_models import TINY, state_of
 
 from tilewright.engine import Engine, Group, Sampling
 from tilewright.engine.ranks import run_ranks
 from tilewright.models import CONFIGS, Shard, cut, patch, random_model, shard_of
+from tilewright.models.quantized import QuantizedLinear, quantize
+from tilewright.ops.common.weight_formats import FORMATS, QuantizedWeight
 from tilewright.testing import assert_accurate
 
 # Imported once, in a server that each rank is then forked from.
@@ -26,6 +28,7 @@ multiprocessing.set_forkserver_preload(["torch", *families, "tilewright.engine",
 PROMPTS = [[5, 50, 7], [9] * 11]
 GIVEN = [[7, 91, 3]] * 2
 CASES = {"llama-tied-bias": torch.float32, "deepseek_v3": torch.bfloat16}  # grouped heads and columns; latent attention and experts
+SMALL = {"gpt_oss": "mxfp4"}  # with the format of its weights: rows, columns and experts
 
 
 def on_two(function: Any, *args: Any) -> Any:
@@ -43,6 +46,18 @@ def found(group: Group | None, name: str) -> tuple[list[list[int]], list[list[in
         greedy = engine.generate(PROMPTS, 4).tokens
         drawn = engine.generate(PROMPTS, 3, sampling=Sampling(temperature=2.0, seed=1)).tokens if name in FAMILIES and "llama" in name else []
         return greedy, drawn, engine.logits(PROMPTS, GIVEN), engine.step_bytes(2, 16)
+
+
+def found_small(group: Group | None, name: str) -> tuple[list[list[int]], int]:
+    """Greedy tokens, and the bytes of a step."""
+    sizes = {**config(name), "intermediate_size": 64, "num_hidden_layers": 1}
+    if group is None:
+        model = random_model(sizes, dtype=torch.bfloat16)
+        quantize(model, SMALL[name])
+    else:
+        model = random_model(sizes, dtype=torch.bfloat16, shard=group.shard, weights=SMALL[name])
+    with Engine(model, max_len=64, group=group) as engine:
+        return engine.generate(PROMPTS[:1], 2).tokens, engine.step_bytes(1, 16)
 
 
 def patched_beside_stock() -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], bool]:
@@ -72,6 +87,7 @@ def patched_beside_stock() -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], 
 def found_by_all(group: Group, device: torch.device) -> list[dict[str, Any]]:
     gathered: list[Any] = [None] * group.shard.ranks
     mine: dict[str, Any] = {name: found(group, name) for name in CASES}
+    mine |= {name: found_small(group, name) for name in SMALL}
     mine["patched"] = patched_beside_stock()
     torch.distributed.all_gather_object(gathered, mine)
     return gathered
@@ -100,6 +116,14 @@ def test_experts_and_latent_heads_obey_the_accuracy_rule(ranks: list[dict[str, A
     truth = logits_of(model.to(torch.float64))
     for rank in ranks:
         assert_accurate(rank["deepseek_v3"][2], stock, truth)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ranks_of_small_weights_choose_the_tokens_of_one(ranks: list[dict[str, Any]], name: str) -> None:
+    tokens, step_bytes = found_small(None, name)
+    for rank in ranks:
+        assert rank[name][0] == tokens
+        assert rank[name][1] < step_bytes  # panels of a tiny model are filled up
 
 
 def test_patch_works_inside_the_tensor_parallelism_of_transformers(ranks: list[dict[str, Any]]) -> None:
@@ -212,6 +236,35 @@ def test_shards_are_parts_of_the_same_weights(name: str) -> None:
         parts[0](torch.tensor([[1]]))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_small_weights_are_divided_between_groups(name: str) -> None:
+    torch.manual_seed(0)
+    weight = QuantizedWeight.of(torch.randn(200, 512), name)
+    wide = weight.dequantize()
+    rows = weight.cut(0, [(8, 40), (130, 70)])
+    assert torch.equal(rows.dequantize(), torch.cat((wide[8:48], wide[130:200])))
+    for rank in range(2):
+        assert torch.equal(weight.cut(1, [(256 * rank, 256)]).dequantize(), wide[:, 256 * rank :][:, :256])
+
+
+@pytest.mark.parametrize(("name", "weights"), [("qwen2", "int8"), ("gpt_oss", "mxfp4")])
+def test_shards_of_small_weights_are_parts_of_those_quantised_whole(name: str, weights: str) -> None:
+    """Made from random weights, and cut from a model that is quantised already."""
+    sizes = {**config(name), "intermediate_size": 64, "num_hidden_layers": 1}
+    for rank in range(2):
+        whole = random_model(sizes, dtype=torch.bfloat16)
+        quantize(whole, weights)
+        full = [module.wide for module in whole.modules() if isinstance(module, QuantizedLinear)]
+        cut(whole, Shard(rank, 2), device="cpu")
+        made = random_model(sizes, dtype=torch.bfloat16, shard=Shard(rank, 2), weights=weights)
+        assert made.state_dict().keys() == whole.state_dict().keys()
+        assert all(torch.equal(x, whole.state_dict()[path]) for path, x in made.state_dict().items())
+        parts = [module.wide for module in made.modules() if isinstance(module, QuantizedLinear)]
+        for part, values in zip(parts, full, strict=True):
+            (axis,) = (i for i in range(2) if part.shape[i] != values.shape[i])
+            assert torch.equal(part, values.chunk(2, axis)[rank])
+
+
 def test_what_cannot_be_dealt_is_refused_before_anything_changes() -> None:
     model = random_model({**TINY, **FAMILIES["llama-tied-bias"]})
     with pytest.raises(ValueError, match=r"number of ranks must be a divisor of 4: config\.num_attention_heads, got 3"):
@@ -219,6 +272,20 @@ def test_what_cannot_be_dealt_is_refused_before_anything_changes() -> None:
     assert shard_of(model) == Shard()
     with pytest.raises(ValueError, match="rank must be 0 to 1, got 2"):
         Shard(2, 2)
+    sizes = {**config("qwen2"), "intermediate_size": 64}
+    message = r"model.layers.0.self_attn.o_proj with a multiple of 32 columns each, as int4-32 needs, got 4, which leaves 16"
+    with pytest.raises(ValueError, match=message):
+        random_model(sizes, dtype=torch.bfloat16, shard=Shard(0, 4), weights="int4-32")
+    small = random_model(sizes, dtype=torch.bfloat16)
+    quantize(small, "int4-32")
+    before = state_of(small)
+    with pytest.raises(ValueError, match=message):
+        cut(small, Shard(0, 4), device="cpu")
+    small.model.layers[0].self_attn.o_proj.order = torch.arange(64)
+    with pytest.raises(ValueError, match=r"number of ranks must be 1 for model.layers.0.self_attn.o_proj, whose groups lie in act-order, got 2"):
+        cut(small, Shard(0, 2), device="cpu")
+    small.model.layers[0].self_attn.o_proj.order = None
+    assert state_of(small) == before
     with pytest.raises(ValueError, match=r"torch\.distributed must be initialised"):
         Group.of()
     cut(model, Shard(1, 2), device="cpu")

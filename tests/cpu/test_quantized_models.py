@@ -19,7 +19,7 @@ from tilewright import patch
 from tilewright.cli import app
 from tilewright.engine import Engine
 from tilewright.engine.weights import Parts
-from tilewright.models import ModelFileError, Shard, load
+from tilewright.models import ModelFileError, load
 from tilewright.models.quantized import QuantizedLinear, QuantizedMixture, quantize, weight_bytes
 from tilewright.models.quantized_folder import METHODS, save_quantized
 from tilewright.ops.common.weight_formats import FORMATS, unpack
@@ -316,15 +316,13 @@ def test_a_folder_that_is_not_whole_names_what_is_wrong(tmp_path: Path) -> None:
             load(tmp_path / str(i), dtype=BF16)
     with pytest.raises(ValueError, match=r"quantised weights must be bfloat16 \(--dtype bfloat16\), got float32"):
         load(tmp_path / "right")
-    with pytest.raises(ValueError, match="weights must be None with a shard"):
-        load(tmp_path / "right", weights="int8", shard=Shard(0, 2))
 
 
 def test_what_cannot_be_quantised_is_said_in_a_line() -> None:
     model = tiny("llama", BF16)
     before = state_of(model)
     for how in ({"weights": "int3"}, {"weights": "int4-64"}):
-        with pytest.raises(ValueError, match=r"one of int4-128|groups divide every matrix \(int8, e4m3, nvfp4\), got 'int4-64': model.layers.0"):
+        with pytest.raises(ValueError, match=r"one of int4-128|groups divide every matrix \(int8, int8-16, e4m3, nvfp4\), got 'int4-64'"):
             Engine(model, **how)
         with pytest.raises(ValueError, match=r"one of int4-128|groups divide every matrix"):
             patch(model, **how)
@@ -369,5 +367,6 @@ def test_logits_move_no_more_than_with_a_reference_quantiser(monkeypatch: pytest
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}  # enough weights that no luck decides
     rows = quality.compare(small(**sizes), torch.randint(64, (8, 64)))
-    assert {row["format"] for row in rows} == FORMATS.keys() - {"nvfp4"}
+    # o_proj has rows of 128, no whole blocks of Q4_K and Q6_K: test_models_load has these.
+    assert {row["format"] for row in rows} == (FORMATS.keys() | {"gguf Q4_0", "gguf Q8_0"}) - {"nvfp4"}
     assert all(row["ratio"] < quality.ALLOWED for row in rows), rows

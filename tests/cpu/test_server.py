@@ -18,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import tiny_model
 from tiny_server import CHAT, CONTEXT, JSON, LIMIT, PAGES, PLAIN, call, chat, plain, refused, resident_bytes, server, wait_until
 
 from tilewright.engine import Engine
 from tilewright.engine import Sampling as EngineSampling
 from tilewright.models import Loaded, load
-from tilewright.models.serve import serve_command, serving
+from tilewright.models.serve import _say, serve_command, serving
 from tilewright.testing.tiny_chat import tokenizer
 
 for needed in ("openai", "starlette", "uvicorn"):
@@ -342,6 +343,19 @@ def test_memory_is_bounded_on_a_cpu(monkeypatch):
         assert "10%" in running.worker.share
     monkeypatch.undo()
     assert 0 < room.available_memory() < 2**50
+
+
+def test_a_server_of_codes_takes_their_pages_and_answers(monkeypatch, capsys):
+    """As `tilewright serve --kv-dtype fp8`: as many pages as fit."""
+    from tilewright.models.server import room
+
+    page = 2 * 2 * (16 + 4) * 256  # keys and values, heads, head_dim and scale, tokens
+    monkeypatch.setattr(room, "available_memory", lambda: 10 * page * 3)
+    with server(torch.bfloat16, cache_pages=None, kv_dtype="fp8") as running:
+        assert 3 * page <= running.worker.cache_bytes <= 5 * page
+        assert call(running.address[1], CHAT, chat(max_tokens=2))[0] == 200
+        _say(Loaded(None, None, "tiny"), running, None, "fp8")
+    assert "cache: 3 pages of 256 tokens in fp8, 0.000102 GB" in capsys.readouterr().out  # with the two of transformers
 
 
 def test_a_transformers_that_is_too_old_is_named(monkeypatch):

@@ -8,6 +8,8 @@ from tiny_models import TINY, tiny_model
 
 from tilewright.launch import counted
 from tilewright.models import Loaded, patch
+from tilewright.models.continuous_codes import KV_DTYPE, coded_allocators
+from tilewright.ops.quantize_fp8 import quantize_fp8
 from tilewright.testing.threads import threads_inherit
 from tilewright.testing.tiny_chat import tokenizer
 
@@ -25,11 +27,11 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, TINY["vocab_size"], (n,)).tolist() for n in (5, 37, 1, 20)]
 
 
-def generate_batch(model, page_size: int = 16, **options: object) -> list[list[int]]:
+def generate_batch(model, page_size: int = 16, new: int = NEW, **options: object) -> list[list[int]]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     paging = ContinuousBatchingConfig(page_size=page_size, num_blocks=16, max_batch_tokens=32, max_requests_per_batch=3, **options)
-    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    greedy = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     found = model.generate_batch(prompts(), generation_config=greedy, continuous_batching_config=paging)
     return [request.generated_tokens for request in found.values()]
 
@@ -117,3 +119,65 @@ def test_a_model_without_a_tokenizer_is_not_served() -> None:
 
     with pytest.raises(ValueError, match="model must be one with a tokenizer"), serving(Loaded(None, None, "here")):
         pass
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_pages_of_codes_hold_what_transformers_would_hold_of_rounded_keys(kind: str) -> None:
+    """Two layers; a prompt in two parts, then a token; a window shorter than the first part."""
+    from transformers import MistralConfig
+    from transformers.generation.continuous_batching import cache
+    from transformers.generation.continuous_batching.cache_allocators import CachePool
+
+    config = MistralConfig(hidden_size=64, num_attention_heads=4, head_dim=16, sliding_window=20)
+    own, stock = (
+        cls(index=0, config=config, num_key_value_heads=2, cache_dtype=torch.bfloat16, page_size=16, layer_indices=[0, 1], allow_block_sharing=False)
+        for cls in (coded_allocators()[kind], cache.ATTN_TYPE_TO_ALLOCATOR[kind])
+    )
+    assert own.bytes_per_page == 16 * 2 * 2 * (16 + 4)
+    assert stock.bytes_per_page == 16 * 2 * 2 * (16 * 2)
+    for each in (own, stock):
+        size = each.bytes_per_block
+        each.register_cache_tensor(size, 4 * size, torch.zeros(6 * size, dtype=torch.uint8), pool := CachePool(4, 1))
+        for _ in range(4):
+            pool.allocate_sector(0)
+    torch.manual_seed(0)
+    past = 0
+    for count in (30, 8, 1):
+        states = torch.randn(4, count, 2, 16).bfloat16()
+        codes, scales = quantize_fp8(states, block=(1, None))
+        rounded = (codes.float() * scales[..., None]).bfloat16()
+        for layer in range(2):
+            both = []
+            for each, (keys, values) in ((own, states[2 * layer :][:2]), (stock, rounded[2 * layer :][:2])):
+                if layer == 0:
+                    each.allocate_cache_to_request("a", past, count)
+                read = torch.tensor(each.get_read_indices("a", past, count) if past else [], dtype=torch.int64)
+                both.append(each.update(keys, values, layer, read, torch.tensor(each.get_write_indices("a", past, count))))
+            for ours, theirs in zip(*both, strict=True):
+                assert torch.equal(ours, theirs), (kind, past, layer)
+        past += count
+
+
+def test_tokens_of_codes_are_the_same_in_tables_and_gathered() -> None:
+    """The first reads one token a request through its table, the second reads rows by their
+    places."""
+    model = tiny_model(FAMILIES["llama"], torch.bfloat16)
+    found = []
+    with patch(model, only=["attention"], kv_dtype="fp8"), threads_inherit():
+        for page_size in (16, 12):
+            with counted() as launches:
+                found.append(generate_batch(model, page_size, new=2))
+            assert launches["quantize_fp8_rows_kernel"]
+            assert bool(launches["attention_decode_kernel"]) == (page_size == 16)
+    assert found[0] == found[1]
+    assert KV_DTYPE not in model.__dict__
+
+
+def test_a_cache_of_codes_is_refused_where_it_would_not_be_used() -> None:
+    model = tiny_model(FAMILIES["llama"], torch.bfloat16)
+    with pytest.raises(ValueError, match="kv_dtype must be None for a LlamaForCausalLM whose attention stays in PyTorch"):
+        patch(model, skip=["attention"], kv_dtype="fp8")
+    with pytest.raises(ValueError, match="of a model in bfloat16 or float16"):
+        patch(tiny_model(FAMILIES["llama"]), kv_dtype="fp8")
+    with patch(model):
+        pass  # unchanged

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from tiny_models import tiny_model
 
 from tilewright.models import Loaded
@@ -48,8 +49,8 @@ def plain(**fields):
 
 
 @contextmanager
-def server(**options):
-    loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer(), "some/folder/tiny")
+def server(dtype=torch.float32, **options):
+    loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}, dtype), tokenizer(), "some/folder/tiny")
     with serving(loaded, port=0, **{"max_batch_tokens": 64, "cache_pages": PAGES, "max_body_bytes": LIMIT, **options}) as running:
         yield running
 

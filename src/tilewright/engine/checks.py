@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..launch import Device, argument_error, check_integers
+from ..models import continuous_codes as codes
 from ..models.quantized import check_dtype, is_quantized
 from ..models.shard import Shard, shard_of
 from .cost import memory
@@ -91,20 +91,9 @@ def check_draft(model: Any, draft: Any, speculate: int, mode: str, group: Group 
 
 def check_kv_dtype(kv_dtype: str | None, model: Any, mode: str) -> None:
     """Raises ValueError unless the cache of the model can be of that kind."""
-    if kv_dtype is None:
-        return
-    if kv_dtype != "fp8":
-        raise argument_error("kv_dtype", 'None or "fp8"', repr(kv_dtype))
-    layers = model.model.layers if hasattr(model, "model") else ()
-    head_dims = {getattr(layer.self_attn, "head_dim", 0) for layer in layers}
-    for rule, kept in (
-        ("of a model with keys and values of heads, as latents are cached in 16 bits", not hasattr(model.config, "kv_lora_rank")),
-        ("of a model in bfloat16 or float16", model.dtype in (torch.bfloat16, torch.float16)),
-        ("of heads with a multiple of 4 elements, at most 256", all(n % 4 == 0 and n <= 256 for n in head_dims)),
-        ('without mode="mega"', mode != "mega"),
-    ):
-        if not kept:
-            raise argument_error("kv_dtype", f"None, or {rule}", '"fp8"')
+    codes.check_kv_dtype(kv_dtype, model)
+    if kv_dtype is not None and mode == "mega":
+        raise argument_error("kv_dtype", 'None with mode="mega"', repr(kv_dtype))
 
 
 def check_rotations(model: Any, max_len: int) -> None:

@@ -159,8 +159,17 @@ def tell(found: Measured, *, json_file: Path | None) -> int:
     return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])
 
 
-def measure_rank(
-    group: Group, device: torch.device, source: str, dtype: torch.dtype, sizes: Sizes, engine: str, compare: bool, trust_remote_code: bool = False
+def measure_rank(  # noqa: PLR0913 picklable, by position
+    group: Group,
+    device: torch.device,
+    source: str,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    engine: str,
+    compare: bool,
+    trust_remote_code: bool = False,
+    weights: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Measured | None:
     """As `measure_command`, in each process of an engine of several.
 
@@ -179,22 +188,24 @@ def measure_rank(
     truth: Tensor | None = None
     copy_gbs = _copy_gbs(device) if shard.rank == 0 else None
     if shard.rank == 0 and compare:
-        whole = load(source, device=device, dtype=dtype, trust_remote_code=trust_remote_code).model
+        loaded = load(source, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        refuse_comparison(loaded)
+        whole = loaded.model
         prompts = prompts_of(whole, sizes.batch, sizes.prompt_tokens)
-        with ready_engine(whole, sizes, engine, errors) as (ours, _):
+        with ready_engine(whole, sizes, engine, errors, kv_dtype=kv_dtype) as (ours, _):
             runs.append(run_engine(ours, alone, prompts, sizes.max_new_tokens))
             continuations = [row[:-1] for row in runs[0].tokens]
             logits[alone] = ours.logits(prompts, continuations)
         with in_float32(whole):
             truth = _stock_logits(whole, prompts, continuations)
-        del whole, ours
+        del whole, ours, loaded
         collect()
-    loaded = load(source, device=device, dtype=dtype, shard=shard, trust_remote_code=trust_remote_code)
+    loaded = load(source, device=device, dtype=dtype, shard=shard, trust_remote_code=trust_remote_code, weights=weights)
     said: list[Any] = [[row[:-1] for row in runs[0].tokens] if runs else None]
     dist.broadcast_object_list(said, src=0, group=group.process_group)
     found = Measured.of(loaded, sizes, copy_gbs, tp=shard.ranks, direct=group.direct)
     found.case, found.runs, found.logits = f"{found.case} tp={shard.ranks}", runs, logits
-    found.run_modes(loaded.model, ("eager", "graph") if engine == "graph" else (engine,), said[0], errors, group)
+    found.run_modes(loaded.model, ("eager", "graph") if engine == "graph" else (engine,), said[0], errors, group, kv_dtype)
     if shard.rank > 0:
         return None
     if truth is not None:

@@ -149,7 +149,7 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     else:
         matrices = experts.gate_up_proj.data.unflatten(1, (2, -1)), experts.down_proj.data
     common = (Matrix(router.weight.data), *matrices, router.top_k)
-    first = 0 if isinstance(experts, QuantizedMixture) else rank * len(experts.down_proj)
+    first = rank * len(matrices[0].words if isinstance(experts, QuantizedMixture) else experts.down_proj)
     check_routing(len(router.weight), router.top_k, 0, 0, 0)
     if not hasattr(router, "routed_scaling_factor"):
         return Experts(
@@ -178,7 +178,7 @@ def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
     best = Matrix(router.weight.data, router.bias.data)
     if isinstance(experts, QuantizedMixture):
         act = Activation(experts.bias_gate_up, experts.bias_down, experts.alpha, experts.limit, experts.up_offset)
-        return Experts(best, experts.gate_up, experts.down, router.top_k, act=act, **choice)
+        return Experts(best, experts.gate_up, experts.down, router.top_k, first=rank * len(experts.gate_up.words), act=act, **choice)
     count = len(experts.down_proj)
     gate_up = fusion.transposed(experts.gate_up_proj).unflatten(1, (-1, 2)).transpose(1, 2)
     biases = experts.gate_up_proj_bias.data.unflatten(1, (-1, 2)).transpose(1, 2), experts.down_proj_bias.data

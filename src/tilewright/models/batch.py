@@ -90,9 +90,9 @@ def answers_command(
 
 
 def answers_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, questions: Questions, *more: Any) -> int:
-    """`answers_command` in each process of --tp. more: json_file and trust_remote_code."""
-    json_file, trust_remote_code = more
-    return answers_command(model, where, dtype, questions, json_file=json_file, group=group, trust_remote_code=trust_remote_code)
+    """`answers_command` in each process of --tp. more: json_file, trust_remote_code and weights."""
+    how = dict(zip(("json_file", "trust_remote_code", "weights"), more, strict=True))
+    return answers_command(model, where, dtype, questions, group=group, **how)
 
 
 def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, options: dict[str, Any]) -> Iterator[list[Answer]]:

@@ -180,11 +180,10 @@ def _bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], Non
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
-def answer_of_rank(
-    group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, json_file: Path | None, trust_remote_code: bool
-) -> int:
-    """`answer_command` in each process of --tp."""
-    return answer_command(model, where, dtype, question, json_file=json_file, group=group, trust_remote_code=trust_remote_code)
+def answer_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, *more: Any) -> int:
+    """`answer_command` in each process of --tp. more: json_file, trust_remote_code and weights."""
+    how = dict(zip(("json_file", "trust_remote_code", "weights"), more, strict=True))
+    return answer_command(model, where, dtype, question, group=group, **how)
 
 
 def console_of(quiet: bool) -> Console:

@@ -20,6 +20,7 @@ from ..launch import argument_error
 from ..ops.attention import attention_out
 from ..ops.attention_decode import attention_decode
 from ..ops.kv_append import kv_append
+from .continuous_codes import KV_DTYPE, Pages, coded_batch_processor
 from .method import NAME
 from .scope import with_our_function
 
@@ -71,12 +72,15 @@ def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
     if paging.get("block_table") is not None:
         table, kv_len = paging["block_table"], kv_begin.diff()
         q, k, v = (x.permute(2, 1, 0, 3) for x in (query, key, value))  # a request's token is its whole sequence: [requests, heads, 1, head_dim]
-        keys, values = (paging[name].transpose(1, 2) for name in ("k_cache", "v_cache"))  # [pages, kv_heads, page_size, head_dim]
+        pages, scales = [paging[name] for name in ("k_cache", "v_cache")], dict[str, Any]()
+        if isinstance(pages[0], Pages):
+            scales, pages = {"k_scale": pages[0].scales, "v_scale": pages[1].scales}, [kind.codes for kind in pages]
+        keys, values = (x.transpose(1, 2) for x in pages)  # [pages, kv_heads, page_size, head_dim]
         # A request that only pads a captured batch has no keys. Its position is -1: it is not
         # stored and attends to nothing.
-        kv_append(k, v, keys, values, positions=kv_len - 1, block_table=table)
+        kv_append(k, v, keys, values, positions=kv_len - 1, block_table=table, **scales)
         how: dict[str, Any] = {"window": sliding_window, "sinks": sinks, "scale": scaling, "softcap": softcap}
-        found: Any = attention_decode(q, keys, values, kv_len, block_table=table, **how)
+        found: Any = attention_decode(q, keys, values, kv_len, block_table=table, **scales, **how)
         return found.permute(2, 0, 1, 3), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     # Zeros: tokens that only pad a captured step belong to no request, and no attention writes
@@ -128,6 +132,10 @@ def _manager_class() -> type:
         def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
             model.config._attn_implementation = PAGED  # a copy that is this model's own: see patch
             self._original_attn_impl: Any = NAME  # `stop` selects it again
+
+        def _create_batch_processor(self) -> Any:
+            coded = self.model.__dict__.get(KV_DTYPE) is not None
+            return coded_batch_processor()(self) if coded else super()._create_batch_processor()
 
     return Manager
 

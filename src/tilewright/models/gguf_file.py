@@ -1,4 +1,4 @@
-"""A model from a GGUF file: its weights expanded, with transformers' names.
+"""A model from a GGUF file: its weights expanded or kept small, with transformers' names.
 
 The tensor names and the order of rotated rows are llama.cpp's:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .files import file_error, read_by_others
 from .gguf_header import GgufHeader, GgufTensor, read_header
+from .gguf_tensors import KEPT, from_gguf
+from .quantized import QuantizedLinear, check_dtype
 from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
 
 OnProgress = Callable[[int, int], None]
@@ -39,7 +41,15 @@ _LAYER = {
 }
 
 
-def load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None = None, *, layers: int = 0) -> tuple[Any, Any]:
+def load_gguf(
+    path: Path,
+    dtype: torch.dtype,
+    on_progress: OnProgress | None = None,
+    *,
+    layers: int = 0,
+    keep: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[Any, Any]:
     """Model and tokenizer of a file.
 
     Args:
@@ -47,9 +57,14 @@ def load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None = N
         dtype: the model's; tensors are expanded to it.
         on_progress: called with (tensors done, tensors in all).
         layers: keeps only the first; 0 keeps all.
+        keep: matrices of `KEPT` kinds, the head's too, stay small (gguf_tensors.py).
+        device: where these are packed, and stay.
     Raises: ModelFileError where the file is not sound, lacks a weight of the model, or has one that
-        the model lacks.
+        the model lacks; where `keep` finds nothing to keep. ValueError for `keep` in another dtype
+        than bfloat16.
     """
+    if keep:
+        check_dtype(dtype)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.initialization import no_init_weights
 
@@ -62,7 +77,10 @@ def load_gguf(path: Path, dtype: torch.dtype, on_progress: OnProgress | None = N
     with read_by_others(path, "a GGUF file of a model of the llama kind"), no_init_weights():
         # Not from_pretrained(gguf_file=): it asks for accelerate.
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        _fill(model, path, header, tensors, dtype, on_progress)
+        small = _small(model, tensors) if keep else {}
+        if keep and not small:
+            raise file_error(path, f"a GGUF file with matrices of {', '.join(KEPT)}", "none of them")
+        _fill(model, path, header, tensors, dtype, on_progress, small, device)
         model.generation_config = GenerationConfig.from_model_config(config)
     check_stop_tokens(path, model)
     return model, tokenizer
@@ -117,14 +135,32 @@ def _compare(path: Path, empty: Any, tensors: dict[GgufTensor, str]) -> None:
         raise file_error(path, "a GGUF file with one tensor for each weight", "two for one")
 
 
-def _fill(model: Any, path: Path, header: GgufHeader, tensors: dict[GgufTensor, str], dtype: torch.dtype, on_progress: OnProgress | None) -> None:
+def _small(model: Any, tensors: dict[GgufTensor, str]) -> dict[str, str]:
+    """The kind of each weight that can stay small: of Linear modules that are not tied."""
+    from gguf import GGMLQuantizationType
+
+    found = {name: GGMLQuantizationType(tensor.kind).name for tensor, name in tensors.items()}
+    linears = {f"{path}.weight" for path, module in model.named_modules() if type(module) is nn.Linear}
+    return {name: kind for name, kind in found.items() if kind in KEPT and name in linears}
+
+
+def _fill(
+    model: Any,
+    path: Path,
+    header: GgufHeader,
+    tensors: dict[GgufTensor, str],
+    dtype: torch.dtype,
+    on_progress: OnProgress | None,
+    small: dict[str, str],
+    device: torch.device | str,
+) -> None:
     from gguf import GGMLQuantizationType, dequantize
 
     config, weights = model.config, dict[str, Tensor]()
     bytes_of_file = np.memmap(path, mode="c").view(np.ndarray)  # torch takes no array that is read-only
     for done, (tensor, name) in enumerate(tensors.items()):
         stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size].reshape(*tensor.shape[:-1], -1)
-        values = torch.from_numpy(dequantize(stored, GGMLQuantizationType(tensor.kind)))
+        values = torch.from_numpy(stored if name in small else dequantize(stored, GGMLQuantizationType(tensor.kind)))
         if tensor.kind == GGMLQuantizationType.F32:
             values = values.clone()  # of the file, which may change
         if name == ROPE_FACTORS:
@@ -134,7 +170,12 @@ def _fill(model: Any, path: Path, header: GgufHeader, tensors: dict[GgufTensor, 
         else:
             if header.metadata["general.architecture"] == "llama" and ("q_proj" in name or "k_proj" in name):
                 values = halves_from_pairs(values, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-            weights[name] = values.to(dtype)
+            if name in small:
+                parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+                owner = model.get_submodule(parent)
+                setattr(owner, leaf, QuantizedLinear(from_gguf(values.to(device), small[name]), getattr(owner, leaf).bias))
+            else:
+                weights[name] = values.to(dtype)
         if on_progress:
             on_progress(done + 1, len(tensors))
     model.load_state_dict(weights, strict=False, assign=True)  # compared before

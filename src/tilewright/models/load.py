@@ -25,6 +25,7 @@ from .safetensors_header import folder_weights
 from .shard import Shard, cut
 from .whole import check_finite_weights, make_buffers, outline, require_room
 
+AS_STORED = "gguf"  # as `weights`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,33 +68,36 @@ def load(  # noqa: PLR0913 options by keyword
         layers: how many layers to build, from the first; 0 builds all.
         trust_remote_code: run Python code from the folder, which can do anything that you can.
         weights: quantise the Linear modules, except the head, to this format (`FORMATS`), rounded
-            to nearest. A folder that is already quantised is loaded as it is.
+            to nearest; a shard's before it is taken. "gguf" keeps the quantised matrices of a .gguf
+            file small instead (docs/models.md).
     Raises:
         ModelFileError: a ValueError: the files are broken, incomplete or not trusted.
         OSError: the hub cannot be reached, or refuses the model.
         ValueError: `source` is none of these, or its sizes cannot be divided by so many ranks.
         MemoryError: the GPU has too little left. The error says how much is needed.
     """
-    if shard is not None and weights is not None:
-        raise argument_error("weights", "None with a shard", repr(weights))
     path, kind = _kind(source)
+    if weights == AS_STORED and kind is not _Kind.GGUF:
+        raise argument_error("weights", f"a format, or {AS_STORED} with a .gguf file", f"{AS_STORED!r} with {source}")
     require_transformers("tilewright.load")
     if kind is _Kind.HUB:
         path, kind = folder_of(str(source), trust_remote_code=trust_remote_code), _Kind.FOLDER
     if kind is _Kind.NAME:
         config = CONFIGS[str(source)] | ({"num_hidden_layers": layers} if layers else {})
-        made = random_model(config, device=device, dtype=dtype, seed=seed, shard=shard)
-        if weights is not None:
+        made = random_model(config, device=device, dtype=dtype, seed=seed, shard=shard, weights=None if shard is None else weights)
+        if weights is not None and shard is None:
             quantize(made, weights, on_progress=on_progress, undoable=False)
         return Loaded(made, None, f"random weights, config {source}")
+    home = device if shard is None else "cpu"  # only a part of what is packed there reaches the device
     if kind is _Kind.GGUF:
-        model, tokenizer = load_gguf(path, dtype, on_progress, layers=layers)
+        model, tokenizer = load_gguf(path, dtype, on_progress, layers=layers, keep=weights == AS_STORED, device=home)
+        weights = None if weights == AS_STORED else weights
     else:
-        model, tokenizer = load_folder(path, dtype, layers=layers, trust_remote_code=trust_remote_code, device=device, on_progress=on_progress)
-    if weights is not None:
-        quantize(model, weights, on_progress=on_progress, device=device, undoable=False)
+        model, tokenizer = load_folder(path, dtype, layers=layers, trust_remote_code=trust_remote_code, device=home, on_progress=on_progress)
     if shard is not None:
-        cut(model, shard, device=device)
+        cut(model, shard, device=device, weights=weights)
+    elif weights is not None:
+        quantize(model, weights, on_progress=on_progress, device=device, undoable=False)
     require_room(path, model, device)
     model = model.to(device).eval()
     check_finite_weights(path, model)
@@ -162,21 +166,23 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     shard: Shard | None = None,
+    weights: str | None = None,
 ) -> Any:
     """A model of `config` (keys of its config.json) with seeded random weights.
 
     No bias is 0 and no norm weight is 1, so that none can be left out unnoticed.
 
     Generation never stops early: a stop token would end a timed run at random. With `shard`, the
-    weights are the rank's part of those without; only one parameter at a time is whole.
+    weights are the rank's part of those without, quantised before it is taken if `weights` names a
+    format; only one module at a time is whole.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device if shard is None else "meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
     if shard is not None:
-        cut(model, shard, device=device, whole=lambda name, like: _fill(name, torch.empty_like(like, device=device), seed))
         make_buffers(model, device)
+        cut(model, shard, device=device, whole=lambda name, like: _fill(name, torch.empty_like(like, device=device), seed), weights=weights)
     with torch.no_grad():
         if shard is None:
             for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..launch import argument_error
 from . import probe
 from .attention import register
+from .continuous_codes import KV_DTYPE, check_kv_dtype
 from .files import require_transformers
 from .hooks import wrapped, wrapper_of
 from .kinds import KINDS, RECOGNISERS
@@ -101,7 +102,9 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collection[str] = (), weights: str | None = None) -> Report:
+def patch(
+    model: nn.Module, *, only: Collection[str] | None = None, skip: Collection[str] = (), weights: str | None = None, kv_dtype: str | None = None
+) -> Report:
     """Replaces modules of one transformers model with Tilewright's kernels, if they compute the
     same: matrix products, norms, RoPE, gated MLPs, mixtures of experts and attention.
 
@@ -119,6 +122,8 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
         skip: the kinds to leave alone.
         weights: quantise the model's Linear modules, except the head, to this format (`FORMATS`),
             rounded to nearest. The originals are kept in host memory for `undo()`.
+        kv_dtype: "fp8": the pages of continuous batching hold keys and values as e4m3, with a scale
+            for each token and head (docs/serving.md). Caches of `generate` keep the model's dtype.
     Returns: what was replaced, what was not and why. Its `undo()` restores the model exactly.
     Raises:
         TypeError: `model` is not a transformers model.
@@ -135,6 +140,7 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
     if any(x.is_meta for x in model.parameters()):
         raise argument_error("model", "one that has its weights", "weights on the meta device: load them first")
     kinds = _chosen(only, skip)
+    check_kv_dtype(kv_dtype, model)
     report = Report(type(model).__name__, (), (), _quantized=quantize(model, weights) if weights is not None else Quantized())
     found = _found(model, kinds)
     if turning := found.of_attention(_TOGETHER):
@@ -144,6 +150,11 @@ def patch(model: nn.Module, *, only: Collection[str] | None = None, skip: Collec
         raise argument_error("model", "one with modules that our kernels can replace", f"a {report.model} in which nothing matched")
     _apply(report, [(module, method) for module, method in found.methods if method.maker and method.op not in _TOGETHER])
     report.replaced, report.kept = found.lines()
+    if kv_dtype is not None:
+        if BATCHING.name not in model.__dict__:
+            report.undo()
+            raise argument_error("kv_dtype", f"None for a {report.model} whose attention stays in PyTorch", repr(kv_dtype))
+        _set(report, model, KV_DTYPE, kv_dtype)
     _set(report, model, _MARK, report)
     return report
 

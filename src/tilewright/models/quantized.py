@@ -142,6 +142,26 @@ def quantize(
         undoable: keep the modules that are replaced, in the host's memory.
     Raises: ValueError for a model or format that does not fit; the model is unchanged.
     """
+    found = quantisable(model, weight_format)
+    done = Quantized()
+    with torch.no_grad():
+        for i, (_, parent, name, module) in enumerate(found):
+            if on_progress is not None:
+                on_progress(i, len(found))
+            home = next(module.parameters()).device
+            setattr(parent, name, small(module, weight_format, home if device is None else torch.device(device)))
+            if undoable:
+                done._replaced.append((parent, name, module.to("cpu"), home))
+    if on_progress is not None:
+        on_progress(len(found), len(found))
+    return done
+
+
+def quantisable(model: Any, weight_format: str) -> list[tuple[str, nn.Module, str, nn.Module]]:
+    """Path, parent, name and module of each module that `quantize` replaces.
+
+    Raises: ValueError for a model or format that does not fit.
+    """
     of = format_named(weight_format)
     found = list(_modules(model))
     if not found:
@@ -155,18 +175,7 @@ def quantize(
         path, k = misfits[0]
         be = f"a format whose groups divide every matrix ({', '.join(fitting) or 'none'})"
         raise argument_error("weights", be, f"{of.name!r}: {path} has rows of {k}, no multiple of {of.multiple}")
-    done = Quantized()
-    with torch.no_grad():
-        for i, (_, parent, name, module) in enumerate(found):
-            if on_progress is not None:
-                on_progress(i, len(found))
-            home = next(module.parameters()).device
-            setattr(parent, name, _small(module, of.name, home if device is None else torch.device(device)))
-            if undoable:
-                done._replaced.append((parent, name, module.to("cpu"), home))
-    if on_progress is not None:
-        on_progress(len(found), len(found))
-    return done
+    return found
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -225,7 +234,7 @@ def gpt_oss_biases(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up.unflatten(1, (-1, 2)).transpose(1, 2).contiguous(), down
 
 
-def _small(module: Any, name: str, where: torch.device) -> nn.Module:
+def small(module: Any, name: str, where: torch.device) -> nn.Module:
     """A module with the weights of another, rounded on a device."""
     if isinstance(module, nn.Linear):
         bias = None if module.bias is None else module.bias.data.to(where)

@@ -3,7 +3,7 @@
     from_gptq                GPTQ and GPTQModel, 4 bits, with and without act-order
     from_awq                 AWQ, 4 bits
     from_compressed_tensors  pack-quantized, 4 bits
-    from_int8                int8 of rows
+    from_int8                int8 of rows, or of groups of 16 or 32
     from_fp8                 e4m3 of the whole weight, of rows, or of blocks of 128 x 128
     from_mxfp4               a matrix of gpt-oss
     from_nvfp4               NVFP4
@@ -80,9 +80,13 @@ def from_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor, weight_
 
 
 def from_int8(weight: Tensor, scale: Tensor) -> QuantizedWeight:
-    """Args: weight int8 [n, k], scale one, [n] or [n, 1]."""
+    """Args: weight int8 [n, k], scale one, [n] or [n, 1], or [n, groups], which become fp16."""
     check_tensor(weight, "weight", ndim=2, dtypes=(torch.int8,))
-    return QuantizedWeight.packed(weight.to(torch.int32) + 128, _of_rows(scale, len(weight)), weight_format="int8")
+    (n, k), codes = weight.shape, weight.to(torch.int32) + 128
+    for group in (16, 32):
+        if k > group and tuple(scale.shape) == (n, k // group) and k % group == 0:
+            return QuantizedWeight.packed(codes, scale.T.to(torch.float16).contiguous(), weight_format=f"int8-{group}")
+    return QuantizedWeight.packed(codes, _of_rows(scale, n), weight_format="int8")
 
 
 def from_fp8(weight: Tensor, scale: Tensor) -> QuantizedWeight:

@@ -13,7 +13,12 @@ def with_our_function(stock: Any, name: str, ours: Callable[..., Any]) -> Callab
     Models look that function up when they run. A replacement in their file would change every model
     of the class in the process. The bytecode is the same.
     """
-    scope = {**stock.__globals__, name: ours}
+    return with_our_functions(stock, **{name: ours})
+
+
+def with_our_functions(stock: Any, **ours: Any) -> Callable[..., Any]:
+    """Likewise, of several names: a new function at each call."""
+    scope = {**stock.__globals__, **ours}
     # torch.compile guards a global through the importable module of this name. There it would find
     # the stock function and recompile for ever.
     scope.pop("__name__", None)

@@ -69,6 +69,7 @@ def serving(  # noqa: PLR0913 options by keyword
     max_body_bytes: int = BODY_BYTES,
     api_key: str | None = None,
     prefix_reuse: bool = True,
+    kv_dtype: str | None = None,
 ) -> Iterator[Running]:
     """Patches a model and serves it while the block runs; its end undoes both.
 
@@ -82,6 +83,7 @@ def serving(  # noqa: PLR0913 options by keyword
         max_body_bytes: of a request; longer ones get 413.
         api_key: what clients have to send; None: nothing.
         prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
+        kv_dtype: as of `patch`.
     Raises: ImportError: the packages of a server are missing. ValueError: the model has no
         tokenizer, or is none that `patch` knows; an argument.
     """
@@ -107,7 +109,7 @@ def serving(  # noqa: PLR0913 options by keyword
     from .server.app import Answers, application
     from .server.worker import Worker
 
-    with patch(loaded.model):
+    with patch(loaded.model, kv_dtype=kv_dtype):
         worker = Worker(loaded.model, most_requests=max_requests, batch_tokens=max_batch_tokens, pages=cache_pages, prefix_reuse=prefix_reuse)
         try:
             names = (served_name(loaded), loaded.source)
@@ -157,7 +159,7 @@ def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **opt
         (hurry if asked_to_stop.is_set() else asked_to_stop).set()
 
     with serving(loaded, **options) as running:
-        _say(loaded, running, options.get("api_key"))
+        _say(loaded, running, options.get("api_key"), options.get("kv_dtype"))
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while not asked_to_stop.wait(0.1) and running.worker.failure is None:
@@ -177,9 +179,10 @@ def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **opt
     return 0
 
 
-def _say(loaded: Loaded, running: Running, api_key: str | None) -> None:
+def _say(loaded: Loaded, running: Running, api_key: str | None, kv_dtype: str | None = None) -> None:
     worker, (host, port) = running.worker, running.address
-    print(f"cache: {worker.pages} pages of 256 tokens, {worker.cache_bytes / 1e9:.3g} GB ({worker.share}); longest request {worker.longest} tokens")
+    size = f"{'' if kv_dtype is None else f' in {kv_dtype}'}, {worker.cache_bytes / 1e9:.3g} GB ({worker.share})"
+    print(f"cache: {worker.pages} pages of 256 tokens{size}; longest request {worker.longest} tokens")
     print(f'model "{served_name(loaded)}" at http://{f"[{host}]" if ":" in host else host}:{port}/v1, until Ctrl-C', flush=True)
     if api_key is None and not ipaddress.ip_address(host).is_loopback:
         print(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ...launch import argument_error
+from ..continuous_codes import KV_DTYPE, token_bytes
 
 PAGE = 256  # tokens
 CPU_SHARE = 0.1  # of the memory that is available at the start; on a GPU transformers takes what is free
@@ -18,7 +19,8 @@ def pages_on_cpu(model: Any, most_requests: int) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    page = 2 * config.num_hidden_layers * heads * head_dim * PAGE * model.dtype.itemsize
+    each = head_dim * model.dtype.itemsize if model.__dict__.get(KV_DTYPE) is None else token_bytes(head_dim)
+    page = 2 * config.num_hidden_layers * heads * each * PAGE
     fit = int(available_memory() * CPU_SHARE) // page
     if not fit:
         raise argument_error("memory for the cache", f"at least one page of {PAGE} tokens, {page / 1e9:.2f} GB", f"{fit} pages")

@@ -7,6 +7,7 @@
     int4-G          0..15  4     32, 64, 128     bf16         8
     int4-G-zeros    0..15  4     32, 64, 128     bf16, fp16   bf16
     int8            bytes  8     a row           fp32         128
+    int8-G          bytes  8     16, 32          fp16         128
     e4m3            e4m3   8     a row           fp32
     e4m3-128        e4m3   8     128 (x 128)     fp32
     mxfp4           e2m1   4     32              e8m0
@@ -18,7 +19,7 @@ each code of a half-word: word i, half h, plane j is k = 32 j + 2 i + h. `FIELDS
 half-word a plane's code lies. Rows and runs are filled up with zeros, and scales up to whole runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,7 @@ FORMATS = {
         *(WeightFormat(f"int4-{group}", INT4, group, _BF16) for group in (128, 64, 32)),
         *(WeightFormat(f"int4-{group}-zeros", INT4, group, _BF16, zeros=True) for group in (128, 64, 32)),
         WeightFormat("int8", INT8, 0, _FP32),
+        *(WeightFormat(f"int8-{group}", INT8, group, torch.float16) for group in (32, 16)),
         WeightFormat("e4m3", E4M3, 0, _FP32),
         WeightFormat("e4m3-128", E4M3, 128, _FP32, blocks=128),
         WeightFormat("mxfp4", E2M1, 32, _E8M0),
@@ -194,12 +196,13 @@ def rounded(weight: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | 
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 2  # the largest code is 6: 2**2 and a fraction
         scale, stored = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
     else:
-        scale = largest.clamp(min=2.0**-100) / LARGEST[of.code]
+        least = 2.0**-15 if of.scale_dtype is torch.float16 else 2.0**-100  # whose scale is not rounded to 0
+        scale = largest.clamp(min=least) / LARGEST[of.code]
         if of.factor:
             factor = (weight.float().abs().amax() / (LARGEST[E2M1] * LARGEST[E4M3])).clamp(min=2.0**-100).view(1)
             scale = (scale / factor).clamp(min=2.0**-9).to(torch.float8_e4m3fn).float()
         stored = scale.to(of.scale_dtype)
-        scale = scale * factor if factor is not None else scale
+        scale = stored.float() if factor is None else scale * factor
     scaled = (groups / scale[..., None]).view(n, k)
     return nearest_codes(scaled, of.code), stored.T.contiguous(), None, factor
 
@@ -307,6 +310,23 @@ class QuantizedWeight:
         """The root mean square of the difference from `weight`, over that of `weight`."""
         truth = weight.double()
         return float(((self.dequantize(torch.float64) - truth).square().mean() / truth.square().mean()).sqrt())
+
+    def cut(self, axis: int, spans: Sequence[tuple[int, int]]) -> "QuantizedWeight":
+        """The weight of some rows (axis 0), or of some columns (1) that are whole groups.
+
+        spans: the first and the number of each stretch of them, in order.
+        """
+        of = format_named(self.weight_format)
+
+        def kept(x: Tensor, axis: int, each: int = 1) -> Tensor:
+            return torch.cat([x.narrow(axis, first // each, count // each) for first, count in spans], axis)
+
+        groups = [None if x is None else x[: self.k // (of.group or self.k)] for x in (self.scales, self.zeros)]
+        if axis == 0 or of.group:
+            groups = [None if x is None else kept(x, 1 - axis, of.group if axis else 1) for x in groups]
+        assert groups[0] is not None
+        codes = kept(unpack(self.words, of, self.n, self.k), axis)
+        return QuantizedWeight.packed(codes, groups[0], groups[1], self.factor, weight_format=of.name)
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         """The same on another device."""
