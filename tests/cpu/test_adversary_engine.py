@@ -68,9 +68,9 @@ def test_options_that_are_no_booleans_are_named() -> None:
     """The compiler refused them, by the number of a kernel's argument."""
     x = torch.randn(4, 16)
     for call, name in (
-        (lambda: tilewright.matmul(x, x, trans_b="no"), "trans_b of matmul"),
-        (lambda: tilewright.moe_route(x, 2, sigmoid="yes"), "sigmoid of moe_route"),
-        (lambda: tilewright.attention(x[None, None], x[None, None], x[None, None], causal="no"), "causal of attention"),
+        (lambda: tilewright.matmul(x, x, trans_b="no"), "trans_b"),
+        (lambda: tilewright.moe_route(x, 2, sigmoid="yes"), "sigmoid"),
+        (lambda: tilewright.attention(x[None, None], x[None, None], x[None, None], causal="no"), "causal"),
     ):
         with pytest.raises(ValueError, match=f"{name} must be True or False, got '"):
             call()

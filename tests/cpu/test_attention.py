@@ -290,7 +290,7 @@ BAD = [
     ({"v": torch.zeros(2, 2, 9, 300)}, ValueError, r"v.shape\[-1\] must be in 1..256, got 300"),
     ({"softcap": 0.0}, ValueError, r"softcap must be positive, got 0.0"),
     ({"sinks": torch.zeros(2)}, ValueError, r"sinks.shape must be \(4,\), got \(2,\)"),
-    ({"sinks": torch.zeros(4).half()}, ValueError, r"sinks.dtype must be one of float32, got float16"),
+    ({"sinks": torch.zeros(4).half()}, ValueError, r"sinks.dtype must be float32, got float16"),
     ({"k_scale": torch.ones(2)}, ValueError, r"k_scale must be None for float32, got Tensor"),
 ]
 

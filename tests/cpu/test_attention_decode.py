@@ -433,7 +433,7 @@ BAD = [
     ({"v": None, "v_dim": 33}, ValueError, r"v_dim must be in 1..32, got 33"),
     ({"v": K[:, :, :9]}, ValueError, r"v.shape must be \(2, 2, 64\) and 1..512 columns, got \(2, 2, 9, 32\)"),
     ({"sinks": torch.zeros(3)}, ValueError, r"sinks.shape must be \(4,\), got \(3,\)"),
-    ({"sinks": torch.zeros(4).half()}, ValueError, r"sinks.dtype must be one of float32, got float16"),
+    ({"sinks": torch.zeros(4).half()}, ValueError, r"sinks.dtype must be float32, got float16"),
     ({"normalize": False, "return_lse": True}, ValueError, r"normalize must be True with return_lse or sinks: .*, got False"),
     ({"q": torch.zeros(2, 4, 1, 520), "k": torch.zeros(2, 2, 9, 520)}, ValueError, r"q.shape\[-1\] must be in 1..512, or 576, got 520"),
     ({"q": torch.zeros(2, 4, 1, 512), "k": torch.zeros(2, 2, 9, 512)}, ValueError, r"q.shape\[-1\] must be in 1..256 in float32, got 512"),

@@ -86,7 +86,7 @@ BAD = [
     ({"p": 1.5}, ValueError, r"p must be 0 to 1, got 1.5"),
     ({"p": float("nan")}, ValueError, r"p must be 0 to 1, got nan"),
     ({"seed": 5}, TypeError, r"seed must be a torch.Tensor, got int"),
-    ({"seed": torch.tensor(1.0)}, ValueError, r"seed.dtype must be one of int64, got float32"),
+    ({"seed": torch.tensor(1.0)}, ValueError, r"seed.dtype must be int64, got float32"),
     ({"seed": torch.tensor([1])}, ValueError, r"seed.shape must be \(\), got \(1,\)"),
     ({"offset": torch.tensor(1, device="meta")}, ValueError, r"offset.device must be cpu, got meta"),
 ]

@@ -268,7 +268,7 @@ def test_must_says_what_must_be_was():
         (lambda: check_tensor([1.0], "x"), TypeError, r"x must be a torch.Tensor, got list"),
         (lambda: check_tensor(torch.ones(2, 2), "x", ndim=1), ValueError, r"x.dim\(\) must be 1, got 2"),
         (lambda: check_tensor(torch.ones(2), "x", shape=(3,)), ValueError, r"x.shape must be \(3,\), got \(2,\)"),
-        (lambda: check_tensor(torch.ones(2), "x", dtypes=(torch.float16,)), ValueError, r"x.dtype must be one of float16, got float32"),
+        (lambda: check_tensor(torch.ones(2), "x", dtypes=(torch.float16,)), ValueError, r"x.dtype must be float16, got float32"),
         (lambda: check_tensor(torch.ones(2), "x", like=torch.ones(2).half()), ValueError, r"x.dtype must be float16, got float32"),
         (lambda: check_tensor(torch.ones(2, device="meta"), "x", like=torch.ones(2)), ValueError, r"x.device must be cpu, got meta"),
         (lambda: check_tensor(torch.ones(4, 4).t(), "x", contiguous=True), ValueError, r"x must be contiguous, got strides \(1, 4\)"),

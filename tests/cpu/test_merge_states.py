@@ -96,7 +96,7 @@ BAD = [
     ({"states": torch.zeros(65, 3, 16)}, ValueError, r"states.shape must be 1..64 states of 1..512 columns, got \(65, 3, 16\)"),
     ({"states": OUT[0, 0]}, ValueError, r"states.dim\(\) must be at least 2, got 1"),
     ({"states_lse": LSE[:1]}, ValueError, r"states_lse.shape must be \(2, 3\), got \(1, 3\)"),
-    ({"states_lse": LSE.half()}, ValueError, r"states_lse.dtype must be one of float32, got float16"),
+    ({"states_lse": LSE.half()}, ValueError, r"states_lse.dtype must be float32, got float16"),
     ({"states_lse": None}, TypeError, r"states_lse must be a torch.Tensor, got NoneType"),
 ]
 

@@ -105,7 +105,7 @@ BAD = [
     ({"groups": 4, "top_groups": 1, "top_k": 4}, ValueError, r"top_groups must be enough groups of 3 experts for top_k = 4, got 1"),
     ({"top_groups": 1}, ValueError, r"top_groups must be 0 without groups, got 1"),
     ({"bias": torch.zeros(11)}, ValueError, r"bias.shape must be \(12,\), got \(11,\)"),
-    ({"bias": torch.zeros(12).half()}, ValueError, r"bias.dtype must be one of float32, got float16"),
+    ({"bias": torch.zeros(12).half()}, ValueError, r"bias.dtype must be float32, got float16"),
 ]
 
 

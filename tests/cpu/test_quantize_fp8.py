@@ -200,7 +200,7 @@ BAD = [
     ({"dtype": torch.float16}, ValueError, r"dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
     ({"scale": 1.0}, TypeError, r"scale must be a torch.Tensor, got float"),
     ({"scale": torch.ones(1)}, ValueError, r"scale.shape must be \(\), got \(1,\)"),
-    ({"scale": ONE.double()}, ValueError, r"scale.dtype must be one of float32, got float64"),
+    ({"scale": ONE.double()}, ValueError, r"scale.dtype must be float32, got float64"),
     ({"scale": torch.ones((), device="meta")}, ValueError, r"scale.device must be cpu, got meta"),
     ({"scale": ONE, "block": (1, 128)}, ValueError, r"scale must be None for block \(1, 128\), got a tensor"),
     ({"scale": ONE, "power_of_two_scales": True}, ValueError, r"power_of_two_scales must be False if scale is given, got True"),

@@ -282,7 +282,7 @@ BAD = [
     (BY_POSITION | {"positions": POSITIONS[:, :4]}, ValueError, r"positions.shape must be \(1 or 2, 5\), got \(1, 4\)"),
     (BY_POSITION | {"positions": POSITIONS.to("meta")}, ValueError, r"positions.device must be cpu, got meta"),
     (BY_POSITION | {"inv_freq": torch.ones(33)}, ValueError, r"inv_freq.shape must be \(1 to 32,\), got \(33,\)"),
-    (BY_POSITION | {"inv_freq": INV_FREQ.half()}, ValueError, r"inv_freq.dtype must be one of float32, got float16"),
+    (BY_POSITION | {"inv_freq": INV_FREQ.half()}, ValueError, r"inv_freq.dtype must be float32, got float16"),
     (BY_POSITION | {"inv_freq": INV_FREQ.to("meta")}, ValueError, r"inv_freq.device must be cpu, got meta"),
 ]
 

@@ -140,10 +140,10 @@ BAD = [
     ({"logits": X.int()}, ValueError, r"logits.dtype must be one of bfloat16, float16, float32, got int32"),
     ({"seed": 3}, TypeError, r"seed must be a torch.Tensor, got int"),
     ({"seed": torch.zeros(3, dtype=torch.int64)}, ValueError, r"seed.shape must be \(\) or \(4,\), got \(3,\)"),
-    ({"offset": torch.tensor(1.0)}, ValueError, r"offset.dtype must be one of int64, got float32"),
+    ({"offset": torch.tensor(1.0)}, ValueError, r"offset.dtype must be int64, got float32"),
     ({"temperature": 0.5}, TypeError, r"temperature must be a torch.Tensor, got float"),
     ({"temperature": torch.zeros(3)}, ValueError, r"temperature.shape must be \(\) or \(4,\), got \(3,\)"),
-    ({"top_k": torch.tensor(5)}, ValueError, r"top_k.dtype must be one of int32, got int64"),
+    ({"top_k": torch.tensor(5)}, ValueError, r"top_k.dtype must be int32, got int64"),
     ({"top_p": torch.zeros(4, 1)}, ValueError, r"top_p.shape must be \(\) or \(4,\), got \(4, 1\)"),
     ({"top_p": torch.zeros((), device="meta")}, ValueError, r"top_p.device must be cpu, got meta"),
 ]

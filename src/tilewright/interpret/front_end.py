@@ -5,6 +5,7 @@ the same objects; here they are asked once. What comes out is the same: test_fro
 """
 
 import functools
+import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +25,16 @@ NAMED = {FunctionType, BuiltinFunctionType, str, NoneType}  # constants that no 
 @contextmanager
 def quick() -> Iterator[None]:
     """Within the context, which holds the compiler's lock, the functions below stand in for
-    cuda-tile's.
+    cuda-tile's, and Python collects no garbage: an IR is many objects, and few of them are any.
     """
     with _compile._compiler_lock, replaced({} if _as_installed.get() else OURS):
-        yield
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 @contextmanager

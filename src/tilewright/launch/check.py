@@ -1,6 +1,6 @@
 """Checks of the public functions. Every message says what, what it must be, and what it was."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if dtypes is not None and tensor.dtype not in dtypes:
-        raise argument_error(f"{name}.dtype", "one of " + ", ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype))
+        raise argument_error(f"{name}.dtype", "one of " * (len(dtypes) > 1) + ", ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype))
     if like is not None:
         if tensor.dtype != like.dtype:
             raise argument_error(f"{name}.dtype", dtype_name(like.dtype), dtype_name(tensor.dtype))
@@ -143,17 +143,35 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
     none of x is an element of `other`, which the op writes into too.
     """
     shape, strides = x.shape, x.stride()
-    if 0 in strides and any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
-        raise argument_error(name, "free of broadcast axes, because it is written in place", f"strides {strides} for shape {tuple(shape)}")
+    if _folded(shape, strides):
+        be = "free of broadcast axes, because it is written in place" + ("" if 0 in strides else ", and of others that meet")
+        raise argument_error(name, be, f"strides {strides} for shape {tuple(shape)}")
     if other is not None and overlap(x, other):
         raise argument_error(name, f"free of elements of {other_name}, because both are written in place", "tensors that overlap")
 
 
-def check_apart(x: Tensor, name: str, /, **read: Tensor | None) -> None:
-    """Raises ValueError if x, which an op writes into, has an element of a tensor that it reads."""
+def _folded(shape: Sizes, strides: Sizes) -> bool:
+    """Whether two indices may mean the same element: an axis does not step over what lies inside
+    it.
+    """
+    inside = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= inside:
+            return 0 not in shape
+        inside += stride * (size - 1)
+    return False
+
+
+def check_apart(written: Mapping[str, Tensor | None], /, **read: Tensor | None) -> None:
+    """Raises ValueError if a tensor that an op writes into has an element of one that it reads."""
+    if torch.compiler.is_compiling():
+        return
+    memory = [(name, x, _storage(x)) for name, x in written.items() if x is not None]
     for other_name, other in read.items():
-        if other is not None and overlap(x, other):
-            raise argument_error(name, f"free of elements of {other_name}, because it is written in place", "tensors that overlap")
+        storage = None if other is None else _storage(other)
+        for name, x, own in memory:
+            if own == storage and overlap(x, other):  # type: ignore[arg-type]  # one without a storage is None
+                raise argument_error(name, f"free of elements of {other_name}, because it is written in place", "tensors that overlap")
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -161,12 +179,23 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 
     Views beside each other, such as q and k of one projection, share no element.
     """
-    if torch.compiler.is_compiling() or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+    if torch.compiler.is_compiling() or _storage(x) != _storage(y):
         return False
     if x.dtype.itemsize == y.dtype.itemsize:
         return _meet(y.storage_offset() - x.storage_offset(), x.shape, x.stride(), y.shape, y.stride())
     (start, *own), (other_start, *others) = _in_bytes(x), _in_bytes(y)
     return _meet(other_start - start, *own, *others)
+
+
+def _storage(x: Tensor) -> int:
+    """What tensors of one memory have in common; inside of torch.func's transforms, which an op
+    refuses, none have.
+    """
+    try:
+        found: int = x.untyped_storage()._cdata
+        return found
+    except NotImplementedError:
+        return id(x)
 
 
 def _in_bytes(x: Tensor) -> tuple[int, Sizes, Sizes]:
@@ -223,6 +252,13 @@ def check_number(value: object, name: str) -> None:
     """Raises TypeError unless it is a Python number: a tensor's would be read on the device."""
     if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a Python number, got {value!r:.80}")
+
+
+def check_bools(**flags: object) -> None:
+    """Raises ValueError unless each is True or False: "no" would count as True."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise argument_error(name, "True or False", f"{flag!r:.80}")
 
 
 def check_integers(**values: object) -> None:

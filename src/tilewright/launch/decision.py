@@ -92,9 +92,6 @@ class Decision:
         from .table import show  # msgspec and the tables: loaded by the first call of an op, not by the import
 
         problem = self.problem(*fields)
-        for field in dataclasses.fields(problem):
-            if isinstance(field.default, bool) and not isinstance(value := getattr(problem, field.name), int):
-                raise argument_error(f"{field.name} of {self.op}", "True or False", repr(value))
         config, source = self.decide(problem, device)
         show(self.op, problem, device, config, source)
         return self._bound(problem, config, device)

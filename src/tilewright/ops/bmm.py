@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, dtype_name, hints, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, hints, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
@@ -370,6 +370,7 @@ def bmm(
         nothing is launched. If k is 0 it is zero.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(trans_a=trans_a, trans_b=trans_b)
     check_tensor(a, "a", ndim=3, dtypes=(*WIDE, *FP8))
     check_tensor(b, "b", ndim=3, like=a)
     allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)

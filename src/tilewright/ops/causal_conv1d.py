@@ -26,6 +26,7 @@ from ..launch import (
     argument_error,
     as_rows,
     check_apart,
+    check_bools,
     check_tensor,
     check_writable,
     hints,
@@ -422,6 +423,7 @@ def causal_conv1d(
         tensor that it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(silu=silu)
     check_tensor(x, "x", ndim=3 if cu_seqlens is None else 2, dtypes=DTYPES)
     channels = x.shape[-1]
     check_tensor(weight, "weight", ndim=2, like=x)
@@ -436,7 +438,7 @@ def causal_conv1d(
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is not None:
         _check_state(state, x, batch, weight.shape[1])
-        check_apart(state, "state", x=x, weight=weight, bias=bias)
+        check_apart({"state": state}, x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens)
     out = out_or_new(out, x.shape, x.dtype, x, weight, bias, state, cu_seqlens)
     if out.numel() and batch:
         causal_conv1d_out(as_rows(x), weight, bias, state, cu_seqlens, batch, silu, as_rows(out))

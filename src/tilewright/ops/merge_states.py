@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, each_out, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, each_out, hints, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
 from .common.softmax_tiles import DTYPES, FLOOR, LN2, LOG2E, joined
@@ -206,6 +206,7 @@ def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out
     Returns: the tuple (out [..., cols], lse [...]); 0 and -inf where no set has a key.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(base2=base2)
     check_tensor(states, "states", dtypes=DTYPES)
     if states.dim() < 2:
         raise argument_error("states.dim()", "at least 2", states.dim())

@@ -17,13 +17,13 @@ from typing import Any, Optional, cast
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_positive, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, pages, spans
 from ..select import Choices
 from . import attention_decode as decode
 from .attention_decode.calls import MOST_TOKENS, check_decode
 from .attention_decode.decision import ARGUMENTS, Config
-from .common.softmax_tiles import LOG2E, check_scale_and_window, no_keys
+from .common.softmax_tiles import LOG2E, no_keys
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -178,6 +178,7 @@ def mla_decode(
         sees no key gives 0, its lse -inf. Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(return_lse=return_lse)
     check_tensor(q_latent, "q_latent", ndim=4, dtypes=DTYPES)
     batch, heads, q_len, latent = q_latent.shape
     if not 1 <= q_len <= MOST_TOKENS:
@@ -191,7 +192,7 @@ def mla_decode(
     check_tensor(cache, "cache", ndim=3, like=q_latent)
     if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):
         raise argument_error("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
-    scale = check_scale_and_window(scale, None, latent)
+    check_positive(scale, "scale")
     check_decode(q_latent, cache.shape[1], kv_len, block_table, kv_start, None)
     inputs = (q_latent, q_rope, cache, kv_len, block_table, kv_start)
     out = out_or_new(out, q_latent.shape, q_latent.dtype, *inputs, contiguous=False)

@@ -18,7 +18,21 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_finite, check_tensor, each_out, hints, next_pow2, out_or_new, torch_op
+from ..launch import (
+    Cost,
+    Decision,
+    Device,
+    Launch,
+    argument_error,
+    check_bools,
+    check_finite,
+    check_tensor,
+    each_out,
+    hints,
+    next_pow2,
+    out_or_new,
+    torch_op,
+)
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
@@ -270,6 +284,7 @@ def moe_route(
         nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(sigmoid=sigmoid, normalize=normalize)
     check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
     tokens, experts = logits.shape
     if not 1 <= experts <= MOST_EXPERTS:

@@ -23,6 +23,7 @@ from ..launch import (
     Launch,
     argument_error,
     as_rows,
+    check_bools,
     check_finite,
     check_positive,
     check_tensor,
@@ -293,6 +294,7 @@ def rms_norm(
         Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(round_before_weight=round_before_weight)
     check_norm(x, weight, eps, weight_offset, residual)
     out = out_or_new(out, x.shape, x.dtype, x, weight, residual)
     new_residual = None if residual is None else x.new_empty(x.shape)

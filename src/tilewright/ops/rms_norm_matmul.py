@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, hints, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from . import rms_norm
 from .common import gemm_choices
@@ -425,6 +425,7 @@ def rms_norm_matmul(
         residual). Empty for an empty x or no columns, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(silu_mul=silu_mul)
     rms_norm.check_norm(x, weight, eps, weight_offset, residual)
     k = x.shape[-1]
     if k == 0:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, hints, out_or_new, torch_op
 from ..select import Choices
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
@@ -116,6 +116,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False,
     Returns: [..., cols], contiguous. Empty for an empty gate, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(gelu_tanh=gelu_tanh)
     check_tensor(gate, "gate", dtypes=DTYPES)
     if gate.dim() == 0:
         raise argument_error("gate.dim()", "at least 1", 0)

@@ -34,7 +34,7 @@ from .poison import MARGIN_BYTES, poisoned_empty
 from .sizes import Sizes
 
 SEED = 0
-CASES = {"cpu": 3, "cuda": 600}  # of a family: a kernel compiles for a second, a case takes milliseconds
+CASES = {"cpu": 6, "cuda": 600}  # of a family: a kernel compiles for a second, a case takes milliseconds
 SIZES = 12  # of a family: each may compile kernels of its own
 SHOWN = 5
 FEW, AGAIN = 64, 3  # elements of a small result, and how often a case of luck is judged again
@@ -111,8 +111,8 @@ class Family:
         self.layout = Layout(s.choice((0, 0, 1, 8, 16)), s.choice((0, 0, 3, 8)), s.odds(0.1))
         self.forced, self.pick = s.odds(0.6), s.random()
         self.as_list = self.name == "grouped_gemm" and self.fixed["masked"] and s.odds(0.4)
-        self.config: Any = None
-        self.legal: dict[Any, bool] = {}
+        self.known: list[Any] = []  # configs that cases had
+        self.configs: list[Any] = []  # of each of its sizes, as far as they were asked for
 
     def case(self, number: int) -> None:
         """Raises AssertionError if the result is wrong, Refused if the op refuses the call.
@@ -130,8 +130,7 @@ class Family:
                     raise AssertionError(str(error)) from None
 
     def _case(self, number: int, again: int) -> None:
-        problem = self.op.Problem(**self.fixed, **DRAWS[self.name][1](Sizes(f"{self.id}-sizes-{number % SIZES}"), self.fixed))
-        config, s = self._config(problem), Sizes(f"{self.id}-{number}")
+        problem, config, s = self._problem(number), self._config(number), Sizes(f"{self.id}-{number}")
         torch.manual_seed(zlib.crc32(f"{self.id}-{number}".encode()) + again)
         inputs = vary(problem.inputs(self.where), s)
         given: dict[str, Any] = {name: self.layout.placed(x, name) if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -143,18 +142,22 @@ class Family:
             raise Refused(str(error)) from error
         judge(self.name, result, inputs, f"{self.name} {problem} {config or 'default config'} {self.layout}")
 
-    def _config(self, problem: Any) -> Any:
-        """The family's config, where it is legal for the problem."""
-        if not self.forced:
-            return None
-        if self.config is None:
-            found = self.op.space(problem, self.device)
-            if not found:
-                raise Refused(f"no config of {self.name} runs on {self.device.name}")
-            self.config = found[int(self.pick * len(found))]
-        if problem not in self.legal:
-            self.legal[problem] = self.config in self.op.space(problem, self.device)
-        return self.config if self.legal[problem] else None
+    def _problem(self, number: int) -> Any:
+        return self.op.Problem(**self.fixed, **DRAWS[self.name][1](Sizes(f"{self.id}-sizes-{number % SIZES}"), self.fixed))
+
+    def _config(self, number: int) -> Any:
+        """The first config of earlier sizes that is legal for this one, so that cases share
+        kernels; else None, for the one of a user's call. The same if no other case runs.
+        """
+        for size in range(len(self.configs), number % SIZES + 1):
+            found = self.op.space(self._problem(size), self.device)
+            if found and self.forced and not self.known:
+                self.known.append(found[int(self.pick * len(found))])
+            config = next((known for known in self.known if known in found), None)
+            if found and config is None and self.where.type == "cpu":  # where kernels compile for longer than they run
+                self.known.append(found[0])
+            self.configs.append(config)
+        return self.configs[number % SIZES]
 
 
 def listed(a: Tensor, b: Tensor, counts: Tensor, *, trans_b: bool, out_dtype: torch.dtype, **scales: Any) -> Tensor:

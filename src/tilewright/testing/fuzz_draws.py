@@ -275,8 +275,8 @@ DRAWS: dict[str, Draw] = {
     "sparse_decode": (sparse, lambda s, _: {"batch": s.log(1, 5)}),
     "sparse_index": (indexer, lambda s, _: {"batch": s.log(1, 5)}),
     "dropout": (
-        lambda s: {"dtype": any_float(s), **some(s, "has_offset")},
-        lambda s, _: {"size": s.log(1, 20_000), "p": s.choice((0.0, 0.1, 0.5, 0.9, 1.0))},
+        lambda s: {"dtype": any_float(s), "p": s.choice((0.0, 0.1, 0.5, 0.9, 1.0)), **some(s, "has_offset")},
+        lambda s, _: {"size": s.log(1, 20_000)},
     ),
     "layer_norm": row_wise("weight", "bias"),
     "embedding": (

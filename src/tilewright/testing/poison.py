@@ -19,12 +19,12 @@ def poisoned_empty() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = debug_switch.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # the public function imports torch.compile's parts, for seconds
     debug_switch.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
+        torch._C._set_deterministic_algorithms(before, warn_only=warn)
         debug_switch.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 

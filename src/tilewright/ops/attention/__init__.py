@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, next_pow2, torch_op
+from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
@@ -295,6 +295,7 @@ def attention(
         total_q]), without the sink. A row that sees no key is 0, its lse -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(causal=causal, return_lse=return_lse)
     varlen = cu_seqlens_q is not None
     check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=(*DTYPES, torch.float8_e4m3fn))
     check_tensor(k, "k", ndim=q.dim(), like=q)
@@ -314,8 +315,10 @@ def attention(
     if cu_seqlens_q is not None:
         check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
         _check_packing(q, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
-        if max_q_len is not None and max_q_len < 1 <= q.shape[0]:
-            raise argument_error("max_q_len", "at least 1", max_q_len)
+        if max_q_len is not None:
+            check_integers(max_q_len=max_q_len)
+            if max_q_len < 1 <= q.shape[0]:
+                raise argument_error("max_q_len", "at least 1", max_q_len)
         _check_values(k, v)
         out_shape = (*q.shape[:2], v.shape[-1])
         lse_shape = (q.shape[1], q.shape[0])

@@ -20,7 +20,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, next_pow2, out_or_new, torch_op
+from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from .calls import check_decode, tokens_by_launch
@@ -228,6 +228,7 @@ def attention_decode(
         Memory outside the keys may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(return_lse=return_lse, normalize=normalize)
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
     if not q_len:
@@ -248,6 +249,7 @@ def attention_decode(
     shared = v is None
     if v is None:
         columns = head_dim if v_dim is None else v_dim
+        check_integers(v_dim=columns)
         if not 1 <= columns <= min(head_dim, 512):
             raise argument_error("v_dim", f"in 1..{min(head_dim, 512)}", columns)
         v = k if columns == head_dim else k[..., :columns]

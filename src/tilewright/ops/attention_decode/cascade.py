@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_tensor, out_or_new
+from ...launch import argument_error, check_bools, check_tensor, out_or_new
 from ..common.softmax_tiles import DTYPES, check_heads, check_int32
 from ..merge_states import merge_states
 from . import attention_decode
@@ -58,6 +58,7 @@ def cascade_decode(
         fp32 [batch, q_heads, q_len].
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(return_lse=return_lse)
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     ndim = 3 if prefix_table is None else 4
     check_tensor(prefix_k, "prefix_k", ndim=ndim, like=q)

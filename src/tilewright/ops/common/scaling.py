@@ -24,7 +24,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, dtype_name
+from ...launch import argument_error, check_tensor, dtype_name
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROUP = 128  # values that share a scale along k
@@ -116,14 +116,9 @@ def _fits(scale: Tensor, scaling: Scaling, batch: int | None) -> bool:
 def _check_scale(a: Tensor, name: str, scale: Tensor | None) -> None:
     if scale is None:
         raise argument_error(name, "given together with the other operand's scale", None)
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
-    if scale.dtype is not torch.float32:
-        raise argument_error(f"{name}.dtype", "float32", dtype_name(scale.dtype))
+    check_tensor(scale, name, dtypes=(torch.float32,), any_strides=True)
     if scale.device != a.device:
         raise argument_error(f"{name}.device", a.device, scale.device)
-    if scale.requires_grad and torch.is_grad_enabled():
-        raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
 
 
 def _allowed(which: int, m: int, n: int, k: int, batch_a: int | None, batch_b: int | None) -> str:

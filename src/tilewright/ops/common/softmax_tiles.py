@@ -134,18 +134,12 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
     """Raises TypeError or ValueError unless `tensor` is int32 of that shape (None: any length) on
     the device of `like`; any strides.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.int32:
-        raise argument_error(f"{name}.dtype", "int32", dtype_name(tensor.dtype))
+    check_tensor(tensor, name, ndim=len(shape), dtypes=(torch.int32,), any_strides=True)
     if tensor.device != like.device:
         raise argument_error(f"{name}.device", like.device, tensor.device)
-    if tensor.dim() != len(shape):
-        raise argument_error(f"{name}.dim()", len(shape), tensor.dim())
-    for n, was in zip(shape, tensor.shape, strict=True):
-        if n is not None and n != was:
-            wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
-            raise argument_error(f"{name}.shape", wanted, tuple(tensor.shape))
+    wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
+    if tensor.shape != wanted:
+        raise argument_error(f"{name}.shape", wanted, tuple(tensor.shape))
 
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:

@@ -24,7 +24,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_apart, check_out, check_positive, check_tensor, check_writable, torch_op
+from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
 from ...launch.values import Claim, Claims, rising
 from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_int32
 from .decision import CHOICES, Config, Problem, plan, space
@@ -187,6 +187,7 @@ def gated_delta_rule(
         tuple (out, state), the latter the tensor that it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(normalize=normalize)
     varlen = cu_seqlens is not None
     token, head = (0, 1) if varlen else (2, 1)
     check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=DTYPES)
@@ -212,7 +213,7 @@ def gated_delta_rule(
         if state.device != q.device:
             raise argument_error("state.device", q.device, state.device)
         check_writable(state, "state")
-        check_apart(state, "state", q=q, k=k, v=v, g=g, beta=beta)
+        check_apart({"state": state}, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     check_positive(scale, "scale")

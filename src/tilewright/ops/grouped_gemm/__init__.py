@@ -18,7 +18,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_near, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_near, check_tensor, dtype_name, out_or_new, torch_op
 from ...launch.values import Claims, rising, within
 from ..common.scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
 from .decision import CHOICES, Config, Problem, plan, space
@@ -179,6 +179,7 @@ def grouped_gemm(
         raises no error, because only the device reads them.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(trans_b=trans_b)
     out_dtype = _out_dtype(a, out_dtype)
     check_tensor(b, "b", ndim=3, like=a)
     sizes = _one_of(offsets, counts)
@@ -196,8 +197,10 @@ def grouped_gemm(
     check_tensor(sizes, name, shape=(groups,), dtypes=(torch.int32,))
     if sizes.device != a.device:
         raise argument_error(f"{name}.device", a.device, sizes.device)
-    if expected_rows is not None and expected_rows < 1:
-        raise argument_error("expected_rows", "None or at least 1", expected_rows)
+    if expected_rows is not None:
+        check_integers(expected_rows=expected_rows)
+        if expected_rows < 1:
+            raise argument_error("expected_rows", "None or at least 1", expected_rows)
     scaling_of(a, scale_a, scale_b, a.shape[-2], n, k, batch_a=groups if masked else None, batch_b=groups)
     out = out_or_new(out, (*a.shape[:-1], n), out_dtype, a, b, sizes, scale_a, scale_b)
     if out.numel() == 0:
@@ -239,6 +242,7 @@ def grouped_gemm_list(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was; also
         under graph capture.
     """
+    check_bools(trans_b=trans_b)
     if not a:
         raise argument_error("len(a)", "at least 1", 0)
     for name, others in (("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("out", out)):

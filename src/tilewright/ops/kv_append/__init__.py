@@ -27,7 +27,7 @@ from typing import Optional, cast
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_apart, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
 from .. import rms_norm
 from ..common.fp8 import ROW, quantized
@@ -290,6 +290,7 @@ def kv_append(
         and head: the tensors it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(interleaved=interleaved, round_before_weight=round_before_weight)
     check_tensor(k, "k", ndim=4, dtypes=DTYPES)
     batch, kv_heads, tokens, head_dim = k.shape
     check_tensor(v, "v", ndim=4, like=k)
@@ -306,8 +307,6 @@ def kv_append(
     # refused.
     apart = block_table is not None and v_cache.data_ptr() != k_cache.data_ptr()
     check_writable(v_cache, "v_cache", None if apart else k_cache, "k_cache")
-    check_apart(k_cache, "k_cache", k=k, v=v)
-    check_apart(v_cache, "v_cache", k=k, v=v)
     positions = _check_positions(positions, "positions", k)
     if block_table is not None:
         check_int32(block_table, "block_table", k, (batch, None))
@@ -329,27 +328,29 @@ def kv_append(
         check_tensor(q, "q", ndim=4, like=k)
         check_tensor(q, "q", shape=(batch, q.shape[1], tokens, head_dim), like=k)
         check_writable(q, "q")
-        check_apart(q, "q", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype in FP8:
             each = isinstance(k_scale, Tensor) and k_scale.dim() > 0
             check_tensor(scale, name, shape=tuple(k_cache.shape[:3]) if each else (), dtypes=(torch.float32,))  # type: ignore[arg-type]
             if each and scale is not None:
                 check_writable(scale, name, None if name == "k_scale" else k_scale, "k_scale")
-                check_apart(scale, name, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
         elif scale is not None:
             raise argument_error(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)
     if q_norm is not None and q is None:
         raise argument_error("q_norm", "given only with q", type(q_norm).__name__)
-    norms = {"q_norm": (q_norm, head_dim), "k_norm": (k_norm, head_dim), "v_norm": (v_norm, v.shape[3])}
-    for name, (weight, dim) in norms.items():
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm}
+    for name, weight in norms.items():
         if weight is not None:
-            check_tensor(weight, name, shape=(dim,), dtypes=(k.dtype, torch.float32))
+            check_tensor(weight, name, shape=(v.shape[3] if name == "v_norm" else head_dim,), dtypes=(k.dtype, torch.float32))
             if weight.device != k.device:
                 raise argument_error(f"{name}.device", k.device, weight.device)
-    if round_before_weight and all(weight is None for weight, _ in norms.values()):
+    if round_before_weight and all(weight is None for weight in norms.values()):
         raise argument_error("round_before_weight", "False without a norm", round_before_weight)
     check_positive(eps, "eps")
+    caches, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v, "cos": cos, "sin": sin}
+    scales = {"k_scale": k_scale, "v_scale": v_scale} if k_scale is not None and k_scale.dim() else {}
+    check_apart({**caches, "q": q, **scales}, **read, **norms, positions=positions, rope_positions=rope_positions, block_table=block_table)
+    check_apart({"q": q, "k_scale": k_scale, "v_scale": v_scale}, **caches)
     if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
         optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
         kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_tensor, out_or_new, torch_op
+from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..common.scaling import FP8, dequantize, known_scaling, scale_views, scaling_of, torch_product
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
@@ -169,6 +169,7 @@ def matmul(
         nothing is launched. With k = 0 the product counts as 0.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(trans_a=trans_a, trans_b=trans_b, tf32=tf32, silu_mul=silu_mul)
     check_tensor(a, "a", dtypes=DTYPES)
     check_tensor(b, "b", ndim=2, like=a)
     if a.dim() == 0 or (trans_a and a.dim() != 2):

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, torch_op
+from ...launch import Decision, Device, argument_error, check_bools, check_out, check_tensor, torch_op
 from ...launch.values import Claims, positive, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
@@ -165,6 +165,7 @@ def mla(
         heads, q_len]. A row that sees no key is 0, its lse -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(causal=causal, return_lse=return_lse)
     check_tensor(q_nope, "q_nope", ndim=4, dtypes=DTYPES)
     batch, heads, q_len, nope_dim = q_nope.shape
     check_tensor(q_rope, "q_rope", ndim=4, like=q_nope)

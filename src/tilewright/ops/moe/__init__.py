@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch import Decision, Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.fp8 import GROUPS, dequantized, quantized
@@ -312,14 +312,9 @@ def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | 
     for name, scale in (("scale_gate_up", scale_gate_up), ("scale_down", scale_down)):
         if scale is None:
             raise argument_error(name, "given together with the other scale", None)
-        if not isinstance(scale, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
-        if scale.dtype is not torch.float32:
-            raise argument_error(f"{name}.dtype", "float32", dtype_name(scale.dtype))
+        check_tensor(scale, name, dtypes=(torch.float32,), any_strides=True)
         if scale.device != x.device:
             raise argument_error(f"{name}.device", x.device, scale.device)
-        if scale.requires_grad and torch.is_grad_enabled():
-            raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
     assert scale_gate_up is not None
     assert scale_down is not None
     scaling = Scaling.BLOCK if scale_gate_up.dim() == 3 else Scaling.ROW

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, as_rows, check_tensor, each_out, out_or_new, torch_op
+from ...launch import Decision, Device, argument_error, as_rows, check_bools, check_tensor, each_out, out_or_new, torch_op
 from ...launch.values import Claims, positive
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
@@ -133,6 +133,7 @@ def quantize_fp8(
         an infinite scale would turn finite values into 0.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(power_of_two_scales=power_of_two_scales)
     check_tensor(x, "x", dtypes=DTYPES, ndim=2 if block == SQUARES else None)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)

@@ -18,7 +18,7 @@ from typing import Any, Optional, overload
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, as_rows, torch_op
+from ...launch import Decision, Device, as_rows, check_bools, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from ..rms_norm import check_norm
 from .decision import CHOICES, Config, Problem, plan, space
@@ -184,6 +184,7 @@ def rms_norm_quant(
         Zeros have the scale 2**-126; a NaN in a row makes all of it NaN.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(round_before_weight=round_before_weight, power_of_two_scales=power_of_two_scales)
     check_norm(x, weight, eps, weight_offset, residual)
     check_format(block, dtype, BLOCKS)
     codes, scale, scales = results_for(out, tuple(x.shape), dtype, block, x, weight, residual)

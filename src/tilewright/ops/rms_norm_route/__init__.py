@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
+from ...launch import Decision, Device, argument_error, check_bools, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
 from .. import rms_norm
 from ..common.routing import MOST_EXPERTS, check_routing, routed, scores_of
 from .decision import CHOICES, Config, Problem, plan, space
@@ -190,6 +190,7 @@ def rms_norm_route(
         tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(round_before_weight=round_before_weight, sigmoid=sigmoid, normalize=normalize)
     check_tensor(x, "x", ndim=2, dtypes=DTYPES)
     tokens, k = x.shape
     if k == 0:

@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_finite, check_tensor, check_writable, torch_op
+from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
 from .decision import CHOICES, Config, Problem, grid, lanes, plan, space, work
 from .kernels import rope_kernel, rope_positions_kernel
 
@@ -135,6 +135,7 @@ def rope(
     Returns: (q, k), the same tensors.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(interleaved=interleaved)
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, _, seq_len, head_dim = q.shape
     check_tensor(k, "k", ndim=4, like=q)
@@ -142,16 +143,17 @@ def rope(
         raise argument_error("k.shape", f"({batch}, kv_heads, {seq_len}, {head_dim})", tuple(k.shape))
     check_writable(q, "q")
     check_writable(k, "k", q, "q")
+    check_finite(scaling, "scaling")
     if cos is not None and sin is not None and positions is None and inv_freq is None:
         _check_angles(q, cos, sin)
         if scaling != 1.0:
             raise argument_error("scaling", "1.0 with cos and sin, which contain it", scaling)
     elif positions is not None and inv_freq is not None and cos is None and sin is None:
         _check_positions(q, positions, inv_freq)
-        check_finite(scaling, "scaling")
     else:
         given = [name for name, x in (("cos", cos), ("sin", sin), ("positions", positions), ("inv_freq", inv_freq)) if x is not None]
         raise argument_error("the angles", "cos and sin, or positions and inv_freq", ", ".join(given) or "neither")
+    check_apart({"q": q, "k": k}, cos=cos, sin=sin, positions=positions, inv_freq=inv_freq)
     if q.numel() or k.numel():
         rope_out(q, k, cos, sin, positions, inv_freq, scaling, interleaved)
     return q, k

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, as_rows, check_tensor, torch_op
+from ...launch import Decision, Device, argument_error, as_rows, check_bools, check_tensor, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
@@ -131,6 +131,7 @@ def silu_mul_quant(
         NaN or an infinity has NaN for its scale and all its codes.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(gelu_tanh=gelu_tanh, power_of_two_scales=power_of_two_scales)
     check_tensor(gate, "gate", dtypes=DTYPES)
     if gate.dim() == 0:
         raise argument_error("gate.dim()", "at least 1", 0)

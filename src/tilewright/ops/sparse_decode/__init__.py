@@ -19,10 +19,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_out, check_tensor, torch_op
+from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
 from ...launch.values import Claims, within
 from .. import attention_decode as decode
-from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_int32, check_per_head, check_scale_and_window
+from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_int32, check_per_head
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv
@@ -187,6 +187,7 @@ def sparse_decode(
         gives 0 and lse -inf. Rows that no list names may hold anything.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(return_lse=return_lse)
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
     tokens = batch * q_len
@@ -204,11 +205,12 @@ def sparse_decode(
         if (extra_length is None) != (topk_length is None):
             raise argument_error("extra_length", "given together with topk_length", "only one of the two")
     elif extra_length is not None:
-        raise argument_error("extra_length", "None without an extra_cache", tuple(extra_length.shape))
+        raise argument_error("extra_length", "None without an extra_cache", type(extra_length).__name__)
     columns = min(head_dim, 512) if v_dim is None else v_dim
+    check_integers(v_dim=columns)
     if not 1 <= columns <= min(head_dim, 512):
         raise argument_error("v_dim", f"in 1..{min(head_dim, 512)}", columns)
-    scale = check_scale_and_window(scale, None, head_dim)
+    check_positive(scale, "scale")
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q_heads)
     if out is None:

@@ -27,6 +27,7 @@ from ...launch import (
     Device,
     argument_error,
     check_apart,
+    check_bools,
     check_number,
     check_tensor,
     check_writable,
@@ -204,6 +205,7 @@ def ssd(
         latter the tensor that it was given.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(dt_softplus=dt_softplus)
     varlen = cu_seqlens is not None
     check_tensor(x, "x", ndim=3 if varlen else 4, dtypes=DTYPES)
     *rows, heads, head_dim = x.shape
@@ -239,7 +241,7 @@ def ssd(
         check_tensor(state, "state", shape=(states, heads, head_dim, state_dim), dtypes=(torch.float32,))
         _check_device(state, "state", x)
         check_writable(state, "state")
-        check_apart(state, "state", x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, z=z)
+        check_apart({"state": state}, x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, z=z, state_rows=state_rows, cu_seqlens=cu_seqlens)
     for value in dt_limit:
         check_number(value, "dt_limit")
     if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
