@@ -181,6 +181,8 @@ MUTANTS = [
     Mutant("ops/dropout.py", "if c.persistent else tiles\n", "if c.persistent else tiles - 1 or 1\n", of_op("dropout")),
     Mutant("ops/sparse_decode/decision.py", "(-(-p.topk // c.rows) + -(-p.more_topk // c.rows), tokens)", "(-(-p.topk // c.rows), tokens)", of_op("sparse_decode")),
     Mutant("ops/sparse_decode/decision.py", '"count": ((tokens,), torch.int32)}', '"count": ((tokens - 1 or 1,), torch.int32)}', of_op("sparse_decode")),
+    Mutant("ops/sparse_index/kernels.py", "(before & 0xFFFF) + ct.minimum(rank, wanted)", "(before & 0xFFFF) + rank", "cpu/test_sparse_index.py"),
+    Mutant("ops/sparse_index/decision.py", "(c.num_kv_splits, -(-p.q_len // c.tile_t), p.batch)", "(c.num_kv_splits, p.q_len // c.tile_t, p.batch)", of_op("sparse_index")),
     Mutant("ops/rms_norm_matmul.py", "if p.residual and not c.persistent else 0", "if False else 0", of_op("rms_norm_matmul")),
     # Choosing
     Mutant("launch/decision.py", "legal, device) or (configs[0],", "legal, device) or (configs[-1],", "cpu/test_select.py cpu/test_launch.py cpu/test_tune.py"),

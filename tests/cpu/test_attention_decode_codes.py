@@ -40,6 +40,18 @@ def test_small_and_large_values_keep_their_bits(dtype, size):
     assert (found - expected).abs().max() < 2 * torch.finfo(dtype).eps * expected.abs().max()
 
 
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(192, None), (160, None), (96, 64), (144, 128)])
+def test_columns_behind_a_power_of_two_are_codes_too(head_dim, v_dim):
+    """Trap: of 192 columns and the like, 16-bit keys are read as 128 and 64."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 1, head_dim).to(torch.bfloat16), torch.randn(2, 2, 40, head_dim).to(E4M3)
+    v, scale = k if v_dim is None else None, torch.rand(2, 2, 40) + 0.5
+    found = attention_decode(q, k, v, v_dim=v_dim, k_scale=scale, v_scale=scale)
+    wide = [x if x is None else x.double() for x in (q, k, v)]
+    expected = reference(*wide, v_dim=v_dim, k_scale=scale.double(), v_scale=scale.double())
+    assert (found - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
 Q, K = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 8, dtype=E4M3)
 WRONG = [
     ({"k": K, "v": K}, r"k_scale must be a torch.Tensor, got NoneType"),

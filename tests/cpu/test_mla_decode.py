@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tilewright import quantize_fp8
 from tilewright.compile.build import compile_launches
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention_decode import Config
-from tilewright.ops.mla_decode import mla_decode, plan
+from tilewright.ops.mla_decode import mla_decode, plan, reference
 
 HEADS, LATENT, ROPE, NOPE, VALUE = 5, 64, 16, 24, 24
 
@@ -32,6 +33,41 @@ def test_absorbed_is_expanded():
     torch.testing.assert_close(torch.einsum("bhtl,hdl->bhtd", found.double(), w_v), expected, rtol=1e-2, atol=4e-3)
     wrong = mla_decode(q_latent.half(), q_rope.half(), cache.half(), scale=(LATENT + ROPE) ** -0.5)
     assert (torch.einsum("bhtl,hdl->bhtd", wrong.double(), w_v) - expected).abs().max() > 0.05
+
+
+WIDE_CODES = Config(64, 2, True, rows=16, parts=16, late=True, sliced=True)  # Hopper's and Blackwell's, of more than 256 columns
+
+
+@pytest.mark.parametrize(("latent", "config"), [(LATENT, Config(64, 2)), (256, WIDE_CODES)])
+def test_codes_with_a_scale_for_each_token_are_the_rows_they_stand_for(latent, config):
+    torch.manual_seed(0)
+    q_latent, q_rope = torch.randn(2, HEADS, 1, latent).half() / 2, torch.randn(2, HEADS, 1, ROPE).half()
+    rows = (torch.randn(2, 70, latent + ROPE) * torch.exp2(torch.randn(2, 70, 1))).half()
+    codes, scale = quantize_fp8(rows, block=(1, None))
+    kv_len = torch.tensor([70, 3], dtype=torch.int32)
+    codes[1, 3:], scale[1, 3:] = torch.nan, torch.nan  # memory that holds no key
+    with forced_config(plan, config):
+        found = mla_decode(q_latent, q_rope, codes, kv_len, scale=0.1, cache_scale=scale)
+    held = torch.nan_to_num(codes.double() * scale.double()[..., None])
+    expected = reference(q_latent.double(), q_rope.double(), held, kv_len, scale=0.1)
+    assert (found - expected).abs().max() < 2**-9 * expected.abs().max()
+    from_16_bits = mla_decode(q_latent, q_rope, rows, kv_len, scale=0.1)
+    assert 0.01 < (found - from_16_bits).abs().max() / from_16_bits.abs().max() < 0.1
+
+
+CODES = torch.zeros(1, 5, 80).to(torch.float8_e4m3fn)
+WRONG_CODES = [
+    ({"cache": CODES}, TypeError, "cache_scale must be a torch.Tensor, got NoneType"),
+    ({"cache": CODES.half(), "cache_scale": torch.ones(1, 5)}, ValueError, "cache_scale must be None for float16, got Tensor"),
+    ({"cache": CODES, "cache_scale": torch.ones(1, 4)}, ValueError, r"cache_scale.shape must be \(1, 5\), got \(1, 4\)"),
+    ({"cache": torch.zeros(1, 5, 90).to(CODES.dtype)[..., 5:85], "cache_scale": torch.ones(1, 5)}, ValueError, "cache's strides and offset must be"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_CODES)
+def test_codes_and_scales_that_do_not_fit_are_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        mla_decode(torch.zeros(1, 1, 1, 64).half(), torch.zeros(1, 1, 1, 16).half(), scale=1.0, **change)
 
 
 def test_the_scale_has_no_default():

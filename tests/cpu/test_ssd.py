@@ -11,11 +11,12 @@ from tiny_models import greedy, left_padded, logits, state_of, tiny_model
 from torch.nn import functional as F
 from transformers.models.mamba2 import modeling_mamba2 as theirs
 
-from tilewright import ssd
+from tilewright import interpret, ssd
 from tilewright.bench import linear_peers
 from tilewright.launch import counted, forced_config
 from tilewright.models import linear_attention, patch
 from tilewright.ops import ssd as op
+from tilewright.testing import check_op
 
 pytestmark = pytest.mark.usefixtures("inference")
 CHUNKS = op.Config(16, chunk=32)
@@ -113,6 +114,14 @@ def test_packed_sequences_are_those_one_by_one_in_the_rows_that_they_name(config
                 near(out[begin:end], alone[0], 1e-6)
             near(state[row], own[0], 1e-6)
     assert torch.equal(state[[0, 2]], before[[0, 2]]), "of an empty sequence, and of none"
+
+
+@pytest.mark.parametrize("config", [op.Config(16, chunk=16), op.Config(16, chunk=16, segment=1)])
+def test_blocks_in_any_order_race_for_nothing(config):
+    problem = op.Problem(3, 2, 1, 40, 24, 16, torch.float16, varlen=True, has_rows=True, gate=True)
+    for order in (0, 7, 23):
+        with interpret.checking(races=True, order=order):
+            check_op(op, problem, torch.device("cpu"), config)
 
 
 def test_one_token_is_one_launch_and_a_split_prompt_three():

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import tilewright
+from tilewright.launch import Device, forced_config
+from tilewright.ops import sparse_index
 
 
 @pytest.fixture
@@ -100,6 +102,28 @@ def test_rows_of_a_sequence_beyond_two_to_the_31_elements(gpu):
     found = tilewright.sparse_decode(q[:1, :, -1:], rows, named, scale=columns**-0.5)
     expected = tilewright.attention_decode(q[:1, :, -1:], near[:1], None)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("keys", [5000, 131_072])
+def test_a_list_names_the_largest_scores_whatever_the_config(gpu, keys):
+    """Whole numbers as scores, so that thousands are equal: the earlier keys are listed. Each way
+    to select them once, also those of several blocks that share a list.
+    """
+    torch.manual_seed(0)
+    scores = torch.randint(0, 256, (2, keys), device=gpu)
+    cache = torch.zeros(2, keys, 128, device=gpu, dtype=torch.bfloat16)
+    cache[..., 0] = scores
+    q = torch.zeros(2, 1, 64, 128, device=gpu, dtype=torch.bfloat16)
+    q[..., 0] = 1.0
+    weights = torch.full((2, 1, 64), 1 / 64, device=gpu)
+    problem = sparse_index.Problem(2, 64, 2048, keys, 128, torch.bfloat16, has_len=False)
+    ways = {(c.select, c.ways, c.select_latency, c.num_ctas): c for c in sparse_index.space(problem, Device.of(q))}
+    assert len(ways) > 1
+    for config in ways.values():
+        with forced_config(sparse_index.plan, config):
+            found = tilewright.sparse_index(q, cache, weights, 2048)
+        wanted = scores.sort(descending=True, stable=True).indices[:, :2048].sort().values
+        assert torch.equal(found[:, 0].long(), wanted + torch.arange(2, device=gpu)[:, None] * keys), config
 
 
 @pytest.mark.parametrize("axis", [0, 1])

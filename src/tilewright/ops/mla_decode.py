@@ -8,6 +8,8 @@ keys and values are the caller's, folded into q_latent and applied to out.
 Source    DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, sections 2.1.2 and 2.1.3, with the
           absorption that 2.1.2 describes.
 Numerics  As attention_decode. One softmax over the sum of both products, which is taken in fp32.
+          e4m3 rows take their scale from the device, one for each token; the two parts of the
+          queries are then copied into one array, before the launch.
 Bound     Memory (the cache, once) to about 100 heads x tokens; beyond that the products.
 """
 
@@ -21,9 +23,9 @@ from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools
 from ..launch.values import Claims, pages, spans
 from ..select import Choices
 from . import attention_decode as decode
-from .attention_decode.calls import MOST_TOKENS, check_decode
+from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode
 from .attention_decode.decision import ARGUMENTS, Config
-from .common.softmax_tiles import LOG2E, no_keys
+from .common.softmax_tiles import LOG2E, check_scales, no_keys
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -37,6 +39,7 @@ def reference(
     scale: float,
     block_table: Tensor | None = None,
     kv_start: Tensor | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The definition, as attention in which every head has the cache as keys and its first columns
@@ -44,13 +47,17 @@ def reference(
     """
     q = torch.cat((q_latent, q_rope), -1)
     options: dict[str, Any] = {"v_dim": q_latent.shape[-1], "block_table": block_table, "kv_start": kv_start, "scale": scale}
+    if cache_scale is not None:
+        options["k_scale"] = options["v_scale"] = cache_scale[:, None]
     found = decode.reference(q, cache[:, None], None, kv_len, return_lse=return_lse, **options)
     return cast(Tensor | tuple[Tensor, Tensor], found)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What plans depend on; max_len, page_size, has_len and has_start as in attention_decode."""
+    """What plans depend on; max_len, page_size, has_len, has_start, codes as in
+    attention_decode.
+    """
 
     batch: int
     heads: int
@@ -63,12 +70,13 @@ class Problem:
     has_len: bool = True
     return_lse: bool = False
     has_start: bool = False
+    codes: bool = False
 
     @property
     def decode(self) -> decode.Problem:
         """The same as attention with one key head."""
         shape = (self.batch, self.heads, 1, self.max_len, self.latent + self.rope, self.dtype, self.page_size, None, self.has_start, self.has_len)
-        return decode.Problem(*shape, self.return_lse, self.q_len, self.latent, shared=True)
+        return decode.Problem(*shape, self.return_lse, self.q_len, self.latent, shared=True, codes=self.codes)
 
     def cost(self) -> Cost:
         return self.decode.cost()
@@ -79,6 +87,8 @@ class Problem:
         scale = (128 + self.rope) ** -0.5  # over the dimensions of the keys before they are absorbed
         q_latent, q_rope = q[..., : self.latent].contiguous() / 2, q[..., self.latent :].contiguous()
         inputs = {"q_latent": q_latent, "q_rope": q_rope, "cache": given["k"][:, 0], "kv_len": given["kv_len"], "scale": scale}
+        if self.codes:
+            inputs["cache_scale"] = given["k_scale"][:, 0]
         return inputs | {"block_table": given.get("block_table"), "kv_start": given["kv_start"], "return_lse": self.return_lse}
 
 
@@ -113,6 +123,7 @@ def mla_decode_out(
     kv_len: Optional[Tensor],
     block_table: Optional[Tensor],
     kv_start: Optional[Tensor],
+    cache_scale: Optional[Tensor],
     scale: float,
     out: Tensor,
     lse: Optional[Tensor],
@@ -133,9 +144,15 @@ def mla_decode_out(
         has_len=kv_len is not None,
         return_lse=lse is not None,
         has_start=kv_start is not None,
+        codes=cache_scale is not None,
     )
     cache = cache[:, None]  # [batch or pages, one key head, keys, columns]
-    launches.run(q_latent, q_rope, cache, cache[..., :latent], out, lse, None, None, kv_len, block_table, kv_start, None, None, 0, scale * LOG2E, 0.0)
+    values = cache[..., :latent]
+    if cache_scale is not None:
+        q_latent, cache_scale = torch.cat((q_latent, q_rope), -1), cache_scale[:, None]
+        cache, values = cache.view(torch.int32), values.view(torch.int32)  # four codes a word
+    where = (kv_len, block_table, kv_start, cache_scale, cache_scale)
+    launches.run(q_latent, q_rope, cache, values, out, lse, None, None, *where, 0, scale * LOG2E, 0.0)
 
 
 def mla_decode(
@@ -147,6 +164,7 @@ def mla_decode(
     scale: float,
     block_table: Tensor | None = None,
     kv_start: Tensor | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -161,7 +179,8 @@ def mla_decode(
             less than latent.
         cache: [batch, max_len, latent + rope], or with a block_table [pages, page_size, latent +
             rope], page_size a power of two, at least 16; each row the normalised latent followed by
-            the rotated key; any strides with stride 1 in the last axis.
+            the rotated key; any strides with stride 1 in the last axis. Dtype of q_latent, or
+            float8_e4m3fn: codes, none of them NaN, all strides multiples of 4.
         kv_len: [batch] int32; the number of keys of each sequence; default all. Read on the device;
             the host never looks at its values.
         scale: of the sum of both products. It depends on the model's dimensions before absorption:
@@ -170,6 +189,8 @@ def mla_decode(
             Entries past kv_len may be anything.
         kv_start: [batch] int32; the first key of each sequence that counts (left padding); default
             0.
+        cache_scale: fp32, shaped as cache without its last axis; given with codes and only then:
+            what a row's codes are multiplied by, as `quantize_fp8(rows, block=(1, None))` makes it.
         return_lse: also return the natural log of the softmax denominator.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.
@@ -189,12 +210,18 @@ def mla_decode(
     rope = q_rope.shape[3]
     if q_rope.shape[:3] != q_latent.shape[:3] or rope & (rope - 1) or not 16 <= rope < latent:
         raise argument_error("q_rope.shape", f"{(batch, heads, q_len)} and a power of two, at least 16 and less than {latent}", tuple(q_rope.shape))
-    check_tensor(cache, "cache", ndim=3, like=q_latent)
+    stored = cache.dtype if isinstance(cache, Tensor) and cache.dtype is torch.float8_e4m3fn else q_latent.dtype
+    check_tensor(cache, "cache", ndim=3, dtypes=(stored,))
+    if cache.device != q_latent.device:
+        raise argument_error("cache.device", q_latent.device, cache.device)
     if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):
         raise argument_error("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
     check_positive(scale, "scale")
     check_decode(q_latent, cache.shape[1], kv_len, block_table, kv_start, None)
-    inputs = (q_latent, q_rope, cache, kv_len, block_table, kv_start)
+    check_scales(cache, cache_scale=(cache_scale, tuple(cache.shape[:2])))
+    if cache_scale is not None:
+        check_codes(q_latent, 2 * latent, cache=cache)
+    inputs = (q_latent, q_rope, cache, kv_len, block_table, kv_start, cache_scale)
     out = out_or_new(out, q_latent.shape, q_latent.dtype, *inputs, contiguous=False)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_latent.device) if return_lse else None
     if out.numel() and cache.numel() and (block_table is None or block_table.numel()):

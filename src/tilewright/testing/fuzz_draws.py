@@ -163,6 +163,8 @@ def sparse(s: Sizes) -> Fields:
     }
     if s.odds(0.4):
         found |= {"dtype": BF16, "cache_dtype": E4M3, "head_dim": s.choice((512, 576))}
+    elif s.odds(0.2):
+        found |= {"dtype": FP32, "head_dim": s.choice((64, 256))}
     found["v_dim"] = s.choice((0, 0, s.log(1, min(found["head_dim"], 512))))
     return {**found, "more_topk": s.choice((0, 0, s.log(1, 100))), **some(s, "has_length", "sinks", "return_lse")}
 
@@ -269,6 +271,7 @@ DRAWS: dict[str, Draw] = {
         lambda s: (
             {"heads": s.log(1, 20), "dtype": half(s), "max_len": s.choice((64, 256)), "latent": s.choice((64, 512)), "rope": s.choice((16, 32))}
             | {"page_size": s.choice((0, 16, 64)), "q_len": s.choice((1, 2)), **some(s, "has_len", "return_lse", "has_start")}
+            | {"codes": s.odds(0.3)}
         ),
         lambda s, _: {"batch": s.log(1, 5)},
     ),

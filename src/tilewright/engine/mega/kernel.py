@@ -130,7 +130,8 @@ def mega_kernel(
     norm = stream_row(NORMS, 0, s)
     rope = rope_at(ROPE, position, s)
     keys = first_tile(K, V, 0, head, position, part, s)
-    xs = tuple(fetch(W, (0, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE)) for _ in ct.static_iter(range(max(s.wide_sets, s.down_sets))))
+    some = fetch(W, (0, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE))  # for the layout
+    xs = tuple(some for _ in ct.static_iter(range(max(s.wide_sets, s.down_sets))))
     active = tuple(ct.zeros((1, LINE // 4), ct.int32) for _ in ct.static_iter(range(TURNS[2])))
     best, where = ct.full((1, MOST, EACH), -math.inf, ct.float32), ct.full((1, MOST, EACH), NOWHERE, ct.int32)
     old = ct.zeros((STRIPS, MOST, EACH), ct.int64)
@@ -167,18 +168,13 @@ def mega_kernel(
                 xs = with_first((repeated(words, xs[0]),), xs)
         elif (kind == OUT) | (kind == DOWN):
             slot, field = part_of(places, OUT_FIELDS)
-            groups_all, fields, begin, end, adders = (
-                s.out_groups,
-                OUT_FIELDS,
-                part * s.out_words,
-                min((part + 1) * s.out_words, s.hidden_words),
-                s.q_heads,
-            )
+            item_groups, fields, adders = s.out_groups, OUT_FIELDS, s.q_heads
+            begin, end = part * s.out_words, min((part + 1) * s.out_words, s.hidden_words)
             if kind == DOWN:
                 slot, field = part_of(places, DOWN_FIELDS)
-                groups_all, fields, begin, end, adders = s.down_groups, DOWN_FIELDS, 0, s.hidden_words, s.blocks
-            word = begin + (strip * groups_all + first + slot) * fields + field
-            add_outputs(SUMS, ys, this + half, word, slot, groups, STRIPS * groups_all * fields, end, adders)
+                item_groups, fields, adders, begin, end = s.down_groups, DOWN_FIELDS, s.blocks, 0, s.hidden_words
+            word = begin + (strip * item_groups + first + slot) * fields + field
+            add_outputs(SUMS, ys, this + half, word, slot, groups, STRIPS * item_groups * fields, end, adders)
             if sub == 0:
                 clear(SUMS, STUCK, other + half, own, old, block, s.blocks)
         elif kind == GATE_UP:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
-from .calls import check_decode, tokens_by_launch
+from .calls import check_codes, check_decode, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -263,7 +263,7 @@ def attention_decode(
     check_decode(q, k.shape[2], kv_len, block_table, kv_start, sinks)
     check_scales(k, k_scale=(k_scale, tuple(k.shape[:3])), v_scale=(v_scale, tuple(k.shape[:3])))
     if stored != q.dtype:
-        _check_codes(q, k, v)
+        check_codes(q, 256, k=k, v=v)
     if not normalize and (return_lse or sinks is not None):
         raise argument_error("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
     rows = (batch, q_heads, q_len)
@@ -281,14 +281,3 @@ def attention_decode(
     if lse is None:
         return out
     return (out, lse) if denominator is None else (out, lse, denominator)
-
-
-def _check_codes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises TypeError or ValueError unless words of four codes can be read."""
-    if q.dtype == torch.float32:
-        raise argument_error("q.dtype", "bfloat16 or float16 with k in float8_e4m3fn", "float32")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[3] % 4 or x.shape[3] > 256:
-            raise argument_error(f"{name}.shape[-1]", "a multiple of 4, at most 256, in float8_e4m3fn", x.shape[3])
-        if x.data_ptr() % 4 or any(stride % 4 for stride in x.stride()[:3]):
-            raise argument_error(f"{name}'s strides and offset", "multiples of 4 in float8_e4m3fn", (x.stride(), x.storage_offset()))

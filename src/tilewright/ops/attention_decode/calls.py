@@ -36,3 +36,14 @@ def tokens_by_launch(q: Tensor, kv_len: Tensor | None, longest: int) -> Iterator
     ends = torch.full((len(q),), longest, dtype=torch.int32, device=q.device) if kv_len is None else kv_len.clamp(0, longest)
     for first in range(0, q_len, MOST_TOKENS):
         yield slice(first, first + MOST_TOKENS), (ends - max(0, q_len - first - MOST_TOKENS)).clamp_min(0)
+
+
+def check_codes(q: Tensor, most: int, **caches: Tensor) -> None:
+    """Raises ValueError unless words of four codes can be read, of so many columns at most."""
+    if q.dtype == torch.float32:
+        raise argument_error("q.dtype", "bfloat16 or float16 with k in float8_e4m3fn", "float32")
+    for name, x in caches.items():
+        if x.shape[-1] % 4 or x.shape[-1] > most:
+            raise argument_error(f"{name}.shape[-1]", f"a multiple of 4, at most {most}, in float8_e4m3fn", x.shape[-1])
+        if x.data_ptr() % 4 or any(stride % 4 for stride in x.stride()[:-1]):
+            raise argument_error(f"{name}'s strides and offset", "multiples of 4 in float8_e4m3fn", (x.stride(), x.storage_offset()))

@@ -18,7 +18,7 @@ def _row(tile_n: int, keys_first: bool, latency: int, occupancy: int, num_worker
 
 # Kinds: fp32, fp32_64; few (at most 16 rows of a key head), many, each with wide above 128 columns,
 # and then with codes; columns above 256, shared where v is k and both are read in one loop, _few of
-# at most 16 rows.
+# at most 16 rows, _codes of e4m3 latents (not timed).
 _ONE_LOOP = {"rows": 64, "late": True, "sliced": True}
 _FEW_ROWS = {"rows": 16, "late": True, "sliced": True}
 _SINGLE = {
@@ -80,6 +80,11 @@ HOPPER = {
         _row(64, False, 6, 1, 8, 64, rows=64, parts=2),
     ),
     "columns_shared": _SHARED,
+    "columns_shared_codes": (
+        _row(64, True, 2, 1, 8, 16, parts=4),
+        _row(64, True, 2, 1, 8, 16, parts=16, late=True, sliced=True),
+        *(_row(tile_n, False, 2, 1, 8, 64, rows=64, parts=16) for tile_n in (64, 32)),
+    ),
     "columns_shared_few": (
         _row(64, True, 8, 1, 8, parts=2, **_FEW_ROWS),
         _row(64, True, 9, 1, 8, **_FEW_ROWS),
@@ -96,6 +101,7 @@ _BLACKWELL = {
     "many_wide": (_row(64, True, 2, 1, 8, 32),),
     "columns": (_row(64, True, 2, 1, 8, 16, parts=2, columns=256),),
     "columns_shared": (_row(64, True, 2, 1, 8, 32),),
+    "columns_shared_codes": (_row(64, True, 2, 1, 8, 16, parts=16),),
 }
 _SMALL = {
     **_SINGLE,
@@ -105,6 +111,7 @@ _SMALL = {
     "many_wide": (_row(32, False, 1, 1, None, 16),),
     "columns": (_row(32, False, 1, 1, None, 16, parts=4, columns=64),),
     "columns_shared": (_row(32, False, 1, 1, None, 16, parts=4, columns=64),),
+    "columns_shared_codes": (_row(32, True, 1, 1, None, 16, parts=16, columns=64),),
 }
 _AMPERE = {
     **_SMALL,
@@ -112,5 +119,6 @@ _AMPERE = {
     "many_wide": (_row(32, False, 2, 1, None, 16),),
     "columns": (_row(64, False, 2, 1, 8, 16, parts=4, columns=128),),
     "columns_shared": (_row(64, False, 2, 1, 8, 16, parts=4, columns=128),),
+    "columns_shared_codes": (_row(32, False, 1, 1, None, 16, parts=16, columns=64),),
 }
 TABLES = {"sm_80": _AMPERE, "sm_90": HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _SMALL, "sm_121": _SMALL}

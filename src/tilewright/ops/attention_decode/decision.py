@@ -202,6 +202,8 @@ def _kind(p: Problem) -> str:
     if not p.shared:
         return "columns"
     # TMA loads keys of multiples of 8 columns; tiles of few rows need it.
+    if p.codes:
+        return "columns_shared_codes"
     return "columns_shared" + ("_few" if few and p.head_dim % 8 == 0 and _in_one_loop(p, 64) else "")
 
 
@@ -422,9 +424,11 @@ def unused(p: Problem) -> tuple[str, ...]:
 
 def _column_tiles(p: Problem) -> tuple[int, int]:
     """The power of two that k's columns are padded to; or, where they are one and a smaller one
-    (576) and v does not reach there, these two.
+    (576) and v does not reach there, these two. Codes are never the smaller one.
     """
     padded = next_pow2(p.head_dim)
+    if p.codes:
+        return padded, 0
     main = padded // 2
     rest = p.head_dim - main
     if (p.shared or p.head_dim > 128) and 16 <= rest < main and rest & (rest - 1) == 0 and not (p.shared and p.columns > main):

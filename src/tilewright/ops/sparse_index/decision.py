@@ -22,6 +22,7 @@ CODE = torch.float8_e4m3fn
 UNUSED = 2147480000  # a page that no cache has
 MOST_COLUMNS = 256  # of the products: the heads of all tokens of a block
 MOST_ACCUMULATED = 128 * 256  # elements of them, on eight warps
+LEAST_TILE = 32  # keys of a step that every problem may take
 LEAST_SHARED = 16_384  # keys that a cluster may share the list of
 MOST_SELECTED = 1 << 14  # scores that a block counts at once, so that two counts fit an int32
 SELECT_BITS = 32  # of an order key
@@ -163,11 +164,14 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     """What the kernels can run without many spills."""
     if device.is_cpu:
         return True
-    columns = c.tile_t * _tile_h(p)
-    most = MOST_ACCUMULATED * (c.num_worker_warps or 4) // 8
-    most = most // 2 if device.arch == "sm_80" else most
-    # fp32 products are three, with parts of both operands in registers.
-    return (c.tile_t == 1 or columns <= MOST_COLUMNS) and columns * c.tile_n <= most // (4 if p.dtype == torch.float32 else 1)
+    if c.tile_t == 1 and c.tile_n <= LEAST_TILE:
+        return True
+    columns, most = c.tile_t * _tile_h(p), MOST_ACCUMULATED * (c.num_worker_warps or 4) // 8
+    if device.arch == "sm_80":
+        most //= 4
+    if p.dtype == torch.float32:  # three products, with parts of both operands in registers
+        most //= 4 if device.arch == "sm_90" else 8
+    return (c.tile_t == 1 or columns <= MOST_COLUMNS) and columns * c.tile_n <= most
 
 
 def _tile_h(p: Problem) -> int:

@@ -68,14 +68,16 @@ class Problem:
         def randn(*shape: int) -> Tensor:
             return torch.randn(*rows, *shape, device=device).to(self.dtype)
 
-        steps = torch.logspace(-3, -1, self.heads, device=device)
-        options: dict[str, Any] = {"c": randn(self.groups, self.state_dim)}
-        options["d"] = torch.randn(self.heads, device=device).to(self.dtype) if self.skip else None
+        options: dict[str, Any] = {"c": randn(self.groups, self.state_dim), "dt_softplus": self.softplus}
+        steps, noise = torch.logspace(-3, -1, self.heads, device=device), torch.randn(*rows, self.heads, device=device) / 2
         bias = steps.expm1().log() if self.softplus else steps / 2
-        dt = torch.randn(*rows, self.heads, device=device)
-        dt = dt if self.softplus else dt.exp() * steps / 2
-        options |= {"dt_bias": bias.to(self.dtype), "dt_softplus": self.softplus} if self.bias else {"dt_softplus": self.softplus}
-        dt = dt if self.bias or not self.softplus else dt + bias
+        dt = noise if self.softplus else noise.exp() * bias
+        if self.bias:
+            options["dt_bias"] = bias.to(self.dtype)
+        elif self.softplus:
+            dt = dt + bias
+        if self.skip:
+            options["d"] = torch.randn(self.heads, device=device).to(self.dtype)
         if self.gate:
             options["z"] = randn(self.heads, self.head_dim)
         if self.has_state:
@@ -125,8 +127,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     widest = max(LEAST_TILE, next_pow2(p.head_dim))
     if device.is_cpu:
         yield Config(min(64, widest))
-        yield Config(min(64, widest), 64)
-        yield Config(min(32, widest), 32, segment=1)
+        yield Config(min(64, widest), 32)
+        yield Config(min(32, widest), 16, segment=1)
         return
     for tile_p, occupancy in RECURRENT:
         yield Config(min(tile_p, widest), occupancy=occupancy)

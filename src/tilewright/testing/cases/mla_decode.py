@@ -16,6 +16,7 @@ small = [
     Problem(3, 16, 140, BF16, latent=128, page_size=16, return_lse=True),
     Problem(2, 3, 200, BF16, latent=256, page_size=64),
     Problem(4, 6, 90, FP16, latent=64, rope=16, has_start=True),
+    Problem(2, 5, 70, FP16, q_len=2, latent=64, rope=16, page_size=16, codes=True),
 ]
 
 real = [
@@ -26,6 +27,8 @@ real = [
     Problem(8, 128, 8192, BF16, page_size=64),  # DeepSeek-V3
     Problem(4, 128, 4000, BF16, q_len=2),  # with a drafted token
     Problem(16, 32, 2000, FP16),
+    Problem(8, 128, 4096, BF16, page_size=64, codes=True),
+    Problem(3, 16, 2000, BF16, codes=True),
 ]
 
 bench = [
@@ -34,6 +37,7 @@ bench = [
     Problem(32, 16, 4096, BF16, has_len=False),
     Problem(128, 128, 4096, BF16, page_size=64, has_len=False),
     Problem(128, 128, 4096, BF16, q_len=2, has_len=False),
+    *(Problem(128, heads, 4096, BF16, has_len=False, codes=True) for heads in (16, 128)),
 ]
 
 

@@ -18,7 +18,7 @@ small = [
     Problem(2, 6, 1, 130, 192, FP16, v_dim=128, has_length=True, sinks=True),
     Problem(1, 66, 90, 20, 512, BF16, q_len=2),
     Problem(2, 3, 50, 0, 576, BF16, has_length=True),
-    Problem(2, 3, 30, 0, 64, FP32, q_len=3, has_length=True, return_lse=True),
+    Problem(2, 6, 100, 40, 128, FP32, q_len=2, has_length=True, sinks=True, return_lse=True),
 ]
 
 

@@ -6,12 +6,12 @@ from ...ops.ssd import Problem
 from ..sizes import BF16, FP16, FP32, Sizes
 
 small = [
-    Problem(1, 2, 1, 97, 32, 32, BF16),
+    Problem(1, 2, 1, 49, 32, 32, BF16),
     Problem(2, 2, 1, 1, 32, 64, BF16, gate=True),
-    Problem(4, 2, 2, 130, 16, 32, BF16, varlen=True, has_rows=True),
+    Problem(4, 2, 2, 90, 16, 32, BF16, varlen=True, has_rows=True),
     Problem(1, 2, 1, 65, 40, 24, BF16, bias=False),
-    Problem(2, 1, 1, 70, 16, 16, FP16, gate=True, softplus=False),
-    Problem(3, 3, 1, 70, 16, 32, FP16, varlen=True, has_state=False, skip=False, bias=False, softplus=False),
+    Problem(2, 1, 1, 37, 16, 16, FP16, gate=True, softplus=False),
+    Problem(3, 3, 1, 40, 16, 32, FP16, varlen=True, has_state=False, skip=False, bias=False, softplus=False),
     Problem(2, 4, 2, 9, 24, 16, FP32, gate=True),
     Problem(3, 2, 1, 20, 16, 48, FP32, varlen=True),
     Problem(3, 1, 1, 1, 256, 256, BF16, has_rows=True),

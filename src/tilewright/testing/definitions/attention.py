@@ -170,8 +170,10 @@ def attention_decode(q: Tensor, k: Tensor, v: Any, kv_len: Any, *, window: Any, 
 
 @defines
 def mla_decode(
-    q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Any, *, scale: float, block_table: Any, kv_start: Any, return_lse: bool
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Any, *, scale: float, block_table: Any, kv_start: Any, return_lse: bool, **codes: Any
 ) -> Results:
+    cache_scale = codes.get("cache_scale")
+    cache = cache if cache_scale is None else (wide(cache) * cache_scale[..., None]).to(q_latent.dtype)
     q, k = torch.cat((q_latent, q_rope), -1), cache[:, None]
     return newest(q, k, k[..., : q_latent.shape[-1]], kv_len, block_table, kv_start, None, scale)[: 1 + return_lse]
 
