@@ -1,6 +1,7 @@
 """`tilewright <verb>`: a verb reads its options, then imports and calls one function."""
 
 import functools
+import gc
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -256,6 +257,7 @@ def doctor(json_file: Json = None) -> int:
 
 
 def main() -> None:
+    gc.set_threshold(200_000, 20, 100)  # imports and typed kernels make millions of objects that stay: a tenth of a short run's time
     app()
 
 

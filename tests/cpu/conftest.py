@@ -10,8 +10,16 @@ from tilewright.interpret import front_end
 
 
 def pytest_collection_modifyitems(items):
-    """Slow tests first: at the end, one would leave the other processes of a run without work."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Slow tests first: at the end, one would leave the other processes of a run without work. Then
+    tests of models: they run the same kernels, which the process that has most of them types once.
+    """
+    of_models = {item.module: _of_models(item.module) for item in items}
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not of_models[item.module]))
+
+
+def _of_models(module):
+    owners = {getattr(value, "__module__", None) or "" for value in vars(module).values()}
+    return any(owner.startswith(("tilewright.engine", "tilewright.models")) for owner in owners)
 
 
 def pytest_collection_finish():

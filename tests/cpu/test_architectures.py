@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from tiny_models import greedy, left_padded, logits, patched, state_of, tiny, tiny_model
+from tiny_models import FEW, greedy, left_padded, logits, patched, state_of, tiny, tiny_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,7 +19,7 @@ REPLACED: dict[str, set[str]] = {}
 def test_tokens_are_those_of_transformers(name: str) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
-    model, inputs = tiny_model({"model_type": name, **ARCHITECTURES[name]}), left_padded()
+    model, inputs = tiny_model({"model_type": name, **ARCHITECTURES[name]}), left_padded(*FEW)
     stock, before = greedy(model, inputs, 4), state_of(model)
     with patch(model) as report:
         assert greedy(model, inputs, 4).tolist() == stock.tolist(), str(report)

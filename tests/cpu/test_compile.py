@@ -299,26 +299,36 @@ def work_of(problem) -> float:
     return cost.size_bytes + cost.flops / 100
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
-def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(op, arch):
-    """The largest case of the op; `tilewright compile --defaults` compiles all of them.
-
-    Instructions are left out, because printing them takes longest.
-    """
+def default_jobs(op, arch) -> dict[tuple, tuple[Job, str]]:
+    """What the default config launches for the largest case of the op: the job and its name."""
     device = Device.for_arch(arch)
     largest_first = sorted(dict.fromkeys(cases(op, "bench") + cases(op, "real")), key=work_of, reverse=True)
     problem = next((problem for problem in largest_first if op.space(problem, device)), None)  # a space prices each config
     if problem is None:
         assert not device.has_fp8
-        return
+        return {}
     config = op.space(problem, device)[0]
     with traced(device) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")), config)
     assert launches
-    for launch in launches:
-        found = usage(Job.of(launch, arch).build())
-        assert not found.spills, f"{launch.launch.name} {config} for {problem}: {found}"
+    jobs = [(Job.of(launch, arch), f"{launch.launch.name} {config} for {problem}") for launch in launches]
+    return {job.identity[:-1]: (job, name) for job, name in jobs}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
+def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(op, arch):
+    """The largest case of the op; `tilewright compile --defaults` compiles all of them.
+
+    For sm_121 only what sm_120 does not launch: one launch takes the same registers and memory on
+    both, by all ops. sm_100 and sm_103 differ. Instructions are left out, because printing them
+    takes longest.
+    """
+    jobs = default_jobs(op, arch)
+    for key in jobs.keys() - (default_jobs(op, "sm_120").keys() if arch == "sm_121" else ()):
+        job, name = jobs[key]
+        found = usage(job.build())
+        assert not found.spills, f"{name}: {found}"
 
 
 def test_a_spill_shows_without_the_instructions():

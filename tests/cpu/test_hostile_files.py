@@ -7,8 +7,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -17,13 +15,14 @@ from pathlib import Path
 import hostile
 import pytest
 import torch
+from forked import program
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import PLAIN, tiny_model
 from typer.testing import CliRunner
 
-from tilewright.cli import app
+from tilewright.cli import app, main
 from tilewright.models import ModelFileError, load
 from tilewright.models.gguf_header import read_header
 
@@ -305,8 +304,7 @@ def test_code_of_a_folder_never_runs_unless_asked_for(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_yes_on_stdin_does_not_run_a_folders_code(tmp_path: Path) -> None:
     folder = with_code(tmp_path / "model", model_type="evil", auto_map=CLASSES)
-    command = [sys.executable, "-m", "tilewright.cli", "generate", "--model", str(folder), "--prompt", "0", "--device", "cpu"]
-    done = subprocess.run(command, input="y\n" * 1000, capture_output=True, text=True, timeout=120)
+    done = program(main, "tilewright", "generate", "--model", str(folder), "--prompt", "0", "--device", "cpu", given="y\n" * 1000)
     assert done.returncode == 2
     assert "--trust-remote-code" in done.stderr
     assert done.stderr.count("\n") == 1

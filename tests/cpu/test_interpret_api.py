@@ -1,17 +1,16 @@
 """Arguments, options, specialisations, errors and the debugger, of the interpreter."""
 
 import linecache
-import os
-import subprocess
+import pdb
 import sys
 import textwrap
-from pathlib import Path
 from typing import Annotated
 
 import cuda.tile as ct
 import numpy as np
 import pytest
 import torch
+from forked import program
 
 from tilewright import interpret as package
 from tilewright.interpret import KernelError, checking, compiled_count, cutile, interpret, source, version
@@ -243,9 +242,7 @@ def test_pdb_stops_in_a_kernel(tmp_path):
         """)
     )
     commands = "b script.py:9\nc\np row.tolist()\nc\np row.tolist()\nq\n"
-    environment = os.environ | {"PYTHONPATH": str(Path(package.__file__).parents[2])}
-    command = [sys.executable, "-m", "pdb", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, input=commands, capture_output=True, text=True, timeout=120)
+    done = program(pdb.main, "pdb", "script.py", folder=tmp_path, given=commands)  # as `python -m pdb script.py`
     assert "ct.store(out, (ct.bid(0),), row * 2)" in done.stdout, done.stdout + done.stderr
     assert "[0.0, 1.0, 2.0, 3.0]" in done.stdout, done.stdout
     assert "[4.0, 5.0, 6.0, 7.0]" in done.stdout, done.stdout

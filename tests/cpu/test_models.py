@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from tiny_models import MODELS, greedy, left_padded, logits, patched, tiny, tiny_model
+from tiny_models import FEW, MODELS, greedy, left_padded, logits, patched, tiny, tiny_model
 from torch import Tensor
 
 from tilewright import interpret
@@ -18,7 +18,7 @@ SPARSE = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2-groups", "deepseek
 
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_logits_are_those_of_transformers(name: str) -> None:
-    model, inputs = tiny(name), left_padded()
+    model, inputs = tiny(name), left_padded(*FEW)
     stock = logits(model, inputs)
     with patched(model):
         ours = logits(model, inputs)
@@ -30,7 +30,7 @@ def test_prefill_logits_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name: str, cache: str | None) -> None:
-    model, inputs = tiny(name), left_padded()
+    model, inputs = tiny(name), left_padded(*FEW)
     stock = greedy(model, inputs, cache_implementation=cache)
     with patched(model):
         ours = greedy(model, inputs, cache_implementation=cache)

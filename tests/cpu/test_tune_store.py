@@ -1,5 +1,6 @@
 """The file of tuned rows: broken files, kills at any moment, two tuners at once, hostile paths."""
 
+import contextlib
 import dataclasses
 import errno
 import io
@@ -8,21 +9,20 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 
-import made_up
 import msgspec
 import pytest
-from made_up import H200, PROBLEM, SPACE, own_folder, row_for  # noqa: F401  (a fixture)
+from made_up import H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, row_for  # noqa: F401  (a fixture)
 
 from tilewright.launch import forget_plans, table
 from tilewright.launch.table import read_rows
 from tilewright.ops import rms_norm
 from tilewright.testing.problems import of_file
+from tilewright.tune.command import tune
 from tilewright.tune.store import Store
 
 
@@ -41,28 +41,41 @@ def test_a_corrupt_file_is_moved_aside_with_a_warning_and_a_call_only_ignores_it
     assert aside.read_bytes() == content
 
 
-TUNER = """
-import sys, pathlib
-sys.path.insert(0, {folder!r})
-from made_up import MadeUp, quiet, rms_norm
-from tilewright.testing.cases import cases
-from tilewright.tune.store import Store
-import tilewright.tune.command as command
 class Reporting(Store):
-    def add(self, rows):
+    """Sends the number of rows of each problem that is done."""
+
+    def __init__(self, path: Path, report) -> None:
+        super().__init__(path)
+        self.report = report
+
+    def add(self, rows) -> None:
         super().add(rows)
         for row in rows:
-            print(row.problem["rows"], flush=True)  # reported done
-import dataclasses
-problems = [dataclasses.replace(p, rows=n) for p in cases(rms_norm, "bench")[:1] for n in range({first}, {last})]
-print("ready", flush=True)
-command.tune([(rms_norm, p) for p in problems], MadeUp(), Reporting(pathlib.Path({path!r})), quiet())
-"""
+            self.report.send(row.problem["rows"])
 
 
-def tuner(path: Path, first: int, last: int) -> subprocess.Popen:
-    code = TUNER.format(folder=str(Path(made_up.__file__).parent), path=str(path), first=first, last=last)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+def _tunes(path: Path, first: int, last: int, report) -> None:
+    problems = [(rms_norm, dataclasses.replace(PROBLEM, rows=n)) for n in range(first, last)]
+    tune(problems, MadeUp(), Reporting(path, report), quiet())
+
+
+def started(target, *args):
+    """A forked child process, which starts in no time, and what receives its reports."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=target, args=(*args, send))
+    child.start()
+    send.close()
+    return child, receive
+
+
+def all_of(receive) -> set[int]:
+    """What a process that has ended has reported."""
+    found = set()
+    with contextlib.suppress(EOFError):
+        while receive.poll():
+            found.add(receive.recv())
+    return found
 
 
 def _adds_rows(path: Path, first: int, report) -> None:
@@ -75,20 +88,12 @@ def _adds_rows(path: Path, first: int, report) -> None:
 
 def test_killed_at_20_random_moments_the_store_opens_and_no_reported_row_is_lost(tmp_path):
     path, draw, reported = tmp_path / "tuned.json", random.Random(1), set()
-    context = multiprocessing.get_context("fork")
     for kill in range(20):
-        receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=_adds_rows, args=(path, 1000 * kill + 1, send))
-        child.start()
-        send.close()
+        child, receive = started(_adds_rows, path, 1000 * kill + 1)
         time.sleep(draw.uniform(0.005, 0.12))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        try:
-            while receive.poll():
-                reported.add(receive.recv())
-        except EOFError:
-            pass
+        reported |= all_of(receive)
         rows = read_rows(path)  # raises if the file is not whole
         assert reported <= {row.problem["rows"] for row in rows}
     assert len(reported) >= 20
@@ -97,26 +102,28 @@ def test_killed_at_20_random_moments_the_store_opens_and_no_reported_row_is_lost
 
 def test_a_whole_tuner_killed_keeps_its_rows_and_the_next_goes_on(tmp_path):
     path = tmp_path / "tuned.json"
-    first = tuner(path, 1, 100_000)
-    lines = [first.stdout.readline() for _ in range(4)]
+    first, receive = started(_tunes, path, 1, 10_000)
+    some = {receive.recv() for _ in range(3)}
     os.kill(first.pid, signal.SIGKILL)
-    reported = {int(line) for line in [*lines[1:], *first.stdout]}
-    first.wait()
+    first.join()
+    reported = some | all_of(receive)
     assert reported <= {row.problem["rows"] for row in Store(path).rows()}
     last = max(reported) + 3
-    second = tuner(path, 1, last + 1)
-    again = {int(line) for line in list(second.stdout)[1:]}
-    second.wait()
+    second, receive = started(_tunes, path, 1, last + 1)
+    second.join()
+    assert second.exitcode == 0
+    again = all_of(receive)
+    assert again
     assert not again & reported
     assert {row.problem["rows"] for row in Store(path).rows()} >= set(range(1, last + 1))
 
 
 def test_two_tuners_at_once_lose_no_row(tmp_path):
     path = tmp_path / "tuned.json"
-    both = [tuner(path, 1, 31), tuner(path, 31, 61)]
+    both = [started(_tunes, path, first, first + 30)[0] for first in (1, 31)]
     for process in both:
-        process.communicate(timeout=120)
-        assert process.returncode == 0
+        process.join(timeout=120)
+        assert process.exitcode == 0
     assert {row.problem["rows"] for row in Store(path).rows()} == set(range(1, 61))
 
 
@@ -227,10 +234,7 @@ def _adds_to_a_full_disk(send) -> None:
 def test_a_full_disk_keeps_the_old_rows_and_leaves_nothing_behind():
     Store().add([row_for(PROBLEM, SPACE[1])])
     before = Store().path.read_bytes()
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=_adds_to_a_full_disk, args=(send,))
-    child.start()
+    child, receive = started(_adds_to_a_full_disk)
     child.join()
     assert receive.poll()
     assert receive.recv() == errno.EFBIG

@@ -95,12 +95,15 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: obj
     return tiny_model(MODELS[name], dtype, **changes)
 
 
-def left_padded() -> dict[str, Tensor]:
+FEW = (2, 7)  # sequences and tokens: tiles are those of what `patch` itself tries, so that few kernels are typed twice
+
+
+def left_padded(sequences: int = 3, tokens: int = 11) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    ids = torch.randint(3, TINY["vocab_size"], (3, 11))
+    ids = torch.randint(3, TINY["vocab_size"], (sequences, tokens))
     mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    mask[2, :1] = 0
+    mask[0, : tokens // 2 - 1] = 0
+    mask[-1, :1] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 from cuda.tile import _compile
 from cuda.tile._exception import Loc, TileError, TileInternalError
-from cuda.tile._ir import ir, op_impl
+from cuda.tile._execution import is_function_allowed_in, stub_aliases
+from cuda.tile._ir import hir, ir, op_impl
 from cuda.tile._ir.core_ops import sym2var
+from cuda.tile._ir.scope import Scope
 from cuda.tile._passes import hir2ir
 
-NAMED = {FunctionType, BuiltinFunctionType, str, NoneType}  # constants that no operation computes with
+FUNCTIONS = {FunctionType, BuiltinFunctionType}
+NAMED = {*FUNCTIONS, str, NoneType}  # constants that no operation computes with
 
 
 @contextmanager
@@ -101,6 +104,58 @@ def constant(value: Any) -> Any:
     return known[value]
 
 
+async def dispatch_block(block: Any, builder: Any, *, start: int = 0, suspend_at: int = -1) -> None:
+    """The calls of a block in turn. Those of cuda-tile's own functions, nearly all, take one step
+    here, not five coroutines.
+    """
+    if builder.ir_ctx.log_ir_on_error:
+        await UNCHANGED[hir2ir, "_dispatch_hir_block_inner"](block, builder, start=start, suspend_at=suspend_at)
+        return
+    scope, registry, before = Scope.get_current(), op_impl.ImplRegistry.get_current(), builder._loc
+    loc = before
+    try:
+        for cursor in range(start, len(block.calls)):
+            if cursor == suspend_at:
+                return
+            call = block.calls[cursor]
+            builder._loc = loc = retarget_loc(call.loc, scope)
+            if not _called_at_once(call, scope, registry, builder):
+                await hir2ir._dispatch_call(call, scope)
+            if builder.is_terminated:
+                return
+        builder._loc = loc = retarget_loc(block.jump_loc, scope)
+        await hir2ir._dispatch_hir_jump(block, scope)
+    except Exception as error:
+        _tell_place(error, loc)
+        raise
+    finally:
+        builder._loc = before
+
+
+def _called_at_once(call: hir.Call, scope: Any, registry: Any, builder: Any) -> bool:
+    """Makes a call whose implementation is known and does not wait; False for another one."""
+    function: Any = call.callee
+    if type(function) not in FUNCTIONS:
+        return False
+    function = stub_aliases.get(function, function)
+    implementation = registry.op_implementations.get(function)
+    if implementation is None or implementation._is_coroutine or not is_function_allowed_in(function, builder.ir_ctx.execution_space):
+        return False
+    args, kwargs, known = [], {}, scope.hir2ir_varmap
+    for x in call.args:
+        if type(x) is hir.Starred:
+            return False
+        args.append(known[x.id] if type(x) is hir.Value else resolve_operand(x, scope))
+    for name, x in call.kwargs:
+        if name is None:
+            return False
+        kwargs[name] = resolve_operand(x, scope)
+    found = implementation(*bind_args(hir2ir.get_signature(function), function.__name__, args, kwargs))
+    if call.result is not None and not builder.is_terminated:
+        known[call.result.id] = constant(None) if found is None else found
+    return True
+
+
 _places: dict[Any, Any] = {}
 
 
@@ -138,37 +193,14 @@ def retarget_loc(loc: Loc, scope: Any) -> Loc:
     return Loc(loc.line, loc.col, loc.filename, loc.last_line, loc.end_col, function, scope.call_site)
 
 
-class Errors:
-    """A context in which errors learn their place."""
-
-    def __init__(self, loc: Loc):
-        self.loc = loc
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        if isinstance(error, TileError):
-            self.loc.__exit__(kind, error, trace)
-            return
-        inner = TileInternalError(str(error))
-        self.loc.__exit__(TileInternalError, inner, None)
-        raise inner from error
-
-
-class At:
-    """A context in which a builder's operations have a place."""
-
-    def __init__(self, builder: Any, loc: Loc):
-        self.builder, self.loc = builder, loc
-
-    def __enter__(self) -> None:
-        self.before, self.builder._loc = self.builder._loc, self.loc
-
-    def __exit__(self, *unused: object) -> None:
-        self.builder._loc = self.before
+def _tell_place(error: Exception, loc: Loc) -> None:
+    """An error learns its place; one that is not cuda-tile's becomes one of these."""
+    if isinstance(error, TileError):
+        loc.__exit__(type(error), error, error.__traceback__)
+        return
+    inner = TileInternalError(str(error))
+    loc.__exit__(TileInternalError, inner, None)
+    raise inner from error
 
 
 def nested_blocks(operation: Any) -> tuple[Any, ...]:
@@ -194,9 +226,8 @@ OURS: dict[tuple[Any, str], Any] = {
     (hir2ir, "_resolve_operand"): resolve_operand,
     (hir2ir, "loosely_typed_const"): constant,
     (hir2ir, "_bind_args"): bind_args,
-    (hir2ir, "_wrap_exceptions"): Errors,
+    (hir2ir, "_dispatch_hir_block_inner"): dispatch_block,
     (hir2ir, "retarget_loc"): retarget_loc,
-    (ir.Builder, "change_loc"): lambda builder, loc: At(builder, loc),
     (ir.Operation, "__post_init__"): lambda operation: None,  # asserts what all callers see to
     (ir.Operation, "nested_blocks"): property(nested_blocks),
     (op_impl.ImplRegistry, "_find_overload"): find_overload,

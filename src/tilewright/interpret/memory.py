@@ -13,6 +13,7 @@ import torch
 from .cutile import array_dtype
 from .errors import KernelError
 from .formats import CONTAINER, MEMORY, SMALL, Value, decode, encode, is_float, round_to
+from .numerics import padded
 
 # The numpy view of a torch tensor whose dtype numpy lacks.
 _SHARED = {torch.bfloat16: torch.uint16} | {
@@ -191,9 +192,7 @@ class Machine:
         if short is not None and part.size:
             lengths = (*lengths[:short], part.shape[short], *lengths[short + 1 :])
         if part.shape != lengths:
-            whole = np.full(lengths, self._padding(tile, buffer.dtype), CONTAINER[buffer.dtype])
-            whole[tuple([slice(n) for n in part.shape])] = r
-            r = whole
+            r = padded(r, lengths, self._padding(tile, buffer.dtype))
         elif r is part and buffer.copies:
             r = r.copy()
         if not lengths:

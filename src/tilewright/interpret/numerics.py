@@ -20,8 +20,7 @@ TINY = np.float32(2.0**-126)
 
 def flush(x: Value) -> Value:
     """Subnormal float32 to zero."""
-    r: Any = np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
-    return r.astype(np.float32)
+    return x * ~(np.abs(x) < TINY)  # times True or False: a sign stays, and so does a NaN
 
 
 # -------------------------------------------------------------------------------------- elementwise
@@ -134,9 +133,7 @@ def _lengthened(x: np.ndarray, n: int, axis: int) -> np.ndarray:
         return x
     shape = list(x.shape)
     shape[axis] = n
-    r = np.zeros(shape, x.dtype)
-    (r[..., : x.shape[-1]] if axis == -1 else r[..., : x.shape[-2], :])[...] = x
-    return r
+    return padded(x, tuple(shape), 0)
 
 
 def mma_scaled(x: Value, x_scale: Value, y: Value, y_scale: Value, acc: Value) -> Value:
@@ -172,6 +169,16 @@ def broadcast(x: Value, shape: tuple[int, ...]) -> Value:
         return x
     r = np.empty(shape, x.dtype)
     r[...] = x
+    return r
+
+
+def padded(x: np.ndarray, shape: tuple[int, ...], padding: Any) -> np.ndarray:
+    """A tile that begins with x; every element is written once, but for the corners."""
+    r = np.empty(shape, x.dtype)
+    r[tuple([slice(n) for n in x.shape])] = x
+    for axis, (inside, n) in enumerate(zip(x.shape, shape, strict=True)):
+        if inside < n:
+            r[(slice(None),) * axis + (slice(inside, None),)] = padding
     return r
 
 

@@ -24,6 +24,7 @@ from .whole import check_counts, check_stop_tokens, outline, refuse_other_weight
 OnProgress = Callable[[int, int], None]
 
 _TYPES = {int: 11, float: 12, bool: 7, str: 8, bytes: 8}  # GGUFValueType
+AT_ONCE = 1 << 17  # elements that are expanded together, of whole blocks: gguf itself takes 16 rows, which may be short
 ROPE_FACTORS = "rope_freqs.weight"
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -154,15 +155,11 @@ def _fill(
     small: dict[str, str],
     device: torch.device | str,
 ) -> None:
-    from gguf import GGMLQuantizationType, dequantize
-
     config, weights = model.config, dict[str, Tensor]()
     bytes_of_file = np.memmap(path, mode="c").view(np.ndarray)  # torch takes no array that is read-only
     for done, (tensor, name) in enumerate(tensors.items()):
-        stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size].reshape(*tensor.shape[:-1], -1)
-        values = torch.from_numpy(stored if name in small else dequantize(stored, GGMLQuantizationType(tensor.kind)))
-        if tensor.kind == GGMLQuantizationType.F32:
-            values = values.clone()  # of the file, which may change
+        stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size]
+        values = torch.from_numpy(stored.reshape(*tensor.shape[:-1], -1) if name in small else _expanded(stored, tensor))
         if name == ROPE_FACTORS:
             if not bool((values.isfinite() & (values > 0)).all()):
                 raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")
@@ -180,6 +177,20 @@ def _fill(
             on_progress(done + 1, len(tensors))
     model.load_state_dict(weights, strict=False, assign=True)  # compared before
     model.tie_weights()
+
+
+def _expanded(stored: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+    """The values of a tensor, not in the file's memory, which may change."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(tensor.kind)
+    block, size = GGML_QUANT_SIZES[kind]
+    blocks = stored.reshape(-1, size)
+    values = np.empty((len(blocks), block), np.float32)
+    step = max(1, AT_ONCE // block)
+    for at in range(0, len(blocks), step):
+        values[at : at + step] = dequantize(blocks[at : at + step].reshape(1, -1), kind).reshape(-1, block)
+    return values.reshape(tensor.shape)
 
 
 def parameter_name(tensor_name: str) -> str:

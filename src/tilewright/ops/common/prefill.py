@@ -73,7 +73,7 @@ def configs(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
 def _tiles(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.queries, p.kv_len))
-        yield Config(min(256, longest_m), 512)
+        yield Config(min(256, max(64, longest_m)), 512)  # typing costs more than rows that are not there: short prompts share a kernel
         yield Config(min(64, longest_m), min(128, longest_n), parts=2, pad_values=False, tail_n=min(least_width(p), longest_n))
         return
     masked = p.causal or p.ragged or p.window is not None

@@ -172,8 +172,8 @@ def grid(p: Problem, c: Config) -> tuple[int, int]:
 def candidates(p: Problem, device: Device) -> list[Config]:
     """Tiles of whole heads, of one token or several."""
     heads = next_pow2(max(p.q_heads if p.rotary_dim else 0, p.kv_heads))
-    if device.is_cpu:
-        return [Config(heads, min(4, p.tokens)), Config(max(1, heads // 4), 1)]
+    if device.is_cpu:  # more tokens are code that is typed again for each, and saves nothing there
+        return [Config(heads, 1), Config(max(1, heads // 4), min(4, p.tokens))]
     return [Config(min(heads, max(1, size // p.widest)), min(tokens, p.tokens), num_worker_warps=warps) for size, tokens, warps in SIZES]
 
 

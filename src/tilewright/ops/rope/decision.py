@@ -118,8 +118,9 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Tiles of which a thread loads some bytes: whole heads, at as many positions as it takes."""
     heads, half, seq_len = next_pow2(max(p.q_heads, p.kv_heads)), next_pow2(p.rotated // 2), next_pow2(p.seq_len)
     if device.is_cpu:
-        tile_s = max(1, min(seq_len, (1 << 20) // (heads * 2 * half)))
-        yield from (Config(heads, tile_s), Config(2, max(1, tile_s // 4), tiles=3))
+        most = max(1, (1 << 20) // (heads * 2 * half))
+        yield Config(heads, min(most, 1 if p.seq_len == 1 else max(64, seq_len)))  # short prompts share a kernel, as in prefill.py
+        yield Config(2, max(1, min(most, seq_len) // 4), tiles=3)
         return
     for (load, warps), n in product(LOADS, reversed(range(heads.bit_length()))):
         tile, tile_h = load * 32 * warps // (p.dtype.itemsize * (2 if p.interleaved else 1)), 1 << n
