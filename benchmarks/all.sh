@@ -74,7 +74,7 @@ step whole-models 110 tilewright bench --suite decode --seconds 85 --json FILE
 step playbook 165 tilewright bench --suite playbook --seconds 145 --json FILE
 ops rows 50 rms_norm layer_norm softmax silu_mul rope dropout
 ops small 45 quantize_fp8 rms_norm_quant silu_mul_quant embedding argmax sample adjust_logits rms_norm_matmul
-ops newest 65 quantized_matmul mx_matmul quantize_mx gated_delta_rule ssd causal_conv1d rms_norm_gated
+ops newest 45 quantized_matmul mx_matmul quantize_mx gated_delta_rule ssd causal_conv1d rms_norm_gated
 step megakernel 40 python benchmarks/megakernel.py Llama-3.2-1B --json FILE
 step prompt 40 python benchmarks/prefill.py Llama-3.1-8B --json FILE
 step start 40 python benchmarks/start.py Llama-3.1-8B --json FILE

@@ -152,6 +152,7 @@ def verify(
     jobs: Annotated[int | None, option("--jobs", "Processes of --fuzz. Default: one; on a GPU up to 8.", min=1)] = None,
 ) -> int:
     """Check the accuracy of ops on this machine, one line per op; exit with 1 if any is wrong."""
+    _refuse({"--quick must come without --fuzz": quick and fuzz is not None})
     if fuzz is not None:
         from .bench.report import tell
         from .testing.fuzz import fuzz_command
@@ -214,7 +215,7 @@ def interpret(
 ) -> int:
     """Run your own kernel without a GPU; exits with 1 if it does something undefined."""
     named = block_order in ("forward", "reverse")
-    _refuse({f"--block-order must be forward, reverse or a seed, got {block_order!r}": not named and not block_order.isdigit()})
+    _refuse({f"--block-order must be forward, reverse or a seed, got {block_order!r}": not named and not block_order.isdecimal()})
     from .compile.own_command import interpret_command
 
     order: Any = block_order if named else int(block_order)
@@ -241,7 +242,7 @@ def learn(  # noqa: PLR0913 an option each
     from .learn.command import learn_command
 
     words = [word.strip() for word in seq.split(",")] if seq else []
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise ValueError(f"--seq must be lengths like 1024,2048, got {seq!r}")
     sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "causal": not non_causal}
     how: Any = {"sizes": sizes, "seq_lens": [int(word) for word in words]}

@@ -192,8 +192,8 @@ def difftest(  # noqa: PLR0913 an option each
         str, typer.Option("--model", metavar="MODEL", help="As for generate; the name of a config takes random weights.")
     ] = "Llama-3.2-1B",
     layers: Annotated[int, option("--layers", "Only the first N layers. Default: all.", metavar="N")] = 0,
-    position: Annotated[int, typer.Option("--position", help="Position of the token, which is the number of keys in the cache.")] = 100,
-    blocks: Annotated[int, option("--blocks", "Blocks of the kernel. Default: one per SM.")] = 0,
+    position: Annotated[int, typer.Option("--position", min=0, help="Position of the token, which is the number of keys in the cache.")] = 100,
+    blocks: Annotated[int, option("--blocks", "Blocks of the kernel. Default: one per SM.", min=0)] = 0,
     schedule: Annotated[str, option("--schedule", "Run the reference machine alone, with this GPU's schedule, e.g. GB10.", metavar="GPU")] = "",
     device: DeviceName = "",
     dtype: Dtype = "",
@@ -205,10 +205,13 @@ def difftest(  # noqa: PLR0913 an option each
     """
     from .engine.mega.difftest import difftest_command
     from .engine.mega.pack import decided
+    from .launch import Device
     from .models import outline_of
     from .models.command import device_and_dtype, load_and_say
 
     where, number_type = device_and_dtype(device, dtype or "bfloat16")
+    if schedule:
+        Device.named(schedule)  # before a model is built
     whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers)
     loaded = load_and_say(model, where, number_type, layers=layers, trust_remote_code=trust_remote_code)
     return difftest_command(loaded.model, whole=whole, position=position, blocks=blocks, gpu=schedule, json_file=json_file)

@@ -8,6 +8,8 @@ from tiny_models import tiny
 
 import tilewright
 from tilewright.engine import Engine
+from tilewright.engine import Sampling as EngineSampling
+from tilewright.models import load
 from tilewright.models.server.sampling import SPARE, Sampling, Tables
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -108,3 +110,74 @@ def test_a_cancelled_sequence_counts_no_token_for_the_next_in_its_row() -> None:
     step(3, 41, 0)
     assert step(4, 2, ticket) == [0, 0, 0, 0, -1, 0, 0, 0]
     assert step(4, 3, ticket) == step(4, 3, ticket) == [0, 0, 0, 0, -2, 0, 0, 0]
+
+
+def test_an_engine_closes_beside_no_call() -> None:
+    """It took weights and cache away from the call that ran."""
+    with Engine(tiny(num_hidden_layers=1), max_len=32, check_every=2) as engine:
+        plain = engine.generate([[5]], 8).tokens
+        with pytest.raises(RuntimeError, match="an engine must run one call at a time"):
+            engine.generate([[5]], 8, on_tokens=lambda gained: engine.close())
+        assert engine.generate([[5]], 8).tokens == plain
+    engine.close()
+    with pytest.raises(ValueError, match="the engine must be open, got one that was closed"):
+        engine.generate([[5]], 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"prefix_reuse": "no"}, "prefix_reuse must be True or False, got 'no'"),
+        ({"cache": "paged", "page_size": 64.0}, r"page_size must be a Python integer, got 64\.0"),
+        ({"cache": "paged", "cache_tokens": 1e3}, r"cache_tokens must be a Python integer, got 1000\.0"),
+        ({"speculate": 2.5}, r"speculate must be a Python integer, got 2\.5"),
+        ({"speculate": 99}, r"speculate must be 0 \(off\) to 15, got 99"),
+        ({"draft_weights": "int4-128"}, "draft_weights must be given with a draft model, got 'int4-128'"),
+        ({"group": "x"}, r"group must be a tilewright\.engine\.Group, got 'x'"),
+    ],
+)
+def test_an_engine_takes_no_option_of_another_kind(how, message) -> None:
+    model = tiny(num_hidden_layers=1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        Engine(model, max_len=32, **how)
+    assert "tilewright_engine" not in model.__dict__
+
+
+def test_a_call_names_the_argument_that_is_of_another_kind() -> None:
+    every = {token: float("-inf") for token in range(96)}
+    with Engine(tiny(num_hidden_layers=1), max_len=32) as engine:
+        plain = engine.generate([[5]], 3).tokens
+        for how, message in (
+            ({"sampling": {"temperature": 1}}, r"sampling must be a tilewright\.engine\.Sampling, got \{"),
+            ({"masks": "x"}, "masks must be a function, got 'x'"),
+            ({"on_tokens": "x"}, "on_tokens must be a function, got 'x'"),
+            ({"decode": "x", "stop_texts": ["a"]}, "decode must be a function, got 'x'"),
+            ({"masks": lambda written: [[1, 2, 3]]}, r"a grammar's mask must be a tensor, got \[\[1, 2, 3\]\]"),
+            ({"sampling": EngineSampling(temperature=0, logit_bias=every)}, "logit_bias must be above -inf for at least one token, got -inf for all"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                engine.generate([[5]], 3, **how)
+        for call in (lambda wrong: engine.generate(wrong, 2), engine.logits, lambda wrong: engine.logits([[5]], wrong)):
+            for wrong in (5, torch.tensor(5), torch.zeros(1, 2, dtype=torch.int64, device="meta"), [[5.5]]):
+                with pytest.raises(TypeError, match=r"(prompts|continuations) must be lists of token ids, or one tensor"):
+                    call(wrong)
+        with pytest.raises(TypeError, match=r"prompt_tokens must be a Python integer, got 2\.5"):
+            engine.warm_up(1, 2.5)
+        assert engine.generate([[5]], 3, sampling=EngineSampling(temperature=0, logit_bias={True: 0.0})).tokens == plain
+    with pytest.raises(ValueError, match="repetition_penalty must be a normal number of float32, got 1e-50"):
+        EngineSampling(repetition_penalty=1e-50)  # 0 there, by which logits were divided
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"trust_remote_code": "no"}, "trust_remote_code must be True or False, got 'no'"),
+        ({"layers": -1}, r"layers must be 0 \(all\) or more, got -1"),
+        ({"layers": 10**6}, r"layers must be 0 \(all\) to 30, got 1000000"),
+        ({"dtype": "bfloat16"}, r"dtype must be a torch\.dtype of floats, got 'bfloat16'"),
+    ],
+)
+def test_a_model_is_loaded_with_options_of_their_kinds(how, message) -> None:
+    """ "no" trusted a folder's code, and a million layers were built."""
+    with pytest.raises(ValueError, match=message):
+        load("SmolLM2-135M", **how)

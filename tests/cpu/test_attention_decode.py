@@ -420,7 +420,8 @@ def test_a_block_per_head_is_a_config():
 Q, K, PAGES = torch.zeros(2, 4, 1, 32), torch.zeros(2, 2, 64, 32), torch.zeros(9, 2, 16, 32)
 TABLE = torch.zeros(2, 3, dtype=torch.int32)
 BAD = [
-    ({"q": torch.zeros(2, 4, 0, 32)}, ValueError, r"q.shape\[2\] must be at least 1, got 0"),
+    ({"q": torch.zeros(2, 4, 0, 32)}, ValueError, r"q.shape\[2\] must be in 1..256, got 0"),
+    ({"q": torch.zeros(2, 4, 257, 32)}, ValueError, r"q.shape\[2\] must be in 1..256, got 257"),
     ({"q": torch.zeros(2, 4, 32)}, ValueError, r"q.dim\(\) must be 4, got 3"),
     ({"k": K[:1]}, ValueError, r"k.shape must be \(2, 2, 64, 32\), got \(1, 2, 64, 32\)"),
     ({"v": K.half()}, ValueError, r"v.dtype must be float32, got float16"),

@@ -133,7 +133,7 @@ BAD = [
     (quantize_mx, {"x": X, "factor": torch.ones(1), "mx_format": "nvfp4"}, ValueError, r"factor.shape must be \(\), got \(1,\)"),
     (quantize_mx, {"x": X.int()}, ValueError, "x.dtype must be one of bfloat16, float16, float32, got int32"),
     (mx_matmul, {"a": X}, ValueError, "a.dtype must be one of float8_e4m3fn, uint8, got float32"),
-    (mx_matmul, {"scale_a": S.float()}, ValueError, "scale_a.dtype must be one of float8_e8m0fnu, got float32"),
+    (mx_matmul, {"scale_a": S.float()}, ValueError, "scale_a.dtype must be float8_e8m0fnu, got float32"),
     (mx_matmul, {"b": A[:, :32]}, ValueError, r"a.shape\[-1\] must be 32, that of b \(4, 32\), got 64"),
     (mx_matmul, {"scale_b": S[:, :1]}, ValueError, r"scale_b.shape must be \(4, 2\), got \(4, 1\)"),
     (mx_matmul, {"out_dtype": torch.int8}, ValueError, "out_dtype must be one of bfloat16, float16, float32, got int8"),

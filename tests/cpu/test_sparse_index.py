@@ -164,7 +164,7 @@ BAD = [
     ({"cache": CACHE.half()}, ValueError, r"cache.dtype must be float32, got float16"),
     ({"cache": CACHE[:1]}, ValueError, r"cache.shape must be \(2, 8, 16\), got \(1, 8, 16\)"),
     ({"cache": CACHE[..., :8]}, ValueError, r"cache.shape must be \(2, 8, 16\), got \(2, 8, 8\)"),
-    ({"weights": WEIGHTS.half()}, ValueError, r"weights.dtype must be one of float32, got float16"),
+    ({"weights": WEIGHTS.half()}, ValueError, r"weights.dtype must be float32, got float16"),
     ({"weights": WEIGHTS[:1]}, ValueError, r"weights.shape must be \(2, 1, 4\), got \(1, 1, 4\)"),
     ({"topk": 0}, ValueError, r"topk must be at least 1, got 0"),
     ({"topk": 2.0}, TypeError, r"topk must be a Python integer, got 2.0"),

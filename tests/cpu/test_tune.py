@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -251,7 +252,9 @@ def test_a_row_may_name_any_legal_config():
 )
 def test_a_row_of_another_kernel_compiler_gpu_or_space_is_not_taken(changes):
     Store().add([msgspec.structs.replace(row_for(PROBLEM, SPACE[2]), **changes)])
-    assert rms_norm.DECISION.decide(PROBLEM, H200) == (SPACE[0], SPACE.source)
+    lapsed = {"digest", "compiler", "config"} & changes.keys()  # of this GPU: it says so
+    with pytest.warns(UserWarning, match="1 of 1 problems of rms_norm") if lapsed else nullcontext():
+        assert rms_norm.DECISION.decide(PROBLEM, H200) == (SPACE[0], SPACE.source)
 
 
 def test_options_must_be_equal_and_a_forced_config_comes_first():

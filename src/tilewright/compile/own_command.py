@@ -2,7 +2,8 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ def call_of(name: str) -> Call:
     """Kernel, grid and arguments of "FILE.py:KERNEL".
 
     The file has a function `example_KERNEL` that makes the grid and the arguments.
-    Raises: ValueError that says what is missing, and what to write; what the file itself raises.
+    Raises: ValueError that says what is missing, and what to write, or what the file itself raises.
     """
     file, _, kernel_name = name.rpartition(":") if ".py:" in name else (name, "", "")
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{file} must be a Python file, got none there")
-    module = _module(path)
+    module = _run(path, lambda: _module(path))
     known = [name for name, value in vars(module).items() if isinstance(value, ct.kernel)]
     if kernel_name not in known:
         named = ", ".join(known) or "no function with @ct.kernel"
@@ -37,10 +38,24 @@ def call_of(name: str) -> Call:
     make = getattr(module, f"example_{kernel_name}", None)
     if not callable(make):
         raise ValueError(f"{file} must have a function example_{kernel_name}() that returns the grid and the arguments: `return (4,), (x, out)`")
-    made = make()
+    made = _run(path, make)
     if not isinstance(made, tuple) or len(made) != 2:
         raise ValueError(f"example_{kernel_name}() must return (grid, args), got {type(made).__name__}")
     return getattr(module, kernel_name), *made
+
+
+def _run(path: Path, code: Callable[[], Any]) -> Any:
+    """Runs code of the file. Raises ValueError, which names the line, for what it raises, and where
+    it exits.
+    """
+    try:
+        return code()
+    except ImportError:  # it says what to install
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{path}:{lines[-1]}" if lines else str(path)
+        raise ValueError(f"{place} must run, got {type(error).__name__}: {error}") from error
 
 
 def _module(path: Path) -> Any:

@@ -13,6 +13,8 @@ from ..models.shard import Shard, shard_of
 from .cost import memory
 from .mega.pack import refuse_model
 from .parallel import Group
+from .sampling import LIKELIEST, Sampling
+from .speculate import check_speculation
 
 HELD = "tilewright_engine"  # the attribute of a model that an engine holds
 
@@ -46,9 +48,18 @@ def check_positive(**sizes: int) -> None:
             raise argument_error(name, "at least 1", value)
 
 
+def check_called(**functions: object) -> None:
+    """Raises TypeError unless each is a function, or None."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, got {function!r:.80}")
+
+
 def check_model(model: Any, group: Group | None) -> None:
     from transformers import PreTrainedModel
 
+    if group is not None and not isinstance(getattr(group, "shard", None), Shard):
+        raise TypeError(f"group must be a tilewright.engine.Group, got {group!r:.80}")
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     if HELD in model.__dict__:
@@ -75,9 +86,14 @@ def check_mode(mode: str, model: Any, max_batch: int, group: Group | None, weigh
         refuse_model(model, Device.of(next(model.parameters())))
 
 
-def check_draft(model: Any, draft: Any, speculate: int, mode: str, group: Group | None) -> None:
-    """Raises ValueError unless a draft model, if given, can propose tokens for the model."""
+def check_draft(model: Any, draft: Any, weights: str | None, speculate: int, mode: str, group: Group | None) -> None:
+    """Raises ValueError unless a draft model, if given, can propose tokens for the model. weights:
+    what it is quantised to.
+    """
+    check_speculation(speculate, LIKELIEST, mode, masked=False)
     if draft is None:
+        if weights is not None:
+            raise argument_error("draft_weights", "given with a draft model", repr(weights))
         return
     check_model(draft, None)
     if speculate < 1:
@@ -87,6 +103,13 @@ def check_draft(model: Any, draft: Any, speculate: int, mode: str, group: Group 
     words, own = (each.config.get_text_config().vocab_size for each in (draft, model))
     if words != own or draft.device != model.device:
         raise argument_error("draft", f"a model of {own} tokens on {model.device}, as the model is", f"one of {words} on {draft.device}")
+
+
+def check_sampling(sampling: Sampling | None) -> Sampling:
+    """What to choose tokens by: without one, the likeliest."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a tilewright.engine.Sampling, got {sampling!r:.80}")
+    return sampling or LIKELIEST
 
 
 def check_kv_dtype(kv_dtype: str | None, model: Any, mode: str) -> None:
@@ -109,12 +132,25 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
+def check_rows(given: Any, name: str) -> list[list[int]]:
+    """Token ids as lists."""
+    given = given.tolist() if isinstance(given, Tensor) and not given.is_meta else given
+    if not isinstance(given, Sequence) or not all(isinstance(row, Sequence) and all(isinstance(token, int) for token in row) for row in given):
+        raise TypeError(f"{name} must be lists of token ids, or one tensor [batch, tokens] of integers, got {given!r:.80}")
+    return [list(row) for row in given]
+
+
+def check_continuations(given: Any, count: int) -> list[list[int]]:
+    """The continuations of so many prompts as lists: of no tokens for None."""
+    rows = [[] for _ in range(count)] if given is None else check_rows(given, "continuations")
+    if len(rows) != count or len({len(row) for row in rows}) != 1:
+        raise argument_error("continuations", f"{count} lists of equal length", [len(row) for row in rows])
+    return rows
+
+
 def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, more: int, *, max_batch: int, max_len: int, vocabulary: int) -> list[list[int]]:
     """The prompts as lists. more: tokens that follow each."""
-    given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    if not all(isinstance(row, Sequence) and all(isinstance(token, int) for token in row) for row in given):
-        raise TypeError(f"prompts must be lists of token ids, or one tensor [batch, tokens] of integers, got {given!r:.80}")
-    rows = [list(row) for row in given]
+    rows = check_rows(prompts, "prompts")
     if not 1 <= len(rows) <= max_batch:
         raise argument_error("the number of prompts", f"1 to max_batch = {max_batch}", len(rows))
     for row in rows:

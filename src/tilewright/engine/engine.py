@@ -5,17 +5,18 @@ All sequences begin at position 0; a shorter prompt is padded at its end. The pa
 the cache beyond the sequence's length, where nothing reads them; the next tokens overwrite them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import Device, argument_error
+from ..launch import Device, argument_error, check_bools
 from ..models.quantized import is_quantized
+from . import checks
 from .beside import beside
-from .checks import HELD, alone, check_draft, check_kv_dtype, check_mode, check_model, check_positive, check_prompts, check_rotations
+from .checks import HELD, alone, check_positive
 from .clock import Clock
 from .cost import step_bytes
 from .draft import Rounds
@@ -55,7 +56,7 @@ class Generated:
     reused: list[int]
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Generates text from a transformers model with our kernels. Fuses its weights in place."""
 
     def __init__(  # noqa: PLR0913 options by keyword
@@ -127,11 +128,12 @@ class Engine:
                 lower.
         """
         check_positive(max_batch=max_batch, max_len=max_len, prefill_tokens=prefill_tokens, check_every=check_every)
-        check_model(model, group)
-        check_mode(mode, model, max_batch, group, weights)
-        check_kv_dtype(kv_dtype, model, mode)
-        check_rotations(model, max_len)
-        check_draft(model, draft, speculate, mode, group)
+        checks.check_model(model, group)
+        checks.check_mode(mode, model, max_batch, group, weights)
+        checks.check_kv_dtype(kv_dtype, model, mode)
+        checks.check_rotations(model, max_len)
+        checks.check_draft(model, draft, draft_weights, speculate, mode, group)
+        check_bools(prefix_reuse=prefix_reuse)
         if mode == "auto":
             beyond = cache == "paged" or weights is not None or kv_dtype is not None or draft is not None or is_quantized(model)
             mode = auto_mode(model, max_batch, max_len, group, beyond)
@@ -168,16 +170,16 @@ class Engine:
             self.close()
             raise
 
-    def __enter__(self) -> "Engine":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Frees cache, buffers and graphs, and restores the weights of each module, once."""
-        if self._model is None:
-            return
+        """Frees cache, buffers and graphs, restores the weights; RuntimeError beside a call."""
+        if self._model is not None:
+            self._close()
+
+    @alone
+    def _close(self) -> None:
         self._rounds.clear()
         if self._draft is not None:
             self._draft.close()
@@ -240,8 +242,9 @@ class Engine:
             MemoryError if the GPU is full or the pages are used up, with what to lower.
         """
         check_positive(max_new_tokens=max_new_tokens)
-        speculate = self._speculate if speculate is None else speculate
-        check_speculation(speculate, sampling or LIKELIEST, self.mode, masked=masks is not None)
+        checks.check_called(masks=masks, on_tokens=on_tokens, decode=decode)
+        speculate, chosen_by = self._speculate if speculate is None else speculate, checks.check_sampling(sampling)
+        check_speculation(speculate, chosen_by, self.mode, masked=masks is not None)
         rows = self._checked(prompts, max_new_tokens + speculate)
         ending = Ending(len(rows), stop, stop_texts, decode)
         every = self._check_every if masks is None else 1
@@ -251,8 +254,8 @@ class Engine:
         try:
             with self._here():
                 batch = bucket(len(rows), self.max_batch)
-                step = self._programs.step(batch, sampling or LIKELIEST, masked=masks is not None)
-                drafts = self._drafts(rows, tokens, ending, max_new_tokens, speculate, sampling or LIKELIEST) if speculate else None
+                step = self._programs.step(batch, chosen_by, masked=masks is not None)
+                drafts = self._drafts(rows, tokens, ending, max_new_tokens, speculate, chosen_by) if speculate else None
                 reused = self._reuse(rows, batch)
                 prefill = self._programs.prefill(batch, max(len(row) - n for row, n in zip(rows, reused, strict=True)), max(reused))
                 clock = Clock(self._state.tokens.device)
@@ -263,9 +266,8 @@ class Engine:
                 left, waiting = max_new_tokens - 1, 1
                 while drafts is None:
                     if waiting == every or not left:
-                        chosen = self._collect(waiting, len(rows))
+                        tell(ending.extend(tokens, self._collect(waiting, len(rows))))
                         waiting = 0
-                        tell(ending.extend(tokens, chosen))
                         if not left or all(ending.ended):
                             break
                         self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ending.ended)
@@ -297,12 +299,10 @@ class Engine:
             continuations: the token ids of each continuation, all of one length.
         Returns: [batch, 1 + tokens of a continuation, vocab], in the model's dtype.
         """
-        given = [list(c) for c in continuations] if continuations is not None else [[] for _ in prompts]
-        rows = self._checked(prompts, max(map(len, given), default=0) + 1)
-        if len(given) != len(rows) or len({len(c) for c in given}) != 1:
-            raise argument_error("continuations", f"{len(rows)} lists of equal length", [len(c) for c in given])
-        if given[0]:
-            self._checked(given, 0)
+        rows = self._checked(prompts, 1)
+        given = checks.check_continuations(continuations, len(rows))
+        self._checked(rows, 1 + len(given[0]))
+        self._checked(given if given[0] else rows, 0)
         with self._here():
             step, prefill = self._ready(rows, None)
             out = step.buffers.tensor("logits", step.buffers.batch, self.decoder.vocab)
@@ -325,6 +325,7 @@ class Engine:
     @alone
     def warm_up(self, batch: int, prompt_tokens: int, *, sampling: Sampling | None = None) -> None:
         """Compiles every kernel that such prompts need. In graph mode, also captures the graphs."""
+        check_positive(batch=batch, prompt_tokens=prompt_tokens)
         rows = self._checked([[0] * prompt_tokens] * batch, 0)
         with self._here():
             self._ready(rows, sampling)
@@ -343,7 +344,7 @@ class Engine:
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
         if self._model is None:
             raise argument_error("the engine", "open", "one that was closed")
-        return check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
+        return checks.check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
     def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[Step, Prefill]:
         """The programs for these prompts, their kernels compiled."""

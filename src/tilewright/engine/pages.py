@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ..launch import argument_error
+from ..launch import argument_error, check_integers
 
 CacheKind = Literal["static", "paged"]
 PAGE_SIZE = 64
@@ -130,6 +130,7 @@ def pool_shape(cache: str, page_size: int | None, cache_tokens: int | None, mode
     if mode == "mega":
         raise argument_error("cache", '"static" with mode="mega": the megakernel reads one sequence, row by row', '"paged"')
     page_size = PAGE_SIZE if page_size is None else page_size
+    check_integers(page_size=page_size, cache_tokens=page_size if cache_tokens is None else cache_tokens)
     if page_size < 16 or page_size & (page_size - 1):
         raise argument_error("page_size", "a power of two, at least 16", page_size)
     whole = max_batch * -(-max_len // page_size)

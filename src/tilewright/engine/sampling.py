@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..launch import argument_error, check_finite, check_integers, check_number
+from ..launch import argument_error, check_finite, check_integers, check_number, check_positive
 from ..ops.adjust_logits import PROMPT, WORD, adjust_logits_out
 from ..ops.argmax import argmax_out
 from ..ops.sample import sample_out
@@ -38,7 +38,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_integers(top_k=self.top_k, seed=self.seed)
-        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        check_positive(self.repetition_penalty, "repetition_penalty")
+        for name in ("temperature", "presence_penalty", "frequency_penalty"):
             check_finite(getattr(self, name), name)
         check_number(self.top_p, "top_p")
         check_number(self.min_p, "min_p")
@@ -52,8 +53,6 @@ class Sampling:
             raise argument_error("top_p", "above 0 and at most 1", self.top_p)
         if not 0 <= self.min_p <= 1:
             raise argument_error("min_p", "0 (all) to 1", self.min_p)
-        if self.repetition_penalty <= 0:
-            raise argument_error("repetition_penalty", "above 0", self.repetition_penalty)
         if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a mapping from tokens to numbers, got {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
@@ -126,10 +125,11 @@ class Choice:
         if sampling.logit_bias:
             if (last := max(sampling.logit_bias)) >= vocab or min(sampling.logit_bias) < 0:
                 raise argument_error("tokens of logit_bias", f"0 to {vocab - 1}", f"{min(sampling.logit_bias)} to {last}")
+            values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+            if len(values) == vocab and bool((values == -math.inf).all()):
+                raise argument_error("logit_bias", "above -inf for at least one token", "-inf for all")
             bias = self._table("bias", vocab, torch.float32, 1).zero_()
-            bias[0, torch.tensor(list(sampling.logit_bias), device=self._device)] = torch.tensor(
-                list(sampling.logit_bias.values()), device=self._device
-            )
+            bias[0, torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=self._device)] = values.to(self._device)
 
     def allow(self, mask: Tensor, ended: Sequence[bool]) -> None:
         """mask: int32 [sequences, words], the tokens that may come next, as a grammar has them.
@@ -137,6 +137,8 @@ class Choice:
         """
         vocab, sequences = self._shape[1], len(ended)
         wide = math.ceil(vocab / WORD)
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"a grammar's mask must be a tensor, got {mask!r:.80}")
         if mask.dtype != torch.int32 or mask.shape != (sequences, wide):
             raise argument_error("a grammar's mask", f"int32 [{sequences}, {wide}], a row for each sequence", f"{mask.dtype} {tuple(mask.shape)}")
         named = mask != 0

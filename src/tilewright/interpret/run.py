@@ -40,6 +40,15 @@ DEFAULTS = Options()
 _options: ContextVar[Options] = ContextVar("tilewright.interpret.options", default=DEFAULTS)
 
 
+def _tensors(name: str, given: object) -> tuple[torch.Tensor, ...]:
+    """Those that an option names one by one."""
+    if isinstance(given, bool):
+        return ()
+    if not isinstance(given, (tuple, list)) or not all(map(cutile.is_array, given)):
+        raise TypeError(f"{name} must be True, False or a tuple of tensors, got {type(given).__name__}")
+    return tuple(given)
+
+
 @contextmanager
 def checking(
     *,
@@ -83,7 +92,10 @@ def checking(
     given: dict[str, Any] = {"races": races, "order": order, "strict": strict, "strict_bounds": strict_bounds, "steps": steps, "debug": debug}
     changed = replace(_options.get(), **{name: value for name, value in given.items() if value is not None})
     marks = changed.marks
-    early, missing = (given if isinstance(given, tuple) else () for given in (uninitialised, unwritten))
+    for name in ("races", "strict", "strict_bounds", "debug"):
+        if given[name] is not None and not isinstance(given[name], bool):
+            raise ValueError(f"{name} must be True, False or None, got {given[name]!r:.80}")
+    early, missing = _tensors("uninitialised", uninitialised), _tensors("unwritten", unwritten)
     if marks is None or early or missing:
         named = {id(tensor): tensor for tensor in (*early, *missing)}
         chosen = [{id(tensor) for tensor in tensors} for tensors in (early, missing)]

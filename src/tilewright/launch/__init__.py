@@ -21,7 +21,7 @@ from .check import (
     overlap,
 )
 from .decision import Choice, Decision, decision_of, decisions, forced_config, forget_plans
-from .device import Cost, Device
+from .device import Cost, Device, chosen_device
 from .far import check_near
 from .launches import Launch, hints
 from .run import Bound, Traced, counted, traced
@@ -47,6 +47,7 @@ __all__ = [
     "check_positive",
     "check_tensor",
     "check_writable",
+    "chosen_device",
     "counted",
     "decision_of",
     "decisions",

@@ -143,13 +143,15 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
     none of x is an element of `other`, which the op writes into too.
     """
     shape, strides = x.shape, x.stride()
-    if _folded(shape, strides):
+    folded = _folded.__wrapped__ if torch.compiler.is_compiling() else _folded  # sizes that are traced have no hash
+    if not x.is_contiguous() and folded(shape, strides):
         be = "free of broadcast axes, because it is written in place" + ("" if 0 in strides else ", and of others that meet")
         raise argument_error(name, be, f"strides {strides} for shape {tuple(shape)}")
     if other is not None and overlap(x, other):
         raise argument_error(name, f"free of elements of {other_name}, because both are written in place", "tensors that overlap")
 
 
+@lru_cache(maxsize=1 << 12)
 def _folded(shape: Sizes, strides: Sizes) -> bool:
     """Whether two indices may mean the same element: an axis does not step over what lies inside
     it.
@@ -168,10 +170,11 @@ def check_apart(written: Mapping[str, Tensor | None], /, **read: Tensor | None) 
         return
     memory = [(name, x, _storage(x)) for name, x in written.items() if x is not None]
     for other_name, other in read.items():
-        storage = None if other is None else _storage(other)
-        for name, x, own in memory:
-            if own == storage and overlap(x, other):  # type: ignore[arg-type]  # one without a storage is None
-                raise argument_error(name, f"free of elements of {other_name}, because it is written in place", "tensors that overlap")
+        if other is not None:
+            storage = _storage(other)
+            for name, x, own in memory:
+                if own == storage and overlap(x, other):
+                    raise argument_error(name, f"free of elements of {other_name}, because it is written in place", "tensors that overlap")
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -192,8 +195,7 @@ def _storage(x: Tensor) -> int:
     refuses, none have.
     """
     try:
-        found: int = x.untyped_storage()._cdata
-        return found
+        return int(x.untyped_storage()._cdata)
     except NotImplementedError:
         return id(x)
 

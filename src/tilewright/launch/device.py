@@ -124,3 +124,19 @@ def _cuda_device(index: int) -> Device:
         base.memory_gbs,
         base.tflops,
     )
+
+
+def chosen_device(name: str) -> torch.device:
+    """What --device names: "cpu", "cuda", "cuda:1"; "" for a GPU if there is one.
+
+    Raises: ValueError for anything else, and for a GPU that is not there.
+    """
+    kind, _, index = (name or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count, wanted = torch.cuda.device_count(), int(index or 0)
+    if wanted >= count:
+        raise ValueError(f"--device must name a GPU of this machine, which has {count}, got {name!r}")
+    return torch.device("cuda", wanted)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..interpret.threads import choose_threads_once
-from ..launch import argument_error
+from ..launch import argument_error, chosen_device
 from ..launch.files import write_json
 from ..ops.common.weight_formats import format_named
 from .generate import GREEDY, Comparison, Draw, compare, encode
@@ -32,16 +32,11 @@ def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tup
     Default: a GPU if there is one, and the dtype that suits it, or --weights. Raises ValueError on
     anything else.
     """
-    kind, _, index = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device must name a GPU of this machine, which has {torch.cuda.device_count()}, got {device!r}")
-    dtype = dtype or ("float32" if kind == "cpu" and weights is None else "bfloat16")
+    where = chosen_device(device)
+    dtype = dtype or ("float32" if where.type == "cpu" and weights is None else "bfloat16")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    where = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
+    if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
         choose_threads_once()  # before anything runs, stock transformers too

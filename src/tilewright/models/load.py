@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import argument_error
+from ..launch import argument_error, check_bools, check_integers
 from .configs import CONFIGS
 from .files import require_transformers
 from .folder import load_folder
@@ -76,6 +76,13 @@ def load(  # noqa: PLR0913 options by keyword
         ValueError: `source` is none of these, or its sizes cannot be divided by so many ranks.
         MemoryError: the GPU has too little left. The error says how much is needed.
     """
+    check_bools(trust_remote_code=trust_remote_code)
+    check_integers(layers=layers, seed=seed)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argument_error("dtype", "a torch.dtype of floats", repr(dtype))
+    most = CONFIGS[str(source)]["num_hidden_layers"] if str(source) in CONFIGS else layers
+    if not 0 <= layers <= most:
+        raise argument_error("layers", f"0 (all) to {most}" if layers > most else "0 (all) or more", layers)
     path, kind = _kind(source)
     if weights == AS_STORED and kind is not _Kind.GGUF:
         raise argument_error("weights", f"a format, or {AS_STORED} with a .gguf file", f"{AS_STORED!r} with {source}")
@@ -111,6 +118,7 @@ def outline_of(source: str | Path, *, dtype: torch.dtype = torch.float32, trust_
     """
     from transformers import AutoConfig
 
+    check_bools(trust_remote_code=trust_remote_code)
     path, kind = _kind(source)
     if kind is _Kind.NAME:
         return outline(path, AutoConfig.for_model(**CONFIGS[str(source)]), dtype)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..launch import argument_error
+from ..launch import argument_error, check_bools
 from .load import Loaded
 from .patch import patch
 
@@ -97,6 +97,7 @@ def serving(  # noqa: PLR0913 options by keyword
     ):
         if value is not None and value < 1:
             raise argument_error(name, "at least 1", value)
+    check_bools(prefix_reuse=prefix_reuse)
     if api_key is not None and not api_key.strip():
         raise argument_error("api_key", "not empty", repr(api_key))
     if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:

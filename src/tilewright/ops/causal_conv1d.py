@@ -371,8 +371,7 @@ def causal_conv1d_out(
     silu: bool,
     out: Tensor,
 ) -> None:
-    """`causal_conv1d` of x [all tokens, channels], of `batch` sequences, into `out`, and `state` in
-    place.
+    """`causal_conv1d` of x [all tokens, channels], `batch` sequences, into `out`; `state` in place.
 
     No checks, no sync: safe under graph capture.
     """
@@ -425,9 +424,8 @@ def causal_conv1d(
     """
     check_bools(silu=silu)
     check_tensor(x, "x", ndim=3 if cu_seqlens is None else 2, dtypes=DTYPES)
-    channels = x.shape[-1]
     check_tensor(weight, "weight", ndim=2, like=x)
-    if not 2 <= weight.shape[1] <= WIDEST or weight.shape[0] != channels:
+    if weight.shape[0] != (channels := x.shape[-1]) or not 2 <= weight.shape[1] <= WIDEST:
         raise argument_error("weight.shape", f"({channels}, 2..{WIDEST})", tuple(weight.shape))
     if bias is not None:
         check_tensor(bias, "bias", shape=(channels,), like=x)

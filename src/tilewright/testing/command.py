@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from .. import ops
-from ..launch import Device
+from ..launch import Device, chosen_device
 from ..launch.files import write_json
 from .cases import cases
 from .check import check_op, op_name
@@ -25,9 +25,7 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
     quick: defaults only. device: "cuda", "cpu"; by default a GPU if there is one.
     """
     console = Console(soft_wrap=True, highlight=False)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = chosen_device(device)
     here = Device.of(torch.empty(0, device=where))
     console.print(f"verify on {here.name} ({here.arch}): RMS and worst element as a share of what the accuracy rule allows")
     lines: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import ops
-from ..launch import Device
+from ..launch import Device, chosen_device
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
 from .check import op_name, outputs, run_op
@@ -196,7 +196,7 @@ def judge(name: str, result: Results, inputs: dict[str, Any], what: str) -> None
     theirs = defined(name, inputs, result, inputs)
     ours = comparable(name, result, inputs, theirs)
     if name == "attention_decode" and not inputs["normalize"]:
-        ours, theirs, truth = (state_of(*each) for each in (ours, theirs, truth))
+        ours, theirs, truth = (state_of(*each, dtype=inputs["q"].dtype) for each in (ours, theirs, truth))
     if not len(ours) == len(theirs) == len(truth):
         raise AssertionError(f"{what}: {len(ours)} results, the definition has {len(truth)}")
     for i, (o, t, w) in enumerate(zip(ours, theirs, truth, strict=True)):
@@ -266,15 +266,17 @@ def comparable(name: str, result: Results, inputs: dict[str, Any], theirs: Resul
     return result
 
 
-def state_of(total: Tensor, maximum: Tensor, denominator: Tensor) -> Results:
+def state_of(total: Tensor, maximum: Tensor, denominator: Tensor, *, dtype: torch.dtype) -> Results:
     """What a state of the softmax stands for, which a factor of total and denominator leaves: the
     result, the lse, and the maximum as far as it need be one.
+
+    dtype: of the values, to which weights are rounded for the total and not for the denominator.
     """
-    seen = torch.where(denominator == 0, 1.0, denominator)
+    exact, seen = total.dtype is torch.float64, torch.where(denominator == 0, 1.0, denominator)
     return [
-        total / seen[..., None],
+        total / seen[..., None] if exact else (total / seen[..., None]).to(dtype),
         torch.where(denominator == 0, -torch.inf, maximum + seen.log()),
-        maximum if maximum.dtype is torch.float64 else maximum.bfloat16(),
+        maximum if exact else maximum.bfloat16(),
     ]
 
 
@@ -323,12 +325,13 @@ def fuzz_command(
     what ran.
     """
     console = Console(soft_wrap=True, highlight=False)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = ops.named(names)
+    where, chosen = chosen_device(device), ops.named(names)
     if case:
         if len(chosen) != 1:
             raise ValueError("--case must come with one op")
-        family, _, number = case.partition(".")
+        family, dot, number = case.partition(".")
+        if not (dot and family.isdecimal() and number.isdecimal()):
+            raise ValueError(f"--case must be FAMILY.CASE, as in 12.0, got {case!r}")
         with torch.inference_mode():
             Family(chosen[0], seed, int(family), where).case(int(number))
         console.print("right")

@@ -139,7 +139,9 @@ def pack_command(target: Path, *, folder: Path | None = None, console: Console |
     """
     console = console or Console(soft_wrap=True, highlight=False)
     source = folder or raw.user_folder()
-    for gpu in raw.gpus_of(source):
+    if not (gpus := raw.gpus_of(source)):
+        raise argument_error("--raw", "a folder of raw times, as --survey makes them", str(source))
+    for gpu in gpus:
         sizes = {op: raw.pack(source, target, gpu, op) for op in raw.ops_of(source, gpu)}
         rows, size = (sum(of) for of in zip(*sizes.values(), strict=True))
         console.print(f"{gpu}: {rows} rows of {len(sizes)} ops, {size / 1024:.0f} KiB, in {target}")

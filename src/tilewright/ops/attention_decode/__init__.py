@@ -23,7 +23,7 @@ from torch import Tensor
 from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
-from .calls import check_codes, check_decode, tokens_by_launch
+from .calls import MOST_LAUNCHES, MOST_TOKENS, check_codes, check_decode, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -191,10 +191,10 @@ def attention_decode(
     head h // (q_heads // kv_heads).
 
     Args:
-        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; head_dim 1..512 or 576, in fp32
-            1..256; stride 1 in the last axis. They are the last q_len tokens of the sequence; token
-            i sees the keys up to kv_len - q_len + i. Each four tokens are a launch that reads the
-            keys: for many tokens of head_dim up to 256 `attention` is faster.
+        q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; q_len 1..256, head_dim 1..512 or
+            576, in fp32 1..256; stride 1 in the last axis. They are the last q_len tokens of the
+            sequence; token i sees the keys up to kv_len - q_len + i. Each four tokens are a launch
+            that reads the keys: for more of them, of head_dim up to 256, `attention` is faster.
         k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in
             the last axis; kv_heads divides q_heads. With a block_table [pages, kv_heads, page_size,
             head_dim], page_size a power of two, at least 16. For q in bf16 or fp16 also
@@ -231,8 +231,8 @@ def attention_decode(
     check_bools(return_lse=return_lse, normalize=normalize)
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
     batch, q_heads, q_len, head_dim = q.shape
-    if not q_len:
-        raise argument_error("q.shape[2]", "at least 1", q_len)
+    if not 1 <= q_len <= MOST_TOKENS * MOST_LAUNCHES:
+        raise argument_error("q.shape[2]", f"in 1..{MOST_TOKENS * MOST_LAUNCHES}", q_len)
     if not (1 <= head_dim <= 512 or head_dim == 576):
         raise argument_error("q.shape[-1]", "in 1..512, or 576", head_dim)
     if q.dtype == torch.float32 and head_dim > 256:
@@ -271,13 +271,14 @@ def attention_decode(
     out = out_or_new(out, (*rows, columns), q.dtype if normalize else torch.float32, q, k, v, *optional, contiguous=False)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device) if return_lse or not normalize else None
     denominator = None if normalize else torch.empty(rows, dtype=torch.float32, device=q.device)
-    if out.numel() and k.numel() and (block_table is None or block_table.numel()):
-        longest = k.shape[2] * (1 if block_table is None else block_table.shape[1])
-        for tokens, ends in tokens_by_launch(q, kv_len, longest):
+    if not (out.numel() and k.numel() and (block_table is None or block_table.numel())):
+        no_keys(out, lse, denominator)
+    elif q_len <= MOST_TOKENS:
+        attention_decode_out(q, k, v, *optional, scale, window, softcap, shared, out, lse, denominator)
+    else:
+        for tokens, ends in tokens_by_launch(q, kv_len, k.shape[2] * (1 if block_table is None else block_table.shape[1])):
             of_tokens = tuple(x if x is None else x[:, :, tokens] for x in (out, lse, denominator))
             attention_decode_out(q[:, :, tokens], k, v, ends, *optional[1:], scale, window, softcap, shared, *of_tokens)
-    else:
-        no_keys(out, lse, denominator)
     if lse is None:
         return out
     return (out, lse) if denominator is None else (out, lse, denominator)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...launch import argument_error
 from ..common.softmax_tiles import check_int32, check_per_head
 
-MOST_TOKENS = 4  # of one launch
+MOST_TOKENS, MOST_LAUNCHES = 4, 64  # tokens of a launch; launches of a call
 
 
 def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None, sinks: Tensor | None) -> None:
@@ -27,12 +27,9 @@ def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: 
         check_per_head(sinks, "sinks", q, q_heads)
 
 
-def tokens_by_launch(q: Tensor, kv_len: Tensor | None, longest: int) -> Iterator[tuple[slice, Tensor | None]]:
+def tokens_by_launch(q: Tensor, kv_len: Tensor | None, longest: int) -> Iterator[tuple[slice, Tensor]]:
     """The tokens of each launch, and where the keys of each sequence end for the last of them."""
     q_len = q.shape[2]
-    if q_len <= MOST_TOKENS:
-        yield slice(None), kv_len
-        return
     ends = torch.full((len(q),), longest, dtype=torch.int32, device=q.device) if kv_len is None else kv_len.clamp(0, longest)
     for first in range(0, q_len, MOST_TOKENS):
         yield slice(first, first + MOST_TOKENS), (ends - max(0, q_len - first - MOST_TOKENS)).clamp_min(0)

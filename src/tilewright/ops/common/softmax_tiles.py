@@ -137,9 +137,10 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
     check_tensor(tensor, name, ndim=len(shape), dtypes=(torch.int32,), any_strides=True)
     if tensor.device != like.device:
         raise argument_error(f"{name}.device", like.device, tensor.device)
-    wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
-    if tensor.shape != wanted:
-        raise argument_error(f"{name}.shape", wanted, tuple(tensor.shape))
+    for n, was in zip(shape, tensor.shape, strict=True):
+        if n is not None and n != was:
+            wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
+            raise argument_error(f"{name}.shape", wanted, tuple(tensor.shape))
 
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:

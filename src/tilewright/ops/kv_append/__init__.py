@@ -348,9 +348,10 @@ def kv_append(
         raise argument_error("round_before_weight", "False without a norm", round_before_weight)
     check_positive(eps, "eps")
     caches, read = {"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v, "cos": cos, "sin": sin}
-    scales = {"k_scale": k_scale, "v_scale": v_scale} if k_scale is not None and k_scale.dim() else {}
+    scales: dict[str, Tensor | None] = {"k_scale": k_scale, "v_scale": v_scale} if k_scale is not None and k_scale.dim() else {}
     check_apart({**caches, "q": q, **scales}, **read, **norms, positions=positions, rope_positions=rope_positions, block_table=block_table)
-    check_apart({"q": q, "k_scale": k_scale, "v_scale": v_scale}, **caches)
+    check_apart({"q": q, **scales}, **caches)
+    check_apart(scales, q=q)
     if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
         optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
         kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight)
@@ -360,7 +361,6 @@ def kv_append(
 def _check_positions(positions: Tensor, name: str, k: Tensor) -> Tensor:
     """As [batch, tokens]."""
     batch, tokens = k.shape[0], k.shape[2]
-    if isinstance(positions, Tensor) and positions.dim() == 1 and tokens == 1:
-        positions = positions[:, None]
-    check_int32(positions, name, k, (batch, tokens))
-    return positions
+    flat = isinstance(positions, Tensor) and positions.dim() == 1 and tokens == 1
+    check_int32(positions, name, k, (batch,) if flat else (batch, tokens))
+    return positions[:, None] if flat else positions

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, check_tensor, out_or_new, torch_op
-from ...launch.values import Claims, within
+from ...launch.values import Claims, no_nan, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
@@ -127,7 +127,9 @@ _ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch
 DECISION = Decision("moe", problem=Problem, arguments=_ARGUMENTS, space=space, plan=plan)
 
 
-def _claims(ids: Tensor) -> Claims:
+def _claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:
+    if limit is not None:
+        yield from no_nan("x", x)  # the bounds would hide it
     yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
 
 
@@ -225,7 +227,7 @@ def moe(
         bias_down: [experts, hidden], dtype of x; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
         limit: positive; before the activation, gate is clamped to at most limit, and up to
-            -limit..limit. None for no bounds.
+            -limit..limit; a NaN becomes limit. None for no bounds.
         up_offset: added to up.
         shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token, with no
             scales or biases and the default activation: experts that every token also passes

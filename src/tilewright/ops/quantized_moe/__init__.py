@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
-from ...launch.values import Claims, within
+from ...launch.values import Claims, no_nan, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.expert_weights import QuantizedExperts, check_format
 from ..common.weight_formats import INT4, check_k, format_named
@@ -88,7 +88,9 @@ def reference(
     return out.to(x.dtype)
 
 
-def _claims(ids: Tensor) -> Claims:
+def _claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:
+    if limit is not None:
+        yield from no_nan("x", x)  # the bounds would hide it
     yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
 
 
@@ -168,7 +170,7 @@ def quantized_moe(
         bias_down: bf16 [experts, hidden]; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
         limit: positive; before the activation, gate is clamped to at most limit, and up to
-            -limit..limit. None for no bounds.
+            -limit..limit; a NaN becomes limit. None for no bounds.
         up_offset: added to up.
         weight_format: as of `quantized_matmul`, but for nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in

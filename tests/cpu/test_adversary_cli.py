@@ -1,0 +1,61 @@
+"""What an adversary did to the command line: files that do not run, options that mean nothing."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tilewright import cli
+
+HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, list(map(str, arguments)))
+
+
+@pytest.mark.parametrize("verb", ["interpret", "compile"])
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (b"def (:\n", "must run, got SyntaxError: invalid syntax"),
+        (b"\0", "must run, got SyntaxError: source code string cannot contain null bytes"),
+        (b"x = '\xff'\n", "must run, got SyntaxError: (unicode error)"),
+        (b"raise SystemExit(0)\n", ":1 must run, got SystemExit: 0"),
+        (f"{HEAD}def example_k(): raise RuntimeError('boom')\n".encode(), ":4 must run, got RuntimeError: boom"),
+        (f"{HEAD}def example_k():\n  exit(3)\n".encode(), ":5 must run, got SystemExit: 3"),
+    ],
+)
+def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: str, tmp_path: Path) -> None:
+    """Its exit was the command's: 0, as if the kernel were right."""
+    (tmp_path / "k.py").write_bytes(code)
+    result = run(verb, f"{tmp_path / 'k.py'}:k")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {tmp_path / 'k.py'}")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "rms_norm", "--device", "x"), "--device must be cpu, cuda or cuda:N, got 'x'"),
+        (("verify", "rms_norm", "--fuzz", "0", "--device", "meta"), "--device must be cpu, cuda or cuda:N, got 'meta'"),
+        (("verify", "rms_norm", "--device", "cuda:99"), "--device must name a GPU of this machine, which has "),
+        (("verify", "rms_norm", "--fuzz", "0", "--case", "1"), "--case must be FAMILY.CASE, as in 12.0, got '1'"),
+        (("verify", "rms_norm", "--fuzz", "0", "--case", "-1.0"), "--case must be FAMILY.CASE, as in 12.0, got '-1.0'"),
+        (("verify", "--quick", "--fuzz", "0"), "--quick must come without --fuzz"),
+        (("interpret", "k.py:k", "--block-order", "\u00b2"), "--block-order must be forward, reverse or a seed, got '\u00b2'"),
+        (("learn", "attention", "--seq", "\u00b2"), "--seq must be lengths like 1024,2048, got '\u00b2'"),
+        (("tune", "--pack", "p", "--raw", "nowhere"), "--raw must be a folder of raw times, as --survey makes them, got nowhere"),
+        (("difftest", "--schedule", "x"), "device must be one of ["),
+        (("difftest", "--position", "-1"), "Invalid value for '--position'"),
+        (("difftest", "--blocks", "-1"), "Invalid value for '--blocks'"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """difftest built a whole model first."""
+    monkeypatch.setattr("tilewright.models.command.load", lambda *given, **options: pytest.fail("made weights"))
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())

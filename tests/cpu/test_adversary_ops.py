@@ -1,0 +1,169 @@
+"""What a third adversary found, as classes: each argument of each public function, changed."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright
+from tilewright import ops
+from tilewright.interpret import checking
+from tilewright.ops.attention_decode.cascade import cascade_decode
+from tilewright.ops.grouped_gemm import grouped_gemm_list
+from tilewright.testing.cases import cases
+from tilewright.testing.check import op_name, public_function
+
+FUNCTIONS = [*map(public_function, ops.ALL), cascade_decode, grouped_gemm_list]
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def options(function: Any, kind: str) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if getattr(p.annotation, "__name__", str(p.annotation)) == kind]
+
+
+def every_kind(op: Any) -> Iterator[dict[str, Any]]:
+    """Inputs, on the meta device, of a small problem for each set of arguments that are given."""
+    seen = set()
+    for problem in cases(op, "small"):
+        inputs = problem.inputs(META)
+        given = tuple(name for name, x in inputs.items() if isinstance(x, Tensor) or x)
+        if given not in seen:
+            seen.add(given)
+            yield inputs
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_an_option_is_true_or_false(function) -> None:
+    """return_lse="no" was True, and 1.0 whatever a call before it had been."""
+    required = {p.name: None for p in inspect.signature(function).parameters.values() if p.default is p.empty}
+    for name in options(function, "bool"):
+        for wrong in ("no", None, 1, 1.0, [], torch.tensor(True)):
+            with pytest.raises(ValueError, match=f"^{name} must be True or False, got {re.escape(repr(wrong))}$"):
+                function(**{**required, name: wrong})
+
+
+@pytest.mark.parametrize("op", ops.ALL, ids=op_name)
+def test_a_tensor_whose_memory_holds_something_else_is_named(op) -> None:
+    """A kernel would read a negated view without its sign, and the indices of a sparse one."""
+    function = public_function(op)
+    for inputs in every_kind(op):
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor) or x.dtype.itemsize == 1:
+                continue
+            for wrong, message in (
+                (torch._neg_view(x), r"must be what its memory holds"),
+                (torch.empty(x.shape, dtype=x.dtype, layout=torch.sparse_coo, device=META), r"\.layout must be torch\.strided"),
+            ):
+                with pytest.raises(ValueError, match=rf"^{name}{message}|^{name} {message}"):
+                    function(**{**inputs, name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("attention", "max_q_len"), ("attention_decode", "v_dim"), ("sparse_decode", "v_dim"), ("grouped_gemm", "expected_rows")],
+)
+def test_a_count_is_a_python_integer(op, name) -> None:
+    module = getattr(ops, op)
+    wanted = {"max_q_len": "cu_seqlens_q", "expected_rows": "offsets"}.get(name, "q")
+    inputs = next(i for i in every_kind(module) if i.get(wanted) is not None and (name != "v_dim" or i.get("v") is None))
+    for wrong in (1.5, "3", torch.tensor(1)):
+        with pytest.raises(TypeError, match=f"{name} must be a Python integer, got "):
+            public_function(module)(**{**inputs, name: wrong})
+
+
+@pytest.mark.parametrize("op", [ops.mla_decode, ops.sparse_decode], ids=op_name)
+def test_a_required_scale_has_no_default(op) -> None:
+    """None took head_dim ** -0.5, which is wrong for absorbed queries."""
+    with pytest.raises(TypeError, match="scale must be a Python number, got None"):
+        public_function(op)(**{**next(every_kind(op)), "scale": None})
+
+
+WRITERS = {
+    "rope": ("q", "k"),
+    "kv_append": ("k_cache", "v_cache", "q", "k_scale", "v_scale"),
+    "gated_delta_rule": ("state",),
+    "causal_conv1d": ("state",),
+}
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if op_name(op) in WRITERS], ids=op_name)
+def test_what_is_written_is_no_part_of_what_is_read(op) -> None:
+    """For each pair: cosines inside of the queries, a block table inside of the cache."""
+    function, pairs = public_function(op), set()
+    for inputs in every_kind(op):
+        given = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        for written in WRITERS[op_name(op)]:
+            for name, x in given.items():
+                out = given.get(written)
+                if out is None or name == written or not out.dim() or not x.dim() or (written, name) in pairs:
+                    continue
+                pairs.add((written, name))
+                size = max(x.numel() * x.itemsize, out.numel() * out.itemsize)
+                memory = torch.empty(-(-size // 8) * 8, dtype=torch.uint8, device=META)
+                changed = {key: memory[: t.numel() * t.itemsize].view(t.dtype).view(t.shape) for key, t in ((written, out), (name, x))}
+                with pytest.raises(ValueError, match=f"({written}|{name}) must be free of elements of ({written}|{name})"):
+                    function(**{**inputs, **changed})
+    assert len(pairs) >= 4
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if op_name(op) in WRITERS], ids=op_name)
+def test_an_axis_that_steps_on_itself_is_refused(op) -> None:
+    """Rows one element apart: two indices, one element, and two blocks that write it."""
+    for inputs in every_kind(op):
+        for name in WRITERS[op_name(op)]:
+            x = inputs.get(name)
+            if x is None or x.dim() < 3 or x.shape[-2] < 2 or x.shape[-1] < 2:
+                continue
+            strides = [*x.stride()]
+            strides[-2] = 4 if x.shape[-1] > 4 else 1
+            with pytest.raises(ValueError, match=f"{name} must be free of broadcast axes, because it is written in place, and of others that meet"):
+                public_function(op)(**{**inputs, name: x.as_strided(x.shape, strides)})
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if op_name(op) in WRITERS], ids=op_name)
+def test_transforms_of_torch_func_are_refused_where_memory_is_compared(op) -> None:
+    """torch's own words were "Cannot access storage of BatchedTensorImpl"."""
+    function = public_function(op)
+    inputs = min((p.inputs(CPU) for p in cases(op, "small")), key=lambda i: sum(x.numel() for x in i.values() if isinstance(x, Tensor)))
+    name, x = next((name, x) for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point())
+    rest = {key: value for key, value in inputs.items() if key != name}
+    for call in (
+        lambda: torch.func.vmap(lambda y: function(**rest, **{name: y}))(x[None]),
+        lambda: torch.func.jvp(lambda y: function(**rest, **{name: y}), (x,), (x,)),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} must be a tensor outside of torch\.func's transforms"):
+            call()
+
+
+def test_a_factor_of_angles_is_a_number() -> None:
+    x, angles = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, 4)
+    with pytest.raises(TypeError, match="scaling must be a Python number, got tensor"):
+        tilewright.rope(x, x + 1, angles, angles, scaling=torch.tensor(1.0))
+
+
+def test_options_of_the_interpreter_are_of_their_kinds() -> None:
+    """A tensor, or a list of them, was not looked at at all."""
+    for name in ("races", "strict", "strict_bounds", "debug"):
+        with pytest.raises(ValueError, match=f"{name} must be True, False or None, got 'no'"), checking(**{name: "no"}):
+            pass
+    for name in ("uninitialised", "unwritten"):
+        for wrong in (torch.ones(3), [1], "x"):
+            with pytest.raises(TypeError, match=f"{name} must be True, False or a tuple of tensors, got "), checking(**{name: wrong}):
+                pass
+
+
+def test_a_limit_does_not_hide_a_nan_where_values_are_checked(monkeypatch) -> None:
+    """The bounds make a number of it, as the docstring says; torch's clamp would not."""
+    x, ids, weights = torch.randn(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    how = {"gate_up": torch.randn(1, 2, 16, 16).bfloat16(), "down": torch.randn(1, 16, 16).bfloat16(), "weights": weights, "ids": ids}
+    x[1, 3] = torch.nan
+    assert tilewright.moe(x, **how).isnan().any(1).tolist() == [False, True]
+    assert not tilewright.moe(x, **how, limit=7.0).isnan().any()
+    monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
+    with pytest.raises(ValueError, match=r"x\[1, 3\] must be a number, got nan"):
+        tilewright.moe(x, **how, limit=7.0)
