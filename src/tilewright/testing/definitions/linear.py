@@ -14,6 +14,15 @@ def each_sequence(cu_seqlens: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(starts)]
 
 
+def decayed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An operand that is rounded with a decay in it, from 1/2 to 1 and drawn for each element: of
+    few different numbers all may be exact by chance, and stay so without one.
+    """
+    decay = 0.5 + 0.5 * torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    decay = decay.to(x.device, x.dtype)
+    return wide((x * decay).to(dtype)) / decay
+
+
 @defines
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Any = None, cu_seqlens: Any = None, **options: Any
@@ -36,6 +45,8 @@ def gated_delta_rule(
         return wide((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).to(q.dtype)) if options.get("normalize", True) else x
 
     q1, k1 = (length_one(x).repeat_interleave(group, 1) for x in (q, k))
+    if g.dim() == k.dim():
+        q1, k1 = decayed(q1, q.dtype), decayed(k1, q.dtype)
     s = torch.zeros(*v.shape[:2], dim, v.shape[-1], dtype=q1.dtype, device=q.device) if state is None else state.to(q1.dtype)
     read = []
     for t in range(v.shape[2]):
@@ -70,7 +81,7 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Any = 
     read = []
     for t in range(x.shape[1]):
         write, seen = (wide(y)[:, t].repeat_interleave(group, 1) for y in (b, c))
-        new = wide((step[:, t, :, None] * wide(x)[:, t]).to(x.dtype))
+        new = decayed(step[:, t, :, None] * wide(x)[:, t], x.dtype)
         s = s * torch.exp(step[:, t] * wide(a))[..., None, None] + torch.einsum("bhp,bhn->bhpn", new, write)
         read.append(torch.einsum("bhpn,bhn->bhp", wide(s.to(x.dtype)), seen))
     y = torch.stack(read, 1) if read else wide(x)
