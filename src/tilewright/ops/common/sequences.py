@@ -43,6 +43,15 @@ def packed(total: int, i: int, batch: int) -> int:
     return total * shares(i) // shares(batch)
 
 
+def places(tokens: int, batch: int, length: int, varlen: bool) -> int:
+    """Places of a grid whose blocks take `length` tokens of a sequence, 0 for all: `place_of` says
+    which is whose. tokens: of each sequence; of all together with varlen.
+    """
+    if not length:
+        return batch
+    return tokens // length + batch if varlen else batch * -(-tokens // length)
+
+
 def counted(lengths: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
     """Queries and keys of all sequences, of (queries, keys, how many are like it)."""
     each = list(lengths)

@@ -13,7 +13,7 @@ from ...launch import Cost, Device, Launch, hints, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
-from ..common.sequences import packed
+from ..common.sequences import packed, places
 from .channel_kernels import scan_channels_kernel, solve_channels_kernel
 from .kernels import link_kernel, recurrent_kernel, scan_kernel, solve_kernel
 
@@ -187,16 +187,13 @@ def _blocks(p: Problem, c: Config) -> int:
 
 
 def _chunks(p: Problem, c: Config) -> int:
-    """Places of the first launch: see packed_tile."""
-    return p.tokens // c.chunk + p.batch if p.varlen else p.batch * -(-p.tokens // c.chunk)
+    """Places of the first launch."""
+    return places(p.tokens, p.batch, c.chunk, p.varlen)
 
 
 def _segments(p: Problem, c: Config) -> int:
     """Places of the launches that hold a state."""
-    length = c.segment * c.chunk
-    if not length:
-        return p.batch
-    return p.tokens // length + p.batch if p.varlen else p.batch * -(-p.tokens // length)
+    return places(p.tokens, p.batch, c.segment * c.chunk, p.varlen)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:

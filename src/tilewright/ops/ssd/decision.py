@@ -11,7 +11,7 @@ from ...launch import Cost, Device, Launch, hints, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
-from ..common.sequences import packed
+from ..common.sequences import packed, places
 from .kernels import carry_kernel, link_kernel, recurrent_kernel, scan_kernel
 
 LEAST_TILE = 16  # of a product
@@ -158,11 +158,8 @@ def _blocks(p: Problem, c: Config) -> int:
 
 
 def _segments(p: Problem, c: Config) -> int:
-    """Places of the launches that hold a state: see packed_tile."""
-    length = c.segment * c.chunk
-    if not length:
-        return p.batch
-    return p.tokens // length + p.batch if p.varlen else p.batch * -(-p.tokens // length)
+    """Places of the launches that hold a state."""
+    return places(p.tokens, p.batch, c.segment * c.chunk, p.varlen)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
