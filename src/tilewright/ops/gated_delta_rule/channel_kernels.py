@@ -16,8 +16,9 @@ half and that from there on, both at most 0, and what they scale are the operand
 import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
+from ..common.recurrence import LEAST_DECAY
 from ..common.tiles import rows_from
-from .kernels import LEAST_DECAY, LOG2E, ZERO, inverse
+from .kernels import LOG2E, ZERO, inverse
 
 
 @ct.kernel

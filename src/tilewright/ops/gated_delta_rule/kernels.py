@@ -17,14 +17,11 @@ import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
+from ..common.recurrence import FLOOR, LEAST_DECAY, row_of
 from ..common.tiles import load_tile, rows_from
 
 ZERO = ct.PaddingMode.ZERO
 LOG2E = math.log2(math.e)
-FLOOR = -1.0e30  # the exponent of a factor of 0
-# Log2 of the least decay of a token: it leaves 1e-13 of the state. Behind a larger one the sums of
-# a chunk would lose the decays of its other tokens.
-LEAST_DECAY = -43.0
 INTO, ONWARD, OUTWARD = 0, 1, 2  # rows of FACTORS
 
 
@@ -74,10 +71,7 @@ def recurrent_kernel(
         s = load_tile(STATE, (seq, h, 0, j), (1, 1, TILE_K, TILE_V), ZERO, WHOLE, None, False).reshape((TILE_K, TILE_V))
 
     def row(X, head, t, column, size):
-        if WHOLE:
-            return load_tile(X, (b, head, t, column), (1, 1, 1, size), ZERO, True, None, False).reshape((size,)).astype(ct.float32)
-        columns = column * size + ct.arange(size, dtype=ct.int32)  # tileiras 13.4 gets a checked load of 32 values a thread wrong
-        return ct.gather(X, (b, head, t, columns), mask=columns < X.shape[3], padding_value=0, check_bounds=False).astype(ct.float32)
+        return row_of(X, (b, head, t), column, size, WHOLE)
 
     def step(s, t):
         q, k, v = row(Q, kh, t, 0, TILE_K), row(K, kh, t, 0, TILE_K), row(V, h, t, j, TILE_V)

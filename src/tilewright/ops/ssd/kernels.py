@@ -16,14 +16,11 @@ import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
+from ..common.recurrence import FLOOR, LEAST_DECAY, row_of
 from ..common.tiles import gated, load_tile, rows_from
 
 ZERO = ct.PaddingMode.ZERO
 LOG2E = math.log2(math.e)
-FLOOR = -1.0e30  # an exponent of nothing
-# Log2 of the least decay of a token: it leaves 1e-13 of the state. Behind a larger one the sums of
-# a chunk would lose the decays of its other tokens.
-LEAST_DECAY = -43.0
 ODD = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3)
 
 
@@ -122,10 +119,7 @@ def recurrent_kernel(
         s = load_tile(STATE, (at, h, j, 0), (1, 1, TILE_P, TILE_N), ZERO, WHOLE, None, False).reshape((TILE_P, TILE_N))
 
     def row(ARRAY, t, head, column, size):
-        if WHOLE:
-            return load_tile(ARRAY, (place, t, head, column), (1, 1, 1, size), ZERO, True, None, False).reshape((size,)).astype(ct.float32)
-        columns = column * size + ct.arange(size, dtype=ct.int32)  # tileiras 13.4 gets a checked load of 32 values a thread wrong
-        return ct.gather(ARRAY, (place, t, head, columns), mask=columns < ARRAY.shape[3], padding_value=0, check_bounds=False).astype(ct.float32)
+        return row_of(ARRAY, (place, t, head), column, size, WHOLE)
 
     def step(s, t):
         dt = step_of(ct.load(DT, (place, t, h), ()), DT_BIAS, h, dt_min, dt_max, HAS_BIAS, SOFTPLUS)
