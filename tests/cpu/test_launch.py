@@ -177,6 +177,21 @@ def test_arguments_reach_the_parameters_of_their_names():
     assert torch.equal(out, 3 * x)
 
 
+def test_constants_that_plan_does_not_compute_are_fields_of_config_and_problem():
+    @dataclass(frozen=True)
+    class Fields:
+        tile: int
+        add: bool = True
+        occupancy: int = 2
+
+    found = Launch.of(scale_kernel, (2,), Fields(16, False), Fields(4), optional={"bias": True})
+    assert found == scale(occupancy=2)  # the config's, not the problem's
+    found = Launch.of(scale_kernel, (2,), Fields(16, False), object(), {"add": True}, optional={"bias": False}, occupancy=3)
+    assert found == Launch(scale_kernel, (2,), {"add": True, "tile": 16}, occupancy=3, unused=("bias",))  # a given one, not the problem's
+    with pytest.raises(ValueError, match="constant 'tile' of scale_kernel must be given by plan, got add"):
+        Bound([Launch.of(scale_kernel, (2,), None, None, {"add": True})], ARGUMENTS, CPU)
+
+
 def test_scratch_passes_from_launch_to_launch_and_may_be_viewed():
     x, bias, out = torch.arange(8.0), torch.ones(8), torch.zeros(8)
     first = scale(scratch={"partial": ((2, 4), torch.float32)}, views={"line": ("partial", (8,), (1,))}, renames={"out": "line"})

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,34 @@ class Launch:
     views: Mapping[str, tuple[str, Shape, Shape]] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Any,
+        grid: tuple[int, ...],
+        problem: Any,
+        config: Any,
+        constants: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        optional: Mapping[str, Any] = MappingProxyType({}),
+        **how: Any,
+    ) -> "Launch":
+        """A launch with the hints of a config, and with its fields as constants.
+
+        constants: those that are computed, or have other names. The kernel's others are the fields
+            of the config that have their names, else of the problem.
+        optional: arrays that may be absent: whether each is there. Those that are not are `unused`.
+        how: other fields; a hint takes the place of the config's.
+        """
+        found = {}
+        for name, kind in _parameters(kernel):
+            if kind == "constant" and name not in constants:
+                owner = next((owner for owner in (config, problem) if hasattr(owner, name)), None)
+                if owner is not None:
+                    found[name] = getattr(owner, name)
+        absent = tuple(name for name, there in optional.items() if not there)
+        return cls(kernel, grid, {**constants, **found}, **{**hints(config), "unused": absent, **how})
 
     def __hash__(self) -> int:
         return hash((self.compiled, self.grid))

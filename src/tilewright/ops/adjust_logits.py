@@ -22,7 +22,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
@@ -154,9 +154,9 @@ GIVEN = ("repetition", "presence", "frequency", "bias", "mask")
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    constants = {f"has_{name}": getattr(p, name) for name in GIVEN} | {"cols": p.cols, "tile": c.tile, "latency": c.latency}
-    unused = tuple(name for name in ("counts", *GIVEN) if not getattr(p, name))
-    return (Launch(adjust_logits_kernel, (_tiles(p, c),), constants, **hints(c), pdl=True, unused=unused),)
+    constants = {f"has_{name}": getattr(p, name) for name in GIVEN}
+    optional = {name: getattr(p, name) for name in ("counts", *GIVEN)}
+    return (Launch.of(adjust_logits_kernel, (_tiles(p, c),), p, c, constants, optional=optional, pdl=True),)
 
 
 @ct.kernel

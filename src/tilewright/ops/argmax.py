@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.first_best import NOWHERE, empty_best, first_best, take_better
 from .common.pdl import pdl_overlap
@@ -141,13 +141,12 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """The launch over ranges of columns, and the merge of what they found."""
     row_tiles = ct.cdiv(p.rows, c.tile_m)
-    constants = {"splits": c.num_splits, "cols": p.cols, "tile_m": c.tile_m, "tile_n": c.tile_n, "loads": c.loads, "latency": c.latency}
+    splits = {"splits": c.num_splits}
     if c.num_splits == 1:
-        return (Launch(argmax_kernel, (row_tiles,), constants, **hints(c), pdl=True),)
+        return (Launch.of(argmax_kernel, (row_tiles,), p, c, splits, pdl=True),)
     partial = {"partial": ((2, p.rows, c.num_splits), torch.int32)}
-    ranges = Launch(argmax_kernel, (c.num_splits, row_tiles), constants, **hints(c), pdl=True, scratch=partial, renames={"out": "partial"})
-    merge = {"splits": c.num_splits, "tile_s": next_pow2(c.num_splits)}
-    return ranges, Launch(argmax_merge_kernel, (p.rows,), merge, pdl=True)
+    ranges = Launch.of(argmax_kernel, (c.num_splits, row_tiles), p, c, splits, pdl=True, scratch=partial, renames={"out": "partial"})
+    return ranges, Launch(argmax_merge_kernel, (p.rows,), {**splits, "tile_s": next_pow2(c.num_splits)}, pdl=True)
 
 
 @ct.kernel

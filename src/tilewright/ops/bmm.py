@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, hints, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
@@ -162,23 +162,14 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
     constants = {
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "tile_k": c.tile_k,
-        "extra": c.extra_n,
         "group_m": c.group,
-        "trans_a": p.trans_a,
-        "trans_b": p.trans_b,
-        "swap_ab": c.swap_ab,
         "scaling": int(p.scaling),
         "fast_acc": fast_sum(p.dtype, p.out_dtype, p.k),
         "even_m": unchecked and p.m % c.tile_m == 0,
         "even_n": unchecked and p.n % c.tile_n == 0,
-        "persistent": c.persistent,
-        "latency": c.latency,
     }
-    unused = () if p.scaling else ("scale_a", "scale_b")
-    return (Launch(bmm_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.gemm, c, device, blocks), unused=unused),)
+    optional = {"scale_a": p.scaling, "scale_b": p.scaling}
+    return (Launch.of(bmm_kernel, (blocks,), p, c, constants, optional=optional, pdl=use_pdl(p.gemm, c, device, blocks)),)
 
 
 DECISION = Decision("bmm", problem=Problem, arguments=("a", "b", "scale_a", "scale_b", "out"), space=space, plan=plan)

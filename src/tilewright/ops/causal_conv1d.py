@@ -29,7 +29,6 @@ from ..launch import (
     check_bools,
     check_tensor,
     check_writable,
-    hints,
     next_pow2,
     out_or_new,
     torch_op,
@@ -187,16 +186,13 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch; for a state and more than one token a second one, which moves the state on."""
-    one, columns = p.one, _columns(p, c)
-    sizes = {"varlen": p.varlen, "taps": p.taps, "cols": p.channels, "tile_n": c.tile_n}
-    constants = {**sizes, "one": one, "width": p.width, "silu": p.silu, "has_bias": p.bias, "tile_m": c.tile_m}
-    absent = () if p.varlen else ("cu_seqlens",)
-    unused = (*absent, *(() if p.bias else ("bias",)), *(() if p.taps else ("state",)))
-    pdl = use_pdl(p.all_tokens, False)
-    main = Launch(causal_conv1d_kernel, (_places(p, c) * columns,), constants, **hints(c), pdl=pdl, unused=unused)
-    if one or not p.taps:
+    columns, constants = _columns(p, c), {"cols": p.channels}
+    optional = {"cu_seqlens": p.varlen, "bias": p.bias, "state": p.taps}
+    pdl, has_bias = use_pdl(p.all_tokens, False), {"has_bias": p.bias}
+    main = Launch.of(causal_conv1d_kernel, (_places(p, c) * columns,), p, c, constants | has_bias, optional=optional, pdl=pdl)
+    if p.one or not p.taps:
         return (main,)
-    return main, Launch(keep_kernel, (p.batch * columns,), sizes, num_worker_warps=c.num_worker_warps, unused=absent)
+    return main, Launch.of(keep_kernel, (p.batch * columns,), p, c, constants, optional={"cu_seqlens": p.varlen}, occupancy=None)
 
 
 def sequence(X, OUT, CU_SEQLENS, seq, tokens, VARLEN):

@@ -20,7 +20,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_number, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_number, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.philox import low_high, one_of_four, philox, philox_reference, split_words
 from .common.rows import CPU_TILE, TILE_TIE, launchable, stream
@@ -119,8 +119,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tiles = ct.cdiv(p.size, c.tile)
     blocks = min(tiles, device.sms * (c.occupancy or 1)) if c.persistent else tiles
-    constants = {"has_offset": p.has_offset, "clears": p.clears, "persistent": c.persistent, "tile": c.tile, "latency": c.latency}
-    return (Launch(dropout_kernel, (blocks,), constants, **hints(c), unused=() if p.has_offset else ("offset",)),)
+    return (Launch.of(dropout_kernel, (blocks,), p, c, optional={"offset": p.has_offset}),)
 
 
 @ct.kernel

@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_finite, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_finite, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, within
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
@@ -120,11 +120,8 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    constants = {"dim": p.dim, "latency": c.latency}
-    if c.units:
-        units = {**constants, "unit": 16 // p.dtype.itemsize, "units": c.units}
-        return (Launch(embedding_units_kernel, (_blocks(p, c),), units, **hints(c), pdl=True),)
-    return (Launch(embedding_kernel, (_blocks(p, c),), {**constants, "tokens": c.tokens, "tile_n": c.tile_n}, **hints(c), pdl=True),)
+    kernel, constants = (embedding_units_kernel, {"unit": 16 // p.dtype.itemsize}) if c.units else (embedding_kernel, {})
+    return (Launch.of(kernel, (_blocks(p, c),), p, c, constants, pdl=True),)
 
 
 @ct.kernel

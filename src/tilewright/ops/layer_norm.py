@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_positive, check_tensor, hints, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_positive, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
 from .common.tiles import each_row_tile, load_masked, of_width, vector_chunk
 
@@ -61,10 +61,9 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    constants = {"has_weight": p.weight, "has_bias": p.bias, **c.constants(p.cols)}
+    constants, optional = {"has_weight": p.weight, "has_bias": p.bias}, {"weight": p.weight, "bias": p.bias}
     kernel = layer_norm_kernel if c.keep_row else layer_norm_reread_kernel
-    unused = tuple(name for name in ("weight", "bias") if not getattr(p, name))
-    return (Launch(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), constants, **hints(c), unused=unused),)
+    return (Launch.of(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), p, c, constants, optional=optional),)
 
 
 def _inside(j, COLS, TILE_N):

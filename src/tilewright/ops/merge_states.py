@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, each_out, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, each_out, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
 from .common.softmax_tiles import DTYPES, FLOOR, LN2, LOG2E, joined
@@ -120,8 +120,7 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     tile_d = next_pow2(p.cols)
-    constants = {"base2": p.base2, "full": tile_d == p.cols, "tile_m": c.tile_m, "tile_d": tile_d, "latency": c.latency}
-    return (Launch(merge_states_kernel, (ct.cdiv(p.rows, c.tile_m),), constants, **hints(c)),)
+    return (Launch.of(merge_states_kernel, (ct.cdiv(p.rows, c.tile_m),), p, c, {"full": tile_d == p.cols, "tile_d": tile_d}),)
 
 
 @ct.kernel

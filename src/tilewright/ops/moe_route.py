@@ -28,7 +28,6 @@ from ..launch import (
     check_finite,
     check_tensor,
     each_out,
-    hints,
     next_pow2,
     out_or_new,
     torch_op,
@@ -158,20 +157,15 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     groups = max(1, p.groups)
     constants = {
-        "sigmoid": p.sigmoid,
         "add_bias": p.bias,
-        "normalize": p.normalize,
         "groups": groups,
         "size": p.experts // groups,
         "top_groups": p.top_groups or groups,
-        "top_k": p.top_k,
-        "tile_m": c.tile_m,
         "tile_g": next_pow2(groups),
         "tile_s": next_pow2(p.experts // groups),
         "tile_k": next_pow2(p.top_k),
     }
-    unused = () if p.bias else ("bias",)
-    return (Launch(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), constants, **hints(c), pdl=True, unused=unused),)
+    return (Launch.of(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), p, c, constants, optional={"bias": p.bias}, pdl=True),)
 
 
 @ct.kernel

@@ -20,7 +20,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, dtype_name, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, dtype_name, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Tile, changed, cpu_tiles, tiles_of, use_pdl
@@ -158,11 +158,8 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch."""
     tiles = p.gemm.tiles(c)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
-    tile = {"tile_m": c.tile_m, "tile_n": c.tile_n, "tile_k": c.tile_k, "band": c.group, "swap_ab": c.swap_ab, "persistent": c.persistent}
-    optional = {"bias": p.bias, "out_scale": p.out_scale}
-    constants = {"group": p.format.group_bytes, **optional, **tile, "native": c.native, "latency": c.latency}
-    unused = tuple(name for name, used in optional.items() if not used)
-    return (Launch(mx_matmul_kernel, (blocks,), constants, **hints(c), pdl=use_pdl(p.gemm, c, device, blocks), unused=unused),)
+    constants, optional = {"group": p.format.group_bytes, "band": c.group}, {"bias": p.bias, "out_scale": p.out_scale}
+    return (Launch.of(mx_matmul_kernel, (blocks,), p, c, constants, optional=optional, pdl=use_pdl(p.gemm, c, device, blocks)),)
 
 
 DECISION = Decision(

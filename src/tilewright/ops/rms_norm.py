@@ -27,7 +27,6 @@ from ..launch import (
     check_finite,
     check_positive,
     check_tensor,
-    hints,
     out_or_new,
     torch_op,
 )
@@ -93,11 +92,11 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    constants = {"add": p.residual, "round": p.round_before_weight, **c.constants(p.cols)}
+    constants = {"add": p.residual, "round": p.round_before_weight}
     kernel = rms_norm_kernel if c.keep_row else rms_norm_reread_kernel
-    unused = () if p.residual else ("residual", "new_residual")
+    optional = {"residual": p.residual, "new_residual": p.residual}
     blocks = c.blocks(ct.cdiv(p.rows, c.tile_m), device)
-    return (Launch(kernel, blocks, constants, **hints(c), pdl=not c.persistent, unused=unused),)
+    return (Launch.of(kernel, blocks, p, c, constants, optional=optional, pdl=not c.persistent),)
 
 
 def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, hints, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from . import rms_norm
 from .common import gemm_choices
@@ -166,14 +166,13 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch."""
     tiles = c.tiles(p)
     blocks = min(tiles, device.sms * c.occupancy) if c.persistent else tiles
-    options = {"add": p.residual, "add_bias": p.bias, "silu_mul": p.silu_mul, "persistent": c.persistent}
-    constants = {**options, "tile_n": c.tile_n, "tile_k": c.tile_k, "latency": c.latency}
-    unused = (*(() if p.residual else ("residual", "sum")), *(() if p.bias else ("bias",)))
-    how = {**hints(c), "pdl": use_pdl(p.rows, c.persistent), "unused": unused}
+    constants: dict[str, Any] = {"add": p.residual, "add_bias": p.bias}
+    optional, pdl = {"residual": p.residual, "sum": p.residual, "bias": p.bias}, use_pdl(p.rows, c.persistent)
     if not c.mma:
-        return (Launch(rms_norm_matmul_kernel, (blocks,), {**constants, "whole": c.whole(p)}, **how),)
+        return (Launch.of(rms_norm_matmul_kernel, (blocks,), p, c, {**constants, "whole": c.whole(p)}, optional=optional, pdl=pdl),)
     pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
-    return (Launch(rms_norm_matmul_rows_kernel, (blocks + pieces,), {**constants, "rows": max(8, next_pow2(p.rows))}, **how),)
+    constants["rows"] = max(8, next_pow2(p.rows))
+    return (Launch.of(rms_norm_matmul_rows_kernel, (blocks + pieces,), p, c, constants, optional=optional, pdl=pdl),)
 
 
 DECISION = Decision(

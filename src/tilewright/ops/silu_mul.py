@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, hints, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..select import Choices
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
@@ -60,8 +60,7 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    constants = {"gelu": p.gelu_tanh, **c.constants(p.cols)}
-    return (Launch(silu_mul_kernel, c.blocks(tiles(p, c), device), constants, **hints(c), pdl=not c.persistent),)
+    return (Launch.of(silu_mul_kernel, c.blocks(tiles(p, c), device), p, c, {"gelu": p.gelu_tanh}, pdl=not c.persistent),)
 
 
 @ct.kernel

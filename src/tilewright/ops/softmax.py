@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, hints, out_or_new, torch_op
+from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
 from .common.tiles import each_row_tile, load_masked, of_width
 
@@ -52,7 +52,7 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     kernel = softmax_kernel if c.keep_row else softmax_reread_kernel
-    return (Launch(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), c.constants(p.cols), **hints(c)),)
+    return (Launch.of(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), p, c),)
 
 
 @ct.kernel

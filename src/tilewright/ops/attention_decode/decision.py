@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.sequences import later, listed, sample
 from .candidates import TABLES
@@ -339,18 +339,10 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     column_blocks = -(-p.columns // c.columns) if c.columns else 1
     sliced = c.sliced and _in_one_loop(p, c.tile_n)
     constants = {
-        "page_size": p.page_size,
         "has_window": p.window is not None,
-        "has_start": p.has_start,
-        "has_len": p.has_len,
         "has_sinks": p.sinks,
-        "codes": p.codes,
-        "softcap": p.softcap,
         "shared": shared,
-        "return_lse": p.return_lse,
-        "normalize": p.normalize,
         "split_kv": c.num_kv_splits > 1,
-        "keys_first": c.keys_first,
         "group": group,
         "heads": heads,
         "tile_q": tile_q,
@@ -361,29 +353,17 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "column_blocks": column_blocks,
         "parts_v": -(-p.columns // tile_v) // column_blocks,
         "tile_v": tile_v,
-        "tile_n": c.tile_n,
-        "latency": c.latency,
-        "late": c.late,
         "sliced": sliced,
         "paired": sliced and c.paired,
     }
     grid = (c.num_kv_splits * column_blocks * -(-group // heads), p.kv_heads, p.batch)
-    untouched = unused(p)
+    attend = Launch.of(attention_decode_kernel, grid, p, c, constants, pdl=True, unused=unused(p))
     if c.num_kv_splits == 1:
-        return (Launch(attention_decode_kernel, grid, constants, **hints(c), pdl=True, unused=untouched),)
+        return (attend,)
     # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
     partial = ((p.batch, c.num_kv_splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32)
-    untouched = tuple(dict.fromkeys((*untouched, "lse", "denominator", "sinks")))  # left to the merge
-    attend = Launch(
-        attention_decode_kernel,
-        grid,
-        constants,
-        **hints(c),
-        pdl=True,
-        scratch={"partial": partial},
-        renames={"out": "partial"},
-        unused=untouched,
-    )
+    untouched = tuple(dict.fromkeys((*attend.unused, "lse", "denominator", "sinks")))  # left to the merge
+    attend = replace(attend, scratch={"partial": partial}, renames={"out": "partial"}, unused=untouched)
     return attend, merge(p, c.num_kv_splits, device)
 
 
@@ -394,16 +374,11 @@ def merge(p: Problem, splits: int, device: Device) -> Launch:
     # registers.
     while tile_v > 64 and (tile_s * tile_v > 8192 or p.batch * p.q_len * p.q_heads * (next_pow2(p.columns) // tile_v) < 2 * device.sms):
         tile_v //= 2
-    constants = {
-        "has_sinks": p.sinks,
-        "return_lse": p.return_lse,
-        "normalize": p.normalize,
-        "tile_s": tile_s,
-        "tile_v": tile_v,
-        "whole": tile_s == splits and p.columns % tile_v == 0,
-    }
+    whole = tile_s == splits and p.columns % tile_v == 0
+    constants = {"has_sinks": p.sinks, "tile_s": tile_s, "tile_v": tile_v, "whole": whole}
     untouched = tuple(name for name in unused(p) if name in ("lse", "denominator", "sinks"))
-    return Launch(attention_decode_merge_kernel, (p.q_heads * -(-p.columns // tile_v), p.q_len, p.batch), constants, pdl=True, unused=untouched)
+    grid = p.q_heads * -(-p.columns // tile_v), p.q_len, p.batch
+    return Launch.of(attention_decode_merge_kernel, grid, p, None, constants, pdl=True, unused=untouched)
 
 
 def unused(p: Problem) -> tuple[str, ...]:

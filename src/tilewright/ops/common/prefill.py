@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...launch import Device, Launch, hints, next_pow2
+from ...launch import Device, Launch, next_pow2
 from ...select import Work
 from .attention_tiles import persistent_grid, transpose_kernel
 
@@ -157,22 +157,12 @@ def launch(kernel: Any, p: Any, c: Config, device: Device, given: dict[str, bool
     elif c.persistent:
         grid = persistent_grid((tiles, p.q_heads, p.batch), device.sms * (c.occupancy or 1) // (c.num_ctas or 1), p.causal)
     constants |= {
-        "causal": p.causal,
-        "has_len": p.has_len,
-        "return_lse": p.return_lse,
-        "scaled": p.scaled,
         "keys_last": p.keys_last or c.transpose_values,
         "masked": p.causal or p.ragged or p.window is not None or p.kv_len % c.tile_n != 0,
-        "persistent": c.persistent,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
         "tail_n": c.tail_n or c.tile_n,
-        "parts": c.parts,
-        "latency": c.latency,
     }
     given = {"lse": p.return_lse, "kv_len": p.has_len, "q_scale": p.scaled, "k_scale": p.scaled, "v_scale": p.scaled} | given
-    renames = {"v": "transposed"} if c.transpose_values else {}
-    attend = Launch(kernel, grid, constants, **hints(c), renames=renames, unused=tuple(name for name, there in given.items() if not there))
+    attend = Launch.of(kernel, grid, p, c, constants, optional=given, renames={"v": "transposed"} if c.transpose_values else {})
     return (_transpose(p), attend) if c.transpose_values else (attend,)
 
 

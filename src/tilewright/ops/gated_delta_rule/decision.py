@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
@@ -267,71 +267,53 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch, or for chunks two: what needs no state, then what does."""
-    shared = {"varlen": p.varlen, "group": p.v_heads // p.k_heads, "tile_k": tile_k(p)}
-    of_state = {**shared, "has_state": p.has_state, "blocks": _blocks(p, c), "tile_v": c.tile_v}
-    absent = (*(() if p.has_state else ("state",)), *(() if p.varlen else ("cu_seqlens",)))
+    of_heads = {"group": p.v_heads // p.k_heads, "tile_k": tile_k(p)}
+    of_state = {**of_heads, "blocks": _blocks(p, c)}
+    lengths = {"cu_seqlens": p.varlen}
+    optional = {"state": p.has_state, **lengths}
     grid = (_blocks(p, c) * p.v_heads * p.batch,)
     if not c.chunk:
         one = p.tokens == 1 and not p.varlen
         whole = p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0
-        constants = {**of_state, "normalize": p.normalize, "channels": p.channels, "one": one, "whole": whole}
-        pdl = use_pdl(p.all_tokens, False)
-        return (Launch(recurrent_kernel, grid, constants, **hints(c), pdl=pdl, unused=absent),)
+        constants = {**of_state, "one": one, "whole": whole}
+        return (Launch.of(recurrent_kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
     chunks = _chunks(p, c)
     squares = (chunks, p.v_heads, c.chunk, c.chunk), p.dtype
     scratch: dict[str, Any] = {"t": squares, "p": squares, "factors": ((chunks, p.v_heads, FACTORS, c.chunk), torch.float32)}
     scratch["decay"] = (chunks, p.v_heads), torch.float32
     if p.channels:
-        return _with_channels(p, c, squares, of_state, absent)
-    solve = Launch(
-        solve_kernel,
-        (chunks, p.v_heads // c.solve_heads),
-        {**shared, "normalize": p.normalize, "chunk": c.chunk, "heads": c.solve_heads},
-        occupancy=c.solve_occupancy,
-        scratch=scratch,
-        unused=() if p.varlen else ("cu_seqlens",),
-    )
-    of_chunks = {"varlen": p.varlen, "segment": c.segment, "blocks": _blocks(p, c), "chunk": c.chunk, "tile_k": tile_k(p), "tile_v": c.tile_v}
+        return _with_channels(p, c, squares, optional)
+    of_solve = {**of_heads, "heads": c.solve_heads}
+    hints_of_solve = {"occupancy": c.solve_occupancy, "num_worker_warps": None}
+    solve = Launch.of(solve_kernel, (chunks, p.v_heads // c.solve_heads), p, c, of_solve, optional=lengths, scratch=scratch, **hints_of_solve)
     columns = -(-tile_k(p) // c.tile_v)
-    of_scan = {**of_state, **of_chunks, "transposed": c.transposed, "columns": columns, "latency": c.latency}
+    of_scan = {**of_state, "columns": columns, "carry": False}
     parts = _segments(p, c) * p.v_heads
-    absent = (*absent, *(() if c.segment else ("local",)))
-    scan = Launch(scan_kernel, (_blocks(p, c) * parts,), {**of_scan, "carry": False}, **hints(c), unused=absent)
+    scan = Launch.of(scan_kernel, (_blocks(p, c) * parts,), p, c, of_scan, optional=optional | {"local": c.segment})
     if not c.segment:
         return solve, scan
-    carry = Launch(
+    carry = Launch.of(
         scan_kernel,
         ((_blocks(p, c) + columns) * parts,),
+        p,
+        c,
         {**of_scan, "carry": True},
-        **hints(c),
+        optional=optional | {"q": False, "p": False, "out": False},
         scratch={"local": ((_segments(p, c), p.v_heads, tile_k(p), (_blocks(p, c) + columns) * c.tile_v), torch.float32)},
-        unused=(*absent, "q", "p", "out"),
     )
-    narrow = {"tile_v": LINK_TILE, "blocks": _blocks(p, c) * c.tile_v // LINK_TILE, "columns_before": _blocks(p, c) * c.tile_v}
-    link = Launch(
-        link_kernel,
-        (narrow["blocks"] * p.v_heads * p.batch,),
-        {**of_chunks, **narrow},
-        num_worker_warps=8,
-        unused=() if p.varlen else ("cu_seqlens",),
-    )
-    return solve, carry, link, scan
+    narrow = {"tile_k": tile_k(p), "tile_v": LINK_TILE, "blocks": _blocks(p, c) * c.tile_v // LINK_TILE, "columns_before": _blocks(p, c) * c.tile_v}
+    grid = (narrow["blocks"] * p.v_heads * p.batch,)
+    return solve, carry, Launch.of(link_kernel, grid, p, c, narrow, optional=lengths, occupancy=None, num_worker_warps=8), scan
 
 
-def _with_channels(p: Problem, c: Config, squares: Any, of_state: dict[str, Any], absent: tuple[str, ...]) -> tuple[Launch, ...]:
+def _with_channels(p: Problem, c: Config, squares: Any, optional: dict[str, bool]) -> tuple[Launch, ...]:
     """squares: shape and dtype of a chunk's matrices."""
     (chunks, heads, chunk, _), dtype = squares
     rows = (chunks, heads, chunk, tile_k(p)), dtype
     scratch = {"t": squares, "p": squares, "into": rows, "onward": rows, "outward": rows, "decay": ((chunks, heads, tile_k(p)), torch.float32)}
-    of_chunk = {"varlen": p.varlen, "chunk": chunk, "tile_k": tile_k(p)}
-    solve = Launch(
-        solve_channels_kernel,
-        (chunks, heads),
-        {**of_chunk, "normalize": p.normalize, "group": p.v_heads // p.k_heads},
-        occupancy=c.solve_occupancy,
-        num_worker_warps=8,
-        scratch=scratch,
-        unused=() if p.varlen else ("cu_seqlens",),
-    )
-    of_scan = {**of_chunk, "has_state": p.has_state, "blocks": _blocks(p, c), "tile_v": c.tile_v, "latency": c.latency}
-    return solve, Launch(scan_channels_kernel, (_blocks(p, c) * heads * p.batch,), of_scan, **hints(c), unused=absent)
+    of_solve = {"tile_k": tile_k(p), "group": p.v_heads // p.k_heads}
+    hints_of_solve = {"occupancy": c.solve_occupancy, "num_worker_warps": 8}
+    lengths = {"cu_seqlens": p.varlen}
+    solve = Launch.of(solve_channels_kernel, (chunks, heads), p, c, of_solve, optional=lengths, scratch=scratch, **hints_of_solve)
+    of_scan = {"tile_k": tile_k(p), "blocks": _blocks(p, c)}
+    return solve, Launch.of(scan_channels_kernel, (_blocks(p, c) * heads * p.batch,), p, c, of_scan, optional=optional)

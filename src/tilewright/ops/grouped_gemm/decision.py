@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common import gemm_choices, groups
 from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tables, tiles_of
@@ -171,22 +171,13 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     tiles = panels * -(-p.n // c.tile_n)
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8  # as in matmul: on 4 warps it loses
     constants = {
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "tile_k": c.tile_k,
         "group_m": c.group,
-        "masked": p.masked,
-        "trans_b": p.trans_b,
-        "swap_ab": c.swap_ab,
         "scaling": int(p.scaling),
         "fast_acc": fast_sum(p.dtype, p.out_dtype, p.k),
         "even_m": unchecked and p.whole_panels(c.tile_m),
         "even_n": unchecked and p.n % c.tile_n == 0,
-        "persistent": c.persistent,
-        "store_tma": c.store_tma,
-        "latency": c.latency,
     }
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles
-    unused = () if p.scaling else ("scale_a", "scale_b")
+    optional = {"scale_a": p.scaling, "scale_b": p.scaling}
     panels_of = Launch(grouped_gemm_map_kernel, (p.groups,), how, scratch=scratch)
-    return panels_of, Launch(grouped_gemm_kernel, (blocks,), constants, **hints(c), unused=unused)
+    return panels_of, Launch.of(grouped_gemm_kernel, (blocks,), p, c, constants, optional=optional)

@@ -3,13 +3,13 @@ follow.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch, hints
+from ...launch import Cost, Device, Launch
 from ..common.gemm_choices import Gemm, Split, use_pdl
 from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
@@ -146,9 +146,9 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
     kernel, constants, optional = _product(p, c, split_tiles > 0)
     pdl = not c.gathered and use_pdl(p.gemm, c, device, blocks, parts if split_tiles else 1)
-    unused = tuple(name for name, used in optional.items() if not used)
+    product = Launch.of(kernel, (blocks,), p, c, constants, optional=optional, pdl=pdl)
     if not split_tiles:
-        return (Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, unused=unused),)
+        return (product,)
     tile_m, tile_n = c.tile_shape
     transposed = c.swap_ab != (c.extra_n > 0)  # the uneven side is the rows: the sum loads powers of two of columns
     height, width = (tile_n, tile_m) if transposed else (tile_m, tile_n)
@@ -158,34 +158,29 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     shape = {"tile_m": tile_m, "tile_n": tile_n, "group": c.group, "swap_ab": transposed}
     reduce = {**shape, "rows": rows, "columns": columns, "parts": parts}
     return (
-        Launch(kernel, (blocks,), constants, **hints(c), pdl=pdl, scratch=scratch, unused=unused),
+        replace(product, scratch=scratch),
         Launch(matmul_reduce_kernel, (split_tiles, height // rows * (width // columns)), reduce, occupancy=4, pdl=True),
     )
 
 
 def _product(p: Problem, c: Config, split: bool) -> tuple[Any, dict[str, Any], dict[str, bool]]:
     """The product's kernel, its constants, and which of its optional arrays it reads."""
-    given = {"split_k": split, "bias": p.bias, "latency": c.latency, "tile_k": c.tile_k}
+    given: dict[str, Any] = {"split_k": split}
     used = {"bias": p.bias, "partial": split}
     if c.gathered:
-        return matmul_gathered_kernel, {**given, "tile_m": c.tile_m, "tile_n": c.tile_n, "group": c.group}, used
-    given |= {"trans_a": p.trans_a, "trans_b": p.trans_b, "swap_ab": c.swap_ab}
+        return matmul_gathered_kernel, given, used
     scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), **used}
     if c.extra_n:
         first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
-        given |= {"first": first, "second": second, "extra": c.extra_n, "group": c.group}
+        sides = {"first": first, "second": second}
         if c.persistent:
-            del given["split_k"]
-            return matmul_uneven_persistent_kernel, given, {"bias": p.bias}
-        more = {"scaling": int(p.scaling), "fast_acc": p.fast_acc, "even": p.m % c.tile_m == 0}
-        return matmul_uneven_kernel, {**given, **more}, scaled
-    given |= {"tile_m": c.tile_m, "tile_n": c.tile_n, "dot": c.dot, "persistent": c.persistent}
+            return matmul_uneven_persistent_kernel, sides, {"bias": p.bias}
+        return matmul_uneven_kernel, {**given, **sides, "scaling": int(p.scaling), "even": p.m % c.tile_m == 0}, scaled
     if not p.fused:
-        return matmul_kernel, {**given, "group": c.group, "whole": c.whole(p), "tf32": p.tf32}, used
+        return matmul_kernel, {**given, "whole": c.whole(p)}, used
     # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21,
     # notes/LOG.md).
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
     given |= {"even_m": unchecked and p.m % c.tile_m == 0, "even_n": unchecked and p.n % c.tile_n == 0, "group_m": c.group}
-    given |= {"scaling": int(p.scaling), "fast_acc": p.fast_acc, "run": FAST_SUM // c.tile_k if c.fast_runs else 0}
-    epilogue = {"residual": p.residual, "out_scale": p.out_scale}
-    return matmul_fused_kernel, {**given, **epilogue, "silu_mul": p.silu_mul}, {**scaled, **epilogue}
+    given |= {"scaling": int(p.scaling), "run": FAST_SUM // c.tile_k if c.fast_runs else 0}
+    return matmul_fused_kernel, given, {**scaled, "residual": p.residual, "out_scale": p.out_scale}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ..common.expert_ids import routed, used
 from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
 from ..common.gemm_choices import Gemm, Tile
@@ -200,52 +200,30 @@ def _sources(p: Problem, c: Config, part: str, **others: str) -> dict[str, Any]:
     return {"renames": {name: source for name, source in renames.items() if name not in unused}, "unused": unused}
 
 
-def _activation(p: Problem) -> dict[str, Any]:
-    return {"add_bias": p.bias, "alpha": p.alpha, "limit": p.limit, "up_offset": p.up_offset}
-
-
 def _sum_plan(p: Problem, device: Device, **more: Any) -> Launch:
     tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
-    constants = {"top_k": p.top_k, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
-    return Launch(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), constants, num_worker_warps=4, pdl=True, **more)
+    constants = {"cols": p.hidden, "tile_n": tile_n, "loads": 8}
+    return Launch.of(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), p, None, constants, num_worker_warps=4, pdl=True, **more)
 
 
 def _one_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    def constants(how: Product) -> dict[str, Any]:
-        sizes = {"tile_n": how.tile_n, "tile_k": how.tile_k, "scaling": int(p.scaling)}
-        return {**sizes, "top_k": p.top_k, "shared": p.shared, "tile_p": next_pow2(p.top_k), "latency": how.latency}
-
+    constants = {"scaling": int(p.scaling), "tile_p": next_pow2(p.top_k), "add_bias": p.bias}
     slots, tiles = p.top_k + p.shared, -(-p.inter // c.up.tile_n)
     grid = (min(slots * tiles, device.sms * (c.up.occupancy or 1)), 1) if c.up.persistent else (tiles, slots)
     # Persistent blocks fill an SM each, so programmatic launch does them no harm.
-    up = Launch(
-        moe_one_up_kernel,
-        grid,
-        {**constants(c.up), "persistent": c.up.persistent, "scales_ahead": c.up.scales_ahead, **_activation(p)},
-        **hints(c.up),
-        pdl=True,
-        scratch={"h": ((slots, p.inter), p.dtype)},
-        **_sources(p, c, "gate_up", shared="shared_gate_up"),
+    scratch, columns = {"h": ((slots, p.inter), p.dtype)}, -(-p.hidden // c.down.tile_n)
+    return (
+        Launch.of(moe_one_up_kernel, grid, p, c.up, constants, pdl=True, scratch=scratch, **_sources(p, c, "gate_up", shared="shared_gate_up")),
+        Launch.of(moe_one_down_kernel, (columns,), p, c.down, constants, pdl=True, **_sources(p, c, "down", shared="shared_down")),
     )
-    columns, down = -(-p.hidden // c.down.tile_n), {**constants(c.down), "add_bias": p.bias}
-    return up, Launch(moe_one_down_kernel, (columns,), down, **hints(c.down), pdl=True, **_sources(p, c, "down", shared="shared_down"))
 
 
 def _few_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     def product(n: int, parts: int, how: Product, scratch: dict[str, Any], **sources: str) -> Launch:
-        constants = {
-            "top_k": p.top_k,
-            "tile_m": c.tile_m,
-            "tile_n": how.tile_n,
-            "tile_k": how.tile_k,
-            "parts": parts,
-            "tile_p": next_pow2(p.pairs),
-            "scaling": int(p.scaling),
-            "latency": how.latency,
-            **_activation(p),
-        }
+        tile = {"tile_m": c.tile_m, "tile_p": next_pow2(p.pairs)}
+        constants = {**tile, "parts": parts, "scaling": int(p.scaling), "add_bias": p.bias}
         grid = (-(-n // how.tile_n), p.pairs)
-        return Launch(moe_few_kernel, grid, constants, **hints(how), pdl=True, scratch=scratch, **_sources(p, c, **sources))
+        return Launch.of(moe_few_kernel, grid, p, how, constants, pdl=True, scratch=scratch, **_sources(p, c, **sources))
 
     rows, h, y = ((p.pairs,), torch.int32), ((p.pairs, c.tile_m, p.inter), p.dtype), ((p.pairs, c.tile_m, p.hidden), p.dtype)
     flat = {"rows_of_y": ("y", (p.pairs * c.tile_m, p.hidden), (p.hidden, 1))}
@@ -268,19 +246,14 @@ def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         blocks = min(tiles, how.resident(device)) if how.persistent else tiles
         constants = {
             "tile_m": c.tile_m,
-            "tile_n": how.tile_n,
-            "tile_k": how.tile_k,
             "parts": parts,
             "group_m": how.group,
             "swap_ab": c.swap_ab,
             "scaling": int(p.scaling),
             "quantized": c.quantized,
-            "persistent": how.persistent,
-            "store_tma": how.store_tma,
-            "latency": how.latency,
-            **_activation(p),
+            "add_bias": p.bias,
         }
-        return Launch(moe_kernel, (blocks,), constants, **hints(how), scratch=scratch, **_sources(p, c, **sources))
+        return Launch.of(moe_kernel, (blocks,), p, how, constants, scratch=scratch, **_sources(p, c, **sources))
 
     # The rows of the second product go where those of the first came from, unless these are codes.
     sorted_x, h = ("x_codes", "h_codes") if c.quantized else ("y", "h")
@@ -309,17 +282,8 @@ def _permute_plan(p: Problem, c: Config, device: Device, scratch: dict[str, Any]
     # A width that divides the rows of common models: the parts of a padded tile would be moved like
     # data.
     copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
-    constants = {
-        "top_k": p.top_k,
-        "cols": p.hidden,
-        "quantized": c.quantized,
-        "tile_m": c.tile_m,
-        "tile_e": next_pow2(p.experts),
-        "tile_k": next_pow2(p.top_k),
-        "tile_n": max(GROUP, copied),
-        "width": MAP_WIDTH,
-    }
-    sources = (
-        {"renames": {"sorted_x": sorted_x, "scale_x": "x_scales"}} if c.quantized else {"renames": {"sorted_x": sorted_x}, "unused": ("scale_x",)}
-    )
-    return Launch(moe_permute_kernel, (max(p.tokens, p.experts),), constants, num_worker_warps=4, scratch=scratch, **sources)
+    tile = {"tile_e": next_pow2(p.experts), "tile_k": next_pow2(p.top_k), "tile_n": max(GROUP, copied)}
+    constants = {**tile, "cols": p.hidden, "width": MAP_WIDTH}
+    renames = {"sorted_x": sorted_x} | ({"scale_x": "x_scales"} if c.quantized else {})
+    how: dict[str, Any] = {"optional": {"scale_x": c.quantized}, "renames": renames, "num_worker_warps": 4}
+    return Launch.of(moe_permute_kernel, (max(p.tokens, p.experts),), p, c, constants, scratch=scratch, **how)

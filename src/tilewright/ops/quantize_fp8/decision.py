@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from cuda.tile import cdiv
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, largest_code
@@ -107,21 +107,16 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch, or of two."""
-    constants = {
-        "largest": largest_code(p.codes),
-        "power_of_two": p.power_of_two_scales,
-        **c.constants(p.cols),
-    }
+    constants: dict[str, Any] = {"largest": largest_code(p.codes), "power_of_two": p.power_of_two_scales}
     blocks = c.blocks(cdiv(p.rows, c.tile_m) if p.by_rows else rows.tiles(p, c), device)
     if p.by_rows:
         kernel = quantize_fp8_rows_kernel if c.keep_row else quantize_fp8_reread_kernel
-        return (Launch(kernel, blocks, constants, **hints(c)),)
+        return (Launch.of(kernel, blocks, p, c, constants),)
     if p.block != TENSOR:
         groups = {"group_m": c.tile_m if p.block == SQUARES else 1, "group_n": min(GROUP, c.tile_n)}
-        return (Launch(quantize_fp8_kernel, blocks, constants | groups, **hints(c)),)
+        return (Launch.of(quantize_fp8_kernel, blocks, p, c, constants | groups),)
     constants |= {"given": p.given_scale, "most_partial": MAX_PARTIAL}
-    unused = ("partial",) if p.given_scale else ()
-    scaled = Launch(quantize_fp8_scaled_kernel, blocks, constants, **hints(c), unused=unused)
+    scaled = Launch.of(quantize_fp8_scaled_kernel, blocks, p, c, constants, optional={"partial": not p.given_scale})
     return (scaled,) if p.given_scale else (_amax(p, c, device), scaled)
 
 

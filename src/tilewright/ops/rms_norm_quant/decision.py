@@ -8,7 +8,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import GROUPS, ROW, Block, largest_code
@@ -86,8 +86,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "largest": largest_code(p.codes),
         "power_of_two": p.power_of_two_scales,
         "group_n": 0 if p.block == ROW else min(GROUP, c.tile_n),
-        **c.constants(p.cols),
     }
     kernel = rms_norm_quant_kernel if c.keep_row else rms_norm_quant_reread_kernel
-    unused = () if p.residual else ("residual", "new_residual")
-    return (Launch(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), constants, **hints(c), unused=unused),)
+    optional = {"residual": p.residual, "new_residual": p.residual}
+    return (Launch.of(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), p, c, constants, optional=optional),)

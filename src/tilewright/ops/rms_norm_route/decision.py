@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.rows import stream, threads
 from .kernels import rms_norm_route_kernel
@@ -134,28 +134,14 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "add": p.residual,
         "biased": p.router_bias,
         "round": p.round_before_weight,
-        "sigmoid": p.sigmoid,
         "add_bias": p.bias,
-        "normalize": p.normalize,
         "groups": groups,
         "size": p.experts // groups,
         "top_groups": p.top_groups or groups,
-        "top_k": p.top_k,
-        "k": p.k,
-        "tile_e": c.tile_e,
-        "tile_k": c.tile_k,
         "tile_g": next_pow2(groups),
         "tile_s": next_pow2(p.experts // groups),
         "tile_p": next_pow2(p.top_k),
     }
     optional = {"residual": p.residual, "new_residual": p.residual, "router_bias": p.router_bias, "bias": p.bias}
-    launch = Launch(
-        rms_norm_route_kernel,
-        (-(-p.experts // c.tile_e), p.tokens),
-        constants,
-        **hints(c),
-        pdl=True,
-        scratch={"logits": ((p.tokens, p.experts), torch.float32)},
-        unused=tuple(name for name, given in optional.items() if not given),
-    )
-    return (launch,)
+    grid, logits = (-(-p.experts // c.tile_e), p.tokens), ((p.tokens, p.experts), torch.float32)
+    return (Launch.of(rms_norm_route_kernel, grid, p, c, constants, optional=optional, pdl=True, scratch={"logits": logits}),)

@@ -9,7 +9,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.rows import REGISTERS, THREADS, threads
 from .kernels import rope_kernel, rope_positions_kernel
@@ -198,7 +198,6 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants = {
         "batch_in_x": batch_in_x,
         "folded": blocks[2] > 1,
-        "interleaved": p.interleaved,
         "q_heads": q.heads,
         "q_groups": q.groups,
         "q_tiles": q.tiles,
@@ -208,7 +207,5 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "k_tiles": k.tiles,
         "k_tile_h": k.tile_h,
         "half": p.rotated // 2,
-        "tile_s": c.tile_s,
-        "latency": c.latency,
     }
-    return (Launch(rope_positions_kernel if p.from_positions else rope_kernel, blocks, constants, **hints(c)),)
+    return (Launch.of(rope_positions_kernel if p.from_positions else rope_kernel, blocks, p, c, constants),)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Decision, Device, Launch, hints, next_pow2
+from ...launch import Cost, Decision, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, stream
 from .kernels import sample_kernel
@@ -128,22 +128,11 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch; blocks take several rows where a grid can't
     have one for each.
     """
-    constants = {
-        "persistent": p.rows > MOST_BLOCKS[0],
-        "has_offset": p.offset,
-        "has_temperature": p.temperature,
-        "has_top_k": p.top_k,
-        "has_top_p": p.top_p,
-        "has_min_p": p.min_p,
-        "cols": p.cols,
-        # low bits of a float that the dtype does not have
-        "shift": {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[p.dtype],
-        "tile_n": c.tile_n,
-        "ways": c.ways,
-        "latency": c.latency,
-    }
-    unused = tuple(name for name in ("offset", "temperature", "top_k", "top_p", "min_p") if not getattr(p, name))
-    return (Launch(sample_kernel, (min(p.rows, MOST_BLOCKS[0]),), constants, **hints(c), pdl=p.rows <= MOST_BLOCKS[0], unused=unused),)
+    optional = {name: getattr(p, name) for name in ("offset", "temperature", "top_k", "top_p", "min_p")}
+    constants = {f"has_{name}": there for name, there in optional.items()} | {"persistent": p.rows > MOST_BLOCKS[0]}
+    # low bits of a float that the dtype does not have
+    constants["shift"] = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[p.dtype]
+    return (Launch.of(sample_kernel, (min(p.rows, MOST_BLOCKS[0]),), p, c, constants, optional=optional, pdl=p.rows <= MOST_BLOCKS[0]),)
 
 
 DECISION = Decision(

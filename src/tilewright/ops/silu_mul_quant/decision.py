@@ -8,7 +8,7 @@ import torch
 from cuda.tile import cdiv
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints
+from ...launch import Cost, Device, Launch
 from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import ROW, Block, largest_code
@@ -108,13 +108,8 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     blocks = c.blocks(cdiv(p.rows, c.tile_m) if p.by_rows else rows.tiles(p, c), device)
-    constants = {
-        "gelu": p.gelu_tanh,
-        "largest": largest_code(p.codes),
-        "power_of_two": p.power_of_two_scales,
-        **c.constants(p.cols),
-    }
+    constants = {"gelu": p.gelu_tanh, "largest": largest_code(p.codes), "power_of_two": p.power_of_two_scales}
     if not p.by_rows:
-        return (Launch(silu_mul_quant_kernel, blocks, constants | {"group_n": min(GROUP, c.tile_n)}, **hints(c)),)
+        return (Launch.of(silu_mul_quant_kernel, blocks, p, c, constants | {"group_n": min(GROUP, c.tile_n)}),)
     kernel = silu_mul_quant_rows_kernel if c.keep_row else silu_mul_quant_reread_kernel
-    return (Launch(kernel, blocks, constants, **hints(c)),)
+    return (Launch.of(kernel, blocks, p, c, constants),)

@@ -228,19 +228,17 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     if not c.rows:
         return _fused_launch(p, fitted(p.decode, c.decode), group, attend), *merge
     shape, strides = (tokens, 1, p.keys, p.head_dim), (p.keys * p.head_dim, p.keys * p.head_dim, p.head_dim, 1)
-    gather = Launch(
+    gather = Launch.of(
         sparse_decode_gather_kernel,
         (-(-p.topk // c.rows) + -(-p.more_topk // c.rows), tokens),
+        p,
+        c,
         {
-            "has_length": p.has_length,
             "more": p.more_topk > 0,
             "columns": p.head_dim,
             "group": group,
-            "rows": c.rows,
             "list": min(1024, max(16, next_pow2(max(p.topk, p.more_topk)))),
-            "latency": c.latency,
         },
-        num_worker_warps=c.num_worker_warps,
         scratch={"gathered": ((tokens, p.keys, p.head_dim), p.dtype), "count": ((tokens,), torch.int32)},
         views={"k": ("gathered", shape, strides), "v": ("gathered", (*shape[:3], p.columns), strides)},
         renames={"out": "gathered"},
@@ -253,24 +251,19 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 def _fused_launch(p: Problem, how: decode.Config, group: int, attend: Launch) -> Launch:
     """One kernel in place of gathering and `attend`."""
     constants = {
-        "has_length": p.has_length,
         "more": p.more_topk > 0,
         "has_sinks": p.sinks,
-        "return_lse": p.return_lse,
         "split_kv": how.num_kv_splits > 1,
         "heads": p.q_heads,
-        "rows": how.rows,
         "columns": p.head_dim,
         "group": group,
         "v_columns": p.columns,
-        "tile_n": how.tile_n,
         "ahead": how.tile_n > 32 or p.cache_dtype is not None,
-        "latency": how.latency,
-        "late": how.late,
     }
     grid = (how.num_kv_splits * -(-p.q_heads // how.rows), p.batch * p.q_len)
     untouched = (*_absent(p, group), *(name for name in ("lse", "sinks") if name in attend.unused))
-    return replace(attend, kernel=sparse_decode_kernel, grid=grid, constants=constants, pdl=False, unused=untouched)
+    unlike: dict[str, Any] = {"scratch": attend.scratch, "views": attend.views, "renames": attend.renames, "unused": untouched}
+    return Launch.of(sparse_decode_kernel, grid, p, how, constants, **unlike)
 
 
 def _absent(p: Problem, group: int) -> tuple[str, ...]:

@@ -223,26 +223,17 @@ ARGUMENTS = ("q", "cache", "cache_scale", "weights", "kv_len", "kv_start", "bloc
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """The launch that scores the keys, and the one that lists them."""
     bucket, pdl = next_pow2(p.max_len), use_pdl(p.batch * p.q_len, False)
-    known = {"page_size": p.page_size, "has_len": p.has_len, "has_start": p.has_start}
-    absent = tuple(name for name, there in (("kv_len", p.has_len), ("kv_start", p.has_start), ("block_table", p.page_size)) if not there)
-    score = Launch(
+    optional = {"kv_len": p.has_len, "kv_start": p.has_start, "block_table": p.page_size}
+    score = Launch.of(
         sparse_index_scores_kernel,
         (c.num_kv_splits, -(-p.q_len // c.tile_t), p.batch),
-        known
-        | {"codes": p.codes, "tf32x3": p.dtype == torch.float32, "tile_t": c.tile_t}
-        | {"tile_h": _tile_h(p), "tile_d": max(16, next_pow2(p.head_dim)), "tile_n": c.tile_n, "latency": c.latency},
-        num_worker_warps=c.num_worker_warps,
+        p,
+        c,
+        {"tf32x3": p.dtype == torch.float32, "tile_h": _tile_h(p), "tile_d": max(16, next_pow2(p.head_dim))},
+        optional=optional | {"cache_scale": p.codes},
         scratch={"scores": ((p.batch, p.q_len, bucket), torch.int32)},
-        unused=absent if p.codes else (*absent, "cache_scale"),
+        num_ctas=None,
         pdl=pdl,
     )
-    select = Launch(
-        sparse_index_select_kernel,
-        (p.q_len, p.batch),
-        known | {"tile": min(c.select, bucket), "ways": c.ways, "latency": c.select_latency},
-        num_worker_warps=8,
-        num_ctas=c.num_ctas,
-        unused=absent,
-        pdl=pdl,
-    )
-    return score, select
+    listing = {"tile": min(c.select, bucket), "latency": c.select_latency}
+    return score, Launch.of(sparse_index_select_kernel, (p.q_len, p.batch), p, c, listing, optional=optional, num_worker_warps=8, pdl=pdl)
