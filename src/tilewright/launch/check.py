@@ -31,17 +31,17 @@ def check_tensor(
 
     It must be a strided CPU or CUDA tensor that needs no gradient.
 
-    like: a tensor whose dtype and device it must share.
+    like: a tensor whose device it must share, and whose dtype unless there are `dtypes`.
     contiguous: the whole tensor must be; otherwise its last axis must have stride 1, but for
         any_strides.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if dtypes is not None and tensor.dtype not in dtypes:
+    if dtypes is None:
+        dtypes = (tensor.dtype if like is None else like.dtype,)
+    if tensor.dtype not in dtypes:
         raise argument_error(f"{name}.dtype", "one of " * (len(dtypes) > 1) + ", ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype))
     if like is not None:
-        if tensor.dtype != like.dtype:
-            raise argument_error(f"{name}.dtype", dtype_name(like.dtype), dtype_name(tensor.dtype))
         if tensor.device != like.device:
             raise argument_error(f"{name}.device", like.device, tensor.device)
     elif tensor.device.type not in ("cuda", "cpu", "meta"):

@@ -280,20 +280,17 @@ def adjust_logits(
     tables = {"counts": (counts, torch.int32, cols), "bias": (bias, torch.float32, cols), "mask": (mask, torch.int32, -(-cols // WORD))}
     for name, (table, dtype, wide) in tables.items():
         if table is not None:
-            check_tensor(table, name, ndim=2, dtypes=(dtype,))
+            check_tensor(table, name, ndim=2, dtypes=(dtype,), like=logits)
             wanted = {(rows, wide)} if name == "counts" else {(rows, wide), (1, wide)}
             if tuple(table.shape) not in wanted:
                 raise argument_error(f"{name}.shape", " or ".join(map(str, sorted(wanted))), tuple(table.shape))
     for name, value in penalties.items():
         if value is not None:
-            check_tensor(value, name, dtypes=(torch.float32,))
+            check_tensor(value, name, dtypes=(torch.float32,), like=logits)
             if value.dim() and value.shape != (rows,):
                 raise argument_error(f"{name}.shape", f"() or ({rows},)", tuple(value.shape))
     if (counts is None) != all(value is None for value in penalties.values()):
         raise argument_error("counts", "given with repetition, presence or frequency, and only then", type(counts).__name__)
-    for name, value in (*penalties.items(), *((name, table) for name, (table, _, _) in tables.items())):
-        if value is not None and value.device != logits.device:
-            raise argument_error(f"{name}.device", logits.device, value.device)
     out = out_or_new(out, (rows, cols), torch.float32, logits, counts, *penalties.values(), bias, mask)
     if rows:
         flat = (None if value is None else value.reshape(-1) for value in penalties.values())

@@ -38,8 +38,8 @@ from ..select import Choices, Work
 from .common.attention_tiles import packed_tile
 from .common.pdl import pdl_overlap, use_pdl
 from .common.rows import CPU_TILE, grid_fits, stream, threads, vector
-from .common.sequences import packed
-from .common.softmax_tiles import check_int32
+from .common.sequences import starts
+from .common.softmax_tiles import check_starts
 from .common.tiles import gated, of_width, rows_from
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -120,8 +120,7 @@ class Problem:
         if self.taps:
             options["state"] = randn(self.batch, self.taps, self.channels)
         if self.varlen:
-            starts = [packed(self.tokens, i, self.batch) for i in range(self.batch + 1)]
-            options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+            options["cu_seqlens"] = starts(self.tokens, self.batch, device)
         bias = randn(self.channels) if self.bias else None
         return {"x": randn(*sizes, self.channels), "weight": randn(self.channels, self.width), "bias": bias, **options}
 
@@ -425,11 +424,7 @@ def causal_conv1d(
         raise argument_error("weight.shape", f"({channels}, 2..{WIDEST})", tuple(weight.shape))
     if bias is not None:
         check_tensor(bias, "bias", shape=(channels,), like=x)
-    if cu_seqlens is not None:
-        check_int32(cu_seqlens, "cu_seqlens", x, (None,))
-        if not len(cu_seqlens):
-            raise argument_error("cu_seqlens.shape", "(sequences + 1,)", (0,))
-    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    batch = x.shape[0] if cu_seqlens is None else check_starts(cu_seqlens, "cu_seqlens", x)
     if state is not None:
         _check_state(state, x, batch, weight.shape[1])
         check_apart({"state": state}, x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens)

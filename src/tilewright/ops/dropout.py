@@ -208,9 +208,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None, *, 
     if not 0.0 <= p <= 1.0:
         raise argument_error("p", "0 to 1", p)
     for name, given in (("seed", seed), *(() if offset is None else (("offset", offset),))):
-        check_tensor(given, name, shape=(), dtypes=(torch.int64,))
-        if given.device != x.device:
-            raise argument_error(f"{name}.device", x.device, given.device)
+        check_tensor(given, name, shape=(), dtypes=(torch.int64,), like=x)
     out = out_or_new(out, x.shape, x.dtype, x, seed, offset)
     if out.numel():
         dropout_out(x.contiguous().view(-1), seed.view(1), None if offset is None else offset.view(1), p, out.view(-1))

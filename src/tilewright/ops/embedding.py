@@ -224,9 +224,7 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | 
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(ids, "ids", dtypes=(torch.int32, torch.int64))
-    check_tensor(weight, "weight", ndim=2, dtypes=DTYPES)
-    if weight.device != ids.device:
-        raise argument_error("weight.device", ids.device, weight.device)
+    check_tensor(weight, "weight", ndim=2, dtypes=DTYPES, like=ids)
     if weight.shape[0] == 0:
         raise argument_error("weight.shape[0]", "at least 1", 0)
     check_finite(scale, "scale")

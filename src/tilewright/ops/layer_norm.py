@@ -11,6 +11,7 @@ Bound     Memory: x read once, out written once; weight and bias stay in L2.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
 import cuda.tile as ct
@@ -44,9 +45,7 @@ class Problem:
         return Cost(size_bytes=(2 * n + (self.weight + self.bias) * self.cols) * self.dtype.itemsize, flops=7 * n)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=self.dtype, device=device)
-
+        randn = partial(torch.randn, dtype=self.dtype, device=device)
         return {
             "x": randn(self.rows, self.cols) + 2.0,
             "weight": randn(self.cols) if self.weight else None,

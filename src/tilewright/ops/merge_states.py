@@ -211,9 +211,7 @@ def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out
         raise argument_error("states.dim()", "at least 2", states.dim())
     if not 1 <= states.shape[0] <= MOST_STATES or not 1 <= states.shape[-1] <= MOST_COLUMNS:
         raise argument_error("states.shape", f"1..{MOST_STATES} states of 1..{MOST_COLUMNS} columns", tuple(states.shape))
-    check_tensor(states_lse, "states_lse", shape=states.shape[:-1], dtypes=(torch.float32,))
-    if states_lse.device != states.device:
-        raise argument_error("states_lse.device", states.device, states_lse.device)
+    check_tensor(states_lse, "states_lse", shape=states.shape[:-1], dtypes=(torch.float32,), like=states)
     merged, lse = each_out(out, "out", "lse")
     merged = out_or_new(merged, states.shape[1:], states.dtype, states, states_lse, name="out[0]")
     lse = out_or_new(lse, states.shape[1:-1], torch.float32, states, states_lse, merged, name="out[1]")

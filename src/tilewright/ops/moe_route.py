@@ -286,9 +286,7 @@ def moe_route(
     check_routing(experts, top_k, groups, top_groups, first_expert)
     check_finite(scale, "scale")
     if bias is not None:
-        check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
-        if bias.device != logits.device:
-            raise argument_error("bias.device", logits.device, bias.device)
+        check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True, like=logits)
     weights, ids = each_out(out, "weights", "ids")
     weights = out_or_new(weights, (tokens, top_k), torch.float32, logits, bias, name="out[0]")
     ids = out_or_new(ids, (tokens, top_k), torch.int32, logits, bias, weights, name="out[1]")

@@ -10,6 +10,7 @@ Bound     Memory: x read once, out written once (with a residual two and two); t
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional, overload
 
 import cuda.tile as ct
@@ -73,9 +74,7 @@ class Problem:
         return Cost(size_bytes=(moved + self.cols) * self.dtype.itemsize, flops=4 * n)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=self.dtype, device=device)
-
+        randn = partial(torch.randn, dtype=self.dtype, device=device)
         return {
             "x": randn(self.rows, self.cols),
             "weight": randn(self.cols),

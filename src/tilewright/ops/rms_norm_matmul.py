@@ -19,6 +19,7 @@ Bound     Memory: b read once, on the CUDA cores for further rows from L2. The r
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Optional, overload
 
 import cuda.tile as ct
@@ -77,9 +78,7 @@ class Problem:
         return Cost((self.n * self.k + around + out) * self.dtype.itemsize, 2 * self.rows * self.n * self.k)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=self.dtype, device=device)
-
+        randn = partial(torch.randn, dtype=self.dtype, device=device)
         return {
             "x": randn(self.rows, self.k),
             "weight": randn(self.k),

@@ -38,6 +38,7 @@ from ..common.softmax_tiles import (
     check_scale_and_window,
     check_scales,
     check_softcap,
+    check_starts,
     no_keys,
 )
 from .decision import CHOICES, Problem, plan, space
@@ -389,7 +390,5 @@ def _check_packing(q: Tensor, kv_start: Any, kv_len: Any, cu_seqlens_q: Tensor, 
             raise argument_error(name, "None with cu_seqlens_q", type(given).__name__)
     if cu_seqlens_kv is None:
         raise argument_error("cu_seqlens_kv", "given with cu_seqlens_q", None)
-    check_int32(cu_seqlens_q, "cu_seqlens_q", q, (None,))
-    if not len(cu_seqlens_q):
-        raise argument_error("cu_seqlens_q.shape", "(sequences + 1,)", (0,))
+    check_starts(cu_seqlens_q, "cu_seqlens_q", q)
     check_int32(cu_seqlens_kv, "cu_seqlens_kv", q, tuple(cu_seqlens_q.shape))

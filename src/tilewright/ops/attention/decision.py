@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
@@ -13,7 +13,7 @@ from ..common import prefill
 from ..common.attention_tiles import widths_of
 from ..common.prefill import ALIKE, SAMPLES, Config, least_width
 from ..common.scaling import FP8
-from ..common.sequences import counted, later, packed, sample, shorter
+from ..common.sequences import counted, later, packed, sample, shorter, starts
 from ..common.softmax_tiles import visible_scores
 from .candidates import SPILLS, TABLES
 from .kernels import attention_kernel
@@ -118,12 +118,8 @@ class Problem:
         return Cost(self.size_bytes(), 2 * scores * self.q_heads * (self.head_dim + self.values_dim))
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16 if self.scaled else self.dtype, device=device)
-
-        def int32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        randn = partial(torch.randn, dtype=torch.bfloat16 if self.scaled else self.dtype, device=device)
+        int32 = partial(torch.tensor, dtype=torch.int32, device=device)
         options: dict[str, Any] = {"causal": self.causal, "window": self.window, "return_lse": self.return_lse, "softcap": self.softcap}
         if self.ahead:
             options |= {"causal": False, "window": (None if self.window is None else self.window - 1, self.ahead)}
@@ -134,7 +130,7 @@ class Problem:
                 options[f"{name}_scale"] = 0.5 + torch.rand(heads, device=device)
         if self.varlen:
             for name, total in (("q", self.q_len), ("kv", self.kv_len)):
-                options[f"cu_seqlens_{name}"] = int32([packed(total, i, self.batch) for i in range(self.batch + 1)])
+                options[f"cu_seqlens_{name}"] = starts(total, self.batch, device)
             q = randn(self.q_len, self.q_heads, self.head_dim)
             k, v = (randn(self.kv_len, self.kv_heads, dim) for dim in (self.head_dim, self.values_dim))
             return {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "max_q_len": self.longest or None, **options}

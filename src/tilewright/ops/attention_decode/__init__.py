@@ -238,9 +238,7 @@ def attention_decode(
     if q.dtype == torch.float32 and head_dim > 256:
         raise argument_error("q.shape[-1]", "in 1..256 in float32", head_dim)
     stored = k.dtype if isinstance(k, Tensor) and k.dtype == torch.float8_e4m3fn else q.dtype
-    check_tensor(k, "k", ndim=4, dtypes=(stored,))
-    if k.device != q.device:
-        raise argument_error("k.device", q.device, k.device)
+    check_tensor(k, "k", ndim=4, dtypes=(stored,), like=q)
     check_heads(q, k, head_dim)
     scale = check_scale_and_window(scale, window, head_dim)
     check_softcap(softcap)

@@ -4,11 +4,10 @@ to.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
@@ -79,12 +78,8 @@ class Problem:
         return Cost(size, 2 * keys * self.q_heads * self.q_len * both)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=self.dtype, device=device)
-
-        def int32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        randn = partial(torch.randn, dtype=self.dtype, device=device)
+        int32 = partial(torch.tensor, dtype=torch.int32, device=device)
         lengths, starts = ([of(i) for i in range(self.batch)] for of in (self.end, self.start))
         options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse, "normalize": self.normalize}
         options["kv_len"] = int32(lengths) if self.has_len else None

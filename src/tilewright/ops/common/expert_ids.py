@@ -12,9 +12,7 @@ from .routing import MOST_TOP_K
 def check_choice(x: Tensor, weights: Tensor, ids: Tensor) -> None:
     """weights [tokens, top_k] fp32 and ids of the same shape, on x's device."""
     for name, tensor, dtypes in (("weights", weights, (torch.float32,)), ("ids", ids, (torch.int32, torch.int64))):
-        check_tensor(tensor, name, ndim=2, dtypes=dtypes)
-        if tensor.device != x.device:
-            raise argument_error(f"{name}.device", x.device, tensor.device)
+        check_tensor(tensor, name, ndim=2, dtypes=dtypes, like=x)
     if weights.shape[0] != len(x) or not 1 <= weights.shape[1] <= MOST_TOP_K:
         raise argument_error("weights.shape", f"({len(x)}, top_k) with top_k from 1 to {MOST_TOP_K}", tuple(weights.shape))
     check_tensor(ids, "ids", shape=tuple(weights.shape))

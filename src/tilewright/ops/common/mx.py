@@ -90,16 +90,12 @@ def format_of(codes: Tensor, scale: Tensor) -> MxFormat:
 
 def check_scale(scale: Tensor, codes: Tensor, name: str, of: MxFormat) -> None:
     """Raises TypeError or ValueError unless it is the scales of these codes."""
-    check_tensor(scale, f"scale_{name}", dtypes=(of.scale_dtype,), shape=(*codes.shape[:-1], codes.shape[-1] // of.group_bytes))
-    if scale.device != codes.device:
-        raise argument_error(f"scale_{name}.device", codes.device, scale.device)
+    check_tensor(scale, f"scale_{name}", dtypes=(of.scale_dtype,), shape=(*codes.shape[:-1], codes.shape[-1] // of.group_bytes), like=codes)
 
 
 def check_factor(factor: Tensor, x: Tensor, name: str) -> None:
     """Raises TypeError or ValueError unless it is one fp32 number on x's device."""
-    check_tensor(factor, name, shape=(), dtypes=(torch.float32,))
-    if factor.device != x.device:
-        raise argument_error(f"{name}.device", x.device, factor.device)
+    check_tensor(factor, name, shape=(), dtypes=(torch.float32,), like=x)
 
 
 def bits_of(scale: Tensor) -> Tensor:

@@ -116,9 +116,7 @@ def _fits(scale: Tensor, scaling: Scaling, batch: int | None) -> bool:
 def _check_scale(a: Tensor, name: str, scale: Tensor | None) -> None:
     if scale is None:
         raise argument_error(name, "given together with the other operand's scale", None)
-    check_tensor(scale, name, dtypes=(torch.float32,), any_strides=True)
-    if scale.device != a.device:
-        raise argument_error(f"{name}.device", a.device, scale.device)
+    check_tensor(scale, name, dtypes=(torch.float32,), any_strides=True, like=a)
 
 
 def _allowed(which: int, m: int, n: int, k: int, batch_a: int | None, batch_b: int | None) -> str:

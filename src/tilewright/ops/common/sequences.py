@@ -4,6 +4,8 @@ plans 2**31 of them in the time of a few.
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
 MOST = 1024  # sequences that are counted one by one; of more, those between are like them
 
 
@@ -41,6 +43,11 @@ def packed(total: int, i: int, batch: int) -> int:
         return i * (3 * batch + 1 - i) - (3 * batch - 2 * middle) * (i > middle)
 
     return total * shares(i) // shares(batch)
+
+
+def starts(total: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Where packed sequences begin, and the last one ends (`cu_seqlens`)."""
+    return torch.tensor([packed(total, i, batch) for i in range(batch + 1)], dtype=torch.int32, device=device)
 
 
 def places(tokens: int, batch: int, length: int, varlen: bool) -> int:

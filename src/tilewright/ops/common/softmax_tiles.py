@@ -134,13 +134,19 @@ def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None
     """Raises TypeError or ValueError unless `tensor` is int32 of that shape (None: any length) on
     the device of `like`; any strides.
     """
-    check_tensor(tensor, name, ndim=len(shape), dtypes=(torch.int32,), any_strides=True)
-    if tensor.device != like.device:
-        raise argument_error(f"{name}.device", like.device, tensor.device)
+    check_tensor(tensor, name, ndim=len(shape), dtypes=(torch.int32,), any_strides=True, like=like)
     for n, was in zip(shape, tensor.shape, strict=True):
         if n is not None and n != was:
             wanted = tuple(was if n is None else n for n, was in zip(shape, tensor.shape, strict=True))
             raise argument_error(f"{name}.shape", wanted, tuple(tensor.shape))
+
+
+def check_starts(starts: Tensor, name: str, like: Tensor) -> int:
+    """How many sequences these are the starts of (`cu_seqlens`); raises as `check_int32`."""
+    check_int32(starts, name, like, (None,))
+    if not len(starts):
+        raise argument_error(f"{name}.shape", "(sequences + 1,)", (0,))
+    return len(starts) - 1
 
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
@@ -165,9 +171,7 @@ def check_softcap(softcap: float | None) -> None:
 
 def check_per_head(tensor: Tensor, name: str, like: Tensor, heads: int) -> None:
     """Raises TypeError or ValueError unless `tensor` is fp32 [heads] on the device of `like`."""
-    check_tensor(tensor, name, shape=(heads,), dtypes=(torch.float32,))
-    if tensor.device != like.device:
-        raise argument_error(f"{name}.device", like.device, tensor.device)
+    check_tensor(tensor, name, shape=(heads,), dtypes=(torch.float32,), like=like)
 
 
 def check_scales(like: Tensor, **given: tuple[Tensor | None, tuple[int, ...]]) -> None:
@@ -181,9 +185,7 @@ def check_scales(like: Tensor, **given: tuple[Tensor | None, tuple[int, ...]]) -
             if tensor is not None:
                 raise argument_error(name, f"None for {dtype_name(like.dtype)}", type(tensor).__name__)
             continue
-        check_tensor(tensor, name, shape=shape, dtypes=(torch.float32,))  # type: ignore[arg-type]  # None: it says so
-        if tensor is not None and tensor.device != like.device:
-            raise argument_error(f"{name}.device", like.device, tensor.device)
+        check_tensor(tensor, name, shape=shape, dtypes=(torch.float32,), like=like)  # type: ignore[arg-type]  # None: it says so
 
 
 def no_keys(out: Tensor, lse: Tensor | None, denominator: Tensor | None = None) -> None:

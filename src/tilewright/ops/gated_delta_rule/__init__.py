@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
 from ...launch.values import Claim, Claims, rising
-from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_int32
+from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_starts
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import recurrent_kernel as gated_delta_rule_kernel
 
@@ -202,16 +202,9 @@ def gated_delta_rule(
     channels = isinstance(g, Tensor) and g.dim() == q.dim()
     _check_gate(g, "g", v, (*v.shape[:-1], q.shape[-1]) if channels else v.shape[:-1])
     _check_gate(beta, "beta", v, v.shape[:-1])
-    sequences = q.shape[0]
-    if cu_seqlens is not None:
-        check_int32(cu_seqlens, "cu_seqlens", q, (None,))
-        if not len(cu_seqlens):
-            raise argument_error("cu_seqlens.shape", "(sequences + 1,)", (0,))
-        sequences = len(cu_seqlens) - 1
+    sequences = q.shape[0] if cu_seqlens is None else check_starts(cu_seqlens, "cu_seqlens", q)
     if state is not None:
-        check_tensor(state, "state", shape=(sequences, v.shape[head], q.shape[-1], v.shape[-1]), dtypes=(torch.float32,))
-        if state.device != q.device:
-            raise argument_error("state.device", q.device, state.device)
+        check_tensor(state, "state", shape=(sequences, v.shape[head], q.shape[-1], v.shape[-1]), dtypes=(torch.float32,), like=q)
         check_writable(state, "state")
         check_apart({"state": state}, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
     if scale is None:
@@ -233,6 +226,4 @@ def _check_gate(gate: Tensor, name: str, v: Tensor, shape: tuple[int, ...]) -> N
     number for each row of v.
     """
     dtypes = tuple(dict.fromkeys((torch.float32, v.dtype)))
-    check_tensor(gate, name, shape=shape, dtypes=dtypes, any_strides=len(shape) < v.dim())
-    if gate.device != v.device:
-        raise argument_error(f"{name}.device", v.device, gate.device)
+    check_tensor(gate, name, shape=shape, dtypes=dtypes, any_strides=len(shape) < v.dim(), like=v)

@@ -13,7 +13,7 @@ from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
-from ..common.sequences import packed, places
+from ..common.sequences import packed, places, starts
 from .channel_kernels import scan_channels_kernel, solve_channels_kernel
 from .kernels import link_kernel, recurrent_kernel, scan_kernel, solve_kernel
 
@@ -90,8 +90,7 @@ class Problem:
         if self.has_state:
             options["state"] = torch.randn(self.batch, self.v_heads, self.head_dim, self.values_dim, device=device)
         if self.varlen:
-            starts = [packed(self.tokens, i, self.batch) for i in range(self.batch + 1)]
-            options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+            options["cu_seqlens"] = starts(self.tokens, self.batch, device)
         v = heads(self.v_heads, self.values_dim)
         return {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "g": g, "beta": beta, **options}
 

@@ -194,9 +194,7 @@ def grouped_gemm(
     if masked and a.shape[0] != groups:
         raise argument_error("a.shape[0]", f"{groups}, the groups of b", a.shape[0])
     name = "counts" if masked else "offsets"
-    check_tensor(sizes, name, shape=(groups,), dtypes=(torch.int32,))
-    if sizes.device != a.device:
-        raise argument_error(f"{name}.device", a.device, sizes.device)
+    check_tensor(sizes, name, shape=(groups,), dtypes=(torch.int32,), like=a)
     if expected_rows is not None:
         check_integers(expected_rows=expected_rows)
         if expected_rows < 1:

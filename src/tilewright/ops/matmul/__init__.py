@@ -202,9 +202,7 @@ def matmul(
     if residual is not None:
         check_tensor(residual, "residual", shape=out.shape, like=out)
     if out_scale is not None:
-        check_tensor(out_scale, "out_scale", shape=(), dtypes=(torch.float32,))
-        if out_scale.device != a.device:
-            raise argument_error("out_scale.device", a.device, out_scale.device)
+        check_tensor(out_scale, "out_scale", shape=(), dtypes=(torch.float32,), like=a)
     if out.numel() == 0:
         return out
     if k == 0:

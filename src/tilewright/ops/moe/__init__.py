@@ -244,9 +244,7 @@ def moe(
     tokens, hidden = x.shape
     scaled = scale_gate_up is not None or scale_down is not None
     for name, matrix in (("gate_up", gate_up), ("down", down)):
-        check_tensor(matrix, name, dtypes=(E4M3,) if scaled else (x.dtype,))
-        if matrix.device != x.device:
-            raise argument_error(f"{name}.device", x.device, matrix.device)
+        check_tensor(matrix, name, dtypes=(E4M3,) if scaled else (x.dtype,), like=x)
     check_tensor(down, "down", ndim=3)
     experts, _, inter = down.shape
     if not 1 <= experts <= MOST_EXPERTS:
@@ -314,9 +312,7 @@ def _check_scales(x: Tensor, scale_gate_up: Tensor | None, scale_down: Tensor | 
     for name, scale in (("scale_gate_up", scale_gate_up), ("scale_down", scale_down)):
         if scale is None:
             raise argument_error(name, "given together with the other scale", None)
-        check_tensor(scale, name, dtypes=(torch.float32,), any_strides=True)
-        if scale.device != x.device:
-            raise argument_error(f"{name}.device", x.device, scale.device)
+        check_tensor(scale, name, dtypes=(torch.float32,), any_strides=True, like=x)
     assert scale_gate_up is not None
     assert scale_down is not None
     scaling = Scaling.BLOCK if scale_gate_up.dim() == 3 else Scaling.ROW

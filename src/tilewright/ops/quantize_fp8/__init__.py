@@ -143,9 +143,7 @@ def quantize_fp8(
         if scales is not None:
             quantize_fp8_out(as_rows(x), *block, power_of_two_scales, as_rows(codes), scales)
         return codes, scale
-    check_tensor(scale, "scale", shape=(), dtypes=(torch.float32,))
-    if scale.device != x.device:
-        raise argument_error("scale.device", x.device, scale.device)
+    check_tensor(scale, "scale", shape=(), dtypes=(torch.float32,), like=x)
     if block != TENSOR:
         raise argument_error("scale", f"None for block {block}", "a tensor")
     if power_of_two_scales:

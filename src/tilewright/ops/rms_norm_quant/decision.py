@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import cuda.tile as ct
 import torch
-from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
@@ -38,9 +38,7 @@ class Problem:
         return Cost(size_bytes=(moved + self.cols) * self.dtype.itemsize + n + 4 * scales, flops=7 * n)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=self.dtype, device=device)
-
+        randn = partial(torch.randn, dtype=self.dtype, device=device)
         return {
             "x": randn(self.rows, self.cols),
             "weight": randn(self.cols),

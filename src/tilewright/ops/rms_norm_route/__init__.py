@@ -213,9 +213,7 @@ def rms_norm_route(
     if router_bias is not None:
         check_tensor(router_bias, "router_bias", shape=(experts,), like=x)
     if bias is not None:
-        check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True)
-        if bias.device != x.device:
-            raise argument_error("bias.device", x.device, bias.device)
+        check_tensor(bias, "bias", shape=(experts,), dtypes=(torch.float32,), contiguous=True, like=x)
     weights, ids, y = each_out(out, "weights", "ids", "normed rows")
     inputs = (x, weight, router, residual, router_bias, bias)
     weights = out_or_new(weights, (tokens, top_k), torch.float32, *inputs, name="out[0]")

@@ -1,10 +1,10 @@
 """What `rms_norm_route` decides from (Problem), what it decides (Config), and its launch."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
@@ -37,9 +37,7 @@ class Problem:
         return Cost((self.experts * self.k + rows) * self.dtype.itemsize + 8 * self.tokens * self.top_k, 2 * self.tokens * self.experts * self.k)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=self.dtype, device=device)
-
+        randn = partial(torch.randn, dtype=self.dtype, device=device)
         return {
             "x": randn(self.tokens, self.k),
             "weight": randn(self.k),

@@ -161,9 +161,7 @@ def rope(
 
 def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch, _, seq_len, head_dim = q.shape
-    check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32))
-    if cos.device != q.device:
-        raise argument_error("cos.device", q.device, cos.device)
+    check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32), like=q)
     if cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len or not 0 < 2 * cos.shape[2] <= head_dim:
         raise argument_error("cos.shape", f"(1 or {batch}, {seq_len}, 1 to {head_dim // 2})", tuple(cos.shape))
     check_tensor(sin, "sin", shape=cos.shape, like=cos)
@@ -171,12 +169,9 @@ def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _check_positions(q: Tensor, positions: Tensor, inv_freq: Tensor) -> None:
     batch, _, seq_len, head_dim = q.shape
-    check_tensor(positions, "positions", ndim=2, dtypes=(torch.int32, torch.int64))
+    check_tensor(positions, "positions", ndim=2, dtypes=(torch.int32, torch.int64), like=q)
     if positions.shape[0] not in (1, batch) or positions.shape[1] != seq_len:
         raise argument_error("positions.shape", f"(1 or {batch}, {seq_len})", tuple(positions.shape))
-    check_tensor(inv_freq, "inv_freq", ndim=1, dtypes=(torch.float32,))
+    check_tensor(inv_freq, "inv_freq", ndim=1, dtypes=(torch.float32,), like=q)
     if not 0 < 2 * inv_freq.shape[0] <= head_dim:
         raise argument_error("inv_freq.shape", f"(1 to {head_dim // 2},)", tuple(inv_freq.shape))
-    for name, x in (("positions", positions), ("inv_freq", inv_freq)):
-        if x.device != q.device:
-            raise argument_error(f"{name}.device", q.device, x.device)

@@ -195,11 +195,9 @@ def sample(
         ("min_p", min_p, torch.float32),
     )
     for name, given, dtype in (("seed", seed, torch.int64), *((n, t, d) for n, t, d in optional if t is not None)):
-        check_tensor(given, name, dtypes=(dtype,))
+        check_tensor(given, name, dtypes=(dtype,), like=logits)
         if given.dim() and given.shape != (rows,):
             raise argument_error(f"{name}.shape", f"() or ({rows},)", tuple(given.shape))
-        if given.device != logits.device:
-            raise argument_error(f"{name}.device", logits.device, given.device)
     out = out_or_new(out, (rows,), torch.int64, logits, seed, offset, temperature, top_k, top_p, min_p)
     if rows:
         flat = (None if t is None else t.reshape(-1) for t in (offset, temperature, top_k, top_p, min_p))

@@ -224,9 +224,7 @@ def sparse_index(
         raise argument_error("cache_scale", "given for e4m3 keys, and None for others", "None" if cache_scale is None else "a tensor")
     for name, given, shape in (("weights", weights, q.shape[:3]), ("cache_scale", cache_scale, cache.shape[:2])):
         if given is not None:
-            check_tensor(given, name, shape=tuple(shape), dtypes=(torch.float32,))
-            if given.device != q.device:
-                raise argument_error(f"{name}.device", q.device, given.device)
+            check_tensor(given, name, shape=tuple(shape), dtypes=(torch.float32,), like=q)
     out = out_or_new(out, (batch, q_len, topk), torch.int32, q, cache, weights, cache_scale, kv_len, kv_start, block_table)
     if cache.numel() and (block_table is None or block_table.numel()):
         if out.numel():

@@ -5,7 +5,7 @@ to.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -74,9 +74,7 @@ class Problem:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, device=device).to(self.dtype)
 
-        def int32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        int32 = partial(torch.tensor, dtype=torch.int32, device=device)
         lengths, starts = ([of(i) for i in range(self.batch)] for of in (self.end, self.start))
         options: dict[str, Any] = {"kv_len": int32(lengths) if self.has_len else None, "kv_start": int32(starts) if self.has_start else None}
         first, end = (torch.tensor(places, device=device)[:, None] for places in (starts, lengths))
