@@ -22,7 +22,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
@@ -212,7 +212,7 @@ def adjust_logits_kernel(
     ct.store(OUT, (row, j), x, allow_tma=False)
 
 
-DECISION = Decision("adjust_logits", problem=Problem, arguments=("logits", "counts", *GIVEN, "out"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("logits", "counts", *GIVEN, "out"))
 
 
 def _claims(repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None, bias: Tensor | None) -> Claims:

@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.first_best import NOWHERE, empty_best, first_best, take_better
 from .common.pdl import pdl_overlap
@@ -223,7 +223,7 @@ def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Const
     ct.store(OUT, (i,), column.reshape((1,)).astype(ct.int64), allow_tma=False)
 
 
-DECISION = Decision("argmax", problem=Problem, arguments=("x", "out"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("x", "out"))
 
 
 @torch_op(mutates=("out",))

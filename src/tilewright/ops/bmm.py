@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
@@ -172,7 +172,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return (Launch.of(bmm_kernel, (blocks,), p, c, constants, optional=optional, pdl=use_pdl(p.gemm, c, device, blocks)),)
 
 
-DECISION = Decision("bmm", problem=Problem, arguments=("a", "b", "scale_a", "scale_b", "out"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("a", "b", "scale_a", "scale_b", "out"))
 
 
 @ct.kernel

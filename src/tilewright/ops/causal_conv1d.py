@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..launch import (
     Cost,
-    Decision,
     Device,
     Launch,
     argument_error,
@@ -342,13 +341,7 @@ def keep_kernel(
         keep_row(STATE, seq, i, j, kept[i], TILE_N)
 
 
-DECISION = Decision(
-    "causal_conv1d",
-    problem=Problem,
-    arguments=("x", "weight", "bias", "state", "out", "cu_seqlens", "tokens"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "weight", "bias", "state", "out", "cu_seqlens", "tokens"))
 
 
 def _claims(x: Tensor, cu_seqlens: Tensor | None) -> Claims:

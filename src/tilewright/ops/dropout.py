@@ -20,7 +20,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_number, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, check_number, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.philox import low_high, one_of_four, philox, philox_reference, split_words
 from .common.rows import CPU_TILE, TILE_TIE, launchable, stream
@@ -174,7 +174,7 @@ def dropout_kernel(
         one_tile(ct.bid(0))
 
 
-DECISION = Decision("dropout", problem=Problem, arguments=("x", "out", "seed", "offset", "limit", "scale"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("x", "out", "seed", "offset", "limit", "scale"))
 
 
 @torch_op(mutates=("out",))

@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_finite, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, check_finite, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, within
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
@@ -193,7 +193,7 @@ def embedding_units_kernel(
     ct.scatter(OUT, (ct.expand_dims(token, 1), at), y, mask=stored, check_bounds=False)
 
 
-DECISION = Decision("embedding", problem=Problem, arguments=("ids", "weight", "out", "scale"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("ids", "weight", "out", "scale"))
 
 
 def _claims(ids: Tensor, weight: Tensor) -> Claims:

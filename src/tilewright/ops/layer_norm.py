@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_positive, check_tensor, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_positive, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
 from .common.tiles import each_row_tile, load_masked, of_width, vector_chunk
 
@@ -192,7 +192,7 @@ def layer_norm_reread_kernel(
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
-DECISION = Decision("layer_norm", problem=Problem, arguments=("x", "weight", "bias", "out", "eps"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("x", "weight", "bias", "out", "eps"))
 
 
 @torch_op(mutates=("out",))

@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_tensor, each_out, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, check_bools, check_tensor, each_out, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
 from .common.softmax_tiles import DTYPES, FLOOR, LN2, LOG2E, joined
@@ -168,13 +168,7 @@ def merge_states_kernel(
         merge(False)
 
 
-DECISION = Decision(
-    "merge_states",
-    problem=Problem,
-    arguments=("states", "states_lse", "out", "lse"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("states", "states_lse", "out", "lse"))
 
 
 @torch_op(mutates=("out", "lse"))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..launch import (
     Cost,
-    Decision,
     Device,
     Launch,
     argument_error,
@@ -204,7 +203,7 @@ def moe_route_kernel(
     ct.store(IDS, (i, 0), ids - first_expert, allow_tma=False)
 
 
-DECISION = Decision("moe_route", problem=Problem, arguments=("logits", "bias", "weights", "ids", "scale", "first_expert"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("logits", "bias", "weights", "ids", "scale", "first_expert"))
 
 
 @torch_op(mutates=("weights", "ids"))

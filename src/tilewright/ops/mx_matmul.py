@@ -20,7 +20,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, dtype_name, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, dtype_name, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Tile, changed, cpu_tiles, tiles_of, use_pdl
@@ -162,13 +162,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return (Launch.of(mx_matmul_kernel, (blocks,), p, c, constants, optional=optional, pdl=use_pdl(p.gemm, c, device, blocks)),)
 
 
-DECISION = Decision(
-    "mx_matmul",
-    problem=Problem,
-    arguments=("a", "b", "scale_a", "scale_b", "bias", "out_scale", "out"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("a", "b", "scale_a", "scale_b", "bias", "out_scale", "out"))
 
 
 @ct.kernel

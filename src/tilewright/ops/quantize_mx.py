@@ -18,7 +18,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, each_out, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, each_out, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import rows
 from .common.mx import MX_FORMATS, MxFormat, bits_of, check_factor, dequantized, mx_codes, mx_named, quantized
@@ -93,7 +93,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return (Launch.of(quantize_mx_kernel, c.blocks(rows.tiles(p, c), device), p, c, constants, optional={"factor": p.factor}),)
 
 
-DECISION = Decision("quantize_mx", problem=Problem, arguments=("x", "factor", "codes", "scale"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("x", "factor", "codes", "scale"))
 
 
 @ct.kernel

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..launch import (
     Cost,
-    Decision,
     Device,
     Launch,
     argument_error,
@@ -200,13 +199,7 @@ def rms_norm_reread_kernel(
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
-DECISION = Decision(
-    "rms_norm",
-    problem=Problem,
-    arguments=("x", "residual", "weight", "out", "new_residual", "eps", "weight_offset"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "residual", "weight", "out", "new_residual", "eps", "weight_offset"))
 
 
 @torch_op(mutates=("out", "new_residual"))

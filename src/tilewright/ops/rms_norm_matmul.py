@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_bools, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from . import rms_norm
 from .common import gemm_choices
@@ -174,13 +174,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return (Launch.of(rms_norm_matmul_rows_kernel, (blocks + pieces,), p, c, constants, optional=optional, pdl=pdl),)
 
 
-DECISION = Decision(
-    "rms_norm_matmul",
-    problem=Problem,
-    arguments=("x", "residual", "weight", "b", "bias", "out", "sum", "eps", "weight_offset"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "residual", "weight", "b", "bias", "out", "sum", "eps", "weight_offset"))
 
 
 def _rows_tile(X, RESIDUAL, at, shape, ADD, LATENCY):

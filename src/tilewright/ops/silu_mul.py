@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..select import Choices
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
@@ -90,7 +90,7 @@ def silu_mul_kernel(
     each_tile(compute, OUT, COLS, PERSISTENT, TILE_M, TILE_N, False)
 
 
-DECISION = Decision("silu_mul", problem=Problem, arguments=("gate", "up", "out"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("gate", "up", "out"))
 
 
 @torch_op(mutates=("out",))

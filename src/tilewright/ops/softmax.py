@@ -16,7 +16,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
 from .common.tiles import each_row_tile, load_masked, of_width
 
@@ -145,7 +145,7 @@ def softmax_reread_kernel(
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
-DECISION = Decision("softmax", problem=Problem, arguments=("x", "out"), space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ("x", "out"))
 
 
 @torch_op(mutates=("out",))

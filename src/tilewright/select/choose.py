@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from ..launch import Device
+from ..launch import Decision, Device, Launch
 from .cost import Array, Prices, Works, us
 from .neighbours import Neighbours, Place
 from .rates import Rates, data_of, rates
@@ -69,6 +69,12 @@ class Choices(Generic[P, C]):
         problem.
         """
         return ordered(self, self.bucket(problem, device) if self.bucket else problem, device)
+
+    def decision(self, problem: type[P], plan: Callable[[P, C, Device], Sequence[Launch]], arguments: Sequence[str]) -> Decision:
+        """What calls ask: for problems of a class, with the launches of `plan`, which take
+        `arguments` (`Decision`).
+        """
+        return Decision(self.op, problem=problem, arguments=arguments, space=self.space, plan=plan)
 
     def us(self, problem: P, config: C, device: Device) -> float:
         """The model's time alone, without neighbours."""

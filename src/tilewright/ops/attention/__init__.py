@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_out, check_tensor, next_pow2, torch_op
+from ...launch import Device, argument_error, check_bools, check_integers, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
@@ -148,7 +148,7 @@ ARGUMENTS = (
     *("q", "k", "v", "out", "lse", "kv_start", "kv_len", "cu_seqlens_q", "cu_seqlens_kv"),
     *("sinks", "q_scale", "k_scale", "v_scale", "window", "ahead", "scale", "cap"),
 )
-DECISION = Decision("attention", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(

@@ -20,7 +20,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
+from ...launch import Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from .calls import MOST_LAUNCHES, MOST_TOKENS, check_codes, check_decode, tokens_by_launch
@@ -104,7 +104,7 @@ def reference(
     return (out, lse) if return_lse else out
 
 
-DECISION = Decision("attention_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(k: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:

@@ -24,7 +24,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
+from ...launch import Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
 from ...launch.values import Claim, Claims, rising
 from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_starts
 from .decision import CHOICES, Config, Problem, plan, space
@@ -96,13 +96,7 @@ def reference(
     return out if state is None else (out, s)
 
 
-DECISION = Decision(
-    "gated_delta_rule",
-    problem=Problem,
-    arguments=("q", "k", "v", "g", "beta", "state", "out", "cu_seqlens", "scale", "eps"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("q", "k", "v", "g", "beta", "state", "out", "cu_seqlens", "scale", "eps"))
 
 
 def _claims(q: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None) -> Claims:

@@ -18,7 +18,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_near, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch import Device, argument_error, check_bools, check_integers, check_near, check_tensor, dtype_name, out_or_new, torch_op
 from ...launch.values import Claims, rising, within
 from ..common.scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
 from .decision import CHOICES, Config, Problem, plan, space
@@ -92,7 +92,7 @@ def comparable(result: Tensor, *, offsets: Tensor | None = None, counts: Tensor 
 
 
 ARGUMENTS = ("a", "b", "sizes", "scale_a", "scale_b", "out", "rows")
-DECISION = Decision("grouped_gemm", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(a: Tensor, offsets: Tensor | None, counts: Tensor | None) -> Claims:

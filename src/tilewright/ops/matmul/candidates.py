@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...launch import Decision, Device
+from ...launch import Device
 from ...select import Choices, Work
 from ..common import gemm_choices
 from ..common.gemm_choices import begins_all, tiles_for
@@ -73,10 +73,4 @@ CHOICES = Choices("matmul", candidates, legal, work, family)
 space = CHOICES.space
 
 
-DECISION = Decision(
-    "matmul",
-    problem=Problem,
-    arguments=("a", "b", "scale_a", "scale_b", "bias", "residual", "out_scale", "out"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("a", "b", "scale_a", "scale_b", "bias", "residual", "out_scale", "out"))

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_bools, check_out, check_tensor, torch_op
+from ...launch import Device, argument_error, check_bools, check_out, check_tensor, torch_op
 from ...launch.values import Claims, positive, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
@@ -74,7 +74,7 @@ def reference(
 
 
 ARGUMENTS = ("q_nope", "q_rope", "k_nope", "k_rope", "v", "out", "lse", "kv_len", "q_scale", "k_scale", "v_scale", "scale")
-DECISION = Decision("mla", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(k_nope: Tensor, kv_len: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Claims:

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_tensor, out_or_new, torch_op
+from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, no_nan, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.fp8 import GROUPS, dequantized, quantized
@@ -124,7 +124,7 @@ def _scaling(scale: Tensor | None) -> Scaling:
 
 _GATE_UP, _DOWN = (tuple(f"{kind}{part}" for kind in ("", "scale_", "bias_", "shared_")) for part in ("gate_up", "down"))
 _ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch: x as a batch of one
-DECISION = Decision("moe", problem=Problem, arguments=_ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)
 
 
 def _claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:

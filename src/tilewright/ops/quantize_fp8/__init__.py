@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, as_rows, check_bools, check_tensor, each_out, out_or_new, torch_op
+from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, each_out, out_or_new, torch_op
 from ...launch.values import Claims, positive
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
@@ -60,13 +60,7 @@ def comparable(result: tuple[Tensor, Tensor], *, block: Block, **inputs: Any) ->
     return dequantized(codes, scale, block), scale
 
 
-DECISION = Decision(
-    "quantize_fp8",
-    problem=Problem,
-    arguments=("x", "codes", "scale"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "codes", "scale"))
 
 
 @torch_op(mutates=("codes", "scale"))

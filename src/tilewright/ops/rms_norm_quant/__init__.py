@@ -18,7 +18,7 @@ from typing import Any, Optional, overload
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, as_rows, check_bools, torch_op
+from ...launch import Device, as_rows, check_bools, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from ..rms_norm import check_norm
 from .decision import CHOICES, Config, Problem, plan, space
@@ -78,13 +78,7 @@ def comparable(result: tuple[Tensor, ...], *, x: Tensor, block: Block, **inputs:
     return dequantized(codes, scale, block), scale.to(x.dtype), *rest
 
 
-DECISION = Decision(
-    "rms_norm_quant",
-    problem=Problem,
-    arguments=("x", "residual", "weight", "codes", "scale", "new_residual", "eps", "weight_offset"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "residual", "weight", "codes", "scale", "new_residual", "eps", "weight_offset"))
 
 
 @torch_op(mutates=("codes", "scale", "new_residual"))

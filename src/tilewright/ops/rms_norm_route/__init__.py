@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_bools, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
+from ...launch import Device, argument_error, check_bools, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
 from .. import rms_norm
 from ..common.routing import MOST_EXPERTS, check_routing, routed, scores_of
 from .decision import CHOICES, Config, Problem, plan, space
@@ -93,7 +93,7 @@ def comparable(
 
 _ARRAYS = ("x", "residual", "weight", "router", "router_bias", "bias", "arrived", "out", "new_residual", "weights", "ids")
 _ARGUMENTS = (*_ARRAYS, "eps", "weight_offset", "scale", "first_expert")
-DECISION = Decision("rms_norm_route", problem=Problem, arguments=_ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)
 
 
 @torch_op(mutates=("arrived", "weights", "ids", "out", "new_residual"))

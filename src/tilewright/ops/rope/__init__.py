@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
+from ...launch import Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
 from .decision import CHOICES, Config, Problem, grid, lanes, plan, space, work
 from .kernels import rope_kernel, rope_positions_kernel
 
@@ -68,13 +68,7 @@ def reference(
     return rotated(q), rotated(k)
 
 
-DECISION = Decision(
-    "rope",
-    problem=Problem,
-    arguments=("q", "k", "cos", "sin", "positions", "inv_freq", "scaling"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("q", "k", "cos", "sin", "positions", "inv_freq", "scaling"))
 
 
 @torch_op(mutates=("q", "k"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Decision, Device, Launch, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, stream
 from .kernels import sample_kernel
@@ -135,6 +135,4 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return (Launch.of(sample_kernel, (min(p.rows, MOST_BLOCKS[0]),), p, c, constants, optional=optional, pdl=p.rows <= MOST_BLOCKS[0]),)
 
 
-DECISION = Decision(
-    "sample", problem=Problem, arguments=("logits", "seed", "offset", "temperature", "top_k", "top_p", "min_p", "out"), space=space, plan=plan
-)
+DECISION = CHOICES.decision(Problem, plan, ("logits", "seed", "offset", "temperature", "top_k", "top_p", "min_p", "out"))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, as_rows, check_bools, check_tensor, torch_op
+from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
@@ -69,13 +69,7 @@ def comparable(result: tuple[Tensor, Tensor], *, gate: Tensor, block: Block, **i
     return dequantized(codes, scale, block), scale.to(gate.dtype)
 
 
-DECISION = Decision(
-    "silu_mul_quant",
-    problem=Problem,
-    arguments=("gate", "up", "codes", "scale"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("gate", "up", "codes", "scale"))
 
 
 @torch_op(mutates=("codes", "scale"))

@@ -19,7 +19,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
+from ...launch import Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
 from ...launch.values import Claims, within
 from .. import attention_decode as decode
 from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_int32, check_per_head
@@ -83,7 +83,7 @@ def reference(
     return (out, lse) if return_lse else out
 
 
-DECISION = Decision("sparse_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(indices: Tensor, topk_length: Tensor | None, extra_indices: Tensor | None, extra_length: Tensor | None) -> Claims:

@@ -17,7 +17,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_integers, check_tensor, next_pow2, out_or_new, torch_op
+from ...launch import Device, argument_error, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..attention_decode.calls import check_decode
 from ..common.softmax_tiles import DTYPES
@@ -126,7 +126,7 @@ def comparable(
     return found.float()
 
 
-DECISION = Decision("sparse_index", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(cache: Tensor, kv_len: Tensor | None, kv_start: Tensor | None, block_table: Tensor | None) -> Claims:
