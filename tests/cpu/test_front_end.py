@@ -82,6 +82,20 @@ def test_a_dtype_is_checked_for_each_architecture():
         compile_for("sm_80")
 
 
+@ct.kernel
+def equal_numbers(x, y):
+    tile = ct.load(x, (0,), (1,))
+    ct.store(x, (0,), tile + 1)
+    ct.store(y, (0,), tile + 1.0)
+
+
+def test_an_integer_and_a_float_that_are_equal_stay_two_numbers():
+    x, y = torch.tensor([2**31 - 1], dtype=torch.int32), torch.zeros(1)
+    interpret.interpret(equal_numbers, (1,), (x, y))
+    assert x.item() == -(2**31)
+    assert y.item() == 2**31
+
+
 def helper(x):
     return ct.reshape(x, (3, 5))
 

@@ -23,6 +23,8 @@ from cuda.tile._passes import hir2ir
 
 FUNCTIONS = {FunctionType, BuiltinFunctionType}
 NAMED = {*FUNCTIONS, str, NoneType}  # constants that no operation computes with
+NUMBERS = {bool, int, float}
+CONSTANTS = {*NAMED, *NUMBERS}
 
 
 @contextmanager
@@ -92,11 +94,19 @@ def final_ir(keeper: Any, index: int) -> Any:
 
 def resolve_operand(x: Any, scope: Any) -> Any:
     """A function that is called is a value of the IR once, not once for each call."""
-    return constant(x) if type(x) in NAMED else UNCHANGED[hir2ir, "_resolve_operand"](x, scope)
+    return constant(x) if type(x) in CONSTANTS else UNCHANGED[hir2ir, "_resolve_operand"](x, scope)
 
 
 def constant(value: Any) -> Any:
-    if type(value) not in NAMED:
+    """A number is a value of the IR once in a block: most operations of an IR are constants."""
+    kind = type(value)
+    if kind in NUMBERS:
+        numbers = vars(ir.Builder.get_current()).setdefault("_numbers", {})
+        key = kind, value.hex() if kind is float else value  # -0.0 is not 0.0
+        if key not in numbers:
+            numbers[key] = UNCHANGED[hir2ir, "loosely_typed_const"](value)
+        return numbers[key]
+    if kind not in NAMED:
         return UNCHANGED[hir2ir, "loosely_typed_const"](value)
     known = vars(ir.Builder.get_current().ir_ctx).setdefault("_named", {})
     if value not in known:
