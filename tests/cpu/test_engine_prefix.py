@@ -1,9 +1,13 @@
 """Engine: keys that earlier calls left in the cache change no token, and are not computed again."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from tiny_models import tiny
 
 from tilewright.engine import Engine, Sampling
+from tilewright.engine.prefix import Prefixes
 
 FIRST = [3 + i * 7 % 90 for i in range(40)]
 OTHER = [5 + i * 11 % 90 for i in range(37)]
@@ -44,6 +48,19 @@ def test_a_prompt_takes_what_the_cache_holds_of_its_beginning(model, alone, cach
         with pytest.raises(RuntimeError, match="planted"):
             engine.generate([FIRST], NEW, on_tokens=lambda gained: (_ for _ in ()).throw(RuntimeError("planted")))
         assert engine.generate([FIRST], NEW).reused == [0]
+
+
+def test_slots_may_change_places_and_those_that_a_batch_fills_up_hold_nothing():
+    cache = torch.arange(4.0)[:, None, None].expand(4, 1, 16).clone()
+    held = Prefixes(SimpleNamespace(tokens=torch.zeros(4), pages=None, caches=[(cache,)], max_len=64))
+    texts = [[slot, *range(10, 20)] for slot in range(4)]
+    held.keep(texts, [[7]] * 4)
+    swapped = [texts[1], texts[0], texts[1]]
+    assert held.take(swapped, 4) == [10] * 3
+    assert cache[:, 0, 0].tolist() == [1, 0, 1, 3]
+    held.keep(swapped, [[7]] * 3)
+    assert held.take([texts[0]], 1) == [10]
+    assert held.take([texts[3]], 1) == [0]  # the fourth place of the batch was written to
 
 
 def test_pages_of_ended_sequences_go_to_those_that_need_them(model, alone):

@@ -40,11 +40,24 @@ def test_tokens_are_those_without_drafts_in_fewer_steps(cache: str, sampling: Sa
         assert engine.generate(PROMPTS, NEW, sampling=sampling, speculate=4, stop=[stop]).tokens == cut(plain.tokens, stop)
 
 
-def test_wrong_drafts_cost_nothing_but_time(monkeypatch) -> None:
+def test_wrong_drafts_cost_nothing_but_time_and_right_ones_are_taken_whole(monkeypatch) -> None:
+    hot = Sampling(temperature=1.5, top_k=20, seed=5)
     with Engine(tiny("qwen3", num_hidden_layers=1), max_batch=4, max_len=64) as engine:
-        plain = engine.generate(PROMPTS, 8).tokens
-        monkeypatch.setattr("tilewright.engine.speculate.lookup", lambda tokens, most: [(tokens[-1] + 1) % 96] * most)
-        assert engine.generate(PROMPTS, 8, speculate=3).tokens == plain
+        plain = engine.generate(PROMPTS, 9, sampling=hot).tokens
+        texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)]
+
+        def right(tokens: list[int], most: int) -> list[int]:
+            (text,) = (text for text in texts if text[: len(tokens)] == tokens)
+            return text[len(tokens) : len(tokens) + most]
+
+        def wrong(tokens: list[int], most: int) -> list[int]:
+            return [(token + 1) % 96 for token in right(tokens, most)]
+
+        for lookup_, gained in ((wrong, [[1] * 3] * 9), (right, [[1] * 3, [4] * 3, [4] * 3])):
+            monkeypatch.setattr("tilewright.engine.speculate.lookup", lookup_)
+            blocks: list[list[list[int]]] = []
+            assert engine.generate(PROMPTS, 9, sampling=hot, speculate=3, on_tokens=blocks.append).tokens == plain
+            assert [[len(new) for new in block] for block in blocks] == gained
 
 
 def test_what_drafts_cannot_be_combined_with_is_refused() -> None:

@@ -99,6 +99,9 @@ def test_every_code_and_scale_is_exact_in_the_product(name, native):
     config = product.Config(16, 64, 64, native=native)
     with forced_config(product.plan, config):
         out = mx_matmul(codes, eye, scale, ones, out_dtype=torch.float32)
+        (a, broken), (b, whole) = (quantize_mx(torch.ones(2, k), mx_format=name) for _ in range(2))
+        broken[1, 1] = torch.nan  # not an infinity, which it would be as an exponent
+        assert mx_matmul(a, b, broken, whole, out_dtype=torch.float32).isnan().all(1).tolist() == [False, True]
     small = expected.abs() < 2.0**-126  # below the normal numbers of bf16
     assert torch.equal(torch.where(small, 0, out).nan_to_num(7), torch.where(small, 0, expected).nan_to_num(7))
 
