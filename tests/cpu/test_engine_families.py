@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_models import DENSE, NEW, OTHERS, SPARSE, prompts, size, stock_logits, stock_tokens, tiny
+from engine_models import DENSE, NEW, OTHERS, RECURRENT, SPARSE, prompts, size, stock_logits, stock_tokens, tiny
 
 from tilewright.engine import Engine, layers
 from tilewright.launch import counted
@@ -28,6 +28,16 @@ def test_tokens_of_other_families_are_those_of_transformers(name: str) -> None:
     model, prompt = tiny(name), prompts()[1]
     with Engine(model, max_batch=1, max_len=32, prefill_tokens=16) as engine:
         assert engine.generate([prompt], 4).tokens == [stock_tokens(model, prompt, 4)]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_of_a_batch_are_those_of_each_prompt(name: str) -> None:
+    """Read in chunks, padded, and once more: a call begins with states of zeros."""
+    model = tiny(name)
+    expected = [stock_tokens(model, p, 4) for p in prompts()]
+    with Engine(model, max_batch=4, max_len=64, prefill_tokens=64) as engine:
+        assert engine.generate(prompts(), 4).tokens == expected
+        assert engine.generate(prompts()[:1], 4).tokens == expected[:1]
 
 
 HALVES = [("llama", torch.bfloat16), ("qwen2", torch.float16), ("gemma3", torch.bfloat16), ("olmo2", torch.bfloat16)]
@@ -78,3 +88,14 @@ def test_norms_over_all_heads_are_refused_in_a_group() -> None:
     cut(model, Shard(0, 2), device="cpu")
     with pytest.raises(ValueError, match="group must be None for a olmo2 model"):
         Engine(model, group=SimpleNamespace(shard=Shard(0, 2)))
+
+
+@pytest.mark.parametrize("option", [{"cache": "paged"}, {"prefix_reuse": True}, {"speculate": 2}])
+def test_what_a_state_cannot_do_is_refused_and_the_model_is_restored(option) -> None:
+    model = tiny("mamba2")
+    before = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be .* for a model whose layers keep a state"):
+        Engine(model, **option)
+    assert {name: id(value) for name, value in model.state_dict(keep_vars=True).items()} == before
+    with Engine(model, max_len=32) as engine, pytest.raises(ValueError, match="speculate must be 0"):
+        engine.generate([[1, 2]], 2, speculate=2)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from tiny_models import greedy, left_padded, logits, state_of, tiny
 from torch.nn import functional as F
+from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from tilewright import causal_conv1d, gated_delta_rule, rms_norm_gated
 from tilewright.launch import counted, forced_config
-from tilewright.models import patch
+from tilewright.models import kinds, patch
 from tilewright.ops import causal_conv1d as convolution
 from tilewright.ops import gated_delta_rule as rule
 
@@ -162,11 +164,26 @@ def test_a_prompt_in_parts_is_the_prompt():
     assert torch.equal(state, x[:, -3:])
 
 
-def test_a_gated_norm_is_that_of_transformers():
-    norm = theirs.Qwen3NextRMSNormGated(32, eps=1e-5)
-    norm.weight.copy_(torch.randn(32))
-    x, gate = torch.randn(3, 5, 32), torch.randn(3, 5, 32)
-    torch.testing.assert_close(rms_norm_gated(x, norm.weight.data, gate, 1e-5), norm(x, gate), rtol=1e-5, atol=1e-5)
+GATED_NORMS = {
+    "behind": (lambda: theirs.Qwen3NextRMSNormGated(32, eps=1e-5), {}),
+    "in front, in groups": (lambda: modeling_mamba2.MambaRMSNormGated(32, 16, eps=1e-5), {"groups": 2, "gate_first": True}),
+    "in front, groups off tiles": (lambda: modeling_falcon_h1.FalconH1RMSNormGated(36, 1e-5, 3, False), {"groups": 3, "gate_first": True}),
+    "behind, in groups": (lambda: modeling_falcon_h1.FalconH1RMSNormGated(32, 1e-5, 2), {"groups": 2}),
+    "sigmoid": (lambda: kimi.KimiLinearRMSNormGated(32, 1e-5), {"sigmoid": True}),
+}
+
+
+@pytest.mark.parametrize("form", GATED_NORMS)
+def test_a_gated_norm_is_that_of_transformers_and_patch_knows_its_form(form):
+    make, options = GATED_NORMS[form]
+    norm = make()
+    cols = len(norm.weight)
+    norm.weight.copy_(torch.randn(cols))
+    x, gate = torch.randn(3, 5, cols), torch.randn(3, 5, cols)
+    torch.testing.assert_close(rms_norm_gated(x, norm.weight.data, gate, 1e-5, **options), norm(x, gate), rtol=1e-5, atol=1e-5)
+    found = dict(kinds.gated_norm(norm).options)
+    del found["eps"]
+    assert found == {"groups": 1, "gate_first": False, "sigmoid": False} | options
 
 
 def test_no_tokens_launch_nothing_and_leave_the_state():

@@ -42,7 +42,16 @@ OTHERS = {
     "helium": {"model_type": "helium", "head_dim": 8},
     "exaone4": {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8}
+HYBRID = {**MAMBA, **GRANITE, "shared_intermediate_size": 24, "layer_types": ["mamba", "attention"]}
+# With a state instead of a cache in some layers, or in all.
+RECURRENT = {
+    "bamba": {"model_type": "bamba", **MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid-dense": {"model_type": "granitemoehybrid", **HYBRID, "num_local_experts": 0, "position_embedding_type": "nope"},
+    "mamba2": {"model_type": "mamba2", "num_heads": 4, "n_groups": 2, "state_size": 8, "chunk_size": 8, "num_hidden_layers": 1},
+}
 SPARSE = {
+    "granitemoehybrid": {"model_type": "granitemoehybrid", **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
@@ -62,7 +71,7 @@ SPARSE = {
     "deepseek_v2-groups": {"model_type": "deepseek_v2", **MLA, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
 }
-FAMILIES = DENSE | OTHERS | SPARSE
+FAMILIES = DENSE | OTHERS | RECURRENT | SPARSE
 NEW = 9
 
 

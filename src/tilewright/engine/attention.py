@@ -76,6 +76,7 @@ class GroupedAttention:
     softcap: float | None = None
     whole_norms: tuple[Norm, Norm] | None = None
     codes: bool = False
+    recurrent: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -155,6 +156,7 @@ class LatentAttention:
     rope_dim: int
     scale: float
     rope: Rope
+    recurrent: bool = False
 
     @property
     def weight_bytes(self) -> int:

@@ -11,6 +11,7 @@ from ..models import continuous_codes as codes
 from ..models.quantized import check_dtype, is_quantized
 from ..models.shard import Shard, shard_of
 from .cost import memory
+from .layers import Decoder
 from .mega.pack import refuse_model
 from .parallel import Group
 from .sampling import LIKELIEST, Sampling
@@ -103,6 +104,16 @@ def check_draft(model: Any, draft: Any, weights: str | None, speculate: int, mod
     words, own = (each.config.get_text_config().vocab_size for each in (draft, model))
     if words != own or draft.device != model.device:
         raise argument_error("draft", f"a model of {own} tokens on {model.device}, as the model is", f"one of {words} on {draft.device}")
+
+
+def check_recurrent(decoder: Decoder, group: Group | None = None, *, cache: str = "static", prefix_reuse: bool = False, drafts: bool = False) -> None:
+    """Raises ValueError for what a model with states cannot do: they lie in no pages, are of a
+    whole prompt, take no token back, and are not divided between ranks.
+    """
+    options = {"group": (group is not None, "None"), "cache": (cache != "static", '"static"'), "prefix_reuse": (prefix_reuse, "False")}
+    for name, (asked, wanted) in (options | {"speculate": (drafts, "0, and no draft model")}).items():
+        if asked and decoder.recurrent:
+            raise argument_error(name, f"{wanted} for a model whose layers keep a state", "another")
 
 
 def check_sampling(sampling: Sampling | None) -> Sampling:

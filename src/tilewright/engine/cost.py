@@ -18,7 +18,7 @@ def step_bytes(decoder: Decoder, batch: int, kv_len: int) -> int:
     """
     weights = decoder.head.nbytes
     for layer in decoder.layers:
-        parts = [layer.attention.weight_bytes, layer.mlp.weight_bytes]
+        parts = [layer.attention.weight_bytes, 0 if layer.mlp is None else layer.mlp.weight_bytes]
         if isinstance(layer.mlp, Experts):
             experts = layer.mlp.gate_up.nbytes + layer.mlp.down.nbytes
             missed = (1 - layer.mlp.top_k / len(layer.mlp.router.weight)) ** batch

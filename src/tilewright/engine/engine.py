@@ -1,8 +1,7 @@
 """`Engine(model).generate(prompts, ...)`: reads prompts in chunks, then runs each decode step as
 one program or one CUDA graph.
 
-All sequences begin at position 0; a shorter prompt is padded at its end. The padding's keys lie in
-the cache beyond the sequence's length, where nothing reads them; the next tokens overwrite them."""
+All sequences begin at position 0; padding in front of shorter prompts has no position."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -118,9 +117,8 @@ class Engine(AbstractContextManager["Engine"]):
             speculate: what `generate` takes by default.
             prefix_reuse: keep the keys of earlier calls while there is room, for prompts with the
                 same beginning (docs/engine.md).
-            kv_dtype: "fp8" caches keys and values as e4m3, with a scale for each token and head, in
-                half the memory; None caches them in the model's dtype. "fp8" needs heads of at most
-                256 elements, and does not work with "mega".
+            kv_dtype: "fp8" caches keys and values of heads of up to 256 elements as e4m3, with a
+                scale for each token and head, in half the memory, not with "mega".
         Raises:
             TypeError, ValueError: name the argument, what it must be, and what it was. The model is
                 unchanged.
@@ -156,6 +154,7 @@ class Engine(AbstractContextManager["Engine"]):
                 if weights is not None:
                     self._fusion.quantize(model, weights, self._report)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group, codes=kv_dtype is not None)
+            checks.check_recurrent(self.decoder, group, cache=cache, prefix_reuse=prefix_reuse, drafts=speculate > 0)
             self._check_memory()
             with lasting():
                 device = self.decoder.embedding.device
@@ -166,6 +165,7 @@ class Engine(AbstractContextManager["Engine"]):
             if draft is not None:
                 sizes: Any = {"max_batch": max_batch, "max_len": max_len, "mode": mode, "prefill_tokens": prefill_tokens}
                 self._draft = Engine(draft, on_progress=on_progress, weights=draft_weights, **sizes)
+                checks.check_recurrent(self._draft.decoder, drafts=True)
         except BaseException:
             self.close()
             raise
@@ -231,11 +231,10 @@ class Engine(AbstractContextManager["Engine"]):
             stop_texts: a sequence ends when its output contains one of these. decode: turns token
                 ids into text, such as a tokenizer's `decode`.
             masks: called before each token with what every sequence has written so far. Returns
-                int32 [prompts, ceil(vocab / 32)], whose bits are the tokens that a grammar allows
-                next (xgrammar, llguidance), at least one. The host then reads every token.
-            speculate: the length of the draft that each step checks, 0 to 15 tokens
-                (docs/engine.md). It gives the same tokens in fewer steps, if the draft model is
-                often right, or without one if a text repeats itself. Default: the engine's.
+                int32 [prompts, ceil(vocab / 32)], bits of the tokens that a grammar allows next
+                (xgrammar, llguidance), at least one. The host then reads every token.
+            speculate: the length of the draft that each step checks, 0 to 15 tokens, for fewer
+                steps (docs/engine.md). Default: the engine's.
             on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
         Returns: the tokens and their times.
         Raises: ValueError for prompts that do not fit; RuntimeError beside another call;
@@ -246,6 +245,7 @@ class Engine(AbstractContextManager["Engine"]):
         speculate, chosen_by = self._speculate if speculate is None else speculate, checks.check_sampling(sampling)
         check_speculation(speculate, chosen_by, self.mode, masked=masks is not None)
         rows = self._checked(prompts, max_new_tokens + speculate)
+        checks.check_recurrent(self.decoder, drafts=speculate > 0)
         ending = Ending(len(rows), stop, stop_texts, decode)
         every = self._check_every if masks is None else 1
         tokens: list[list[int]] = [[] for _ in rows]

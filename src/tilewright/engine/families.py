@@ -9,6 +9,7 @@ from ..launch import argument_error
 from ..models import kinds, probe
 from ..models.method import Method
 from .layers import Norm, Rope
+from .recurrent import GatedNorm
 
 _FORMS: dict[tuple[Any, ...], Method] = {}  # of modules: what those that look the same compute is found once
 
@@ -40,7 +41,9 @@ def norms_of(layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | 
         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+        ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
         ("input_layernorm", None, "post_attention_layernorm", None),
+        ("norm", None, None, None),  # Mamba-2: layers of one half
     ):
         if all(name is None or hasattr(layer, name) for name in names):
             first, second, third, fourth = (None if name is None else norm_of(getattr(layer, name)) for name in names)
@@ -58,6 +61,19 @@ def head_norms(module: Any) -> dict[str, Any]:
     # The append takes a weight as it is; in fp32 its sum with an offset is exact.
     whole = (norm if not norm.weight_offset else Norm(norm.weight.float() + norm.weight_offset, norm.eps, norm.round_before_weight) for norm in norms)
     return dict(zip(("q_norm", "k_norm"), whole, strict=True))
+
+
+def gated_norm_of(module: Any) -> GatedNorm:
+    how = _form(kinds.gated_norm, module, "a norm with a gate that rms_norm_gated computes")
+    return GatedNorm(module.weight.data, getattr(module, how.pop("eps")), **how)
+
+
+def mixer_of(layer: Any) -> Any:
+    """The attention of a layer, or what stands in its place."""
+    found = [part for name in ("self_attn", "mamba", "mixer") if (part := getattr(layer, name, None)) is not None]
+    if len(found) != 1:
+        raise argument_error(f"a {type(layer).__name__}", "a layer with one attention or state", f"{len(found)}")
+    return found[0]
 
 
 def mlp_of(module: Any) -> tuple[tuple[str, ...], bool]:
@@ -81,14 +97,14 @@ def softcap_of(module: Any) -> float | None:
 
 def rope_types(config: Any) -> set[str]:
     """Of all kinds of layers."""
-    found = config.rope_parameters or {}
+    found = getattr(config, "rope_parameters", None) or {}
     each = [value for value in found.values() if isinstance(value, dict)] or [found]
     return {value.get("rope_type", "default") for value in each}
 
 
 def scales_of(model: Any) -> tuple[float, float, float]:
     """Of the embedding, of what a layer adds, and of the logits."""
-    config, table = model.config, model.model.embed_tokens
+    config, table = model.config, model.get_input_embeddings()
     scale = getattr(table, "embed_scale", None)
     if isinstance(scale, torch.Tensor):
         scale = float(scale.to(table.weight.dtype)) if not scale.is_meta else table.embedding_dim**0.5
@@ -117,6 +133,8 @@ class Ropes:
         return self._tables[key]
 
     def of_attention(self, module: Any) -> Rope:
+        if self._rotary is None:  # Granite's hybrids may have no positions: all turn by an angle of 0
+            return Rope.table(torch.zeros(module.head_dim // 2, device=module.o_proj.weight.device), 1.0, self._max_len)
         forms = {form for _, form in _form(kinds.rope, module, "attention with a known rotation")["functions"]}
         interleaved = forms <= {"neighbours", "repeated"}
         if not interleaved and not forms <= {"half_split", "by_halves"}:

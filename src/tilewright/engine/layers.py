@@ -189,6 +189,13 @@ Array = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
 
 class Attention(Protocol):
+    """recurrent: it keeps a state of one size, which each token changes and none can be taken back
+    from.
+    """
+
+    @property
+    def recurrent(self) -> bool: ...
+
     @property
     def weight_bytes(self) -> int: ...
 
@@ -216,13 +223,14 @@ class Mlp(Protocol):
 class Layer:
     """attention_norm, mlp_norm: of what each half reads; None if it reads the stream itself.
 
+    mlp: None for layers of one half (Mamba-2).
     attention_post, mlp_post: of what each half adds.
     """
 
     attention_norm: Norm | None
     attention: Attention
     mlp_norm: Norm | None
-    mlp: Mlp
+    mlp: Mlp | None
     attention_post: Norm | None = None
     mlp_post: Norm | None = None
 
@@ -250,6 +258,11 @@ class Decoder:
         return self.embedding.shape[1]
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layer keeps a state."""
+        return any(layer.attention.recurrent for layer in self.layers)
+
+    @property
     def vocab(self) -> int:
         return self.head.rows * (1 if self.group is None else self.group.shard.ranks)
 
@@ -258,9 +271,11 @@ class Decoder:
 
         Leaves the residual stream in the tensor `x`, and its last addend in `y`.
         """
-        # The residual stream moves between two tensors, with each sum to the other one: 2 * layers
-        # - 1 times, so it ends in `x`.
-        other, x, h, y = (buffers.tensor(name, buffers.tokens, self.hidden) for name in ("x", "x.other", "h", "y"))
+        # The residual stream moves between two tensors, with each sum to the other one, and ends in
+        # `x`.
+        x, other, h, y = (buffers.tensor(name, buffers.tokens, self.hidden) for name in ("x", "x.other", "h", "y"))
+        if sum(1 if layer.mlp is None else 2 for layer in self.layers) % 2 == 0:
+            x, other = other, x
         plain = self.scales[1] == 1.0 and all(layer.attention_post is layer.mlp_post is None for layer in self.layers)
         raw = y if plain else buffers.tensor("y.raw", *y.shape)
         share = raw if self.group is None else self.group.share(buffers, raw)
@@ -273,6 +288,8 @@ class Decoder:
                 x, other = other, x
             yield from layer.attention.calls(f"layers.{i}.attention", buffers, stream, share, cache)
             yield from self._sum(f"layers.{i}.attention", share, raw, layer.attention_post, y)
+            if layer.mlp is None:
+                continue
             stream = Stream(f"layers.{i}.mlp_norm", layer.mlp_norm, x, y, h, other)
             x, other = other, x
             yield from layer.mlp.calls(f"layers.{i}.mlp", buffers, stream, share)

@@ -1,19 +1,22 @@
 """Reads a transformers model as a `Decoder`, with its own weights."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..launch import argument_error
+from ..models import linear_attention
 from ..models.quantized import QuantizedLinear, QuantizedMixture
 from ..ops.common.routing import check_routing
 from .attention import GroupedAttention, LatentAttention
-from .families import Ropes, head_norms, mlp_of, norm_of, norms_of, rope_types, scales_of, softcap_of, window_of
+from .families import Ropes, gated_norm_of, head_norms, mixer_of, mlp_of, norm_of, norms_of, rope_types, scales_of, softcap_of, window_of
 from .layers import Attention, Decoder, Layer, Mlp, Rope
 from .mlp import Activation, Experts, GatedMlp
 from .parallel import Group
+from .recurrent import Convolution, StateSpace
 from .weights import Fusion, Matrix, matrix_of
 
 # Rotations whose frequencies do not depend on the length of the sequence.
@@ -39,22 +42,25 @@ def read(
     _check(model, config)
     if group is not None and config.model_type in _WHOLE_NORMS:
         raise argument_error("group", f"None for a {config.model_type} model, whose norms take in the heads of all ranks", "a group")
-    stem = model.model
+    stem = model.base_model
     deepseek = config.model_type in _DEEPSEEK
-    ropes = Ropes(stem.rotary_emb, max_len)
+    ropes = Ropes(getattr(stem, "rotary_emb", None), max_len)
     rank = 0 if group is None else group.shard.rank
     layers = []
     for i, layer in enumerate(stem.layers):
         on_progress("fusing weights", i, len(stem.layers))
         before, behind, mlp_before, mlp_behind = norms_of(layer)
-        if deepseek:
-            attention = _latent_attention(layer.self_attn, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
+        mixer = mixer_of(layer)
+        if linear_attention.ours_of(type(mixer))[0] == "ssd":
+            attention: Attention = _state_space(mixer)
+        elif deepseek:
+            attention = _latent_attention(mixer, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
         else:
-            attention = _attention(layer.self_attn, config, ropes, fusion, codes)
-        mlp = _mlp(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, fusion, rank)
-        layers.append(Layer(before, attention, mlp_before, mlp, behind, mlp_behind))
+            attention = _attention(mixer, config, ropes, fusion, codes)
+        layers.append(Layer(before, attention, mlp_before, _second_half(layer, fusion, rank), behind, mlp_behind))
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
-    parts = stem.embed_tokens.weight.data, tuple(layers), norm_of(stem.norm), matrix_of(model.lm_head), group
+    norm = norm_of(next(getattr(stem, name) for name in ("norm", "final_layernorm", "norm_f") if hasattr(stem, name)))
+    parts = stem.get_input_embeddings().weight.data, tuple(layers), norm, matrix_of(model.lm_head), group
     return Decoder(*parts, scales_of(model), getattr(config, "final_logit_softcapping", None))
 
 
@@ -63,7 +69,8 @@ _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
 _SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
 _DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
-MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", *_SPARSE)
+_RECURRENT = ("bamba", "granitemoehybrid", "mamba2")
+MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", *_RECURRENT, *_SPARSE)
 
 
 def _check(model: Any, config: Any) -> None:
@@ -90,7 +97,7 @@ def _check_config(model: Any, config: Any) -> None:
             raise argument_error("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
         if config.qk_rope_head_dim not in _ROPE_DIMS:
             raise argument_error("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
-    if config.model_type in _SPARSE and model.dtype is torch.float32:
+    if model.dtype is torch.float32 and any(hasattr(module, "experts") for module in model.modules()):
         raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
@@ -136,6 +143,30 @@ def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> A
     kv_up = (kv_b.wide if isinstance(kv_b, QuantizedLinear) else kv_b.weight.data).view(-1, module.qk_nope_head_dim + module.v_head_dim, latent)
     parts = (down, q_up, norm_of(module.kv_a_layernorm), kv_up, matrix_of(module.o_proj))
     return LatentAttention(*parts, module.qk_nope_head_dim, rope_dim, module.scaling, rope)
+
+
+def _state_space(module: Any) -> StateSpace:
+    reason = linear_attention.keep_linear_attention(module, "ssd")
+    if reason is not None:
+        raise argument_error(f"a {type(module).__name__}", "one that ssd computes", reason)
+    convolution = Convolution(module.conv1d.weight.data[:, 0], None if module.conv1d.bias is None else module.conv1d.bias.data)
+    vectors = -module.A_log.data.float().exp(), module.D.data, module.dt_bias.data
+    sizes = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size
+    ends = matrix_of(module.in_proj), matrix_of(module.out_proj)
+    return StateSpace(ends[0], convolution, *vectors, gated_norm_of(module.norm), ends[1], *sizes, tuple(module.time_step_limit))
+
+
+def _second_half(layer: Any, fusion: Fusion, rank: int) -> Mlp | None:
+    """Its MLP, its experts, or its experts beside the one of all tokens."""
+    found = [part for name in ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp") if (part := getattr(layer, name, None)) is not None]
+    if not found:
+        return None
+    mlp = _mlp(found[0], fusion, rank)
+    if len(found) == 1:
+        return mlp
+    if len(found) > 2 or not isinstance(mlp, Experts) or mlp.shared is not None:
+        raise argument_error(f"a {type(layer).__name__}", "a layer with one MLP, or with experts and one that all tokens take", len(found))
+    return replace(mlp, shared=_dense(found[1], fusion))
 
 
 def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:

@@ -41,6 +41,7 @@ class State:
         self.choice = Choice(padded, model.vocab, device)
         # Zeros: an unwritten key is masked, but a NaN in its value would survive a weight of 0.
         self.max_len, self.pages, self.dtype = max_len, pages, dtype
+        self._recurrent = [layer.attention.recurrent for layer in model.layers]
         if stacked:
             (shape, _), _ = model.layers[0].attention.cache_arrays(1, max_len, dtype)
             keys, values = (torch.zeros(len(model.layers), *shape[1:], dtype=dtype, device=device) for _ in range(2))
@@ -51,6 +52,11 @@ class State:
         self.caches = [
             tuple(torch.zeros(shape, dtype=of, device=device) for shape, of in layer.attention.cache_arrays(*sizes, dtype)) for layer in model.layers
         ]
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is no cache of tokens: states, by sequence."""
+        return [part for cache, recurrent in zip(self.caches, self._recurrent, strict=True) if recurrent for part in cache]
 
     def block_table(self, batch: int) -> Tensor | None:
         """The block table of the first `batch` sequences; None for a cache without pages."""
@@ -69,7 +75,7 @@ class State:
         """
         keys = FEW_KEYS
         while keys < self.max_len and self.pages is None:
-            yield keys, [tuple(t.narrow(-1 if i > 1 else -2, 0, keys) for i, t in enumerate(cache)) for cache in self.caches]  # keys, values, scales
+            yield keys, [cache if whole else _first(cache, keys) for cache, whole in zip(self.caches, self._recurrent, strict=True)]
             keys *= 4
         yield self.max_len, self.caches
 
@@ -85,6 +91,11 @@ class State:
         """Chooses a token from the step's logits, notes it, and moves on by one position."""
         yield from self.choice.calls(buffers, self.tokens[: buffers.batch], self.clock[1:], sampling, masked=masked)
         yield Call.of("advance", advance, tokens=self.tokens, recent=self.recent, counters=self.counters, clock=self.clock)
+
+
+def _first(cache: tuple[Tensor, ...], keys: int) -> tuple[Tensor, ...]:
+    """Of keys, values and their scales."""
+    return tuple(part.narrow(-1 if i > 1 else -2, 0, keys) for i, part in enumerate(cache))
 
 
 def cache_bytes(model: Decoder, batch: int, max_len: int) -> int:

@@ -22,6 +22,11 @@ def scale(x: Tensor, factor: float, out: Tensor) -> None:
     torch.mul(x, factor, out=out)
 
 
+def blank(rows: Tensor, positions: Tensor) -> None:
+    """Zeros for the rows of padding, which have no position."""
+    rows.masked_fill_(positions.view(-1, 1) < 0, 0)
+
+
 def softcap(logits: Tensor, most: float) -> None:
     logits.div_(most).tanh_().mul_(most)
 

@@ -72,9 +72,12 @@ def norm_by_deviation(cls: type[nn.Module], eps: str | float) -> Forward:
 
 
 @cache
-def gated_norm(cls: type[nn.Module], eps: str) -> Forward:
-    def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        return rms_norm_gated(rows(hidden_states), self.weight, rows(gate), _number(self, eps))
+def gated_norm(cls: type[nn.Module], eps: str, groups: int, gate_first: bool, sigmoid: bool) -> Forward:
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            return cls.forward(self, hidden_states)  # type: ignore[no-any-return]
+        how: dict[str, Any] = {"groups": groups, "gate_first": gate_first, "sigmoid": sigmoid}
+        return rms_norm_gated(rows(hidden_states), self.weight, rows(gate), _number(self, eps), **how)
 
     return forward
 

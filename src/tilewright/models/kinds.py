@@ -7,7 +7,7 @@ kind.
 
 import inspect
 from collections.abc import Callable
-from itertools import permutations
+from itertools import permutations, product
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import sparse_decode, sparse_index
+from ..ops import rms_norm_gated, sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from ..ops.silu_mul import silu_mul
@@ -119,20 +119,28 @@ def _layer_norm(module: Any, x: Tensor, weights: dict[str, Tensor], value: float
 
 
 def gated_norm(module: Any) -> Verdict:
-    """By the root mean square of a row, times the silu of another."""
+    """By the root mean square of a row or of groups of its columns, and a gate at either end."""
     names = list(inspect.signature(type(module).forward).parameters)
     if set(module._parameters) != {"weight"} or any(module._modules.values()) or len(names) != 3 or "gate" not in names[2]:
         return None
     if module.weight is None or module.weight.dim() != 1:
         return None
-    x, gate = probe.random(probe.ROWS, len(module.weight)), probe.random(probe.ROWS, len(module.weight), seed=1)
-    weight = 1 + probe.random(len(module.weight), seed=2) / 4
+    cols = len(module.weight)
+    x, gate = probe.random(probe.ROWS, cols), probe.random(probe.ROWS, cols, seed=1)
+    weight = 1 + probe.random(cols, seed=2) / 4
     found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, {"weight": weight}), x, gate))
     for eps in probe.numbers_of(module, 1e-20, 1e-2):
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + getattr(module, eps))
-        if probe.same(found, normed * weight * F.silu(gate)):
-            return Method("rms_norm_gated", "rms_norm_gated", (("eps", eps),))
+        for groups, gate_first, sigmoid in product(_groups(module, cols), (False, True), (False, True)):
+            how: dict[str, Any] = {"groups": groups, "gate_first": gate_first, "sigmoid": sigmoid}
+            if probe.same(found, rms_norm_gated.reference(x, weight, gate, getattr(module, eps), **how)):
+                return Method("rms_norm_gated", "rms_norm_gated", (("eps", eps), *how.items()))
     return "rms_norm_gated: it computes another norm of two rows"
+
+
+def _groups(module: Any, cols: int) -> list[int]:
+    """Into how many groups its columns may be cut: as whole numbers that it holds say."""
+    held = {value for value in vars(module).values() if type(value) is int and value > 0 and cols % value == 0}
+    return sorted({1, *held, *(cols // value for value in held)})
 
 
 ACTIVATIONS: dict[bool, Callable[[Tensor], Tensor]] = {False: F.silu, True: lambda x: F.gelu(x, approximate="tanh")}

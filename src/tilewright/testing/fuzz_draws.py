@@ -312,5 +312,5 @@ DRAWS: dict[str, Draw] = {
         },
         lambda s, _: {"batch": s.log(1, 4), "tokens": s.choice((1, s.log(1, 60)))},
     ),
-    "rms_norm_gated": row_wise(),
+    "rms_norm_gated": row_wise("gate_first", "sigmoid", groups=lambda s: s.choice((1, 1, 2, 3))),
 }

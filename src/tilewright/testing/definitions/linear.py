@@ -111,5 +111,8 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Any = None, *, state: Any = N
 
 
 @defines
-def rms_norm_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Results:
-    return [(wide(weight * normed(x, None, eps).to(x.dtype)) * activated(gate, False)).to(x.dtype)]
+def rms_norm_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float, groups: int = 1, gate_first: bool = False, sigmoid: bool = False) -> Results:
+    gate = 1 / (1 + (-wide(gate)).exp()) if sigmoid else activated(gate, False)
+    parts = (wide(x) * gate if gate_first else wide(x)).view(*x.shape[:-1], groups, -1)
+    y = weight * normed(parts, None, eps).view_as(x).to(x.dtype)
+    return [y if gate_first else (wide(y) * gate).to(x.dtype)]

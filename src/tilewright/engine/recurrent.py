@@ -1,0 +1,127 @@
+"""Layers that keep a state of one size instead of a cache of keys, as calls on a step's buffers.
+
+A prompt's chunk begins with the state that the chunk before left. Padding stands in front of a
+prompt, where the state is zero: a token of zeros leaves it so.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from ..ops.causal_conv1d import causal_conv1d_out
+from ..ops.rms_norm_gated import rms_norm_gated_out
+from ..ops.ssd import ssd_out
+from . import torch_calls
+from .layers import Array, Stream, linear
+from .program import Call, Emit, StepBuffers
+from .weights import AnyMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """As in `tilewright.rms_norm_gated`."""
+
+    weight: Tensor
+    eps: float
+    groups: int = 1
+    gate_first: bool = False
+    sigmoid: bool = False
+
+    def of(self, name: str, x: Tensor, gate: Tensor, out: Tensor) -> Call:
+        how = {field: getattr(self, field) for field in ("weight", "eps", "groups", "gate_first", "sigmoid")}
+        return Call.of(name, rms_norm_gated_out, x=x, gate=gate, out=out, **how)
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """As in `tilewright.causal_conv1d`, with SiLU. weight: [channels, width]. bias: [channels]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def state(self, batch: int, dtype: torch.dtype) -> Array:
+        channels, width = self.weight.shape
+        return (batch, width - 1, channels), dtype
+
+    def calls(self, name: str, buffers: StepBuffers, x: Tensor, state: Tensor, out: Tensor) -> Emit:
+        """Of padding zeros come in and, whatever the bias is, zeros come out."""
+        padded = buffers.q_len > 1
+        if padded:
+            yield Call(f"{name}.in_front", torch_calls.blank, (x, buffers.positions))
+        arrays = {"x": x, "weight": self.weight, "bias": self.bias, "state": state, "out": out}
+        yield Call.of(name, causal_conv1d_out, batch=buffers.batch, silu=True, **arrays)
+        if padded:
+            yield Call(f"{name}.behind", torch_calls.blank, (out, buffers.positions))
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Mamba-2.
+
+    projection: rows of the gate, then of x, b and c, which the convolution takes, then of dt.
+    a, d, dt_bias: [heads], as in `tilewright.ssd`. dt_limit: of a prompt's steps; transformers does
+        not limit those of single tokens.
+    norm: None if silu(gate) multiplies the result alone.
+    """
+
+    projection: AnyMatrix
+    convolution: Convolution
+    a: Tensor
+    d: Tensor
+    dt_bias: Tensor
+    norm: GatedNorm | None
+    out: AnyMatrix
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    dt_limit: tuple[float, float]
+    recurrent: bool = True
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.projection.nbytes + self.out.nbytes + self.convolution.weight.nbytes
+
+    def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
+        return self.convolution.state(batch, dtype), ((batch, self.heads, self.head_dim, self.state_dim), torch.float32)
+
+    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        inner, read = self.heads * self.head_dim, self.groups * self.state_dim
+        channels = inner + 2 * read
+        projected = buffers.tensor("state.projected", buffers.tokens, inner + channels + self.heads)
+        yield from stream.product(f"{name}.in", self.projection, projected)
+        gate, mixed, dt = projected.split((inner, channels, self.heads), 1)
+        taps, state = (buffers.held(x) for x in cache)
+        seen = buffers.tensor("state.convolved", buffers.tokens, channels)
+        yield from self.convolution.calls(f"{name}.convolution", buffers, mixed, taps, seen)
+        sequences = buffers.batch, buffers.q_len
+        rows, b, c = (
+            part.unflatten(0, sequences).unflatten(2, (count, -1))
+            for part, count in zip(seen.split((inner, read, read), 1), (self.heads, self.groups, self.groups), strict=True)
+        )
+        found = buffers.tensor("state.read", buffers.tokens, inner)
+        dt_min, dt_max = self.dt_limit if buffers.q_len > 1 else (0.0, inf)
+        yield Call.of(
+            name,
+            ssd_out,
+            x=rows,
+            dt=dt.unflatten(0, sequences),
+            a=self.a,
+            b=b,
+            c=c,
+            d=self.d,
+            dt_bias=self.dt_bias,
+            z=gate.unflatten(0, sequences).unflatten(2, (self.heads, -1)) if self.norm is None else None,
+            state=state,
+            dt_softplus=True,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            out=found.unflatten(0, sequences).unflatten(2, (self.heads, -1)),
+        )
+        if self.norm is not None:
+            normed = buffers.tensor("state.normed", buffers.tokens, inner)
+            yield self.norm.of(f"{name}.norm", found, gate, normed)
+            found = normed
+        yield from linear(f"{name}.out", found, self.out, y)
