@@ -213,6 +213,26 @@ def test_an_array_that_nothing_writes_is_not_copied():
     assert np.shares_memory(seen[0], x.numpy())
 
 
+def of_a_product(x, TRANSPOSED):
+    if TRANSPOSED:
+        return ct.load(x, (0, 0), (64, 16), padding_mode=Pad.ZERO)
+    return ct.load(x, (0, 0), (16, 64), padding_mode=Pad.ZERO)
+
+
+def test_zeros_that_only_a_product_would_read_are_not_made(monkeypatch):
+    """Whether the load stands in the kernel or in a function that returns early."""
+
+    @ct.kernel
+    def kernel(x, y, out):
+        rows = ct.load(x, (0, 0), (16, 64), padding_mode=Pad.ZERO)
+        ct.store(out, (0, 0), ct.mma(rows, of_a_product(y, True), ct.zeros((16, 16), dtype=ct.float32)))
+
+    monkeypatch.setattr("tilewright.interpret.memory.padded", None)
+    x, y, out = numbers((16, 40)), numbers((40, 16)), torch.zeros(16, 16)
+    interpret(kernel, (1,), (x, y, out))
+    assert torch.equal(out, x @ y)
+
+
 # ------------------------------------------------------------------------------------------ atomics
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_atomic_add_returns_the_value_before(dtype):

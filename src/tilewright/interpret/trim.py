@@ -6,6 +6,7 @@ nothing to copy, no padding to multiply.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from . import cutile
@@ -29,7 +30,7 @@ def short_axes(body: Any) -> Axes:
 def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter[str]) -> Axes:
     """From a product's operand to its load; empty if a step between needs the whole tile."""
     axes: Axes = {}
-    while axis is not None and uses[value.name] == 1 and (maker := makers.get(value.name)) is not None:
+    while axis is not None and value is not None and uses[value.name] == 1 and (maker := makers.get(value.name)) is not None:
         axes[value.name] = axis
         if maker.op == "tile_load":
             view = cutile.view_of(maker.view)
@@ -38,10 +39,33 @@ def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter[s
             axis = maker.axes[axis]
         elif maker.op == "tile_reshape":
             axis = _same_axis(cutile.shape_of(value), axis, cutile.shape_of(maker.x))
+        elif maker.op == "loop":
+            value = _returned(maker, value)
+            continue
         elif maker.op != "tile_astype":
             return {}
         value = maker.x
     return {}
+
+
+def _returned(loop: Any, result: Any) -> Any:
+    """A result of a function that returns early, which the IR has as a loop that its first pass
+    ends; None of any other loop.
+    """
+    ends = list(_ends(loop.body))
+    if loop.is_for_loop or len(ends) > 1 or ends[0].op != "break" or ends[0] is not loop.body[-1]:
+        return None
+    return ends[0].values[[v.name for v in loop.result_vars].index(result.name)]
+
+
+def _ends(block: Any) -> Iterator[Any]:
+    """The ops that end a pass of the loop around a block."""
+    for op in block:
+        if op.op in ("break", "continue"):
+            yield op
+        elif op.op != "loop":
+            for nested in op.nested_blocks:
+                yield from _ends(nested)
 
 
 def _same_axis(shape: tuple[int, ...], axis: int, before: tuple[int, ...]) -> int | None:
