@@ -11,11 +11,14 @@ In prose `docs/tune.md` becomes a link to that page, and `src/...` a link to the
 """
 
 import ast
+import inspect
 import json
 import logging
 import re
 import statistics
 import tempfile
+import textwrap
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import tilings
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
+import tilewright
 from tilewright import ops
 from tilewright.bench.figures import ladder_bars, peer_bars, roofline, svg
 from tilewright.bench.page import report_command
@@ -142,7 +146,7 @@ def gallery() -> str:
         "",
         "For each op: what it computes, what limits it, what the compiler makes of it, and how it compares. Times are from "
         "`benchmarks/results`, on an H200; a ratio above 1 means that we are faster. Binaries are those of the default config for one "
-        "large problem; only the H200's were run.",
+        "large problem. No kernel ran on another GPU than an H200, and an op without rates was compiled and not timed.",
         "",
         picture(roofline(kernels(rows)), "roofline"),
         "",
@@ -150,16 +154,27 @@ def gallery() -> str:
     for head, names in groups().items():
         lines += [f"## {head}", ""]
         for name in names:
-            if name in modules:
+            if name not in modules:
+                lines += [f"### {name}", "", summary(getattr(tilewright, name)), "", call(name, f"tilewright.ops.{HOMES[name]}"), ""]
+            else:
                 lines += entry(name, modules[name], rows, compiled["rows"], tiled.get(op_name(modules[name])))
     return "\n".join([*lines, "", f"Compiled with {compiled['toolchain']}."])
 
 
+def summary(thing: Any) -> str:
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+
+
+def call(name: str, module: str) -> str:
+    return f"[The call](api.md#{module}.{name})"
+
+
 def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[str, Any]], tiled: Any) -> list[str]:
     text = (op.__doc__ or "").strip()
-    formula = " ".join(text.partition("\n\n")[0].split())
+    head, _, rest = text.partition("\n\n")
+    formula = textwrap.dedent("\n".join(takewhile(lambda line: line.startswith("    "), rest.splitlines())))
     bound = re.search(r"^Bound +(.*(?:\n +.*)*)", text, re.MULTILINE)
-    lines = [f"### {name}", "", "```text", *wrapped(formula), "```", ""]
+    lines = [f"### {name}", "", "```text", *wrapped(" ".join(head.split())), *(["", formula] if formula else []), "```", ""]
     if bound:
         lines += ["Bound: " + " ".join(bound[1].split()), ""]
     if tiled:
@@ -182,7 +197,7 @@ def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[st
             numbers = " | ".join(str(line.get(key, "-")) for key in ("registers", "stack", "shared"))
             lines.append(f"| `{line['kernel']}` | {line['arch']} | {numbers} | {' '.join(line.get('matrix', [])) or '-'} |")
         lines += ["", f"Of the problem `{here[0]['problem']}`.", ""]
-    return [*lines, f"[The call](api.md#{public_function(op).__module__}.{name})", ""]
+    return [*lines, call(name, public_function(op).__module__), ""]
 
 
 def wrapped(text: str, width: int = 84) -> list[str]:

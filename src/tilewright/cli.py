@@ -57,7 +57,8 @@ def profile(
     json_file: Json = None,
 ) -> int:
     """Profile on a GPU: registers, occupancy, shares of the peaks, stalls and the roof."""
-    _refuse({"--options must be given with generate, and only there": (what == "generate") != bool(options)})
+    as_in = "profile generate --options '--model NAME --prompt TEXT'"
+    _refuse({f"--options must be given with generate, and only there, as in {as_in}": (what == "generate") != bool(options)})
     from .bench.profile import profile_command
 
     return profile_command(what, case=case, generate=shlex.split(options), json_file=json_file)

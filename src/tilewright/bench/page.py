@@ -89,7 +89,7 @@ def page(rows: Sequence[Row], found: Sequence[Change], sources: Sequence[str]) -
         ("cases", "Every case", _cases(kernels)),
     ]  # fmt: skip
     sections = [(anchor, title, body) for anchor, title, body in sections if body]
-    gpus, dates = sorted({row["gpu"] for row in rows}), sorted({row["date"] for row in rows if "date" in row})
+    gpus, dates = sorted({row["gpu"] for row in rows if row["gpu"] != "cpu"}) or ["cpu"], sorted({row["date"] for row in rows if "date" in row})
     span = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
     links = "".join(f'<a href="#{anchor}">{_e(title)}</a>' for anchor, title, _ in sections)
     body = "".join(f'<h2 id="{anchor}">{_e(title)}</h2>{content}' for anchor, title, content in sections)

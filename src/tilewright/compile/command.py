@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import ops as all_ops
-from ..launch import Device, argument_error
+from ..launch import Device
 from ..launch.files import write_json
 from .cache import toolchain
 from .disassemble import require_tools
@@ -58,15 +58,14 @@ def compile_command(
         defaults: only the config an untuned call would use, for every real and benchmark case.
         jobs: processes; by default one per core.
     Returns: 1 if a default config spills or fails, else 0.
-    Raises: ValueError or KeyError for an unknown op or architecture; ToolMissing without one.
+    Raises: ValueError for an unknown op or architecture; ToolMissing without one.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     require_tools()
     archs = [name.strip() for name in arch.split(",") if name.strip()] or list(ARCHS)
     chosen = all_ops.named(ops)
     for name in archs:
-        if Device.for_arch(name).is_cpu:
-            raise argument_error("arch", "a GPU target such as sm_90", repr(name))
+        Device.for_arch(name)
     with Progress(
         TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as progress:

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from ..interpret.api import check_call, kernel_name
-from ..launch import Device, argument_error
+from ..launch import Device
 from .disassemble import require_tools
 from .job import Compiled, compiled
 
@@ -60,13 +60,12 @@ def compile_report(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...] = (
             (RTX 5090), sm_121 (GB10).
     Returns: registers, stack, shared memory and instructions for each target. A target for which
         the kernel does not compile has the compiler's message as its `error`.
-    Raises: TypeError or ValueError for a call that cannot be made; KeyError for an unknown target;
+    Raises: TypeError or ValueError for a call that cannot be made, or an unknown target;
         ToolMissing, which says what to install, if there is no compiler.
     """
     values = check_call("compile_report", kernel, grid, args)
     archs = [arch] if isinstance(arch, str) else list(arch)
     for name in archs:
-        if Device.for_arch(name).is_cpu:
-            raise argument_error("arch", "a GPU target such as sm_90", repr(name))
+        Device.for_arch(name)
     require_tools()
     return KernelReport(kernel_name(kernel), tuple(grid), {name: compiled(kernel, values, name) for name in archs})

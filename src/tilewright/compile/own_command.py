@@ -34,7 +34,8 @@ def call_of(name: str) -> Call:
     known = [name for name, value in vars(module).items() if isinstance(value, ct.kernel)]
     if kernel_name not in known:
         named = ", ".join(known) or "no function with @ct.kernel"
-        raise ValueError(f"the kernel must be named, as in {file}:{known[0] if known else 'KERNEL'}; the file has {named}, got {kernel_name!r}")
+        got = repr(kernel_name) if kernel_name else "no name"
+        raise ValueError(f"the kernel must be named, as in {file}:{known[0] if known else 'KERNEL'}; the file has {named}, got {got}")
     make = getattr(module, f"example_{kernel_name}", None)
     if not callable(make):
         raise ValueError(f"{file} must have a function example_{kernel_name}() that returns the grid and the arguments: `return (4,), (x, out)`")
@@ -87,7 +88,7 @@ def interpret_command(name: str, *, json_file: Path | None = None, trace: Path |
         error = found
         console.print(str(found), style="red")
     else:
-        console.print(f"{name}: blocks of grid {grid} ran; nothing wrong was found ({', '.join(['bounds', *looked])})")
+        console.print(f"{name}: all blocks of grid {grid} ran; nothing wrong was found (checked: {', '.join(['bounds', *looked])})")
         if recorded is not None:
             console.print(str(recorded))
             console.print(f"drawn in {trace}")

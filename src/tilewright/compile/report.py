@@ -82,7 +82,7 @@ def compile_ops(
         problems: chooses the problems of an op on a device; by default `representative`, and every
             case for defaults.
         cache: see ResultCache. on_done: called with (finished, distinct) as compilations finish.
-    Raises: KeyError for an unknown architecture.
+    Raises: ValueError for an unknown architecture.
     """
     choose = problems or (every_case if defaults_only else representative)
     pending: list[tuple[Row, Traced | None]] = []

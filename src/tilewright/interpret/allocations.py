@@ -1,4 +1,6 @@
-"""Which elements of a tensor somebody has written: for reads too early, writes that never came."""
+"""Tracks which elements of a tensor were written, to find reads that come too early and outputs
+that are never written.
+"""
 
 import sys
 from typing import Any
@@ -15,8 +17,8 @@ from .regions import Region
 class Unwritten:
     """The elements of a marked tensor that nobody has written yet.
 
-    early: whether reading one of them is an error. missing: whether it is one if they remain.
-    name: of the kernel's parameter that may write the tensor; empty before there was one.
+    early: reading one of them is an error. missing: it is an error if any remain at the end.
+    name: of the kernel's parameter that may write the tensor; empty until a launch has one.
     """
 
     def __init__(self, tensor: torch.Tensor, *, early: bool, missing: bool):
@@ -56,9 +58,9 @@ class Unwritten:
 
 
 class Allocations(TorchFunctionMode):
-    """Marks what torch.empty and its kin return while the mode is on.
+    """Marks what torch.empty and similar functions return while the mode is on.
 
-    What PyTorch itself writes later counts as written, element by element.
+    Elements that PyTorch itself writes later count as written.
     """
 
     FRESH = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
@@ -84,7 +86,7 @@ class Allocations(TorchFunctionMode):
         return result
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Buffer, np.ndarray]]:
-        """The tensors that a call writes, each with the offsets of the elements that it does."""
+        """The tensors that a call writes, each with the offsets of the written elements."""
         out = kwargs.get("out")
         if out is not None:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
@@ -104,9 +106,10 @@ class Allocations(TorchFunctionMode):
 
     @staticmethod
     def _independent(func: Any, target: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray:
-        """The elements whose new value does not depend on the old: those that the call writes.
+        """The elements that the call writes: those whose new value does not depend on the old one.
 
-        The call runs on two copies that differ in every element. Where the results agree, it wrote.
+        The call runs on two copies that differ in every element. It wrote the elements in which the
+        results agree.
         """
         zeros, ones = torch.zeros(target.shape, dtype=target.dtype), torch.ones(target.shape, dtype=target.dtype)
         for copy in (zeros, ones):

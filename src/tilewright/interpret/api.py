@@ -1,5 +1,6 @@
-"""`tilewright.interpret(kernel, grid, args)`: one launch of any kernel, and what to watch of it."""
+"""`tilewright.interpret(kernel, grid, args)`: one launch of any kernel, and the checks to make."""
 
+import linecache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from .cutile import is_array, parameters_of, python_function
+from .cutile import is_array, parameter_kinds, parameters_of, python_function
 from .run import checking, execute, extents, written_by
 from .schedule import Order
 from .trace import Trace
@@ -64,6 +65,10 @@ def interpret(  # noqa: PLR0913 an option each
     values = check_call("interpret", kernel, grid, args)
     if not isinstance(trace, (bool, str, Path)):
         raise TypeError(f"trace must be True, or the path of a page to write, got {type(trace).__name__}")
+    if not isinstance(trace, bool) and not Path(trace).absolute().parent.is_dir():  # said now: afterwards it would hide the kernel's error
+        raise FileNotFoundError(f"trace must be a page in a folder that exists, got {str(trace)!r}")
+    if block_order not in (None, "forward", "reverse") and not isinstance(block_order, int):
+        raise ValueError(f'block_order must be "forward", "reverse" or a seed, got {block_order!r}')
     watched = written_by(kernel, values) if unwritten is True else unwritten
     recorded = Trace(kernel_name(kernel)) if trace else None
     options: dict[str, Any] = {"races": races, "order": block_order, "strict": strict, "strict_bounds": strict_bounds, "steps": steps, "debug": debug}
@@ -96,7 +101,9 @@ def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, .
             mend = f"call {name} itself, with CPU tensors: it is interpreted" if public else f"write @ct.kernel above `def {name}`"
             raise TypeError(f"kernel must be a function decorated with @ct.kernel, got the plain function {name}: {mend}")
         raise TypeError(f"kernel must be a function decorated with @ct.kernel, got {type(kernel).__name__}: write {order}")
-    name = kernel_name(kernel)
+    name, file = kernel_name(kernel), python_function(kernel).__code__.co_filename
+    if not linecache.getlines(file):
+        raise TypeError(f"kernel must be defined in a file or a notebook cell, because cuda-tile reads its source, got {name} of {file}")
     if not isinstance(grid, (tuple, list)) or not grid or not all(isinstance(n, int) for n in grid):
         what = "an array" if is_array(grid) else repr(grid)
         raise TypeError(f"grid must be a tuple of 1 to 3 ints, got {what}: write {function}({name}, {_as_grid(grid)}, (...))")
@@ -107,10 +114,20 @@ def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, .
     wanted = list(parameters_of(kernel))
     if len(args) != len(wanted):
         raise TypeError(f"args must be {len(wanted)} values, as many as {name} has parameters ({', '.join(wanted)}), got {len(args)}")
+    _check_kinds(kernel, args)
     return tuple(args)
 
 
+def _check_kinds(kernel: Any, args: tuple[Any, ...] | list[Any]) -> None:
+    """Raises TypeError for an argument of a type that no parameter of its kind takes."""
+    for (name, kind), value in zip(parameter_kinds(kernel).items(), args, strict=True):
+        number = isinstance(value, (bool, int, float, tuple))
+        if kind == "constant" and not number:
+            raise TypeError(f"{name} must be a bool, int or float, because the kernel declares it ct.Constant, got {type(value).__name__}")
+        if not number and not is_array(value) and not isinstance(value, list):
+            raise TypeError(f"{name} must be a tensor, a number, or a list or tuple of them, got {type(value).__name__}")
+
+
 def _as_grid(value: Any) -> str:
-    if isinstance(value, int):
-        return f"({value},)"
-    return repr(tuple(value)) if value and isinstance(value, (tuple, list)) else "(4,)"
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return repr(tuple(values)) if values and all(isinstance(n, int) for n in values) else "(4,)"

@@ -1,10 +1,11 @@
-"""What the interpreter checks of each access on request: races, reads of unwritten memory.
+"""Checks of each access that the interpreter makes on request: races, reads of unwritten memory.
 
-Races are found by happens-before with vector clocks. Every block has a clock. A release stores at
-the address what the block knows of all clocks; an acquire of that address joins it. Two accesses of
-one element by different blocks race unless the first happened before the second, both only read, or
-both are atomic. For each element the check remembers the writes and the reads that a later access
-might race with: all of them, but those that happened before another one that it remembers.
+Races are found by happens-before with vector clocks. Every block has a clock, and a vector with
+what it knows of the other clocks. A release stores this vector at its address. An acquire of the
+address merges the stored vector into the block's own. Two accesses of one element by different
+blocks race, unless the first happened before the second, both only read, or both are atomic. For
+each element the check remembers the writes and reads that a later access might race with. It
+forgets an access that happened before another one that it remembers.
 """
 
 import sys
@@ -25,8 +26,8 @@ SHORT = 16  # a list of accesses is pruned when it has twice as many as after th
 
 
 class Access(NamedTuple):
-    """block, time: of its clock; line: of the generated code; atomic: not torn by other atomic
-    accesses.
+    """One access: by `block`, at `time` of its clock, at `line` of the generated code. atomic: it
+    cannot race with another atomic access.
     """
 
     block: int
@@ -44,9 +45,9 @@ BLOCK, TIME, LINE, ATOMIC, OTHERS, LENGTH, PLAIN, PRUNE = range(8)
 class Chains:
     """All lists of accesses of one launch, by number; 0 is the empty one.
 
-    Elements that the same blocks use share one list. A row of the table: the last access; the
-    number of the list of the others; its length; whether any is not atomic; the length at which
-    those are left out that happened before another one.
+    Elements that the same blocks use share one list. A row of the table holds the last access, the
+    number of the list of the others, its length, whether any of them is not atomic, and the length
+    at which the list is pruned.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Chains:
             number = row[OTHERS]
 
     def extended(self, numbers: np.ndarray, access: Access, clock: Clock) -> np.ndarray:
-        """These lists with one more access by the running block, whose clock this is."""
+        """These lists with one more access by the running block. clock: that block's."""
         if len(numbers) == 1:
             return np.array([self._extended(int(numbers[0]), access, clock)])
         rows = self.table[numbers]
@@ -90,7 +91,9 @@ class Chains:
         return self._one_longer(others, access, prune)
 
     def _pruned(self, number: int, access: Access, clock: Clock) -> tuple[int, int]:
-        """The list without what `access` makes needless, and when to do so again."""
+        """The list without the accesses that `access` makes unnecessary, and the length at which to
+        prune it again.
+        """
         kept = [was for was in self.of(number) if not self._covers(access, was.before(clock), was.atomic)]
         limit, shorter = 2 * len(kept) + SHORT, 0
         for was in reversed(kept):
@@ -99,8 +102,8 @@ class Chains:
 
     @staticmethod
     def _covers(access: Access, before: Any, atomic: Any) -> Any:
-        """Whether what races with an access from now on, which happened `before`, also races with
-        this later one.
+        """Whether every future access that races with the access `before` also races with this
+        later one.
         """
         return before & (atomic >= access.atomic)
 
@@ -233,7 +236,7 @@ class Watch:
 
 
 def running_line(code: dict[str, Any]) -> int:
-    """The line of generated code, whose globals these are, that runs now."""
+    """The line that runs now, of the generated code with these globals."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals is not code:
         frame = frame.f_back

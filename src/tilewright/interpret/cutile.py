@@ -1,5 +1,5 @@
-"""The only file of Tilewright that touches private names of cuda-tile, but for its launcher
-(launch/run.py) and front_end.py, which makes it quicker.
+"""The only file of Tilewright that uses private names of cuda-tile, apart from launch/run.py (the
+launcher) and front_end.py (a faster front end).
 
 A kernel and its arguments -> the signature that the front end types -> typed IR, or a signature to
 compile. The rest of the project asks here about an IR value (its dtype, its shape, whether it is a
@@ -269,9 +269,10 @@ def _address(array: Any) -> int:
 # ---------------------------------------------------------------------------- signature -> typed IR
 @dataclass(eq=False)
 class IndexCheck(ir_ops.TileAssert, opcode="index_check", memory_effect=ir.MemoryEffect.STORE):  # type: ignore[misc, call-arg]
-    """One more operation, in front of a gather, scatter or atomic: later IR knows only pointers.
+    """An additional operation before a gather, scatter or atomic. It is needed because later IR has
+    only pointers.
 
-    An assertion, as the front end's passes see it.
+    The front end's passes treat it as an assertion.
 
     what: the access, for a message, with {} for an index. checked: whether lanes outside of the
         array are masked.
@@ -291,7 +292,9 @@ _pointer_and_mask = ir_ops._gather_scatter_pointer_and_mask
 
 
 def _checked_pointer_and_mask(array: ir.Var, indices: ir.Var, check_bounds: ir.Var, custom_mask: ir.Var | None = None) -> Any:
-    """What the front end does for an index, and an IndexCheck. Compiling for a GPU adds nothing."""
+    """What the front end does for an index, and in addition an IndexCheck. No check is added where
+    the kernel is compiled for a GPU.
+    """
     result = _pointer_and_mask(array, indices, check_bounds, custom_mask)
     extents = array.get_aggregate().shape
     if _interpreting.get() and extents:

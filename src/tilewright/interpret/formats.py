@@ -1,8 +1,8 @@
 """Number formats: how the interpreter holds a tile, and how memory holds it.
 
 Types that numpy lacks, and float16, are "small": a float32 *container* holds their values. After
-every operation the values are rounded to the grid of the format, so each result is what the format
-gives. Only memory holds their bits. Every other type is its own container.
+every operation the values are rounded to those of the format, so each result is exact for it. Their
+bits exist only in memory. Every other type is its own container.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Format:
     overflow: what rounding to nearest gives for values past `largest`, infinity included. The two
         signed 8-bit formats saturate, like the instruction that cuTile compiles to (F2FP.SATFINITE
         on sm_90 and sm_100).
-    native: the torch dtype that converts it; None if a table of all its values does.
+    native: the torch dtype that converts it; None if a table of all its values is used instead.
     """
 
     bits: int
@@ -99,7 +99,9 @@ def round_to(x: Value, dtype: str, mode: str = "RN") -> Value:
 
 
 def _round_to_odd(x: np.ndarray) -> np.ndarray:
-    """float64 -> float32, so that a second rounding to at most 22 bits equals a single one."""
+    """float64 -> float32 such that rounding the result again, to at most 22 bits, equals rounding
+    once.
+    """
     near = x.astype(np.float32)
     bits = np.atleast_1d(near).view(np.int32)
     back = np.atleast_1d(near).astype(np.float64)

@@ -1,7 +1,9 @@
-"""Less work for cuda-tile's front end: half of its time, where an interpreted kernel runs first.
+"""A faster front end for cuda-tile. It halves the time of the first launch of an interpreted
+kernel.
 
-It types each kernel again for each set of constants. Every step of that asks the same questions of
-the same objects; here they are asked once. What comes out is the same: test_front_end.py.
+The front end types a kernel again for each set of constants, and looks up the same properties of
+the same objects each time. Here each property is looked up once. The IR is the same
+(test_front_end.py).
 """
 
 import functools
@@ -29,8 +31,8 @@ CONSTANTS = {*NAMED, *NUMBERS}
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Within the context, which holds the compiler's lock, the functions below stand in for
-    cuda-tile's, and Python collects no garbage: an IR is many objects, and few of them are any.
+    """Within the context, the functions below replace cuda-tile's. The context holds the compiler's
+    lock. Garbage collection is off, because an IR has many objects and few of them are garbage.
     """
     with _compile._compiler_lock, replaced({} if _as_installed.get() else OURS):
         collects = gc.isenabled()
@@ -44,7 +46,7 @@ def quick() -> Iterator[None]:
 
 @contextmanager
 def as_installed() -> Iterator[None]:
-    """Within the context cuda-tile is as it came."""
+    """Within the context, cuda-tile runs unchanged."""
     token = _as_installed.set(True)
     try:
         with replaced(UNCHANGED):
@@ -76,7 +78,7 @@ _finished: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def final_ir(keeper: Any, index: int) -> Any:
-    """A kernel's IR is that of every architecture, which only has to know its dtypes."""
+    """The same IR serves every architecture; only the support of its dtypes is checked for each."""
     as_it_is = UNCHANGED[_compile._IrKeeper, "get_final_ir"]
     if keeper.final_ir is not None:  # for a caller that keeps it
         return as_it_is(keeper, index)
@@ -93,7 +95,7 @@ def final_ir(keeper: Any, index: int) -> Any:
 
 
 def resolve_operand(x: Any, scope: Any) -> Any:
-    """A function that is called is a value of the IR once, not once for each call."""
+    """A called function becomes one value of the IR, not one for each call."""
     return constant(x) if type(x) in CONSTANTS else UNCHANGED[hir2ir, "_resolve_operand"](x, scope)
 
 
@@ -115,8 +117,8 @@ def constant(value: Any) -> Any:
 
 
 async def dispatch_block(block: Any, builder: Any, *, start: int = 0, suspend_at: int = -1) -> None:
-    """The calls of a block in turn. Those of cuda-tile's own functions, nearly all, take one step
-    here, not five coroutines.
+    """Makes the calls of a block in order. Nearly all are calls of cuda-tile's own functions; these
+    take one step here instead of five coroutines.
     """
     if builder.ir_ctx.log_ir_on_error:
         await UNCHANGED[hir2ir, "_dispatch_hir_block_inner"](block, builder, start=start, suspend_at=suspend_at)
@@ -143,7 +145,7 @@ async def dispatch_block(block: Any, builder: Any, *, start: int = 0, suspend_at
 
 
 def _called_at_once(call: hir.Call, scope: Any, registry: Any, builder: Any) -> bool:
-    """Makes a call whose implementation is known and does not wait; False for another one."""
+    """Makes a call if its implementation is known and does not wait; False for any other."""
     function: Any = call.callee
     if type(function) not in FUNCTIONS:
         return False
@@ -170,7 +172,9 @@ _places: dict[Any, Any] = {}
 
 
 def bind_args(signature: inspect.Signature, name: str, args: Any, kwargs: Any, closure_defaults: Any = None) -> list[Any]:
-    """Which argument is which parameter depends on their number and names only."""
+    """Binds arguments to parameters. The result depends only on the number of arguments and their
+    names, so it is computed once for each.
+    """
     key = id(signature), len(args), tuple(kwargs)
     if key not in _places:
         _places[key] = signature, _bound(signature, len(args), tuple(kwargs))
@@ -182,8 +186,8 @@ def bind_args(signature: inspect.Signature, name: str, args: Any, kwargs: Any, c
 
 
 def _bound(signature: inspect.Signature, count: int, names: tuple[str, ...]) -> list[Any] | None:
-    """Of each parameter the place of its argument, or the parameter; None if one takes several, or
-    its default is not a value.
+    """For each parameter the position of its argument, or the parameter itself if it has none. None
+    if a parameter takes several arguments, or if a default is not a value.
     """
     try:
         found = signature.bind(*range(count), **{name: count + i for i, name in enumerate(names)}).arguments
@@ -204,7 +208,9 @@ def retarget_loc(loc: Loc, scope: Any) -> Loc:
 
 
 def _tell_place(error: Exception, loc: Loc) -> None:
-    """An error learns its place; one that is not cuda-tile's becomes one of these."""
+    """Adds the place to an error. An error that is not cuda-tile's becomes an internal error of
+    cuda-tile.
+    """
     if isinstance(error, TileError):
         loc.__exit__(type(error), error, error.__traceback__)
         return

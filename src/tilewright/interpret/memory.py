@@ -149,7 +149,7 @@ Sync = tuple[str, str] | None  # memory order and scope, None for a plain (weak)
 
 
 class Watcher(Protocol):
-    """Sees every access of one launch. block: the number of the one that runs."""
+    """Is told of every access of one launch. block: the number of the running block."""
 
     block: int
 
@@ -163,7 +163,7 @@ class Machine:
 
     strict: a tile entirely outside its array is an error, and padding left UNDETERMINED is poison
         (NaN, or an unlikely integer).
-    watch: sees every access, or None.
+    watch: is told of every access; or None.
     strict_bounds: an index outside of an array is an error also where it is checked and reads
         padding.
     progress: counts changes of memory. So the scheduler can tell waiting from working.
@@ -250,7 +250,7 @@ class Machine:
 
     @staticmethod
     def _reaching(array: Array, tile: TileView, corner: list[int]) -> np.ndarray:
-        """The same for an array that reaches out of its buffer. An error if the tile does too."""
+        """The same for an array that extends beyond its buffer. Raises if the tile does too."""
         shape = [max(0, min(n, extent - start)) for start, n, extent in zip(corner, tile.lengths, array.shape, strict=True)]
         offset = array.offset + sum(start * stride for start, stride in zip(corner, array.strides, strict=True))
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, array.strides, strict=True))
@@ -343,7 +343,7 @@ class Machine:
                 self.owners[place] = self.bid
                 self.acquired += 1
 
-    def check_index(self, what: str, index: tuple[Value, ...], extents: tuple[Value, ...], mask: Value | None) -> None:
+    def check_index(self, what: str, index: tuple[Value, ...], extents: tuple[Value, ...], mask: Value | None, note: str = "") -> None:
         """Raises for an index that lies outside. what: "read of element {} of x: float32"."""
         for at, n in zip(index, extents, strict=True):
             at = np.asarray(at)
@@ -358,7 +358,7 @@ class Machine:
                 found = tuple(int(np.broadcast_to(i, shape)[lanes][worst]) for i in index)
                 last = tuple(int(n) - 1 for n in extents)
                 element, end = (found, last) if len(last) > 1 else (found[0], last[0])
-                raise KernelError(f"out of bounds: {what.format(element)}{[n + 1 for n in last]}, whose last element is {end}")
+                raise KernelError(f"out of bounds: {what.format(element)}{[n + 1 for n in last]}, whose last element is {end}{note}")
 
     def item(self, arrays: list[Array], index: Any) -> Array:
         """An element of a list argument."""
@@ -393,7 +393,7 @@ ATOMIC: dict[str, Callable[[Value, Value], Value]] = {
 
 
 def poison(dtype: str) -> Any:
-    """The value of UNDETERMINED padding: a result that depends on it shows."""
+    """The value of UNDETERMINED padding: NaN, or an unlikely integer."""
     if is_float(dtype):
         return np.nan
     return True if dtype == "bool_" else -0x55 if dtype[0] == "i" else 0xAA
@@ -436,7 +436,7 @@ def _addresses(pointer: Pointer, mask: Value | None) -> tuple[np.ndarray, np.nda
 
 
 def _conflict_free(offset: np.ndarray, mask: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-    """Index sets that each address an element at most once, in order of index."""
+    """Sets of indices that each use an element at most once, in order of the index."""
     at = np.nonzero(mask)
     chosen = offset[at]
     if chosen.size < 2 or np.unique(chosen).size == chosen.size:

@@ -95,9 +95,12 @@ class MemoryOps(Writer):
         self.put(f"__m.store({self.use(op.view)}, {self.uses(op.index)}, {self.use(op.tile)}, {any(op.inbounds)}, {self.sync(op)})", op.loc)
 
     def emit_index_check(self, op: Any) -> None:
-        """Of a gather, scatter or atomic: always if it has no check of its own, else on request."""
+        """Checks the index of a gather, scatter or atomic: always if the access has no check of its
+        own, otherwise only with strict_bounds.
+        """
         mask = op.mask if op.mask is not None and cutile.is_tensor(op.mask) else None
-        check = f"__m.check_index({op.what!r}, {self.uses(op.index)}, {self.uses(op.extents)}, {self.use(mask)})"
+        note = ", which only strict_bounds reports: a GPU reads padding_value or drops the write" if op.checked else ""
+        check = f"__m.check_index({op.what!r}, {self.uses(op.index)}, {self.uses(op.extents)}, {self.use(mask)}, {note!r})"
         self.put(f"if __m.strict_bounds: {check}" if op.checked else check, op.loc)
 
     def emit_pointer_offset(self, op: Any) -> None:

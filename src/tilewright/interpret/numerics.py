@@ -1,7 +1,7 @@
 """Arithmetic of tiles: numpy arrays and scalars in their containers (see formats.py).
 
-Transcendental functions and matrix products are PyTorch's. They are faster than numpy's, and within
-an ulp of what users compare with.
+Transcendental functions and matrix products are PyTorch's, which are faster than numpy's. Users
+compare with PyTorch, too.
 """
 
 import re
@@ -201,7 +201,7 @@ def _part(shape: tuple[int, ...], index: tuple[Any, ...], part: tuple[int, ...])
 
 # ------------------------------------------------------------------------------------------ control
 def steps(start: Any, stop: Any, step: Any) -> Iterator[Any]:
-    """The loop variable's values, of the loop variable's own type."""
+    """The values of a loop variable, in its own type."""
     if step <= 0:
         raise KernelError(f"range() step must be positive, got {step}")
     return map(type(start), range(int(start), int(stop), int(step)))

@@ -1,4 +1,4 @@
-"""Stretches of memory that arguments of a launch reach, in units of one size."""
+"""The ranges of memory that the arguments of a launch cover, in units of one size."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from .memory import Buffer
 
 
 class Region:
-    """A stretch of memory that one or more arguments reach, divided into units of one size.
+    """A range of memory that one or more arguments cover, divided into units of one size.
 
     start, end: byte addresses.
     """

@@ -1,4 +1,4 @@
-"""Running a launch: its program, its arguments, its blocks in turn."""
+"""Runs a launch: binds the arguments to the program and runs the blocks one after another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,7 +41,7 @@ _options: ContextVar[Options] = ContextVar("tilewright.interpret.options", defau
 
 
 def _tensors(name: str, given: object) -> tuple[torch.Tensor, ...]:
-    """Those that an option names one by one."""
+    """The tensors that an option names; none for True."""
     if isinstance(given, bool):
         return ()
     if not isinstance(given, (tuple, list)) or not all(map(cutile.is_array, given)):
@@ -171,7 +171,7 @@ def _program(kernel: Any, args: tuple[Any, ...], debug: bool, traced: bool = Fal
 
 
 def _type(value: Any, node: Any) -> Any:
-    """All that the front end may look at in one argument, hashable and quick to make."""
+    """Everything that the front end may look at in one argument, as a hashable value."""
     kind = type(value)
     if kind is int or kind is float or kind is bool:
         return (kind, repr(value)) if getattr(node, "constant", False) else kind
@@ -251,7 +251,7 @@ def extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
 def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Trace | None = None) -> None:
     """Runs a kernel on CPU tensors, block by block, as the context says. `interpret` checks first.
 
-    Blocks that wait for one another take turns. trace: gets what each block did.
+    Blocks that wait for one another take turns. trace: records what each block did.
     """
     choose_threads_once()
     axes = extents(grid)
@@ -279,7 +279,9 @@ def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Tr
 
 
 def _touches(mark: Unwritten, buffers: list[Buffer]) -> bool:
-    """Whether a launch uses the memory of a mark, which learns the name that it has there."""
+    """Whether a launch uses the memory of a mark. If so, the mark gets the name of the launch's
+    parameter.
+    """
     found = [buffer for buffer in buffers if mark.overlaps(buffer)]
     for buffer in found:
         if buffer.target and not mark.name:

@@ -1,9 +1,10 @@
 """Which block runs next, where blocks may wait for one another.
 
-A block gives up its turn when it may have taken a lock: when an atomic changes one element, and the
-kernel looks at the old value. The others go on until each has done so too, waits or has ended. So
-two blocks that take two locks in opposite orders meet in between. Trying this costs turns in which
-blocks only wait; after EXPLORED waiting points of these, blocks keep their turns.
+A block gives up its turn when it may have taken a lock: when an atomic changes one element and the
+kernel looks at the old value. The other blocks run until each has done the same, waits or has
+ended. So if two blocks take two locks in opposite orders, each gets its first lock and the deadlock
+shows. This costs turns in which blocks only wait. After EXPLORED waiting points in such turns,
+blocks keep their turns.
 """
 
 import random
@@ -126,7 +127,9 @@ class Schedule:
         return True
 
     def _turn(self, block: Block) -> tuple[int, bool]:
-        """Runs a block past waiting points. Returns how many, and whether it has ended."""
+        """Runs a block for one turn. Returns how many waiting points it passed, and whether it has
+        ended.
+        """
         turn = SHORT_TURN if self.later else TURN
         if self.dice is not None:  # short turns as often as long ones: some races need one, some the other
             turn = 1 << self.dice.randrange(turn.bit_length())
@@ -141,7 +144,8 @@ class Schedule:
         return turn, False
 
     def _look(self, block: Block) -> None:
-        """Notes whether a block repeats itself: at the same place, all variables are as they were.
+        """Notes whether a block repeats itself: whether it is at the same place with the same
+        variables.
 
         Only another block can end that, by changing memory.
         """
@@ -160,7 +164,9 @@ class Schedule:
                 return
 
     def _raise(self, stuck: list[Block], what: str) -> None:
-        """The error, at the place of the first of these blocks; the text names the next ones."""
+        """Raises the error at the place of the first of these blocks. Its text also names the next
+        blocks.
+        """
         lines = [self.program.places(block.frame.f_lineno) for block in stuck[:NAMED]]
         if len(stuck) > 1:
             found = [f"block {block.bid} at {places[0][0]}:{places[0][1]}" for block, places in zip(stuck, lines, strict=False) if places]

@@ -1,7 +1,7 @@
-"""How many threads products of an interpreted kernel take: one less than cores are free.
+"""How many threads the products of an interpreted kernel use: one fewer than the free cores.
 
-PyTorch takes one for each core, and its threads wait for one another in busy loops. Where anybody
-else uses a core too, a decode step of small products then takes many times as long.
+PyTorch uses one thread per core, and its threads wait for one another in busy loops. If another
+process uses a core too, a decode step of small products takes many times as long.
 """
 
 import os
@@ -13,8 +13,8 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def free_cores() -> int:
-    """Cores that this process may use, less those that were busy in the last minute, less one for
-    whoever comes next; at least 1.
+    """The cores that this process may use, minus those that were busy in the last minute, minus one
+    in reserve; at least 1.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -22,7 +22,7 @@ def free_cores() -> int:
 
 
 def choose_threads() -> None:
-    """Lowers PyTorch's threads to the free cores, unless the environment says how many to take."""
+    """Lowers the number of PyTorch's threads to the free cores, unless the environment sets it."""
     if not any(os.environ.get(name) for name in VARIABLES):
         threads = free_cores()
         if threads < torch.get_num_threads():

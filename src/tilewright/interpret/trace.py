@@ -116,7 +116,7 @@ class Trace:
 
 
 class Recorder:
-    """Watches a launch for a `Trace`, and lets the checks see it too."""
+    """Records the accesses of a launch in a `Trace`, and passes them on to the checks."""
 
     def __init__(self, trace: Trace, program: Program, grid: tuple[int, int, int], buffers: list[Buffer], inner: Watcher | None):
         self.trace, self.program, self.grid, self.inner = trace, program, grid, inner

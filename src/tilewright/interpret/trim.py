@@ -28,7 +28,9 @@ def short_axes(body: Any) -> Axes:
 
 
 def _chain(value: Any, axis: int | None, makers: dict[str, Any], uses: Counter[str]) -> Axes:
-    """From a product's operand to its load; empty if a step between needs the whole tile."""
+    """The operations from a product's operand back to its load; empty if one of them needs the
+    whole tile.
+    """
     axes: Axes = {}
     while axis is not None and value is not None and uses[value.name] == 1 and (maker := makers.get(value.name)) is not None:
         axes[value.name] = axis

@@ -1,4 +1,4 @@
-"""The code generator's text: lines and their places, names, operands.
+"""The text that the code generator writes: lines with their places in the source, names, operands.
 
 Every generated name contains "__", so none clashes with a name of the kernel. A broadcast tile
 stays small until an operation needs all of it.
@@ -120,7 +120,7 @@ class Writer:
         return name
 
     def use(self, variable: Any) -> str:
-        """An operand, whole."""
+        """An operand in its full shape."""
         if variable is None or cutile.is_token(variable):  # tokens order memory operations; a block runs in program order
             return "None"
         if variable.name in self.inline:

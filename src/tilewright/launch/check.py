@@ -1,4 +1,6 @@
-"""Checks of the public functions. Every message says what, what it must be, and what it was."""
+"""Checks for the public functions. Every message names the argument, what it must be, and what it
+was.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -153,8 +155,8 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
 
 @lru_cache(maxsize=1 << 12)
 def _folded(shape: Sizes, strides: Sizes) -> bool:
-    """Whether two indices may mean the same element: an axis does not step over what lies inside
-    it.
+    """Whether two indices may mean the same element: the stride of an axis is shorter than the
+    extent of the axes inside it.
     """
     inside = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
@@ -191,8 +193,8 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _storage(x: Tensor) -> int:
-    """What tensors of one memory have in common; inside of torch.func's transforms, which an op
-    refuses, none have.
+    """The identity of a tensor's storage, the same for all views of it. Inside torch.func's
+    transforms, which an op refuses, no two tensors share one.
     """
     try:
         return int(x.untyped_storage()._cdata)

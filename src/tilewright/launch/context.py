@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is set.
+    """What a `with` block has set.
 
     forced: config by the `plan` function it is for.
     on_choice: called with each choice. on_launch: called with each launch and its arguments.
@@ -32,7 +32,7 @@ _NOTHING = Context()
 
 @contextmanager
 def changed(change: Callable[[Context], dict[str, Any]]) -> Iterator[None]:
-    """Within the block the fields that `change` returns for the context outside it are set."""
+    """Sets fields within the block. `change` makes them from the outer context."""
     before = CONTEXT.get() or _NOTHING
     token = CONTEXT.set(replace(before, **change(before)))
     try:

@@ -130,7 +130,7 @@ class Decision:
         return argument_error(f"{' or '.join(map(' and '.join, large))} of {self.op}", be, was)
 
     def _runs(self, problem: Any, names: Sequence[str], device: Device) -> bool:
-        """Whether the device has a config, and grids, for the problem with few of each of these."""
+        """Whether the device could run the problem if these sizes were small."""
         try:
             problem = dataclasses.replace(problem, **dict.fromkeys(names, FEW))
             configs = self.space(problem, device)
@@ -168,7 +168,9 @@ class Choice:
 
 
 def forget_plans() -> None:
-    """Decides anew from here on, with the tables read anew: after tuning in this process."""
+    """Forgets all decisions and reads the tables again at the next call. Call it after tuning in
+    this process.
+    """
     from .table import forget
 
     forget()

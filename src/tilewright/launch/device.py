@@ -82,12 +82,13 @@ class Device:
     def for_arch(arch: str) -> "Device":
         """The first known device of a compiler target, e.g. "sm_90".
 
-        Raises: KeyError naming the known targets.
+        Raises: ValueError naming the known targets.
         """
-        for device in KNOWN.values():
-            if device.arch == arch:
-                return device
-        raise KeyError(f"arch must be one of {sorted({d.arch for d in KNOWN.values()})}, got {arch!r}")
+        known = {device.arch: device for device in reversed(KNOWN.values()) if not device.is_cpu}
+        if arch not in known:
+            targets = ", ".join(f"{name} ({known[name].name})" for name in sorted(known, key=lambda name: int(name[3:])))
+            raise ValueError(f"arch must be one of {targets}, got {arch!r}")
+        return known[arch]
 
 
 MIB = 1 << 20

@@ -1,4 +1,5 @@
-"""Files that somebody else may have made: read, replaced and appended to without trust.
+"""Reads, replaces and appends to files that are not trusted, because another program may have made
+them.
 
 A path may name a FIFO, whose open waits for ever, a device without end, or a link to another file.
 So reading takes regular files only, and writing follows no link. Errors are OSErrors.

@@ -1,4 +1,5 @@
-"""What a stored result belongs to: kernels, how they are launched, and the compiler's version.
+"""Identifies what a stored result belongs to: the kernels, their launches, and the compiler's
+version.
 
 Also the folder where results are kept.
 """
@@ -41,9 +42,9 @@ def compiler() -> str:
 
 
 def launches_digest(launches: Iterable[Any]) -> str:
-    """A hash of all that runs.
+    """A hash of everything that a plan runs.
 
-    Of each launch that is its kernel, the values of its constants, its grid, hints and PDL.
+    It covers each launch's kernel, values of constants, grid, hints and PDL.
     """
     digest = hashlib.sha256()
     for launch in launches:
@@ -102,7 +103,7 @@ def _definitions(filename: str, source: str) -> dict[int, ast.FunctionDef]:
 class _Normal(ast.NodeTransformer):
     """A function's tree with names as numbers, in the order in which they appear.
 
-    What the function takes from outside becomes what that is.
+    A name from outside the function is replaced by its value.
     """
 
     def __init__(self, function: FunctionType, tree: ast.FunctionDef) -> None:
@@ -189,7 +190,7 @@ _UNKNOWN = object()
 
 
 def _foreign(function: FunctionType) -> bool:
-    """Of cuda-tile, whose version is compared apart."""
+    """Whether it belongs to cuda-tile, whose version is compared separately."""
     return function.__module__.startswith(ct.__name__)
 
 

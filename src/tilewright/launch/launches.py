@@ -90,7 +90,7 @@ class Launch:
 
     @property
     def compiled(self) -> Values:
-        """What the compiler sees: kernel, constants, hints. Who shares it shares binaries."""
+        """What the compiler sees: kernel, constants, hints. Who shares it shares a binary."""
         return self.kernel, tuple(self.constants.items()), self.num_ctas, self.occupancy, self.num_worker_warps
 
     @property
@@ -190,7 +190,7 @@ class GridError(ValueError):
 
 
 def check_grid(launch: Launch) -> None:
-    """Raises GridError naming the kernel unless its grid is one."""
+    """Raises GridError, which names the kernel, if no GPU would launch its grid."""
     from ..interpret.cutile import MOST_BLOCKS
 
     if not 1 <= len(launch.grid) <= 3 or any(n > most for n, most in zip(launch.grid, MOST_BLOCKS, strict=False)):

@@ -1,4 +1,4 @@
-"""What the tuner found, read back: problem -> config. tune/store.py writes rows.
+"""Reads the rows that the tuner stored: problem -> config. tune/store.py writes them.
 
 A row holds where three things are what it was measured with: what its config launches for its
 problem, the compiler, and the GPU. So a change of `plan` counts only where it launches something
@@ -64,7 +64,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def key_of(op: str, problem: Plain, arch: str, gpu: str, compiler: str) -> Key:
-    """What two rows may not share."""
+    """The key of a row. No two rows of a table share it."""
     return op, msgspec.json.encode(problem), arch, gpu, compiler
 
 
@@ -240,7 +240,7 @@ def log_file() -> Path:
 
 
 def show(op: str, problem: Any, device: Device, config: Any, source: str) -> None:
-    """One line for a decision, where TILEWRIGHT_SHOW_PLANS asks for it.
+    """Shows a decision in one line if TILEWRIGHT_SHOW_PLANS asks for it.
 
     1 prints to stderr, log appends to `log_file`. What can't be written is lost, with a warning:
     no call of an op fails for its log.

@@ -23,7 +23,7 @@ KEY = os.fsencode(VARIABLE) if os.name == "posix" else VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Something that must be so.
+    """A condition on the values of one tensor.
 
     name: of the tensor. values: the tensor. right: bool of its shape. be: what each value must be.
     """

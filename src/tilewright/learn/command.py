@@ -48,8 +48,8 @@ def learn_command(
             GPU.
         json_file: gets a row for each timed step. plot: gets a PNG of rates over lengths.
     Returns: 1 if a step's answer is wrong, else 0.
-    Raises: KeyError for an unknown subject or architecture; ValueError if there are no times to
-        write into the files.
+    Raises: KeyError for an unknown subject; ValueError for an unknown architecture, or if there are
+        no times to write into the files.
     """
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
@@ -58,11 +58,11 @@ def learn_command(
         raise argument_error("plot", "left out, except for attention, which has many lengths", subject)
     for name, given in (("json", json_file), ("plot", plot), ("iterations", iterations)):
         if given and not timed:
-            raise argument_error(name, "left out where no step is timed: without a GPU, or with --arch", given)
+            raise argument_error(name, "left out where no step is timed: without a GPU, or with --arch", f"--{name}")
     chosen = ladders(subject, seq_lens or (SEQ_LENS if plot else ()), **(sizes or {}))
     if not timed:
         require_tools()
-        return 1 if _untimed(chosen, _target(arch or "sm_90"), console) else 0
+        return 1 if _untimed(chosen, Device.for_arch(arch or "sm_90"), console) else 0
     rows, wrong = _timed(chosen, console, json_file, iterations or ROUNDS)
     if plot and rows:
         from .plot import draw
@@ -70,13 +70,6 @@ def learn_command(
         draw(rows, chosen[0].steps, plot)
         console.print(f"{plot}: TFLOP/s of every step over sequence length")
     return 1 if wrong else 0
-
-
-def _target(arch: str) -> Device:
-    device = Device.for_arch(arch)
-    if device.is_cpu:
-        raise argument_error("arch", "a GPU target such as sm_90", arch)
-    return device
 
 
 def _gpu() -> tuple[torch.device, Device]:

@@ -1,5 +1,5 @@
-"""Microseconds of a launch from what it asks for (Work) and what the machine gives (Rates): one
-formula for every op.
+"""Predicts the time of a launch, in microseconds, from its work (Work) and the GPU's constants
+(Rates). One formula serves every op.
 
     us   = start + sum over waves of (bound + tile + chain) + second launch
     bound = (compute^8 + fill^8 + memory^8)^(1/8): the largest of the three decides, and two that

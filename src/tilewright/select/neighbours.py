@@ -124,7 +124,7 @@ class Neighbours:
         return residual, doubt
 
     def near(self, place: Place) -> int:
-        """How many timings are near a place."""
+        """How many timings are near the place."""
         problem, config, work, family = place
         known, alike = self.places, self._alike(config, family)
         both = alike[self._pair] * self._near(problem)[known.problem] * self._kinds_alike([kind(work)])[0, known.kind]
@@ -240,7 +240,7 @@ def size_names(problems: Any) -> tuple[str, ...]:
 
 
 def options_of(problem: Any) -> str:
-    """All of a problem but its sizes."""
+    """All fields of a problem except its sizes."""
     names = size_names(problem.__class__)
     return " ".join(str(getattr(problem, f.name)) for f in fields(problem) if f.name not in names)
 

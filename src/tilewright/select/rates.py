@@ -1,4 +1,4 @@
-"""What a machine gives, by op: the constants of the cost model, each with a meaning and a unit.
+"""The constants of the cost model for each GPU and op, each with a meaning and a unit.
 
 `data/<GPU>.json` holds what `tilewright tune --fit` made of measured times. A GPU without a file
 gets the constants of its architecture's file, else of the H200's, with its own SMs, bandwidth and

@@ -1,5 +1,5 @@
-"""What one launch asks of a machine, counted: the same few numbers for every op, so that one
-formula prices them all.
+"""Counts of what one launch needs. They are the same few numbers for every op, so that one formula
+prices all ops.
 """
 
 import math

@@ -255,7 +255,7 @@ def _configs(op: ModuleType, problem: object, device: Device, wanted: Callable[[
 
 
 def top_lines(found: Found, problem: Any, default: Any, count: int) -> list[str]:
-    """The fastest configs, and why others were dropped; nothing for 0."""
+    """Lines with the fastest configs, and why others were dropped; none if `count` is 0."""
     cost = problem.cost()
     lines = []
     for config, us in found.times[:count]:

@@ -269,7 +269,7 @@ def cover(timed: Sequence[Timed]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------
 # what is written
 def choices_of(op: ModuleType) -> Choices[Any, Any] | None:
-    """What an op states about its configs, if anything."""
+    """The op's `Choices`, or None."""
     found = getattr(op, "CHOICES", None)
     return found if isinstance(found, Choices) else None
 

@@ -46,7 +46,7 @@ class Timed(msgspec.Struct, frozen=True, omit_defaults=True, rename={
 
     @property
     def key(self) -> bytes:
-        """Rows with the same key measured the same thing."""
+        """The key of a row. Rows with the same key measured the same config of the same problem."""
         return msgspec.json.encode((self.problem, self.config, self.digest, self.compiler))
 
 

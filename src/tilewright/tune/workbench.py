@@ -1,4 +1,4 @@
-"""The GPU at hand as a place to compile, time and check configs."""
+"""Compiles, times and checks configs on this machine's GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait

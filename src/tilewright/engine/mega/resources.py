@@ -10,7 +10,7 @@ from ...compile.build import compile_launches
 from ...compile.command import Lines, report
 from ...compile.disassemble import require_tools
 from ...compile.report import ARCHS, Row
-from ...launch import Device, Traced, argument_error, traced
+from ...launch import Device, Traced, traced
 from ...models.configs import CONFIGS
 from .pack import Weights, dims_of_config, refuse
 from .run import Clocks, Mega
@@ -59,8 +59,6 @@ def compile_mega_command(*, arch: str = "", json_file: Path | None = None, jobs:
     found: list[tuple[str, str, str, Traced]] = []
     for target in [name.strip() for name in arch.split(",") if name.strip()] or ARCHS:
         device = Device.for_arch(target)
-        if device.is_cpu:
-            raise argument_error("arch", "a GPU target such as sm_90", repr(target))
         for name, fields in CONFIGS.items():
             config = AutoConfig.for_model(**fields)
             try:

@@ -2,9 +2,10 @@
 per token:
 
     S <- exp(g) S     delta = beta (v - S^T k)     S <- S + k delta^T     out = scale S^T q
+    S <- diag(exp(g)) S is the first step with a gate for each column of k (Kimi Delta Attention)
 
-with normalize, of q / |q| and k / |k|. With a gate for each column of k (Kimi Delta Attention) the
-first step is S <- diag(exp(g)) S. Value head h reads query and key head h // (v_heads // k_heads).
+with normalize, of q / |q| and k / |k|. Value head h reads query and key head
+h // (v_heads // k_heads).
 
 Source    Yang et al. 2024, arXiv:2412.06464 (gated delta rule, eq. 10; its chunked form, section
           3.3); Kimi Team 2025, arXiv:2510.26692 (a gate for each column); Bischof and Van Loan
