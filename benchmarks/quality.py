@@ -1,10 +1,14 @@
 """How far a model's logits move with weights of each format, beside a reference quantiser of the
-same format: the one of the gguf package, of torch's observers, or torch's own scaling. GGUF's kinds
-that we keep small are read from the same blocks, here and by the gguf package.
+same format: the one of the gguf package, of compressed-tensors, of torch's observers, or torch's
+own scaling. GGUF's kinds that we keep small are read from the same blocks, here and by the gguf
+package.
 
-    python benchmarks/quality.py FOLDER [--text FILE] [--json out.jsonl]
+    pip install --no-deps compressed-tensors loguru    # the reference of nvfp4
+    python benchmarks/quality.py [MODEL] [--text FILE] [--json out.jsonl]
 
-FOLDER is a transformers model. Its Linear weights are rounded, here and there, and widened again;
+MODEL is a folder of a transformers model or a GGUF file; by default the SmolLM2-135M-Instruct of
+`make demo`, whose Q4_1 weights, widened to bf16, are then the model that all formats are measured
+against. Linear weights whose rows the format fits are rounded, here and there, and widened again;
 the model runs in fp32, so that only the weights differ. KL(bf16 || rounded) is the mean over the
 tokens of a text. Nothing is calibrated. Exits with 1 if one of ours is more than 2 % above its
 reference.
@@ -12,7 +16,8 @@ reference.
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +30,11 @@ from torch import Tensor
 from torch.ao.quantization import PerChannelMinMaxObserver
 
 from tilewright.bench.report import tell
-from tilewright.models import load
+from tilewright.launch import Device
+from tilewright.models import demo_gguf, load
 from tilewright.models.gguf_tensors import KEPT, from_gguf
 from tilewright.models.quantized import KEPT_WIDE
-from tilewright.ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat
+from tilewright.ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat, format_named
 
 ALLOWED = 1.02
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -54,7 +60,7 @@ def reference(of: WeightFormat) -> tuple[str, Rounding] | None:
         return "torch min-max observer", _observed(of)
     if of.code == E4M3:
         return "torch e4m3 of the largest", _scaled(of)
-    return None
+    return ("compressed-tensors", _nvfp4) if find_spec("compressed_tensors") else None
 
 
 def blocks(weight: Tensor, kind: str) -> np.ndarray:
@@ -132,6 +138,18 @@ def _scaled(of: WeightFormat) -> Rounding:
     return rounded
 
 
+def _nvfp4(weight: Tensor) -> Tensor:
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+
+    args = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
+    low, high = torch.aminmax(weight.float().unflatten(1, (-1, 16)), dim=2)
+    whole = generate_gparam(low.amin().view(1), high.amax().view(1))
+    scale, zero = calculate_qparams(low, high, args, global_scale=whole)
+    return fake_quantize(weight.float(), scale, zero, args, global_scale=whole)
+
+
 def divergence(model: Any, wide: Tensor, ids: Tensor, rounding: Rounding, multiple: int) -> float:
     """KL of a model's tokens from log-probabilities `wide`, with its Linear weights rounded, those
     whose rows have a multiple of so many.
@@ -144,43 +162,52 @@ def divergence(model: Any, wide: Tensor, ids: Tensor, rounding: Rounding, multip
     return float((wide.exp() * (wide - found)).sum(-1).mean())
 
 
-def compare(model: Any, ids: Tensor) -> list[dict[str, Any]]:
-    """A row for each format that the model's matrices fit and that has a reference. For a kind of
-    GGUF some matrices are enough: llama.cpp too stores the others in another kind.
+def compare(model: Any, ids: Tensor) -> Iterator[dict[str, Any]]:
+    """A row for each format that fits some matrices of the model and that has a reference here.
+
+    share: of the weights in Linear modules, how many those matrices hold. difference: of a kind of
+        GGUF, root mean square from the file's values, over that of the weights.
     """
     model = copy.deepcopy(model).float()
     with torch.no_grad():
         wide = model(ids).logits.log_softmax(-1)
-    columns = [module.in_features for module in linears(model)]
-    pairs = {of.name: (of.multiple, ours(of), reference(of)) for of in FORMATS.values()}
+    tried = {of.name: (of.multiple, of, ours(of), reference(of)) for of in FORMATS.values()}
     for kind in KEPT:
-        pairs[f"gguf {kind}"] = (gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0], _kept(kind), ("gguf's own values", _gguf(kind)))
-    rows = []
-    for name, (multiple, mine, found) in pairs.items():
-        enough = any if name.startswith("gguf") else all
-        if found is None or not enough(k % multiple == 0 for k in columns):
+        block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+        tried[f"gguf {kind}"] = block, None, _kept(kind), ("gguf's own values", _gguf(kind))
+    for name, (multiple, of, mine, found) in tried.items():
+        fit = [module.weight.detach() for module in linears(model) if module.in_features % multiple == 0]
+        if found is None or not fit:
             continue
         who, theirs = found
         kl, reference_kl = (divergence(model, wide, ids, rounding, multiple) for rounding in (mine, theirs))
-        rows.append({"format": name, "kl": kl, "reference": who, "reference_kl": reference_kl, "ratio": kl / reference_kl})
-    return rows
+        kept = of or format_named(from_gguf(torch.from_numpy(blocks(fit[0][:1], name[5:])), name[5:]).weight_format)
+        share = sum(w.numel() for w in fit) / sum(module.weight.numel() for module in linears(model))
+        bits = 8 * kept.size_bytes(64, 8192) / (64 * 8192)
+        row = {"format": name, "kept_as": kept.name, "bits": round(bits, 2), "share": round(share, 3), "kl": kl, "reference": who}
+        if of is None:
+            row["difference"] = float((mine(fit[0]) - theirs(fit[0])).norm() / theirs(fit[0]).norm())
+        yield row | {"reference_kl": reference_kl, "ratio": kl / reference_kl}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a folder of a transformers model")
+    parser.add_argument("model", nargs="?", help="a folder of a transformers model or a GGUF file; by default the demo's")
     parser.add_argument("--text", type=Path, default=README)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="also append the rows here")
     given = parser.parse_args()
-    loaded = load(given.model, device=torch.device(given.device), dtype=torch.bfloat16)
+    path = given.model or demo_gguf()
+    loaded = load(path, device=torch.device(given.device), dtype=torch.bfloat16)
     assert loaded.tokenizer is not None
     ids = loaded.tokenizer(given.text.read_text(), return_tensors="pt").input_ids[:, : given.tokens].to(given.device)
-    rows = compare(loaded.model, ids)
-    for row in rows:
-        tell(row, given.json)
-    return int(any(row["ratio"] > ALLOWED for row in rows))
+    where = {"op": "quality", "gpu": "CPU" if given.device == "cpu" else Device.of(ids).name}
+    lost = 0
+    for row in compare(loaded.model, ids):
+        tell({**where, "case": f"{Path(path).stem} tokens={ids.shape[1]} format={row['format']}", **row}, given.json)
+        lost += row["ratio"] > ALLOWED
+    return int(lost > 0)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,27 @@ def megakernel(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def quality(rows: list[dict]) -> str:
+    """What rounding to each format does to a model's logits, beside a reference of the format."""
+    found = [r for r in rows if r["op"] == "quality" and not r["format"].startswith("gguf")]
+    lines = ["| format | bits | of the weights | KL, ours | KL, reference | ours over it | the reference |", "|---|---|---|---|---|---|---|"]
+    for r in found:
+        kls = f"{r['kl']:.4f} | {r['reference_kl']:.4f} | {r['ratio']:.2f}"
+        lines.append(f"| `{r['format']}` | {r['bits']:g} | {100 * r['share']:.0f} % | {kls} | {r['reference']} |")
+    return "\n".join([*lines, "", prose(f"{found[0]['date']}, on a CPU in fp32: `{found[0]['command']}`.")])
+
+
+def kept(rows: list[dict]) -> str:
+    """The kinds of GGUF that stay small."""
+    lines = ["| kind | kept as | bits | difference from the file's values | KL, ours | KL, the file's values |", "|---|---|---|---|---|---|"]
+    found = [r for r in rows if r["op"] == "quality" and r["format"].startswith("gguf")]
+    for r in found:
+        off = f"{100 * r['difference']:.2g} %" if r["difference"] else "none"
+        what = f"{r['format'].removeprefix('gguf ')} | `{r['kept_as']}`, fp16 scales | {r['bits']:g}"
+        lines.append(f"| {what} | {off} | {r['kl']:.5f} | {r['reference_kl']:.5f} |")
+    return "\n".join([*lines, "", prose(f"{found[0]['date']}, on a CPU in fp32: `{found[0]['command']}`.")])
+
+
 def peers(rows: list[dict]) -> str:
     """Every op against every peer, losses included."""
     lines = ["| op | peer | cases | geomean | worst | best |", "|---|---|---|---|---|---|"]
@@ -268,12 +289,13 @@ def explained(subject: str, rows: list[dict]) -> str:
 
 
 BLOCKS = {
-    "docs/ops.md": {"ops": supported},
+    "docs/ops.md": {"ops": supported, "quality": quality},
     "README.md": {"headline": headline},
     "docs/bench.md": {"numbers": table, "drawn": drawn, "peers": peers, "platforms": platforms},
     "docs/tune.md": {"tuned": tuned},
     "docs/learn.md": {"ladder": ladder, **{f"{name} steps": partial(explained, name) for name in ("attention", "gemm", "decode")}},
     "docs/engine.md": {"models": models},
+    "docs/models.md": {"kept": kept},
     "docs/megakernel.md": {"megakernel": megakernel},
 }
 

@@ -230,6 +230,7 @@ def hostile_gguf() -> Iterator[tuple[str, str, bytes]]:
     for at in sorted({*file.marks, *(mark - 1 for mark in file.marks), *(mark + 1 for mark in file.marks)}):
         if 0 <= at < len(whole):
             yield f"cut at {at}", "", whole[:at]
+    yield "cut in the last tensor", "lies within", whole[:-4]
     yield "zeros", "GGUF", b"\0" * 4096
     yield "zeros after the magic", "version", b"GGUF" + b"\0" * 4096
     yield "text", "GGUF", b"not a model\n" * 100
@@ -300,6 +301,8 @@ def hostile_safetensors() -> Iterator[tuple[str, str, bytes]]:
     for offsets in (None, [], [0], [0, 8192, 8192], [8192, 0], [-8192, 0], [0.0, 8192.0], "08", [0, 4096], [4, 8196]):
         yield f"offsets {offsets}", "", changed(data_offsets=offsets)
     yield "overlap", "overlaps", changed(data_offsets=sound[second]["data_offsets"], shape=[32])
+    moved = {name: entry | {"data_offsets": [at + 32 * (name != first) for at in entry["data_offsets"]]} for name, entry in sound.items()}
+    yield "a hole", "holes", safetensors_content(tensors, moved) + b"\0" * 32
     yield "entry a list", first, safetensors_content(tensors, sound | {first: [1, 2]})
     yield "entry null", first, safetensors_content(tensors, sound | {first: None})
     for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
@@ -334,6 +337,12 @@ def write_shards(path: Path, weight_map: Any = None) -> Path:
     index = {"metadata": {}, "weight_map": places if weight_map is None else weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return path
+
+
+def _with_a_file_outside(path: Path) -> None:
+    outside = f"of-{path.name}.safetensors"
+    write_shards(path, {name: "part-1.safetensors" if i >= 10 else f"../{outside}" for i, name in enumerate(weights())})
+    (path / "part-0.safetensors").rename(path.parent / outside)
 
 
 def hostile_configs() -> Iterator[tuple[str, str, str | bytes]]:
@@ -437,6 +446,7 @@ def hostile_folders() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     for name, weight_map in maps.items():
         if name != "null":
             yield f"index {name}", "", lambda path, weight_map=weight_map: write_shards(path, weight_map)
+    yield "a file outside", "own folder", _with_a_file_outside
     yield "a weight in two files", "only file", lambda path: (write_shards(path) / "part-0.safetensors").write_bytes(safetensors_content(weights()))
     yield (
         "a file of the index is a FIFO",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .files import file_error, read_by_others
-from .gguf_header import GgufHeader, GgufTensor, read_header
+from .gguf_header import EXPANDED_KINDS, GgufHeader, GgufTensor, read_header
 from .gguf_tensors import KEPT, from_gguf
 from .quantized import QuantizedLinear, check_dtype
 from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
@@ -159,7 +159,7 @@ def _fill(
     bytes_of_file = np.memmap(path, mode="c").view(np.ndarray)  # torch takes no array that is read-only
     for done, (tensor, name) in enumerate(tensors.items()):
         stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size]
-        values = torch.from_numpy(stored.reshape(*tensor.shape[:-1], -1) if name in small else _expanded(stored, tensor))
+        values = torch.from_numpy(stored.reshape(*tensor.shape[:-1], -1) if name in small else _expanded(path, stored, tensor))
         if name == ROPE_FACTORS:
             if not bool((values.isfinite() & (values > 0)).all()):
                 raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")
@@ -179,7 +179,7 @@ def _fill(
     model.tie_weights()
 
 
-def _expanded(stored: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+def _expanded(path: Path, stored: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     """The values of a tensor, not in the file's memory, which may change."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
@@ -189,7 +189,10 @@ def _expanded(stored: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     values = np.empty((len(blocks), block), np.float32)
     step = max(1, AT_ONCE // block)
     for at in range(0, len(blocks), step):
-        values[at : at + step] = dequantize(blocks[at : at + step].reshape(1, -1), kind).reshape(-1, block)
+        try:
+            values[at : at + step] = dequantize(blocks[at : at + step].reshape(1, -1), kind).reshape(-1, block)
+        except NotImplementedError:  # by the gguf package, of kinds such as Q8_1
+            raise file_error(path, EXPANDED_KINDS, f"{tensor.name} in {kind.name}") from None
     return values.reshape(tensor.shape)
 
 

@@ -19,6 +19,7 @@ MOST_ENTRIES = 1 << 16  # keys, and tensors; large models have about 2000
 MOST_ITEMS = 1 << 20  # of a list; the largest vocabularies have 2**18 tokens and twice as many merges
 LONGEST_NAME = (1 << 16) - 1
 MOST_DIMS = 4
+EXPANDED_KINDS = "a GGUF file of F32, F16, BF16, Q4_0 to Q8_0, K, IQ, TQ, MXFP4 or NVFP4 tensors, which the gguf package expands"
 _STRING, _LIST = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -144,7 +145,7 @@ class _Reader:
         tensors = []
         for name, shape, kind, offset in entries:
             if kind not in known:
-                raise file_error(self.path, f"a GGUF file with a known type of {name!r}", kind)
+                raise file_error(self.path, EXPANDED_KINDS, f"{name} in kind {kind}")
             block, block_bytes = known[kind]
             if not shape or 0 in shape or shape[-1] % block:
                 raise file_error(

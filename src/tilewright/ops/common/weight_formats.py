@@ -5,7 +5,7 @@
 
     name            code   bits  group           scales       zero
     int4-G          0..15  4     32, 64, 128     bf16         8
-    int4-G-zeros    0..15  4     32, 64, 128     bf16, fp16   bf16
+    int4-G-zeros    0..15  4     32, 64, 128     bf16, fp16   bf16, fp16
     int8            bytes  8     a row           fp32         128
     int8-G          bytes  8     16, 32          fp16         128
     e4m3            e4m3   8     a row           fp32
@@ -46,6 +46,9 @@ FIELDS: dict[int, tuple[Field, ...]] = {
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where rounding changes; at every other one up, to an even code
 LARGEST = {INT8: 127.0, E4M3: 448.0, E2M1: 6.0}
+# Of the range of a group's weights: what the codes of 4 bits may span. The first one clips nothing.
+SIZES = {INT4: (1.0, 1.07, 0.95, 0.9, 0.85, 0.8), E2M1: (1.0, 1.5, 0.9)}
+SHORT = 32  # of groups: in longer ones errors count by the magnitude of the weight too, as few large weights matter most
 LEAST_K = 16  # k is a multiple of it, where there are no groups: rows of x begin at multiples of 32 bytes
 LARGEST_E8M0 = 127 + 17  # 2**17: the kernel multiplies it by 2**110, in bf16
 
@@ -181,30 +184,68 @@ def dequantized(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Ten
 # ----------------------------------------------------------------------------------------- rounding
 def rounded(weight: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Codes [n, k], scales and zero points [groups, n], and the factor of a weight, rounded to
-    nearest. Nothing is calibrated.
+    nearest. Nothing is calibrated: a group of 4 bits gets the one of a few scales (`SIZES`) that
+    leaves the smallest sum of squared errors; of long groups each times the magnitude of its
+    weight, or the few large weights that a model needs most are clipped.
     """
     n, k = weight.shape
-    groups = weight.float().view(n, -1, of.group or k)
+    groups, factor = weight.float().view(n, -1, of.group or k), None
+    if of.factor:
+        factor = (weight.float().abs().amax() / (LARGEST[E2M1] * LARGEST[E4M3])).clamp(min=2.0**-100).view(1)
+    sizes = SIZES.get(of.code, (1.0,))
+    codes, scale, zero, error = _rounded_at(sizes[0], groups, of, factor)
+    for size in sizes[1:]:
+        other_codes, other_scale, other_zero, other_error = _rounded_at(size, groups, of, factor)
+        better = other_error < error
+        codes, scale, error = (
+            torch.where(better[..., None], other_codes, codes), torch.where(better, other_scale, scale), torch.where(better, other_error, error),
+        )  # fmt: skip
+        zero = None if zero is None or other_zero is None else torch.where(better, other_zero, zero)
+    stored = (torch.log2(scale).round() + 127).to(torch.uint8) if of.scale_dtype is _E8M0 else scale.to(of.scale_dtype)
+    return codes.view(n, k), stored.T.contiguous(), None if zero is None else zero.to(_BF16).T.contiguous(), factor
+
+
+def _rounded_at(size: float, groups: Tensor, of: WeightFormat, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Codes, scales as stored but in fp32, zero points, and the sum of weighted errors, of a group:
+    the last codes stand for `size` times its outermost weights, which may be clipped.
+    """
+    zero, offset = None, torch.zeros(())
+    if of.zeros:
+        low, high = size * groups.amin(2).clamp(max=0.0), size * groups.amax(2).clamp(min=0.0)
+        scale = ((high - low) / 15).clamp(min=2.0**-100).to(of.scale_dtype).float()
+        zero = (-low / scale).round().clamp(0, 15)
+        offset = zero[..., None]
+    elif of.code == INT4:  # the largest value is code 0, -8 steps from the zero point, so scales have its sign
+        largest, offset = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0], torch.tensor(8.0)
+        scale = torch.where(largest.abs() < 2.0**-100, 2.0**-100, size * -largest / 8).to(of.scale_dtype).float()
+    else:
+        scale = _scale_of(size * groups.abs().amax(2), of, factor)
+    step = scale if factor is None else scale * factor
+    scaled = groups / step[..., None]
     if of.code == INT4:
-        return _int4(groups, of)
-    largest = groups.abs().amax(2)
+        codes = (scaled + offset).round().clamp(0, 15).to(torch.uint8)
+    else:
+        codes = nearest_codes(scaled, of.code)
+    error = ((values(codes, of, torch.float32) - offset) - scaled).square() * step.square()[..., None]
+    if of.group > SHORT:
+        error = error * groups.abs()
+    error = error.sum(2)
+    return codes, scale, zero, error
+
+
+def _scale_of(largest: Tensor, of: WeightFormat, factor: Tensor | None) -> Tensor:
+    """fp32 [n, groups], as stored: of groups whose largest value is the largest code."""
+    if of.scale_dtype is _E8M0:
+        return torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 2)  # the largest code is 6: 2**2 and a fraction
     if of.blocks > 1:
+        n = len(largest)
         padded = F.pad(largest, (0, 0, 0, -n % of.blocks)).view(-1, of.blocks, largest.shape[1])
         largest = padded.amax(1).repeat_interleave(of.blocks, 0)[:n]
-    factor = None
-    if of.scale_dtype is _E8M0:
-        exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 2  # the largest code is 6: 2**2 and a fraction
-        scale, stored = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
-    else:
-        least = 2.0**-15 if of.scale_dtype is torch.float16 else 2.0**-100  # whose scale is not rounded to 0
-        scale = largest.clamp(min=least) / LARGEST[of.code]
-        if of.factor:
-            factor = (weight.float().abs().amax() / (LARGEST[E2M1] * LARGEST[E4M3])).clamp(min=2.0**-100).view(1)
-            scale = (scale / factor).clamp(min=2.0**-9).to(torch.float8_e4m3fn).float()
-        stored = scale.to(of.scale_dtype)
-        scale = stored.float() if factor is None else scale * factor
-    scaled = (groups / scale[..., None]).view(n, k)
-    return nearest_codes(scaled, of.code), stored.T.contiguous(), None, factor
+    least = 2.0**-15 if of.scale_dtype is torch.float16 else 2.0**-100  # whose scale is not rounded to 0
+    scale = largest.clamp(min=least) / LARGEST[of.code]
+    if factor is not None:
+        scale = (scale / factor).clamp(2.0**-9, LARGEST[E4M3]).to(torch.float8_e4m3fn)
+    return scale.to(of.scale_dtype).float()
 
 
 def nearest_codes(scaled: Tensor, code: int) -> Tensor:
@@ -217,22 +258,6 @@ def nearest_codes(scaled: Tensor, code: int) -> Tensor:
     for i, end in enumerate(E2M1_ENDS):
         found += size >= end if i % 2 else size > end
     return found | (scaled.signbit().to(torch.uint8) << 3)
-
-
-def _int4(groups: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, None]:
-    """Symmetric: the largest value is code 0, -8 steps from the zero point, so scales have its
-    sign.
-    """
-    n, zero = groups.shape[0], None
-    if of.zeros:
-        low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
-        scale = ((high - low) / 15).clamp(min=2.0**-100).to(of.scale_dtype)
-        zero = (-low / scale.float()).round().clamp(0, 15)
-    else:
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[..., 0]
-        scale = torch.where(largest.abs() < 2.0**-100, 2.0**-100, -largest / 8).to(of.scale_dtype)
-    codes = (groups / scale.float()[..., None] + (8.0 if zero is None else zero[..., None])).round().clamp(0, 15)
-    return codes.to(torch.uint8).view(n, -1), scale.T.contiguous(), None if zero is None else zero.to(_BF16).T.contiguous(), None
 
 
 # ----------------------------------------------------------------------------------------- a weight
@@ -349,7 +374,7 @@ def check_weight(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Te
         if (tensor is not None) != wanted:
             raise argument_error(name, f"{'given' if wanted else 'None'} for {of.name}", "None" if tensor is None else "a tensor")
     if zeros is not None:
-        check_tensor(zeros, "zeros", shape=shape_scales, dtypes=(torch.bfloat16,))
+        check_tensor(zeros, "zeros", shape=shape_scales, dtypes=(torch.bfloat16, torch.float16))
     if factor is not None:
         check_tensor(factor, "factor", shape=(1,), dtypes=(torch.float32,))
     for name, tensor in (("words", words), ("scales", scales), ("zeros", zeros), ("factor", factor)):

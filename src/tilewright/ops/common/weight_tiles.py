@@ -21,7 +21,7 @@ SMALL = 2.0**16  # the factor that sums of fp4 weights lack: 2**110 of their sca
 def zero_point(zeros, i, CODE):
     """The zero point of the i-th group, in the units of `_planes`: a column, or one for all."""
     if len(zeros) > 0:
-        return zeros[i] * (1 / 64)
+        return zeros[i].astype(ct.bfloat16) * (1 / 64)
     return 0.125 if CODE == INT4 else 2.0
 
 

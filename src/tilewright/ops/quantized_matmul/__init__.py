@@ -93,7 +93,7 @@ def quantized_matmul(
         x: [..., k], bf16, stride 1 in the last axis.
         words: int32 [ceil(n / 64), runs, 64, 16].
         scales: [groups of k, n], in the dtype of the format; fp16 too for int4.
-        zeros: bf16, shaped like scales, for formats with zero points.
+        zeros: bf16 or fp16, shaped like scales, for formats with zero points.
         factor: fp32 [1], for nvfp4.
         bias: bf16 [n].
         weight_format: int4-128, int4-64 or int4-32, these with -zeros, int8, e4m3, e4m3-128, mxfp4
