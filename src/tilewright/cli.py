@@ -111,7 +111,7 @@ def tune(  # noqa: PLR0913 an option each
 
     if sum(map(bool, (show, export, import_file, prune, survey, pack, fit))) > 1:
         raise ValueError("at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given")
-    _refuse({"--json must come with --show": bool(json_file) and not show})
+    _refuse({"--json must come with --show": bool(json_file) and not show, "--again must come without --show": again and show})
     if raw and not (survey or pack or fit):
         raise ValueError("--raw must come with --survey, --pack or --fit")
     if survey:

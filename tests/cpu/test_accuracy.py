@@ -69,6 +69,18 @@ def test_empty_result_is_accurate():
     assert accuracy(empty, empty, empty.double()).ok
 
 
+def test_several_roundings_are_judged_together():
+    """The one by itself is exact by chance; together they leave twice their RMS error."""
+    truth = torch.ones(8, dtype=torch.float64)
+    exact, off = truth.float(), truth.float() + 0.01
+    assert not accuracy(off, exact, truth).ok
+    found = accuracy(off, torch.stack((exact, off)), truth)
+    assert found.rms_ratio == pytest.approx(2**-0.5, rel=1e-3)
+    assert found.worst_ratio == pytest.approx(0.5, rel=1e-3)
+    with pytest.raises(ValueError, match="shapes must agree"):
+        accuracy(off, torch.stack((exact, off))[:, :4], truth)
+
+
 def test_poisoned_empty_is_nan_inside_and_restores_outside():
     before = torch.are_deterministic_algorithms_enabled()
     with poisoned_empty():

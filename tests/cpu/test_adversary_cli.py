@@ -1,11 +1,13 @@
 """What an adversary did to the command line: files that do not run, options that mean nothing."""
 
+import signal
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tilewright import cli
+from tilewright.compile.build import worker_pool
 
 HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
 
@@ -44,6 +46,9 @@ def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: s
         (("verify", "rms_norm", "--device", "cuda:99"), "--device must name a GPU of this machine, which has "),
         (("verify", "rms_norm", "--fuzz", "0", "--case", "1"), "--case must be FAMILY.CASE, as in 12.0, got '1'"),
         (("verify", "rms_norm", "--fuzz", "0", "--case", "-1.0"), "--case must be FAMILY.CASE, as in 12.0, got '-1.0'"),
+        *(((verb, "rms_norm"), f"error: {verb} needs a CUDA GPU: times of the interpreter say nothing") for verb in ("tune", "bench")),
+        (("interpret", ""), "error: FILE.py:KERNEL must be a Python file, got none there"),
+        (("tune", "--again", "--show"), "--again must come without --show"),
         (("verify", "--quick", "--fuzz", "0"), "--quick must come without --fuzz"),
         (("interpret", "k.py:k", "--block-order", "\u00b2"), "--block-order must be forward, reverse or a seed, got '\u00b2'"),
         (("learn", "attention", "--seq", "\u00b2"), "--seq must be lengths like 1024,2048, got '\u00b2'"),
@@ -55,7 +60,17 @@ def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: s
 )
 def test_an_option_that_means_nothing_is_refused(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """difftest built a whole model first."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tilewright.models.command.load", lambda *given, **options: pytest.fail("made weights"))
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_compilers_hear_no_ctrl_c_before_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While their server imported torch, Ctrl-C made it print a traceback beside `stopped`."""
+    found, before = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: found.append(signal.getsignal(signal.SIGINT)))
+    worker_pool(1).shutdown()
+    assert found == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,5 +1,7 @@
 """What a second adversary found in the engine, in decisions and in shared keys."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -112,6 +114,14 @@ def test_a_cancelled_sequence_counts_no_token_for_the_next_in_its_row() -> None:
     assert step(4, 3, ticket) == step(4, 3, ticket) == [0, 0, 0, 0, -2, 0, 0, 0]
 
 
+def test_an_engine_is_not_copied() -> None:
+    """Out of a pickle it chose other tokens, and said nothing."""
+    with Engine(tiny(num_hidden_layers=1), max_len=32) as engine:
+        for way in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="an engine must be made from a model where it runs, got a copy or a pickle of one"):
+                way(engine)
+
+
 def test_an_engine_closes_beside_no_call() -> None:
     """It took weights and cache away from the call that ran."""
     with Engine(tiny(num_hidden_layers=1), max_len=32, check_every=2) as engine:
@@ -120,8 +130,16 @@ def test_an_engine_closes_beside_no_call() -> None:
             engine.generate([[5]], 8, on_tokens=lambda gained: engine.close())
         assert engine.generate([[5]], 8).tokens == plain
     engine.close()
-    with pytest.raises(ValueError, match="the engine must be open, got one that was closed"):
-        engine.generate([[5]], 2)
+    for use in (
+        lambda: engine.generate([[5]], 2),
+        lambda: engine.logits([[5]]),
+        lambda: engine.warm_up(1, 2),
+        lambda: engine.cache_bytes,
+        lambda: engine.cache_tokens_held,
+        lambda: engine.step_bytes(1, 2),
+    ):
+        with pytest.raises(ValueError, match="the engine must be open, got one that was closed"):
+            use()
 
 
 @pytest.mark.parametrize(
@@ -174,6 +192,10 @@ def test_a_call_names_the_argument_that_is_of_another_kind() -> None:
         ({"trust_remote_code": "no"}, "trust_remote_code must be True or False, got 'no'"),
         ({"layers": -1}, r"layers must be 0 \(all\) or more, got -1"),
         ({"layers": 10**6}, r"layers must be 0 \(all\) to 30, got 1000000"),
+        ({"device": "x"}, "device must be cpu, cuda or cuda:N, got 'x'"),
+        ({"device": "meta"}, "device must be cpu, cuda or cuda:N, got 'meta'"),
+        ({"device": 3.5}, r"device must be cpu, cuda or cuda:N, got 3\.5"),
+        ({"device": "cuda:99"}, "device must be a GPU of this machine, which has [0-9]+, got 'cuda:99'"),
         ({"dtype": "bfloat16"}, r"dtype must be a torch\.dtype of floats, got 'bfloat16'"),
     ],
 )

@@ -12,8 +12,6 @@ from tilewright.ops.attention import attention
 from tilewright.ops.attention_decode import Config, Problem, attention_decode, plan, reference
 
 HEAD_DIM = 32
-
-
 pytestmark = pytest.mark.usefixtures("inference")
 
 
@@ -50,9 +48,7 @@ def test_a_window_as_long_as_the_cache_is_none(options, window):
 
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_a_large_scale_does_not_cost_single_precision(head_dim):
-    """What a score is off is multiplied by the scale, so the sum of q k^T must be as good as
-    PyTorch's. Term by term it has 2.2 times its error.
-    """
+    """It multiplies the error of q k^T, which term by term is 2.2 times PyTorch's."""
     q, k, v = randn(8, 4, 1, head_dim), randn(8, 2, 100, head_dim), randn(8, 2, 100, head_dim)
     truth, theirs = (reference(*(x.to(dtype) for x in (q, k, v)), scale=1.0) for dtype in (torch.float64, torch.float32))
     bound = 1.4 * (theirs - truth).square().mean().sqrt()

@@ -137,6 +137,15 @@ def test_autocast_changes_no_bit(op, dtype):
         torch.set_autocast_enabled("cuda", False)
 
 
+def test_autocast_leaves_queries_of_another_half():
+    """It refused to join fp16 queries where it casts to bf16."""
+    problem = next(p for p in cases(ops.mla_decode, "small") if p.codes and p.dtype is torch.float16)
+    inputs = problem.inputs(torch.device("cpu"))
+    expected = called(ops.mla_decode, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same(called(ops.mla_decode, inputs), expected)
+
+
 def test_a_library_that_replaces_the_launcher_of_cutile_does_no_harm():
     """Another library puts a function without keywords there when it is imported, before us or
     behind us.

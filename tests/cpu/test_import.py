@@ -1,16 +1,19 @@
 """What `import tilewright` shows, and what its commonest mistakes say."""
 
 import inspect
+import os
 import pydoc
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 import tilewright
 from tilewright import ops
+from tilewright.launch.environment import KNOWN, warn_of_unknown
 from tilewright.testing import public_function
 
 BESIDE_OPS = {"Engine", "QuantizedExperts", "QuantizedWeight", "__version__", "compile_report", "interpret", "load", "patch", "testing"}
@@ -37,7 +40,9 @@ def test_dir_shows_the_ops_and_the_front_doors_and_nothing_else():
     for name in dir(tilewright):
         assert getattr(tilewright, name) is not None
     code = "import tilewright, sys; print(*(n for n in vars(tilewright) if not n.startswith('_')))"
-    names = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"TILEWRIGHT_CHEK": "1"})
+    assert done.stderr.count("TILEWRIGHT_CHEK (TILEWRIGHT_CHECK is one)") == 1
+    names = set(done.stdout.split())
     assert names - set(dir(tilewright)) == {"launch", "ops", "select"}  # packages of its own: Python puts them there
 
 
@@ -46,6 +51,17 @@ def test_help_lists_every_name_by_group():
     for name in set(dir(tilewright)) - {"__version__"}:
         assert name in text
     assert text.index("Matrix products") < text.index("Attention") < text.index("Your own kernels")
+
+
+def test_variables_that_are_none_are_one_warning():
+    known = [*KNOWN, "TILEWRIGHT_TEST_TOKENS", "PATH"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unknown(known)
+    with pytest.warns(RuntimeWarning) as told:
+        warn_of_unknown([*known, "tilewright_show_plan", "TILEWRIGHT_ZZZ"])
+    assert len(told) == 1
+    assert "is called TILEWRIGHT_ZZZ, tilewright_show_plan (TILEWRIGHT_SHOW_PLANS is one); they are" in str(told[0].message)
 
 
 def test_interpret_is_a_package_that_can_be_called():

@@ -354,6 +354,8 @@ def hostile_configs() -> Iterator[tuple[str, str, str | bytes]]:
     yield "deep lists", "JSON", "[" * 100_000
     yield "many digits", "JSON", json.dumps(CONFIG)[:-1] + ', "hidden_size": ' + "9" * 100_000 + "}"
     yield "huge", "at most", json.dumps(CONFIG) + " " * (1 << 24)
+    for value in ("x", [], {}, 1.5, -1):
+        yield f"window {value}", "sliding_window", json.dumps(CONFIG | {"sliding_window": value})
     for value in (math.nan, math.inf, -math.inf):
         yield f"epsilon {value}", "finite", json.dumps(CONFIG | {"rms_norm_eps": value})
     yield "epsilon 1e999", "finite", json.dumps(CONFIG).replace("1e-05", "1e999")

@@ -17,7 +17,7 @@ from rich.console import Console
 from .. import ops
 from ..compile.ahead import Ahead
 from ..compile.job import one_line
-from ..launch import Device
+from ..launch import Device, require_gpu
 from ..testing import op_name
 from ..testing.cases import cases
 from ..testing.drawn import draw_all
@@ -68,8 +68,6 @@ def bench_command(  # noqa: PLR0913 an option each
         raise ValueError("--draw and --seed must come together, and without --suite")
     check_seeds(draw_seeds)
     setup = ready(device, console)
-    if setup is None:
-        return 2
     where = setup.device
     here = Device.of(torch.empty(0, device=where))
     with torch.inference_mode(), meter_of(f"GPU-{torch.cuda.get_device_properties(where).uuid}") as meter:
@@ -91,16 +89,12 @@ def bench_command(  # noqa: PLR0913 an option each
     return 1 if run.wrong else 0
 
 
-def ready(device: str, console: Console) -> Setup | None:
-    """The GPU of this name with its ceilings, both printed. Without one, says so and returns None.
+def ready(device: str, console: Console) -> Setup:
+    """The GPU of this name with its ceilings, both printed. It becomes the current one.
 
-    The GPU becomes the current one.
+    Raises: ValueError without one.
     """
-    if not torch.cuda.is_available():
-        console.print(
-            "bench needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
-        )
-        return None
+    require_gpu("bench")
     where = torch.device(device)
     if where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())

@@ -79,7 +79,13 @@ def worker_pool(workers: int) -> ProcessPoolExecutor:
         context.set_forkserver_preload([Job.__module__])
         from multiprocessing import forkserver  # there is none on Windows
 
-        forkserver.ensure_running()  # it imports while this process goes on
+        alone = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if alone else None  # inherited: of itself it ignores Ctrl-C behind its imports
+        try:
+            forkserver.ensure_running()  # it imports while this process goes on
+        finally:
+            if alone:
+                signal.signal(signal.SIGINT, before)
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 from torch import Tensor
 
@@ -157,6 +157,19 @@ def check_continuations(given: Any, count: int) -> list[list[int]]:
     if len(rows) != count or len({len(row) for row in rows}) != 1:
         raise argument_error("continuations", f"{count} lists of equal length", [len(row) for row in rows])
     return rows
+
+
+class Lone:
+    """One of these has its weights, cache and lock to itself."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise TypeError("an engine must be made from a model where it runs, got a copy or a pickle of one: copy the model")
+
+
+def check_open(model: Any) -> None:
+    """Raises ValueError if an engine has let go of its model."""
+    if model is None:
+        raise argument_error("the engine", "open", "one that was closed")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, more: int, *, max_batch: int, max_len: int, vocabulary: int) -> list[list[int]]:

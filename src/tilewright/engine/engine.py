@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import Device, argument_error, check_bools
+from ..launch import Device, check_bools
 from ..models.quantized import is_quantized
 from . import checks
 from .beside import beside
@@ -55,7 +55,7 @@ class Generated:
     reused: list[int]
 
 
-class Engine(AbstractContextManager["Engine"]):
+class Engine(checks.Lone, AbstractContextManager["Engine"]):
     """Generates text from a transformers model with our kernels. Fuses its weights in place."""
 
     def __init__(  # noqa: PLR0913 options by keyword
@@ -189,22 +189,23 @@ class Engine(AbstractContextManager["Engine"]):
             self._fusion.undo()
         self._model.__dict__.pop(HELD, None)
         self._model = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     @property
     def cache_bytes(self) -> int:
         """Size of the cache of keys and values."""
+        checks.check_open(self._model)
         return sum(t.nbytes for cache in self._state.caches for t in cache)
 
     @property
     def cache_tokens_held(self) -> int:
         """Tokens of the cache that sequences hold now: those of their pages; else all."""
-        pages = self._pages
-        return self.max_batch * self._state.max_len if pages is None else pages.in_use * pages.page_size
+        checks.check_open(self._model)
+        return self.max_batch * self._state.max_len if (pages := self._pages) is None else pages.in_use * pages.page_size
 
     def step_bytes(self, batch: int, kv_len: int) -> int:
         """The least bytes that a decode step reads: weights once, `kv_len` keys of a sequence."""
+        checks.check_open(self._model)
         return step_bytes(self.decoder, batch, kv_len)
 
     @alone
@@ -342,8 +343,7 @@ class Engine(AbstractContextManager["Engine"]):
                 raise MemoryError(too_much(str(error).splitlines()[0], self._model, self._held, self._prefill_tokens)) from error
 
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
-        if self._model is None:
-            raise argument_error("the engine", "open", "one that was closed")
+        checks.check_open(self._model)
         return checks.check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
     def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[Step, Prefill]:

@@ -3,6 +3,8 @@
 Written once, not per op.
 """
 
+import os
+
 from .check import (
     argument_error,
     as_rows,
@@ -15,13 +17,15 @@ from .check import (
     check_positive,
     check_tensor,
     check_writable,
+    checked_device,
     dtype_name,
     each_out,
     out_or_new,
     overlap,
 )
 from .decision import Choice, Decision, decision_of, decisions, forced_config, forget_plans
-from .device import Cost, Device, chosen_device
+from .device import Cost, Device, chosen_device, require_gpu
+from .environment import warn_of_unknown
 from .far import check_near
 from .launches import Launch, hints
 from .run import Bound, Traced, counted, traced
@@ -47,6 +51,7 @@ __all__ = [
     "check_positive",
     "check_tensor",
     "check_writable",
+    "checked_device",
     "chosen_device",
     "counted",
     "decision_of",
@@ -59,6 +64,7 @@ __all__ = [
     "next_pow2",
     "out_or_new",
     "overlap",
+    "require_gpu",
     "torch_op",
     "traced",
 ]
@@ -67,3 +73,6 @@ __all__ = [
 def next_pow2(n: int) -> int:
     """The smallest power of two >= n; 1 for n <= 1."""
     return 1 << max(0, n - 1).bit_length()
+
+
+warn_of_unknown(os.environ)

@@ -72,7 +72,7 @@ def _stride_error(tensor: Tensor, name: str, contiguous: bool) -> ValueError:
     if contiguous:
         return argument_error(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")
     was = str(tensor.stride(-1))
-    if tensor.dim() >= 2 and tensor.stride(-2) == 1:  # the commonest mistake: matmul(x, weight.t())
+    if tensor.dim() >= 2 and tensor.stride(-2) == 1 and tensor.stride(-1) > 0:  # the commonest mistake: matmul(x, weight.t())
         was += f", a transposed view: give {name}.mT instead, with trans_{name}=True where the op has it, or {name}.contiguous()"
     return argument_error(f"{name}.stride(-1)", 1, was)
 
@@ -286,3 +286,17 @@ def as_rows(tensor: MaybeTensor) -> MaybeTensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` of torch.bfloat16, as messages have it."""
     return str(dtype).removeprefix("torch.")
+
+
+def checked_device(device: Any) -> torch.device:
+    """A device on which kernels run or are interpreted. Raises: ValueError for any other."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise argument_error("device", "cpu, cuda or cuda:N", repr(device)) from None
+    if found.type not in ("cpu", "cuda"):
+        raise argument_error("device", "cpu, cuda or cuda:N", repr(device))
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise argument_error("device", f"a GPU of this machine, which has {count}", repr(str(found)))
+    return found

@@ -141,3 +141,10 @@ def chosen_device(name: str) -> torch.device:
     if wanted >= count:
         raise ValueError(f"--device must name a GPU of this machine, which has {count}, got {name!r}")
     return torch.device("cuda", wanted)
+
+
+def require_gpu(verb: str) -> None:
+    """Raises ValueError on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        why = "times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
+        raise ValueError(f"{verb} needs a CUDA GPU: {why}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import argument_error, check_bools, check_integers
+from ..launch import argument_error, check_bools, check_integers, checked_device
 from .configs import CONFIGS
 from .files import require_transformers
 from .folder import load_folder
@@ -80,6 +80,7 @@ def load(  # noqa: PLR0913 options by keyword
     check_integers(layers=layers, seed=seed)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise argument_error("dtype", "a torch.dtype of floats", repr(dtype))
+    device = checked_device(device)
     most = CONFIGS[str(source)]["num_hidden_layers"] if str(source) in CONFIGS else layers
     if not 0 <= layers <= most:
         raise argument_error("layers", f"0 (all) to {most}" if layers > most else "0 (all) or more", layers)

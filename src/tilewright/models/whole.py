@@ -26,11 +26,13 @@ _LAYERS = re.compile(r"(\w+_)?(layers?|block_count)")
 
 
 def check_counts(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelFileError for a count that no model has.
+    """Raises ModelFileError for a count that no model has, and for a window that is none.
 
     A config makes lists as long as its counts before anybody looks at them.
     """
     for name, value in config.items():
+        if name == "sliding_window" and value is not None and (type(value) is not int or value < 0):
+            raise file_error(path, "a model whose sliding_window is a number of tokens, or null", repr(value)[:80])
         if isinstance(value, Mapping):
             check_counts(path, value)
         elif type(value) is int:

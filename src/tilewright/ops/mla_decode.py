@@ -149,7 +149,9 @@ def mla_decode_out(
     cache = cache[:, None]  # [batch or pages, one key head, keys, columns]
     values = cache[..., :latent]
     if cache_scale is not None:
-        q_latent, cache_scale = torch.cat((q_latent, q_rope), -1), cache_scale[:, None]
+        joined = q_latent.new_empty((*q_latent.shape[:-1], latent + q_rope.shape[3]))
+        torch.cat((q_latent, q_rope), -1, out=joined)  # without `out`, autocast to bf16 refuses fp16
+        q_latent, cache_scale = joined, cache_scale[:, None]
         cache, values = cache.view(torch.int32), values.view(torch.int32)  # four codes a word
     where = (kv_len, block_table, kv_start, cache_scale, cache_scale)
     launches.run(q_latent, q_rope, cache, values, out, lse, None, None, *where, 0, scale * LOG2E, 0.0)

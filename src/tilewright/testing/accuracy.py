@@ -45,11 +45,12 @@ def accuracy(ours: Tensor, theirs: Tensor, truth: Tensor) -> Accuracy:
 
     Args:
         ours: the result under test, floating point, any shape.
-        theirs: PyTorch's result, same shape and dtype.
+        theirs: PyTorch's result, same shape and dtype. Or several results stacked in front, which
+            differ in what rounding made of them: their RMS error is that of all, their worst any's.
         truth: the float64 result, same shape.
     Equal infinities count as no error; any other non-finite difference counts as an infinite error.
     """
-    if ours.shape != truth.shape or theirs.shape != truth.shape:
+    if ours.shape != truth.shape or truth.shape not in (theirs.shape, theirs.shape[1:]):
         raise ValueError(f"shapes must agree, got ours {tuple(ours.shape)}, theirs {tuple(theirs.shape)}, truth {tuple(truth.shape)}")
     if ours.dtype != theirs.dtype:
         raise ValueError(f"ours.dtype must be {theirs.dtype}, got {ours.dtype}")

@@ -15,7 +15,7 @@ from rich.table import Table
 from .. import ops
 from ..bench.report import case_name
 from ..bench.results import geomean
-from ..launch import Device, argument_error, decision_of, forget_plans
+from ..launch import Device, argument_error, decision_of, forget_plans, require_gpu
 from ..launch import table as tables
 from ..launch.files import write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
@@ -68,9 +68,7 @@ def tune_command(  # noqa: PLR0913 an option each
         raise ValueError("at most one of --model, --shapes and --from-log must be given")
     began = time.monotonic()
     chosen, wanted = ops.named(names), config_filter(configs)
-    where = _gpu(device, console)
-    if where is None:
-        return 2
+    where = _gpu(device)
     with Gpu(where, jobs=jobs) as bench:
         tasks: Sequence[Task]
         if problems:
@@ -110,22 +108,16 @@ def survey_command(
     kinds = [kind for kind in PASS if not names or kind in names or kind.partition(" ")[0] in names]
     if seed not in FITTING_SEEDS:
         raise ValueError(f"--seed must be one of {FITTING_SEEDS[0]} to {FITTING_SEEDS[-1]}, which nothing is judged by, got {seed}")
-    where = _gpu(device, console)
-    if where is None:
-        return 2
+    where = _gpu(device)
     with Gpu(where, jobs=jobs) as bench:
         console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}")
         tasks = drawn_tasks(kinds, bench.device, range(seed, FITTING_SEEDS.stop))
         return survey(tasks, bench, folder or raw.user_folder(), console, until=until)
 
 
-def _gpu(device: str, console: Console) -> torch.device | None:
-    """The GPU of this name, made the current one. Without one, says so and returns None."""
-    if not torch.cuda.is_available():
-        console.print(
-            "tune needs a CUDA GPU: times of the interpreter say nothing about a kernel. `tilewright compile` reports resources without one."
-        )
-        return None
+def _gpu(device: str) -> torch.device:
+    """The GPU of this name, made the current one. Raises: ValueError without one."""
+    require_gpu("tune")
     where = torch.device(device)
     where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
     torch.cuda.set_device(where)

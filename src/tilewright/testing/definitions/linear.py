@@ -14,18 +14,20 @@ def each_sequence(cu_seqlens: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(starts)]
 
 
-def decayed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def decayed(x: Tensor, dtype: torch.dtype, rounding: int) -> Tensor:
     """An operand that is rounded with a decay in it, from 1/2 to 1 and drawn for each element: of
     few different numbers all may be exact by chance, and stay so without one.
+
+    rounding: which draw.
     """
-    decay = 0.5 + 0.5 * torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    decay = 0.5 + 0.5 * torch.rand(x.shape, generator=torch.Generator().manual_seed(rounding), dtype=torch.float64)
     decay = decay.to(x.device, x.dtype)
     return wide((x * decay).to(dtype)) / decay
 
 
 @defines
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Any = None, cu_seqlens: Any = None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Any = None, cu_seqlens: Any = None, rounding: int = 0, **options: Any
 ) -> Results:
     """A state as a matrix that each token multiplies: S <- (I - beta k k^T) exp(g) S + beta k v^T,
     out = S^T q; in 16 bits of operands that are rounded, as tensor cores take them.
@@ -34,7 +36,8 @@ def gated_delta_rule(
         parts, states = [], []
         for i, rows in enumerate(each_sequence(cu_seqlens)):
             one = [x[rows].transpose(0, 1)[None] for x in (q, k, v, g, beta)]
-            found = gated_delta_rule(*one[:4], beta=one[4], state=None if state is None else state[i : i + 1], **options)
+            own = None if state is None else state[i : i + 1]
+            found = gated_delta_rule(*one[:4], beta=one[4], state=own, rounding=rounding, **options)
             parts.append(found[0][0].transpose(0, 1))
             states += [found[1][0]] if state is not None else []
         return [torch.cat(parts), *([torch.stack(states)] if state is not None else [])]
@@ -46,14 +49,14 @@ def gated_delta_rule(
 
     q1, k1 = (length_one(x).repeat_interleave(group, 1) for x in (q, k))
     if g.dim() == k.dim():
-        q1, k1 = decayed(q1, q.dtype), decayed(k1, q.dtype)
+        q1, k1 = decayed(q1, q.dtype, rounding), decayed(k1, q.dtype, rounding)
     s = torch.zeros(*v.shape[:2], dim, v.shape[-1], dtype=q1.dtype, device=q.device) if state is None else state.to(q1.dtype)
     read = []
     for t in range(v.shape[2]):
         s = s * torch.exp(wide(g)[:, :, t].reshape(*v.shape[:2], -1, 1))  # of the head, or of each row
         key, held = k1[..., t, :, None], wide(s.to(q.dtype))
         write = wide(beta)[..., t, None, None] * (wide(v)[..., t, None, :] - key.mT @ held)
-        s = s + key @ wide(write.to(q.dtype))
+        s = s + key @ decayed(write, q.dtype, rounding)
         read.append((q1[..., t, None, :] @ wide(s.to(q.dtype)))[..., 0, :])
     scale = dim**-0.5 if options.get("scale") is None else options["scale"]
     out = (torch.stack(read, 2) * scale).to(v.dtype) if read else torch.empty_like(v)
@@ -61,7 +64,9 @@ def gated_delta_rule(
 
 
 @defines
-def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Any = None, state_rows: Any = None, **options: Any) -> Results:
+def ssd(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Any = None, state_rows: Any = None, rounding: int = 0, **options: Any
+) -> Results:
     """A recurrence over the state as a matrix; in 16 bits of operands that are rounded."""
     cu_seqlens, z = options.pop("cu_seqlens", None), options.pop("z", None)
     if cu_seqlens is not None or state_rows is not None:
@@ -69,7 +74,8 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Any = 
         for i, rows in enumerate(each_sequence(cu_seqlens) if cu_seqlens is not None else [slice(i, i + 1) for i in range(len(x))]):
             one: list[Any] = [None if y is None else y[rows] if cu_seqlens is None else y[rows][None] for y in (x, dt, b, c, z)]
             at = i if state_rows is None else int(state_rows[i])
-            found = ssd(one[0], one[1], a, one[2], c=one[3], z=one[4], state=states[at][None] if states else None, **options)
+            own = states[at][None] if states else None
+            found = ssd(one[0], one[1], a, one[2], c=one[3], z=one[4], state=own, rounding=rounding, **options)
             pieces.append(found[0] if cu_seqlens is None else found[0][0])
             states[at : at + 1] = [found[1][0]] if states else []
         return [torch.cat(pieces), *([torch.stack(states)] if states else [])]
@@ -81,7 +87,7 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *, c: Tensor, state: Any = 
     read = []
     for t in range(x.shape[1]):
         write, seen = (wide(y)[:, t].repeat_interleave(group, 1) for y in (b, c))
-        new = decayed(step[:, t, :, None] * wide(x)[:, t], x.dtype)
+        new = decayed(step[:, t, :, None] * wide(x)[:, t], x.dtype, rounding)
         s = s * torch.exp(step[:, t] * wide(a))[..., None, None] + torch.einsum("bhp,bhn->bhpn", new, write)
         read.append(torch.einsum("bhpn,bhn->bhp", wide(s.to(x.dtype)), seen))
     y = torch.stack(read, 1) if read else wide(x)

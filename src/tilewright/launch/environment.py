@@ -1,0 +1,22 @@
+"""Environment variables that the package reads, and the ones that were probably meant as one."""
+
+import difflib
+import warnings
+from collections.abc import Iterable
+
+PREFIX = "TILEWRIGHT_"
+KNOWN = ("TILEWRIGHT_API_KEY", "TILEWRIGHT_CACHE_DIR", "TILEWRIGHT_CHECK", "TILEWRIGHT_SHOW_PLANS")
+ELSEWHERE = ("TILEWRIGHT_TEST_",)  # of tests
+
+
+def warn_of_unknown(names: Iterable[str]) -> None:
+    """One warning for all variables that begin like ours and are none, with the nearest ones."""
+    unknown = sorted(name for name in names if name.upper().startswith(PREFIX) and name not in KNOWN and not name.startswith(ELSEWHERE))
+    if not unknown:
+        return
+    said = []
+    for name in unknown[:8]:
+        near = difflib.get_close_matches(name[len(PREFIX) :].upper(), [known.removeprefix(PREFIX) for known in KNOWN], 1)
+        said.append(f"{name[:80]} ({PREFIX}{near[0]} is one)" if near else name[:80])
+    told = ", ".join(said) + (", ..." if len(unknown) > 8 else "")
+    warnings.warn(f"environment: no variable of tilewright is called {told}; they are {', '.join(KNOWN)}", RuntimeWarning, stacklevel=3)
