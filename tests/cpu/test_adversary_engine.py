@@ -114,12 +114,17 @@ def test_a_cancelled_sequence_counts_no_token_for_the_next_in_its_row() -> None:
     assert step(4, 3, ticket) == step(4, 3, ticket) == [0, 0, 0, 0, -2, 0, 0, 0]
 
 
-def test_an_engine_is_not_copied() -> None:
+def test_an_engine_is_not_copied_and_copies_of_its_model_are_held_by_none() -> None:
     """Out of a pickle it chose other tokens, and said nothing."""
-    with Engine(tiny(num_hidden_layers=1), max_len=32) as engine:
+    model = tiny(num_hidden_layers=1)
+    with Engine(model, max_len=32) as engine:
         for way in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match="an engine must be made from a model where it runs, got a copy or a pickle of one"):
                 way(engine)
+        plain = engine.generate([[5]], 4).tokens
+        for held_by_none in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with Engine(held_by_none, max_len=32) as other:
+                assert other.generate([[5]], 4).tokens == plain
 
 
 def test_an_engine_closes_beside_no_call() -> None:

@@ -19,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from tilewright import patch
 from tilewright.engine import Engine, Sampling
-from tilewright.models import ModelFileError, experts, load
+from tilewright.models import ModelFileError, experts, load, probe
 from tilewright.models.method import Method
 from tilewright.models.quantized import quantize
 from tilewright.models.quantized_folder import save_quantized
@@ -29,6 +29,13 @@ IDS = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])}
 
 
 # ------------------------------------------------------------------------------------------- patch
+def test_a_kernel_that_is_less_accurate_than_a_module_does_not_take_over():
+    truth = probe.random(probe.ROWS, 32)
+    rounded = truth.to(BF16)
+    assert probe.why_not(lambda: rounded, rounded, truth) is None
+    assert probe.why_not(lambda: rounded * 1.05, rounded, truth).startswith("ours is less accurate than the module")
+
+
 class Bound(nn.Module):
     """silu, with a factor that neither its type nor a shape shows."""
 

@@ -119,7 +119,7 @@ def test_a_long_name_in_a_file_makes_no_long_error(tmp_path: Path) -> None:
     file, path = hostile.Gguf(), tmp_path / "long.gguf"
     file.tensors[0] |= {"name": "\0" * 60_000, "kind": 999}
     path.write_bytes(file.content())
-    with pytest.raises(ModelFileError, match="a known type of") as caught:
+    with pytest.raises(ModelFileError, match="of type 999") as caught:
         read_header(path)
     assert len(str(caught.value)) < 1200
 

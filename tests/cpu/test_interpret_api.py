@@ -107,8 +107,8 @@ def test_wide_scalars_and_static_shapes():
 
 @pytest.mark.parametrize(("args", "error", "message"), [
     ((torch.ones(8), torch.empty(8), 2.0), TypeError, r"args must be 4 values, as many as scale has parameters \(x, out, factor, n\), got 3"),
-    ((torch.ones(8), torch.empty(8), "two", 8), TypeError, "kernel argument #2: Objects of type 'str' are not supported"),
-    ((torch.ones(8), torch.empty(8), 2.0, torch.ones(1)), TypeError, "kernel argument #3: Could not interpret object of type 'Tensor' as a constant"),
+    ((torch.ones(8), torch.empty(8), "two", 8), TypeError, "factor must be a tensor, a number, or a list or tuple of them, got str"),
+    ((torch.ones(8), torch.empty(8), 2.0, torch.ones(1)), TypeError, "n must be a bool, int or float, because .* ct.Constant, got Tensor"),
     ((torch.ones(8), torch.empty(8), 1 << 40, 8), OverflowError, "int32"),
     ((torch.ones(8, dtype=torch.complex64), torch.empty(8), 1.0, 8), TypeError, "complex64"),
     ((np.ones(8)[::-1], np.empty(8), 1.0, 8), ValueError, "negative strides"),

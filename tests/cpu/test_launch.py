@@ -44,7 +44,7 @@ def test_known_devices_are_found_by_name_and_arch():
 def test_unknown_device_names_the_known_ones():
     with pytest.raises(KeyError, match=r"H200.*got 'H300'"):
         Device.named("H300")
-    with pytest.raises(KeyError, match=r"sm_90.*got 'sm_70'"):
+    with pytest.raises(ValueError, match=r"sm_90.*got 'sm_70'"):
         Device.for_arch("sm_70")
 
 

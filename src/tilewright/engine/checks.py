@@ -63,7 +63,7 @@ def check_model(model: Any, group: Group | None) -> None:
         raise TypeError(f"group must be a tilewright.engine.Group, got {group!r:.80}")
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    if HELD in model.__dict__:
+    if getattr(model.__dict__.get(HELD), "by", None) is not None:
         raise argument_error("model", "without an engine", "one that another Engine holds: close() that one first")
     wanted, held = Shard() if group is None else group.shard, shard_of(model)
     if held != wanted:
@@ -157,6 +157,19 @@ def check_continuations(given: Any, count: int) -> list[list[int]]:
     if len(rows) != count or len({len(row) for row in rows}) != 1:
         raise argument_error("continuations", f"{count} lists of equal length", [len(row) for row in rows])
     return rows
+
+
+class Held:
+    """In a model: the engine that it is held by. A copy of the model is held by none."""
+
+    def __init__(self, by: Any = None) -> None:
+        self.by = by
+
+    def __deepcopy__(self, memo: Any) -> "Held":
+        return Held()
+
+    def __reduce__(self) -> Any:
+        return Held, ()
 
 
 class Lone:

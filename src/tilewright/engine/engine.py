@@ -148,7 +148,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         unit = max(SLOTS, page_size)
         slots = -(-max_len // unit) * unit
         self._paged, self._cache_shape = count > 0, (count, page_size) if count else (max_batch, slots)
-        model.__dict__[HELD] = self
+        model.__dict__[HELD] = checks.Held(self)
         try:
             with lasting():
                 if weights is not None:

@@ -5,8 +5,8 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,18 +102,38 @@ def read_config(path: Path, header: GgufHeader, *, layers: int = 0) -> Any:
 
 @contextmanager
 def _read_before(header: GgufHeader) -> Iterator[None]:
-    """Lets transformers, which would read the header for the config and again for the tokenizer,
-    have ours: gguf's reader takes 20 times as long for the vocabulary.
+    """Lets transformers, which would read the header twice for the config and three times for the
+    tokenizer, have ours: of a vocabulary theirs take up to 20 times as long.
     """
     gguf: Any = importlib.import_module("gguf")
     fields = {key: _field(value) for key, value in header.metadata.items()}
     reader = SimpleNamespace(fields=fields, tensors=header.tensors)
-    theirs = gguf.GGUFReader
-    gguf.GGUFReader = lambda path: reader
+
+    def metadata(path: Any, string_arrays: Container[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Keys and values, of a list of texts its length unless it is asked for, and names of
+        tensors.
+        """
+        found = {key: _texts(value, key in string_arrays) for key, value in header.metadata.items()}
+        return found, tuple(tensor.name for tensor in header.tensors)
+
+    ours: list[tuple[Any, str, Any]] = [(gguf, "GGUFReader", lambda path: reader)]
+    with suppress(ImportError):  # transformers before 5.20 has no reader of its own
+        theirs = importlib.import_module("transformers.integrations.gguf")
+        ours += [(module, "read_gguf_metadata", metadata) for module in (theirs, importlib.import_module(f"{theirs.__name__}.reader"))]
+    before = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    for module, name, value in ours:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        gguf.GGUFReader = theirs
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _texts(value: Any, wanted: bool) -> Any:
+    if not (isinstance(value, list) and value and isinstance(value[0], bytes)):
+        return value
+    return [item.decode("utf-8") for item in value] if wanted else len(value)
 
 
 def _field(value: Any) -> SimpleNamespace:

@@ -145,7 +145,7 @@ class _Reader:
         tensors = []
         for name, shape, kind, offset in entries:
             if kind not in known:
-                raise file_error(self.path, EXPANDED_KINDS, f"{name} in kind {kind}")
+                raise file_error(self.path, EXPANDED_KINDS, f"{name!r:.80} of type {kind}")
             block, block_bytes = known[kind]
             if not shape or 0 in shape or shape[-1] % block:
                 raise file_error(

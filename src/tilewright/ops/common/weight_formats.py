@@ -48,7 +48,7 @@ E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where rounding changes; a
 LARGEST = {INT8: 127.0, E4M3: 448.0, E2M1: 6.0}
 # Of the range of a group's weights: what the codes of 4 bits may span. The first one clips nothing.
 SIZES = {INT4: (1.0, 1.07, 0.95, 0.9, 0.85, 0.8), E2M1: (1.0, 1.5, 0.9)}
-SHORT = 32  # of groups: in longer ones errors count by the magnitude of the weight too, as few large weights matter most
+SHORT = 32  # of groups: in longer ones the least squared error clips the few large weights that a model needs most
 LEAST_K = 16  # k is a multiple of it, where there are no groups: rows of x begin at multiples of 32 bytes
 LARGEST_E8M0 = 127 + 17  # 2**17: the kernel multiplies it by 2**110, in bf16
 
@@ -184,15 +184,14 @@ def dequantized(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Ten
 # ----------------------------------------------------------------------------------------- rounding
 def rounded(weight: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Codes [n, k], scales and zero points [groups, n], and the factor of a weight, rounded to
-    nearest. Nothing is calibrated: a group of 4 bits gets the one of a few scales (`SIZES`) that
-    leaves the smallest sum of squared errors; of long groups each times the magnitude of its
-    weight, or the few large weights that a model needs most are clipped.
+    nearest. Nothing is calibrated: a short group of 4 bits gets the one of a few scales (`SIZES`)
+    that leaves the smallest sum of squared errors.
     """
     n, k = weight.shape
     groups, factor = weight.float().view(n, -1, of.group or k), None
     if of.factor:
         factor = (weight.float().abs().amax() / (LARGEST[E2M1] * LARGEST[E4M3])).clamp(min=2.0**-100).view(1)
-    sizes = SIZES.get(of.code, (1.0,))
+    sizes = SIZES.get(of.code, (1.0,)) if 0 < of.group <= SHORT else (1.0,)
     codes, scale, zero, error = _rounded_at(sizes[0], groups, of, factor)
     for size in sizes[1:]:
         other_codes, other_scale, other_zero, other_error = _rounded_at(size, groups, of, factor)
@@ -206,7 +205,7 @@ def rounded(weight: Tensor, of: WeightFormat) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def _rounded_at(size: float, groups: Tensor, of: WeightFormat, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Codes, scales as stored but in fp32, zero points, and the sum of weighted errors, of a group:
+    """Codes, scales as stored but in fp32, zero points, and the sum of squared errors, of a group:
     the last codes stand for `size` times its outermost weights, which may be clipped.
     """
     zero, offset = None, torch.zeros(())
@@ -226,10 +225,7 @@ def _rounded_at(size: float, groups: Tensor, of: WeightFormat, factor: Tensor | 
         codes = (scaled + offset).round().clamp(0, 15).to(torch.uint8)
     else:
         codes = nearest_codes(scaled, of.code)
-    error = ((values(codes, of, torch.float32) - offset) - scaled).square() * step.square()[..., None]
-    if of.group > SHORT:
-        error = error * groups.abs()
-    error = error.sum(2)
+    error = ((values(codes, of, torch.float32) - offset) - scaled).square().sum(2) * step.square()
     return codes, scale, zero, error
 
 
