@@ -53,7 +53,7 @@ def test_same_bits_on_another_stream_and_twice(op, gpu):
             busy = busy @ busy / 64  # the op must queue behind this, on this stream
         for value in mine.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value.copy_(value * 1.0)
+                value.copy_(value.clone())
         found = run_op(op, mine)
     stream.synchronize()
     assert same(found, expected)

@@ -34,6 +34,7 @@ from .common.mx import (
     check_scale,
     dequantized,
     format_of,
+    mx_named,
     plain_operand,
     random_operand,
     scaled_operand,
@@ -233,15 +234,17 @@ def mx_matmul_out(
     scale_b: Tensor,
     bias: Optional[Tensor],
     out_scale: Optional[Tensor],
+    mx_format: str,
     out: Tensor,
 ) -> None:
-    """`mx_matmul` of rows a into `out`. No checks, no sync: safe under graph capture."""
-    of = next(of for of in MX_FORMATS.values() if (of.dtype, of.scale_dtype) == (a.dtype, scale_a.dtype))
+    """`mx_matmul` of rows a into `out`; e8m0 scales as bytes. No checks, no sync: safe under graph
+    capture.
+    """
     m, n = out.shape
-    k = a.shape[1] * 8 // of.bits
-    options = {"mx_format": of.name, "dtype": out.dtype, "bias": bias is not None, "out_scale": out_scale is not None}
+    k = a.shape[1] * 8 // mx_named(mx_format).bits
+    options = {"mx_format": mx_format, "dtype": out.dtype, "bias": bias is not None, "out_scale": out_scale is not None}
     launches = DECISION.launches(Device.of(a), m=m, n=n, k=k, **options)
-    launches.run(a, b, bits_of(scale_a), bits_of(scale_b), bias, None if out_scale is None else out_scale.view(1), out)
+    launches.run(a, b, scale_a, scale_b, bias, None if out_scale is None else out_scale.view(1), out)
 
 
 def mx_matmul(
@@ -286,5 +289,5 @@ def mx_matmul(
     if out_scale is not None:
         check_factor(out_scale, a, "out_scale")
     if out.numel():
-        mx_matmul_out(as_rows(a), b, as_rows(scale_a), scale_b, bias, out_scale, as_rows(out))
+        mx_matmul_out(as_rows(a), b, bits_of(as_rows(scale_a)), bits_of(scale_b), bias, out_scale, of.name, as_rows(out))
     return out

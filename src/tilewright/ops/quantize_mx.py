@@ -130,9 +130,11 @@ def quantize_mx_kernel(
 
 @torch_op(mutates=("codes", "scale"))
 def quantize_mx_out(x: Tensor, factor: Optional[Tensor], mx_format: str, codes: Tensor, scale: Tensor) -> None:
-    """`quantize_mx` of rows x. No checks, no sync: safe under graph capture."""
+    """`quantize_mx` of rows x; e8m0 scales as bytes, since Inductor hands no such tensor to an op.
+    No checks, no sync: safe under graph capture.
+    """
     launches = DECISION.launches(Device.of(x), rows=x.shape[0], cols=x.shape[1], dtype=x.dtype, mx_format=mx_format, factor=factor is not None)
-    launches.run(x, None if factor is None else factor.view(1), codes, bits_of(scale))
+    launches.run(x, None if factor is None else factor.view(1), codes, scale)
 
 
 def quantize_mx(
@@ -164,7 +166,11 @@ def quantize_mx(
         check_factor(factor, x, "factor")
     codes, scale = each_out(out, "codes", "scale")
     codes = out_or_new(codes, (*x.shape[:-1], of.row_bytes(x.shape[-1])), of.dtype, x, factor, name="out[0]")
-    scale = out_or_new(scale, (*x.shape[:-1], x.shape[-1] // of.group), of.scale_dtype, x, factor, codes, name="out[1]")
+    shape = (*x.shape[:-1], x.shape[-1] // of.group)
+    if scale is None:
+        stored = x.new_empty(shape, dtype=of.stored_dtype)
+    else:
+        stored = bits_of(out_or_new(scale, shape, of.scale_dtype, x, factor, codes, name="out[1]"))
     if codes.numel():
-        quantize_mx_out(as_rows(x), factor, of.name, as_rows(codes), as_rows(scale))
-    return codes, scale
+        quantize_mx_out(as_rows(x), factor, of.name, as_rows(codes), as_rows(stored))
+    return codes, stored.view(of.scale_dtype) if scale is None else scale

@@ -43,6 +43,13 @@ class MxFormat:
         return E4M3 if self.bits == 8 else torch.uint8
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of scales as kernels take them: e8m0 as bytes, which Ampere and Hopper have no type
+        for.
+        """
+        return torch.uint8 if self.scale_dtype is E8M0 else self.scale_dtype
+
+    @property
     def group_bytes(self) -> int:
         """Of the codes that share a scale."""
         return self.group * self.bits // 8
@@ -99,7 +106,7 @@ def check_factor(factor: Tensor, x: Tensor, name: str) -> None:
 
 
 def bits_of(scale: Tensor) -> Tensor:
-    """As kernels take scales: e8m0 as bytes, which Ampere and Hopper have no type for."""
+    """Scales as kernels take them."""
     return scale.view(torch.uint8) if scale.dtype is E8M0 else scale
 
 

@@ -2,7 +2,6 @@
 to.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,7 +13,6 @@ from torch import Tensor
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
-from ..common.rows import CLUSTER_ARCHS
 from ..common.sequences import later, listed, sample
 from .kernels import sparse_index_scores_kernel, sparse_index_select_kernel
 
@@ -23,7 +21,6 @@ UNUSED = 2147480000  # a page that no cache has
 MOST_COLUMNS = 256  # of the products: the heads of all tokens of a block
 MOST_ACCUMULATED = 128 * 256  # elements of them, on eight warps
 LEAST_TILE = 32  # keys of a step that every problem may take
-LEAST_SHARED = 16_384  # keys that a cluster may share the list of
 MOST_SELECTED = 1 << 14  # scores that a block counts at once, so that two counts fit an int32
 SELECT_BITS = 32  # of an order key
 WAVES = (1, 2, 4)  # of blocks, that KV splits are chosen for
@@ -117,7 +114,6 @@ class Config:
     select: scores that the block of a token's list counts at once; a power of two.
     ways: cuts that a pass of the search tries.
     select_latency: as latency, of the scores.
-    num_ctas: blocks of a cluster that share a token's list.
     """
 
     tile_t: int
@@ -128,13 +124,13 @@ class Config:
     select: int = 1024
     ways: int = 7
     select_latency: int = 1
-    num_ctas: int = 1
 
 
 # tile_t, tile_n, latency, warps.
 SCORING = ((1, 128, 4, 4), (2, 128, 4, 8), (4, 128, 4, 8), (1, 64, 4, 4), (2, 64, 4, 4), (1, 128, 4, 8), (1, 32, 4, 8))
-# select, ways, select_latency of one block. The compiler unrolls loops by the latency: at 4 it
-# takes half a minute (sm_90).
+# select, ways, select_latency. Not in clusters: the lists of 8 blocks that share one were wrong
+# (H200, tileiras 13.4). The compiler unrolls loops by the latency: at 4 it takes half a minute
+# (sm_90).
 SELECTING = ((1024, 3, 2), (1024, 7, 2), (2048, 3, 1))
 
 
@@ -145,17 +141,13 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield Config(min(4, next_pow2(p.q_len)), min(256, most), 1, select=MOST_SELECTED)
         yield Config(1, min(64, most), 3, select=128, ways=3)
         return
-    wanted = math.log2(2 * device.sms / (p.batch * p.q_len))  # two clusters share their SMs
-    sizes = (8, 4, 2, 1) if device.arch in CLUSTER_ARCHS and p.max_len >= LEAST_SHARED else (1,)
-    ctas = min(sizes, key=lambda n: abs(wanted - math.log2(n)))
-    lists = [(select * n, ways, latency, n) for n in sorted({ctas, 1}, reverse=True) for select, ways, latency in SELECTING]
     for tile_t, tile_n, latency, warps in SCORING:
         tile_n = min(tile_n, most)
         if tile_t > 1 and tile_t >= 2 * next_pow2(p.q_len):
             continue
         blocks, tiles = p.batch * -(-p.q_len // tile_t), -(-next_pow2(p.max_len) // tile_n)
         for n in sorted({max(1, min(tiles, waves * device.sms // blocks)) for waves in WAVES}):
-            yield from (Config(tile_t, tile_n, n, latency, warps, *how) for how in lists)
+            yield from (Config(tile_t, tile_n, n, latency, warps, *how) for how in SELECTING)
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
@@ -199,12 +191,11 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, Work]:
     length = pairs / tokens
     select = Work(
         blocks=tokens,
-        resident=device.sms * 4 // c.num_ctas,
+        resident=device.sms * 4,
         per_sm=4,
-        sms=c.num_ctas,
         steps=passes * max(1.0, length / c.select),
         exponentials=c.select * c.ways / 4,
-        fill=4 * c.select / c.num_ctas,
+        fill=4 * c.select,
         dram=4 * (pairs + tokens * p.topk),
         serial=1.0,
         chain=passes,
@@ -230,7 +221,6 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         {"tf32x3": p.dtype == torch.float32, "tile_h": _tile_h(p), "tile_d": max(16, next_pow2(p.head_dim))},
         optional=optional | {"cache_scale": p.codes},
         scratch={"scores": ((p.batch, p.q_len, bucket), torch.int32)},
-        num_ctas=None,
         pdl=pdl,
     )
     listing = {"tile": min(c.select, bucket), "latency": c.select_latency}
