@@ -10,9 +10,11 @@ import weakref
 import pytest
 import torch
 
+from tilewright import ops
 from tilewright.bench import flashinfer_calls, libraries, library_calls, linear_peers
 from tilewright.bench.inputs import kept
 from tilewright.bench.libraries import backend_of, library_peers, strays
+from tilewright.bench.peers import peers_of
 from tilewright.ops import (
     attention,
     attention_decode,
@@ -31,6 +33,7 @@ from tilewright.ops import (
 )
 from tilewright.ops.common.scaling import Scaling
 from tilewright.testing import op_name
+from tilewright.testing.cases import cases
 
 
 class Recorder:
@@ -142,6 +145,14 @@ def test_each_call_is_as_the_installed_library_declares_it(library, op, monkeypa
     pytest.importorskip(libraries.LIBRARIES[library])
     noted = noted_calls(monkeypatch, library, op)
     assert sum(bound(*each) for each in noted)
+
+
+@pytest.mark.parametrize("op", ops.ALL, ids=op_name)
+def test_every_case_knows_its_peers(op, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for problem in cases(op, "small"):
+        found = peers_of(op_name(op), problem.inputs(torch.device("cpu")))
+        assert len({peer.name for peer in found}) == len(found)
 
 
 def test_other_libraries_are_peers_where_they_are_installed_and_compute_the_same(monkeypatch):

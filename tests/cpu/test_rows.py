@@ -83,6 +83,12 @@ def test_near_numbers_of_rows_are_priced_alike():
     assert all(rows <= stands for rows, stands in zip(range(1, 3000), found, strict=True))
 
 
+def test_blocks_share_the_rows_where_they_are_wide_and_few():
+    device = Device.named("H200")
+    for cols, ctas in ((8192, 1), (151_936, 8), (262_144, 8)):
+        assert softmax.space(softmax.Problem(1, cols, torch.float32), device)[0].num_ctas == ctas
+
+
 def test_sample_takes_several_rows_a_block_beyond_a_grid(monkeypatch):
     """As the kernel does it, with a smaller limit."""
     logits, seed = torch.randn(11, 70), torch.tensor(5)

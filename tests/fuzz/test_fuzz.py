@@ -40,6 +40,12 @@ def test_one_seed_is_one_sequence_of_problems():
     assert len({str(drawn(seed)) for seed in range(20)}) > 10
 
 
+def test_a_result_has_as_many_elements_as_carry_its_rms():
+    assert fuzz.carrying(torch.ones(8, 64)) == pytest.approx(512)
+    assert fuzz.carrying(torch.tensor([1.0, *[1e-3] * 500, torch.inf])) == pytest.approx(1, abs=0.01)
+    assert fuzz.carrying(torch.zeros(3)) == 0.0
+
+
 def test_a_wrong_element_is_found_and_its_line_repeats_it(monkeypatch, capsys):
     right = layer_norm.layer_norm
 

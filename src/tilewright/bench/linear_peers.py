@@ -20,8 +20,13 @@ def one_token(inputs: Inputs) -> bool:
 
 
 def prompts(inputs: Inputs) -> bool:
-    """With a decay for each token."""
-    return not one_token(inputs) and inputs["g"].dim() < inputs["k"].dim() and without("cu_seqlens")(inputs)
+    """Several tokens of each sequence."""
+    return not one_token(inputs) and without("cu_seqlens")(inputs)
+
+
+def one_decay(inputs: Inputs) -> bool:
+    """For each token, not for each column."""
+    return inputs["g"].dim() < inputs["k"].dim()
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None, normalize: bool) -> tuple[Tensor, Tensor]:

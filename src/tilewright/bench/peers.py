@@ -324,7 +324,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "merge_states": _torch(attention.merge_states),
     "gated_delta_rule": (
-        Peer("torch.eager", linear.chunked, linear.prompts),
+        Peer("torch.eager", linear.chunked, all_of(linear.prompts, linear.one_decay)),
         Peer("torch.compile", _compiled(linear.recurrent), linear.one_token),
     ),
     "ssd": (

@@ -37,7 +37,7 @@ SEED = 0
 CASES = {"cpu": 6, "cuda": 600}  # of a family: a kernel compiles for a second, a case takes milliseconds
 SIZES = 12  # of a family: each may compile kernels of its own
 SHOWN = 5
-FEW, AGAIN = 64, 3  # elements of a small result, and how often a case of luck is judged again
+FEW, AGAIN = 64, 3  # elements that make a result's RMS, and how often a case of luck is judged again
 ROUNDINGS = 4  # of a definition that draws what is rounded: of few numbers, one draw is a matter of luck
 LUCK, LUCK_OF_FEW = 2.0, 4.0  # times its bound: what a result of many or few elements may owe to luck
 
@@ -212,8 +212,16 @@ def judge(name: str, result: Results, inputs: dict[str, Any], what: str) -> None
             o, t, w = (torch.where(expected & x.isnan(), 0.0, x) for x in (o, t.to(o.dtype), w))
             found = accuracy(o, t, w)
             if not found.ok:
-                near = max(found.rms_ratio, found.worst_ratio) <= (LUCK_OF_FEW if w.numel() < FEW else LUCK)  # False for NaN
+                near = max(found.rms_ratio, found.worst_ratio) <= (LUCK_OF_FEW if carrying(w) < FEW else LUCK)  # False for NaN
                 raise (Luck if near else AssertionError)(f"{what} output {i}: {found}")
+
+
+def carrying(truth: Tensor) -> float:
+    """How many elements make its RMS: all if they are alike, one if one is much larger, as in a
+    softmax.
+    """
+    squares = torch.where(truth.isfinite(), truth, 0.0).double().square()
+    return float(squares.sum() ** 2 / squares.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def drawn_roundings(name: str) -> bool:

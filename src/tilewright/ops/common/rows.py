@@ -27,6 +27,7 @@ WIDE_KEPT = 112  # of a persistent block on 8 warps
 LEAST_BYTES_PER_LOAD = 8  # of a thread, where rows begin at multiples of 16
 LONG_ROW = 16_384  # bytes; from here on reading a row twice may win
 WIDE = 32_768  # elements of a row; beyond, several blocks may share it
+MOST_CLUSTER = 8  # of them
 CPU_TILE = 1 << 20  # elements; the interpreter is fastest with few large tiles
 THREADS, REGISTERS, BLOCKS = 2048, 65_536, 32  # of an SM
 OWN_REGISTERS = 24  # of a thread, beside its share of the row
@@ -127,7 +128,7 @@ def candidates(p: Any, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         yield from _cpu_configs(p, 1)
         return
-    clusters = (2, 4, 8) if device.arch in CLUSTER_ARCHS and p.cols > WIDE else ()
+    clusters = (2, 4, MOST_CLUSTER) if device.arch in CLUSTER_ARCHS and p.cols > WIDE else ()
     many = p.rows > 2 * device.sms
     for tile_n, warps in product(_column_tiles(p), (4, 8)):
         least = max(1, NARROW_TILE // tile_n)
@@ -406,6 +407,8 @@ def coarse(p: P, device: Device) -> P:
     if device.is_cpu or not getattr(p, "by_rows", True):
         return p
     rows = device.sms // 2 if problem.cols > LONG_TILE else 2 * device.sms
+    if problem.cols > WIDE and problem.rows <= device.sms // MOST_CLUSTER:
+        rows = device.sms // MOST_CLUSTER  # the largest clusters have SMs of their own
     while rows < problem.rows:
         rows *= BUCKET
     coarser: P = dataclasses.replace(problem, rows=rows)
