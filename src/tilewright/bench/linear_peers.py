@@ -26,7 +26,7 @@ def prompts(inputs: Inputs) -> bool:
 
 def one_decay(inputs: Inputs) -> bool:
     """For each token, not for each column."""
-    return inputs["g"].dim() < inputs["k"].dim()
+    return bool(inputs["g"].dim() < inputs["k"].dim())
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float | None, normalize: bool) -> tuple[Tensor, Tensor]:
