@@ -18,6 +18,9 @@ from ..common.softmax_tiles import visible_scores
 from .candidates import SPILLS, TABLES
 from .kernels import attention_kernel
 
+# Values of a step in fp32, columns of zeros among them. Of fewer the compiler peels a step more
+# off a loop, and most of those binaries are wrong (H200, tileiras 13.4; notes/LOG.md).
+LEAST_SINGLE = 2048
 SINGLE_COST = 6  # an fp32 product is three TF32 ones, each at half the bf16 rate
 
 
@@ -161,10 +164,15 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             yield replace(c, pad_values=False)
 
 
+def _widths_v(p: Problem, c: Config, pad: bool) -> tuple[int, int]:
+    least = LEAST_SINGLE // c.tile_n if c.tf32x3 else 0
+    return widths_of(p.values_dim, max(least, least_width(p)), pad)
+
+
 def work(p: Problem, c: Config, device: Device) -> Work:
     """What a launch asks for."""
     # Values in two tiles are two products: what is not padded is not gained.
-    columns = sum(widths_of(p.head_dim, least_width(p))), sum(widths_of(p.values_dim, least_width(p), True))
+    columns = sum(widths_of(p.head_dim, least_width(p))), sum(_widths_v(p, c, True))
     width = max(64, next_pow2(max(columns)))
     kinds = "fp8" if p.scaled else f"dim{width}", *(("softcap",) if p.softcap is not None else ())
     spill = SPILLS.get((ALIKE.get(device.arch, device.arch), min(width, 128), c.tile_m, c.tile_n, c.occupancy), 0)
@@ -178,7 +186,7 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch."""
-    (width_k, rest_k), (width_v, rest_v) = widths_of(p.head_dim, least_width(p)), widths_of(p.values_dim, least_width(p), c.pad_values)
+    (width_k, rest_k), (width_v, rest_v) = widths_of(p.head_dim, least_width(p)), _widths_v(p, c, c.pad_values)
     given = {"kv_start": p.has_start, "cu_seqlens_q": p.varlen, "cu_seqlens_kv": p.varlen, "sinks": p.has_sinks}
     return prefill.launch(
         attention_kernel,

@@ -52,7 +52,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True)
         yield Config(next_pow2(min(p.m, 512)), ROWS * next_pow2(min(8, -(-p.n // ROWS))), next_pow2(min(p.runs, 4)))
         return
-    if p.m <= FEW and p.format.bits == 4:  # those of 8 bits wait to be timed
+    if p.m <= FEW:
         for tile_n, runs, occupancy, latency, warps in PIECES_TILES:
             c = Config(
                 max(next_pow2(p.m), LEAST_WIDE // p.columns), tile_n, runs, pieces=True, latency=latency, occupancy=occupancy, num_worker_warps=warps

@@ -23,6 +23,7 @@ small = [
     Problem(1, 3, 1, 1, 130, 256, BF16),
     Problem(1, 2, 1, 65, 65, 64, FP32, return_lse=True),
     Problem(2, 4, 1, 70, 100, 64, FP32, v_dim=32, has_sinks=True),
+    Problem(1, 2, 1, 40, 60, 128, FP32, v_dim=64),
     Problem(1, 2, 2, 45, 45, 192, BF16, v_dim=128, return_lse=True),
     Problem(2, 2, 1, 30, 50, 48, FP16, v_dim=96, has_len=True),
     Problem(1, 4, 2, 40, 60, 64, BF16, softcap=2.0, return_lse=True),
