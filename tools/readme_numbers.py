@@ -174,12 +174,13 @@ def peers(rows: list[dict]) -> str:
 def drawn(rows: list[dict]) -> str:
     """Each op on drawn problems: the fastest peer of each case over ours."""
     found = [row for row in rows if row.get("draw_seed") is not None]
-    lines = ["| op | cases | with a peer | fastest peer over ours, geomean | worst |", "|---|---|---|---|---|"]
+    lines = ["| op | seeds | cases | with a peer | fastest peer over ours, geomean | worst |", "|---|---|---|---|---|---|"]
     for of in judged(found):
+        seeds = sorted({str(row["draw_seed"]) for row in found if row["op"] == of.name.partition(" ")[0]})
         ratios = f"**{of.mean:.2f}x** | {of.ratios[0]:.2f}x" if of.ratios else "- | -"
-        lines.append(f"| {of.name} | {of.cases} | {len(of.ratios)} | {ratios} |")
-    seeds, gpus, dates = (sorted({str(row[name]) for row in found}) for name in ("draw_seed", "gpu", "date"))
-    return "\n".join([*lines, "", prose(f"Seed {', '.join(seeds)}; {', '.join(gpus)}, {', '.join(dates)}.")])
+        lines.append(f"| {of.name} | {', '.join(seeds)} | {of.cases} | {len(of.ratios)} | {ratios} |")
+    gpus, dates = (sorted({str(row[name]) for row in found}) for name in ("gpu", "date"))
+    return "\n".join([*lines, "", f"{', '.join(gpus)}, {', '.join(dates)}."])
 
 
 def platforms(rows: list[dict]) -> str:

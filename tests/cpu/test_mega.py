@@ -381,7 +381,7 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
     cubin = job_of("Llama-3.2-1B", Device.named("H200")).build()
     found = disassemble(cubin)
     assert not found.spills  # a value that is spilled comes back behind the weights that are under way
-    assert found.shared_bytes >= 6 * (32 << 10)  # weights under way: with five buffers a token takes 14 us more
+    assert found.shared_bytes >= 5 * (32 << 10)  # weights under way, beside tiles of 128 keys: six and tiles of 64 take 11 us more
     assert_blocks_leave_waits_together(cubin, 5)
     sass = disassembled(cubin)
     assert not re.search(r"\bCCTL\.IVALL", sass)  # an acquire would wait for all loads

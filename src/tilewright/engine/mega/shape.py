@@ -307,7 +307,9 @@ def _splits(s: Schedule, parts: int) -> Iterator[tuple[int, Split]]:
 
 
 def default_config(device: Device, head_dim: int = 64) -> Config:
-    return Config(span=64 if head_dim <= 64 else 32, slow=device.arch in ("sm_120", "sm_121"))
+    """Tiles of 128 keys beat 64 at every position on Hopper (notes/LOG.md); others spill with them."""
+    wide = 128 if device.arch == "sm_90" else 64
+    return Config(span=wide if head_dim <= 64 else 32, slow=device.arch in ("sm_120", "sm_121"))
 
 
 def misfits(dims: Dims, config: Config) -> Iterator[str]:
