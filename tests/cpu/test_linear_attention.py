@@ -280,10 +280,16 @@ def test_each_layer_of_a_patched_model_runs_ours_and_undo_restores_every_bit():
     assert torch.equal(logits(model, inputs), stock)
 
 
-def test_a_layer_that_ours_do_not_compute_is_kept_with_its_reason():
-    model = tiny("qwen3_5", hidden_act="gelu_pytorch_tanh")
-    with patch(model) as report:
-        assert "gated_delta_rule: hidden_act must be silu, got gelu_pytorch_tanh" in {line.reason for line in report.kept}
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act must be silu, got gelu_pytorch_tanh"),
+        ({"linear_value_head_dim": 264}, "head_k_dim and head_v_dim must be at most 256, got 8 and 264"),
+    ],
+)
+def test_a_layer_that_ours_do_not_compute_is_kept_with_its_reason(change, reason):
+    with patch(tiny("qwen3_5", **change)) as report:
+        assert f"gated_delta_rule: {reason}" in {line.reason for line in report.kept}
 
 
 def test_packed_sequences_of_a_patched_model_are_refused():

@@ -201,6 +201,14 @@ def test_a_quantised_mixture_keeps_its_router_and_latents_wide() -> None:
     assert kinds["o_proj"] is kinds["kv_a_proj_with_mqa"] is QuantizedLinear
 
 
+def test_the_share_of_an_expert_of_all_tokens_stays_wide() -> None:
+    model = tiny("qwen3_5_moe", BF16, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    quantize(model, "int8")
+    kinds = {path.rpartition(".")[2]: type(m) for path, m in model.named_modules()}
+    assert kinds["shared_expert_gate"] is nn.Linear
+    assert kinds["gate_proj"] is kinds["in_proj_qkv"] is QuantizedLinear
+
+
 # ----------------------------------------------------------------------------------------- folders
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_folder_that_we_write_is_the_same_model_again(name: str, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_prompt_in_parts_is_the_prompt():
     ("change", "reason"),
     [
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got gelu"),
-        ({"state_size": 260}, "head_dim and the state's must be at most 256, got 16 and 260"),
+        ({"state_size": 260}, "head_dim and ssm_state_size must be at most 256, got 16 and 260"),
         ({}, "its mamba2_chunk_scan computes something else"),
     ],
 )

@@ -127,6 +127,9 @@ OURS: tuple[tuple[str, dict[str, Callable[..., Any]]], ...] = (
     ("ssd", {"mamba2_chunk_scan": chunk_scan, "mamba2_selective_state_update": state_update}),
 )
 
+# Of each op, what modules call the sizes of a state, by kind of module
+WIDTHS = {"ssd": (("head_dim", "ssm_state_size"),), "gated_delta_rule": (("head_k_dim", "head_v_dim"), ("head_dim",))}
+
 
 def ours_of(cls: type[nn.Module]) -> tuple[str | None, dict[str, Callable[..., Any]]]:
     """The op that computes what a forward calls, and our functions for these; None unless it calls
@@ -152,9 +155,10 @@ def keep_linear_attention(module: Any, op: str) -> str | None:
         return f"the kernel of its convolution must have 2..{convolution.WIDEST} inputs, got {module.conv_kernel_size}"
     if hasattr(module.conv1d, "_hf_hook"):
         return "conv1d has a hook of accelerate"
+    names = next((names for names in WIDTHS[op] if hasattr(module, names[0])), ())
+    if max((widths := [getattr(module, name) for name in names]), default=0) > MAX_HEAD_DIM:
+        return f"{' and '.join(names)} must be at most {MAX_HEAD_DIM}, got {' and '.join(map(str, widths))}"
     if op == "ssd":
-        if max(module.head_dim, module.ssm_state_size) > MAX_HEAD_DIM:
-            return f"head_dim and the state's must be at most {MAX_HEAD_DIM}, got {module.head_dim} and {module.ssm_state_size}"
         scope = inspect.unwrap(type(module).forward).__globals__
         wrong = next((name for name in PROBES if not _computes(name, inspect.unwrap(scope[name]))), None)
         return wrong and f"its {wrong} computes something else"

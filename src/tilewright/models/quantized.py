@@ -18,7 +18,7 @@ from ..ops.common.weight_formats import FORMATS, QuantizedWeight, format_named
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.quantized_moe import quantized_moe
 
-KEPT_WIDE = ("lm_head", "kv_b_proj")
+KEPT_WIDE = ("lm_head", "kv_b_proj", "shared_expert_gate")
 EXPERTS = "Experts"
 # Classes of experts whose forward `quantized_moe` computes.
 KNOWN_EXPERTS = {f"{family}{EXPERTS}" for family in ("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3", "Qwen3Next", "Qwen3_5Moe", "GptOss")}
