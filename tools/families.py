@@ -60,7 +60,7 @@ def engine_cells(model_type: str) -> tuple[str, str]:
 
 
 def dense(family: dict) -> bool:
-    return not any("expert" in key for key in family)
+    return not any("expert" in key and value for key, value in family.items())
 
 
 def row(model_type: str, family: dict) -> str:

@@ -39,6 +39,7 @@ PLANTED = "cpu/test_interpret_planted.py cpu/test_interpret_right.py"
 RACES, BUGS = "cpu/test_interpret_races.py", "cpu/test_interpret_bugs.py"
 INTERPRETED = "cpu/test_interpret_ops.py cpu/test_interpret_memory.py"
 SURVIVED = "cpu/test_survivors.py"
+STATES = "cpu/test_engine_families.py -k states"
 
 
 def of_op(op: str) -> str:
@@ -198,6 +199,15 @@ MUTANTS = [
     Mutant("engine/sampling.py", "mask[:, -1] & (2 ** ((vocab - 1) % WORD + 1) - 1) != 0", "mask[:, -1] != 0", "cpu/test_engine.py cpu/test_adversary_engine.py"),
     Mutant("engine/attention.py", "        x, scale = x[:, :, : buffers.max_keys], scale[:, :, : buffers.max_keys]\n", "        x, scale = x[:, :, : buffers.max_keys], scale[:, :, :1].expand_as(x[..., :1])[:, :, : buffers.max_keys]\n", "cpu/test_engine_kv_fp8.py"),
     Mutant("engine/state.py", "            keys *= 4\n", "            keys *= 4\n            break\n", "cpu/test_engine.py"),
+    Mutant("engine/recurrent.py", "torch_calls.blank, (x, buffers.positions)", "torch_calls.blank, (x[:1], buffers.positions[:1, :1])", STATES),
+    Mutant("engine/recurrent.py", "if padded and self.bias is not None:", "if padded and self.bias is None:", STATES),
+    Mutant("engine/recurrent.py", "(0.0, inf)", "self.dt_limit", STATES),
+    Mutant("engine/read.py", "        rows[1] += len(rows[0])\n", "        rows[1] += len(rows[0]) - 1\n", STATES),
+    Mutant("engine/attention.py", "gates[:, 1::2]", "gates[:, ::2]", STATES),
+    Mutant("engine/attention.py", "q[:, ::2] if self.gated", "q[:, : self.q_heads] if self.gated", STATES),
+    Mutant("engine/mlp.py", "gate, (active[:, None], share[:, None])", "gate, (active[:1, None], share[:1, None])", "cpu/test_engine_families.py -k obey"),
+    Mutant("engine/gates.py", "        gate = load_tile(GATE, (i, head, j)", "        gate = load_tile(GATE, (i, head, 0)", "cpu/test_engine_families.py -k gate"),
+    Mutant("engine/gates.py", "ct.store(G, at, decay * softplus(a + bias)", "ct.store(G, at, decay * ct.maximum(a + bias, 0.0)", STATES),
     # Models: files, patch, pages of codes
     Mutant("models/gguf_header.py", "if offset % alignment or start + offset + size > self.size:", "if offset % alignment or start + offset > self.size:", "cpu/test_hostile_files.py"),
     Mutant("models/gguf_header.py", "            if one.begin + one.size > after.begin:", "            if one.begin > after.begin:", "cpu/test_hostile_files.py"),

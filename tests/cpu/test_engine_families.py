@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_models import DENSE, NEW, OTHERS, RECURRENT, SPARSE, prompts, size, stock_logits, stock_tokens, tiny
+from engine_models import DENSE, NEW, OTHERS, RECURRENT, SPARSE, prompts, size, stock_logits, stock_steps, stock_tokens, tiny
 
-from tilewright.engine import Engine, layers
+from tilewright.engine import Engine, gates, layers
 from tilewright.launch import counted
-from tilewright.models import Shard, cut
+from tilewright.models import Shard, cut, patch
 from tilewright.testing import assert_accurate
 
 
@@ -34,10 +34,12 @@ def test_tokens_of_other_families_are_those_of_transformers(name: str) -> None:
 def test_states_of_a_batch_are_those_of_each_prompt(name: str) -> None:
     """Read in chunks, padded, and once more: a call begins with states of zeros."""
     model = tiny(name)
-    expected = [stock_tokens(model, p, 4) for p in prompts()]
+    expected, logits = zip(*(stock_steps(model, p, 4) for p in prompts()), strict=True)
     with Engine(model, max_batch=4, max_len=64, prefill_tokens=64) as engine:
-        assert engine.generate(prompts(), 4).tokens == expected
-        assert engine.generate(prompts()[:1], 4).tokens == expected[:1]
+        assert engine.generate(prompts(), 4).tokens == [*expected]
+        assert engine.generate(prompts()[:1], 4).tokens == [*expected[:1]]
+        ours = engine.logits(prompts(), [tokens[:3] for tokens in expected])
+    torch.testing.assert_close(ours, torch.stack(logits), rtol=1e-4, atol=1e-4)  # tells more than the likeliest tokens
 
 
 HALVES = [("llama", torch.bfloat16), ("qwen2", torch.float16), ("gemma3", torch.bfloat16), ("olmo2", torch.bfloat16)]
@@ -90,12 +92,80 @@ def test_norms_over_all_heads_are_refused_in_a_group() -> None:
         Engine(model, group=SimpleNamespace(shard=Shard(0, 2)))
 
 
-@pytest.mark.parametrize("option", [{"cache": "paged"}, {"prefix_reuse": True}, {"speculate": 2}])
-def test_what_a_state_cannot_do_is_refused_and_the_model_is_restored(option) -> None:
-    model = tiny("mamba2")
-    before = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
-    with pytest.raises(ValueError, match=f"{next(iter(option))} must be .* for a model whose layers keep a state"):
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"cache": "paged"}, 'cache must be "static" {}, got "paged"'),
+        ({"prefix_reuse": True}, "prefix_reuse must be False {}, got True"),
+        ({"speculate": 2}, "speculate must be 0, and no draft model {}, got drafts"),
+    ],
+)
+def test_what_a_state_cannot_do_is_refused_and_the_model_is_restored(name: str, option: dict, message: str) -> None:
+    model = tiny(name)
+    before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(ValueError, match=message.format("for a model whose layers keep a state")):
         Engine(model, **option)
-    assert {name: id(value) for name, value in model.state_dict(keep_vars=True).items()} == before
+    after = model.state_dict(keep_vars=True)
+    assert all(id(after[name]) == same and torch.equal(after[name], value) for name, (same, value) in before.items())
     with Engine(model, max_len=32) as engine, pytest.raises(ValueError, match="speculate must be 0"):
         engine.generate([[1, 2]], 2, speculate=2)
+
+
+def test_states_are_not_divided_between_ranks() -> None:
+    model = tiny("qwen3_5")
+    cut(model, Shard(0, 2), device="cpu")
+    with pytest.raises(ValueError, match="group must be None for a model whose layers keep a state, got a group"):
+        Engine(model, group=SimpleNamespace(shard=Shard(0, 2)))
+
+
+def test_keys_of_8_bits_need_a_layer_with_keys() -> None:
+    with pytest.raises(ValueError, match="kv_dtype must be None for a model whose layers keep a state"):
+        Engine(tiny("mamba2", torch.bfloat16), kv_dtype="fp8")
+
+
+def test_weights_of_a_delta_rule_are_held_once_and_restored() -> None:
+    """Also those whose rows lie by heads."""
+    model = tiny("qwen3_next-dense")
+    before, bytes_before = {k: v.clone() for k, v in model.state_dict().items()}, size(model)
+    with Engine(model, max_len=32):
+        assert size(model) == bytes_before
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # seen through views
+    assert all(torch.equal(v, before[k]) and v.is_contiguous() for k, v in model.state_dict().items())
+
+
+def test_small_weights_of_a_delta_rule_are_those_of_a_patched_model() -> None:
+    """And of experts beside one that all tokens have a share of."""
+    model = tiny("qwen3_next", torch.bfloat16, shared_expert_intermediate_size=32, moe_intermediate_size=32)
+    with patch(model, weights="int8"):
+        expected = [stock_tokens(model, p, 3) for p in prompts()[:2]]
+    with Engine(model, max_batch=2, max_len=32, weights="int8") as engine:
+        assert engine.generate(prompts()[:2], 3).tokens == expected
+
+
+def test_experts_with_another_activation_are_refused() -> None:
+    """Where no layer has a state either."""
+    with pytest.raises(ValueError, match="hidden_act must be silu with a mixture of experts, got gelu_pytorch_tanh"):
+        Engine(tiny("qwen3_5_moe", torch.bfloat16, layer_types=["full_attention"] * 2, hidden_act="gelu_pytorch_tanh"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "heads", "cols"), [(2, 3, 16), (70, 1, 1100), (65, 3, 24)])
+def test_a_gate_multiplies_in_place_what_a_view_shows(rows: int, heads: int, cols: int, dtype: torch.dtype) -> None:
+    for each in (True, False):
+        x, by = torch.randn(rows, heads, 2, cols, dtype=dtype).unbind(2)
+        opening = by if each else by[:, :, 3:4]
+        expected, rest = (x.double() * opening.double().sigmoid()).to(dtype), by.clone()
+        gates.gate(x, opening)
+        torch.testing.assert_close(x, expected, rtol=2e-6 if dtype is torch.float32 else 1e-2, atol=0)
+        assert torch.equal(by, rest)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_gates_of_the_delta_rule_are_those_of_its_definition(rows: int) -> None:
+    b, a = torch.randn(rows, 80)[:, 5:77].split((36, 36), 1)
+    a[0, :3] = torch.tensor([30.0, -30.0, 0.0])
+    decay, bias, found = -torch.rand(36).exp(), torch.randn(36), torch.zeros(2, rows, 36)
+    gates.delta_gates(a, b, decay, bias, *found)
+    expected = decay.double() * torch.nn.functional.softplus(a.double() + bias.double()), b.double().sigmoid()
+    torch.testing.assert_close(found, torch.stack(expected).float(), rtol=1e-5, atol=1e-30)

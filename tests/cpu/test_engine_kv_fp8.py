@@ -56,6 +56,15 @@ def test_logits_are_those_of_rounded_keys_and_values() -> None:
     assert 0 < (ours.double() - plain).abs().mean() < 1.5 * moved
 
 
+def test_keys_of_a_model_that_also_keeps_states() -> None:
+    model = tiny("qwen3_5", torch.bfloat16)
+    truth, stock = logits(copy.deepcopy(model).to(torch.float64), Rounded), logits(model, Rounded)
+    with Engine(model, max_batch=2, max_len=64, kv_dtype="fp8") as engine:
+        assert_accurate(engine.logits(PROMPTS, GIVEN), stock, truth)
+        caches = [x.dtype for cache in engine._state.caches for x in cache]
+    assert caches == [torch.bfloat16, torch.float32, *(torch.float8_e4m3fn,) * 2, *(torch.float32,) * 2]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "options", "message"),
     [

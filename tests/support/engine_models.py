@@ -3,7 +3,7 @@ of these.
 """
 
 import torch
-from tiny_models import PLAIN, TINY, tiny_model
+from tiny_models import EXPERTS, LINEAR, PLAIN, TINY, tiny_model
 
 MLA = {
     "num_key_value_heads": 4,
@@ -48,10 +48,22 @@ HYBRID = {**MAMBA, **GRANITE, "shared_intermediate_size": 24, "layer_types": ["m
 RECURRENT = {
     "bamba": {"model_type": "bamba", **MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid-dense": {"model_type": "granitemoehybrid", **HYBRID, "num_local_experts": 0, "position_embedding_type": "nope"},
-    "mamba2": {"model_type": "mamba2", "num_heads": 4, "n_groups": 2, "state_size": 8, "chunk_size": 8, "num_hidden_layers": 1},
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_heads": 4,
+        "n_groups": 2,
+        "state_size": 8,
+        "chunk_size": 8,
+        "num_hidden_layers": 1,
+        "time_step_limit": (0.0, 0.4),
+    },
+    "qwen3_next-dense": {"model_type": "qwen3_next", **LINEAR, "num_experts": 0},
+    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR, "linear_num_key_heads": 4},
 }
 SPARSE = {
     "granitemoehybrid": {"model_type": "granitemoehybrid", **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
@@ -86,9 +98,15 @@ def prompts() -> list[list[int]]:
 
 
 def stock_tokens(model, prompt: list[int], new: int = NEW) -> list[int]:
+    return stock_steps(model, prompt, new)[0]
+
+
+def stock_steps(model, prompt: list[int], new: int) -> tuple[list[int], torch.Tensor]:
+    """The tokens, and the logits that each was chosen by."""
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    how = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
 def stock_logits(model, prompt: list[int], continuation: list[int]) -> torch.Tensor:

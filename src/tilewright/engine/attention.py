@@ -14,6 +14,7 @@ from ..ops.bmm import bmm_out
 from ..ops.mla import mla_out
 from ..ops.mla_decode import mla_decode_out
 from . import torch_calls
+from .gates import gate
 from .layers import Array, Norm, Rope, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix
@@ -54,6 +55,8 @@ class GroupedAttention:
     """Attention whose key heads divide its query heads.
 
     qkv: rows of all query heads, then of the key heads, then of the value heads.
+    gated: behind the rows of each query head those of its gate, whose sigmoid multiplies what the
+        head finds (Qwen3-Next).
     q_norm, k_norm: over each head (Qwen3); equal except for their weights. window: keys that a
         query sees, itself included.
     sinks: fp32 [q_heads], as in `tilewright.attention` (gpt-oss).
@@ -76,6 +79,7 @@ class GroupedAttention:
     softcap: float | None = None
     whole_norms: tuple[Norm, Norm] | None = None
     codes: bool = False
+    gated: bool = False
     recurrent: bool = False
 
     @property
@@ -88,14 +92,15 @@ class GroupedAttention:
         return (values, values, *(((shape, torch.float32),) * 2 if self.codes else ()))
 
     def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
-        heads = self.q_heads + 2 * self.kv_heads
-        qkv = buffers.tensor("qkv", buffers.tokens, heads * self.head_dim)
+        heads = (self.q_heads * (2 if self.gated else 1), self.kv_heads, self.kv_heads)
+        qkv = buffers.tensor("qkv", buffers.tokens, sum(heads) * self.head_dim)
         yield from stream.product(f"{name}.qkv", self.qkv, qkv)
-        parts = list(qkv.split([count * self.head_dim for count in (self.q_heads, self.kv_heads, self.kv_heads)], 1))
+        parts = list(qkv.split([count * self.head_dim for count in heads], 1))
         for i, norm in enumerate(self.whole_norms or ()):
             rows, parts[i] = parts[i], buffers.tensor(f"{'qk'[i]}.normed", *parts[i].shape)
             yield norm.of(f"{name}.{'qk'[i]}_norm", rows, parts[i])
         q, k, v = (self._heads(buffers, part) for part in parts)
+        q = q[:, ::2] if self.gated else q
         keys, values, *scales = (buffers.held(x) for x in cache)
         mixed = buffers.tensor("attention", buffers.tokens, self.q_heads * self.head_dim)
         result = self._heads(buffers, mixed)
@@ -108,6 +113,9 @@ class GroupedAttention:
             keys = yield from self._in_order(f"{name}.keys", buffers, keys, *scales[:1])
             values = yield from self._in_order(f"{name}.values", buffers, values, *scales[1:])
             yield Call.of(name, attention_out, q=q, k=keys, v=values, out=result, causal=True, ahead=0, **how)
+        if self.gated:
+            by_head, gates = (x.unflatten(1, (-1, self.head_dim)) for x in (mixed, parts[0]))
+            yield Call(f"{name}.gate", gate, (by_head, gates[:, 1::2]))
         yield from linear(f"{name}.out", mixed, self.out, y)
 
     def _in_order(self, name: str, buffers: StepBuffers, x: Tensor, scale: Tensor | None = None) -> Generator[Call, None, Tensor]:

@@ -106,14 +106,23 @@ def check_draft(model: Any, draft: Any, weights: str | None, speculate: int, mod
         raise argument_error("draft", f"a model of {own} tokens on {model.device}, as the model is", f"one of {words} on {draft.device}")
 
 
-def check_recurrent(decoder: Decoder, group: Group | None = None, *, cache: str = "static", prefix_reuse: bool = False, drafts: bool = False) -> None:
+def check_recurrent(
+    decoder: Decoder, group: Group | None = None, *, cache: str = "static", prefix_reuse: bool = False, drafts: bool = False, codes: bool = False
+) -> None:
     """Raises ValueError for what a model with states cannot do: they lie in no pages, are of a
-    whole prompt, take no token back, and are not divided between ranks.
+    whole prompt, take no token back, are fp32, and are not divided between ranks. codes: keys and
+    values in 8 bits, which some layer must have.
     """
-    options = {"group": (group is not None, "None"), "cache": (cache != "static", '"static"'), "prefix_reuse": (prefix_reuse, "False")}
-    for name, (asked, wanted) in (options | {"speculate": (drafts, "0, and no draft model")}).items():
+    no_keys = all(layer.attention.recurrent for layer in decoder.layers)
+    for name, asked, wanted, given in (
+        ("group", group is not None, "None", "a group"),
+        ("cache", cache != "static", '"static"', f'"{cache}"'),
+        ("prefix_reuse", prefix_reuse, "False", True),
+        ("speculate", drafts, "0, and no draft model", "drafts"),
+        ("kv_dtype", codes and no_keys, "None", "one of keys that it has not"),
+    ):
         if asked and decoder.recurrent:
-            raise argument_error(name, f"{wanted} for a model whose layers keep a state", "another")
+            raise argument_error(name, f"{wanted} for a model whose layers keep a state", given)
 
 
 def check_sampling(sampling: Sampling | None) -> Sampling:

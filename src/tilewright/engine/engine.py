@@ -154,7 +154,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 if weights is not None:
                     self._fusion.quantize(model, weights, self._report)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group, codes=kv_dtype is not None)
-            checks.check_recurrent(self.decoder, group, cache=cache, prefix_reuse=prefix_reuse, drafts=speculate > 0)
+            checks.check_recurrent(self.decoder, group, cache=cache, prefix_reuse=prefix_reuse, drafts=speculate > 0, codes=kv_dtype is not None)
             self._check_memory()
             with lasting():
                 device = self.decoder.embedding.device

@@ -70,7 +70,7 @@ def gated_norm_of(module: Any) -> GatedNorm:
 
 def mixer_of(layer: Any) -> Any:
     """The attention of a layer, or what stands in its place."""
-    found = [part for name in ("self_attn", "mamba", "mixer") if (part := getattr(layer, name, None)) is not None]
+    found = [part for name in ("self_attn", "linear_attn", "mamba", "mixer") if (part := getattr(layer, name, None)) is not None]
     if len(found) != 1:
         raise argument_error(f"a {type(layer).__name__}", "a layer with one attention or state", f"{len(found)}")
     return found[0]

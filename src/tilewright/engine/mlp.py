@@ -12,6 +12,7 @@ from ..ops.moe_route import moe_route_out
 from ..ops.quantized_moe import quantized_moe_out
 from ..ops.rms_norm_route import rms_norm_route_out
 from ..ops.silu_mul import silu_mul_out
+from .gates import gate
 from .layers import Given, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix, Matrix
@@ -21,16 +22,20 @@ from .weights import AnyMatrix, Matrix
 class GatedMlp:
     """down(silu(gate(h)) * up(h)). alternating: the rows of gate and up in `gate_up` are
     interleaved, which saves a launch; else gate's come first.
+
+    share: [1, hidden], of a token's rows: the sigmoid of their product multiplies the result
+        (Qwen3-Next's shared expert).
     """
 
     gate_up: AnyMatrix
     down: AnyMatrix
     alternating: bool = True
     gelu_tanh: bool = False
+    share: AnyMatrix | None = None
 
     @property
     def weight_bytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes
+        return self.gate_up.nbytes + self.down.nbytes + (0 if self.share is None else self.share.nbytes)
 
     def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
         """residual: added to the result."""
@@ -43,13 +48,19 @@ class GatedMlp:
             yield from rows.product(f"{name}.gate_up", self.gate_up, both)
             halves = {"gate": both[:, :inter], "up": both[:, inter:]}
             yield Call.of(f"{name}.activation", silu_mul_out, **halves, out=active, gelu_tanh=self.gelu_tanh)
+        if self.share is not None:
+            share = buffers.tensor("share", buffers.tokens, 1)
+            yield from rows.product(f"{name}.share", self.share, share)
+            yield Call(f"{name}.gate", gate, (active[:, None], share[:, None]))
         yield from linear(f"{name}.down", active, self.down, y, residual=residual)
 
     def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
         """The matrices cut into experts of width `inter`: [experts, 2, inter, hidden] and [experts,
-        hidden, inter]; None if the width does not divide.
+        hidden, inter]; None if the width does not divide, or a token takes a share.
         """
         if not (isinstance(self.gate_up, Matrix) and isinstance(self.down, Matrix)) or not self.alternating or self.gelu_tanh:
+            return None
+        if self.share is not None:
             return None
         hidden, wide = self.down.weight.shape
         if wide % inter or self.gate_up.bias is not None or self.down.bias is not None:

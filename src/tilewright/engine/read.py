@@ -16,7 +16,7 @@ from .families import Ropes, gated_norm_of, head_norms, mixer_of, mlp_of, norm_o
 from .layers import Attention, Decoder, Layer, Mlp, Rope
 from .mlp import Activation, Experts, GatedMlp
 from .parallel import Group
-from .recurrent import Convolution, StateSpace
+from .recurrent import Convolution, DeltaRule, StateSpace
 from .weights import Fusion, Matrix, matrix_of
 
 # Rotations whose frequencies do not depend on the length of the sequence.
@@ -51,8 +51,9 @@ def read(
         on_progress("fusing weights", i, len(stem.layers))
         before, behind, mlp_before, mlp_behind = norms_of(layer)
         mixer = mixer_of(layer)
-        if linear_attention.ours_of(type(mixer))[0] == "ssd":
-            attention: Attention = _state_space(mixer)
+        op = linear_attention.ours_of(type(mixer))[0]
+        if op is not None:
+            attention: Attention = _state_space(mixer) if op == "ssd" else _delta_rule(mixer, fusion)
         elif deepseek:
             attention = _latent_attention(mixer, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
         else:
@@ -69,7 +70,7 @@ _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
 _SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
 _DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
-_RECURRENT = ("bamba", "granitemoehybrid", "mamba2")
+_RECURRENT = ("bamba", "granitemoehybrid", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", *_RECURRENT, *_SPARSE)
 
 
@@ -84,8 +85,6 @@ def _check(model: Any, config: Any) -> None:
 
 
 def _check_config(model: Any, config: Any) -> None:
-    if config.model_type in _SPARSE and config.hidden_act != "silu":
-        raise argument_error("model.config.hidden_act", "silu", config.hidden_act)
     for kind in rope_types(config):
         if kind not in _FIXED_ROPE:
             raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
@@ -97,8 +96,11 @@ def _check_config(model: Any, config: Any) -> None:
             raise argument_error("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
         if config.qk_rope_head_dim not in _ROPE_DIMS:
             raise argument_error("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
-    if model.dtype is torch.float32 and any(hasattr(module, "experts") for module in model.modules()):
-        raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
+    if any(hasattr(module, "experts") for module in model.modules()):
+        if config.hidden_act != "silu":
+            raise argument_error("model.config.hidden_act", "silu with a mixture of experts", config.hidden_act)
+        if model.dtype is torch.float32:
+            raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
 def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bool) -> Attention:
@@ -106,8 +108,10 @@ def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bo
     qkv = matrix_of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
     out = matrix_of(module.o_proj)
     q_heads = out.columns // head_dim
-    kv_heads = (qkv.rows // head_dim - q_heads) // 2
-    if (q_heads + 2 * kv_heads) * head_dim != qkv.rows:
+    gated = hasattr(module, "q_proj") and module.q_proj.out_features == 2 * out.columns
+    asking = 2 * q_heads if gated else q_heads
+    kv_heads = (qkv.rows // head_dim - asking) // 2
+    if (asking + 2 * kv_heads) * head_dim != qkv.rows:
         raise argument_error(
             f"queries, keys and values of a {type(module).__name__}", f"heads of {head_dim}, {q_heads} of queries", f"{qkv.rows} rows"
         )
@@ -126,6 +130,7 @@ def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bo
         sinks=module.sinks.data.float() if hasattr(module, "sinks") else None,
         softcap=softcap_of(module),
         codes=codes,
+        gated=gated,
         **head_norms(module),
     )
 
@@ -149,11 +154,35 @@ def _state_space(module: Any) -> StateSpace:
     reason = linear_attention.keep_linear_attention(module, "ssd")
     if reason is not None:
         raise argument_error(f"a {type(module).__name__}", "one that ssd computes", reason)
-    convolution = Convolution(module.conv1d.weight.data[:, 0], None if module.conv1d.bias is None else module.conv1d.bias.data)
     vectors = -module.A_log.data.float().exp(), module.D.data, module.dt_bias.data
     sizes = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size
     ends = matrix_of(module.in_proj), matrix_of(module.out_proj)
-    return StateSpace(ends[0], convolution, *vectors, gated_norm_of(module.norm), ends[1], *sizes, tuple(module.time_step_limit))
+    return StateSpace(ends[0], _convolution(module), *vectors, gated_norm_of(module.norm), ends[1], *sizes, tuple(module.time_step_limit))
+
+
+def _delta_rule(module: Any, fusion: Fusion) -> DeltaRule:
+    reason = linear_attention.keep_linear_attention(module, "gated_delta_rule")
+    if reason is not None:
+        raise argument_error(f"a {type(module).__name__}", "one that gated_delta_rule computes", reason)
+    order = None
+    if hasattr(module, "in_proj_qkvz"):  # by heads of k: the module's own code says what is where
+        rows = [torch.arange(linear.out_features) for linear in (module.in_proj_qkvz, module.in_proj_ba)]
+        rows[1] += len(rows[0])
+        order = torch.cat([part.flatten() for part in module.fix_query_key_value_ordering(*(x[None, None] for x in rows))]).to(module.A_log.device)
+        projection = fusion.stacked(module.in_proj_qkvz, module.in_proj_ba)
+    else:
+        projection = fusion.stacked(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+    norm, heads = gated_norm_of(module.norm), module.num_v_heads
+    if norm.groups != 1 or norm.gate_first:
+        raise argument_error(f"a {type(module.norm).__name__}", "a norm of a head, then its gate", norm)
+    norm = replace(norm, weight=norm.weight.repeat(heads), groups=heads)
+    vectors = -module.A_log.data.float().exp(), module.dt_bias.data.float()
+    sizes = module.num_k_heads, heads, module.head_k_dim, module.head_v_dim
+    return DeltaRule(projection, order, _convolution(module), *vectors, norm, matrix_of(module.out_proj), *sizes)
+
+
+def _convolution(module: Any) -> Convolution:
+    return Convolution(module.conv1d.weight.data[:, 0], None if module.conv1d.bias is None else module.conv1d.bias.data)
 
 
 def _second_half(layer: Any, fusion: Fusion, rank: int) -> Mlp | None:
@@ -183,9 +212,11 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     first = rank * len(matrices[0].words if isinstance(experts, QuantizedMixture) else experts.down_proj)
     check_routing(len(router.weight), router.top_k, 0, 0, 0)
     if not hasattr(router, "routed_scaling_factor"):
-        return Experts(
-            *common, first=first, normalize=getattr(router, "norm_topk_prob", True), logits_dtype=router.weight.dtype
-        )  # Mixtral always normalises
+        shared = None
+        if hasattr(module, "shared_expert"):
+            shared = replace(_dense(module.shared_expert, fusion), share=matrix_of(module.shared_expert_gate))
+        normalize = getattr(router, "norm_topk_prob", True)  # Mixtral always does
+        return Experts(*common, first=first, normalize=normalize, logits_dtype=router.weight.dtype, shared=shared)
     deepseek: dict[str, Any] = {"scale": router.routed_scaling_factor, "logits_dtype": torch.float32, "shared": _dense(module.shared_experts, fusion)}
     if hasattr(router, "e_score_correction_bias"):
         bias = router.e_score_correction_bias.float()

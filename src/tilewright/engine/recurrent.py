@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..ops.causal_conv1d import causal_conv1d_out
+from ..ops.gated_delta_rule import gated_delta_rule_out
 from ..ops.rms_norm_gated import rms_norm_gated_out
 from ..ops.ssd import ssd_out
 from . import torch_calls
+from .gates import delta_gates
 from .layers import Array, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix
@@ -47,13 +49,19 @@ class Convolution:
 
     def calls(self, name: str, buffers: StepBuffers, x: Tensor, state: Tensor, out: Tensor) -> Emit:
         """Of padding zeros come in and, whatever the bias is, zeros come out."""
-        padded = buffers.q_len > 1
+        padded = buffers.q_len > 1  # a step has none
         if padded:
             yield Call(f"{name}.in_front", torch_calls.blank, (x, buffers.positions))
         arrays = {"x": x, "weight": self.weight, "bias": self.bias, "state": state, "out": out}
         yield Call.of(name, causal_conv1d_out, batch=buffers.batch, silu=True, **arrays)
-        if padded:
+        if padded and self.bias is not None:
             yield Call(f"{name}.behind", torch_calls.blank, (out, buffers.positions))
+
+
+def _by_head(buffers: StepBuffers, x: Tensor, heads: int) -> Tensor:
+    """[tokens, heads * dim] as [batch, q_len, heads, dim]."""
+    rows: Tensor = x.unflatten(1, (heads, -1)).unflatten(0, (buffers.batch, buffers.q_len))
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +104,86 @@ class StateSpace:
         taps, state = (buffers.held(x) for x in cache)
         seen = buffers.tensor("state.convolved", buffers.tokens, channels)
         yield from self.convolution.calls(f"{name}.convolution", buffers, mixed, taps, seen)
-        sequences = buffers.batch, buffers.q_len
-        rows, b, c = (
-            part.unflatten(0, sequences).unflatten(2, (count, -1))
-            for part, count in zip(seen.split((inner, read, read), 1), (self.heads, self.groups, self.groups), strict=True)
-        )
+        parts = zip(seen.split((inner, read, read), 1), (self.heads, self.groups, self.groups), strict=True)
+        rows, b, c = (_by_head(buffers, part, heads) for part, heads in parts)
         found = buffers.tensor("state.read", buffers.tokens, inner)
         dt_min, dt_max = self.dt_limit if buffers.q_len > 1 else (0.0, inf)
         yield Call.of(
             name,
             ssd_out,
             x=rows,
-            dt=dt.unflatten(0, sequences),
+            dt=dt.unflatten(0, (buffers.batch, buffers.q_len)),
             a=self.a,
             b=b,
             c=c,
             d=self.d,
             dt_bias=self.dt_bias,
-            z=gate.unflatten(0, sequences).unflatten(2, (self.heads, -1)) if self.norm is None else None,
+            z=_by_head(buffers, gate, self.heads) if self.norm is None else None,
             state=state,
             dt_softplus=True,
             dt_min=dt_min,
             dt_max=dt_max,
-            out=found.unflatten(0, sequences).unflatten(2, (self.heads, -1)),
+            out=_by_head(buffers, found, self.heads),
         )
         if self.norm is not None:
             normed = buffers.tensor("state.normed", buffers.tokens, inner)
             yield self.norm.of(f"{name}.norm", found, gate, normed)
             found = normed
         yield from linear(f"{name}.out", found, self.out, y)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """The gated delta rule (Qwen3-Next).
+
+    projection: rows of q, k and v, which the convolution takes, then of the gate, then of b and a,
+        of which beta and g are made: [k_heads | k_heads | v_heads] * dim, v_heads * v_dim, v_heads,
+        v_heads.
+    order: where these rows are in the projection; None if they lie so.
+    decay, dt_bias: fp32 [v_heads]: g = decay * softplus(a + dt_bias).
+    norm: with a group for each head.
+    """
+
+    projection: AnyMatrix
+    order: Tensor | None
+    convolution: Convolution
+    decay: Tensor
+    dt_bias: Tensor
+    norm: GatedNorm
+    out: AnyMatrix
+    k_heads: int
+    v_heads: int
+    head_dim: int
+    v_dim: int
+    recurrent: bool = True
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.projection.nbytes + self.out.nbytes + self.convolution.weight.nbytes
+
+    def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
+        return self.convolution.state(batch, dtype), ((batch, self.v_heads, self.head_dim, self.v_dim), torch.float32)
+
+    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        read, inner = self.k_heads * self.head_dim, self.v_heads * self.v_dim
+        widths = 2 * read + inner, inner, self.v_heads, self.v_heads
+        projected = buffers.tensor("state.projected", buffers.tokens, sum(widths))
+        yield from stream.product(f"{name}.in", self.projection, projected)
+        if self.order is not None:
+            ordered = buffers.tensor("state.ordered", *projected.shape)
+            yield Call(f"{name}.order", torch_calls.select, (projected, self.order, ordered))
+            projected = ordered
+        mixed, gate, b, a = projected.split(widths, 1)
+        gates = buffers.tensor("state.gates", 2, buffers.tokens, self.v_heads, dtype=torch.float32)
+        yield Call(f"{name}.gates", delta_gates, (a, b, self.decay, self.dt_bias, *gates))
+        g, beta = gates.unflatten(1, (buffers.batch, buffers.q_len)).transpose(2, 3)
+        taps, state = (buffers.held(x) for x in cache)
+        seen = buffers.tensor("state.convolved", buffers.tokens, widths[0])
+        yield from self.convolution.calls(f"{name}.convolution", buffers, mixed, taps, seen)
+        parts = zip(seen.split((read, read, inner), 1), (self.k_heads, self.k_heads, self.v_heads), strict=True)
+        rows = dict(zip("qkv", (_by_head(buffers, part, heads).transpose(1, 2) for part, heads in parts), strict=True))
+        found, normed = (buffers.tensor(f"state.{which}", buffers.tokens, inner) for which in ("read", "normed"))
+        how = {"scale": self.head_dim**-0.5, "normalize": True, "out": _by_head(buffers, found, self.v_heads).transpose(1, 2)}
+        yield Call.of(name, gated_delta_rule_out, **rows, g=g, beta=beta, state=state, **how)
+        yield self.norm.of(f"{name}.norm", found, gate, normed)
+        yield from linear(f"{name}.out", normed, self.out, y)

@@ -22,6 +22,11 @@ def scale(x: Tensor, factor: float, out: Tensor) -> None:
     torch.mul(x, factor, out=out)
 
 
+def select(x: Tensor, order: Tensor, out: Tensor) -> None:
+    """Columns of rows."""
+    torch.index_select(x, 1, order, out=out)
+
+
 def blank(rows: Tensor, positions: Tensor) -> None:
     """Zeros for the rows of padding, which have no position."""
     rows.masked_fill_(positions.view(-1, 1) < 0, 0)
