@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_models import DENSE, NEW, OTHERS, RECURRENT, SPARSE, prompts, size, stock_logits, stock_steps, stock_tokens, tiny
 
-from tilewright.engine import Engine, gates, layers
+from tilewright.engine import Engine, elementwise, layers
 from tilewright.launch import counted
 from tilewright.models import Shard, cut, patch
 from tilewright.testing import assert_accurate
@@ -134,9 +134,12 @@ def test_weights_of_a_delta_rule_are_held_once_and_restored() -> None:
     assert all(torch.equal(v, before[k]) and v.is_contiguous() for k, v in model.state_dict().items())
 
 
-def test_small_weights_of_a_delta_rule_are_those_of_a_patched_model() -> None:
+@pytest.mark.parametrize(
+    ("name", "change"), [("qwen3_next", {"shared_expert_intermediate_size": 32, "moe_intermediate_size": 32}), ("nemotron_h", {"hidden_size": 64})]
+)
+def test_small_weights_beside_states_are_those_of_a_patched_model(name: str, change: dict) -> None:
     """And of experts beside one that all tokens have a share of."""
-    model = tiny("qwen3_next", torch.bfloat16, shared_expert_intermediate_size=32, moe_intermediate_size=32)
+    model = tiny(name, torch.bfloat16, **change)
     with patch(model, weights="int8"):
         expected = [stock_tokens(model, p, 3) for p in prompts()[:2]]
     with Engine(model, max_batch=2, max_len=32, weights="int8") as engine:
@@ -149,6 +152,20 @@ def test_experts_with_another_activation_are_refused() -> None:
         Engine(tiny("qwen3_5_moe", torch.bfloat16, layer_types=["full_attention"] * 2, hidden_act="gelu_pytorch_tanh"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_hidden_act": "gelu"}, "a NemotronHMLP must be an MLP whose activation is the square of ReLU"),
+        ({"layers_block_type": ["linear_attention", "moe"]}, "a mixture of experts must be of experts with a gate, got a NemotronHExperts"),
+        ({"layers_block_type": ["mlp", "full_attention"]}, "a layer that is an MLP must be behind one with an attention or a state, got the first"),
+        ({"layers_block_type": ["full_attention", "mlp", "mlp"]}, "a layer that is an MLP must be behind one with an attention or a state"),
+    ],
+)
+def test_layers_of_nemotron_that_are_not_computed_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny("nemotron_h", **change))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "heads", "cols"), [(2, 3, 16), (70, 1, 1100), (65, 3, 24)])
 def test_a_gate_multiplies_in_place_what_a_view_shows(rows: int, heads: int, cols: int, dtype: torch.dtype) -> None:
@@ -156,9 +173,18 @@ def test_a_gate_multiplies_in_place_what_a_view_shows(rows: int, heads: int, col
         x, by = torch.randn(rows, heads, 2, cols, dtype=dtype).unbind(2)
         opening = by if each else by[:, :, 3:4]
         expected, rest = (x.double() * opening.double().sigmoid()).to(dtype), by.clone()
-        gates.gate(x, opening)
+        elementwise.gate(x, opening)
         torch.testing.assert_close(x, expected, rtol=2e-6 if dtype is torch.float32 else 1e-2, atol=0)
         assert torch.equal(by, rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 2048), (3, 1100), (70, 24)])
+def test_an_activation_in_place_is_the_square_of_what_is_positive(rows: int, cols: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, cols, dtype=dtype)
+    expected = x.relu().square()
+    elementwise.relu_squared(x)
+    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("rows", [3, 70])
@@ -166,6 +192,6 @@ def test_gates_of_the_delta_rule_are_those_of_its_definition(rows: int) -> None:
     b, a = torch.randn(rows, 80)[:, 5:77].split((36, 36), 1)
     a[0, :3] = torch.tensor([30.0, -30.0, 0.0])
     decay, bias, found = -torch.rand(36).exp(), torch.randn(36), torch.zeros(2, rows, 36)
-    gates.delta_gates(a, b, decay, bias, *found)
+    elementwise.delta_gates(a, b, decay, bias, *found)
     expected = decay.double() * torch.nn.functional.softplus(a.double() + bias.double()), b.double().sigmoid()
     torch.testing.assert_close(found, torch.stack(expected).float(), rtol=1e-5, atol=1e-30)

@@ -70,9 +70,10 @@ def test_keys_of_a_model_that_also_keeps_states() -> None:
     [
         ("llama", torch.bfloat16, {"kv_dtype": "int8"}, r"kv_dtype must be None or \"fp8\", got 'int8'"),
         ("llama", torch.float32, {"kv_dtype": "fp8"}, "of a model in bfloat16 or float16"),
+        ("nemotron_h", torch.bfloat16, {"kv_dtype": "fp8"}, "heads with a multiple of 4 elements, at most 256"),
         ("deepseek_v2", torch.bfloat16, {"kv_dtype": "fp8"}, "latents are cached in 16 bits"),
     ],
 )
 def test_what_it_does_not_run_is_refused(name: str, dtype: torch.dtype, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(tiny(name, dtype, num_hidden_layers=1), **options)
+        Engine(tiny(name, dtype, num_hidden_layers=1, head_dim=18), **options)

@@ -40,9 +40,21 @@ OTHERS = {
     "seed_oss": {"model_type": "seed_oss"},
     "ministral": {"model_type": "ministral", "sliding_window": 5},
     "helium": {"model_type": "helium", "head_dim": 8},
+    "arcee": {"model_type": "arcee", "mlp_bias": True},
     "exaone4": {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8}
+NEMOTRON = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "mlp_bias": True,
+    "time_step_min": 0.7,  # a bound of steps, and not of single tokens
+    "sliding_window": 5,  # which it ignores
+}
 HYBRID = {**MAMBA, **GRANITE, "shared_intermediate_size": 24, "layer_types": ["mamba", "attention"]}
 # With a state instead of a cache in some layers, or in all.
 RECURRENT = {
@@ -57,6 +69,7 @@ RECURRENT = {
         "num_hidden_layers": 1,
         "time_step_limit": (0.0, 0.4),
     },
+    "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON},
     "qwen3_next-dense": {"model_type": "qwen3_next", **LINEAR, "num_experts": 0},
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR, "linear_num_key_heads": 4},
 }
@@ -65,6 +78,7 @@ SPARSE = {
     "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"model_type": "qwen2_moe", **EXPERTS, "num_experts": 4},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "qwen3_moe-raw": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False},
     "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},

@@ -14,7 +14,7 @@ from ..ops.bmm import bmm_out
 from ..ops.mla import mla_out
 from ..ops.mla_decode import mla_decode_out
 from . import torch_calls
-from .gates import gate
+from .elementwise import gate
 from .layers import Array, Norm, Rope, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix

@@ -1,5 +1,8 @@
 """What differs between the families that `read` takes: norms, rotations, windows and scales."""
 
+from collections.abc import Iterable
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 from ..launch import argument_error
 from ..models import kinds, probe
 from ..models.method import Method
+from ..models.quantized import QuantizedLinear
 from .layers import Norm, Rope
 from .recurrent import GatedNorm
 
@@ -43,12 +47,27 @@ def norms_of(layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | 
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
         ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
         ("input_layernorm", None, "post_attention_layernorm", None),
-        ("norm", None, None, None),  # Mamba-2: layers of one half
+        ("norm", None, None, None),  # Mamba-2, Nemotron-H: layers of one half
     ):
         if all(name is None or hasattr(layer, name) for name in names):
             first, second, third, fourth = (None if name is None else norm_of(getattr(layer, name)) for name in names)
             return first, second, third, fourth
     raise argument_error(f"a {type(layer).__name__}", "a layer with the norms of a known family", [name for name, _ in layer.named_children()])
+
+
+def pairs_of(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each layer with an attention or a state, and the layer that is its MLP; None if that is a
+    part of it, or if there is none (Nemotron-H).
+    """
+    pairs: list[tuple[Any, Any]] = []
+    for layer in layers:
+        if getattr(layer, "block_type", None) not in ("mlp", "moe"):
+            pairs.append((layer, None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], layer)
+        else:
+            raise argument_error("a layer that is an MLP", "behind one with an attention or a state", "the first one, or one behind another MLP")
+    return pairs
 
 
 def head_norms(module: Any) -> dict[str, Any]:
@@ -82,9 +101,34 @@ def mlp_of(module: Any) -> tuple[tuple[str, ...], bool]:
     return how["names"], how["gelu"]
 
 
+def plain_mlp_of(module: Any) -> tuple[str, str] | None:
+    """Names of the matrices of an MLP without a gate: one up and one down."""
+    linears = [name for name, part in module.named_children() if isinstance(part, nn.Linear | QuantizedLinear)]
+    sizes = [(getattr(module, name).out_features, getattr(module, name).in_features) for name in linears]
+    if len(linears) != 2 or sizes[0] != sizes[1][::-1]:
+        return None
+    names: tuple[str, str] = _form(_relu_squared, module, "an MLP whose activation is the square of ReLU")["names"]
+    return names
+
+
+def _relu_squared(module: Any) -> Method | None:
+    """down(max(up(x), 0) ** 2)."""
+    narrow, wide = probe.WIDTHS
+    x = probe.rows(narrow)
+    for names in permutations(name for name, part in module.named_children() if isinstance(part, nn.Linear | QuantizedLinear)):
+        parts = {
+            name: probe.linear(*shape, getattr(module, name).bias is not None, dtype=torch.float64, device="cpu", seed=shape[0])
+            for name, shape in zip(names, ((wide, narrow), (narrow, wide)), strict=True)
+        }
+        up, down = (parts[name] for name in names)
+        if probe.same(probe.attempt(partial(type(module).forward, probe.stand_in(module, {}, parts), x)), down(up(x).relu() ** 2)):
+            return Method("matmul", None, (("names", names),))
+    return None
+
+
 def window_of(module: Any, config: Any) -> int | None:
     """Keys that a query sees."""
-    if getattr(module, "is_sliding", None) is False:
+    if getattr(module, "is_sliding", None) is False or not kinds.passes(module, "sliding_window"):
         return None
     window: int | None = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
     return window
@@ -115,8 +159,8 @@ def scales_of(model: Any) -> tuple[float, float, float]:
 class Ropes:
     """The tables of a model's rotations, made once."""
 
-    def __init__(self, rotary: Any, max_len: int) -> None:
-        self._rotary, self._max_len = rotary, max_len
+    def __init__(self, rotary: Any, max_len: int, device: torch.device) -> None:
+        self._rotary, self._max_len, self._device = rotary, max_len, device
         self._tables: dict[tuple[str | None, bool], Rope] = {}
 
     def of(self, kind: str | None, interleaved: bool) -> Rope:
@@ -133,8 +177,10 @@ class Ropes:
         return self._tables[key]
 
     def of_attention(self, module: Any) -> Rope:
-        if self._rotary is None:  # Granite's hybrids may have no positions: all turn by an angle of 0
-            return Rope.table(torch.zeros(module.head_dim // 2, device=module.o_proj.weight.device), 1.0, self._max_len)
+        if self._rotary is None:  # hybrids may have no positions: all turn by an angle of 0
+            if ("", False) not in self._tables:
+                self._tables["", False] = Rope.table(torch.zeros(module.head_dim // 2, device=self._device), 1.0, self._max_len)
+            return self._tables["", False]
         forms = {form for _, form in _form(kinds.rope, module, "attention with a known rotation")["functions"]}
         interleaved = forms <= {"neighbours", "repeated"}
         if not interleaved and not forms <= {"half_split", "by_halves"}:

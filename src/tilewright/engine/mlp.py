@@ -1,4 +1,4 @@
-"""The second half of a layer: a gated MLP, or a mixture of experts."""
+"""The second half of a layer: an MLP, with a gate or without, or a mixture of experts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from ..ops.moe_route import moe_route_out
 from ..ops.quantized_moe import quantized_moe_out
 from ..ops.rms_norm_route import rms_norm_route_out
 from ..ops.silu_mul import silu_mul_out
-from .gates import gate
+from .elementwise import gate, relu_squared
 from .layers import Given, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix, Matrix
@@ -68,6 +68,24 @@ class GatedMlp:
         experts = wide // inter
         gate_up = self.gate_up.weight.view(experts, inter, 2, hidden).transpose(1, 2)
         return gate_up, self.down.weight.view(hidden, experts, inter).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(max(up(h), 0) ** 2), without a gate (Nemotron-H)."""
+
+    up: AnyMatrix
+    down: AnyMatrix
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.up.nbytes + self.down.nbytes
+
+    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor) -> Emit:
+        active = buffers.tensor(f"active.{self.down.columns}", buffers.tokens, self.down.columns)
+        yield from stream.product(f"{name}.up", self.up, active)
+        yield Call(f"{name}.activation", relu_squared, (active,))
+        yield from linear(f"{name}.down", active, self.down, y)
 
 
 @dataclass(frozen=True, slots=True)

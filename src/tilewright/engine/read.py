@@ -12,9 +12,23 @@ from ..models import linear_attention
 from ..models.quantized import QuantizedLinear, QuantizedMixture
 from ..ops.common.routing import check_routing
 from .attention import GroupedAttention, LatentAttention
-from .families import Ropes, gated_norm_of, head_norms, mixer_of, mlp_of, norm_of, norms_of, rope_types, scales_of, softcap_of, window_of
+from .families import (
+    Ropes,
+    gated_norm_of,
+    head_norms,
+    mixer_of,
+    mlp_of,
+    norm_of,
+    norms_of,
+    pairs_of,
+    plain_mlp_of,
+    rope_types,
+    scales_of,
+    softcap_of,
+    window_of,
+)
 from .layers import Attention, Decoder, Layer, Mlp, Rope
-from .mlp import Activation, Experts, GatedMlp
+from .mlp import Activation, Experts, GatedMlp, PlainMlp
 from .parallel import Group
 from .recurrent import Convolution, DeltaRule, StateSpace
 from .weights import Fusion, Matrix, matrix_of
@@ -44,10 +58,10 @@ def read(
         raise argument_error("group", f"None for a {config.model_type} model, whose norms take in the heads of all ranks", "a group")
     stem = model.base_model
     deepseek = config.model_type in _DEEPSEEK
-    ropes = Ropes(getattr(stem, "rotary_emb", None), max_len)
+    ropes = Ropes(getattr(stem, "rotary_emb", None), max_len, stem.get_input_embeddings().weight.device)
     rank = 0 if group is None else group.shard.rank
     layers = []
-    for i, layer in enumerate(stem.layers):
+    for i, (layer, below) in enumerate(pairs_of(stem.layers)):
         on_progress("fusing weights", i, len(stem.layers))
         before, behind, mlp_before, mlp_behind = norms_of(layer)
         mixer = mixer_of(layer)
@@ -58,7 +72,11 @@ def read(
             attention = _latent_attention(mixer, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
         else:
             attention = _attention(mixer, config, ropes, fusion, codes)
-        layers.append(Layer(before, attention, mlp_before, _second_half(layer, fusion, rank), behind, mlp_behind))
+        if below is None:
+            mlp = _second_half(layer, fusion, rank)
+        else:
+            mlp, mlp_before = _mlp(below.mixer, fusion, rank), norm_of(below.norm)
+        layers.append(Layer(before, attention, mlp_before, mlp, behind, mlp_behind))
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
     norm = norm_of(next(getattr(stem, name) for name in ("norm", "final_layernorm", "norm_f") if hasattr(stem, name)))
     parts = stem.get_input_embeddings().weight.data, tuple(layers), norm, matrix_of(model.lm_head), group
@@ -68,10 +86,10 @@ def read(
 _WHOLE_NORMS = ("olmo2", "olmo3", "olmoe")
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
-_SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
+_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
 _DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
-_RECURRENT = ("bamba", "granitemoehybrid", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", *_RECURRENT, *_SPARSE)
+_RECURRENT = ("bamba", "granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee", *_RECURRENT, *_SPARSE)
 
 
 def _check(model: Any, config: Any) -> None:
@@ -96,11 +114,20 @@ def _check_config(model: Any, config: Any) -> None:
             raise argument_error("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
         if config.qk_rope_head_dim not in _ROPE_DIMS:
             raise argument_error("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
-    if any(hasattr(module, "experts") for module in model.modules()):
-        if config.hidden_act != "silu":
-            raise argument_error("model.config.hidden_act", "silu with a mixture of experts", config.hidden_act)
-        if model.dtype is torch.float32:
-            raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
+    _check_experts(model, config)
+
+
+def _check_experts(model: Any, config: Any) -> None:
+    experts = [module.experts for module in model.modules() if hasattr(module, "experts")]
+    if not experts:
+        return
+    for module in experts:
+        if not isinstance(module, QuantizedMixture) and not hasattr(module, "gate_up_proj"):
+            raise argument_error("a mixture of experts", "of experts with a gate", f"a {type(module).__name__}")
+    if config.hidden_act != "silu":
+        raise argument_error("model.config.hidden_act", "silu with a mixture of experts", config.hidden_act)
+    if model.dtype is torch.float32:
+        raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
 def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bool) -> Attention:
@@ -200,7 +227,8 @@ def _second_half(layer: Any, fusion: Fusion, rank: int) -> Mlp | None:
 
 def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     if not hasattr(module, "experts"):
-        return _dense(module, fusion)
+        names = plain_mlp_of(module)
+        return _dense(module, fusion) if names is None else PlainMlp(*(matrix_of(getattr(module, name)) for name in names))
     if getattr(module.experts, "is_transposed", False) or getattr(module.experts, "bias_gate_up", None) is not None:
         return _gpt_oss_experts(module, fusion, rank)
     experts, router = module.experts, module.gate if hasattr(module, "gate") else module.router

@@ -15,7 +15,7 @@ from ..ops.gated_delta_rule import gated_delta_rule_out
 from ..ops.rms_norm_gated import rms_norm_gated_out
 from ..ops.ssd import ssd_out
 from . import torch_calls
-from .gates import delta_gates
+from .elementwise import delta_gates
 from .layers import Array, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix

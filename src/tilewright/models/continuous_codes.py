@@ -31,8 +31,7 @@ def check_kv_dtype(kv_dtype: str | None, model: Any) -> None:
         return
     if kv_dtype != "fp8":
         raise argument_error("kv_dtype", 'None or "fp8"', repr(kv_dtype))
-    layers = getattr(getattr(model, "model", None), "layers", ())
-    head_dims = {getattr(getattr(layer, "self_attn", None), "head_dim", 0) for layer in layers}
+    head_dims = {getattr(module, "head_dim", 0) for name, module in model.named_modules() if name.endswith("self_attn") or hasattr(module, "k_proj")}
     for rule, kept in (
         ("of a model with keys and values of heads, as latents are cached in 16 bits", not hasattr(model.config, "kv_lora_rank")),
         ("of a model in bfloat16 or float16", model.dtype in (torch.bfloat16, torch.float16)),

@@ -1,4 +1,4 @@
-"""Gates of a step, each in one launch: what no op computes alone."""
+"""What a step computes element by element where no op does, each in one launch."""
 
 from functools import cache
 from typing import Any
@@ -14,6 +14,11 @@ from ..ops.ssd.kernels import softplus
 
 TILE = 1024  # elements of a block
 ZERO = ct.PaddingMode.ZERO
+
+
+def _tile_m(rows: int, tile_n: int) -> int:
+    """Rows of a block: one of a step's few, for more blocks."""
+    return 1 if rows <= MOST_PDL_ROWS else max(1, TILE // tile_n)
 
 
 @ct.kernel
@@ -44,10 +49,33 @@ def gate(x: Tensor, by: Tensor) -> None:
 @cache
 def _gate_launches(device: Device, rows: int, heads: int, cols: int, each: bool) -> Bound:
     tile_n = min(next_pow2(cols), TILE)
-    tile_m = 1 if rows <= MOST_PDL_ROWS else TILE // tile_n  # a step's few rows: more blocks
+    tile_m = _tile_m(rows, tile_n)
     constants = {"cols": cols, "tile_m": tile_m, "tile_n": tile_n, "each": each}
     launch = Launch(gate_kernel, (-(-rows // tile_m), heads, -(-cols // tile_n)), constants, pdl=rows <= MOST_PDL_ROWS)
     return Bound([launch], ("x", "gate"), device)
+
+
+@ct.kernel
+def relu_squared_kernel(X: Any, COLS: ct.Constant[int], TILE_M: ct.Constant[int], TILE_N: ct.Constant[int]) -> None:
+    """max(X, 0) ** 2 into X [rows, COLS]. Grid (tiles of rows, tiles of columns)."""
+    pdl_overlap()
+    at, whole = (ct.bid(0), ct.bid(1)), TILE_M == 1 and COLS % TILE_N == 0
+    x = ct.maximum(load_tile(X, at, (TILE_M, TILE_N), ZERO, whole, 1, False).astype(ct.float32), 0.0)
+    ct.store(X, at, (x * x).astype(X.dtype), check_bounds=not whole, allow_tma=False)
+
+
+def relu_squared(x: Tensor) -> None:
+    """max(x, 0) ** 2 in place. x: [rows, cols]. No checks, no sync: safe under graph capture."""
+    _relu_launches(Device.of(x), *x.shape).run(x)
+
+
+@cache
+def _relu_launches(device: Device, rows: int, cols: int) -> Bound:
+    tile_n = min(next_pow2(cols), TILE)
+    tile_m = _tile_m(rows, tile_n)
+    constants = {"cols": cols, "tile_m": tile_m, "tile_n": tile_n}
+    launch = Launch(relu_squared_kernel, (-(-rows // tile_m), -(-cols // tile_n)), constants, pdl=rows <= MOST_PDL_ROWS)
+    return Bound([launch], ("x",), device)
 
 
 @ct.kernel
@@ -76,6 +104,6 @@ def delta_gates(a: Tensor, b: Tensor, decay: Tensor, dt_bias: Tensor, g: Tensor,
 @cache
 def _delta_launches(device: Device, rows: int, heads: int) -> Bound:
     tile_n = next_pow2(heads)
-    tile_m = 1 if rows <= MOST_PDL_ROWS else max(1, TILE // tile_n)
+    tile_m = _tile_m(rows, tile_n)
     launch = Launch(delta_gates_kernel, (-(-rows // tile_m),), {"tile_m": tile_m, "tile_n": tile_n}, pdl=rows <= MOST_PDL_ROWS)
     return Bound([launch], ("a", "b", "decay", "dt_bias", "g", "beta"), device)
