@@ -166,6 +166,18 @@ def test_layers_of_nemotron_that_are_not_computed_are_refused(change: dict, mess
         Engine(tiny("nemotron_h", **change))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "model.config.attention_in_multiplier must be 1 with biases, got 1.2"),
+        ({"mamba_proj_bias": True}, "model.config.ssm_in_multiplier must be 1 with biases, got 1.25"),
+    ],
+)
+def test_factors_of_rows_that_meet_a_bias_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny("falcon_h1", **change))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "heads", "cols"), [(2, 3, 16), (70, 1, 1100), (65, 3, 24)])
 def test_a_gate_multiplies_in_place_what_a_view_shows(rows: int, heads: int, cols: int, dtype: torch.dtype) -> None:

@@ -55,6 +55,19 @@ NEMOTRON = {
     "time_step_min": 0.7,  # a bound of steps, and not of single tokens
     "sliding_window": 5,  # which it ignores
 }
+FALCON = {
+    **MAMBA,
+    "mamba_d_ssm": 64,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [1.3, 0.6],
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [1.1, 0.9, 1.2, 0.8, 1.3],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+}
 HYBRID = {**MAMBA, **GRANITE, "shared_intermediate_size": 24, "layer_types": ["mamba", "attention"]}
 # With a state instead of a cache in some layers, or in all.
 RECURRENT = {
@@ -70,6 +83,8 @@ RECURRENT = {
         "time_step_limit": (0.0, 0.4),
     },
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON},
+    "falcon_h1": {"model_type": "falcon_h1", **FALCON, "mamba_rms_norm": True},
+    "falcon_h1-gate": {"model_type": "falcon_h1", **FALCON, "mamba_rms_norm": False},
     "qwen3_next-dense": {"model_type": "qwen3_next", **LINEAR, "num_experts": 0},
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR, "linear_num_key_heads": 4},
 }

@@ -15,7 +15,7 @@ from ..ops.mla import mla_out
 from ..ops.mla_decode import mla_decode_out
 from . import torch_calls
 from .elementwise import gate
-from .layers import Array, Norm, Rope, Stream, linear
+from .layers import Array, Norm, Rope, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix
 
@@ -80,7 +80,7 @@ class GroupedAttention:
     whole_norms: tuple[Norm, Norm] | None = None
     codes: bool = False
     gated: bool = False
-    recurrent: bool = False
+    states: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -91,14 +91,14 @@ class GroupedAttention:
         values = ((*shape, self.head_dim), torch.float8_e4m3fn if self.codes else dtype)
         return (values, values, *(((shape, torch.float32),) * 2 if self.codes else ()))
 
-    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+    def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         heads = (self.q_heads * (2 if self.gated else 1), self.kv_heads, self.kv_heads)
         qkv = buffers.tensor("qkv", buffers.tokens, sum(heads) * self.head_dim)
-        yield from stream.product(f"{name}.qkv", self.qkv, qkv)
+        yield from rows.product(f"{name}.qkv", self.qkv, qkv)
         parts = list(qkv.split([count * self.head_dim for count in heads], 1))
         for i, norm in enumerate(self.whole_norms or ()):
-            rows, parts[i] = parts[i], buffers.tensor(f"{'qk'[i]}.normed", *parts[i].shape)
-            yield norm.of(f"{name}.{'qk'[i]}_norm", rows, parts[i])
+            raw, parts[i] = parts[i], buffers.tensor(f"{'qk'[i]}.normed", *parts[i].shape)
+            yield norm.of(f"{name}.{'qk'[i]}_norm", raw, parts[i])
         q, k, v = (self._heads(buffers, part) for part in parts)
         q = q[:, ::2] if self.gated else q
         keys, values, *scales = (buffers.held(x) for x in cache)
@@ -164,7 +164,7 @@ class LatentAttention:
     rope_dim: int
     scale: float
     rope: Rope
-    recurrent: bool = False
+    states: int = 0
 
     @property
     def weight_bytes(self) -> int:

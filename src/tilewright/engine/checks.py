@@ -113,13 +113,12 @@ def check_recurrent(
     whole prompt, take no token back, are fp32, and are not divided between ranks. codes: keys and
     values in 8 bits, which some layer must have.
     """
-    no_keys = all(layer.attention.recurrent for layer in decoder.layers)
     for name, asked, wanted, given in (
         ("group", group is not None, "None", "a group"),
         ("cache", cache != "static", '"static"', f'"{cache}"'),
         ("prefix_reuse", prefix_reuse, "False", True),
         ("speculate", drafts, "0, and no draft model", "drafts"),
-        ("kv_dtype", codes and no_keys, "None", "one of keys that it has not"),
+        ("kv_dtype", codes and not decoder.has_keys, "None", "one of keys that it has not"),
     ):
         if asked and decoder.recurrent:
             raise argument_error(name, f"{wanted} for a model whose layers keep a state", given)

@@ -1,6 +1,6 @@
 """What differs between the families that `read` takes: norms, rotations, windows and scales."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -87,18 +87,23 @@ def gated_norm_of(module: Any) -> GatedNorm:
     return GatedNorm(module.weight.data, getattr(module, how.pop("eps")), **how)
 
 
-def mixer_of(layer: Any) -> Any:
-    """The attention of a layer, or what stands in its place."""
-    found = [part for name in ("self_attn", "linear_attn", "mamba", "mixer") if (part := getattr(layer, name, None)) is not None]
-    if len(found) != 1:
-        raise argument_error(f"a {type(layer).__name__}", "a layer with one attention or state", f"{len(found)}")
-    return found[0]
+def mixers_of(layer: Any) -> list[Any]:
+    """The state of a layer and its attention, or the one that it has."""
+    found = [part for name in ("linear_attn", "mamba", "mixer", "self_attn") if (part := getattr(layer, name, None)) is not None]
+    if not found:
+        raise argument_error(f"a {type(layer).__name__}", "a layer with an attention or a state", [name for name, _ in layer.named_children()])
+    return found
 
 
-def mlp_of(module: Any) -> tuple[tuple[str, ...], bool]:
-    """Names of the matrices of a gated MLP, and whether its activation is the tanh form of GELU."""
-    how = _form(kinds.mlp, module, "a gated MLP with SiLU or tanh-GELU")
-    return how["names"], how["gelu"]
+def mlp_of(module: Any) -> tuple[tuple[str, ...], bool, tuple[float, float]]:
+    """Of a gated MLP the names of its matrices, whether its activation is the tanh form of GELU,
+    and the factors of the gate and of the result.
+    """
+    factors = float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
+    if factors == (1.0, 1.0):
+        how = _form(kinds.mlp, module, "a gated MLP with SiLU or tanh-GELU")
+        return how["names"], how["gelu"], factors
+    return _form(_silu_of_product, module, "a gated MLP with SiLU and factors of the gate and the result")["names"], False, factors
 
 
 def plain_mlp_of(module: Any) -> tuple[str, str] | None:
@@ -113,15 +118,29 @@ def plain_mlp_of(module: Any) -> tuple[str, str] | None:
 
 def _relu_squared(module: Any) -> Method | None:
     """down(max(up(x), 0) ** 2)."""
+    return _computed(module, 2, lambda x, up, down: down(up(x).relu() ** 2))
+
+
+def _silu_of_product(module: Any) -> Method | None:
+    """down(silu(gate(x) * factor) * up(x)) * factor."""
+    first, second = module.gate_multiplier, module.down_multiplier
+    return _computed(module, 3, lambda x, gate, up, down: down(nn.functional.silu(gate(x) * first) * up(x)) * second)
+
+
+def _computed(module: Any, matrices: int, formula: Callable[..., torch.Tensor]) -> Method | None:
+    """Whether a module computes a formula of rows and so many matrices, the last one back to their
+    width: the names of these.
+    """
     narrow, wide = probe.WIDTHS
-    x = probe.rows(narrow)
-    for names in permutations(name for name, part in module.named_children() if isinstance(part, nn.Linear | QuantizedLinear)):
+    x, shapes = probe.rows(narrow), [*[(wide, narrow)] * (matrices - 1), (narrow, wide)]
+    linears = [name for name, part in module.named_children() if isinstance(part, nn.Linear | QuantizedLinear)]
+    for names in permutations(linears) if len(linears) == matrices else ():
         parts = {
-            name: probe.linear(*shape, getattr(module, name).bias is not None, dtype=torch.float64, device="cpu", seed=shape[0])
-            for name, shape in zip(names, ((wide, narrow), (narrow, wide)), strict=True)
+            name: probe.linear(*shape, getattr(module, name).bias is not None, dtype=torch.float64, device="cpu", seed=seed)
+            for seed, (name, shape) in enumerate(zip(names, shapes, strict=True))
         }
-        up, down = (parts[name] for name in names)
-        if probe.same(probe.attempt(partial(type(module).forward, probe.stand_in(module, {}, parts), x)), down(up(x).relu() ** 2)):
+        found = probe.attempt(partial(type(module).forward, probe.stand_in(module, {}, parts), x))
+        if probe.same(found, formula(x, *(parts[name] for name in names))):
             return Method("matmul", None, (("names", names),))
     return None
 
@@ -153,7 +172,8 @@ def scales_of(model: Any) -> tuple[float, float, float]:
     if isinstance(scale, torch.Tensor):
         scale = float(scale.to(table.weight.dtype)) if not scale.is_meta else table.embedding_dim**0.5
     embedding = float(getattr(config, "embedding_multiplier", 1.0)) if scale is None else scale
-    return embedding, float(getattr(config, "residual_multiplier", 1.0)), 1.0 / float(getattr(config, "logits_scaling", 1.0))
+    logits = float(getattr(config, "lm_head_multiplier", 1.0)) / float(getattr(config, "logits_scaling", 1.0))
+    return embedding, float(getattr(config, "residual_multiplier", 1.0)), logits
 
 
 class Ropes:

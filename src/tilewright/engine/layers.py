@@ -189,12 +189,12 @@ Array = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
 
 class Attention(Protocol):
-    """recurrent: it keeps a state of one size, which each token changes and none can be taken back
-    from.
+    """states: how many of the arrays that it caches, the first, are states of one size, which each
+    token changes and none can be taken back from.
     """
 
     @property
-    def recurrent(self) -> bool: ...
+    def states(self) -> int: ...
 
     @property
     def weight_bytes(self) -> int: ...
@@ -260,7 +260,12 @@ class Decoder:
     @property
     def recurrent(self) -> bool:
         """Whether some layer keeps a state."""
-        return any(layer.attention.recurrent for layer in self.layers)
+        return any(layer.attention.states for layer in self.layers)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether some layer caches keys."""
+        return any(len(layer.attention.cache_arrays(1, 1, self.embedding.dtype)) > layer.attention.states for layer in self.layers)
 
     @property
     def vocab(self) -> int:

@@ -12,6 +12,7 @@ from ..ops.moe_route import moe_route_out
 from ..ops.quantized_moe import quantized_moe_out
 from ..ops.rms_norm_route import rms_norm_route_out
 from ..ops.silu_mul import silu_mul_out
+from . import torch_calls
 from .elementwise import gate, relu_squared
 from .layers import Given, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
@@ -23,6 +24,7 @@ class GatedMlp:
     """down(silu(gate(h)) * up(h)). alternating: the rows of gate and up in `gate_up` are
     interleaved, which saves a launch; else gate's come first.
 
+    factors: of the gate in front of its activation, and of the result (Falcon-H1); not alternating.
     share: [1, hidden], of a token's rows: the sigmoid of their product multiplies the result
         (Qwen3-Next's shared expert).
     """
@@ -31,6 +33,7 @@ class GatedMlp:
     down: AnyMatrix
     alternating: bool = True
     gelu_tanh: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
     share: AnyMatrix | None = None
 
     @property
@@ -46,6 +49,8 @@ class GatedMlp:
         else:
             both = buffers.tensor(f"gate_up.{inter}", buffers.tokens, 2 * inter)
             yield from rows.product(f"{name}.gate_up", self.gate_up, both)
+            if self.factors[0] != 1.0:
+                yield Call(f"{name}.gate_factor", torch_calls.scale, (both[:, :inter], self.factors[0], both[:, :inter]))
             halves = {"gate": both[:, :inter], "up": both[:, inter:]}
             yield Call.of(f"{name}.activation", silu_mul_out, **halves, out=active, gelu_tanh=self.gelu_tanh)
         if self.share is not None:
@@ -53,6 +58,9 @@ class GatedMlp:
             yield from rows.product(f"{name}.share", self.share, share)
             yield Call(f"{name}.gate", gate, (active[:, None], share[:, None]))
         yield from linear(f"{name}.down", active, self.down, y, residual=residual)
+        if self.factors[1] != 1.0:
+            assert residual is None
+            yield Call(f"{name}.factor", torch_calls.scale, (y, self.factors[1], y))
 
     def of_experts(self, inter: int) -> tuple[Tensor, Tensor] | None:
         """The matrices cut into experts of width `inter`: [experts, 2, inter, hidden] and [experts,

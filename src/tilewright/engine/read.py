@@ -16,7 +16,7 @@ from .families import (
     Ropes,
     gated_norm_of,
     head_norms,
-    mixer_of,
+    mixers_of,
     mlp_of,
     norm_of,
     norms_of,
@@ -30,7 +30,7 @@ from .families import (
 from .layers import Attention, Decoder, Layer, Mlp, Rope
 from .mlp import Activation, Experts, GatedMlp, PlainMlp
 from .parallel import Group
-from .recurrent import Convolution, DeltaRule, StateSpace
+from .recurrent import Convolution, DeltaRule, SideBySide, StateSpace
 from .weights import Fusion, Matrix, matrix_of
 
 # Rotations whose frequencies do not depend on the length of the sequence.
@@ -64,14 +64,16 @@ def read(
     for i, (layer, below) in enumerate(pairs_of(stem.layers)):
         on_progress("fusing weights", i, len(stem.layers))
         before, behind, mlp_before, mlp_behind = norms_of(layer)
-        mixer = mixer_of(layer)
-        op = linear_attention.ours_of(type(mixer))[0]
-        if op is not None:
-            attention: Attention = _state_space(mixer) if op == "ssd" else _delta_rule(mixer, fusion)
-        elif deepseek:
-            attention = _latent_attention(mixer, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion)
-        else:
-            attention = _attention(mixer, config, ropes, fusion, codes)
+        found: list[Any] = []
+        for mixer in mixers_of(layer):
+            op = linear_attention.ours_of(type(mixer))[0]
+            if op is not None:
+                found.append(_state_space(mixer) if op == "ssd" else _delta_rule(mixer, fusion))
+            elif deepseek:
+                found.append(_latent_attention(mixer, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion))
+            else:
+                found.append(_attention(mixer, config, ropes, fusion, codes))
+        attention: Attention = found[0] if len(found) == 1 else _side_by_side(layer, *found)
         if below is None:
             mlp = _second_half(layer, fusion, rank)
         else:
@@ -88,7 +90,7 @@ _DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
 _DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
-_RECURRENT = ("bamba", "granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_RECURRENT = ("bamba", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee", *_RECURRENT, *_SPARSE)
 
 
@@ -184,7 +186,26 @@ def _state_space(module: Any) -> StateSpace:
     vectors = -module.A_log.data.float().exp(), module.D.data, module.dt_bias.data
     sizes = module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size
     ends = matrix_of(module.in_proj), matrix_of(module.out_proj)
-    return StateSpace(ends[0], _convolution(module), *vectors, gated_norm_of(module.norm), ends[1], *sizes, tuple(module.time_step_limit))
+    norm = None if isinstance(module.norm, nn.Identity) else gated_norm_of(module.norm)
+    factors = None
+    if hasattr(module, "mup_vector"):
+        _check_factor(module.ssm_in_multiplier, "ssm_in_multiplier", module.in_proj)
+        factors = module.mup_vector.data.float().flatten() * module.ssm_in_multiplier
+    return StateSpace(ends[0], _convolution(module), *vectors, norm, ends[1], *sizes, tuple(module.time_step_limit), factors)
+
+
+def _check_factor(factor: float, name: str, *linears: Any) -> None:
+    """Raises ValueError unless a factor of rows may be one of their products with these."""
+    if factor != 1.0 and any(linear.bias is not None for linear in linears):
+        raise argument_error(f"model.config.{name}", "1 with biases", factor)
+
+
+def _side_by_side(layer: Any, state: Any, attention: Any) -> SideBySide:
+    """Factors of rows and of keys become ones of scores and of results."""
+    module, rows = layer.self_attn, layer.attention_in_multiplier
+    _check_factor(rows, "attention_in_multiplier", module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+    attention = replace(attention, scale=attention.scale * rows**2 * module.key_multiplier)
+    return SideBySide(state, attention, (layer.ssm_out_multiplier, layer.attn_out_multiplier * rows))
 
 
 def _delta_rule(module: Any, fusion: Fusion) -> DeltaRule:
@@ -278,12 +299,12 @@ def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
 
 
 def _dense(module: Any, fusion: Fusion) -> GatedMlp:
-    names, gelu = mlp_of(module)
+    names, gelu, factors = mlp_of(module)
     down = matrix_of(getattr(module, names[-1]))
     if len(names) == 2:
         return GatedMlp(matrix_of(getattr(module, names[0])), down, alternating=False, gelu_tanh=gelu)
     gate, up = (getattr(module, name) for name in names[:2])
     # The epilogue of a product has SiLU alone, and quantised rows lie in groups.
-    if gelu or isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
-        return GatedMlp(fusion.stacked(gate, up), down, alternating=False, gelu_tanh=gelu)
+    if gelu or factors != (1.0, 1.0) or isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
+        return GatedMlp(fusion.stacked(gate, up), down, alternating=False, gelu_tanh=gelu, factors=factors)
     return GatedMlp(fusion.alternating(gate, up), down)

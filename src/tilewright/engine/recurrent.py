@@ -15,8 +15,9 @@ from ..ops.gated_delta_rule import gated_delta_rule_out
 from ..ops.rms_norm_gated import rms_norm_gated_out
 from ..ops.ssd import ssd_out
 from . import torch_calls
+from .attention import GroupedAttention
 from .elementwise import delta_gates
-from .layers import Array, Stream, linear
+from .layers import Array, Given, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix
 
@@ -72,6 +73,7 @@ class StateSpace:
     a, d, dt_bias: [heads], as in `tilewright.ssd`. dt_limit: of a prompt's steps; transformers does
         not limit those of single tokens.
     norm: None if silu(gate) multiplies the result alone.
+    factors: fp32, of the projection's results (Falcon-H1).
     """
 
     projection: AnyMatrix
@@ -86,7 +88,8 @@ class StateSpace:
     groups: int
     state_dim: int
     dt_limit: tuple[float, float]
-    recurrent: bool = True
+    factors: Tensor | None = None
+    states: int = 2
 
     @property
     def weight_bytes(self) -> int:
@@ -95,23 +98,25 @@ class StateSpace:
     def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
         return self.convolution.state(batch, dtype), ((batch, self.heads, self.head_dim, self.state_dim), torch.float32)
 
-    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+    def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         inner, read = self.heads * self.head_dim, self.groups * self.state_dim
         channels = inner + 2 * read
         projected = buffers.tensor("state.projected", buffers.tokens, inner + channels + self.heads)
-        yield from stream.product(f"{name}.in", self.projection, projected)
+        yield from rows.product(f"{name}.in", self.projection, projected)
+        if self.factors is not None:
+            yield Call(f"{name}.factors", torch_calls.scale_columns, (projected, self.factors))
         gate, mixed, dt = projected.split((inner, channels, self.heads), 1)
         taps, state = (buffers.held(x) for x in cache)
         seen = buffers.tensor("state.convolved", buffers.tokens, channels)
         yield from self.convolution.calls(f"{name}.convolution", buffers, mixed, taps, seen)
         parts = zip(seen.split((inner, read, read), 1), (self.heads, self.groups, self.groups), strict=True)
-        rows, b, c = (_by_head(buffers, part, heads) for part, heads in parts)
+        x, b, c = (_by_head(buffers, part, heads) for part, heads in parts)
         found = buffers.tensor("state.read", buffers.tokens, inner)
         dt_min, dt_max = self.dt_limit if buffers.q_len > 1 else (0.0, inf)
         yield Call.of(
             name,
             ssd_out,
-            x=rows,
+            x=x,
             dt=dt.unflatten(0, (buffers.batch, buffers.q_len)),
             a=self.a,
             b=b,
@@ -155,7 +160,7 @@ class DeltaRule:
     v_heads: int
     head_dim: int
     v_dim: int
-    recurrent: bool = True
+    states: int = 2
 
     @property
     def weight_bytes(self) -> int:
@@ -164,11 +169,11 @@ class DeltaRule:
     def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
         return self.convolution.state(batch, dtype), ((batch, self.v_heads, self.head_dim, self.v_dim), torch.float32)
 
-    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+    def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         read, inner = self.k_heads * self.head_dim, self.v_heads * self.v_dim
         widths = 2 * read + inner, inner, self.v_heads, self.v_heads
         projected = buffers.tensor("state.projected", buffers.tokens, sum(widths))
-        yield from stream.product(f"{name}.in", self.projection, projected)
+        yield from rows.product(f"{name}.in", self.projection, projected)
         if self.order is not None:
             ordered = buffers.tensor("state.ordered", *projected.shape)
             yield Call(f"{name}.order", torch_calls.select, (projected, self.order, ordered))
@@ -181,9 +186,38 @@ class DeltaRule:
         seen = buffers.tensor("state.convolved", buffers.tokens, widths[0])
         yield from self.convolution.calls(f"{name}.convolution", buffers, mixed, taps, seen)
         parts = zip(seen.split((read, read, inner), 1), (self.k_heads, self.k_heads, self.v_heads), strict=True)
-        rows = dict(zip("qkv", (_by_head(buffers, part, heads).transpose(1, 2) for part, heads in parts), strict=True))
+        qkv = dict(zip("qkv", (_by_head(buffers, part, heads).transpose(1, 2) for part, heads in parts), strict=True))
         found, normed = (buffers.tensor(f"state.{which}", buffers.tokens, inner) for which in ("read", "normed"))
         how = {"scale": self.head_dim**-0.5, "normalize": True, "out": _by_head(buffers, found, self.v_heads).transpose(1, 2)}
-        yield Call.of(name, gated_delta_rule_out, **rows, g=g, beta=beta, state=state, **how)
+        yield Call.of(name, gated_delta_rule_out, **qkv, g=g, beta=beta, state=state, **how)
         yield self.norm.of(f"{name}.norm", found, gate, normed)
         yield from linear(f"{name}.out", normed, self.out, y)
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """A state and an attention that read the same rows; y is shares[0] times what the one finds and
+    shares[1] times what the other does (Falcon-H1).
+    """
+
+    state: StateSpace
+    attention: GroupedAttention
+    shares: tuple[float, float]
+
+    @property
+    def states(self) -> int:
+        return self.state.states
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.state.weight_bytes + self.attention.weight_bytes
+
+    def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
+        return *self.state.cache_arrays(batch, max_len, dtype), *self.attention.cache_arrays(batch, max_len, dtype)
+
+    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        yield stream.norm_call()
+        rows, found = Given(stream.normed), buffers.tensor("y.attention", *y.shape)
+        yield from self.state.calls(f"{name}.state", buffers, rows, y, cache[: self.states])
+        yield from self.attention.calls(name, buffers, rows, found, cache[self.states :])
+        yield Call(f"{name}.sum", torch_calls.mix, (y, self.shares[0], found, self.shares[1]))

@@ -41,7 +41,7 @@ class State:
         self.choice = Choice(padded, model.vocab, device)
         # Zeros: an unwritten key is masked, but a NaN in its value would survive a weight of 0.
         self.max_len, self.pages, self.dtype = max_len, pages, dtype
-        self._recurrent = [layer.attention.recurrent for layer in model.layers]
+        self._states = [layer.attention.states for layer in model.layers]
         if stacked:
             (shape, _), _ = model.layers[0].attention.cache_arrays(1, max_len, dtype)
             keys, values = (torch.zeros(len(model.layers), *shape[1:], dtype=dtype, device=device) for _ in range(2))
@@ -56,7 +56,7 @@ class State:
     @property
     def kept(self) -> list[Tensor]:
         """What is no cache of tokens: states, by sequence."""
-        return [part for cache, recurrent in zip(self.caches, self._recurrent, strict=True) if recurrent for part in cache]
+        return [part for cache, states in zip(self.caches, self._states, strict=True) for part in cache[:states]]
 
     def block_table(self, batch: int) -> Tensor | None:
         """The block table of the first `batch` sequences; None for a cache without pages."""
@@ -75,7 +75,7 @@ class State:
         """
         keys = FEW_KEYS
         while keys < self.max_len and self.pages is None:
-            yield keys, [cache if whole else _first(cache, keys) for cache, whole in zip(self.caches, self._recurrent, strict=True)]
+            yield keys, [(*cache[:n], *_first(cache[n:], keys)) for cache, n in zip(self.caches, self._states, strict=True)]
             keys *= 4
         yield self.max_len, self.caches
 

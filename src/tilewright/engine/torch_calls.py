@@ -27,6 +27,15 @@ def select(x: Tensor, order: Tensor, out: Tensor) -> None:
     torch.index_select(x, 1, order, out=out)
 
 
+def scale_columns(x: Tensor, factors: Tensor) -> None:
+    x.mul_(factors)
+
+
+def mix(x: Tensor, share: float, y: Tensor, other: float) -> None:
+    """share * x + other * y into x."""
+    x.mul_(share).add_(y, alpha=other)
+
+
 def blank(rows: Tensor, positions: Tensor) -> None:
     """Zeros for the rows of padding, which have no position."""
     rows.masked_fill_(positions.view(-1, 1) < 0, 0)
