@@ -6,9 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_models import DENSE, NEW, OTHERS, RECURRENT, SPARSE, prompts, size, stock_logits, stock_steps, stock_tokens, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilewright.engine import Engine, elementwise, layers
-from tilewright.launch import counted
+from tilewright.engine.graph import run
+from tilewright.engine.prefill import Prefill
+from tilewright.engine.read import read
+from tilewright.engine.state import State
+from tilewright.engine.weights import Fusion
+from tilewright.launch import Device, counted, traced
 from tilewright.models import Shard, cut, patch
 from tilewright.testing import assert_accurate
 
@@ -122,6 +128,30 @@ def test_states_are_not_divided_between_ranks() -> None:
 def test_keys_of_8_bits_need_a_layer_with_keys() -> None:
     with pytest.raises(ValueError, match="kv_dtype must be None for a model whose layers keep a state"):
         Engine(tiny("mamba2", torch.bfloat16), kv_dtype="fp8")
+
+
+PUBLISHED = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+    "falcon_h1": {"mlp_multipliers": [0.9, 0.6]},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_gpu_has_launches_for_published_sizes(name: str) -> None:
+    """The defaults of a config are those of a model that was published."""
+    config = AutoConfig.for_model(name, num_hidden_layers=2, **PUBLISHED[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    decoder = read(model, Fusion(), 4096, lambda *progress: None)
+    with traced(Device.named("H200")) as launches, torch.inference_mode():
+        for batch in (1, 16):
+            state = State(decoder, batch, 4096, 1)
+            buffers = state.buffers(batch)
+            run([*decoder.body_calls(buffers, state.tokens[:batch], state.caches), *decoder.head_calls(buffers)])
+        run(Prefill.of(decoder, State(decoder, 2, 4096, 1), 2, 1024, 1024, 1024).body)
+    assert {"recurrent_kernel", "attention_decode_kernel"} <= {one.launch.name for one in launches}
 
 
 def test_weights_of_a_delta_rule_are_held_once_and_restored() -> None:
