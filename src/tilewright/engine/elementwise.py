@@ -60,7 +60,8 @@ def relu_squared_kernel(X: Any, COLS: ct.Constant[int], TILE_M: ct.Constant[int]
     """max(X, 0) ** 2 into X [rows, COLS]. Grid (tiles of rows, tiles of columns)."""
     pdl_overlap()
     at, whole = (ct.bid(0), ct.bid(1)), TILE_M == 1 and COLS % TILE_N == 0
-    x = ct.maximum(load_tile(X, at, (TILE_M, TILE_N), ZERO, whole, 1, False).astype(ct.float32), 0.0)
+    x = load_tile(X, at, (TILE_M, TILE_N), ZERO, whole, 1, False).astype(ct.float32)
+    x = ct.where(x < 0.0, 0.0, x)  # a maximum would drop a NaN
     ct.store(X, at, (x * x).astype(X.dtype), check_bounds=not whole, allow_tma=False)
 
 
