@@ -105,15 +105,17 @@ def test_norms_over_all_heads_are_refused_in_a_group() -> None:
         ({"cache": "paged"}, 'cache must be "static" {}, got "paged"'),
         ({"prefix_reuse": True}, "prefix_reuse must be False {}, got True"),
         ({"speculate": 2}, "speculate must be 0, and no draft model {}, got drafts"),
+        ({"draft": "mamba2", "speculate": 2}, "speculate must be 0, and no draft model {}, got drafts"),
     ],
 )
-def test_what_a_state_cannot_do_is_refused_and_the_model_is_restored(name: str, option: dict, message: str) -> None:
-    model = tiny(name)
-    before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+def test_what_a_state_cannot_do_is_refused_before_anything_is_done(name: str, option: dict, message: str) -> None:
+    model, told = tiny(name), []
+    before = {name: (id(value), value.data_ptr()) for name, value in model.state_dict(keep_vars=True).items()}
+    parts = {"draft": tiny(option["draft"])} if "draft" in option else {}
     with pytest.raises(ValueError, match=message.format("for a model whose layers keep a state")):
-        Engine(model, **option)
-    after = model.state_dict(keep_vars=True)
-    assert all(id(after[name]) == same and torch.equal(after[name], value) for name, (same, value) in before.items())
+        Engine(tiny() if parts else model, **option | parts, on_progress=lambda *stage: told.append(stage))
+    assert not told
+    assert {name: (id(value), value.data_ptr()) for name, value in model.state_dict(keep_vars=True).items()} == before
     with Engine(model, max_len=32) as engine, pytest.raises(ValueError, match="speculate must be 0"):
         engine.generate([[1, 2]], 2, speculate=2)
 

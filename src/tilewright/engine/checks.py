@@ -7,11 +7,10 @@ from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 from torch import Tensor
 
 from ..launch import Device, argument_error, check_integers
-from ..models import continuous_codes as codes
+from ..models import continuous_codes, linear_attention
 from ..models.quantized import check_dtype, is_quantized
 from ..models.shard import Shard, shard_of
 from .cost import memory
-from .layers import Decoder
 from .mega.pack import refuse_model
 from .parallel import Group
 from .sampling import LIKELIEST, Sampling
@@ -97,6 +96,7 @@ def check_draft(model: Any, draft: Any, weights: str | None, speculate: int, mod
             raise argument_error("draft_weights", "given with a draft model", repr(weights))
         return
     check_model(draft, None)
+    check_states(draft, drafts=True)
     if speculate < 1:
         raise argument_error("speculate", "at least 1 with a draft model", speculate)
     if draft is model or mode == "mega" or group is not None:
@@ -106,21 +106,22 @@ def check_draft(model: Any, draft: Any, weights: str | None, speculate: int, mod
         raise argument_error("draft", f"a model of {own} tokens on {model.device}, as the model is", f"one of {words} on {draft.device}")
 
 
-def check_recurrent(
-    decoder: Decoder, group: Group | None = None, *, cache: str = "static", prefix_reuse: bool = False, drafts: bool = False, codes: bool = False
+def check_states(
+    model: Any, group: Group | None = None, *, cache: str = "static", prefix_reuse: bool = False, drafts: bool = False, codes: bool = False
 ) -> None:
     """Raises ValueError for what a model with states cannot do: they lie in no pages, are of a
-    whole prompt, take no token back, are fp32, and are not divided between ranks. codes: keys and
-    values in 8 bits, which some layer must have.
+    whole prompt, take no token back, and are not divided between ranks. codes: keys and values in 8
+    bits, which some layer must have.
     """
+    has_keys = any(hasattr(module, "v_proj") or hasattr(module, "qkv_proj") for module in model.modules())
     for name, asked, wanted, given in (
         ("group", group is not None, "None", "a group"),
         ("cache", cache != "static", '"static"', f'"{cache}"'),
         ("prefix_reuse", prefix_reuse, "False", True),
         ("speculate", drafts, "0, and no draft model", "drafts"),
-        ("kv_dtype", codes and not decoder.has_keys, "None", "one of keys that it has not"),
+        ("kv_dtype", codes and not has_keys, "None", "a dtype of keys, which no layer has"),
     ):
-        if asked and decoder.recurrent:
+        if asked and any(linear_attention.ours_of(cls)[0] for cls in set(map(type, model.modules()))):
             raise argument_error(name, f"{wanted} for a model whose layers keep a state", given)
 
 
@@ -133,7 +134,7 @@ def check_sampling(sampling: Sampling | None) -> Sampling:
 
 def check_kv_dtype(kv_dtype: str | None, model: Any, mode: str) -> None:
     """Raises ValueError unless the cache of the model can be of that kind."""
-    codes.check_kv_dtype(kv_dtype, model)
+    continuous_codes.check_kv_dtype(kv_dtype, model)
     if kv_dtype is not None and mode == "mega":
         raise argument_error("kv_dtype", 'None with mode="mega"', repr(kv_dtype))
 

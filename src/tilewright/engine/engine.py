@@ -132,6 +132,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         checks.check_rotations(model, max_len)
         checks.check_draft(model, draft, draft_weights, speculate, mode, group)
         check_bools(prefix_reuse=prefix_reuse)
+        checks.check_states(model, group, cache=cache, prefix_reuse=prefix_reuse, drafts=speculate > 0, codes=kv_dtype is not None)
         if mode == "auto":
             beyond = cache == "paged" or weights is not None or kv_dtype is not None or draft is not None or is_quantized(model)
             mode = auto_mode(model, max_batch, max_len, group, beyond)
@@ -154,7 +155,6 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 if weights is not None:
                     self._fusion.quantize(model, weights, self._report)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group, codes=kv_dtype is not None)
-            checks.check_recurrent(self.decoder, group, cache=cache, prefix_reuse=prefix_reuse, drafts=speculate > 0, codes=kv_dtype is not None)
             self._check_memory()
             with lasting():
                 device = self.decoder.embedding.device
@@ -165,7 +165,6 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
             if draft is not None:
                 sizes: Any = {"max_batch": max_batch, "max_len": max_len, "mode": mode, "prefill_tokens": prefill_tokens}
                 self._draft = Engine(draft, on_progress=on_progress, weights=draft_weights, **sizes)
-                checks.check_recurrent(self._draft.decoder, drafts=True)
         except BaseException:
             self.close()
             raise
@@ -246,7 +245,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         speculate, chosen_by = self._speculate if speculate is None else speculate, checks.check_sampling(sampling)
         check_speculation(speculate, chosen_by, self.mode, masked=masks is not None)
         rows = self._checked(prompts, max_new_tokens + speculate)
-        checks.check_recurrent(self.decoder, drafts=speculate > 0)
+        checks.check_states(self._model, drafts=speculate > 0)
         ending = Ending(len(rows), stop, stop_texts, decode)
         every = self._check_every if masks is None else 1
         tokens: list[list[int]] = [[] for _ in rows]

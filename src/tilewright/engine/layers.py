@@ -258,16 +258,6 @@ class Decoder:
         return self.embedding.shape[1]
 
     @property
-    def recurrent(self) -> bool:
-        """Whether some layer keeps a state."""
-        return any(layer.attention.states for layer in self.layers)
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether some layer caches keys."""
-        return any(len(layer.attention.cache_arrays(1, 1, self.embedding.dtype)) > layer.attention.states for layer in self.layers)
-
-    @property
     def vocab(self) -> int:
         return self.head.rows * (1 if self.group is None else self.group.shard.ranks)
 
