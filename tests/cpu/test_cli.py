@@ -127,6 +127,14 @@ def test_generate_measurements_as_json_lines(folder: Path) -> None:
     assert {kernel["name"] for kernel in row["kernels"]} >= {"matmul_kernel", "attention_kernel", "argmax_kernel"}
 
 
+def test_measurements_name_the_weights_and_the_cache(folder: Path) -> None:
+    how = ("--weights", "int8", "--kv-dtype", "fp8", "--engine", "eager", "--device", "cpu", "--dtype", "bfloat16", "--json", "-")
+    result = run("generate", "--model", folder, "--prompt-tokens", 3, "--max-new-tokens", 2, *how)
+    assert result.exit_code == 0, result.output
+    (row,) = map(json.loads, result.stdout.splitlines())
+    assert row["case"] == f"{folder.name} weights=int8 kv=fp8 batch=1 prompt=3 new=2 mode=eager"
+
+
 def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewright.models import forwards
 

@@ -25,6 +25,7 @@ from ..launch import Device, argument_error
 from ..launch.files import replace_file
 from ..models import Loaded, load, patch
 from ..models.command import refuse_comparison
+from ..models.quantized import weight_formats
 from .engine import Engine, OnProgress
 from .measure import Run, run_engine, run_transformers
 from .parallel import Group
@@ -72,9 +73,9 @@ class Measured:
     start_s: float = 0.0
 
     @staticmethod
-    def of(loaded: Loaded, sizes: Sizes, copy_gbs: float | None, **more: Any) -> "Measured":
+    def of(loaded: Loaded, sizes: Sizes, copy_gbs: float | None, kv_dtype: str | None = None, **more: Any) -> "Measured":
         gpu, dtype = Device.of(next(loaded.model.parameters())).name, str(loaded.model.dtype).removeprefix("torch.")
-        return Measured(case_of(loaded, *sizes), sizes, dtype, gpu, copy_gbs, more)
+        return Measured(case_of(loaded, *sizes, kv_dtype), sizes, dtype, gpu, copy_gbs, more)
 
     def run_modes(
         self,
@@ -122,7 +123,7 @@ def measure_command(
     model, device = loaded.model, loaded.model.device
     prompts, new = prompts_of(model, sizes.batch, sizes.prompt_tokens), sizes.max_new_tokens
     errors = Console(stderr=True)
-    found = Measured.of(loaded, sizes, _copy_gbs(device))
+    found = Measured.of(loaded, sizes, _copy_gbs(device), kv_dtype)
     model.generation_config.eos_token_id = None  # a checkpoint's stop token would end a timed run at random
     for mode in baselines:
         options = {"cache_implementation": "static"} if mode == "compiled" else {}
@@ -203,7 +204,7 @@ def measure_rank(  # noqa: PLR0913 picklable, by position
     loaded = load(source, device=device, dtype=dtype, shard=shard, trust_remote_code=trust_remote_code, weights=weights)
     said: list[Any] = [[row[:-1] for row in runs[0].tokens] if runs else None]
     dist.broadcast_object_list(said, src=0, group=group.process_group)
-    found = Measured.of(loaded, sizes, copy_gbs, tp=shard.ranks, direct=group.direct)
+    found = Measured.of(loaded, sizes, copy_gbs, kv_dtype, tp=shard.ranks, direct=group.direct)
     found.case, found.runs, found.logits = f"{found.case} tp={shard.ranks}", runs, logits
     found.run_modes(loaded.model, ("eager", "graph") if engine == "graph" else (engine,), said[0], errors, group, kv_dtype)
     if shard.rank > 0:
@@ -244,8 +245,10 @@ def prompts_of(model: Any, batch: int, tokens: int) -> Tensor:
     return torch.randint(vocab, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
 
 
-def case_of(loaded: Loaded, batch: int, prompt_tokens: int, max_new_tokens: int) -> str:
-    return f"{Path(loaded.source.removeprefix('random weights, config ')).name} batch={batch} prompt={prompt_tokens} new={max_new_tokens}"
+def case_of(loaded: Loaded, batch: int, prompt_tokens: int, max_new_tokens: int, kv_dtype: str | None = None) -> str:
+    formats = "+".join(weight_formats(loaded.model))
+    words = [Path(loaded.source.removeprefix("random weights, config ")).name, formats and f"weights={formats}", kv_dtype and f"kv={kv_dtype}"]
+    return " ".join((*filter(None, words), f"batch={batch} prompt={prompt_tokens} new={max_new_tokens}"))
 
 
 def collect() -> None:

@@ -21,7 +21,7 @@ from ..launch.files import write_json
 from ..ops.common.weight_formats import format_named
 from .generate import GREEDY, Comparison, Draw, compare, encode
 from .load import DTYPES, Loaded, load
-from .quantized import QuantizedLinear, is_quantized, parameters, quantize, weight_bytes
+from .quantized import is_quantized, parameters, quantize, weight_bytes, weight_formats
 from .quantized_folder import check_output, save_quantized
 from .shard import shard_of
 
@@ -191,8 +191,7 @@ def _headline(loaded: Loaded, seconds: float) -> str:
     how = "interpreted" if model.device.type == "cpu" else "compiled"
     dtype = str(model.dtype).removeprefix("torch.")
     name = Path(loaded.source).name
-    formats = {module.weight_format: None for module in model.modules() if isinstance(module, QuantizedLinear)}
-    kinds = ", ".join((*formats, dtype))
+    kinds = ", ".join((*weight_formats(model), dtype))
     size = f"{parameters(model) / 1e6:.0f} M parameters{each}, {kinds}, {weight_bytes(model) / 1e9:.3g} GB"
     return f"{name} | {size} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
 

@@ -188,6 +188,11 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, (QuantizedLinear, QuantizedMixture)) for module in model.modules())
 
 
+def weight_formats(model: nn.Module) -> list[str]:
+    """Of its quantised linear layers, each once."""
+    return list(dict.fromkeys(module.weight_format for module in model.modules() if isinstance(module, QuantizedLinear)))
+
+
 def parameters(model: Any) -> int:
     """How many weights a model has."""
     linears = sum(module.in_features * module.out_features for module in model.modules() if isinstance(module, QuantizedLinear))

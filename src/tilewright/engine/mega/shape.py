@@ -307,7 +307,7 @@ def _splits(s: Schedule, parts: int) -> Iterator[tuple[int, Split]]:
 
 
 def default_config(device: Device, head_dim: int = 64) -> Config:
-    """Tiles of 128 keys beat 64 at every position on Hopper (notes/LOG.md); others spill with them."""
+    """Tiles of 128 keys beat 64 everywhere on Hopper (notes/LOG.md); others spill with them."""
     wide = 128 if device.arch == "sm_90" else 64
     return Config(span=wide if head_dim <= 64 else 32, slow=device.arch in ("sm_120", "sm_121"))
 
