@@ -7,6 +7,9 @@ import os
 
 import pytest
 import torch
+from tests.support.engine_models import RECURRENT, stock_tokens, tiny
+from tests.support.engine_models import prompts as short_prompts
+from transformers import CONFIG_MAPPING
 
 from tilewright.engine import Engine, Sampling
 from tilewright.models import random_model
@@ -76,6 +79,19 @@ def test_graph_and_eager_choose_the_same_tokens(gpu, prompts, name):
         with Engine(model, max_batch=8, max_len=128, mode=mode) as engine:
             drawn.append(engine.generate(prompts, 20, sampling=sampling).tokens)
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_layers_with_a_state_write_what_transformers_writes(gpu, name):
+    if RECURRENT[name]["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("this transformers lacks it")
+    given, new = short_prompts(), 6
+    with torch.inference_mode(False):
+        model = tiny(name).to(gpu)
+    stock = [stock_tokens(model, prompt, new) for prompt in given]
+    for mode in ("eager", "graph"):
+        with Engine(model, max_batch=4, max_len=64, mode=mode, prefill_tokens=32) as engine:
+            assert engine.generate(given, new).tokens == stock, mode
 
 
 def test_logits_are_near_those_of_transformers(gpu, prompts):

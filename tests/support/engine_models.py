@@ -132,7 +132,7 @@ def stock_tokens(model, prompt: list[int], new: int = NEW) -> list[int]:
 
 def stock_steps(model, prompt: list[int], new: int) -> tuple[list[int], torch.Tensor]:
     """The tokens, and the logits that each was chosen by."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     how = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
