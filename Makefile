@@ -71,7 +71,9 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml requirements/demo.lock
 
 # The bytecode of what the demo imports is made here, not while it answers.
 $(VENV)/.imported: $(VENV)/.demo
-	$(BIN)/python -c 'import gguf, tilewright.models.command, transformers.models.llama.modeling_llama'
+	$(BIN)/tilewright demo --help > /dev/null
+	$(BIN)/python -c 'import gguf, tilewright.launch.table, tilewright.models.command, transformers.modeling_gguf_pytorch_utils, \
+	    transformers.models.llama.modeling_llama; from transformers import AutoTokenizer, LlamaTokenizer'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo requirements/test.lock

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
 from typer.testing import CliRunner
 
 from tilewright.cli import app
@@ -136,9 +136,14 @@ def test_gguf_gives_back_the_written_model_and_its_tokenizer(tmp_path: Path, arc
 
 
 def test_a_gguf_header_is_read_once(tmp_path: Path, monkeypatch) -> None:
-    """By us: config and tokenizer are those that transformers makes of what gguf's reader finds."""
+    """By us: config and tokenizer are those that transformers makes of what gguf's reader finds.
+
+    It parses no text of a vocabulary for a config, which asks only how many there are.
+    """
     gguf = pytest.importorskip("gguf")
-    path, reads = tmp_path / "tiny.gguf", []
+    path, reads, parsed = tmp_path / "tiny.gguf", [], []
+    parse = modeling_gguf_pytorch_utils._gguf_parse_value
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "_gguf_parse_value", lambda value, types: parsed.append(types) or parse(value, types))
 
     class Counted(gguf.GGUFReader):
         def __init__(self, *args, **how):
@@ -149,6 +154,8 @@ def test_a_gguf_header_is_read_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
     loaded = load(path)
     assert not reads
+    assert parsed
+    assert [9, 8] not in parsed
     assert gguf.GGUFReader is Counted
     theirs = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)

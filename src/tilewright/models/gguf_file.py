@@ -6,6 +6,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import importlib
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,11 @@ def _read_before(header: GgufHeader) -> Iterator[None]:
     tokenizer, have ours: of a vocabulary theirs take up to 20 times as long.
     """
     gguf: Any = importlib.import_module("gguf")
-    fields = {key: _field(value) for key, value in header.metadata.items()}
+    readers: list[Any] = []
+    with suppress(ImportError):  # transformers before 5.20 has no reader of its own, and takes the tokenizer from gguf's
+        theirs = importlib.import_module("transformers.integrations.gguf")
+        readers = [theirs, importlib.import_module(f"{theirs.__name__}.reader")]
+    fields = {key: _field(value, counted=bool(readers) and key.startswith("tokenizer.")) for key, value in header.metadata.items()}
     reader = SimpleNamespace(fields=fields, tensors=header.tensors)
 
     def metadata(path: Any, string_arrays: Container[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -116,10 +121,7 @@ def _read_before(header: GgufHeader) -> Iterator[None]:
         found = {key: _texts(value, key in string_arrays) for key, value in header.metadata.items()}
         return found, tuple(tensor.name for tensor in header.tensors)
 
-    ours: list[tuple[Any, str, Any]] = [(gguf, "GGUFReader", lambda path: reader)]
-    with suppress(ImportError):  # transformers before 5.20 has no reader of its own
-        theirs = importlib.import_module("transformers.integrations.gguf")
-        ours += [(module, "read_gguf_metadata", metadata) for module in (theirs, importlib.import_module(f"{theirs.__name__}.reader"))]
+    ours: list[tuple[Any, str, Any]] = [(gguf, "GGUFReader", lambda path: reader), *((module, "read_gguf_metadata", metadata) for module in readers)]
     before = [(module, name, getattr(module, name)) for module, name, _ in ours]
     for module, name, value in ours:
         setattr(module, name, value)
@@ -136,8 +138,14 @@ def _texts(value: Any, wanted: bool) -> Any:
     return [item.decode("utf-8") for item in value] if wanted else len(value)
 
 
-def _field(value: Any) -> SimpleNamespace:
-    """One of GGUFReader's: of each item a sequence of numbers or of the bytes of a text."""
+def _field(value: Any, *, counted: bool) -> SimpleNamespace:
+    """One of GGUFReader's: of each item a sequence of numbers or of the bytes of a text.
+
+    counted: a list is so many zeros. A config takes nothing else from a vocabulary, and
+        transformers parses each of its texts anew, twice.
+    """
+    if counted and isinstance(value, list):
+        return SimpleNamespace(types=[_TYPES[int]], parts=[(0,)], data=bytes(len(value)))
     items = value if isinstance(value, list) else [value]
     types = [_TYPES[type(item)] for item in items[:1]]
     parts = [item if isinstance(item, bytes) else item.encode() if isinstance(item, str) else (item,) for item in items]
@@ -177,24 +185,30 @@ def _fill(
 ) -> None:
     config, weights = model.config, dict[str, Tensor]()
     bytes_of_file = np.memmap(path, mode="c").view(np.ndarray)  # torch takes no array that is read-only
-    for done, (tensor, name) in enumerate(tensors.items()):
+    paired = header.metadata["general.architecture"] == "llama"
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if paired else {}
+
+    def values_of(tensor: GgufTensor, name: str) -> Tensor:
         stored = bytes_of_file[tensor.begin : tensor.begin + tensor.size]
         values = torch.from_numpy(stored.reshape(*tensor.shape[:-1], -1) if name in small else _expanded(path, stored, tensor))
-        if name == ROPE_FACTORS:
-            if not bool((values.isfinite() & (values > 0)).all()):
-                raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")
-            _scale_rope(model, values)
-        else:
-            if header.metadata["general.architecture"] == "llama" and ("q_proj" in name or "k_proj" in name):
-                values = halves_from_pairs(values, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-            if name in small:
+        for part, count in heads.items():
+            values = halves_from_pairs(values, count) if part in name else values
+        return values if name in small or name == ROPE_FACTORS else values.to(dtype)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy and torch compute without the lock of Python
+        for done, (name, values) in enumerate(zip(tensors.values(), pool.map(values_of, tensors, tensors.values()), strict=True)):
+            if name == ROPE_FACTORS:
+                if not bool((values.isfinite() & (values > 0)).all()):
+                    raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")
+                _scale_rope(model, values)
+            elif name in small:
                 parent, _, leaf = name.removesuffix(".weight").rpartition(".")
                 owner = model.get_submodule(parent)
                 setattr(owner, leaf, QuantizedLinear(from_gguf(values.to(device), small[name]), getattr(owner, leaf).bias))
             else:
-                weights[name] = values.to(dtype)
-        if on_progress:
-            on_progress(done + 1, len(tensors))
+                weights[name] = values
+            if on_progress:
+                on_progress(done + 1, len(tensors))
     model.load_state_dict(weights, strict=False, assign=True)  # compared before
     model.tie_weights()
 
