@@ -155,7 +155,8 @@ def gallery() -> str:
         lines += [f"## {head}", ""]
         for name in names:
             if name not in modules:
-                lines += [f"### {name}", "", summary(getattr(tilewright, name)), "", call(name, f"tilewright.ops.{HOMES[name]}"), ""]
+                lines += [f"### {name}", "", summary(getattr(tilewright, name)), "", *tiles(name, tiled.get(name))]
+                lines += [call(name, f"tilewright.ops.{HOMES[name]}"), ""]
             else:
                 lines += entry(name, modules[name], rows, compiled["rows"], tiled.get(op_name(modules[name])))
     return "\n".join([*lines, "", f"Compiled with {compiled['toolchain']}."])
@@ -163,6 +164,10 @@ def gallery() -> str:
 
 def summary(thing: Any) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+
+
+def tiles(name: str, tiled: Any) -> list[str]:
+    return [drawn(tilings.svg(tiled), f"tiles of {name}"), "", tilings.caption(tiled), ""] if tiled else []
 
 
 def call(name: str, module: str) -> str:
@@ -177,8 +182,7 @@ def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[st
     lines = [f"### {name}", "", "```text", *wrapped(" ".join(head.split())), *(["", formula] if formula else []), "```", ""]
     if bound:
         lines += ["Bound: " + " ".join(bound[1].split()), ""]
-    if tiled:
-        lines += [drawn(tilings.svg(tiled), f"tiles of {name}"), "", tilings.caption(tiled), ""]
+    lines += tiles(name, tiled)
     mine = [row for row in kernels(rows) if row["op"] == op_name(op)]
     if mine:
         lines += [picture(roofline(mine, height=3.2), f"{name} under the roof"), ""]
