@@ -402,7 +402,7 @@ def causal_conv1d(
             before these tokens, the newest last. Overwritten with the last inputs so far. Default:
             zeros, and nothing is kept.
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
-            x is [total_tokens, channels], and state has one of each sequence.
+            x is [total_tokens, channels], and state holds one for each sequence.
         silu: apply silu to the result.
         out: where the result goes: contiguous, shape, dtype and device of x, no element in common
             with an input; default a new tensor.

@@ -175,8 +175,8 @@ def mla_decode(
 
     Args:
         q_latent: [batch, heads, q_len, latent]; bf16 or fp16; the unrotated part of the queries
-            times the up-projection of the keys; q_len 1..4, latent 64, 128, 256 or 512. They are
-            the last q_len tokens of the sequence; token i sees the keys up to kv_len - q_len + i.
+            times the up-projection of the keys; q_len 1..4, latent 64, 128, 256 or 512. Its tokens
+            are the last q_len of the sequence; token i sees the keys up to kv_len - q_len + i.
         q_rope: [batch, heads, q_len, rope]; the rotated part; rope a power of two, at least 16,
             less than latent.
         cache: [batch, max_len, latent + rope], or with a block_table [pages, page_size, latent +

@@ -266,8 +266,8 @@ def mx_matmul(
         scale_a, scale_b: [..., k / 32] and [n, k / 32] float8_e8m0fnu (mxfp8, mxfp4), or [..., k /
             16] and [n, k / 16] float8_e4m3fn (nvfp4), row-major.
         bias: [n], out_dtype; added last.
-        out_scale: fp32 [], on the device of a: factor of the product, of nvfp4 that of a times that
-            of b.
+        out_scale: fp32 [], on the device of a: factor of the product; for nvfp4 the `factor` of a
+            times that of b.
         out_dtype: bf16, fp16 or fp32.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.

@@ -147,8 +147,9 @@ def quantize_mx(
         x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis; k a multiple of 32, of 16 for
             nvfp4. Copied if its leading axes do not fold into one.
         mx_format: mxfp8 (e4m3 codes), mxfp4 or nvfp4 (e2m1 codes, two in a byte).
-        factor: fp32 [] on x's device, positive, for nvfp4: x / factor is rounded. max |x| / 2688
-            uses all of the range; without one (1.0), groups below 0.09 lose bits of their scale.
+        factor: fp32 [] on x's device, positive, only for nvfp4: x / factor is rounded; default 1.
+            max |x| / 2688 uses the whole range of the scales. With 1, a group whose largest value
+            is below 0.09 has a scale of fewer bits.
         out: where the result goes: (codes, scale), both contiguous, no element in common with an
             input or each other; default new tensors.
     Returns: (codes, scale): codes [..., k] float8_e4m3fn, or [..., k / 2] uint8, the first of a

@@ -192,9 +192,10 @@ def attention_decode(
 
     Args:
         q: [batch, q_heads, q_len, head_dim]; bf16, fp16 or fp32; q_len 1..256, head_dim 1..512 or
-            576, in fp32 1..256; stride 1 in the last axis. They are the last q_len tokens of the
-            sequence; token i sees the keys up to kv_len - q_len + i. Each four tokens are a launch
-            that reads the keys: for more of them, of head_dim up to 256, `attention` is faster.
+            576, in fp32 1..256; stride 1 in the last axis. Its tokens are the last q_len of the
+            sequence; token i sees the keys up to kv_len - q_len + i. Every four tokens take a
+            launch that reads all keys: for more tokens, `attention` is faster, which takes a
+            head_dim up to 256.
         k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in
             the last axis; kv_heads divides q_heads. With a block_table [pages, kv_heads, page_size,
             head_dim], page_size a power of two, at least 16. For q in bf16 or fp16 also

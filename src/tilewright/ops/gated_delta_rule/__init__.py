@@ -165,13 +165,14 @@ def gated_delta_rule(
         v: [batch, v_heads, tokens, v_dim], likewise; k_heads divides v_heads, v_dim 1..256.
         g: [batch, v_heads, tokens], fp32 or the dtype of q, any strides: the natural log of the
             share of the state that a token keeps, at most 0. Or [batch, v_heads, tokens, head_dim],
-            stride 1 in the last axis: of each row of the state.
+            stride 1 in the last axis: one for each row of the state.
         beta: [batch, v_heads, tokens], likewise: how much of the difference between v and the
             state's prediction is written, 0..1 (up to 2 with more error).
         state: [batch, v_heads, head_dim, v_dim] fp32, stride 1 in the last axis. The initial state,
             overwritten with the final one. Default: starts with zeros and is not kept.
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
-            q, k, v, g and beta are [total_tokens, heads, ...], and state has one of each sequence.
+            q, k, v, g and beta are [total_tokens, heads, ...], and state holds one for each
+            sequence.
         scale: of q; positive; default head_dim ** -0.5.
         normalize: first divide q and k by their lengths, sqrt(|x|**2 + 1e-6). Otherwise their
             lengths must be about 1.

@@ -164,8 +164,8 @@ def grouped_gemm(
         offsets: int32 [groups], the end of each group, never decreasing. Groups may be empty. Rows
             from the last offset on belong to no group.
         counts: int32 [groups], rows of each group that are used.
-        scale_a: fp32, 8-bit operands only: [], [rows] or [rows, ceil(k / 128)]; with counts
-            [groups] in front, and [groups] or [] for the first.
+        scale_a: fp32, 8-bit operands only: [], [rows] or [rows, ceil(k / 128)]; with counts []
+            or [groups], [groups, max_rows] or [groups, max_rows, ceil(k / 128)].
         scale_b: fp32, of the same kind: [groups] or [], [groups, n], or [groups, ceil(n / 128),
             ceil(k / 128)].
         trans_b: b is stored transposed, as weights are; 8-bit operands are fastest so.

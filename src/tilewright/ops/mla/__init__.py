@@ -143,8 +143,8 @@ def mla(
     Args:
         q_nope: [batch, heads, q_len, nope_dim]; bf16, fp16 or float8_e4m3fn; any strides with
             stride 1 in the last axis.
-        q_rope: [batch, heads, q_len, rope_dim], dtype and device of q_nope, already rotated. All
-            three dims are 1..128.
+        q_rope: [batch, heads, q_len, rope_dim], dtype and device of q_nope, already rotated.
+            nope_dim, rope_dim and v_dim are 1..128.
         k_nope: [batch, heads, max_len, nope_dim], likewise.
         k_rope: [batch, 1, max_len, rope_dim], likewise, already rotated.
         v: [batch, heads, max_len, v_dim], likewise. In float8_e4m3fn the axis of the keys may have

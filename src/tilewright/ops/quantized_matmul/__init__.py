@@ -96,8 +96,8 @@ def quantized_matmul(
         zeros: bf16 or fp16, shaped like scales, for formats with zero points.
         factor: fp32 [1], for nvfp4.
         bias: bf16 [n].
-        weight_format: int4-128, int4-64 or int4-32, these with -zeros, int8, e4m3, e4m3-128, mxfp4
-            or nvfp4.
+        weight_format: int4-128, int4-64 or int4-32, these with -zeros, int8, int8-32, int8-16,
+            e4m3, e4m3-128, mxfp4 or nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: [..., n], bf16, contiguous. Without rows it is empty, and nothing is launched.

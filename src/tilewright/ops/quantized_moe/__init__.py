@@ -160,7 +160,8 @@ def quantized_moe(
             Copied unless its first two axes can be folded into one; the same holds for scales and
             zero points.
         words_down: int32 [experts, 1, panels, runs, 64, 16], likewise.
-        scales_gate_up: [experts, 2, groups of hidden, inter], in the dtype of the format.
+        scales_gate_up: [experts, 2, groups of hidden, inter], in the dtype of the format; fp16 too
+            for int4.
         scales_down: [experts, 1, groups of inter, hidden], likewise.
         weights: fp32 [tokens, top_k], top_k at most 64.
         ids: int32 or int64 [tokens, top_k]. An id outside of 0 to experts - 1 is another rank's

@@ -187,8 +187,9 @@ def sparse_index(
             last axis.
         cache: keys [batch, max_len, head_dim], or with a block_table [pages, page_size, head_dim],
             page_size a power of two, at least 16; dtype and device of q; stride 1 in the last axis.
-        weights: fp32 [batch, q_len, heads], stride 1 in the last axis; of the heads, times the
-            scales of e4m3 queries and of the scores. max(0, x) lets positive factors through.
+        weights: fp32 [batch, q_len, heads], stride 1 in the last axis; the weight of each head,
+            times the scale of e4m3 queries and that of the scores: positive factors may be
+            multiplied behind max(0, x) as well as inside.
         topk: entries of a list, at least 1.
         cache_scale: fp32 [batch, max_len] or [pages, page_size], stride 1 in the last axis; what
             the codes of each key are multiplied by; positive; for e4m3, required.

@@ -196,7 +196,7 @@ def ssd(
         state_rows: [sequences] int32: which row of `state` is each sequence's, no row twice;
             `state` may then have any number of rows.
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
-            x, dt, b, c and z are [total_tokens, ...], and state has a row of each sequence.
+            x, dt, b, c and z are [total_tokens, ...], and state has a row for each sequence.
         dt_softplus: dt is softplus(dt + dt_bias).
         dt_limit: least and largest dt, after that.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
