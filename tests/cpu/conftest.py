@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import types
 
 import pytest
 import torch
@@ -12,17 +13,17 @@ from tilewright.interpret import front_end
 def pytest_collection_modifyitems(items):
     """Slow tests first: at the end, one would leave the other processes of a run without work. Then
     tests of models: they run the same kernels, which the process that has most of them types once.
-    For the same reason all tests of one problem of an op stand together.
+    For the same reason a file's tests of one op stand together.
     """
     of_models = {item.module: _of_models(item.module) for item in items}
     first: dict[object, int] = {}
-    places = {item: first.setdefault(_problem_of(item) or item, place) for place, item in enumerate(items)}
+    places = {item: first.setdefault(_op_of(item) or item, place) for place, item in enumerate(items)}
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not of_models[item.module], places[item]))
 
 
-def _problem_of(item):
+def _op_of(item):
     call = getattr(item, "callspec", None)
-    return (item.module, call.id) if call is not None and "problem" in call.params else None
+    return (item.module, call.params["op"]) if call is not None and isinstance(call.params.get("op"), types.ModuleType) else None
 
 
 def _of_models(module):
