@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from tilewright import patch
 from tilewright.cli import app
 from tilewright.engine import Engine
+from tilewright.engine.families import mlp_of
 from tilewright.engine.weights import Parts
 from tilewright.models import ModelFileError, load
 from tilewright.models.gguf_tensors import KEPT
+from tilewright.models.method import place_of
 from tilewright.models.quantized import QuantizedLinear, QuantizedMixture, quantize, weight_bytes
 from tilewright.models.quantized_folder import METHODS, save_quantized
 from tilewright.ops.common.weight_formats import FORMATS, unpack
@@ -87,7 +89,7 @@ def check_engine(model) -> tuple[list[list[int]], bool]:
     return tokens, joined
 
 
-@pytest.mark.parametrize(("name", "weights"), [("llama-tied-bias", "int4-128-zeros"), ("qwen3", "nvfp4")])
+@pytest.mark.parametrize(("name", "weights"), [("llama-tied-bias", "int4-128-zeros"), ("qwen3", "nvfp4"), ("llama", "mxfp4")])
 def test_the_engine_runs_a_model_that_it_quantises(name: str, weights: str) -> None:
     model = small(name)
     before, bits = state_of(model), {n: p.clone() for n, p in model.named_parameters()}
@@ -99,6 +101,16 @@ def test_the_engine_runs_a_model_that_it_quantises(name: str, weights: str) -> N
     assert all(torch.equal(p, bits[n]) for n, p in model.named_parameters())
     quantize(model, weights)
     assert check_engine(model) == (first, weights != "nvfp4")  # its factors differ
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_what_an_mlp_computes_is_found_whatever_its_format_holds(weights: str) -> None:
+    """mxfp4 holds no floats, by which a module told its dtype and device."""
+    model = small()
+    quantize(model, weights)
+    mlp = model.model.layers[0].mlp
+    assert place_of(mlp) == (BF16, torch.device("cpu"))
+    assert mlp_of(mlp) == (("gate_proj", "up_proj", "down_proj"), False)
 
 
 def test_words_are_held_once_and_are_the_modules_again() -> None:
@@ -118,6 +130,7 @@ def test_patch_quantises_and_undoes_it() -> None:
     with patch(model, weights="mxfp4") as report, torch.inference_mode():
         ops = {r.op: r.count for r in report.replaced}
         assert (ops["quantized_matmul"], ops["matmul"]) == (7, 1)  # the head
+        assert ops["silu_mul"] == 1
         ours = model(ids).logits
     assert state_of(model) == before
     quantize(model, "mxfp4")

@@ -157,8 +157,6 @@ def mlp(module: Any) -> Verdict:
     place = place_of(module)
     if not candidates or place is None:
         return None
-    if any(isinstance(m, QuantizedLinear) for m in linears.values()):
-        place = torch.bfloat16, place[1]  # of rows; what it holds are codes and scales
     for names in candidates:
         sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.rows(probe.WIDTHS[0])
         found = probe.attempt(lambda sharp=sharp, x=x: type(module).forward(probe.stand_in(module, {}, sharp), x))  # type: ignore[misc]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .quantized import QuantizedLinear
+
 NAME = "tilewright"  # of our attention in transformers' registry
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -30,6 +32,13 @@ Verdict = Method | str | None  # of a recogniser: the reason why a module stays 
 
 
 def place_of(module: nn.Module) -> tuple[torch.dtype, torch.device] | None:
-    """dtype of what a module holds, and a device to try it on: the CPU for weights on none."""
-    held = next((x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()), None)
-    return None if held is None else (held.dtype, torch.device("cpu") if held.is_meta else held.device)
+    """dtype of rows for a module, and a device to try it on: the CPU for weights on none.
+
+    Small weights take bfloat16 rows. The dtypes of their codes and scales say nothing: a format may
+    hold no floats at all.
+    """
+    small = next((part.words for part in module.modules() if isinstance(part, QuantizedLinear)), None)
+    held = small if small is not None else next((x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()), None)
+    if held is None:
+        return None
+    return held.dtype if small is None else torch.bfloat16, torch.device("cpu") if held.is_meta else held.device
