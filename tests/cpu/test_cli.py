@@ -445,4 +445,5 @@ def test_a_batch_ends_each_text_where_it_stops_and_a_seed_repeats_it(folder: Pat
 def _stops_at(token: int) -> Any:
     """Stands in for a model that goes on after its stop token, as one row of a batch does."""
     new = torch.tensor([[1, 2, 3, token, 5, token]])
-    return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=token), generate=lambda ids, **how: new)
+    said = SimpleNamespace(eos_token_id=token, bos_token_id=None, pad_token_id=None)
+    return SimpleNamespace(generation_config=said, generate=lambda ids, **how: new)

@@ -100,7 +100,7 @@ class Gguf:
 
     def __init__(self) -> None:
         self.magic, self.version = b"GGUF", 3
-        self.keys, self.tensors = list(gguf_keys().items()), gguf_tensors()
+        self.keys, self.tensors, self.stored = list(gguf_keys().items()), gguf_tensors(), gguf_tensors()
         self.key_count: int | None = None
         self.tensor_count: int | None = None
         self.marks: list[int] = []
@@ -121,7 +121,7 @@ class Gguf:
         header = b"".join(parts)
         self.marks = [sum(map(len, parts[:i])) for i in range(len(parts) + 1)]
         data = bytearray()
-        for tensor in gguf_tensors():
+        for tensor in self.stored:
             data += b"\0" * (tensor["offset"] - len(data)) + tensor["values"]
             self.marks.append(-(-len(header) // 32) * 32 + len(data))
         return header + b"\0" * (-len(header) % 32) + bytes(data) + self.tail

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..bench.meter import meter_of
 from ..launch import counted
+from ..models.generate import tokens_alone
 from .engine import Engine
 
 ROUNDS = 3
@@ -79,9 +80,9 @@ def run_transformers(model: Any, name: str, prompts: Tensor, new: int, **options
 
     def generate(streamer: Any = None) -> list[list[int]]:
         mask = torch.ones_like(prompts)
-        greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "eos_token_id": None}
-        with torch.inference_mode():
-            out = model.generate(prompts, attention_mask=mask, max_new_tokens=new, streamer=streamer, **greedy, **options)
+        with torch.inference_mode(), tokens_alone(model):
+            how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, **options}
+            out = model.generate(prompts, attention_mask=mask, streamer=streamer, **how)
         tokens: list[list[int]] = out[:, prompts.shape[1] :].tolist()
         return tokens
 

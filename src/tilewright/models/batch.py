@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch import counted
 from ..launch.files import write_json
 from .command import console_of, opened
-from .generate import Draw, choices_of, encode, engine_choices_of, stop_tokens, text_of
+from .generate import Draw, choices_of, encode, engine_choices_of, stop_tokens, text_of, tokens_alone
 from .load import Loaded
 from .patch import patch
 
@@ -125,8 +125,9 @@ def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, options
 
 def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: int, draw: Draw) -> list[list[int]]:
     """The new tokens of each prompt: one call of the model's `generate`, padded on the left."""
-    stop, width = stop_tokens(loaded), max(row.shape[1] for row in rows)
-    padding = stop[0] if stop else 0  # masked, whichever it is
+    from ..engine.ending import Ending
+
+    width, padding = max(row.shape[1] for row in rows), 0  # a token of any vocabulary: what it says is masked or cut off
     ids = torch.full((len(rows), width), padding, device=rows[0].device)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
@@ -134,7 +135,7 @@ def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: i
         mask[i, width - row.shape[1] :] = 1
     if draw.temperature:
         torch.manual_seed(draw.seed)
-    with torch.inference_mode():
+    with torch.inference_mode(), tokens_alone(loaded.model):
         found = loaded.model.generate(
             ids,
             attention_mask=mask,
@@ -142,10 +143,8 @@ def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: i
             **choices_of(loaded, draw),
             pad_token_id=padding,
         )
-    return [_ended(row, stop) for row in found[:, width:].tolist()]
-
-
-def _ended(tokens: list[int], stop: list[int]) -> list[int]:
-    """The tokens up to the first that ends the text, with it."""
-    end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
-    return tokens[: end + 1]
+    tokens: list[list[int]] = [[] for _ in rows]
+    ending = Ending(len(rows), stop_tokens(loaded), draw.stop, getattr(loaded.tokenizer, "decode", None))
+    for column in found[:, width:].T.tolist():  # rows go on after they end, until all have
+        ending.extend(tokens, [[token] for token in column])
+    return tokens

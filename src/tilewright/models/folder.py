@@ -17,7 +17,7 @@ from ..launch.files import check_regular
 from .files import TRUSTED, ModelFileError, file_error, read_by_others, read_json, some
 from .quantized_folder import OnProgress, load_quantized
 from .safetensors_header import StoredTensor, folder_weights
-from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
+from .whole import check_counts, check_generation, outline, refuse_other_weights
 
 LONGEST_CONFIG = 1 << 24
 LONGEST_TOKENIZER = 1 << 28
@@ -25,6 +25,7 @@ _NOT_SUPPORTED = {  # keys of config.json by which it names other files or repla
     "transformers_weights": "weights under transformers' own names",
     "fusion_config": "modules that are not fused",
 }
+_SWITCHES = ("output_attentions", "output_hidden_states", "return_dict", "use_cache")  # which nothing looks at before a forward
 _BESIDE = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "processor_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -73,7 +74,7 @@ def load_folder(
             said = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
         model = load_quantized(folder, config, dtype, kept, device=device, on_progress=on_progress)
         model.generation_config = said or GenerationConfig.from_model_config(config)
-        check_stop_tokens(folder, model)
+        check_generation(folder, model.generation_config.to_dict())
         return model, _tokenizer(folder, trust_remote_code)
     empty = outline(folder, config, dtype, stored=len(stored), trust_remote_code=trust_remote_code)
     _refuse_uneven_experts(folder, config.model_type, stored)
@@ -86,7 +87,7 @@ def load_folder(
     model, info = loaded
     unexpected = [name for name in info["unexpected_keys"] if not (layers and _beyond(name, layers))]
     refuse_other_weights(folder, config.model_type, info["missing_keys"], unexpected, info["mismatched_keys"])
-    check_stop_tokens(folder, model)
+    check_generation(folder, model.generation_config.to_dict())
     return model, _tokenizer(folder, trust_remote_code)
 
 
@@ -122,6 +123,8 @@ def _checked_json(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
         raise file_error(folder, "a folder with a whole model, an adapter merged into it", "one with adapter_config.json")
     if any(folder.glob("shard-*.safetensors")):
         raise file_error(folder, "a folder with model.safetensors or an index of its files", "shards of a distributed checkpoint")
+    for name in ("config.json", "generation_config.json"):
+        check_generation(folder / name, found.get(name, {}))
     check_counts(path, config)
     _check_values(path, config, trust_remote_code)
     return config
@@ -133,6 +136,9 @@ def _check_values(path: Path, config: dict[str, Any], trust_remote_code: bool) -
     for key, be in _NOT_SUPPORTED.items():
         if key in config:
             raise file_error(path, f"a config of {be}", f"one with {key}")
+    for key in _SWITCHES:
+        if not isinstance(config.get(key), bool | None):
+            raise file_error(path, f"a config with true or false as {key}", repr(config[key])[:80])
     for key, value in config.items():
         if key.endswith("_implementation") and "/" in str(value) and not trust_remote_code:
             raise file_error(path, f"a config that loads no kernels, or one loaded {TRUSTED}", f"{key} {value!r:.80}")

@@ -3,7 +3,8 @@ transformers on the same weights.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,27 @@ class _Stream:
             self._printed = len(text)
 
 
+@contextmanager
+def tokens_alone(model: Any) -> Iterator[None]:
+    """Leaves of a model's generation_config only the tokens that begin, end and pad a text.
+
+    Its other options are whatever a file says, and transformers' `generate` would take up all that
+    it is not told.
+    """
+    from transformers import GenerationConfig
+
+    said = model.generation_config
+    model.generation_config = GenerationConfig(**{name: getattr(said, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    try:
+        yield
+    finally:
+        model.generation_config = said
+
+
 def choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
     """What transformers' `generate` is told of how tokens are chosen, and where a text ends."""
     return dict(
         do_sample=draw.temperature > 0,
-        num_beams=1,  # whatever the model's files ask for
-        num_return_sequences=1,
         temperature=draw.temperature or None,
         top_p=draw.top_p if draw.temperature and draw.top_p < 1 else None,
         top_k=draw.top_k if draw.temperature and draw.top_k else None,
@@ -203,7 +219,7 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: D
     if draw.temperature:
         torch.manual_seed(draw.seed)
     start = time.perf_counter()
-    with torch.inference_mode(), counted() as launches:
+    with torch.inference_mode(), tokens_alone(loaded.model), counted() as launches:
         loaded.model.generate(
             prompt_ids,
             attention_mask=torch.ones_like(prompt_ids),

@@ -20,7 +20,7 @@ from .files import file_error, read_by_others
 from .gguf_header import EXPANDED_KINDS, GgufHeader, GgufTensor, read_header
 from .gguf_tensors import KEPT, from_gguf
 from .quantized import QuantizedLinear, check_dtype
-from .whole import check_counts, check_stop_tokens, outline, refuse_other_weights
+from .whole import check_counts, check_generation, outline, refuse_other_weights
 
 OnProgress = Callable[[int, int], None]
 
@@ -84,7 +84,7 @@ def load_gguf(
             raise file_error(path, f"a GGUF file with matrices of {', '.join(KEPT)}", "none of them")
         _fill(model, path, header, tensors, dtype, on_progress, small, device)
         model.generation_config = GenerationConfig.from_model_config(config)
-    check_stop_tokens(path, model)
+    check_generation(path, model.generation_config.to_dict())
     return model, tokenizer
 
 

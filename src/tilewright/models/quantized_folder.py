@@ -185,6 +185,8 @@ def _sorted(
     for name in stored:
         stem, _, leaf = name.rpartition(".")
         stems.setdefault(stem, []).append(leaf)
+    if nowhere := stems.pop("", ()):
+        raise file_error(folder, "a model whose tensors are named as module.tensor", some(nowhere))
     modules, coded, plain = dict(model.named_modules()), dict[str, list[str]](), set[str]()
     for stem, leaves in stems.items():
         if (

@@ -52,12 +52,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json_object(path, file.read(length), once=True)
     except OSError as error:
         raise ModelFileError(str(error)) from None
+    about = header.pop("__metadata__", None)
+    if about is not None and not (isinstance(about, dict) and all(isinstance(text, str) for text in about.values())):
+        raise file_error(path, "a safetensors file with texts as __metadata__", f"{about!r:.80}")
     found: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end, found[name] = _entry(path, name, entry)
-            spans.append((begin, end, name))
+        begin, end, found[name] = _entry(path, name, entry)
+        spans.append((begin, end, name))
     at = 0
     for begin, end, name in sorted(spans):
         if begin != at:

@@ -22,6 +22,7 @@ MOST_COUNTED = 1 << 16  # heads, experts, labels
 MOST_LAYERS = 1 << 12
 MORE_PARAMETERS = 1 << 11  # than the files have tensors: so many may be missing and still be named
 MOST_BUFFER_BYTES = 1 << 28  # tables of a rotation, masks
+DRAWN_BY = {"temperature": (0, 100), "top_k": (0, (1 << 31) - 1), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
 _LAYERS = re.compile(r"(\w+_)?(layers?|block_count)")
 
 
@@ -110,11 +111,19 @@ def check_finite_weights(path: Path, model: Any) -> None:
         raise file_error(path, f"a model whose weights are finite in {str(dtype).removeprefix('torch.')}", f"a NaN or an infinity in {some(wrong)}")
 
 
-def check_stop_tokens(path: Path, model: Any) -> None:
-    """Raises ModelFileError unless the tokens that end a text are numbers."""
-    stop = model.generation_config.eos_token_id
-    if stop is not None and not all(type(token) is int for token in (stop if isinstance(stop, list) else [stop])):
-        raise file_error(path, "a model with a number, or a list of numbers, as eos_token_id", repr(stop)[:80])
+def check_generation(path: Path, said: Mapping[str, Any]) -> None:
+    """Raises ModelFileError unless what a model says of its texts can be taken: tokens that begin,
+    end and pad them, and the numbers by which a server draws others.
+    """
+    for name, be in (("eos_token_id", "token, or a list of tokens,"), ("bos_token_id", "token"), ("pad_token_id", "token")):
+        value = said.get(name)
+        tokens = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if value is not None and not all(type(token) is int and -1 <= token < 1 << 31 for token in tokens):  # -1: none, as some say
+            raise file_error(path, f"a model with the number of a {be} as {name}", repr(value)[:80])
+    for name, (least, most) in DRAWN_BY.items():
+        value = said.get(name)
+        if value is not None and (type(value) not in ((int,) if name == "top_k" else (int, float)) or not least <= value <= most):
+            raise file_error(path, f"a model with a number from {least:g} to {most:g} as {name} of texts", repr(value)[:80])
 
 
 def make_buffers(model: Any, device: torch.device | str) -> None:
