@@ -53,6 +53,45 @@ def test_a_prompt_longer_than_the_cache_is_refused_and_the_worker_lives(port):
     assert {name: usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")} == {"prompt": CONTEXT - 4, "completion": 4, "total": CONTEXT}
 
 
+@pytest.mark.parametrize("place", ["prepare_next_batch", "_generation_step", "update_batch"])
+def test_a_step_that_raises_ends_its_requests_and_the_server_goes_on(running, port, place, monkeypatch, caplog):
+    """It ended the process. Running ones, one that waits, one in a stream, one with penalties."""
+    shared = "a" * 300  # a whole page of it is in the cache
+    asked = [chat(max_tokens=4, messages=[{"role": "user", "content": shared + end}]) for end in "bc"]
+    right = [call(port, CHAT, one)[1]["choices"][0]["message"]["content"] for one in asked]
+    processor, before = running.worker._manager.batch_processor, call(port, "/health")[1]["failed_steps"]
+    stock, steps = getattr(processor, place), []
+
+    def fails_later(*given):
+        steps.append(len(running.worker._jobs))
+        if steps[-1] == 4 and len(steps) > 8:
+            monkeypatch.undo()
+            raise RuntimeError("planted")
+        return stock(*given)
+
+    monkeypatch.setattr(processor, place, fails_later)
+    found = []
+
+    def ask(**how):
+        connection = http.client.HTTPConnection("localhost", port, timeout=60)
+        connection.request("POST", CHAT, json.dumps(chat(max_tokens=90, **how)), JSON)
+        answer = connection.getresponse()
+        found.append((answer.status, answer.read().decode()))
+
+    users = [threading.Thread(target=ask, kwargs=how) for how in ({}, {"stream": True}, {"frequency_penalty": 1.0}, {"n": 1})]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join()
+    assert sorted(status for status, _ in found) == [200, 500, 500, 500]
+    assert all("a step of the model failed: the server's log says why" in text and "planted" not in text for _, text in found)
+    assert "planted" in caplog.text
+    assert call(port, "/health")[1] | {"failed_steps": before + 1, "requests": 0} == call(port, "/health")[1]
+    assert running.worker._tickets == {}
+    assert [call(port, CHAT, one)[1]["choices"][0]["message"]["content"] for one in asked] == right
+    assert pages_in_use(running) == 0
+
+
 def test_another_model_or_path_is_not_found(port):
     for name in ("another", "Tiny", "", "some/folder", "\u00e9" * 1000):
         error, _ = refused(port, CHAT, chat(model=name), "model", 404)

@@ -29,7 +29,8 @@ for needed in ("openai", "starlette", "uvicorn"):
 # The second ends the thread without a word of transformers.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("broken", [RuntimeError("planted"), SystemExit("planted")], ids=["exception", "exit"])
-def test_a_worker_that_dies_leaves_errors_and_ends_the_process(broken, capsys):
+def test_a_worker_that_dies_leaves_errors_and_ends_the_process(broken, capsys, monkeypatch):
+    monkeypatch.setattr("tilewright.models.server.worker.usable", lambda device: False)  # a GPU that is lost
     loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer(), "tiny")
     found, given = {}, {}
 

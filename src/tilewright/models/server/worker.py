@@ -2,16 +2,19 @@
 
 transformers' continuous batching is the thread. Here its outputs find the request that they belong
 to, requests are counted, and its end is noticed: a worker that ends before it is told to leaves an
-error with every request.
+error with every request. A step that fails ends the requests that are there, and no more.
 """
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from ...launch import argument_error
 from .protocol import Refusal
@@ -20,6 +23,8 @@ from .sampling import Draws, Sampling, Tables
 
 BUSY_SECONDS = 1  # Retry-After
 FAILED = "the worker failed, and the server ends: its log says why"  # clients are not told more
+STEP_FAILED = "a step of the model failed: the server's log says why"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,8 @@ class Worker:
         pages: of the cache; None for a share of the memory.
         prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
     Attributes: `longest`, the tokens of a prompt with its answer; `prompt_tokens`, of all requests
-        so far, and `reused_tokens`, those of them that no step had to read; `failure`, why it ended
-        before it was told to.
+        so far, and `reused_tokens`, those of them that no step had to read; `failed_steps`, which
+        raised; `failure`, why it ended before it was told to.
     """
 
     def __init__(self, model: Any, *, most_requests: int, batch_tokens: int | None, pages: int | None, prefix_reuse: bool = True) -> None:
@@ -81,7 +86,7 @@ class Worker:
         greedy = GenerationConfig(do_sample=False, eos_token_id=sorted(self.eos) or -1, pad_token_id=0)
         self.most_requests = most_requests
         self.failure: BaseException | None = None
-        self.prompt_tokens = self.reused_tokens = 0
+        self.prompt_tokens = self.reused_tokens = self.failed_steps = 0
         self._jobs: dict[str, Job] = {}  # by the name of a sequence
         self._tickets: dict[str, int] = {}  # likewise, of those with penalties or biases
         self._tables = Tables(most_requests, model.config.get_text_config().vocab_size, model.device)
@@ -92,6 +97,8 @@ class Worker:
         self._manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=paging)
         self._manager.logit_processor = Draws(self._tables)
         self._manager.output_router = _Router(self._arrived)
+        self._device, self._stock_step = model.device, self._manager._generation_loop_body
+        self._manager._generation_loop_body = self._step
         self._manager.start()
         self._thread: threading.Thread = self._manager._generation_thread
         while self._manager.batch_processor is None and self._thread.is_alive():
@@ -174,6 +181,26 @@ class Worker:
             job.reused_tokens[name] = found
         return found
 
+    def _step(self, processor: Any, bootstrapping: bool) -> bool:  # in the worker's thread
+        """A step of transformers' loop. One that fails ends the requests that wait and run; the
+        next ones begin with empty pages. It ends the worker if the GPU is lost.
+
+        bootstrapping: it is the first of two that run at once.
+        """
+        try:
+            more: bool = self._stock_step(processor, bootstrapping)
+            return more
+        except Exception as error:  # whatever a model's code and our kernels may raise
+            if not usable(self._device):
+                raise
+            self.failed_steps += 1
+            _log.error("a step failed, and %d requests with it", self.open, exc_info=error)
+            processor.fail_all_requests(error)
+            processor.reset()
+        while processor.use_async_batching and not bootstrapping and self._step(processor, True):
+            pass
+        return True
+
     def refuse(self, refusal: Refusal) -> None:
         """Refuses all new requests."""
         self._refusal = refusal
@@ -203,7 +230,7 @@ class Worker:
                 continue
             if output.error is not None:
                 self.cancel(job)
-                job.inbox.put_nowait(Refusal(500, FAILED, code="worker_failed"))
+                job.inbox.put_nowait(Refusal(500, STEP_FAILED, code="worker_failed"))
                 continue
             seen = job.lengths[output.request_id]
             tokens, finished = output.generated_tokens[seen:], output.is_finished()
@@ -219,6 +246,14 @@ class Worker:
         self.failure = self._manager.background_thread_status.fatal_error or RuntimeError("its thread ended")
         self.refuse(Refusal(503, FAILED, code="worker_failed"))
         self.abort(Refusal(500, FAILED, code="worker_failed"))
+
+
+def usable(device: torch.device) -> bool:
+    """Whether a device still computes: after some errors a process cannot use its GPU any more."""
+    try:
+        return bool(torch.ones(1, device=device).item())
+    except RuntimeError:
+        return False
 
 
 class _Router:
