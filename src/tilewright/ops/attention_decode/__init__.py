@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ...launch import Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
-from ..common.softmax_tiles import DTYPES, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
-from .calls import MOST_LAUNCHES, MOST_TOKENS, check_codes, check_decode, tokens_by_launch
+from ..common.softmax_tiles import LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
+from .calls import MOST_TOKENS, check_codes, check_decode, check_queries, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -230,14 +230,8 @@ def attention_decode(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(return_lse=return_lse, normalize=normalize)
-    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    check_queries(q)
     batch, q_heads, q_len, head_dim = q.shape
-    if not 1 <= q_len <= MOST_TOKENS * MOST_LAUNCHES:
-        raise argument_error("q.shape[2]", f"in 1..{MOST_TOKENS * MOST_LAUNCHES}", q_len)
-    if not (1 <= head_dim <= 512 or head_dim == 576):
-        raise argument_error("q.shape[-1]", "in 1..512, or 576", head_dim)
-    if q.dtype == torch.float32 and head_dim > 256:
-        raise argument_error("q.shape[-1]", "in 1..256 in float32", head_dim)
     stored = k.dtype if isinstance(k, Tensor) and k.dtype == torch.float8_e4m3fn else q.dtype
     check_tensor(k, "k", ndim=4, dtypes=(stored,), like=q)
     check_heads(q, k, head_dim)

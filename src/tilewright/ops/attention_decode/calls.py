@@ -5,10 +5,29 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...launch import argument_error
-from ..common.softmax_tiles import check_int32, check_per_head
+from ...launch import argument_error, check_tensor
+from ..common.softmax_tiles import DTYPES, check_int32, check_per_head
 
 MOST_TOKENS, MOST_LAUNCHES = 4, 64  # tokens of a launch; launches of a call
+
+
+def check_queries(q: Tensor) -> None:
+    """Raises TypeError or ValueError unless q is [batch, q_heads, q_len, head_dim] of sizes that
+    `attention_decode` takes.
+    """
+    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    q_len, head_dim = q.shape[2:]
+    if not 1 <= q_len <= MOST_TOKENS * MOST_LAUNCHES:
+        raise argument_error("q.shape[2]", f"in 1..{MOST_TOKENS * MOST_LAUNCHES}", q_len)
+    if not (1 <= head_dim <= 512 or head_dim == 576):
+        raise argument_error("q.shape[-1]", "in 1..512, or 576", head_dim)
+    if q.dtype == torch.float32 and head_dim > 256:
+        raise argument_error("q.shape[-1]", "in 1..256 in float32", head_dim)
+
+
+def check_page_size(page_size: int) -> None:
+    if page_size < 16 or page_size & (page_size - 1):
+        raise argument_error("the page size", "a power of two, at least 16", page_size)
 
 
 def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None, sinks: Tensor | None) -> None:
@@ -18,8 +37,7 @@ def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: 
     batch, q_heads = q.shape[:2]
     if block_table is not None:
         check_int32(block_table, "block_table", q, (batch, None))
-        if page_size < 16 or page_size & (page_size - 1):
-            raise argument_error("the page size", "a power of two, at least 16", page_size)
+        check_page_size(page_size)
     for name, given in (("kv_len", kv_len), ("kv_start", kv_start)):
         if given is not None:
             check_int32(given, name, q, (batch,))
