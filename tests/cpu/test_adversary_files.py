@@ -15,7 +15,7 @@ from tilewright.cli import app
 from tilewright.engine.measure import run_transformers
 from tilewright.models import ModelFileError, load
 from tilewright.models.generate import encode, generate
-from tilewright.models.quantized import quantize
+from tilewright.models.quantized import quantize, small
 from tilewright.models.quantized_folder import save_quantized
 from tilewright.testing import tiny_chat
 
@@ -112,6 +112,35 @@ def test_texts_about_a_safetensors_file_are_texts(about: object, tmp_path: Path)
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelFileError, match="must be a safetensors file with texts as __metadata__, got"):
         load(folder)
+
+
+def test_a_name_in_a_file_breaks_no_line_of_an_error(tmp_path: Path) -> None:
+    file = hostile.Gguf()
+    file.put("evil\n\x1b[2J", 13, b"")
+    (tmp_path / "x.gguf").write_bytes(file.content())
+    with pytest.raises(ModelFileError, match=r"a known type of evil\\n\\x1b\[2J, got 13"):
+        load(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("how", ["stored", "coded", "alike"])
+def test_a_head_of_small_weights_is_what_the_file_holds(how: str, tmp_path: Path) -> None:
+    """Where the config tied it, it was the embedding."""
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=1)
+    if how == "alike":
+        model.lm_head.weight.data = model.model.embed_tokens.weight.data.clone()
+    quantize(model, "int8")
+    if how == "coded":
+        model.lm_head = small(model.lm_head, "int8", torch.device("cpu"))
+    save_quantized(model, None, "int8", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
+    found = load(tmp_path, dtype=torch.bfloat16).model
+    head = found.lm_head
+    assert found.config.tie_word_embeddings == (how == "alike") == (getattr(head, "weight", None) is found.model.embed_tokens.weight)
+    if how == "coded":
+        assert torch.equal(head.wide, model.lm_head.wide)
+    else:
+        assert torch.equal(head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("name", ["", "weight", "auto_map"])

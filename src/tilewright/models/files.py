@@ -35,7 +35,12 @@ class ModelFileError(ValueError):
 
 def file_error(path: Path, be: object, was: object) -> ModelFileError:
     """The error to raise: `raise file_error(path, "a GGUF file", "a folder")`."""
-    return ModelFileError(f"{path} must be {be!s:.{2 * LONGEST}}, got {was!s:.{LONGEST}}")
+    return ModelFileError(f"{path} must be {_shown(be, 2 * LONGEST)}, got {_shown(was, LONGEST)}")
+
+
+def _shown(text: object, most: int) -> str:
+    """In one line: a name in a file may hold any character."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:most])[:most]
 
 
 @contextmanager

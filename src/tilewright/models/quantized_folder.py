@@ -103,13 +103,23 @@ def load_quantized(
         tensors = {_renamed(name): read(name) for name in plain}
         plain = set(tensors)
         misshapen = [(n, tuple(t.shape), tuple(state[n].shape)) for n, t in tensors.items() if n in state and t.shape != state[n].shape]
-        tied = {name for name in getattr(model, "all_tied_weights_keys", {}) if config.tie_word_embeddings}
-        missing = {name for name, tensor in state.items() if tensor.is_meta} - plain - tied
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {}) if config.tie_word_embeddings else {}
+        if any(_apart(name, other, coded, tensors) for name, other in tied.items()):
+            model.config.tie_word_embeddings, tied = False, {}  # what the files hold counts, as in transformers
+        missing = {name for name, tensor in state.items() if tensor.is_meta} - plain - tied.keys()
         refuse_other_weights(folder, config.model_type, missing, plain - state.keys(), misshapen)
         floats = {name: tensor.to(state[name].dtype) for name, tensor in tensors.items()}
         model.load_state_dict(floats, strict=False, assign=True)
-    model.tie_weights()
+    if tied:
+        model.tie_weights()
     return model.eval()
+
+
+def _apart(name: str, other: str, coded: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether files hold another weight than the one that a config ties it to."""
+    if name.rpartition(".")[0] in coded:
+        return True
+    return name in tensors and other in tensors and not torch.equal(tensors[name], tensors[other])
 
 
 def _check_shape(folder: Path, path: str, weight: QuantizedWeight, shape: tuple[int, int]) -> None:
