@@ -10,6 +10,7 @@ import typer
 
 from . import cli_models  # noqa: F401 adds its verbs
 from .cli_app import SUITES, DeviceName, Gpu, Jobs, Json, Ops, app, option, verb
+from .command_line import check_name
 from .command_line import refuse as _refuse
 
 
@@ -29,12 +30,9 @@ def bench(  # noqa: PLR0913 an option each
     device: Gpu = "cuda",
 ) -> int:
     """Time ops on a GPU, one line per case; --json appends JSON lines."""
-    _refuse(
-        {
-            f"--suite must be one of {', '.join(SUITES)}, got {suite!r}": suite not in ("", *SUITES),
-            "--draw and --seed must come together, and without --suite": bool(suite and (draw or seed)),
-        }
-    )
+    if suite:
+        check_name("--suite", SUITES, suite)
+    _refuse({"--draw and --seed must come together, and without --suite": bool(suite and (draw or seed))})
     how: Any = {"json_file": json_file, "case": case, "peers": peers, "seconds": seconds, "device": device}
     if suite == "decode":
         from .engine.suite import decode_command

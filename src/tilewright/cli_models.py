@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from .cli_app import ENGINES, DeviceName, Dtype, Json, Trust, Weights, option, verb
-from .command_line import full_gpu_explained, prompts_of
+from .command_line import check_name, full_gpu_explained, prompts_of
 from .command_line import refuse as _refuse
 
 
@@ -79,10 +79,10 @@ def generate(  # noqa: PLR0913 an option each
     """Generate text; or, with --prompt-tokens, measure the speed: times, kernels, share of the
     bandwidth floor.
     """
+    check_name("--engine", ENGINES, engine)
     _refuse(
         {
             "exactly one of --prompt, --prompt-file and --prompt-tokens must be given": bool(prompt) + bool(prompt_file) + (prompt_tokens > 0) != 1,
-            f"--engine must be {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, got {engine!r}": engine not in ENGINES,
             f"--batch must be 1 with --engine mega, got {batch}": engine == "mega" and batch not in (None, 1),
             "--compiled must come with --compare and --prompt-tokens": compiled and not (compare and prompt_tokens),
             "--batch must come with --prompt-file, one prompt per line, or with --prompt-tokens": batch is not None and bool(prompt),

@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,14 @@ def prompts_of(file: Path, *, lines: bool) -> list[str]:
     if not text.strip():
         raise ValueError(f"--prompt-file must hold a prompt, got {str(file)!r}, an empty file")
     return found
+
+
+def check_name(option: str, known: Iterable[str], name: str) -> None:
+    """Raises ValueError that names the nearest, unless a name is known."""
+    if name not in known:
+        from .launch import one_of
+
+        raise ValueError(f"{option} must be {one_of(known, name)}, got {name!r}")
 
 
 def refuse(rules: dict[str, bool]) -> None:

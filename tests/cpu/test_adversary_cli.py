@@ -1,6 +1,7 @@
 """What an adversary did to the command line: files that do not run, options that mean nothing."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ from typer.testing import CliRunner, Result
 
 from tilewright import cli
 from tilewright.compile.build import worker_pool
+from tilewright.engine.problems import of_engine
+from tilewright.launch import Device
+from tilewright.launch.names import nearest
+from tilewright.ops.common.mx import mx_named
 
 HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
 
@@ -53,7 +58,7 @@ def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: s
         (("interpret", "k.py:k", "--block-order", "\u00b2"), "--block-order must be forward, reverse or a seed, got '\u00b2'"),
         (("learn", "attention", "--seq", "\u00b2"), "--seq must be lengths like 1024,2048, got '\u00b2'"),
         (("tune", "--pack", "p", "--raw", "nowhere"), "--raw must be a folder of raw times, as --survey makes them, got nowhere"),
-        (("difftest", "--schedule", "x"), "device must be one of ["),
+        (("difftest", "--schedule", "x"), "device must be one of A100, "),
         (("difftest", "--position", "-1"), "Invalid value for '--position'"),
         (("difftest", "--blocks", "-1"), "Invalid value for '--blocks'"),
     ],
@@ -65,6 +70,53 @@ def test_an_option_that_means_nothing_is_refused(arguments: tuple[str, ...], mes
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+MEANT = {
+    ("verify", "rms_nrom"): "op must be rms_norm (did you mean that?) or one of ",
+    ("compile", "RMSNorm"): "op must be rms_norm (did you mean that?) or one of ",
+    ("bench", "--suite", "decod"): "--suite must be decode (did you mean that?) or one of playbook, llm, seeds, decode, got 'decod'",
+    ("generate", "--model", "x", "--prompt", "x", "--engine", "grpah"): "--engine must be graph (did you mean that?) or one of auto, mega,",
+    ("generate", "--model", "llama3.1-8b", "--prompt", "x"): "model must be Llama-3.1-8B (did you mean that?), a folder with config.json",
+    (
+        "generate",
+        "--model",
+        "Llama-3.2-1B",
+        "--prompt",
+        "x",
+        "--weights",
+        "int-128",
+    ): "weight_format must be int4-128 (did you mean that?) or one of int4-128,",
+    ("generate", "--model", "Llama-3.2-1B", "--prompt", "x", "--dtype", "bfloat"): "--dtype must be bfloat16 (did you mean that?) or one of float32,",
+    ("learn", "atention"): "subject must be attention (did you mean that?) or one of attention, gemm, decode, got 'atention'",
+    ("verify", "zzz"): "op must be one of ",
+}
+
+
+@pytest.mark.parametrize("arguments", MEANT)
+def test_a_name_that_is_none_is_told_the_nearest_first(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *given, **options: pytest.fail("made weights"))
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {MEANT[arguments]}")
+
+
+def test_a_library_tells_the_nearest_too() -> None:
+    for call, message in (
+        (lambda: of_engine("Qwen2-7b", Device.named("H200")), "model must be Qwen2-7B \\(did you mean that"),
+        (lambda: Device.named("h100"), "device must be H100 \\(did you mean that"),
+        (lambda: mx_named("mxfp-8"), "mx_format must be mxfp8 \\(did you mean that"),
+    ):
+        with pytest.raises((KeyError, ValueError), match=message):
+            call()
+
+
+def test_an_enormous_name_is_compared_in_no_time() -> None:
+    """difflib's time grows with the square of a text."""
+    began = time.process_time()
+    assert nearest("rms_norm" * 1_000_000, ["rms_norm", "rope"]) is None
+    assert nearest("", []) is None
+    assert time.process_time() - began < 1
 
 
 def test_compilers_hear_no_ctrl_c_before_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
             "error: --prompt-file: /dev/null must be a regular file, got a device; - reads",
         ),
         (("generate", "--model", "nowhere", "--prompt-file", sys.executable), "error: --prompt-file must be UTF-8 text, got"),
-        (("generate", "--model", "x", "--prompt", "x", "--engine", "fast"), "error: --engine must be auto, mega, graph, eager or tr"),
+        (("generate", "--model", "x", "--prompt", "x", "--engine", "fast"), "error: --engine must be one of auto, mega, graph, eager, tr"),
         (("generate", "--model", "x", "--prompt", "x", "--engine", "graph", "--device", "cpu"), "error: --engine must be eager or transformers on a"),
         (("generate", "--model", "x", "--prompt-tokens", "4", "--compiled"), "error: --compiled must come with --compare"),
         (("generate", "--model", "x", "--prompt", "x", "--tp", "2"), "error: --engine must be graph or eager with --tp, got 'transformers'"),

@@ -6,7 +6,7 @@ Tuner and benchmark use them.
 import torch
 
 from .. import ops
-from ..launch import Device, decisions, traced
+from ..launch import Device, decisions, one_of, traced
 from ..models.configs import CONFIGS
 from ..testing import op_name
 from ..testing.problems import Task
@@ -32,7 +32,7 @@ def of_engine(name: str, device: Device) -> list[Task]:
     Raises: KeyError that names the known models; ImportError without transformers.
     """
     if name not in CONFIGS:
-        raise KeyError(f"model must be one of {', '.join(CONFIGS)}, got {name!r}")
+        raise KeyError(f"model must be {one_of(CONFIGS, name)}, got {name!r}")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:

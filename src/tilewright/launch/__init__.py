@@ -28,6 +28,7 @@ from .device import Cost, Device, chosen_device, require_gpu
 from .environment import warn_of_unknown
 from .far import check_near
 from .launches import Launch, hints
+from .names import one_of
 from .run import Bound, Traced, counted, traced
 from .torch_op import torch_op
 
@@ -62,6 +63,7 @@ __all__ = [
     "forget_plans",
     "hints",
     "next_pow2",
+    "one_of",
     "out_or_new",
     "overlap",
     "require_gpu",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .context import traced_device
+from .names import one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Device:
         Raises: KeyError naming the known ones.
         """
         if name not in KNOWN:
-            raise KeyError(f"device must be one of {sorted(KNOWN)}, got {name!r}")
+            raise KeyError(f"device must be {one_of(sorted(KNOWN), name)}, got {name!r}")
         return KNOWN[name]
 
     @staticmethod

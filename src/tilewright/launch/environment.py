@@ -1,8 +1,9 @@
 """Environment variables that the package reads, and the ones that were probably meant as one."""
 
-import difflib
 import warnings
 from collections.abc import Iterable
+
+from .names import nearest
 
 PREFIX = "TILEWRIGHT_"
 KNOWN = ("TILEWRIGHT_API_KEY", "TILEWRIGHT_CACHE_DIR", "TILEWRIGHT_CHECK", "TILEWRIGHT_SHOW_PLANS")
@@ -16,7 +17,7 @@ def warn_of_unknown(names: Iterable[str]) -> None:
         return
     said = []
     for name in unknown[:8]:
-        near = difflib.get_close_matches(name[len(PREFIX) :].upper(), [known.removeprefix(PREFIX) for known in KNOWN], 1)
-        said.append(f"{name[:80]} ({PREFIX}{near[0]} is one)" if near else name[:80])
+        near = nearest(name[len(PREFIX) :], [known.removeprefix(PREFIX) for known in KNOWN])
+        said.append(f"{name[:80]} ({PREFIX}{near} is one)" if near else name[:80])
     told = ", ".join(said) + (", ..." if len(unknown) > 8 else "")
     warnings.warn(f"environment: no variable of tilewright is called {told}; they are {', '.join(KNOWN)}", RuntimeWarning, stacklevel=3)

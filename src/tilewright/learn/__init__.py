@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..launch import argument_error
+from ..launch import argument_error, one_of
 from .ladder import Ladder, Step
 
 __all__ = ["SEQ_LENS", "Ladder", "Step", "ladders"]
@@ -29,7 +29,7 @@ def ladders(
     if subject == "attention":
         return tuple(_attention(seq_len, sizes, causal) for seq_len in seq_lens or (2048,))
     if subject not in ("gemm", "decode"):
-        raise KeyError(f"subject must be one of attention, gemm, decode, got {subject!r}")
+        raise KeyError(f"subject must be {one_of(('attention', 'gemm', 'decode'), subject)}, got {subject!r}")
     for name, given in {"seq": seq_lens, **sizes, "non-causal": not causal}.items():
         if given:
             raise argument_error(name, "given only with attention", given)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..interpret.threads import choose_threads_once
-from ..launch import argument_error, chosen_device
+from ..launch import argument_error, chosen_device, one_of
 from ..launch.files import write_json
 from ..ops.common.weight_formats import format_named
 from .generate import GREEDY, Comparison, Draw, compare, encode
@@ -35,7 +35,7 @@ def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tup
     where = chosen_device(device)
     dtype = dtype or ("float32" if where.type == "cpu" and weights is None else "bfloat16")
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"--dtype must be {one_of(DTYPES, dtype)}, got {dtype!r}")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..launch import argument_error, check_bools, check_integers, checked_device
+from ..launch.names import nearest
+from ..ops.common.weight_formats import format_named
 from .configs import CONFIGS
 from .files import require_transformers
 from .folder import load_folder
@@ -85,6 +87,8 @@ def load(  # noqa: PLR0913 options by keyword
     if not 0 <= layers <= most:
         raise argument_error("layers", f"0 (all) to {most}" if layers > most else "0 (all) or more", layers)
     path, kind = _kind(source)
+    if weights not in (None, AS_STORED):
+        format_named(weights)  # before anything is made
     if weights == AS_STORED and kind is not _Kind.GGUF:
         raise argument_error("weights", f"a format, or {AS_STORED} with a .gguf file", f"{AS_STORED!r} with {source}")
     require_transformers("tilewright.load")
@@ -151,8 +155,10 @@ def _kind(source: str | Path) -> tuple[Path, _Kind]:
         return path, _Kind.FOLDER
     if is_name(source):
         return path, _Kind.HUB
+    near = nearest(source, CONFIGS)
+    first = "" if near is None else f"{near} (did you mean that?), "
     raise argument_error(
-        "model", f"a folder with config.json, a .gguf file, org/name of the Hugging Face hub, or one of {', '.join(CONFIGS)}", source
+        "model", f"{first}a folder with config.json, a .gguf file, org/name of the Hugging Face hub, or one of {', '.join(CONFIGS)}", source
     )
 
 

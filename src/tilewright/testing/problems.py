@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import ops
+from ..launch import one_of
 from ..launch.files import read_regular
 from ..launch.table import LARGEST, rebuilt
 from .check import op_name
@@ -32,7 +33,7 @@ def _parsed(path: Path, known: dict[str, ModuleType]) -> Iterator[Task]:
         try:
             entry = json.loads(line)
             if entry["op"] not in known:
-                raise ValueError(f"op must be one of {', '.join(known)}, got {entry['op']!r}")
+                raise ValueError(f"op must be {one_of(known, entry['op'])}, got {entry['op']!r}")
             op = known[entry["op"]]
             yield op, rebuilt(op.Problem, entry["problem"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,0 +1,20 @@
+"""Errors about a name that is none of those known: the nearest first."""
+
+import difflib
+from collections.abc import Iterable
+
+ALIKE = 0.7  # of the characters: at 0.6 "all" is meant to be "llm"
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one, in whichever case; None if none is."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(str(name)[:100].lower(), by_lower, 1, ALIKE)
+    return by_lower[found[0]] if found else None
+
+
+def one_of(known: Iterable[str], name: object) -> str:
+    """What a name must be: `argument_error("op", one_of(names, name), repr(name))`."""
+    known = list(known)
+    near = nearest(name, known)
+    return (f"{near} (did you mean that?) or " if near is not None else "") + f"one of {', '.join(known)}"
