@@ -21,7 +21,7 @@ from tilewright.testing import tiny_chat
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("value", ["2", 2.0, True, {"a": 1}, [None], [[2]], -2, 1 << 31, 1 << 80])
+@pytest.mark.parametrize("value", ["2", 2.0, True, {"a": 1}, [None], [[2]], [], -2, 1 << 31, 1 << 80])
 def test_a_token_that_is_no_number_of_one_is_refused(name: str, value: object, tmp_path: Path) -> None:
     """Of the three, only the first was looked at, and only for its type."""
     folder = hostile.write_folder(tmp_path / "model")
@@ -46,6 +46,22 @@ def test_a_number_that_a_server_would_draw_by_is_refused(name: str, value: float
 def test_a_switch_of_a_config_is_true_or_false(key: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=f"a config with true or false as {key}, got 'x'"):
         load(hostile.write_folder(tmp_path, **{key: "x"}))
+
+
+def test_a_config_of_tuples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="return_dict false"):
+        load(hostile.write_folder(tmp_path, return_dict=False))
+
+
+def test_a_rotation_that_cannot_be_computed_is_an_error_of_its_file(tmp_path: Path) -> None:
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=1)
+    quantize(model, "int8")
+    save_quantized(model, None, "int8", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["rope_parameters"] |= {"low_freq_factor": True, "high_freq_factor": True, "factor": True}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelFileError, match=r"config\.json must be a config that transformers takes"):
+        load(tmp_path, dtype=torch.bfloat16)
 
 
 OPTIONS = {

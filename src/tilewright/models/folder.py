@@ -136,6 +136,8 @@ def _check_values(path: Path, config: dict[str, Any], trust_remote_code: bool) -
     for key, be in _NOT_SUPPORTED.items():
         if key in config:
             raise file_error(path, f"a config of {be}", f"one with {key}")
+    if config.get("return_dict") is False:
+        raise file_error(path, "a config of a model that returns objects", "one with return_dict false")
     for key in _SWITCHES:
         if not isinstance(config.get(key), bool | None):
             raise file_error(path, f"a config with true or false as {key}", repr(config[key])[:80])

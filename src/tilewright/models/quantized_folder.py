@@ -69,7 +69,8 @@ def load_quantized(
     check_method(folder / "config.json", said)
     del config.quantization_config  # what becomes of the model is no longer coded by others
     model = outline(folder, config, dtype, stored=len(stored))
-    make_buffers(model, "cpu")
+    with read_by_others(folder / "config.json", "a config that transformers takes"):
+        make_buffers(model, "cpu")
     coded, mixtures, plain = _sorted(folder, model, stored)
     with _opened(folder) as read:
 

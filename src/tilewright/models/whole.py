@@ -118,7 +118,7 @@ def check_generation(path: Path, said: Mapping[str, Any]) -> None:
     for name, be in (("eos_token_id", "token, or a list of tokens,"), ("bos_token_id", "token"), ("pad_token_id", "token")):
         value = said.get(name)
         tokens = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if value is not None and not all(type(token) is int and -1 <= token < 1 << 31 for token in tokens):  # -1: none, as some say
+        if value is not None and not (tokens and all(type(token) is int and -1 <= token < 1 << 31 for token in tokens)):  # -1: none, as some say
             raise file_error(path, f"a model with the number of a {be} as {name}", repr(value)[:80])
     for name, (least, most) in DRAWN_BY.items():
         value = said.get(name)
