@@ -110,7 +110,7 @@ def test_what_an_mlp_computes_is_found_whatever_its_format_holds(weights: str) -
     quantize(model, weights)
     mlp = model.model.layers[0].mlp
     assert place_of(mlp) == (BF16, torch.device("cpu"))
-    assert mlp_of(mlp) == (("gate_proj", "up_proj", "down_proj"), False)
+    assert mlp_of(mlp) == (("gate_proj", "up_proj", "down_proj"), False, (1.0, 1.0))
 
 
 def test_words_are_held_once_and_are_the_modules_again() -> None:
