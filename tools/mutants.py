@@ -288,6 +288,12 @@ MUTANTS = [
     Mutant("engine/mega/attend.py", "            own = ct.full(own.shape, FLOOR, ct.float32)\n", "            own = own\n", "cpu/test_mega.py"),
     Mutant("engine/mega/shape.py", "start + number * some // blocks", "start + number * (some // blocks)", "cpu/test_mega.py"),
     Mutant("models/serve.py", "return Path(loaded.source).name", "return loaded.source", "cpu/test_serving.py"),
+    Mutant("ops/attention/decision.py", "LEAST_SINGLE // c.tile_n if c.tf32x3 else 0", "0", "cpu/test_single_attention.py"),
+    Mutant("ops/common/rows.py", "problem.rows <= device.sms // MOST_CLUSTER", "problem.rows < 0", "cpu/test_rows.py -k wide_and_few"),
+    Mutant("testing/fuzz.py", "squares.sum() ** 2 / squares", "squares.numel() * squares.sum() / squares", "fuzz/test_fuzz.py -k carry"),
+    Mutant("bench/linear_peers.py", "bool(inputs[\"g\"].dim() < inputs[\"k\"].dim())", "inputs[\"x\"] is None", "cpu/test_bench_peers.py -k knows_its_peers"),
+    Mutant("ops/quantize_mx.py", "stored = x.new_empty(shape, dtype=of.stored_dtype)", "stored = x.new_empty(shape, dtype=of.scale_dtype)", "cpu/test_ops.py -k one_graph"),
+    Mutant("engine/command.py", "kv_dtype and f\"kv={kv_dtype}\"", "\"\"", "cpu/test_cli.py -k weights_and_the_cache"),
 ]  # fmt: skip
 
 
