@@ -5,7 +5,7 @@ import torch
 
 from tilewright import ops
 from tilewright.cli import app
-from tilewright.ops import layer_norm, rms_norm
+from tilewright.ops import layer_norm, moe_route, rms_norm
 from tilewright.testing import fuzz, op_name
 from tilewright.testing.definitions import DEFINITIONS
 from tilewright.testing.fuzz import Family, Layout, fuzz_command
@@ -38,6 +38,13 @@ def test_one_seed_is_one_sequence_of_problems():
 
     assert drawn(5) == drawn(5)
     assert len({str(drawn(seed)) for seed in range(20)}) > 10
+
+
+def test_of_equal_groups_the_first_take_part():
+    logits = torch.randint(0, 3, (64, 16), generator=torch.Generator().manual_seed(0)).float()
+    options = {"sigmoid": False, "bias": None, "normalize": True, "scale": 1.0, "groups": 8, "top_groups": 3}
+    found = DEFINITIONS["moe_route"](logits, 5, **options)[0]
+    assert torch.allclose(found, moe_route.reference(logits, 5, **options)[0])
 
 
 def test_a_result_has_as_many_elements_as_carry_its_rms():

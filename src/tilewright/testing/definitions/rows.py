@@ -417,7 +417,7 @@ def moe_route(
     if groups:
         inside = by.unflatten(-1, (groups, -1))
         strength = inside.topk(min(2, inside.shape[-1]), -1)[0].sum(-1) if bias is not None else inside.amax(-1)
-        best = strength.topk(top_groups, -1)[1]
+        best = strength.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]  # of equal groups the first
         taking_part = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, best, True)
         by = torch.where(taking_part[..., None], inside, -torch.inf).flatten(-2)
     chosen, ids = torch.sort(by, dim=-1, descending=True, stable=True)
