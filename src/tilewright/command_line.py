@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,12 @@ def prompts_of(file: Path, *, lines: bool) -> list[str]:
     return found
 
 
-def check_name(option: str, known: Iterable[str], name: str) -> None:
-    """Raises ValueError that names the nearest, unless a name is known."""
+def check_name(option: str, known: Collection[str], name: str) -> None:
+    """`launch.check_name`, which is imported only for a wrong name: usage errors need no torch."""
     if name not in known:
-        from .launch import one_of
+        from .launch import check_name as fail
 
-        raise ValueError(f"{option} must be {one_of(known, name)}, got {name!r}")
+        fail(option, known, name)
 
 
 def refuse(rules: dict[str, bool]) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from .. import ops
 from ..compile.ahead import Ahead
 from ..compile.job import one_line
-from ..launch import Device, one_of, require_gpu
+from ..launch import Device, check_name, require_gpu
 from ..testing import op_name
 from ..testing.cases import cases
 from ..testing.drawn import draw_all
@@ -62,8 +62,8 @@ def bench_command(  # noqa: PLR0913 an option each
     began = time.monotonic()
     console = Console(soft_wrap=True, highlight=False)
     chosen = ops.named(names)
-    if suite and suite not in SUITES:
-        raise ValueError(f"--suite must be {one_of(SUITES, suite)}, got {suite!r}")
+    if suite:
+        check_name("--suite", SUITES, suite)
     if bool(draw) != bool(draw_seeds) or (draw and (suite or problems)):
         raise ValueError("--draw and --seed must come together, and without --suite")
     check_seeds(draw_seeds)

@@ -28,7 +28,7 @@ from .device import Cost, Device, chosen_device, require_gpu
 from .environment import warn_of_unknown
 from .far import check_near
 from .launches import Launch, hints
-from .names import one_of
+from .names import check_name, one_of
 from .run import Bound, Traced, counted, traced
 from .torch_op import torch_op
 
@@ -46,6 +46,7 @@ __all__ = [
     "check_bools",
     "check_finite",
     "check_integers",
+    "check_name",
     "check_near",
     "check_number",
     "check_out",

@@ -1,7 +1,7 @@
 """Errors about a name that is none of those known: the nearest first."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 ALIKE = 0.7  # of the characters: at 0.6 "all" is meant to be "llm"
 
@@ -13,8 +13,14 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def check_name(what: str, known: Collection[str], name: str) -> None:
+    """Raises ValueError that names the nearest, unless a name is known."""
+    if name not in known:
+        raise ValueError(f"{what} must be {one_of(known, name)}, got {name!r}")
+
+
 def one_of(known: Iterable[str], name: object) -> str:
-    """What a name must be: `argument_error("op", one_of(names, name), repr(name))`."""
+    """What a name must be."""
     known = list(known)
     near = nearest(name, known)
     return (f"{near} (did you mean that?) or " if near is not None else "") + f"one of {', '.join(known)}"

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..interpret.threads import choose_threads_once
-from ..launch import argument_error, chosen_device, one_of
+from ..launch import argument_error, check_name, chosen_device
 from ..launch.files import write_json
 from ..ops.common.weight_formats import format_named
 from .generate import GREEDY, Comparison, Draw, compare, encode
@@ -34,8 +34,7 @@ def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tup
     """
     where = chosen_device(device)
     dtype = dtype or ("float32" if where.type == "cpu" and weights is None else "bfloat16")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be {one_of(DTYPES, dtype)}, got {dtype!r}")
+    check_name("--dtype", DTYPES, dtype)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:

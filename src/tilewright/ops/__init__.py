@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from ..launch import one_of
+from ..launch import check_name
 from . import (
     adjust_logits,
     argmax,
@@ -89,6 +89,5 @@ def named(names: list[str] | None) -> list[ModuleType]:
     """
     known = {op.__name__.rpartition(".")[2]: op for op in ALL}
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"op must be {one_of(known, name)}, got {name!r}")
+        check_name("op", known, name)
     return [known[name] for name in names] if names else list(ALL)

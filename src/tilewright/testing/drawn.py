@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..launch import one_of
+from ..launch import check_name
 from ..launch.table import plain, read_rows, shipped_file
 from ..select.neighbours import size_names
 from .cases import cases
@@ -111,8 +111,7 @@ def listed(op: ModuleType) -> frozenset[Sized]:
 
 
 def _problems(kind: str, seed: int) -> Iterator[Any]:
-    if kind not in SURVEYED:
-        raise ValueError(f"kind must be {one_of(SURVEYED, kind)}, got {kind!r}")
+    check_name("kind", SURVEYED, kind)
     op, sizes = op_of_kind(kind), Sizes(f"{kind} {seed}")
     one: Callable[[Sizes], Any] = getattr(import_module(f"{__package__}.cases.{op_name(op)}"), "_".join(("drawn", *kind.split()[1:])))
     taken = set(listed(op))

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import ops
-from ..launch import one_of
+from ..launch import check_name
 from ..launch.files import read_regular
 from ..launch.table import LARGEST, rebuilt
 from .check import op_name
@@ -32,8 +32,7 @@ def _parsed(path: Path, known: dict[str, ModuleType]) -> Iterator[Task]:
             continue
         try:
             entry = json.loads(line)
-            if entry["op"] not in known:
-                raise ValueError(f"op must be {one_of(known, entry['op'])}, got {entry['op']!r}")
+            check_name("op", known, entry["op"])
             op = known[entry["op"]]
             yield op, rebuilt(op.Problem, entry["problem"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -18,7 +18,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_tensor, one_of
+from ...launch import argument_error, check_name, check_tensor
 from .fp8 import APPROX, TINY, codes_of, power_of_two, scale_of
 from .weight_formats import E2M1, FORMATS, LARGEST, nearest_codes, values
 
@@ -75,8 +75,7 @@ MX_FORMATS = {
 
 def mx_named(name: str) -> MxFormat:
     """Raises ValueError naming the known ones."""
-    if name not in MX_FORMATS:
-        raise argument_error("mx_format", one_of(MX_FORMATS, name), repr(name))
+    check_name("mx_format", MX_FORMATS, name)
     return MX_FORMATS[name]
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import argument_error, check_tensor, dtype_name, one_of
+from ...launch import argument_error, check_name, check_tensor, dtype_name
 
 ROWS, WORDS = 64, 16  # of a panel: rows, and words of each row in a run
 PLANE = 2 * WORDS  # k
@@ -114,8 +114,7 @@ FORMATS = {
 
 def format_named(name: str) -> WeightFormat:
     """Raises ValueError naming the known ones."""
-    if name not in FORMATS:
-        raise argument_error("weight_format", one_of(FORMATS, name), repr(name))
+    check_name("weight_format", FORMATS, name)
     return FORMATS[name]
 
 
