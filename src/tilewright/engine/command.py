@@ -309,7 +309,8 @@ def divergence(truth: Tensor, ours: Tensor) -> Tensor:
     return F.kl_div(ours.double().log_softmax(-1), truth.double().log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
 
-def _equal(a: Run, b: Run) -> float:
+def equal(a: Run, b: Run) -> float:
+    """The share of equal tokens, place by place."""
     pairs = [x == y for one, two in zip(a.tokens, b.tokens, strict=True) for x, y in zip(one, two, strict=True)]
     return sum(pairs) / len(pairs)
 
@@ -341,7 +342,7 @@ def rows_of(found: Measured) -> Iterator[dict[str, Any]]:
             "peers": {peer_names[name]: round(run.tokens_per_s / other.tokens_per_s, 4) for name, other in theirs.items()},
             "peer_tokens_per_s": {peer_names[name]: round(other.tokens_per_s, 2) for name, other in theirs.items()},
             "peer_tpot_ms": {peer_names[name]: round(other.step_ms(50), 4) for name, other in theirs.items()},
-            "equal_tokens": {peer_names[name]: round(_equal(run, other), 4) for name, other in theirs.items()},
+            "equal_tokens": {peer_names[name]: round(equal(run, other), 4) for name, other in theirs.items()},
             "kl": {name: dataclasses.asdict(d) for name, d in found.distances.items()},
             "kernels": [dataclasses.asdict(k) for k in run.kernels],
             "versions": {**versions(), "transformers": version("transformers")},
@@ -373,7 +374,7 @@ def _show(console: Console, found: Measured) -> None:
             f"{run.memory_bytes / 1e9:.1f}" if run.memory_bytes else "-",
             f"{distance.mean:.2e}" if distance else "-",
             f"{distance.worst:.2e}" if distance else "-",
-            f"{100 * _equal(run, runs[0]):.0f} %" if run is not runs[0] else "-",
+            f"{100 * equal(run, runs[0]):.0f} %" if run is not runs[0] else "-",
         )
     console.print(table)
     if floor_ms is not None:
@@ -386,7 +387,7 @@ def _show(console: Console, found: Measured) -> None:
     if "tilewright mega" in by_name:
         mega = next(run for run in runs if run.name == "tilewright mega")
         other = next(run for run in runs if run.name in ("tilewright graph", "tilewright eager"))
-        console.print(f"tokens of mega and {other.name.removeprefix('tilewright ')} equal: {100 * _equal(mega, other):.0f} %")
+        console.print(f"tokens of mega and {other.name.removeprefix('tilewright ')} equal: {100 * equal(mega, other):.0f} %")
     elif "tilewright graph" in by_name:
         same = by_name["tilewright graph"] == by_name["tilewright eager"]
         console.print(f"tokens of graph and eager equal: {'yes' if same else 'NO'}", style="green" if same else "bold red")

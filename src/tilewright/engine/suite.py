@@ -22,7 +22,7 @@ from ..bench.ceilings import Ceilings
 from ..bench.command import ready
 from ..bench.report import append_jsonl
 from ..models import Loaded, load
-from .command import Measured, Sizes, case_of, collect, prompts_of, ready_engine, rows_of
+from .command import Measured, Sizes, case_of, collect, equal, prompts_of, ready_engine, rows_of
 from .engine import Engine
 from .measure import Run, profiled, run_engine, run_transformers
 from .mega.pack import dims_of_config
@@ -90,7 +90,7 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
             runs.append(run_transformers(model, "transformers compiled", prompts, case.new, cache_implementation="static"))
             torch.compiler.reset()
         collect()
-    written: dict[str, list[list[int]]] = {}
+    written: dict[str, Run] = {}
     for mode in (mode for mode in MODES if cuda or mode != "graph"):
         name = f"{case_of(loaded, 1, case.prompt, case.new)} mode={mode}"
         try:
@@ -102,14 +102,14 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
             console.print(f"{name}: not run ({error})")
             continue
         collect()
-        written[mode] = run.tokens
+        written[mode] = run
         found = Measured.of(loaded, Sizes(1, case.prompt, case.new), None)
         found.runs, found.floor_ms, found.start_s = [*runs, run], 1e-6 * size / ceilings.read_gbs, start_s
         (row,) = rows_of(found)
         row |= {"op": "decode", "step_bytes": size, "gbs": round(size / row["time_us"] / 1e3, 1), "read_gbs": round(ceilings.read_gbs, 1)}
         row |= {"read_pct": row["floor_pct"], "kernel_us": steps_us, "mode": mode, "keys": case.prompt + case.new // 2}
         row["sizes"] = asdict(dims_of_config(model.config))
-        row["equal_tokens"] |= {f"tilewright {other}": float(tokens == run.tokens) for other, tokens in written.items() if other != mode}
+        row["equal_tokens"] |= {f"tilewright {other}": round(equal(run, theirs), 4) for other, theirs in written.items() if other != mode}
         yield row
 
 
