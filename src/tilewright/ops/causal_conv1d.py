@@ -190,7 +190,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     main = Launch.of(causal_conv1d_kernel, (_places(p, c) * columns,), p, c, constants | has_bias, optional=optional, pdl=pdl)
     if p.one or not p.taps:
         return (main,)
-    return main, Launch.of(keep_kernel, (p.batch * columns,), p, c, constants, optional={"cu_seqlens": p.varlen}, occupancy=None)
+    return main, Launch.of(keep_kernel, (p.batch * columns,), p, c, constants, optional={"cu_seqlens": p.varlen}, occupancy=None, pdl=True)
 
 
 def sequence(X, OUT, CU_SEQLENS, seq, tokens, VARLEN):
@@ -330,6 +330,7 @@ def keep_kernel(
     """The last TAPS inputs of each sequence into its state. Grid (sequences * tiles of channels);
     arrays as of the other.
     """
+    pdl_overlap()
     columns = ct.cdiv(COLS, TILE_N)
     j, seq = ct.bid(0) % columns, ct.bid(0) // columns
     X, _, n = sequence(of_width(X, COLS), X, CU_SEQLENS, seq, tokens, VARLEN)
