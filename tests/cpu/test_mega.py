@@ -207,6 +207,9 @@ def test_auto_takes_what_was_the_faster_one(small, tmp_path) -> None:
         return faster(config, device, dtype, max_len, rows(table))
 
     assert chosen() == "graph"  # nothing was measured
+    measured(k96=(880.0, 760.0))
+    assert chosen(max_len=3072) == "mega"
+    assert chosen() == "graph"  # nothing was measured near so many keys
     measured(k96=(880.0, 760.0), k8192=(1000.0, 1100.0))
     assert chosen() == "mega"
     assert chosen(max_len=8192) == "graph"

@@ -23,6 +23,7 @@ from .parallel import Group
 
 Mode = Literal["eager", "graph", "mega", "auto"]
 SHIPPED = Path(__file__).with_name("modes.jsonl")
+REACH = 32  # times as many keys as were measured, at most
 KEPT = ("gpu", "dtype", "sizes", "keys", "mode", "time_us", "date", "clocks")
 Row = dict[str, Any]
 
@@ -53,14 +54,20 @@ def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, bey
 
 
 def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table: Iterable[Row]) -> Mode:
-    """ "mega" or "graph". Of rows of the same mode and keys the first counts."""
+    """ "mega" or "graph". Of rows of the same mode and keys the first counts.
+
+    "graph" too where max_len is far beyond all measured keys: attention over many keys is what the
+    megakernel is slower at.
+    """
     wanted = {"gpu": device.name, "dtype": str(dtype).removeprefix("torch."), "sizes": asdict(dims_of_config(config))}
     times: dict[tuple[str, int], float] = {}
     for row in table:
-        if row["keys"] <= max_len and all(row[name] == value for name, value in wanted.items()):
+        if all(row[name] == value for name, value in wanted.items()):
             times.setdefault((row["mode"], row["keys"]), row["time_us"])
-    pairs = [(us, times["graph", keys]) for (mode, keys), us in times.items() if mode == "mega" and ("graph", keys) in times]
-    return "mega" if pairs and all(mega < graph for mega, graph in pairs) else "graph"
+    pairs = {keys: (us, times["graph", keys]) for (mode, keys), us in times.items() if mode == "mega" and ("graph", keys) in times}
+    reached = [us for keys, us in pairs.items() if keys <= max_len]
+    known = bool(reached) and max_len <= REACH * max(pairs)
+    return "mega" if known and all(mega < graph for mega, graph in reached) else "graph"
 
 
 def rows(path: Path) -> list[Row]:
