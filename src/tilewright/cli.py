@@ -257,7 +257,8 @@ def doctor(json_file: Json = None) -> int:
 
 
 def main() -> None:
-    gc.set_threshold(200_000, 20, 100)  # imports and typed kernels make millions of objects that stay: a tenth of a short run's time
+    # Imports and typed kernels make a million objects that stay: a tenth of a short run's time.
+    gc.set_threshold(1_000_000, 20, 100)
     app()
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ..interpret.threads import cores
 from ..launch import Device, traced
 from ..testing import run_op
-from .build import cores, worker_pool
+from .build import worker_pool
 from .disassemble import usage
 from .job import Compiled, Job, one_line
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
+from ..interpret.threads import cores
 from ..launch import Traced
 from .cache import ResultCache
 from .job import Compiled, Job, one_line
@@ -59,11 +60,6 @@ def compile_launches(
         if on_done:
             on_done(len(made), distinct)
     return [made[key] for key in keys]
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worker_pool(workers: int) -> ProcessPoolExecutor:

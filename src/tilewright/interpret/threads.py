@@ -12,13 +12,17 @@ import torch
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def free_cores() -> int:
     """The cores that this process may use, minus those that were busy in the last minute, minus one
     in reserve; at least 1.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return max(1, cores - round(busy) - 1)
+    return max(1, cores() - round(busy) - 1)
 
 
 def choose_threads() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..interpret.threads import cores
 from .files import file_error, read_by_others
 from .gguf_header import EXPANDED_KINDS, GgufHeader, GgufTensor, read_header
 from .gguf_tensors import KEPT, from_gguf
@@ -195,7 +196,7 @@ def _fill(
             values = halves_from_pairs(values, count) if part in name else values
         return values if name in small or name == ROPE_FACTORS else values.to(dtype)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy and torch compute without the lock of Python
+    with ThreadPoolExecutor(cores()) as pool:  # numpy computes without the lock of Python; no thread waits for another
         for done, (name, values) in enumerate(zip(tensors.values(), pool.map(values_of, tensors, tensors.values()), strict=True)):
             if name == ROPE_FACTORS:
                 if not bool((values.isfinite() & (values > 0)).all()):
