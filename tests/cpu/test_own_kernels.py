@@ -94,6 +94,11 @@ def test_options_that_are_not_given_are_those_of_the_context_around():
     ((typed_in, (1,), ()), "kernel must be defined in a file or a notebook cell, .* got k of <stdin>"),
     ((total, (4,), torch.zeros(1)), r"got Tensor: write interpret\(total, \(4,\), \(x, ...\)\)"),
     ((total, (4,), (1,)), r"args must be 2 values, as many as total has parameters \(x, out\), got 1"),
+    ((total, (4,), (torch.zeros(16).to_sparse(), 1)), r"x must be a dense tensor, got one of torch.sparse_coo: write x.to_dense\(\)"),
+    ((total, (4,), (np.zeros(16, ">f4"), 1)), "x must be of a dtype of cuda-tile, got >f4"),
+    ((total, (4,), (torch.zeros(16), torch.zeros(1, dtype=torch.complex64))), "out must be of a dtype of cuda-tile, got torch.complex64"),
+    ((total, (4,), ([torch.zeros(16), [1]], 1)), r"x\[1\] must be a tensor or a numpy array, got list"),
+    ((ct.kernel(lambda x: None), (4,), (1,)), "kernel must be a function made by `def`, .* got a lambda of "),
     (("total", (4,), ()), r"got str: write interpret\(kernel, grid, args\)"),
 ])  # fmt: skip
 def test_a_wrong_call_says_what_to_write(call, message):
@@ -108,9 +113,21 @@ def test_a_grid_that_no_gpu_launches_is_refused_before_anything_else(call, grid)
         call(total, grid, (torch.zeros(16), torch.zeros(1)))
 
 
+def test_arrays_that_a_kernel_cannot_take_are_named():
+    out = np.zeros(1, np.float32)
+    with pytest.raises(ValueError, match=r"x must have strides of at least 0, got \(-1,\): write np\.ascontiguousarray\(x\)"):
+        tilewright.interpret(total, (4,), (np.zeros(16, np.float32)[::-1], out))
+    out.setflags(write=False)
+    with pytest.raises(ValueError, match=r"out must be writable, .* got a read-only array: write out\.copy\(\)"):
+        tilewright.interpret(total, (4,), (np.zeros(16, np.float32), out))
+
+
 def test_a_page_without_a_folder_is_refused_before_the_kernel_runs(tmp_path):
     with pytest.raises(FileNotFoundError, match="trace must be a page in a folder that exists"):
         tilewright.interpret(total, (4,), (torch.zeros(16), torch.zeros(1)), races=True, trace=tmp_path / "no" / "page.html")
+    for folder in (tmp_path, ""):
+        with pytest.raises(IsADirectoryError, match="trace must be the path of a page to write, got the folder"):
+            tilewright.interpret(total, (4,), (torch.zeros(16), torch.zeros(1)), trace=folder)
     with pytest.raises(ValueError, match='block_order must be "forward", "reverse" or a seed'):
         tilewright.interpret(total, (4,), (torch.zeros(16), torch.zeros(1)), block_order="random")
 
@@ -227,6 +244,9 @@ def test_wrong_calls_of_compile_report():
     for arch in ("sm_70", "cpu"):
         with pytest.raises(ValueError, match="arch must be"):
             tilewright.compile_report(half, (1,), (torch.zeros(4), torch.zeros(4)), arch=arch)
+    for none in ((), 90, None):
+        with pytest.raises((TypeError, ValueError), match=r"arch must be a target or several, such as \('sm_90', 'sm_121'\), got"):
+            tilewright.compile_report(half, (1,), (torch.zeros(4), torch.zeros(4)), arch=none)
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path):

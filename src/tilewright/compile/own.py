@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from ..interpret.api import check_call, kernel_name
-from ..launch import Device
+from ..launch import Device, argument_error
 from .disassemble import require_tools
 from .job import Compiled, compiled
 
@@ -64,7 +64,9 @@ def compile_report(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...] = (
         ToolMissing, which says what to install, if there is no compiler.
     """
     values = check_call("compile_report", kernel, grid, args)
-    archs = [arch] if isinstance(arch, str) else list(arch)
+    archs = [arch] if isinstance(arch, str) else list(arch) if isinstance(arch, Sequence) else []
+    if not archs:
+        raise argument_error("arch", "a target or several, such as ('sm_90', 'sm_121')", arch)
     for name in archs:
         Device.for_arch(name)
     require_tools()

@@ -6,9 +6,10 @@ from types import FunctionType
 from typing import Any
 
 import cuda.tile as ct
+import numpy as np
 import torch
 
-from .cutile import is_array, parameter_kinds, parameters_of, python_function
+from .cutile import array_dtype, array_strides, is_array, parameter_kinds, parameters_of, python_function
 from .run import checking, execute, extents, written_by
 from .schedule import Order
 from .trace import Trace
@@ -65,8 +66,8 @@ def interpret(  # noqa: PLR0913 an option each
     values = check_call("interpret", kernel, grid, args)
     if not isinstance(trace, (bool, str, Path)):
         raise TypeError(f"trace must be True, or the path of a page to write, got {type(trace).__name__}")
-    if not isinstance(trace, bool) and not Path(trace).absolute().parent.is_dir():  # said now: afterwards it would hide the kernel's error
-        raise FileNotFoundError(f"trace must be a page in a folder that exists, got {str(trace)!r}")
+    if not isinstance(trace, bool):
+        _check_page(Path(trace))
     if block_order not in (None, "forward", "reverse") and not isinstance(block_order, int):
         raise ValueError(f'block_order must be "forward", "reverse" or a seed, got {block_order!r}')
     watched = written_by(kernel, values) if unwritten is True else unwritten
@@ -79,6 +80,14 @@ def interpret(  # noqa: PLR0913 an option each
         if recorded is not None and trace is not True:
             recorded.save(Path(str(trace)))
     return recorded
+
+
+def _check_page(page: Path) -> None:
+    """Said before the kernel runs: afterwards it would hide the kernel's error."""
+    if page.is_dir():
+        raise IsADirectoryError(f"trace must be the path of a page to write, got the folder {str(page)!r}")
+    if not page.absolute().parent.is_dir():
+        raise FileNotFoundError(f"trace must be a page in a folder that exists, got {str(page)!r}")
 
 
 def kernel_name(kernel: Any) -> str:
@@ -104,6 +113,8 @@ def check_call(function: str, kernel: Any, grid: Any, args: Any) -> tuple[Any, .
     name, file = kernel_name(kernel), python_function(kernel).__code__.co_filename
     if not linecache.getlines(file):
         raise TypeError(f"kernel must be defined in a file or a notebook cell, because cuda-tile reads its source, got {name} of {file}")
+    if name == "<lambda>":
+        raise TypeError(f"kernel must be a function made by `def`, because cuda-tile reads its source, got a lambda of {file}")
     if not isinstance(grid, (tuple, list)) or not grid or not all(isinstance(n, int) for n in grid):
         what = "an array" if is_array(grid) else repr(grid)
         raise TypeError(f"grid must be a tuple of 1 to 3 ints, got {what}: write {function}({name}, {_as_grid(grid)}, (...))")
@@ -126,6 +137,23 @@ def _check_kinds(kernel: Any, args: tuple[Any, ...] | list[Any]) -> None:
             raise TypeError(f"{name} must be a bool, int or float, because the kernel declares it ct.Constant, got {type(value).__name__}")
         if not number and not is_array(value) and not isinstance(value, list):
             raise TypeError(f"{name} must be a tensor, a number, or a list or tuple of them, got {type(value).__name__}")
+        _check_arrays(name, value)
+
+
+def _check_arrays(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError for an array that no kernel takes, which it names."""
+    if isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            if isinstance(value, list) and not is_array(item):
+                raise TypeError(f"{name}[{i}] must be a tensor or a numpy array, got {type(item).__name__}")
+            _check_arrays(f"{name}[{i}]", item)
+    elif is_array(value):
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got one of {value.layout}: write {name}.to_dense()")
+        if not hasattr(ct, array_dtype(value)) or (isinstance(value, np.ndarray) and not value.dtype.isnative):
+            raise TypeError(f"{name} must be of a dtype of cuda-tile, got {value.dtype}")
+        if min(array_strides(value), default=0) < 0:
+            raise ValueError(f"{name} must have strides of at least 0, got {array_strides(value)}: write np.ascontiguousarray({name})")
 
 
 def _as_grid(value: Any) -> str:

@@ -221,6 +221,8 @@ def _bind(program: Program, args: tuple[Any, ...]) -> tuple[list[Any], list[Buff
             targets += own
             for buffer in own:
                 buffer.target = True
+                if not buffer.window.flags.writeable:
+                    raise ValueError(f"{buffer.name} must be writable, as the kernel writes it, got a read-only array: write {buffer.name}.copy()")
     for buffer in buffers:
         if not buffer.copies:
             buffer.copies = any(np.may_share_memory(buffer.window, target.window) for target in targets)
@@ -242,7 +244,8 @@ def extents(grid: tuple[int, ...]) -> tuple[int, int, int]:
         raise ValueError(f"grid must have at most 3 entries, got {grid}")
     for axis, (n, most) in enumerate(zip(grid, cutile.MOST_BLOCKS, strict=False)):
         if not 0 <= n <= most:
-            raise ValueError(f"grid[{axis}] must be in 0..{most}, got {n}: use several launches, or an axis with a higher limit")
+            mend = ": use several launches, or an axis with a higher limit" if n > most else ""
+            raise ValueError(f"grid[{axis}] must be in 0..{most}, got {n}{mend}")
     x, y, z = (*grid, 1, 1, 1)[:3]
     return x, y, z
 
