@@ -101,9 +101,12 @@ def test_a_gate_that_forgets_all_hides_no_token_behind_it(config):
     near(out, rule.reference(**{name: x.double() for name, x in given.items()}), 2e-3)
 
 
-@pytest.mark.parametrize("config", [CHUNKS, SEGMENTS])
-def test_packed_sequences_are_those_one_by_one(config):
+@pytest.mark.parametrize(("config", "channels"), [(CHUNKS, False), (SEGMENTS, False), (rule.Config(32, chunk=32), True)])
+def test_packed_sequences_are_those_one_by_one(config, channels):
     given, starts = tokens(200, batch=1, dtype=torch.float16), [0, 130, 130, 131, 200]
+    if channels:
+        given["g"] = given["g"][..., None] * torch.rand(32)
+        given |= {name: given[name].repeat(1, 2, 1, 1) for name in ("q", "k")}
     packed, state = {name: x[0].transpose(0, 1) for name, x in given.items()}, torch.randn(4, 2, 32, 32)
     before = state.clone()
     with forced_config(rule.plan, config):
