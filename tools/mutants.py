@@ -50,6 +50,8 @@ MUTANTS = [
     # The interpreter: races
     Mutant("interpret/checks.py", 'if order in ("ACQUIRE", "ACQ_REL"):', 'if order in ("ACQUIRE", "ACQ_REL", "RELEASE"):', PLANTED),
     Mutant("interpret/checks.py", "self.released.update(dict.fromkeys(addresses, known))", "pass", RACES),
+    Mutant("interpret/run.py", "        for eager in EAGER:", "        for eager in EAGER[:0]:", RACES),
+    Mutant("interpret/run.py", "        _put(targets, results)", "        pass", RACES),
     Mutant("interpret/checks.py", 'sync is not None and sync[1] != "BLOCK" else', "sync is not None else", PLANTED),
     Mutant("interpret/checks.py", "return self.time <= clock.get(self.block, 0)", "return self.time <= clock.get(self.block, 1)", RACES),
     Mutant("interpret/checks.py", "return before & (atomic >= access.atomic)", "return atomic >= access.atomic", PLANTED),
@@ -60,7 +62,7 @@ MUTANTS = [
     Mutant("interpret/checks.py", "self._extend(history.writes, units, mine, clock, writes)", "history.writes[units] = self.chains.extended(NONE, mine, clock)[0]", PLANTED),
     Mutant("interpret/regions.py", "if found and own.start < found[-1].end:", "if found and own.start < found[-1].start:", RACES),
     # The interpreter: schedule
-    Mutant("interpret/schedule.py", "and self.explored < EXPLORED:", "and False:", PLANTED),
+    Mutant("interpret/schedule.py", "self.machine.acquired != acquired and self.explored < EXPLORED)", "self.machine.acquired != acquired and False)", PLANTED),
     Mutant("interpret/schedule.py", "if block.steps > self.most_steps:", "if block.steps > 1000 * self.most_steps:", f"{PLANTED} -k endless or without_an_end"),
     Mutant("interpret/schedule.py", "block.stuck = progress\n", "block.stuck = self.machine.progress + 1\n", BUGS),
     Mutant("interpret/schedule.py", "[*reversed(self.later), *self.waiting]", "[*reversed(self.later)]", PLANTED),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import hostile
+import hostile_gguf
 import pytest
 import torch
 from tiny_models import tiny
@@ -131,7 +132,7 @@ def test_texts_about_a_safetensors_file_are_texts(about: object, tmp_path: Path)
 
 
 def test_a_name_in_a_file_breaks_no_line_of_an_error(tmp_path: Path) -> None:
-    file = hostile.Gguf()
+    file = hostile_gguf.Gguf()
     file.put("evil\n\x1b[2J", 13, b"")
     (tmp_path / "x.gguf").write_bytes(file.content())
     with pytest.raises(ModelFileError, match=r"a known type of evil\\n\\x1b\[2J, got 13"):

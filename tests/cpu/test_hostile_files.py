@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hostile
+import hostile_gguf
 import pytest
 import torch
 from forked import program
@@ -32,7 +33,7 @@ MEMORY = 96 << 20  # bytes that all cases of a test may add, of which what trans
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Imports, and the sound files that the hostile ones are made from, load."""
     folder = tmp_path_factory.mktemp("sound")
-    (folder / "sound.gguf").write_bytes(hostile.Gguf().content())
+    (folder / "sound.gguf").write_bytes(hostile_gguf.Gguf().content())
     for source in (folder / "sound.gguf", hostile.write_folder(folder / "one"), hostile.write_shards(folder / "shards")):
         model = load(source).model
         assert torch.equal(model.model.norm.weight, load(folder / "one").model.model.norm.weight) or source.suffix
@@ -82,7 +83,7 @@ def refused(path: Path, name: str, reason: str, read: Callable[[Path], object] =
 
 
 def test_hostile_gguf_files_are_refused(tmp_path: Path) -> None:
-    cases = list(hostile.hostile_gguf())
+    cases = list(hostile_gguf.hostile_gguf())
     assert len(cases) > 400
     with _bounded():
         for name, reason, content in cases:
@@ -114,7 +115,7 @@ def test_hostile_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_long_name_in_a_file_makes_no_long_error(tmp_path: Path) -> None:
-    file, path = hostile.Gguf(), tmp_path / "long.gguf"
+    file, path = hostile_gguf.Gguf(), tmp_path / "long.gguf"
     file.tensors[0] |= {"name": "\0" * 60_000, "kind": 999}
     path.write_bytes(file.content())
     with pytest.raises(ModelFileError, match="of type 999") as caught:
@@ -133,8 +134,8 @@ def test_a_gguf_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", ["{% evil", "{{ raise_exception('a\\nb') }}", "{{ messages.__class__.__mro__ }}", "{{ 1 / 0 }}"])
 def test_a_broken_chat_template_is_one_line(template: str, tmp_path: Path) -> None:
-    file = hostile.Gguf()
-    file.put("tokenizer.chat_template", hostile.STRING, hostile.text(template))
+    file = hostile_gguf.Gguf()
+    file.put("tokenizer.chat_template", hostile_gguf.STRING, hostile_gguf.text(template))
     (tmp_path / "x.gguf").write_bytes(file.content())
     result = CliRunner().invoke(app, ["generate", "--model", str(tmp_path / "x.gguf"), "--prompt", "ab", "--device", "cpu"])
     assert result.exit_code == 2
@@ -202,7 +203,7 @@ def test_saved_models_load_and_those_without_one_weight_do_not(name: str, tmp_pa
 
 def test_only_the_layers_asked_for_are_built(tmp_path: Path) -> None:
     folder, path = hostile.write_folder(tmp_path / "model"), tmp_path / "x.gguf"
-    path.write_bytes(hostile.Gguf().content())
+    path.write_bytes(hostile_gguf.Gguf().content())
     for source in (folder, path):
         model = load(source, layers=1).model
         assert len(model.model.layers) == 1

@@ -236,12 +236,47 @@ def test_a_buffer_that_its_writer_takes_back_too_early():
                     pass
                 ct.scatter(out, step, ct.gather(pair, step % 2))
 
-    def seen(seed: int) -> bool:
+    def seen(order: int | str) -> bool:
         try:
-            with checking(races=True, order=seed):
+            with checking(races=True, order=order):
                 interpret(kernel, (2,), (integers(1), integers(2), integers(4)))
         except KernelError as error:
             return "race between blocks: " in str(error)
         return False
 
+    assert seen("forward")
+    assert seen("reverse")
     assert sum(map(seen, range(60))) >= 3
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_a_barrier_that_one_block_passes_early(order):
+    @ct.kernel
+    def kernel(count, x, out, missing: ct.Constant[int]):
+        b = ct.bid(0)
+        ct.scatter(x, b, 1)
+        ct.atomic_add(count, 0, 1)
+        while ct.atomic_add(count, 0, 0) < 4 - missing:
+            pass
+        ct.scatter(out, b, ct.gather(x, (b + 1) % 4))
+
+    with checking(races=True, order=order):
+        interpret(kernel, (4,), (integers(1), integers(4), integers(4), 0))
+        with pytest.raises(KernelError, match="race between blocks: "):
+            interpret(kernel, (4,), (integers(1), integers(4), integers(4), 1))
+
+
+def test_other_turns_of_a_launch_leave_no_trace(capsys):
+    """Its results and what it prints are those of one run."""
+
+    @ct.kernel
+    def kernel(total, seen):
+        seen_before = ct.atomic_add(total, 0, 1)
+        ct.scatter(seen, seen_before, ct.bid(0))
+        ct.printf("%i;", ct.bid(0))
+
+    total, seen = torch.full((1,), 2, dtype=torch.int32), integers(5)
+    interpret(kernel, (3,), (total, seen), races=True, trace=True)
+    assert total.item() == 5
+    assert seen.tolist() == [0, 0, 0, 1, 2]
+    assert capsys.readouterr().out.count(";") == 3

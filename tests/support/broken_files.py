@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile
+import hostile_gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
@@ -86,10 +87,10 @@ def _quantised_gguf() -> bytes:
     """Rows of 256, so that every kind of blocks fits; the parts of a block are random, its scales
     small.
     """
-    sizes, file = dict(zip(("Q4_0", "Q8_0", "Q4_K", "Q6_K"), ((2, 18), (8, 34), (12, 144), (14, 210)), strict=True)), hostile.Gguf()
+    sizes, file = dict(zip(("Q4_0", "Q8_0", "Q4_K", "Q6_K"), ((2, 18), (8, 34), (12, 144), (14, 210)), strict=True)), hostile_gguf.Gguf()
     generator, at = np.random.default_rng(0), 0
     for key, value in (("llama.embedding_length", 256), ("llama.feed_forward_length", 256)):
-        file.put(key, hostile.U32, hostile.number(hostile.U32, value))
+        file.put(key, hostile_gguf.U32, hostile_gguf.number(hostile_gguf.U32, value))
     for i, tensor in enumerate(file.tensors):
         name = tensor["name"]
         rows = {"token_embd.weight": 64}.get(name, 128 if "attn_k" in name or "attn_v" in name else 256)
@@ -141,7 +142,7 @@ def sound() -> dict[str, tuple[dict[str, bytes], dict[str, Any]]]:
             "experts": (_small("mxfp4", "gpt_oss", hidden_size=64, intermediate_size=32), small),
         }
         found = {name: (_folder(Path(home) / name, make), options) for name, (make, options) in folders.items()}
-    return {"gguf": ({"x.gguf": hostile.Gguf().content()}, {}), "blocks": ({"x.gguf": _quantised_gguf()}, small | {"weights": "gguf"}), **found}
+    return {"gguf": ({"x.gguf": hostile_gguf.Gguf().content()}, {}), "blocks": ({"x.gguf": _quantised_gguf()}, small | {"weights": "gguf"}), **found}
 
 
 # --------------------------------------------------------------------------------------- the damage

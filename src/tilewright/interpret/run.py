@@ -1,7 +1,8 @@
 """Runs a launch: binds the arguments to the program and runs the blocks one after another."""
 
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -18,7 +19,7 @@ from .errors import KernelError
 from .formats import CONTAINER
 from .memory import Array, Buffer, Machine
 from .program import Program
-from .schedule import STEPS, Order, Schedule, blocks
+from .schedule import EAGER, STEPS, Order, Schedule, blocks
 from .threads import choose_threads_once
 from .trace import Recorder, Trace
 
@@ -261,6 +262,28 @@ def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Tr
     options = _options.get()
     program = _program(kernel, args, options.debug, trace is not None)
     values, buffers = _bind(program, args)
+    explore = options.races and program.cooperative and not options.debug and not isinstance(options.order, int)
+    targets = [buffer.window for buffer in buffers if buffer.target and explore]
+    before = [window.copy() for window in targets]
+    _run(program, options, axes, values, buffers, trace)
+    if explore:
+        results = [window.copy() for window in targets]
+        untraced = program if trace is None else _program(kernel, args, options.debug)
+        for eager in EAGER:
+            _put(targets, before)
+            with redirect_stdout(io.StringIO()):  # it printed once
+                _run(untraced, options, axes, values, buffers, None, eager)
+        _put(targets, results)
+
+
+def _put(targets: list[np.ndarray], contents: list[np.ndarray]) -> None:
+    for window, content in zip(targets, contents, strict=True):
+        window[...] = content
+
+
+def _run(
+    program: Program, options: Options, axes: tuple[int, int, int], values: list[Any], buffers: list[Buffer], trace: Trace | None, eager: int = 0
+) -> None:
     machine = Machine(axes, options.strict, strict_bounds=options.strict_bounds)
     if options.races or options.marks:
         marks = [mark for mark in options.marks or () if _touches(mark, buffers)]
@@ -271,7 +294,7 @@ def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Tr
         # Not under the caller's autocast: it would change the dtype of products behind our back.
         with np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
             if program.cooperative:
-                Schedule(program, machine, values, options.order, options.steps).run(_enter)
+                Schedule(program, machine, values, options.order, options.steps, eager).run(_enter)
             else:
                 for bid in blocks(axes, options.order):
                     _enter(machine, bid)

@@ -5,6 +5,10 @@ kernel looks at the old value. The other blocks run until each has done the same
 ended. So if two blocks take two locks in opposite orders, each gets its first lock and the deadlock
 shows. This costs turns in which blocks only wait. After EXPLORED waiting points in such turns,
 blocks keep their turns.
+
+A race is missed where the turns order its accesses by chance. So the race detector runs such a
+launch again in each of the EAGER ways: a block's turn ends where it changed memory, and after so
+many of them the blocks that wait look at it at once, then all others.
 """
 
 import random
@@ -28,6 +32,8 @@ STEPS = 50_000  # waiting points that a block may pass in turns in which it chan
 WAKES = 0.5  # of the turns that change memory, with a seed, after which blocks that wait look again
 NAMED = 4  # blocks that the message of a deadlock names
 
+EAGER = (1, 2)  # changes of memory of a block, one after another, before the other blocks' turns
+
 Order = str | int
 
 
@@ -48,12 +54,14 @@ class Block:
     """A block that has not ended.
 
     steps: waiting points passed in turns in which it changed memory.
+    changes: turns in which it changed memory, since others had theirs.
     stuck: the launch's progress when the block was seen to repeat itself; -1 if it was not.
     """
 
     bid: tuple[int, int, int]
     run: Any
     steps: int = 0
+    changes: int = 0
     stuck: int = -1
 
     @property
@@ -69,8 +77,8 @@ class Schedule:
         become ready when no other block is.
     """
 
-    def __init__(self, program: Program, machine: Machine, values: list[Any], order: Order, steps: int):
-        self.program, self.machine, self.most_steps = program, machine, steps
+    def __init__(self, program: Program, machine: Machine, values: list[Any], order: Order, steps: int, eager: int = 0):
+        self.program, self.machine, self.most_steps, self.eager = program, machine, steps, eager
         self.dice = random.Random(order) if isinstance(order, int) else None
         self.ready = deque(Block(bid, program.function(machine, *values)) for bid in blocks(machine.grid, order))
         self.later: list[Block] = []
@@ -86,12 +94,13 @@ class Schedule:
             block = self.ready.popleft()
             enter(self.machine, block.bid)
             progress, acquired = self.machine.progress, self.machine.acquired
+            if self.explored >= EXPLORED:
+                self.eager = 0
             passed, ended = self._turn(block)
             if self.machine.progress != progress:
                 self.waited, block.steps = 0, block.steps + passed
-                if self.dice is not None and self.waiting and not self.later and self.dice.random() < WAKES:
-                    self.ready.extend(self.waiting)
-                    self.waiting = []
+                block.changes += 1
+                self._wake()
             elif not ended:
                 self.waited, self.explored = self.waited + passed, self.explored + passed
             if ended:
@@ -103,13 +112,24 @@ class Schedule:
                 if not self.later:
                     self._look(block)
                 self.waiting.append(block)
+                block.changes = 0
+            elif block.changes < self.eager:
+                self.ready.appendleft(block)
             else:
                 self.ready.append(block)
+                block.changes = 0
             if block.steps > self.most_steps:
                 self._raise(
                     [block],
                     f"endless loop: block {block.bid} passed {block.steps} waiting points, changing memory; checking(steps=...) allows more",
                 )
+
+    def _wake(self) -> None:
+        """After a change of memory, blocks that wait look at it, if the way of this run says so."""
+        if not self.waiting or self.later or not (self.eager or (self.dice is not None and self.dice.random() < WAKES)):
+            return
+        (self.ready.extendleft if self.eager else self.ready.extend)(self.waiting)
+        self.waiting = []
 
     def _refilled(self) -> bool:
         if self.ready:
@@ -130,16 +150,16 @@ class Schedule:
         """Runs a block for one turn. Returns how many waiting points it passed, and whether it has
         ended.
         """
-        turn = SHORT_TURN if self.later else TURN
+        turn = SHORT_TURN if self.later or self.eager else TURN
         if self.dice is not None:  # short turns as often as long ones: some races need one, some the other
             turn = 1 << self.dice.randrange(turn.bit_length())
-        acquired = self.machine.acquired
+        acquired, progress = self.machine.acquired, self.machine.progress
         for passed in range(1, turn + 1):
             try:
                 next(block.run)
             except StopIteration:
                 return passed, True
-            if self.machine.acquired != acquired and self.explored < EXPLORED:
+            if (self.machine.acquired != acquired and self.explored < EXPLORED) or (self.eager and self.machine.progress != progress):
                 return passed, False
         return turn, False
 
