@@ -29,6 +29,7 @@ import hostile_gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from other_quantisers import CONFIGS, write_as
 from safetensors.torch import load_file
 from tiny_models import tiny
 from transformers import GenerationConfig, GptOssConfig, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -121,9 +122,17 @@ def _with_words(path: Path) -> None:
         (path / name).write_text(json.dumps(content))
 
 
+def _others_folder(method: str) -> Callable[[Path], Any]:
+    return lambda path: write_as(method, path, _model("llama"))
+
+
+def _model(family: str, **sizes: Any) -> Any:
+    return tiny(family, torch.bfloat16, **{"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 1, **sizes})
+
+
 def _small(weights: str, family: str = "llama", **sizes: Any) -> Callable[[Path], Any]:
     def make(path: Path) -> None:
-        model = tiny(family, torch.bfloat16, **{"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 1, **sizes})
+        model = _model(family, **sizes)
         quantize(model, weights)
         save_quantized(model, None, weights, path)
 
@@ -139,6 +148,7 @@ def sound() -> dict[str, tuple[dict[str, bytes], dict[str, Any]]]:
             "folder": (_with_words, {}),
             "shards": (hostile.write_shards, {}),
             **{name: (_small(name), small) for name in ("int4-64-zeros", "int8", "e4m3-128", "nvfp4", "mxfp4")},
+            **{name: (_others_folder(name), small) for name in CONFIGS},
             "experts": (_small("mxfp4", "gpt_oss", hidden_size=64, intermediate_size=32), small),
         }
         found = {name: (_folder(Path(home) / name, make), options) for name, (make, options) in folders.items()}
