@@ -289,6 +289,8 @@ MUTANTS = [
     Mutant("engine/mega/attend.py", "there = key + at * SPAN < position", "there = key + at * SPAN <= position", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "            own = ct.full(own.shape, FLOOR, ct.float32)\n", "            own = own\n", "cpu/test_mega.py"),
     Mutant("engine/mega/shape.py", "start + number * some // blocks", "start + number * (some // blocks)", "cpu/test_mega.py"),
+    Mutant("models/server/protocol.py", "if len(set(names)) < len(names):", "if False:", "cpu/test_server_requests.py -k twice"),
+    Mutant("models/quantized_folder.py", 'if said.get("desc_act") and groups > 1 and not indexed:', "if False:", "cpu/test_quantized_models.py -k other_codes"),
     Mutant("models/serve.py", "return Path(loaded.source).name", "return loaded.source", "cpu/test_serving.py"),
     Mutant("ops/attention/decision.py", "LEAST_SINGLE // c.tile_n if c.tf32x3 else 0", "0", "cpu/test_single_attention.py"),
     Mutant("ops/common/rows.py", "problem.rows <= device.sms // MOST_CLUSTER", "problem.rows < 0", "cpu/test_rows.py -k wide_and_few"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from other_quantisers import CONFIGS, write, write_as
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import state_of, tiny
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -256,6 +256,29 @@ def test_a_folder_of_another_quantiser_is_loaded_as_it_is(checkpoint) -> None:
     assert all(torch.equal(weight, expected[path]) for path, weight in found.items())
     check_engine(model)
     assert len(load(folder, dtype=BF16, layers=1).model.model.layers) == 1
+
+
+def test_a_folder_whose_config_says_other_codes_is_refused(checkpoint, tmp_path: Path) -> None:
+    source, _ = checkpoint
+    said = json.loads((source / "config.json").read_text())["quantization_config"]
+    held = load_file(source / "model.safetensors")
+    if said["quant_method"] == "fp8":
+        wrong = [({"fmt": "e4m3fnuz"}, held, "an fp8 model with fmt e4m3, got 'e4m3fnuz'")]
+    else:
+        size = said["group_size"]
+        wrong = [
+            ({"group_size": other}, held, f"group_size must be {size}, as the files have it") for other in (32, -1, 0, True, str(size), size / 1.0)
+        ]
+    if said.get("desc_act"):
+        wrong.append(({}, {name: x for name, x in held.items() if "down_proj.g_idx" not in name}, "g_idx must be there, because desc_act is True"))
+    for i, (changes, tensors, message) in enumerate(wrong):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        config = json.loads((source / "config.json").read_text()) | {"quantization_config": said | changes}
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelFileError, match=message):
+            load(folder, dtype=BF16)
 
 
 def test_a_folder_that_is_not_whole_names_what_is_wrong(tmp_path: Path) -> None:

@@ -102,6 +102,14 @@ def test_messages_and_prompts_of_another_shape_are_refused(port):
     assert "16" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "twice", ['"max_tokens": 2, "max_tokens": 2', '"logit_bias": {"5": 1, "5": 2}', '"": 1, "": 1', '"stop": "a", "sto\\u0070": "b"']
+)
+def test_a_name_that_stands_twice_is_refused(port, twice):
+    error, _ = refused(port, PLAIN, f'{{"model": "tiny", "prompt": "a", {twice}}}'.encode(), None)
+    assert "once" in error["message"] or "does not know: ''" in error["message"]
+
+
 def test_bodies_that_are_no_json_are_refused(port):
     deep = b'{"model": "tiny", "messages": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
     for body in (b"", b"{", b"null", b"[]", b"3", b'"a"', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b'{"\\ud800": 1}', deep, b"NaN",

@@ -51,6 +51,8 @@ def check_method(path: Path, said: Any) -> None:
         raise file_error(path, "a model whose activations are not rotated as it runs", "one with transform_config")
     if method == "awq" and said.get("version", "gemm") != "gemm":
         raise file_error(path, "an AWQ model of version gemm", repr(said.get("version"))[:40])
+    if method == "fp8" and said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):  # e4m3fnuz's codes mean half as much
+        raise file_error(path, "an fp8 model with fmt e4m3", repr(said.get("fmt"))[:40])
     block = said.get("weight_block_size")
     if method == "fp8" and block not in (None, [128, 128]):
         raise file_error(path, "an fp8 model with weight_block_size [128, 128], or one scale a row", repr(block)[:40])
@@ -226,14 +228,26 @@ def _weight(folder: Path, said: Mapping[str, Any], path: str, tensors: Tensors) 
     """Of one module, by its method or by what it has."""
     with read_by_others(folder, f"a folder with a weight of {said['quant_method']} in {path}"):
         try:
+            if said["quant_method"] not in ("gptq", "awq"):
+                return _compressed(tensors), None
+            words, zeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
             if said["quant_method"] == "gptq":
-                v1 = said.get("checkpoint_format", "gptq") == "gptq"
-                return from_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), zeros_off_by_one=v1)
-            if said["quant_method"] == "awq":
-                return from_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"]), None
-            return _compressed(tensors), None
+                found = from_gptq(words, zeros, scales, tensors.get("g_idx"), zeros_off_by_one=said.get("checkpoint_format", "gptq") == "gptq")
+            else:
+                found = from_awq(words, zeros, scales), None
+            _check_groups(said, len(scales), found[0].k, "g_idx" in tensors)
+            return found
         except KeyError as error:
             raise file_error(folder, f"a model whose {path} has {error}", sorted(tensors)) from None
+
+
+def _check_groups(said: Mapping[str, Any], groups: int, k: int, indexed: bool) -> None:
+    """Raises ValueError where the config and the files of GPTQ or AWQ speak of other groups."""
+    size = said.get("group_size", said.get("q_group_size"))
+    if size is not None and not (type(size) is int and groups * (k if size == -1 else size) == k):
+        raise argument_error("group_size", f"{k // groups}, as the files have it", size)
+    if said.get("desc_act") and groups > 1 and not indexed:
+        raise argument_error("g_idx", "there, because desc_act is True", None)
 
 
 def _compressed(tensors: Tensors) -> QuantizedWeight:

@@ -3,6 +3,7 @@
 A field that we do not serve is refused unless its value asks for nothing. Nothing is ignored.
 """
 
+import json
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, cast
@@ -219,9 +220,18 @@ Asked = TypeVar("Asked", bound=Request)
 def parse(kind: type[Asked], body: bytes) -> Asked:
     """The request in a body. Raises Refusal, which names the first field that is wrong."""
     try:
-        return kind.model_validate_json(body)
+        found = kind.model_validate_json(body)
     except ValidationError as error:
         _refuse(error)
+    json.loads(body, object_pairs_hook=_each_once)  # pydantic takes the last of equal names
+    return found
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise Refusal(400, printable(f"the body should name each field of an object once, got {twice!r:.80} again"), code="invalid_json")
 
 
 def _refuse(error: ValidationError) -> NoReturn:
