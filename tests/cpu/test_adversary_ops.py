@@ -76,6 +76,26 @@ def test_a_count_is_a_python_integer(op, name) -> None:
             public_function(module)(**{**inputs, name: wrong})
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "wrong", "message"),
+    [
+        ("ssd", "b", None, "b must be a torch.Tensor, got NoneType"),
+        ("sparse_index", "weights", None, "weights must be a torch.Tensor, got NoneType"),
+        ("sparse_index", "topk", 2**31, "topk must be in 1..2**31 - 1, got 2147483648"),
+        ("gated_delta_rule", "scale", 2**31, "scale must be an integer in -2**31..2**31 - 1, or a float, got 2147483648"),
+        ("attention", "scale", 2**70, "scale must be an integer in -2**31..2**31 - 1, or a float, got 1180591620717411303424"),
+        ("quantized_moe", "up_offset", -(2**70), "up_offset must be an integer in -2**31..2**31 - 1, or a float, got -1180591620717411303424"),
+        ("quantized_moe", "weight_format", [], "weight_format must be one of "),
+        ("quantize_mx", "mx_format", {}, "mx_format must be one of "),
+    ],
+)
+def test_a_call_is_refused_in_our_words(op, name, wrong, message) -> None:
+    module = getattr(ops, op)
+    inputs = next(iter(every_kind(module)))
+    with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(message)}"):
+        public_function(module)(**{**inputs, name: wrong})
+
+
 @pytest.mark.parametrize("op", [ops.mla_decode, ops.sparse_decode], ids=op_name)
 def test_a_required_scale_has_no_default(op) -> None:
     """None took head_dim ** -0.5, which is wrong for absorbed queries."""

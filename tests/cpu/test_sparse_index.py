@@ -166,7 +166,7 @@ BAD = [
     ({"cache": CACHE[..., :8]}, ValueError, r"cache.shape must be \(2, 8, 16\), got \(2, 8, 8\)"),
     ({"weights": WEIGHTS.half()}, ValueError, r"weights.dtype must be float32, got float16"),
     ({"weights": WEIGHTS[:1]}, ValueError, r"weights.shape must be \(2, 1, 4\), got \(1, 1, 4\)"),
-    ({"topk": 0}, ValueError, r"topk must be at least 1, got 0"),
+    ({"topk": 0}, ValueError, r"topk must be in 1\.\.2\*\*31 - 1, got 0"),
     ({"topk": 2.0}, TypeError, r"topk must be a Python integer, got 2.0"),
     ({"cache_scale": torch.ones(2, 8)}, ValueError, r"cache_scale must be given for e4m3 keys, and None for others, got a tensor"),
     ({"q": Q.to(CODE), "cache": CACHE.to(CODE)}, ValueError, r"cache_scale must be given for e4m3 keys, and None for others, got None"),

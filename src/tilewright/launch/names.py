@@ -15,8 +15,8 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 def check_name(what: str, known: Collection[str], name: str) -> None:
     """Raises ValueError that names the nearest, unless a name is known."""
-    if name not in known:
-        raise ValueError(f"{what} must be {one_of(known, name)}, got {name!r}")
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{what} must be {one_of(known, name)}, got {name!r:.80}")
 
 
 def one_of(known: Iterable[str], name: object) -> str:

@@ -208,8 +208,8 @@ def sparse_index(
     check_tensor(q, "q", ndim=4, dtypes=(CODE, *DTYPES))
     batch, q_len, heads, head_dim = q.shape
     check_integers(topk=topk)
-    if topk < 1:
-        raise argument_error("topk", "at least 1", topk)
+    if not 1 <= topk < 2**31:
+        raise argument_error("topk", "in 1..2**31 - 1", topk)
     if not 1 <= heads <= MOST_HEADS:
         raise argument_error("q.shape[2]", f"in 1..{MOST_HEADS}", heads)
     if not 1 <= head_dim <= MOST_COLUMNS or (q.dtype == CODE and head_dim % 16):
@@ -224,8 +224,8 @@ def sparse_index(
     if (cache_scale is None) != (q.dtype != CODE):
         raise argument_error("cache_scale", "given for e4m3 keys, and None for others", "None" if cache_scale is None else "a tensor")
     for name, given, shape in (("weights", weights, q.shape[:3]), ("cache_scale", cache_scale, cache.shape[:2])):
-        if given is not None:
-            check_tensor(given, name, shape=tuple(shape), dtypes=(torch.float32,), like=q)
+        if given is not None or name == "weights":
+            check_tensor(given, name, shape=tuple(shape), dtypes=(torch.float32,), like=q)  # type: ignore[arg-type]  # None: it says so
     out = out_or_new(out, (batch, q_len, topk), torch.int32, q, cache, weights, cache_scale, kv_len, kv_start, block_table)
     if cache.numel() and (block_table is None or block_table.numel()):
         if out.numel():

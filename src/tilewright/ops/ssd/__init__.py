@@ -209,10 +209,10 @@ def ssd(
     varlen = cu_seqlens is not None
     check_tensor(x, "x", ndim=3 if varlen else 4, dtypes=DTYPES)
     *rows, heads, head_dim = x.shape
-    for name, size in (("x", head_dim), ("b", b.shape[-1] if b.dim() else 0)):
+    check_tensor(b, "b", ndim=x.dim(), like=x)
+    for name, size in (("x", head_dim), ("b", b.shape[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise argument_error(f"{name}.shape[-1]", f"in 1..{MAX_HEAD_DIM}", size)
-    check_tensor(b, "b", ndim=x.dim(), like=x)
     if list(b.shape[:-2]) != rows:
         raise argument_error("b.shape", (*rows, "groups", "state_dim"), tuple(b.shape))
     groups, state_dim = b.shape[-2:]
