@@ -10,6 +10,7 @@ from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import attention_decode as decode
 from tilewright.ops.mla_decode import mla_decode
 from tilewright.ops.sparse_decode import Config, Problem, pack_kv, plan, reference, space, sparse_decode, unpack_kv
+from tilewright.testing import assert_accurate
 
 PAGES, PAGE, HEADS, DIM = 6, 16, 5, 64
 CONFIGS = [
@@ -359,3 +360,22 @@ def test_an_8_bit_second_cache_needs_an_8_bit_first():
 def test_bad_caches_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_few_rows_of_fp32_are_as_accurate_as_torch_over_many_draws():
+    """Of 18 rows the worst error is luck: one draw in 200 has 1.1 of its bound, and PyTorch's own
+    with the columns in another order has so in one of 300. So 40 draws are judged as one result.
+    """
+    problem = Problem(2, 3, 30, 0, 64, torch.float32, q_len=3, has_length=True, return_lse=True)
+    found: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for draw in range(40):
+        torch.manual_seed(draw)
+        inputs = problem.inputs(torch.device("cpu"))
+        double = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
+        with forced_config(plan, space(problem, Device.named("H200"))[-1]):
+            ours = sparse_decode(**inputs)
+        for who, each in (("ours", ours), ("theirs", reference(**inputs)), ("truth", reference(**double))):
+            for i, x in enumerate(each):
+                found.setdefault((i, who), []).append(x)
+    for i in range(2):
+        assert_accurate(*(torch.cat(found[i, who]) for who in ("ours", "theirs", "truth")), f"output {i}")
