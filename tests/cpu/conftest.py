@@ -1,5 +1,6 @@
 """Fixtures and settings of many test files."""
 
+import atexit
 import gc
 import signal
 import types
@@ -8,6 +9,9 @@ import pytest
 import torch
 
 from tilewright.interpret import front_end
+
+gc.disable()  # until all tests are collected: what is imported stays
+atexit.register(gc.freeze)  # what is left at the end goes with the process
 
 
 def pytest_collection_modifyitems(items):
@@ -37,7 +41,8 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 100)
+    gc.enable()
+    gc.set_threshold(1_000_000, 20, 100)
     front_end.remember()
 
 
