@@ -12,7 +12,7 @@ from test_mega import disassembled
 
 from tilewright.compile import compile_launches
 from tilewright.compile.disassemble import find_tool
-from tilewright.compile.job import Job
+from tilewright.compile.job import Job, binary
 from tilewright.launch import Device, forced_config, traced
 from tilewright.ops import argmax, dropout, embedding, layer_norm, moe_route, quantize_fp8, rms_norm, sample, silu_mul, silu_mul_quant, softmax
 from tilewright.ops.common.rows import CPU_TILE, MOST_BLOCKS, coarse, grid_fits
@@ -131,6 +131,26 @@ def test_loads_of_a_tile_that_passes_an_edge_run_together(op, problem, config):
     loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\b", line)]
     assert len(loads) >= 3
     assert not [line for line in code[loads[0] : loads[-1]] if re.search(r"\b(BRA|BSSY)\b", line)]
+
+
+@pytest.mark.skipif(find_tool("nvdisasm") is None, reason="no nvdisasm (pip install nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("op", [softmax, silu_mul, quantize_fp8], ids=op_name)
+@pytest.mark.parametrize(("cols", "width"), [(573, ".U16"), (574, ""), (572, ".64")])
+def test_loads_are_as_wide_as_rows_are_aligned(op, cols, width):
+    with traced(Device.named("H200")) as launches:
+        run_op(op, op.Problem(3000, cols, BF16).inputs(torch.device("meta")))
+    code = disassembled(Job.of(launches[0], "sm_90").build())
+    assert set(re.findall(r"\bLDG\.E(\S*)", code)) == {width}
+
+
+@pytest.mark.skipif(find_tool("nvdisasm") is None, reason="no nvdisasm (pip install nvidia-cuda-nvdisasm)")
+def test_a_stride_beyond_32_bits_is_not_cut():
+    """As a constant of 32 bits, 2**32 + 574 was 574."""
+    with traced(Device.named("H200")) as launches:
+        run_op(softmax, softmax.Problem(300, 574, BF16).inputs(torch.device("meta")))
+    kernel, (x, *others) = launches[0].launch.kernel, launches[0].args.values()
+    near, far = (disassembled(binary(kernel, (x.as_strided(x.shape, (stride, 1)), *others), "sm_90")) for stride in (574, 2**32 + 574))
+    assert far.count("IMAD") > near.count("IMAD"), "a second multiplication, by the upper half"
 
 
 @pytest.mark.parametrize("name", ["H200", "B200", "RTX5090", "A100"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Launch, argument_error, as_rows, check_positive, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
-from .common.tiles import each_row_tile, load_masked, of_width, vector_chunk
+from .common.tiles import Rows, each_row_tile, load_masked, of_width, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum
@@ -72,10 +72,10 @@ def _inside(j, COLS, TILE_N):
 
 @ct.kernel
 def layer_norm_kernel(
-    X,
+    X: Rows,
     WEIGHT,
     BIAS,
-    OUT,
+    OUT: Rows,
     eps: float,
     HAS_WEIGHT: ct.Constant[bool],
     HAS_BIAS: ct.Constant[bool],
@@ -133,10 +133,10 @@ def layer_norm_kernel(
 
 @ct.kernel
 def layer_norm_reread_kernel(
-    X,
+    X: Rows,
     WEIGHT,
     BIAS,
-    OUT,
+    OUT: Rows,
     eps: float,
     HAS_WEIGHT: ct.Constant[bool],
     HAS_BIAS: ct.Constant[bool],

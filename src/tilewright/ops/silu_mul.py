@@ -21,7 +21,7 @@ from ..launch import Cost, Device, Launch, argument_error, as_rows, check_bools,
 from ..select import Choices
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
-from .common.tiles import each_tile, gated, load_masked, of_width
+from .common.tiles import Rows, each_tile, gated, load_masked, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
@@ -65,9 +65,9 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 
 @ct.kernel
 def silu_mul_kernel(
-    GATE,
-    UP,
-    OUT,
+    GATE: Rows,
+    UP: Rows,
+    OUT: Rows,
     GELU: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],

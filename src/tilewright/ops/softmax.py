@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
-from .common.tiles import each_row_tile, load_masked, of_width
+from .common.tiles import Rows, each_row_tile, load_masked, of_width
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = math.log2(math.e)
@@ -57,8 +57,8 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 
 @ct.kernel
 def softmax_kernel(
-    X,
-    OUT,
+    X: Rows,
+    OUT: Rows,
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
@@ -102,8 +102,8 @@ def softmax_kernel(
 
 @ct.kernel
 def softmax_reread_kernel(
-    X,
-    OUT,
+    X: Rows,
+    OUT: Rows,
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],

@@ -94,12 +94,13 @@ class Config:
         return self.tile_m * (self.padded(cols) if self.keep_row else self.tile_n) / (self.threads * self.num_ctas)
 
     def registers(self, p: Any, vectors: int = 0) -> float:
-        """About how many a thread takes: one for each element, and its columns of vectors such
-        as a weight.
+        """About how many a thread takes: one for each element, its columns of vectors such as a
+        weight, and the elements of a residual, which come with those of x.
         """
         across = min(self.threads, self.tile_n // vector(p))  # threads that share a row
         rows = max(1.0, self.tile_m * across / self.threads)
-        return OWN_REGISTERS + self.kept(p.cols) * (1 + vectors * int(p.dtype.itemsize) / 4 / rows)
+        operands = vectors / rows + getattr(p, "residual", False)
+        return OWN_REGISTERS + self.kept(p.cols) * (1 + operands * int(p.dtype.itemsize) / 4)
 
 
 def threads(config: Any) -> int:
@@ -108,11 +109,9 @@ def threads(config: Any) -> int:
 
 
 def vector(p: Any) -> int:
-    """Elements of a load: 16 bytes of them, or one where rows begin off multiples of that: the
-    compiler knows of no other alignment.
-    """
-    size: int = p.dtype.itemsize
-    return 1 if p.cols * size % 16 else 16 // size
+    """Elements of a load: as many as rows begin at multiples of, 16 bytes at most."""
+    cols: int = p.cols
+    return min(cols & -cols, 16 // int(p.dtype.itemsize))
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -163,7 +162,7 @@ _PERSISTENT = {4: ((2, 6), (3, 6), (2, 8)), 8: ((2, 6), (1, 10), (3, 4))}
 
 def _persistent(c: Config, p: Any, device: Device, how: tuple[tuple[int, int], ...]) -> Iterator[Config]:
     """Such blocks that take many tiles. how: occupancy and latency of each."""
-    tma = device.arch != "sm_80" and vector(p) > 1  # the unit wants rows at multiples of 16 bytes
+    tma = device.arch != "sm_80" and p.cols * p.dtype.itemsize % 16 == 0  # what the unit wants of rows
     for occupancy, latency in how:
         yield replace(c, persistent=True, latency=latency, load_tma=tma, occupancy=occupancy)
 
@@ -173,7 +172,7 @@ def _column_tiles(p: Any) -> list[int]:
     down to one load of a warp; of long rows these first.
     """
     cols, whole = p.cols, next_pow2(p.cols)
-    least = min(NARROW_TILE, 32 * vector(p))
+    least = 32 if p.cols * p.dtype.itemsize % 16 else min(NARROW_TILE, 32 * vector(p))
     narrow = [w for w in (whole >> i for i in range(6)) if w >= least and cdiv(cols, w) <= MAX_CHUNKS]
     fitting = [w for w in narrow if cdiv(cols, w) * w <= PADDING * cols] or narrow[-1:] or [whole]
     padded = cdiv(cols, fitting[-1]) * fitting[-1]

@@ -1,6 +1,7 @@
 """Tile code that several ops share."""
 
 import math
+from typing import Annotated
 
 import cuda.tile as ct
 
@@ -9,6 +10,10 @@ from ...launch import next_pow2
 LOG2_E = math.log2(math.e)
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
+# A matrix whose strides are known when compiling. Where its rows begin off multiples of 16 bytes, a
+# load then brings as many elements as their alignment allows, not one. A constant stride raises no
+# OverflowError beyond 32 bits, so indices have 64.
+Rows = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64, static_stride_dims=(0, 1))]
 
 
 def grouped_tile(index, tiles_m, tiles_n, group):

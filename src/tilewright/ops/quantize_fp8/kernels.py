@@ -3,15 +3,15 @@
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
-from ..common.tiles import each_row_tile, each_tile, load_masked, of_width
+from ..common.tiles import Rows, each_row_tile, each_tile, load_masked, of_width
 
 ZERO = ct.PaddingMode.ZERO  # padding is never the largest of a group
 
 
 @ct.kernel
 def quantize_fp8_kernel(
-    X,
-    CODES,
+    X: Rows,
+    CODES: Rows,
     SCALE,
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
@@ -41,8 +41,8 @@ def quantize_fp8_kernel(
 
 @ct.kernel
 def quantize_fp8_rows_kernel(
-    X,
-    CODES,
+    X: Rows,
+    CODES: Rows,
     SCALE,
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
@@ -79,8 +79,8 @@ def quantize_fp8_rows_kernel(
 
 @ct.kernel
 def quantize_fp8_reread_kernel(
-    X,
-    CODES,
+    X: Rows,
+    CODES: Rows,
     SCALE,
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
@@ -114,7 +114,7 @@ def quantize_fp8_reread_kernel(
 
 @ct.kernel
 def quantize_fp8_amax_kernel(
-    X,
+    X: Rows,
     PARTIAL,
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
@@ -134,8 +134,8 @@ def quantize_fp8_amax_kernel(
 
 @ct.kernel
 def quantize_fp8_scaled_kernel(
-    X,
-    CODES,
+    X: Rows,
+    CODES: Rows,
     SCALE,
     PARTIAL,
     LARGEST: ct.Constant[int],

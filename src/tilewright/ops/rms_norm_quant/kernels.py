@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
-from ..common.tiles import each_row_tile, load_masked, of_width, sum_tile, vector_chunk
+from ..common.tiles import Rows, each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
 # Padded columns add nothing to the sum of squares and are never the largest.
 ZERO = ct.PaddingMode.ZERO
@@ -31,12 +31,12 @@ def _weighted(x, rstd, weight, weight_offset, ROUND):
 
 @ct.kernel
 def rms_norm_quant_kernel(
-    X,
-    RESIDUAL,
+    X: Rows,
+    RESIDUAL: Rows,
     WEIGHT,
-    CODES,
+    CODES: Rows,
     SCALE,
-    NEW_RESIDUAL,
+    NEW_RESIDUAL: Rows,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],
@@ -99,12 +99,12 @@ def rms_norm_quant_kernel(
 
 @ct.kernel
 def rms_norm_quant_reread_kernel(
-    X,
-    RESIDUAL,
+    X: Rows,
+    RESIDUAL: Rows,
     WEIGHT,
-    CODES,
+    CODES: Rows,
     SCALE,
-    NEW_RESIDUAL,
+    NEW_RESIDUAL: Rows,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],

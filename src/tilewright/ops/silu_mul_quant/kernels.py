@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
 from ..common.scaling import GROUP
-from ..common.tiles import each_row_tile, each_tile, gated, load_masked, of_width
+from ..common.tiles import Rows, each_row_tile, each_tile, gated, load_masked, of_width
 
 # A row ends in halves, quarters, ... of a tile, so that rows of a multiple of 128 columns need no
 # checks.
@@ -40,9 +40,9 @@ def _with_ends(largest, arrays, i, COLS, TILE_N, whole, how):
 
 @ct.kernel
 def silu_mul_quant_kernel(
-    GATE,
-    UP,
-    CODES,
+    GATE: Rows,
+    UP: Rows,
+    CODES: Rows,
     SCALE,
     GELU: ct.Constant[bool],
     LARGEST: ct.Constant[int],
@@ -74,9 +74,9 @@ def silu_mul_quant_kernel(
 
 @ct.kernel
 def silu_mul_quant_rows_kernel(
-    GATE,
-    UP,
-    CODES,
+    GATE: Rows,
+    UP: Rows,
+    CODES: Rows,
     SCALE,
     GELU: ct.Constant[bool],
     LARGEST: ct.Constant[int],
@@ -117,9 +117,9 @@ def silu_mul_quant_rows_kernel(
 
 @ct.kernel
 def silu_mul_quant_reread_kernel(
-    GATE,
-    UP,
-    CODES,
+    GATE: Rows,
+    UP: Rows,
+    CODES: Rows,
     SCALE,
     GELU: ct.Constant[bool],
     LARGEST: ct.Constant[int],
