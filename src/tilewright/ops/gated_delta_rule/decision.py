@@ -124,7 +124,7 @@ class Config:
 RECURRENT = ((32, 5), (32, 4), (16, 6), (64, 2), (8, 8))  # tile_v, occupancy
 # tile_v, chunk, transposed, latency, occupancy and that of the solve, most heads of a block there
 CHUNKED = {
-    "sm_90": ((64, 64, True, 2, 2, 2, 2), (32, 64, False, 3, 2, 2, 2)),
+    "sm_90": ((64, 64, True, 5, 2, 2, 2), (32, 64, False, 3, 2, 2, 2)),
     "sm_100": ((32, 64, False, 3, 2, 2, 1),),
     "sm_103": ((32, 64, False, 3, 2, 2, 1),),
 }
@@ -240,7 +240,7 @@ def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
         steps=mean / c.chunk,
         flops=c.tile_v * (6 * c.chunk * width + 4 * square),
         kinds=("scan" if c.transposed else "plain",),
-        serial=WAITS * 5,
+        serial=WAITS * 2.5,
         fill=(2 * c.chunk * (width + c.tile_v) + 2 * square) * size,
         dram=cost.size_bytes + stored,
     )
@@ -253,7 +253,7 @@ def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
         resume,
         blocks=max(1, (_blocks(p, c) + columns) * p.v_heads * (_segments(p, c) - p.batch)),
         flops=c.tile_v * (4 * c.chunk * width + 2 * square),
-        serial=WAITS * 3,
+        serial=WAITS * 2,
         dram=stored / 2 + local,
         partial=local,
     )
@@ -284,14 +284,14 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     chunks = _chunks(p, c)
     squares = (chunks, p.v_heads, c.chunk, c.chunk), p.dtype
     scratch: dict[str, Any] = {"t": squares, "p": squares, "factors": ((chunks, p.v_heads, FACTORS, c.chunk), torch.float32)}
-    scratch["decay"] = (chunks, p.v_heads), torch.float32
+    scratch["decay"] = (chunks, p.v_heads, 4), torch.float32
     if p.channels:
         return _with_channels(p, c, squares, optional)
     of_solve = {**of_heads, "heads": c.solve_heads}
     hints_of_solve = {"occupancy": c.solve_occupancy, "num_worker_warps": None}
     solve = Launch.of(solve_kernel, (chunks, p.v_heads // c.solve_heads), p, c, of_solve, optional=lengths, scratch=scratch, **hints_of_solve)
     columns = -(-tile_k(p) // c.tile_v)
-    of_scan = {**of_state, "columns": columns, "carry": False}
+    of_scan = {**of_state, "columns": columns, "carry": False, "ahead": device.arch != "sm_90"}
     parts = _segments(p, c) * p.v_heads
     scan = Launch.of(scan_kernel, (_blocks(p, c) * parts,), p, c, of_scan, optional=optional | {"local": c.segment})
     if not c.segment:

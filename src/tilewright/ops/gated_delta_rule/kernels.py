@@ -179,7 +179,8 @@ def solve_kernel(
     Grid (chunks, v_heads / HEADS).
 
     T, P [chunks, v_heads, CHUNK, CHUNK]. FACTORS [chunks, v_heads, 4, CHUNK]: of each token, what
-    scales K S, the K of the new state, and Q S. DECAY [chunks, v_heads]: of the chunk.
+    scales K S, the K of the new state, and Q S. DECAY [chunks, v_heads, 4]: of the chunk, four
+    times, which is the least that TMA loads.
     """
     place, first_head = ct.bid(0), ct.bid(1) * HEADS
     kh = first_head // GROUP
@@ -216,7 +217,7 @@ def solve_kernel(
             ct.store(FACTORS, (place, h, INTO, 0), (into * of_k).reshape(shape), allow_tma=False)
             ct.store(FACTORS, (place, h, ONWARD, 0), (ct.exp2(last - g) * of_k).reshape(shape), allow_tma=False)
             ct.store(FACTORS, (place, h, OUTWARD, 0), (into * of_q).reshape(shape), allow_tma=False)
-            ct.store(DECAY, (place, h), ct.exp2(last))
+            ct.store(DECAY, (place, h, 0), ct.full((1, 1, 4), ct.exp2(last), dtype=ct.float32), allow_tma=False)
 
 
 @ct.kernel
@@ -235,6 +236,7 @@ def scan_kernel(
     VARLEN: ct.Constant[bool],
     HAS_STATE: ct.Constant[bool],
     TRANSPOSED: ct.Constant[bool],
+    AHEAD: ct.Constant[bool],
     CARRY: ct.Constant[bool],
     SEGMENT: ct.Constant[int],
     GROUP: ct.Constant[int],
@@ -255,6 +257,8 @@ def scan_kernel(
     state behind the one before. The last segment's part of LOCAL keeps the initial state.
     TRANSPOSED: tiles have their columns of v as rows, so that wgmma takes them from registers; it
     needs 64 of these.
+    AHEAD: a chunk's decay is a number, loaded one step ahead; otherwise it comes by TMA, as the
+    tiles do. On sm_90 a number that a loop loads is waited for at once; on sm_80 TMA's form spills.
     """
     blocks = BLOCKS + COLUMNS if CARRY else BLOCKS
     j, item = ct.bid(0) % blocks, ct.bid(0) // blocks
@@ -289,6 +293,11 @@ def scan_kernel(
         factor = ct.load(FACTORS, (place + c, h, at, 0), (1, 1, 1, CHUNK), check_bounds=False, latency=LATENCY, allow_tma=TRANSPOSED)
         return factor.reshape((1, CHUNK) if TRANSPOSED else (CHUNK, 1))
 
+    def decay_of(c):
+        if AHEAD:
+            return ct.load(DECAY, (place + c, h, 0), (), check_bounds=False)
+        return ct.max(ct.load(DECAY, (place + c, h, 0), (1, 1, 4), check_bounds=False, latency=LATENCY).reshape((1, 4)), 1, keepdims=True)
+
     def columns_of(X, index):
         """The block's columns of a state."""
         tile = ct.load(X, (index, h, 0, j), (1, 1, TILE_K, TILE_V), padding_mode=ZERO, allow_tma=False)
@@ -304,23 +313,30 @@ def scan_kernel(
             s = columns_of(LOCAL, part - 1)
         elif HAS_STATE and segment == 0:
             s = columns_of(STATE, seq) if CARRY or SEGMENT == 0 else columns_of(LOCAL, part + segments - 1)
-        decay = ct.load(DECAY, (place + begin, h), (), check_bounds=False)
+        if AHEAD:
+            following = decay_of(begin)
         for c in range(begin, end):
-            following = ct.load(DECAY, (place + min(c + 1, end - 1), h), (), check_bounds=False)
+            if AHEAD:
+                decay, following = following, decay_of(min(c + 1, end - 1))
+            else:
+                decay = decay_of(c)
             k = rows_of(K, c)
             v = ct.load(V, (b, h, c, j % BLOCKS if CARRY else j), (1, 1, CHUNK, TILE_V), padding_mode=ZERO, latency=LATENCY).reshape((CHUNK, TILE_V))
+            # All loads in front: tileiras then holds two steps of them at once.
+            t, into, onward = square_of(T, c), factor_of(c, INTO), factor_of(c, ONWARD)
+            if not CARRY:
+                q, p, outward = rows_of(Q, c), square_of(P, c), factor_of(c, OUTWARD)
             before = s.astype(k.dtype)
             wanted = turned(v).astype(ct.float32)
             if CARRY:
                 wanted = wanted * ct.where(j < BLOCKS, 1.0, 0.0)
-            missing = wanted - times(k, before, empty) * factor_of(c, INTO)
-            new = times(square_of(T, c), missing.astype(k.dtype), empty)
-            added = (new * factor_of(c, ONWARD)).astype(k.dtype)
+            missing = wanted - times(k, before, empty) * into
+            new = times(t, missing.astype(k.dtype), empty)
+            added = (new * onward).astype(k.dtype)
             s = ct.mma(added, k, s * decay) if TRANSPOSED else ct.mma(ct.transpose(k), added, s * decay)
-            decay = following
             if not CARRY:  # after the state, for which the next chunk waits
-                out = times(rows_of(Q, c), before, empty) * factor_of(c, OUTWARD)
-                out = times(square_of(P, c), new.astype(k.dtype), out)
+                out = times(q, before, empty) * outward
+                out = times(p, new.astype(k.dtype), out)
                 ct.store(OUT, (b, h, c, j), turned(out).astype(OUT.dtype).reshape((1, 1, CHUNK, TILE_V)))
         if CARRY:
             ct.store(LOCAL, (part, h, 0, j), turned(s).reshape((1, 1, TILE_K, TILE_V)), allow_tma=False)
