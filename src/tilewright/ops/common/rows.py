@@ -93,14 +93,13 @@ class Config:
         """Elements that a thread keeps at a time."""
         return self.tile_m * (self.padded(cols) if self.keep_row else self.tile_n) / (self.threads * self.num_ctas)
 
-    def registers(self, p: Any, vectors: int = 0) -> float:
+    def registers(self, p: Any, vectors: int = 0, operands: float = 0) -> float:
         """About how many a thread takes: one for each element, its columns of vectors such as a
-        weight, and the elements of a residual, which come with those of x.
+        weight, and the elements of further operands, which come with those of x.
         """
         across = min(self.threads, self.tile_n // vector(p))  # threads that share a row
         rows = max(1.0, self.tile_m * across / self.threads)
-        operands = vectors / rows + getattr(p, "residual", False)
-        return OWN_REGISTERS + self.kept(p.cols) * (1 + operands * int(p.dtype.itemsize) / 4)
+        return OWN_REGISTERS + self.kept(p.cols) * (1 + (vectors / rows + operands) * int(p.dtype.itemsize) / 4)
 
 
 def threads(config: Any) -> int:
@@ -226,7 +225,7 @@ def work(p: Any, c: Config, device: Device, *, chain: float = 0.0, operations: f
         device,
         cdiv(p.rows, c.tile_m),
         c.tile_m * c.padded(p.cols),
-        registers=c.registers(p, vectors(p)),
+        registers=c.registers(p, vectors(p), getattr(p, "residual", False)),
         aligned=p.cols * size,
         load=1 / vector(p),
         masked=(p.cols % c.tile_n > 0 or (c.persistent and c.tile_m > 1)) and not c.load_tma,
