@@ -1,6 +1,5 @@
 """The command line: options reach their functions, errors are one line, output is text or JSON."""
 
-import gc
 import io
 import json
 import math
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 
 import tilewright
 import tilewright.bench.command
-import tilewright.cli
 import tilewright.compile.command
 import tilewright.doctor
 import tilewright.engine.suite
@@ -334,16 +332,6 @@ def test_the_package_is_a_program_with_versions_and_help() -> None:
     assert "Exit codes: 0 fine; 1 something is wrong; 2 it cannot run" in run("-h").output
     assert run("verify", "-h").exit_code == 0
     assert "complete" in run("--show-completion", "bash").output.lower()
-
-
-def test_a_run_does_not_walk_its_objects_again_and_again_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilewright.cli, "app", lambda: None)
-    before = gc.get_threshold()
-    try:
-        tilewright.cli.main()
-        assert gc.get_threshold()[0] >= 1_000_000
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_json_goes_to_a_file_or_to_stdout_with_the_text_on_stderr(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What `import tilewright` shows, and what its commonest mistakes say."""
 
+import gc
 import inspect
 import os
 import pydoc
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import tilewright
+import tilewright.cli
 from tilewright import ops
 from tilewright.launch.environment import KNOWN, warn_of_unknown
 from tilewright.testing import public_function
@@ -90,3 +92,13 @@ def test_without_transformers_patch_and_load_say_what_to_install():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert said == [f"tilewright.{name} needs transformers: pip install 'tilewright[models]'" for name in ("patch", "load")]
+
+
+def test_a_run_does_not_walk_its_objects_again_and_again_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilewright.cli, "app", lambda: None)
+    before = gc.get_threshold()
+    try:
+        tilewright.cli.main()
+        assert gc.get_threshold()[0] >= 1_000_000
+    finally:
+        gc.set_threshold(*before)

@@ -223,9 +223,9 @@ def sparse_index(
     check_decode(q, cache.shape[1], kv_len, block_table, kv_start, None)
     if (cache_scale is None) != (q.dtype != CODE):
         raise argument_error("cache_scale", "given for e4m3 keys, and None for others", "None" if cache_scale is None else "a tensor")
-    for name, given, shape in (("weights", weights, q.shape[:3]), ("cache_scale", cache_scale, cache.shape[:2])):
-        if given is not None or name == "weights":
-            check_tensor(given, name, shape=tuple(shape), dtypes=(torch.float32,), like=q)  # type: ignore[arg-type]  # None: it says so
+    check_tensor(weights, "weights", shape=tuple(q.shape[:3]), dtypes=(torch.float32,), like=q)
+    if cache_scale is not None:
+        check_tensor(cache_scale, "cache_scale", shape=tuple(cache.shape[:2]), dtypes=(torch.float32,), like=q)
     out = out_or_new(out, (batch, q_len, topk), torch.int32, q, cache, weights, cache_scale, kv_len, kv_start, block_table)
     if cache.numel() and (block_table is None or block_table.numel()):
         if out.numel():
