@@ -59,10 +59,12 @@ def test_continuous_batching_writes_the_tokens_of_transformers(gpu, prompts, gra
         found = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=paging)
         return [request.generated_tokens for request in found.values()]
 
-    stock = tokens(use_cuda_graph=False, auto_switch_to_flash=False)
-    assert {len(row) for row in stock} == {40}  # a manager without memory ends its requests with none
-    with patch(model), counted() as launches, threads_inherit():
-        assert tokens(use_cuda_graph=graphs) == stock
+    with torch.inference_mode(False), torch.no_grad():  # a thread of the manager writes into tensors that this one makes
+        model = made("llama", gpu).float()
+        stock = tokens(use_cuda_graph=False, auto_switch_to_flash=False)
+        assert {len(row) for row in stock} == {40}  # a manager without memory ends its requests with none
+        with patch(model), counted() as launches, threads_inherit():
+            assert tokens(use_cuda_graph=graphs) == stock
     assert launches["attention_decode_kernel"]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import FP8, Results, defines, normed, rotated, wide
+from .rows import FP8, Results, defines, fp8_sums, normed, rotated, tf32_sums, wide
+
+FEW_KEYS = 16
 
 
 def per_head(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -26,16 +28,21 @@ def attend(  # noqa: PLR0913 the op's arguments
     *,
     scales: tuple[Tensor | None, ...] = (None, None, None),
     normalize: bool = True,
+    tensor_cores: bool = False,
 ) -> Results:
     """q [.., heads, queries, d], k and v [.., kv_heads, keys, d], seen [.., 1, queries, keys].
 
     scales: of the heads of q, k and v. Without normalize the total, maximum and denominator.
+    tensor_cores: a GPU sums scores of fp32 with them.
     """
     used = seen.any(-2).unsqueeze(-1)  # memory that holds no key may hold anything
     group, held, stored = q.shape[-3] // k.shape[-3], v.dtype, torch.bfloat16 if v.dtype in FP8 else q.dtype
-    q, k, v = (two_parts(x) if x.dtype is torch.float32 else x if scales[0] is None else wide(x) for x in (q, k, v))
+    q, k, v = (torch.add(*parts(x)) if x.dtype is torch.float32 else x if scales[0] is None else wide(x) for x in (q, k, v))
     k, v = (torch.where(used, x, 0).repeat_interleave(group, -3) for x in (k, v))
-    products = sums_of_14_bits(q, k) if held in FP8 else q @ k.mT
+    if held in FP8:
+        products = fp8_sums(q, k).to(q.dtype)
+    else:
+        products = scores_of_fp32(q, k, tensor_cores and q.is_cuda) if q.dtype is torch.float32 else q @ k.mT
     scores = per_head(per_head(wide(products * scale), scales[0]), scales[1])
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -49,26 +56,24 @@ def attend(  # noqa: PLR0913 the op's arguments
     return [per_head(weights.to(held).to(v.dtype) @ v, scales[2]).to(stored), lse]
 
 
-def two_parts(x: Tensor) -> Tensor:
+def parts(x: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 as tensor cores multiply it: a leading and a trailing TF32 part, 22 bits together."""
 
     def tf32(x: Tensor) -> Tensor:
-        return ((x.view(torch.int32) + (1 << 12)) & (-1 << 13)).view(torch.float32)
+        return ((x.contiguous().view(torch.int32) + (1 << 12)) & (-1 << 13)).view(torch.float32)
 
-    x = x.contiguous()
-    return torch.where(x.isfinite(), tf32(x) + tf32(x - tf32(x)), x)
+    leading = torch.where(x.isfinite(), tf32(x), x)
+    return leading, torch.where(x.isfinite(), tf32(x - leading), 0.0)
 
 
-def sums_of_14_bits(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T of 8-bit codes as Hopper's tensor cores add it up: 32 products at a time, into 14 bits.
-
-    torch._scaled_mm with use_fast_accum does the same.
-    """
-    total = q[..., :32] @ k[..., :32].mT
-    for i in range(32, q.shape[-1] + 32, 32):
-        mantissa, exponent = torch.frexp(total)
-        total = torch.ldexp((mantissa * 2**14).trunc(), exponent - 14) + q[..., i : i + 32] @ k[..., i : i + 32].mT
-    return total
+def scores_of_fp32(q: Tensor, k: Tensor, tensor_cores: bool) -> Tensor:
+    """q k^T; on tensor cores three products of parts in one accumulator, the largest last."""
+    if not tensor_cores:  # with more keys: of one key PyTorch sums the products in a better order
+        return (q @ torch.nn.functional.pad(k, (0, 0, 0, FEW_KEYS)).mT)[..., : k.shape[-2]]
+    (q, q_rest), (k, k_rest) = parts(q), parts(k)
+    total = tf32_sums(q_rest, k)
+    total = tf32_sums(q, k_rest, total=total)
+    return tf32_sums(q, k, total=total).float()
 
 
 def fused_lse(scores: Tensor) -> Tensor:
@@ -104,7 +109,8 @@ def attention(
         counts = [start.diff()[own[0].clamp(max=len(start) - 2)][:, None] for start in starts]
         inside = [i - start[sequence.clamp(max=len(start) - 2)] for i, start, sequence in zip(at, starts, own, strict=True)]
         seen = visible(inside[0][:, None], inside[1][None], counts[1], counts[0], causal, window) & (own[0][:, None] == own[1][None])
-        out, lse = attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), seen[None], scale, softcap, sinks, scales=scales)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        out, lse = attend(q, k, v, seen[None], scale, softcap, sinks, scales=scales, tensor_cores=True)
         return [out.transpose(0, 1), *([lse] if return_lse else [])]
     queries, keys = q.shape[2], k.shape[2]
     zero = torch.zeros(len(q), dtype=torch.int64, device=device)
@@ -114,7 +120,7 @@ def attention(
     n = (end - start)[:, None, None, None].clamp(min=0)
     key = j - start[:, None, None, None]
     seen = visible(i, key, n, torch.tensor(queries, device=device), causal, window) & (key >= 0)
-    return attend(q, k, v, seen, scale, softcap, sinks, scales=scales)[: 1 + return_lse]
+    return attend(q, k, v, seen, scale, softcap, sinks, scales=scales, tensor_cores=True)[: 1 + return_lse]
 
 
 @defines
@@ -225,8 +231,9 @@ def index_scores(
     table = torch.arange(batch, device=q.device)[:, None] if block_table is None else block_table.long().clamp(0, len(cache) - 1)
     rows = (table[..., None] * cache.shape[1] + torch.arange(cache.shape[1], device=q.device)).flatten(1)
     keys, flat = cache.flatten(0, 1).float() if q.dtype is not torch.float64 else cache.flatten(0, 1), rows.shape[1]
-    multiply = sums_of_14_bits if cache_scale is not None and q.dtype is not torch.float64 else lambda q, k: q @ k.mT
-    products = multiply(wide(q).transpose(1, 2), keys[rows][:, None])  # [batch, heads, queries, keys]
+    heads, named = wide(q).transpose(1, 2), keys[rows][:, None]
+    codes = cache_scale is not None and q.dtype is not torch.float64
+    products = fp8_sums(heads, named).float() if codes else heads @ named.mT  # [batch, heads, queries, keys]
     scores = (products.relu() * wide(weights).transpose(1, 2)[..., None]).sum(1)
     scores = scores if cache_scale is None else scores * wide(cache_scale).flatten()[rows][:, None]
     n = torch.full((batch,), flat, device=q.device) if kv_len is None else kv_len.long().clamp(0, flat)

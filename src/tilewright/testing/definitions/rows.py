@@ -1,8 +1,8 @@
 """What products and ops of rows mean."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,18 +201,23 @@ def silu_mul_quant(gate: Tensor, up: Any = None, *, gelu_tanh: bool, block: Any,
 
 
 # --------------------------------------------------------------------------------- matrix products
-TILE = 16  # rows and columns that a product needs to be worth tensor cores
+def cut_sums(a: Tensor, b: Tensor, step: int, bits: int, total: Tensor | None = None) -> Tensor:
+    """a [.., m, k] times b [.., n, k] in float64, as one accumulator of a tensor core adds it up:
+    `step` products at a time, and each new sum is cut to `bits` bits.
+
+    For few rows PyTorch is no yardstick of it: cuBLAS takes the CUDA cores, or many accumulators.
+    total: what the accumulator holds at the start.
+    """
+    a, b = a.double(), b.double()
+    total = a.new_zeros(*a.shape[:-1], b.shape[-2]) if total is None else total
+    for i in range(0, a.shape[-1], step):
+        mantissa, exponent = torch.frexp(total + a[..., i : i + step] @ b[..., i : i + step].mT)
+        total = torch.ldexp((mantissa * 2**bits).trunc(), exponent - bits)
+    return total
 
 
-@contextmanager
-def tf32_products(on: bool) -> Iterator[None]:
-    """Products of fp32 on a GPU as TF32 has them."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = on
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+fp8_sums = partial(cut_sums, step=32, bits=14)  # of Hopper, and of torch._scaled_mm with use_fast_accum
+tf32_sums = partial(cut_sums, step=8, bits=24)
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, exact: bool) -> Tensor:
@@ -227,11 +232,10 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 @defines
 def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, **options: Any) -> Results:
     a, b = a.mT if trans_a else a, b if trans_b else b.mT
-    m, n = len(a), len(b)
-    if options["tf32"] and not exact:  # cuBLAS takes a single row or column without tensor cores
-        a, b = (torch.cat((x, x.new_zeros(max(0, TILE - len(x)), x.shape[1]))) for x in (a, b))
-    with tf32_products(options["tf32"]):
-        y = product(a, b, options.get("scale_a"), options.get("scale_b"), exact)[..., :m, :n]
+    if options["tf32"] and a.is_cuda and not exact:
+        y = tf32_sums(a, b).float()
+    else:
+        y = product(a, b, options.get("scale_a"), options.get("scale_b"), exact)
     y = y if exact or y.dtype == a.dtype else y.to(stored)
     y = y if bias is None else y + bias
     if options.get("silu_mul"):
