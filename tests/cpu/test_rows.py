@@ -12,11 +12,28 @@ from test_mega import disassembled
 
 from tilewright.compile import compile_launches
 from tilewright.compile.disassemble import find_tool
-from tilewright.compile.job import Job, binary
+from tilewright.compile.job import Job
+from tilewright.interpret.cutile import python_function
 from tilewright.launch import Device, forced_config, traced
-from tilewright.ops import argmax, dropout, embedding, layer_norm, moe_route, quantize_fp8, rms_norm, sample, silu_mul, silu_mul_quant, softmax
+from tilewright.launch.far import is_far
+from tilewright.ops import (
+    argmax,
+    dropout,
+    embedding,
+    layer_norm,
+    moe_route,
+    quantize_fp8,
+    rms_norm,
+    rms_norm_quant,
+    sample,
+    silu_mul,
+    silu_mul_quant,
+    softmax,
+)
 from tilewright.ops.common.rows import CPU_TILE, MOST_BLOCKS, coarse, grid_fits
-from tilewright.testing import check_op, op_name, run_op
+from tilewright.ops.common.tiles import Rows
+from tilewright.testing import check_op, op_name, public_function, run_op
+from tilewright.testing.cases import cases
 
 BF16 = torch.bfloat16
 DEVICES = ("H200", "B200", "RTX5090", "A100", "CPU")
@@ -143,14 +160,23 @@ def test_loads_are_as_wide_as_rows_are_aligned(op, cols, width):
     assert set(re.findall(r"\bLDG\.E(\S*)", code)) == {width}
 
 
-@pytest.mark.skipif(find_tool("nvdisasm") is None, reason="no nvdisasm (pip install nvidia-cuda-nvdisasm)")
-def test_a_stride_beyond_32_bits_is_not_cut():
-    """As a constant of 32 bits, 2**32 + 574 was 574."""
+@pytest.mark.parametrize("op", [softmax, layer_norm, rms_norm, rms_norm_quant, silu_mul, silu_mul_quant, quantize_fp8], ids=op_name)
+def test_no_kernel_gets_a_constant_stride_beyond_32_bits(op):
+    """It would be cut: 2**32 + 574 to 574."""
+
+    def far(x):
+        return x.as_strided(x.shape, (2**32 + 574, 1)) if isinstance(x, torch.Tensor) and x.dim() == 2 else x
+
+    problem = next(problem for problem in cases(op, "real") if problem.rows > 1)
+    inputs = problem.inputs(torch.device("meta"))
     with traced(Device.named("H200")) as launches:
-        run_op(softmax, softmax.Problem(300, 574, BF16).inputs(torch.device("meta")))
-    kernel, (x, *others) = launches[0].launch.kernel, launches[0].args.values()
-    near, far = (disassembled(binary(kernel, (x.as_strided(x.shape, (stride, 1)), *others), "sm_90")) for stride in (574, 2**32 + 574))
-    assert far.count("IMAD") > near.count("IMAD"), "a second multiplication, by the upper half"
+        public_function(op)(**{name: far(x) for name, x in inputs.items()})
+    assert launches
+    for launch in launches:
+        annotated = python_function(launch.launch.kernel).__annotations__
+        constant = [x for name, x in launch.args.items() if annotated.get(name) is Rows]
+        assert constant
+        assert not any(map(is_far, constant))
 
 
 @pytest.mark.parametrize("name", ["H200", "B200", "RTX5090", "A100"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Sizes = tuple[int, ...]
+INT32_MAX = (1 << 31) - 1
 SMALLEST, LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of fp32
 
 
@@ -282,9 +283,12 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 def as_rows(tensor: MaybeTensor) -> MaybeTensor:
     """The tensor as [rows, columns], its leading axes folded; None for None.
 
-    It is copied only if one stride cannot span those axes.
+    It is copied only if one stride cannot span those axes, or none of 32 bits.
     """
-    return tensor if tensor is None or tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    if tensor is None:
+        return None
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(0) <= INT32_MAX else rows.contiguous()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,10 +11,8 @@ from typing import Any
 import cuda.tile as ct
 from torch import Tensor
 
-from .check import argument_error
+from .check import INT32_MAX, argument_error
 from .launches import Values
-
-INT32_MAX = (1 << 31) - 1
 
 
 def with_int64_indices(kernel: Any, args: Values) -> tuple[Any, Values]:

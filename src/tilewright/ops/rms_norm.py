@@ -32,7 +32,7 @@ from ..launch import (
 )
 from .common.pdl import pdl_overlap
 from .common.rows import Config, row_choices
-from .common.tiles import each_row_tile, load_masked, of_width, sum_tile, vector_chunk
+from .common.tiles import Rows, each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
@@ -107,11 +107,11 @@ def _scaled(x, rstd, weight, weight_offset, dtype, ROUND):
 
 @ct.kernel
 def rms_norm_kernel(
-    X,
-    RESIDUAL,
+    X: Rows,
+    RESIDUAL: Rows,
     WEIGHT,
-    OUT,
-    NEW_RESIDUAL,
+    OUT: Rows,
+    NEW_RESIDUAL: Rows,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],
@@ -156,11 +156,11 @@ def rms_norm_kernel(
 
 @ct.kernel
 def rms_norm_reread_kernel(
-    X,
-    RESIDUAL,
+    X: Rows,
+    RESIDUAL: Rows,
     WEIGHT,
-    OUT,
-    NEW_RESIDUAL,
+    OUT: Rows,
+    NEW_RESIDUAL: Rows,
     eps: float,
     weight_offset: float,
     ADD: ct.Constant[bool],

@@ -11,9 +11,10 @@ LOG2_E = math.log2(math.e)
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 # A matrix whose strides are known when compiling. Where its rows begin off multiples of 16 bytes, a
-# load then brings as many elements as their alignment allows, not one. A constant stride raises no
-# OverflowError beyond 32 bits, so indices have 64.
-Rows = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64, static_stride_dims=(0, 1))]
+# load then brings as many elements as their alignment allows, not one. A constant stride beyond 32
+# bits is cut without an error: `as_rows` makes such matrices dense. With 64-bit indices the
+# compiler takes no TMA.
+Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_stride_dims=(0, 1))]
 
 
 def grouped_tile(index, tiles_m, tiles_n, group):
