@@ -6,6 +6,7 @@
 
 It starts `tilewright serve` and asks each user's question alone, greedily. Then all users ask at
 once, over and over, each with `openai`'s client. Some stream; some of these leave in the middle.
+Some ask for more than the cache holds, which must be refused with code context_length_exceeded.
 After `--seconds`, and once there were answers, the server gets SIGTERM. The exit code is 1 if
 
 - an answer is not the one to the same question alone. In fp32 it has to be the same text. Other
@@ -31,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from tilewright.testing import tiny_chat
 SERVE = "from tilewright.cli import main; main()"
 GROWTH_SHARE, GROWTH_BYTES = 0.05, 64e6
 END_SECONDS = 15.0  # beyond those to drain
+TOO_MANY_TOKENS = 1 << 24
 RANDOM = {"tiny": tiny_chat.TINY, "small": tiny_chat.SMALL}
 
 
@@ -135,6 +137,8 @@ class Load:
         """One user, until the server refuses because it stops."""
         drawn, seen = random.Random(self.given.seed * 1000 + user.number), self.seen
         while seen.stopping is None:
+            if drawn.random() < self.given.oversized:
+                await self.ask_too_much(user)
             stream = drawn.random() < 0.7
             leave = drawn.randint(0, user.tokens) if stream and drawn.random() < self.given.cancel else None
             begin = time.perf_counter()
@@ -151,6 +155,19 @@ class Load:
                     seen.whole_s.append(time.perf_counter() - begin)
                     if not same(text, user, self.everyone, self.given.exact):
                         seen.wrong.append(f"user {user.number}: {text!r}, alone {user.alone!r}")
+
+    async def ask_too_much(self, user: User) -> None:
+        """More tokens than any cache holds."""
+        begin = time.perf_counter()
+        try:
+            await self.ask(replace(user, tokens=TOO_MANY_TOKENS), stream=False)
+        except (openai.APIError, OSError) as error:
+            if getattr(error, "code", None) == "context_length_exceeded":
+                self.seen.told["refused, too long"] += 1
+            elif not isinstance(error, openai.RateLimitError):
+                self.failed(user, error, begin)
+        else:
+            self.seen.wrong.append(f"user {user.number}: {TOO_MANY_TOKENS} tokens were not refused")
 
     def failed(self, user: User, error: Exception, begin: float) -> None:
         """Only once the server stops may a request fail, and only with an error that says so."""
@@ -199,8 +216,9 @@ def growth(memory: list[int]) -> tuple[float, float]:
 
 
 def enough(seen: Seen, given: argparse.Namespace) -> bool:
-    """Whether answers came, and clients left if some are to."""
-    return seen.told["answered"] > 0 and (seen.told["left"] > 0 or not given.cancel)
+    """Whether answers came, clients left if some are to, and too long requests were refused."""
+    shares = {"left": given.cancel, "refused, too long": given.oversized}
+    return seen.told["answered"] > 0 and all(seen.told[what] > 0 or not share for what, share in shares.items())
 
 
 def check(seen: Seen, code: int | None, end_s: float, given: argparse.Namespace) -> list[str]:
@@ -225,6 +243,7 @@ def main(arguments: list[str] | None = None, start: Callable[..., tuple[Any, str
     parser.add_argument("--prompt-chars", type=int, default=200, help="at most; lengths are drawn")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="at most; lengths are drawn")
     parser.add_argument("--cancel", type=float, default=0.25, help="share of the streams whose client leaves")
+    parser.add_argument("--oversized", type=float, default=0.02, help="how often a user first asks for more than the cache holds")
     parser.add_argument("--drain-seconds", type=float, default=30.0)
     parser.add_argument("--inexact", dest="exact", action="store_false", help="for dtypes but float32")
     parser.add_argument("--seed", type=int, default=0)

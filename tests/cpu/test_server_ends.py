@@ -164,7 +164,7 @@ def test_users_at_once_get_what_each_would_get_alone(tool, tmp_path, capfd):
         wait_until(lambda: "port" in found)
         return here, f"http://localhost:{found['port']}/v1", "tiny"
 
-    sizes = ["--users", "5", "--prompt-chars", "30", "--max-new-tokens", "6", "--seconds", "2", "--cancel", "0.5"]
+    sizes = ["--users", "5", "--prompt-chars", "30", "--max-new-tokens", "6", "--seconds", "2", "--cancel", "0.5", "--oversized", "0.5"]
     rows = tmp_path / "rows.jsonl"
     asking = threading.Thread(target=lambda: codes.append(tool.main(["tiny", *sizes, "--json", str(rows)], start)))
     asking.start()
@@ -175,11 +175,12 @@ def test_users_at_once_get_what_each_would_get_alone(tool, tmp_path, capfd):
     assert codes == [0], capfd.readouterr().err
     (row,) = map(json.loads, rows.read_text().splitlines())
     assert row["exit_code"] == row["wrong"] == row["lost"] == 0
+    assert row["told"]["refused, too long"] > 0
     assert row["whole_p99_s"] >= row["whole_p50_s"] > 0
 
 
 def test_the_load_tool_notices_what_is_wrong(tool):
-    given = type("G", (), {"cancel": 0.5})
+    given = type("G", (), {"cancel": 0.5, "oversized": 0.0})
     good = tool.Seen(told=Counter(answered=3, left=1), memory=[100_000_000] * 8)
     assert tool.check(good, 0, 1.0, given) == []
     for change, word in (({"wrong": ["user 1"]}, "user 1"), ({"lost": ["user 2"]}, "user 2"), ({"memory": [10**8] * 4 + [10**9] * 4}, "memory grew"),
