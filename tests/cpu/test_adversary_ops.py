@@ -187,3 +187,109 @@ def test_a_limit_does_not_hide_a_nan_where_values_are_checked(monkeypatch) -> No
     monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
     with pytest.raises(ValueError, match=r"x\[1, 3\] must be a number, got nan"):
         tilewright.moe(x, **how, limit=7.0)
+
+
+# ------------------------------------------------------------------- what a fourth adversary found
+def test_queries_are_rotated_or_the_call_is_refused() -> None:
+    """Nothing was launched for a table without pages, and the queries stayed as they were."""
+    k, q, angles = torch.randn(1, 2, 3, 16), torch.randn(1, 4, 3, 16), torch.rand(9, 8)
+    how = {"positions": torch.arange(3, dtype=torch.int32)[None], "cos": angles, "sin": angles + 1}
+    pool, none = torch.zeros(2, 2, 16, 16), torch.zeros(1, 0, dtype=torch.int32)
+    for caches, more, name in (
+        ((pool, pool.clone()), {"block_table": none}, "block_table"),
+        ((torch.zeros(1, 2, 0, 16),) * 2, {}, "k_cache"),
+        ((pool[:0], pool[:0].clone()), {"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "k_cache"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}.shape must be without an axis of 0 where q is given, got \("):
+            tilewright.kv_append(k, k, *caches, q=q, **how, **more)
+        tilewright.kv_append(k, k, *caches, **how, **more)  # nothing is to be stored
+
+
+def test_a_scale_of_a_cache_lies_where_the_cache_does() -> None:
+    new, cache = torch.randn(1, 2, 3, 16), torch.zeros(1, 2, 9, 16).to(torch.float8_e4m3fn)
+    for wrong in ((), (1, 2, 9)):
+        scale = torch.ones(wrong)
+        with pytest.raises(ValueError, match=r"^v_scale.device must be cpu, got meta$"):
+            tilewright.kv_append(
+                new, new, cache, cache.clone(), positions=torch.arange(3, dtype=torch.int32)[None], k_scale=scale, v_scale=scale.to("meta")
+            )
+
+
+def test_heads_are_there_to_rotate() -> None:
+    """ZeroDivisionError."""
+    q, angles = torch.randn(1, 2, 3, 16), torch.rand(1, 3, 8)
+    for given, name in (((q, q[:, :0]), "k"), ((q[:, :0], q), "q")):
+        with pytest.raises(ValueError, match=rf"^{name}.shape\[1\] must be at least 1, got 0$"):
+            tilewright.rope(*given, angles, angles)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "wrong", "message"),
+    [
+        ("ssd", "dt_limit", 1.0, "dt_limit must be (least, largest) with 0 <= least <= largest, got 1.0"),
+        ("ssd", "dt_limit", None, "dt_limit must be (least, largest) with 0 <= least <= largest, got None"),
+        ("ssd", "state", [1], "state must be a torch.Tensor, got list"),
+        ("quantize_fp8", "block", torch.ones(2), "block must be one of (None, None), "),
+    ],
+)
+def test_another_kind_of_argument_is_refused_in_our_words(op, name, wrong, message) -> None:
+    module = getattr(ops, op)
+    for inputs in every_kind(module):
+        with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(message)}"):
+            public_function(module)(**{**inputs, name: wrong})
+
+
+def test_the_limit_of_time_steps_does_not_hide_a_nan_where_values_are_checked(monkeypatch) -> None:
+    x, dt, b = torch.randn(1, 2, 3, 16), torch.rand(1, 2, 3), torch.randn(1, 2, 1, 8)
+    dt[0, 1, 2] = torch.nan
+    how = {"a": -torch.ones(3), "b": b, "c": b}
+    monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
+    with pytest.raises(ValueError, match=r"^dt\[0, 1, 2\] must be a number, got nan$"):
+        tilewright.ssd(x, dt, **how)
+    with pytest.raises(ValueError, match=r"^dt_bias\[2\] must be a number, got nan$"):
+        tilewright.ssd(x, torch.rand(1, 2, 3), **how, dt_bias=dt[0, 1])
+
+
+def test_true_is_no_number() -> None:
+    """It was 1: a window of one key."""
+    q, x, ids = torch.randn(1, 2, 4, 16), torch.randn(3, 8), torch.tensor([1])
+    for name, call in {
+        "window": lambda: tilewright.attention(q, q, q, window=True),
+        "scale": lambda: tilewright.attention_decode(q, q, q, scale=True),
+        "eps": lambda: tilewright.rms_norm(x, x[0], eps=True),
+        "top_k": lambda: tilewright.moe_route(x, True),
+        "factor": lambda: tilewright.embedding(ids, x, scale=True),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name.replace('factor', 'scale')} must be a Python (number|integer), got True$"):
+            call()
+    with pytest.raises(ValueError, match=r"window must be \(before, behind\), .* got \(True, 1\)"):
+        tilewright.attention(q, q, q, window=(True, 1), causal=False)
+
+
+def test_a_window_of_any_length_is_none() -> None:
+    """2**63 overflowed in the definition, and in a compiled call."""
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 9, 16)
+    compiled = torch.compile(lambda q, **how: tilewright.attention(q, k, k, **how), fullgraph=True, backend="eager")
+    step = torch.compile(lambda q, **how: tilewright.attention_decode(q, k, k, **how), fullgraph=True, backend="eager")
+    for long in (2**31, 2**63 - 1, 2**63, 2**70):
+        for function in (tilewright.attention, compiled, lambda q, k=k, *_, **how: ops.attention.reference(q, k, k, **how)):
+            given = (q, k, k) if function is tilewright.attention else (q,)
+            plain = function(*given)
+            assert torch.equal(function(*given, window=long), plain)
+            assert torch.equal(function(*given, window=(long, 0), causal=False), plain)
+        assert torch.equal(step(q, window=long), step(q))
+
+
+@pytest.mark.parametrize("op", ["moe", "quantized_moe"])
+def test_numbers_of_numpy_are_pythons(op) -> None:
+    """`alpha != 1.0` was a numpy.bool, which no kernel takes as a constant."""
+    import numpy as np
+
+    inputs = {
+        **next(p for p in cases(getattr(ops, op), "small") if not getattr(p, "shared", 0)).inputs(CPU),
+        "alpha": 0.5,
+        "limit": 3.0,
+        "up_offset": 0.5,
+    }
+    function = public_function(getattr(ops, op))
+    assert torch.equal(function(**inputs | {name: np.float64(inputs[name]) for name in ("alpha", "limit", "up_offset")}), function(**inputs))

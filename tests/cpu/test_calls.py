@@ -93,6 +93,26 @@ def test_an_integer_that_does_not_fit_stays_an_error():
             with_int64_indices(ops.rms_norm.rms_norm_kernel, (randn(2, 2), 1 << 32))
 
 
+def test_an_axis_along_which_32_bits_cannot_count_is_refused():
+    """argmax named column -2147479551, and softmax read in front of its row."""
+    x = far(torch.zeros(2, 1).bfloat16(), 0, 2**31 + 4099).as_strided((1, 2**31 + 4099), (2**31 + 4099, 1))
+    seed, long = torch.tensor(1), torch.zeros(1, 8).expand(2**31 - 2**20, 8)
+    assert torch.equal(tilewright.embedding(torch.tensor([2**31 - 2**20 - 2]), long[:-1]), long[:1])
+    for name, call in {
+        "x": lambda: tilewright.argmax(x),
+        "logits": lambda: tilewright.sample(x, seed),
+        "weight": lambda: tilewright.embedding(torch.tensor([2**31]), torch.zeros(1, 8).expand(2**31 + 5, 8)),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name}.shape must be at most 2146435071 along each axis \(call the op on parts of it\), got \("):
+            call()
+    for call in (tilewright.softmax, tilewright.quantize_fp8, lambda x: tilewright.silu_mul(x, x), lambda x: tilewright.rms_norm(x, x[0])):
+        with pytest.raises(ValueError, match="shape must be at most 2146435071 along each axis"):
+            call(x)
+    with traced(Device.named("H200")) as launches:  # planning takes any length
+        tilewright.softmax(torch.empty(1, 2**31, device="meta"))
+    assert launches
+
+
 def test_lists_of_matrices_refuse_far_rows():
     a, b = randn(2, 16).bfloat16(), randn(16, 16).bfloat16()
     with pytest.raises(

@@ -254,10 +254,10 @@ def check_finite(value: float, name: str) -> None:
 
 
 def check_number(value: object, name: str) -> None:
-    """Raises TypeError unless it is a Python number: a tensor's would be read on the device.
-    ValueError for an integer that a kernel's int32 does not hold.
+    """Raises TypeError unless it is a Python number: a tensor's would be read on the device, and
+    True is none. ValueError for an integer that a kernel's int32 does not hold.
     """
-    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a Python number, got {value!r:.80}")
     if isinstance(value, int) and not -(2**31) <= value < 2**31:
         raise argument_error(name, "an integer in -2**31..2**31 - 1, or a float", f"{value!r:.80}")
@@ -271,9 +271,9 @@ def check_bools(**flags: object) -> None:
 
 
 def check_integers(**values: object) -> None:
-    """Raises TypeError unless each is a Python integer."""
+    """Raises TypeError unless each is a Python integer, which True is not."""
     for name, value in values.items():
-        if not isinstance(value, (int, torch.SymInt)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
             raise TypeError(f"{name} must be a Python integer, got {value!r:.80}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from .check import argument_error
 from .context import CONTEXT, Context, changed
 from .device import Device
+from .far import LONGEST
 from .launches import GridError, Launch, check_grid, most_blocks
 from .run import Bound
 
@@ -29,6 +30,7 @@ class Decision:
     arguments: names of what `run` takes, in order; the first is a tensor.
     space: (problem, device) -> configs, the untuned default first; none if the device can't run it.
     plan: (problem, config, device) -> launches in order.
+    any_length: its kernels count in 64 bits along axes that are too long for others (far.LONGEST).
     launches: (device, **fields) -> the bound launches of `problem(**fields)`. Their config is the
         forced one, else a tuned one, else the first of `space`. Never tunes. Raises ValueError if
         the device can't run the problem, or if `plan` uses a name that its kernels don't have.
@@ -36,8 +38,9 @@ class Decision:
 
     launches: Callable[..., Bound]
 
-    def __init__(self, op: str, *, problem: type, arguments: Sequence[str], space: type_space, plan: type_plan) -> None:
+    def __init__(self, op: str, *, problem: type, arguments: Sequence[str], space: type_space, plan: type_plan, any_length: bool = False) -> None:
         self.op, self.problem, self.arguments, self.space, self.plan = op, problem, tuple(arguments), space, plan
+        self.any_length = any_length
         self._known = lru_cache(maxsize=1 << 16)(self._decided)
         self._bound = lru_cache(maxsize=1 << 12)(self._bind)
         self.launches = self._written()
@@ -98,7 +101,9 @@ class Decision:
 
     def _bind(self, problem: Any, config: Any, device: Device) -> Bound:
         try:
-            return Bound(self.plan(problem, config, device), self.arguments, device)
+            sizes = (getattr(problem, field.name) for field in dataclasses.fields(problem))
+            long = not self.any_length and any(type(size) is int and size > LONGEST for size in sizes)
+            return Bound(self.plan(problem, config, device), self.arguments, device, long=long)
         except GridError as error:
             raise self._too_large(problem, device) or error from None
 

@@ -14,7 +14,7 @@ from cuda.tile._cext import launch as launch_kernel
 
 from .context import CONTEXT, changed
 from .device import Device
-from .far import with_int64_indices
+from .far import check_lengths, with_int64_indices
 from .launches import Launch, Step, Values, bind
 
 
@@ -24,18 +24,19 @@ class Bound:
     Names are resolved once; each call is positional.
 
     launches: in order. arguments: names of what `run` takes. device: what they are planned for.
+    long: an axis of an argument may be too long to count along, which `run` checks.
     """
 
-    __slots__ = ("_count", "_ready", "_scratch", "_steps", "arguments", "launches")
+    __slots__ = ("_count", "_long", "_ready", "_scratch", "_steps", "arguments", "launches")
 
-    def __init__(self, launches: Sequence[Launch], arguments: Sequence[str], device: Device) -> None:
+    def __init__(self, launches: Sequence[Launch], arguments: Sequence[str], device: Device, *, long: bool = False) -> None:
         """Raises: ValueError naming kernel and parameter where a name is unknown, missing, given
         twice or of the wrong kind; naming the kernel where the grid is larger than a GPU launches.
         """
         self.launches, self.arguments = tuple(launches), tuple(arguments)
         self._steps, self._scratch = bind(self.launches, self.arguments)
         self._ready = [(step.kernel, step.grid, step.pick, step.constants, step.launch.pdl and device.has_pdl) for step in self._steps]
-        self._count = len(self.arguments)
+        self._count, self._long = len(self.arguments), long
 
     def __str__(self) -> str:
         return " -> ".join(map(str, self.launches))
@@ -47,12 +48,14 @@ class Bound:
         CPU: interpreted. Meta tensors run nothing; `traced` records them.
 
         Args: the op's arguments, in the order of `arguments`; None for one that no launch touches.
-        Raises: TypeError for another number of them.
+        Raises: TypeError for another number of them; ValueError for an axis that is too long.
         """
         if len(args) != self._count:
             raise TypeError(f"run must get {self._count} arguments ({', '.join(self.arguments)}), got {len(args)}")
         device = args[0].device
         kind = device.type
+        if self._long and kind != "meta":
+            check_lengths(self.arguments, args)
         if kind == "cuda" and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self.run(*args)

@@ -174,7 +174,7 @@ def dropout_kernel(
         one_tile(ct.bid(0))
 
 
-DECISION = CHOICES.decision(Problem, plan, ("x", "out", "seed", "offset", "limit", "scale"))
+DECISION = CHOICES.decision(Problem, plan, ("x", "out", "seed", "offset", "limit", "scale"), any_length=True)
 
 
 @torch_op(mutates=("out",))

@@ -70,11 +70,13 @@ class Choices(Generic[P, C]):
         """
         return ordered(self, self.bucket(problem, device) if self.bucket else problem, device)
 
-    def decision(self, problem: type[P], plan: Callable[[P, C, Device], Sequence[Launch]], arguments: Sequence[str]) -> Decision:
+    def decision(
+        self, problem: type[P], plan: Callable[[P, C, Device], Sequence[Launch]], arguments: Sequence[str], *, any_length: bool = False
+    ) -> Decision:
         """What calls ask: for problems of a class, with the launches of `plan`, which take
         `arguments` (`Decision`).
         """
-        return Decision(self.op, problem=problem, arguments=arguments, space=self.space, plan=plan)
+        return Decision(self.op, problem=problem, arguments=arguments, space=self.space, plan=plan, any_length=any_length)
 
     def us(self, problem: P, config: C, device: Device) -> float:
         """The model's time alone, without neighbours."""

@@ -30,6 +30,7 @@ from ..common.prefill import Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import (
     DTYPES,
+    FARTHEST,
     LOG2E,
     MAX_HEAD_DIM,
     check_heads,
@@ -303,8 +304,8 @@ def attention(
     check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
     if isinstance(window, tuple):
         check_sides(causal, window)
+    scale = check_scale_and_window(scale, None if isinstance(window, tuple) else window, q.shape[-1])
     causal, window, ahead = _sides(causal, window)
-    scale = check_scale_and_window(scale, window, q.shape[-1])
     check_softcap(softcap)
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q.shape[1])
@@ -354,12 +355,12 @@ def attention(
 
 def _sides(causal: bool, window: Window) -> tuple[bool, int | None, int]:
     """A mask as a causal one or none, the keys that it leaves of those up to a query's own, and of
-    those behind.
+    those behind; each at most FARTHEST.
     """
     if not isinstance(window, tuple):
-        return causal, window, 0
+        return causal, None if window is None else min(window, FARTHEST), 0
     before, behind = window
-    return behind is not None, None if before is None else before + 1, behind or 0
+    return behind is not None, None if before is None else min(before + 1, FARTHEST), min(behind or 0, FARTHEST)
 
 
 def check_sides(causal: bool, window: tuple[int | None, int | None]) -> None:
@@ -369,7 +370,7 @@ def check_sides(causal: bool, window: tuple[int | None, int | None]) -> None:
     if len(window) != 2:
         raise argument_error("window", "a number, or (before, behind)", window)
     for side in window:
-        if side is not None and (not isinstance(side, (int, torch.SymInt)) or side < 0):
+        if side is not None and (not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool) or side < 0):
             raise argument_error("window", "(before, behind), each an integer of at least 0, or None", window)
 
 

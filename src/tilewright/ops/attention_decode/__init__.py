@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...launch import Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
-from ..common.softmax_tiles import LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
+from ..common.softmax_tiles import FARTHEST, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from .calls import MOST_TOKENS, check_codes, check_decode, check_queries, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
@@ -236,6 +236,7 @@ def attention_decode(
     check_tensor(k, "k", ndim=4, dtypes=(stored,), like=q)
     check_heads(q, k, head_dim)
     scale = check_scale_and_window(scale, window, head_dim)
+    window = None if window is None else min(window, FARTHEST)
     check_softcap(softcap)
     if k.shape[3] != head_dim or (block_table is None and k.shape[0] != batch):
         raise argument_error("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))

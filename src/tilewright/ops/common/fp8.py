@@ -41,7 +41,7 @@ def largest_code(dtype: torch.dtype) -> int:
 
 def check_format(block: Block, dtype: torch.dtype, blocks: tuple[Block, ...]) -> None:
     """Raises ValueError unless an op that takes `blocks` can make such codes."""
-    if block not in blocks:
+    if not isinstance(block, tuple) or block not in blocks:
         raise argument_error("block", "one of " + ", ".join(map(str, blocks)), block)
     if dtype not in FP8:
         raise argument_error("dtype", "torch.float8_e4m3fn or torch.float8_e5m2", dtype)

@@ -11,11 +11,12 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_number, check_positive, check_tensor, dtype_name
+from ...launch import argument_error, check_integers, check_number, check_positive, check_tensor, dtype_name
 from .scaling import FP8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SOFTCAP = 2.0**64  # it and scale / softcap are normal numbers of fp32
+FARTHEST = 1 << 31  # keys from a query: no cache is as long, and a schema's 64 bits hold it
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
 
 LOG2E = math.log2(math.e)
@@ -151,10 +152,10 @@ def check_starts(starts: Tensor, name: str, like: Tensor) -> int:
 
 def check_scale_and_window(scale: float | None, window: int | None, head_dim: int) -> float:
     """The scale to use. Raises ValueError unless both are positive where given."""
-    if window is not None and not isinstance(window, (int, torch.SymInt)):
-        raise argument_error("window", "a Python integer", repr(window))
-    if window is not None and window < 1:
-        raise argument_error("window", "at least 1", window)
+    if window is not None:
+        check_integers(window=window)
+        if window < 1:
+            raise argument_error("window", "at least 1", window)
     if scale is None:
         return float(head_dim**-0.5)
     check_positive(scale, "scale")

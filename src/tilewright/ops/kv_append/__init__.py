@@ -331,7 +331,7 @@ def kv_append(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype in FP8:
             each = isinstance(k_scale, Tensor) and k_scale.dim() > 0
-            check_tensor(scale, name, shape=tuple(k_cache.shape[:3]) if each else (), dtypes=(torch.float32,))  # type: ignore[arg-type]
+            check_tensor(scale, name, shape=tuple(k_cache.shape[:3]) if each else (), dtypes=(torch.float32,), like=k)  # type: ignore[arg-type]
             if each and scale is not None:
                 check_writable(scale, name, None if name == "k_scale" else k_scale, "k_scale")
         elif scale is not None:
@@ -352,7 +352,10 @@ def kv_append(
     check_apart({**caches, "q": q, **scales}, **read, **norms, positions=positions, rope_positions=rope_positions, block_table=block_table)
     check_apart({"q": q, **scales}, **caches)
     check_apart(scales, q=q)
-    if k.numel() and v.numel() and k_cache.numel() and (block_table is None or block_table.numel()):
+    empty = [(name, x) for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("block_table", block_table)) if x is not None and not x.numel()]
+    if empty and q is not None and q.numel():  # which the same launch rotates
+        raise argument_error(f"{empty[0][0]}.shape", "without an axis of 0 where q is given", tuple(empty[0][1].shape))
+    if not empty:
         optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
         kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight)
     return _given(k_cache, v_cache, q, k_scale, v_scale)

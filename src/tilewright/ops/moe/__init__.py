@@ -256,6 +256,7 @@ def moe(
     check_tensor(gate_up, "gate_up", shape=(experts, 2, inter, hidden) if gate_up.dim() == 4 else (experts, 2 * inter, hidden))
     check_choice(x, weights, ids)
     check_activation(alpha, limit, up_offset)
+    alpha, limit, up_offset = float(alpha), limit if limit is None else float(limit), float(up_offset)  # numpy's compare to its own bools
     if bias_gate_up is not None or bias_down is not None:
         bias_gate_up = _check_biases(x, bias_gate_up, bias_down, experts, inter)
     if shared_gate_up is not None or shared_down is not None:

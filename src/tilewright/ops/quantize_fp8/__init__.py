@@ -128,10 +128,10 @@ def quantize_fp8(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(power_of_two_scales=power_of_two_scales)
+    check_format(block, dtype, BLOCKS)
     check_tensor(x, "x", dtypes=DTYPES, ndim=2 if block == SQUARES else None)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
-    check_format(block, dtype, BLOCKS)
     if scale is None:
         codes, scale, scales = results_for(out, tuple(x.shape), dtype, block, x)
         if scales is not None:

@@ -194,6 +194,7 @@ def quantized_moe(
     _check_experts("down", (words_down, scales_down, zeros_down), (experts, 1, hidden, inter), weight_format, x)
     check_choice(x, weights, ids)
     check_activation(alpha, limit, up_offset)
+    alpha, limit, up_offset = float(alpha), limit if limit is None else float(limit), float(up_offset)  # numpy's compare to its own bools
     if (bias_gate_up is None) != (bias_down is None):
         raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given together with the other bias", None)
     if bias_gate_up is not None and bias_down is not None:

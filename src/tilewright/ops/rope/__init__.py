@@ -135,6 +135,9 @@ def rope(
     check_tensor(k, "k", ndim=4, like=q)
     if (k.shape[0], *k.shape[2:]) != (batch, seq_len, head_dim):
         raise argument_error("k.shape", f"({batch}, kv_heads, {seq_len}, {head_dim})", tuple(k.shape))
+    for name, heads in (("q", q.shape[1]), ("k", k.shape[1])):
+        if not heads:
+            raise argument_error(f"{name}.shape[1]", "at least 1", 0)
     check_writable(q, "q")
     check_writable(k, "k", q, "q")
     check_finite(scaling, "scaling")
@@ -148,7 +151,7 @@ def rope(
         given = [name for name, x in (("cos", cos), ("sin", sin), ("positions", positions), ("inv_freq", inv_freq)) if x is not None]
         raise argument_error("the angles", "cos and sin, or positions and inv_freq", ", ".join(given) or "neither")
     check_apart({"q": q, "k": k}, cos=cos, sin=sin, positions=positions, inv_freq=inv_freq)
-    if q.numel() or k.numel():
+    if q.numel():
         rope_out(q, k, cos, sin, positions, inv_freq, scaling, interleaved)
     return q, k
 

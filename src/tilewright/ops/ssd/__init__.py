@@ -34,7 +34,7 @@ from ...launch import (
     out_or_new,
     torch_op,
 )
-from ...launch.values import Claim, Claims, rising, within
+from ...launch.values import Claim, Claims, no_nan, rising, within
 from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_int32
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import recurrent_kernel as ssd_kernel
@@ -105,8 +105,12 @@ DECISION = Decision(
 )
 
 
-def _claims(x: Tensor, a: Tensor, state: Tensor | None, state_rows: Tensor | None, cu_seqlens: Tensor | None) -> Claims:
+def _claims(
+    x: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor | None, state: Tensor | None, state_rows: Tensor | None, cu_seqlens: Tensor | None
+) -> Claims:
     yield Claim("a", a, a <= 0, "at most 0")
+    yield from no_nan("dt", dt)
+    yield from no_nan("dt_bias", dt_bias)
     if state is not None:
         yield from within("state_rows", state_rows, 0, len(state) - 1)
     if state_rows is not None:
@@ -198,7 +202,7 @@ def ssd(
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
             x, dt, b, c and z are [total_tokens, ...], and state has a row for each sequence.
         dt_softplus: dt is softplus(dt + dt_bias).
-        dt_limit: least and largest dt, after that.
+        dt_limit: least and largest dt, after that. They make a number of a dt that is NaN.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.
     Returns: out, shaped like x, contiguous, in its dtype; with a state the tuple (out, state), the
@@ -237,14 +241,16 @@ def ssd(
         if state is None:
             raise argument_error("state_rows", "given with a state", "none")
     if state is not None:
-        states = state.shape[0] if state_rows is not None and state.dim() else sequences
+        check_tensor(state, "state", ndim=4, dtypes=(torch.float32,))
+        states = sequences if state_rows is None else state.shape[0]
         check_tensor(state, "state", shape=(states, heads, head_dim, state_dim), dtypes=(torch.float32,))
         _check_device(state, "state", x)
         check_writable(state, "state")
         check_apart({"state": state}, x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, z=z, state_rows=state_rows, cu_seqlens=cu_seqlens)
-    for value in dt_limit:
-        check_number(value, "dt_limit")
-    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
+    if isinstance(dt_limit, (tuple, list)):
+        for value in dt_limit:
+            check_number(value, "dt_limit")
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
         raise argument_error("dt_limit", "(least, largest) with 0 <= least <= largest", dt_limit)
     out = out_or_new(out, x.shape, x.dtype, x, dt, a, b, c, d, dt_bias, z, state, state_rows, cu_seqlens, contiguous=False)
     if out.numel() and sequences:
