@@ -10,7 +10,7 @@ import typer
 
 from . import cli_models  # noqa: F401 adds its verbs
 from .cli_app import SUITES, DeviceName, Gpu, Jobs, Json, Ops, app, option, verb
-from .command_line import check_name
+from .command_line import check_name, terminal
 from .command_line import refuse as _refuse
 
 
@@ -259,7 +259,8 @@ def doctor(json_file: Json = None) -> int:
 def main() -> None:
     # Imports and typed kernels make a million objects that stay: a tenth of a short run's time.
     gc.set_threshold(1_000_000, 20, 100)
-    app()
+    with terminal():
+        app()
 
 
 if __name__ == "__main__":

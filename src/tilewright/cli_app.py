@@ -10,7 +10,7 @@ from .command_line import command, state
 
 app = typer.Typer(
     help="Kernels for language models in cuTile Python: compiled on a GPU, interpreted on a CPU.",
-    epilog="Exit codes: 0 fine; 1 something is wrong; 2 it cannot run; 130 stopped by Ctrl-C.",
+    epilog="Exit codes: 0 fine; 1 something is wrong; 2 it cannot run; 130 stopped by Ctrl-C; 141 nobody reads it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -6,11 +6,13 @@
 | 1 | something is wrong: an answer, a race, a spill of a default, tokens that differ |
 | 2 | it cannot run: an option, a file, a package or a GPU that is missing or does not fit |
 | 130 | stopped by Ctrl-C; what was done is kept |
+| 141 | who read the output has gone, as `| head` does; what was done is kept |
 """
 
 import contextlib
 import functools
 import os
+import select
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +21,7 @@ from typing import Any
 
 import typer
 
-WRONG, CANNOT, STOPPED = 1, 2, 130
+WRONG, CANNOT, STOPPED, UNREAD = 1, 2, 130, 141
 EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError)
 LONGEST_PROMPTS = 1 << 28  # bytes of --prompt-file
 state = {"traceback": False}
@@ -42,7 +44,7 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
             typer.echo("stopped", err=True)
             code = STOPPED
         except EXPECTED as error:
-            if state["traceback"]:
+            if state["traceback"] or (isinstance(error, BrokenPipeError) and _reader_gone()):
                 raise
             typer.echo(f"error: {' '.join(_message(error).split()) or type(error).__name__}", err=True)
             code = CANNOT
@@ -50,6 +52,44 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
             raise typer.Exit(code)
 
     return run
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[None]:
+    """What a program does about its standard streams.
+
+    One that is closed is /dev/null: else the next file opened would be it, and get what is printed.
+    If the reader of the output goes, the program ends without a word, as others do.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 for as long as the process is there
+    code: Any = UNREAD
+    try:
+        yield
+        return
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):  # else rich's or typer's, for what they could not print
+            if not _reader_gone():
+                raise
+            code = ended.code or UNREAD
+    except OSError as error:  # of a help text: other output is a command's
+        if not _reader_gone():
+            typer.echo(f"error: {_message(error)}", err=True)
+            raise SystemExit(CANNOT) from None
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # what is still to be flushed
+    raise SystemExit(code) from None
+
+
+def _reader_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    try:
+        asked = select.poll()
+        asked.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError):  # no POSIX, or no file
+        return False
+    return any(event & select.POLLERR for _, event in asked.poll(0))
 
 
 def _message(error: BaseException) -> str:

@@ -1,6 +1,9 @@
 """What an adversary did to the command line: files that do not run, options that mean nothing."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -126,3 +129,26 @@ def test_compilers_hear_no_ctrl_c_before_they_are_ready(monkeypatch: pytest.Monk
     worker_pool(1).shutdown()
     assert found == [signal.SIG_IGN]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        ("| true", 141, ""),  # 1, as if something were wrong
+        (">/dev/full", 2, "error: [Errno 28] No space left on device\n"),  # a traceback
+        ("2>&- >&- <&-", 0, ""),
+    ],
+)
+def test_output_that_nobody_takes_is_no_failure(redirection: str, code: int, said: str) -> None:
+    shell = f"{sys.executable} -m tilewright --help {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
+def test_a_command_whose_reader_goes_ends_without_a_word() -> None:
+    """rich ends the process with 1; print raised, which was one line and 2."""
+    for call in ("print('x' * 100_000)", "rich.get_console().print('x ' * 100_000)"):
+        code = f"import rich\nfrom tilewright.command_line import command, terminal\nwith terminal(): command(lambda: {call})()"
+        shell = f'{sys.executable} -c "$CODE" | true; exit ${{PIPESTATUS[0]}}'
+        done = subprocess.run(["bash", "-c", shell], env={**os.environ, "CODE": code}, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (141, ""), call
