@@ -33,7 +33,10 @@ EACH_KIND = [
     *(("frequency_penalty", value) for value in (2.5, -2.1, True, "0", NAN)),
     ("presence_penalty", 3),
     *(("repetition_penalty", value) for value in (0, -1, 1e9, "1")),
-    *(("logit_bias", value) for value in ({"a": 1}, {"-1": 1}, {"\u0665": 1}, {"999999": 1}, {"9" * 400: 1}, {str(i): 1 for i in range(301)}, [], 3)),
+    *(
+        ("logit_bias", value)
+        for value in ({"a": 1}, {"-1": 1}, {"\u0665": 1}, {"999999": 1}, {"9" * 400: 1}, {str(i): 1 for i in range(301)}, [], 3, {"5": 1, "05": 2})
+    ),
     ("model", None),
     ("model", 3),
     ("user", 3),
@@ -108,6 +111,18 @@ def test_messages_and_prompts_of_another_shape_are_refused(port):
 def test_a_name_that_stands_twice_is_refused(port, twice):
     error, _ = refused(port, PLAIN, f'{{"model": "tiny", "prompt": "a", {twice}}}'.encode(), None)
     assert "once" in error["message"] or "does not know: ''" in error["message"]
+
+
+@pytest.mark.parametrize("text", ['"user": "\\ud800"', '"user": "\\uDFFF\\ud800"'])
+def test_half_a_character_is_refused(port, text):
+    error, _ = refused(port, PLAIN, f'{{"model": "tiny", "prompt": "a", {text}}}'.encode(), None)
+    assert "should be JSON in UTF-8" in error["message"]
+
+
+def test_two_limits_of_an_answer_are_one(port):
+    """max_tokens was ignored beside its new name."""
+    refused(port, CHAT, chat(max_tokens=2, max_completion_tokens=3), "max_tokens")
+    assert call(port, CHAT, chat(max_tokens=2, max_completion_tokens=2))[0] == 200
 
 
 def test_bodies_that_are_no_json_are_refused(port):

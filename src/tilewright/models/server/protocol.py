@@ -5,6 +5,7 @@ A field that we do not serve is refused unless its value asks for nothing. Nothi
 
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, cast
 
@@ -96,7 +97,7 @@ Stops = Annotated[
 
 
 def _tokens(biases: dict[str, float]) -> dict[str, float]:
-    if wrong := next((name for name in biases if not (name.isascii() and name.isdecimal() and len(name) < 10)), None):
+    if wrong := next((name for name in biases if not (name.isascii() and name.isdecimal() and len(name) < 10 and str(int(name)) == name)), None):
         raise ValueError(f"should name tokens by their numbers, as in {{'50': -100}}, and not {reprlib.repr(wrong)}")
     return biases
 
@@ -169,6 +170,12 @@ class ChatRequest(Request):
     verbosity: Annotated[Any, only()] = None
     web_search_options: Annotated[Any, only()] = None
 
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise _wrong("max_tokens", "should be null where max_completion_tokens, its new name, says something else")
+        return self
+
     @property
     def longest(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -219,19 +226,26 @@ Asked = TypeVar("Asked", bound=Request)
 
 def parse(kind: type[Asked], body: bytes) -> Asked:
     """The request in a body. Raises Refusal, which names the first field that is wrong."""
+    try:  # not by pydantic, which takes the last of equal names
+        text = body.decode()
+        found = json.loads(text, object_pairs_hook=_each_once)
+        if "\\u" in text:  # an escape may be half a character, which no UTF-8 can hold
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, printable(f"the body should be JSON in UTF-8: {str(error)[:200]}"), code="invalid_json") from None
     try:
-        found = kind.model_validate_json(body)
+        return kind.model_validate(found)
     except ValidationError as error:
         _refuse(error)
-    json.loads(body, object_pairs_hook=_each_once)  # pydantic takes the last of equal names
-    return found
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
         raise Refusal(400, printable(f"the body should name each field of an object once, got {twice!r:.80} again"), code="invalid_json")
+    return found
 
 
 def _refuse(error: ValidationError) -> NoReturn:
@@ -239,8 +253,6 @@ def _refuse(error: ValidationError) -> NoReturn:
     steps = [step for step in found["loc"] if not str(step).startswith("<")]
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
     message = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if found["type"] == "json_invalid":
-        raise Refusal(400, printable(f"the body should be JSON in UTF-8: {message}"), code="invalid_json")
     if found["type"] == "fields_disagree":
         param = found["ctx"]["param"]
         raise Refusal(400, f"{param} {message}", param=param)
