@@ -106,14 +106,14 @@ NARROW = "64x64x32 1l ps, 32x32x64 1l ps"  # rows that begin off 16 bytes: an el
 TF32, TF32_HOPPER = "64x64x16 1l ps", "128x128x32 8w 3l ps, 128x64x32 8w 3l ps, 64x64x32 8w 3l ps"
 FLOAT32, FLOAT32_HOPPER = "64x64x8 1l ps, 32x32x16 1l ps, 32x32x8 1l ps", "64x128x8 8w 3l ps, 64x64x16 8w 3l ps, 32x64x16 8w 3l ps"
 
-Rows = tuple[tuple[int, int, str], ...]  # tiles for so many rows of a, at least and at most
-Tables = dict[str, dict[str, Rows]]  # by architecture and kind of operands
+TilesByRows = tuple[tuple[int, int, str], ...]  # tiles for so many rows of a, at least and at most
+Tables = dict[str, dict[str, TilesByRows]]  # by architecture and kind of operands
 DOT = (
     (1, 1, "1x8x512 4w 2o 8l pd, 1x4x1024 4w 2o 8l pd, 1x8x512 4w 8l pd, 1x16x256 4w 3o 8l pd, 1x8x1024 8w 8l pd"),
     (2, 2, "2x4x1024 8w 8l pd, 2x8x512 4w 2o 8l pd, 2x8x512 8w 8l pd, 2x16x256 4w 2o 8l pd, 4x8x512 8w 8l pd"),
     (3, 4, "4x8x512 8w 8l pd, 4x4x512 8w 2o 8l pd"),
 )
-_ANY: dict[str, Rows] = {
+_ANY: dict[str, TilesByRows] = {
     "float32": ((0, ANY, FLOAT32),),
     "tf32": ((0, ANY, TF32),),
     "narrow float32": ((0, ANY, FLOAT32),),
@@ -121,7 +121,7 @@ _ANY: dict[str, Rows] = {
     "narrow": ((0, ANY, NARROW),),
     "turned": ((0, ANY, TURNED_FP8),),
 }
-_HOPPER: dict[str, Rows] = {
+_HOPPER: dict[str, TilesByRows] = {
     **_ANY,
     "float32": ((0, ANY, FLOAT32_HOPPER),),
     "tf32": ((0, ANY, TF32_HOPPER),),
@@ -140,12 +140,12 @@ _HOPPER: dict[str, Rows] = {
     "precise": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8_PRECISE), (FEW + 1, ANY, HOPPER_FP8_WAVE)),
     "block": ((0, 32, HOPPER_BLOCK_FEW), (0, ANY, HOPPER_BLOCK)),
 }
-_BLACKWELL: dict[str, Rows] = {
+_BLACKWELL: dict[str, TilesByRows] = {
     **_ANY,
     "wide": (*DOT, (0, FEW, BLACKWELL_FEW), (0, ANY, BLACKWELL)),
     "gated": ((0, ANY, BLACKWELL_GATED),),
     "fp8": ((0, ANY, BLACKWELL_FP8),),
 }
-_CONSUMER: dict[str, Rows] = {**_ANY, "wide": (*DOT, (0, FEW, SMALL_FEW), (0, ANY, CONSUMER)), "fp8": ((0, ANY, CONSUMER_FP8),)}
-_AMPERE: dict[str, Rows] = {**_ANY, "wide": (*DOT, (0, FEW, SMALL_FEW), (0, ANY, AMPERE))}
+_CONSUMER: dict[str, TilesByRows] = {**_ANY, "wide": (*DOT, (0, FEW, SMALL_FEW), (0, ANY, CONSUMER)), "fp8": ((0, ANY, CONSUMER_FP8),)}
+_AMPERE: dict[str, TilesByRows] = {**_ANY, "wide": (*DOT, (0, FEW, SMALL_FEW), (0, ANY, AMPERE))}
 TABLES: Tables = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL, "sm_120": _CONSUMER, "sm_121": _CONSUMER}

@@ -6,7 +6,7 @@ of 16 bytes, which TMA can't write (sm_90). m: only where each group has room of
 number of tiles. A tile_m of 0: as many rows as a group has.
 """
 
-from ..common.gemm_tiles import ANY, Rows, Tables
+from ..common.gemm_tiles import ANY, Tables, TilesByRows
 
 # Groups of up to 32 rows: reading b counts, whose columns are on the long side of the MMA. Of a
 # tile of 64 rows, 20 of which count, a block reads as much as of b: 80 % of the memory's rate
@@ -47,7 +47,7 @@ NARROW_FP8 = "64x64x32 1l, 32x32x64 1l"
 FEW = 32  # rows of a group
 
 
-def _table(wide: str, fp8: str = "", block: str = "") -> dict[str, Rows]:
+def _table(wide: str, fp8: str = "", block: str = "") -> dict[str, TilesByRows]:
     """Of an architecture that takes the same tiles for few rows."""
     own = {"wide": wide, "fp8": fp8, "block": block or fp8, "turned": TURNED_FP8}
     narrow = {"narrow": NARROW, "narrow fp8": NARROW_FP8, "narrow turned": NARROW_FP8}
