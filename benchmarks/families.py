@@ -9,26 +9,18 @@ for linear attention); a row names the version that it found. --set changes more
 
 import argparse
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from tilewright.bench.ceilings import measure_ceilings
-from tilewright.bench.report import append_jsonl
+from tilewright.bench.report import append_jsonl, installed
 from tilewright.engine.command import Measured, Sizes, collect, prompts_of, rows_of
 from tilewright.engine.measure import run_transformers
 from tilewright.models.load import Loaded, random_model
 
 PACKAGES = ("flash-linear-attention", "causal-conv1d")
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def main() -> None:

@@ -194,14 +194,20 @@ def tell(row: dict[str, Any], file: Path | None) -> None:
         append_jsonl(file, line)
 
 
+def installed(package: str) -> str | None:
+    """Its version; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 @cache
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("tilewright", "cuda-tile", "nvidia-cuda-tileiras", "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        if there := installed(package):
+            found[package] = there
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         found["cudnn"] = str(torch.backends.cudnn.version())
