@@ -21,7 +21,7 @@ from tilewright.bench.peers import Peer
 from tilewright.bench.results import kernels, read
 from tilewright.compile.ahead import Ahead
 from tilewright.engine import suite
-from tilewright.engine.modes import keep
+from tilewright.engine.keep_modes import keep
 from tilewright.launch import Device, forget_plans, table
 from tilewright.learn import command as learning
 from tilewright.learn import ladders

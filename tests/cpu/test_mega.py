@@ -5,6 +5,7 @@ machine with faults; packing, refusals, and what the SASS must hold.
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import fields, replace
 
@@ -17,6 +18,7 @@ from tilewright.compile import find_tool
 from tilewright.compile.disassemble import disassemble, usage
 from tilewright.compile.job import Job
 from tilewright.engine import Engine, Sampling
+from tilewright.engine.keep_modes import keep
 from tilewright.engine.mega import Config, Dims, Schedule, resources
 from tilewright.engine.mega.difftest import differences, scheduled
 from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse
@@ -24,7 +26,7 @@ from tilewright.engine.mega.reference import Corrupt, Deadlock, Faults, Machine
 from tilewright.engine.mega.resources import launch_of
 from tilewright.engine.mega.run import Clocks, Mega
 from tilewright.engine.mega.shape import ROWS, layout_of, placed, schedule_of
-from tilewright.engine.modes import faster, keep, rows
+from tilewright.engine.modes import faster, rows
 from tilewright.engine.read import read
 from tilewright.engine.weights import Fusion
 from tilewright.interpret import checking
@@ -220,6 +222,14 @@ def test_auto_takes_what_was_the_faster_one(small, tmp_path) -> None:
     assert len(rows(table)) == 4
     with Engine(small[0], max_len=64, mode="auto") as engine:
         assert engine.mode == "eager"  # on a CPU
+
+
+def test_what_auto_goes_by_is_stored_without_a_warning(tmp_path) -> None:
+    rows, table = tmp_path / "suite.jsonl", tmp_path / "modes.jsonl"
+    rows.write_text("")
+    command = (sys.executable, "-W", "error", "-m", "tilewright.engine.keep_modes", rows, "--to", table)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"0 rows now in {table}\n", "")
 
 
 @pytest.mark.parametrize("blocks", [5, 9])

@@ -1,12 +1,8 @@
 """Which mode takes less time for one sequence of a model, as measured: what `mode="auto"` goes by.
 
-The table has rows of `tilewright bench --suite decode --json FILE`, cut down by
-
-    python -m tilewright.engine.modes FILE          # for this user, on this machine
-    python -m tilewright.engine.modes FILE --to src/tilewright/engine/modes.jsonl
+The table has rows of `tilewright bench --suite decode --json FILE`, cut down by keep_modes.py.
 """
 
-import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -16,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from ..launch import Device
-from ..launch.files import replace_file
 from ..launch.identity import cache_folder
 from .mega.pack import dims_of_config, packed_bytes, refuse_model
 from .parallel import Group
@@ -24,7 +19,6 @@ from .parallel import Group
 Mode = Literal["eager", "graph", "mega", "auto"]
 SHIPPED = Path(__file__).with_name("modes.jsonl")
 REACH = 32  # times as many keys as were measured, at most
-KEPT = ("gpu", "dtype", "sizes", "keys", "mode", "time_us", "date", "clocks")
 Row = dict[str, Any]
 
 
@@ -72,30 +66,3 @@ def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table:
 
 def rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def keep(source: Path, to: Path) -> int:
-    """Puts the rows of modes that "auto" chooses from, of a file of the suite's, in front of the
-    table's. Returns how many.
-    """
-    found = [{name: row[name] for name in KEPT} for row in rows(source) if row["op"] == "decode" and row["mode"] in ("graph", "mega")]
-    old = [row for row in rows(to) if not any(_same(row, new) for new in found)]
-    to.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(to, "".join(json.dumps(row) + "\n" for row in (*found, *old)).encode())
-    return len(found)
-
-
-def _same(a: Row, b: Row) -> bool:
-    return all(a[name] == b[name] for name in ("gpu", "dtype", "sizes", "keys", "mode"))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--to", type=Path, default=own_table())
-    options = parser.parse_args()
-    print(f"{keep(options.file, options.to)} rows now in {options.to}")
-
-
-if __name__ == "__main__":
-    main()
