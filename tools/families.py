@@ -73,7 +73,7 @@ def row(model_type: str, family: dict) -> str:
         tokens, under = greedy(model, alone, 6), greedy(model, inputs, 6)
     undone = state_of(model) == before and torch.equal(logits(model, inputs), exact)
     done, left = (sum(line.count for line in lines) for lines in (report.replaced, report.kept))
-    attends = "ours" if any(line.op == "attention" for line in report.replaced) else "transformers'"
+    attends = "ours" if any(line.op in ("attention", "ssd", "gated_delta_rule") for line in report.replaced) else "transformers'"
     cells = (f"{done} of {done + left}", attends, yes(torch.equal(tokens, stock)), yes(torch.equal(under, padded)), "exactly" if undone else "**no**")
     return f"| `{model_type}` | " + " | ".join((*cells, *engine_cells(model_type))) + " |"
 

@@ -21,6 +21,7 @@ from .continuous_codes import KV_DTYPE, check_kv_dtype
 from .files import require_transformers
 from .hooks import wrapped, wrapper_of
 from .kinds import KINDS, RECOGNISERS
+from .linear_attention import WIDTHS
 from .method import NAME, Method, Verdict, place_of
 from .quantized import Quantized, quantize
 from .saved import BATCHING, attributes, method_of
@@ -177,6 +178,7 @@ _ORDER = (
     "quantized_moe",
     "rope",
     "attention",
+    "causal_conv1d",
     "gated_delta_rule",
     "ssd",
     "rms_norm_gated",
@@ -206,10 +208,14 @@ class _Found:
     def lines(self) -> tuple[tuple[Replaced, ...], tuple[Kept, ...]]:
         done: dict[tuple[str, str], Counter[str]] = {}
         left: dict[tuple[str, str], Counter[str]] = {}
-        for module, method in self.methods:
-            done.setdefault((method.op, type(module).__name__), Counter())[self.names[module]] += 1
+        # Linear attention takes the weights of its convolution and never calls that module.
+        convolutions: list[Any] = [module.conv1d for module, method in self.methods if method.op in WIDTHS]
+        computed = [(module, method.op) for module, method in self.methods] + [(module, "causal_conv1d") for module in convolutions]
+        for module, op in computed:
+            done.setdefault((op, type(module).__name__), Counter())[self.names[module]] += 1
         for module, reason in self.kept:
-            left.setdefault((type(module).__name__, reason), Counter())[self.names[module]] += 1
+            if module not in convolutions:
+                left.setdefault((type(module).__name__, reason), Counter())[self.names[module]] += 1
         ordered = sorted(done.items(), key=lambda line: _ORDER.index(line[0][0]))
         return (
             tuple(Replaced(op, kind, names.total(), tuple(names)) for (op, kind), names in ordered),
