@@ -16,12 +16,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 import typer
 from page_names import NAMES, NOT_RUN, ON_A_CPU, tiny_llama
 
 import tilewright
-from tilewright import ops
+from tilewright import QuantizedWeight, ops
 from tilewright.cli import app
+from tilewright.ops.common.weight_formats import FORMATS
 from tilewright.testing import op_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +46,16 @@ def test_numbers_in_the_readme_are_what_the_results_say(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools" / "readme_numbers.py"), run_name="__main__")
     assert not ended.value.code, capsys.readouterr().err
+
+
+def test_the_page_of_the_ops_has_the_errors_of_its_formats():
+    """On normally distributed weights; a change of how they are rounded makes the table stale."""
+    weight, said = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)), {}
+    for names, errors in re.findall(r"^\| (.*?) \|.*\| ([\d., ]+) % \|$", (ROOT / "docs" / "ops.md").read_text(), re.MULTILINE):
+        formats = re.findall(r"`([a-z]+\d[\w-]*)`", names) or [f"int4-{group}-zeros" for group in (128, 64, 32)]
+        said |= zip(formats, [*map(float, errors.split(", "))] * (len(formats) if "," not in errors else 1), strict=True)
+    assert said.keys() == FORMATS.keys()
+    assert {name: 100 * QuantizedWeight.of(weight, name).error(weight) for name in FORMATS} == pytest.approx(said, abs=0.1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
