@@ -21,6 +21,8 @@ from typing import Any
 
 import typer
 
+from .launch.files import kind_of
+
 WRONG, CANNOT, STOPPED, UNREAD = 1, 2, 130, 141
 EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError)
 LONGEST_PROMPTS = 1 << 28  # bytes of --prompt-file
@@ -142,12 +144,21 @@ def _descriptor_to_stderr() -> Iterator[None]:
 
 
 def _check_writable(file: Path) -> None:
-    """Raises ValueError for a file that could not be written in the end."""
+    """Raises ValueError for a file that could not be written in the end, or is no regular file."""
     folder = file.absolute().parent
     while not folder.exists():
         folder = folder.parent
-    if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        was = "a folder" if file.is_dir() else "one that cannot be written"
+    was = ""
+    if file.exists() and not file.is_file():
+        was = kind_of(file.stat().st_mode)
+    elif file.exists() and not os.access(file, os.W_OK):
+        was = "one that cannot be written"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()  # os.access says yes to root in /proc
+        except OSError:
+            was = "one that cannot be written"
+    if was:
         raise ValueError(f"--json must be a file, or - for stdout, got {str(file)!r}, {was}")
 
 

@@ -24,10 +24,15 @@ _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
+def kind_of(mode: int) -> str:
+    """What `mode`, of `stat`, names that is no regular file."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
 def check_regular(path: Path, mode: int) -> None:
     """Raises OSError unless `mode`, of `stat`, is that of a regular file."""
     if not stat.S_ISREG(mode):
-        raise OSError(f"{path} must be a regular file, got {_KINDS.get(stat.S_IFMT(mode), 'something else')}")
+        raise OSError(f"{path} must be a regular file, got {kind_of(mode)}")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -62,7 +67,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
     The path names a whole file at every moment, and the new one is on disk when this returns. A
     link there is replaced, not followed. What a killed process left half written is removed.
+
+    Raises: OSError for a device or the like, which root could replace.
     """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISLNK(mode := path.lstat().st_mode):
+            check_regular(path, mode)
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
