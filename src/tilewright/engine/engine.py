@@ -173,7 +173,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         self.close()
 
     def close(self) -> None:
-        """Frees cache, buffers and graphs, restores the weights; RuntimeError beside a call."""
+        """Frees cache, buffers and graphs, and restores the weights. RuntimeError during a call."""
         if self._model is not None:
             self._close()
 
@@ -198,7 +198,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
 
     @property
     def cache_tokens_held(self) -> int:
-        """Tokens of the cache that sequences hold now: those of their pages; else all."""
+        """Tokens that sequences hold in the cache now: those of their pages; without pages all."""
         checks.check_open(self._model)
         return self.max_batch * self._state.max_len if (pages := self._pages) is None else pages.in_use * pages.page_size
 
@@ -237,7 +237,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 steps (docs/engine.md). Default: the engine's.
             on_tokens: called, every `check_every` steps, with the tokens that each sequence gained.
         Returns: the tokens and their times.
-        Raises: ValueError for prompts that do not fit; RuntimeError beside another call;
+        Raises: ValueError for prompts that do not fit; RuntimeError during another call;
             MemoryError if the GPU is full or the pages are used up, with what to lower.
         """
         check_positive(max_new_tokens=max_new_tokens)

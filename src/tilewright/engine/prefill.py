@@ -15,7 +15,7 @@ from .state import State
 @dataclass(slots=True)
 class Prefill:
     """The calls that read `q_len` tokens of each sequence of a batch. ids: [batch, q_len]. width:
-    as of `of`. kept: states of the batch. graph: of `body`, once it is captured.
+    as in `of`. kept: states of the batch. graph: of `body`, once it is captured.
     """
 
     buffers: StepBuffers

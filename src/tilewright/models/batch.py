@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What to ask a model, and how: fields as of `Question`. batch: prompts at once."""
+    """What to ask a model, and how: fields as in `Question`. batch: prompts at once."""
 
     prompts: tuple[str, ...]
     batch: int

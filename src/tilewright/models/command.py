@@ -54,7 +54,7 @@ def load_and_say(
     weights: str | None = None,
 ) -> Loaded:
     """Loads a model, with a progress bar on a terminal and one line on stdout. group: an engine's
-    Group; loads this rank's part. layers, trust_remote_code, weights: as of `load`.
+    Group; loads this rank's part. layers, trust_remote_code, weights: as in `load`.
     """
     logging.disable_progress_bar()  # ours, on stderr and only on a terminal, is enough
     logging.set_verbosity_error()

@@ -119,7 +119,7 @@ def load(  # noqa: PLR0913 options by keyword
 def outline_of(source: str | Path, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
     """The model that `load` would return, on the meta device: modules and shapes, no memory.
 
-    Arguments and errors: as of `load`, except that no weights are looked at.
+    Arguments and errors: as in `load`, except that no weights are looked at.
     """
     from transformers import AutoConfig
 

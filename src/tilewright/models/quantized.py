@@ -66,7 +66,7 @@ class QuantizedLinear(nn.Module):
 class QuantizedMixture(nn.Module):
     """The experts of a mixture, as transformers calls them.
 
-    bias_gate_up: [experts, 2, inter]. alpha, limit, up_offset: as of `quantized_moe`.
+    bias_gate_up: [experts, 2, inter]. alpha, limit, up_offset: as in `quantized_moe`.
     """
 
     bias_gate_up: Tensor | None

@@ -83,7 +83,7 @@ def serving(  # noqa: PLR0913 options by keyword
         max_body_bytes: of a request; longer ones get 413.
         api_key: what clients have to send; None: nothing.
         prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
-        kv_dtype: as of `patch`.
+        kv_dtype: as in `patch`.
     Raises: ImportError: the packages of a server are missing. ValueError: the model has no
         tokenizer, or is none that `patch` knows; an argument.
     """

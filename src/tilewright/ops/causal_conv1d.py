@@ -328,7 +328,7 @@ def keep_kernel(
     TILE_N: ct.Constant[int],
 ):
     """The last TAPS inputs of each sequence into its state. Grid (sequences * tiles of channels);
-    arrays as of the other.
+    arrays as in the other.
     """
     pdl_overlap()
     columns = ct.cdiv(COLS, TILE_N)

@@ -95,7 +95,7 @@ def survey_command(
     """Times many configs of drawn problems of `names` (all ops by default) and keeps every time.
 
     names: of ops, or of kinds of problems such as "matmul few".
-    folder: of the raw times; by default the user's. seconds, jobs: as of `tune_command`.
+    folder: of the raw times; by default the user's. seconds, jobs: as in `tune_command`.
     seed: the first of FITTING_SEEDS to draw with. To add to the times that ship, begin behind
         theirs.
     Returns: as `tune_command`.

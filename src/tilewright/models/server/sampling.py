@@ -50,7 +50,7 @@ class Sampling:
 class Tables:
     """What sequences with penalties or biases hold, a row each; row 0 is nobody's.
 
-    counts, bias: as of `adjust_logits`. seen: the position of the last token that is counted.
+    counts, bias: as in `adjust_logits`. seen: the position of the last token that is counted.
     tickets: of the sequence that holds the row: ticket % rows. A cancelled one may be in a step
         that still runs, whose tokens do not count for the next holder.
     """

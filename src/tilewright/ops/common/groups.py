@@ -16,7 +16,7 @@ def expected_panels(rows: float, deviation: float, tile_m: int) -> float:
     """Panels of tile_m rows of a group that has about `rows`: at most one of them is not full.
 
     A group has its j-th panel with the probability that it has more than j * tile_m rows. `rows`
-    are taken as normally distributed, none as of a Poisson distribution.
+    are taken as normally distributed, not as Poisson.
     """
     width = max(deviation, 1e-6) * math.sqrt(2)
     most = int((rows + 4 * deviation) // tile_m)

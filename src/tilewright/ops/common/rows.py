@@ -355,7 +355,7 @@ def stream(
     passes: over the elements.
     operations: of a thread on an element; once: beside them.
     reads: how often memory or L2 gives a byte.
-    chain, more: as of `Work`.
+    chain, more: as in `Work`.
     """
     lanes, ctas, dram = threads(c), getattr(c, "num_ctas", 1), p.cost().size_bytes
     each = max(1.0, elements / ctas / lanes)

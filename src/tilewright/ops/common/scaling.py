@@ -269,7 +269,7 @@ def block_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
     """[1], or [WIDTH] if the tile has more than one block: scales of a tile of b's rows in one
     group of k (BLOCK).
 
-    WIDTH: a power of two. LATENCY, WHOLE: as of `group_scales`.
+    WIDTH: a power of two. LATENCY, WHOLE: as in `group_scales`.
     """
     if WIDTH <= GROUP:
         index = (batch, group, tile // (GROUP // WIDTH))

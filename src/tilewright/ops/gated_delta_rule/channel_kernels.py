@@ -111,7 +111,7 @@ def scan_channels_kernel(
     LATENCY: ct.Constant[int],
 ):
     """Chunks of a sequence in order; TILE_V columns of the state of one head stay in registers.
-    Grid (BLOCKS * v_heads * sequences); arrays as of the other and of `scan_kernel`.
+    Grid (BLOCKS * v_heads * sequences); arrays as in the other and in `scan_kernel`.
     """
     j, item = ct.bid(0) % BLOCKS, ct.bid(0) // BLOCKS
     h, seq = item % V.shape[1], item // V.shape[1]

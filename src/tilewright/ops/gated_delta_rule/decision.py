@@ -30,7 +30,7 @@ class Problem:
     """What a plan may depend on.
 
     tokens: of each sequence; of all sequences together with varlen.
-    v_dim: columns of v; 0 for head_dim. has_state: a state is given. normalize: as of the op.
+    v_dim: columns of v; 0 for head_dim. has_state: a state is given. normalize: as in the op.
     channels: g has a number for each column of k.
     """
 

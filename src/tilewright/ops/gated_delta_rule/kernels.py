@@ -250,7 +250,7 @@ def scan_kernel(
     """Chunks of one segment of a sequence in order; TILE_V columns of the state of one head stay in
     registers. Grid (columns of the state / TILE_V * v_heads * segments).
 
-    Arrays as of the other two. SEGMENT: chunks of a segment; 0 for whole sequences.
+    Arrays as in the other two. SEGMENT: chunks of a segment; 0 for whole sequences.
     LOCAL [segments, v_heads, TILE_K, (BLOCKS + COLUMNS) * TILE_V] fp32: the state behind each
     segment, and the matrix that takes the state in front of it there. CARRY: makes these, the state
     from zero but for a sequence's first segment, and no result; otherwise a segment starts from the
@@ -375,7 +375,7 @@ def link_kernel(
     TILE_V: ct.Constant[int],
 ):
     """The true state after each segment of a sequence but the last, one after the other. Grid
-    (BLOCKS * v_heads * sequences); arrays and SEGMENT as of the scan. COLUMNS_BEFORE: of LOCAL, in
+    (BLOCKS * v_heads * sequences); arrays and SEGMENT as in the scan. COLUMNS_BEFORE: of LOCAL, in
     front of the matrix.
 
     Products of fp32, of two bf16 parts each.

@@ -2,7 +2,7 @@
 
 x and out are bf16; codes have 4 or 8 bits (ops/common/weight_formats.py).
 
-Source    Weight-only quantisation, as of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin
+Source    Weight-only quantisation, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin
           et al. 2023, arXiv:2306.00978); MXFP4: OCP Microscaling Formats 1.0; numbers from bits by
           one AND: Kim et al. 2022, arXiv:2211.10017.
 Numerics  Codes less their zero points are exact in bf16. Scales of rows, and of groups of 128 where

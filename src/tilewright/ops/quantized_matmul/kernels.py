@@ -180,7 +180,7 @@ def quantized_matmul_few_kernel(
 
     codes: e4m3 [m * 2 * PLANES, k of whole runs]; factors: fp32 [1, runs, 1 or for INT4 2, m * 2 *
         PLANES]. PLANES: columns of a piece.
-    The others as of `quantized_matmul_kernel`.
+    The others as in `quantized_matmul_kernel`.
     """
     pdl_overlap()
     tile_n, share = ct.bid(0), ct.bid(1)

@@ -1,12 +1,12 @@
 """The experts of a mixture of experts, with weights of 4 or 8 bits: `moe` on quantised weights.
 
     out[t] = sum over k of weights[t, k] * expert_e(x[t])        e = ids[t, k]
-    expert_e(x) = down_e(act(gate_e(x), up_e(x)))                act as of `moe`
+    expert_e(x) = down_e(act(gate_e(x), up_e(x)))                act as in `moe`
 
 x and out are bf16; ops/common/weight_formats.py says what the words mean.
 
 Source    As of `moe` and `quantized_matmul`; MXFP4 experts after gpt-oss 2025, arXiv:2508.10925.
-Numerics  Products as of `quantized_matmul`. Rounded to bf16, or to pieces, which keep as much:
+Numerics  Products as in `quantized_matmul`. Rounded to bf16, or to pieces, which keep as much:
           act(gate, up). With many tokens each expert's result is rounded too. The sum over k is in
           fp32 and in the order of k, so equal calls give equal bits.
 Bound     Few tokens: reading each chosen expert's words once. Many: the products, and decoding.
@@ -173,7 +173,7 @@ def quantized_moe(
         limit: positive; before the activation, gate is clamped to at most limit, and up to
             -limit..limit; a NaN becomes limit. None for no bounds.
         up_offset: added to up.
-        weight_format: as of `quantized_matmul`, but for nvfp4.
+        weight_format: as in `quantized_matmul`, except nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: [tokens, hidden], bf16, contiguous; zero for a token whose ids name no expert. Empty

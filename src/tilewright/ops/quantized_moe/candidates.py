@@ -14,7 +14,7 @@ from ..common.weight_formats import E2M1, E4M3, INT4, INT8, ROWS, WORDS
 from .decision import Config, Problem, plan
 
 MOST_PAIRS = 128  # of token and choice, of which every block counts its expert's
-INSTRUCTIONS = {INT4: 2.2, INT8: 1.9, E2M1: 2.9, E4M3: 2.9}  # of a thread for each weight, as of `quantized_matmul`
+INSTRUCTIONS = {INT4: 2.2, INT8: 1.9, E2M1: 2.9, E4M3: 2.9}  # of a thread for each weight, as in `quantized_matmul`
 PIECES_INSTRUCTIONS = {INT4: 1.4, E2M1: 1.6, E4M3: 0.9}
 LEAST_WIDE, MOST_WIDE = 8, 32  # columns of pieces: of the second operand of a product
 FLOPS = 32
@@ -35,7 +35,7 @@ TILES = {"sm_80": AMPERE, "sm_100": BLACKWELL, "sm_103": BLACKWELL, "sm_120": CO
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Pieces of the rows of a few tokens, or panels of about as many rows as an expert has."""
     sums = p.format.group > 0 and p.format.group % p.format.run == 0
-    least = 16 if device.arch == "sm_80" else 8  # as of `moe`
+    least = 16 if device.arch == "sm_80" else 8  # as in `moe`
     rows = p.pairs / p.experts
     if device.is_cpu:
         if p.pairs <= MOST_PAIRS:

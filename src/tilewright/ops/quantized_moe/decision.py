@@ -111,7 +111,7 @@ class Config:
     shares: with pieces, blocks that share the k of the second product.
     joined: both pieces of a number meet in one column of the sums; else each has its own.
     runs: 16 words of each row of the weight, loaded in one step.
-    scale_sums: without pieces, as of `quantized_matmul`.
+    scale_sums: without pieces, as in `quantized_matmul`.
     latency, occupancy, num_worker_warps: compiler hints.
     """
 

@@ -189,7 +189,7 @@ def sparse_index(
             page_size a power of two, at least 16; dtype and device of q; stride 1 in the last axis.
         weights: fp32 [batch, q_len, heads], stride 1 in the last axis; the weight of each head,
             times the scale of e4m3 queries and that of the scores: positive factors may be
-            multiplied behind max(0, x) as well as inside.
+            applied after max(0, x) as well as inside it.
         topk: entries of a list, at least 1.
         cache_scale: fp32 [batch, max_len] or [pages, page_size], stride 1 in the last axis; what
             the codes of each key are multiplied by; positive; for e4m3, required.
@@ -199,7 +199,7 @@ def sparse_index(
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: int32 [batch, q_len, topk], each row as page * page_size + row (sequence * max_len +
-        key without a block_table), in the order of the keys; -1 behind the last one. A token that
+        key without a block_table), in the order of the keys; -1 after the last one. A token that
         sees topk keys or fewer lists them all. The scores take a workspace of 4 bytes for each
         token and each key that a cache has room for, rounded up to a power of two: give long
         prompts in parts.

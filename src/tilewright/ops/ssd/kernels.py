@@ -196,7 +196,7 @@ def scan_kernel(
     """Chunks of one segment of a sequence in order; TILE_P columns of the state of one head stay in
     registers. Grid (BLOCKS * heads * segments).
 
-    Arrays as of the recurrent kernel. SEGMENT: chunks of a segment; 0 for whole sequences.
+    Arrays as in the recurrent kernel. SEGMENT: chunks of a segment; 0 for whole sequences.
     LOCAL [segments, heads, TILE_N, BLOCKS * TILE_P] fp32: the state in front of each segment.
     """
     j, item = ct.bid(0) % BLOCKS, ct.bid(0) // BLOCKS
@@ -277,7 +277,7 @@ def carry_kernel(
     LATENCY: ct.Constant[int],
 ):
     """The state behind each segment but a sequence's last, from none in front of it, into LOCAL.
-    Grid and arrays as of the scan.
+    Grid and arrays as in the scan.
 
     KEPT [segments, heads] fp32: the share of the state in front that is left behind it.
     """
@@ -315,7 +315,7 @@ def link_kernel(
     TILE_P: ct.Constant[int],
 ):
     """From the state behind each segment of a sequence the one in front of it, one segment after
-    the other. Grid (BLOCKS * heads * sequences); arrays and SEGMENT as of the scan.
+    the other. Grid (BLOCKS * heads * sequences); arrays and SEGMENT as in the scan.
     """
     j, item = ct.bid(0) % BLOCKS, ct.bid(0) // BLOCKS
     h, seq = item % X.shape[2], item // X.shape[2]
