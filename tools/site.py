@@ -246,7 +246,7 @@ def results() -> str:
         "[The whole report](results/index.html): roofline, peers, scaling, published figures of other platforms, every case, "
         "losses included. It is drawn from `benchmarks/results` by `tilewright report`.",
         "",
-        "[![The top of the report](report.png)](results/index.html)",
+        "[![The roofline of the report](report.png)](results/index.html)",
         "",
     ])  # fmt: skip
 

@@ -193,3 +193,12 @@ def test_a_ladder_is_drawn_step_by_step_beside_its_best_peer():
     for shown in ("naive", "8 warps", "cublas, 400", "TFLOP/s on H200, now"):
         assert shown in text
     assert "ops.matmul" not in text
+
+
+def test_legends_of_many_names_are_whole():
+    rows = results.kernels(results.newest(results.read(COMMITTED)))
+    for draw in (figures.roofline, figures.decode_curves, figures.size_curves):
+        drawing = draw(rows)
+        drawing.canvas.draw()
+        (legend,) = drawing.legends
+        assert legend.get_window_extent().y0 >= 0, draw.__name__

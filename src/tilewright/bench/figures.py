@@ -53,6 +53,13 @@ def _drawing(width: float, height: float, columns: int = 1, **options: Any) -> t
     return drawing, drawing.subplots(1, columns, **options)
 
 
+def _legend_beside(drawing: Drawing, ax: Any, fontsize: int) -> None:
+    """A legend right of the axes. The drawing becomes as tall as it needs to be."""
+    handles, labels = ax.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside right upper", fontsize=fontsize)
+    drawing.set_figheight(max(drawing.get_figheight(), 0.3 + len(labels) * fontsize / 44))
+
+
 def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """A colour and a marker for each name; the first ten differ by colour, more by marker too."""
     return {name: (PALETTE[i % len(PALETTE)], MARKERS[i // len(PALETTE) % len(MARKERS)]) for i, name in enumerate(names)}
@@ -89,7 +96,7 @@ def roofline(rows: Sequence[Row], height: float = 5.4) -> Drawing:
                 ax.plot(xs, ys, color=INK, linewidth=1.2, linestyle="-" if factor == 1 else "--", label=label)
             ax.set_title(f"roofs measured in the same runs: read {top['read_gbs']:.0f} GB/s, cuBLAS bf16 {top['tflops']:.0f} TFLOP/s", loc="left")
         ax.set(xscale="log", yscale="log", xlabel="intensity, FLOP / byte moved once", ylabel="TFLOP/s")
-        drawing.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+        _legend_beside(drawing, ax, 9)
     return drawing
 
 
@@ -199,7 +206,7 @@ def decode_curves(rows: Sequence[Row]) -> Drawing | None:
         _curves(ax, plain, "max_len", "gbs", series, "sdpa")
         ax.axhline(max(r["ceilings"]["read_gbs"] for r in plain), color=INK, linewidth=1, label="measured read roof")
         ax.set(xlabel="keys in the cache", ylabel="GB/s (solid ours, dashed flash SDPA)")
-        drawing.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        _legend_beside(drawing, ax, 8)
     return drawing
 
 
@@ -217,7 +224,7 @@ def size_curves(rows: Sequence[Row]) -> Drawing | None:
                        alpha=0.75, linewidths=0, label=op)  # fmt: skip
         ax.axhline(100, color=INK, linewidth=1)
         ax.set(xscale="log", xlabel="MB moved", ylabel="% of the measured roof")
-        drawing.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+        _legend_beside(drawing, ax, 9)
     return drawing
 
 
