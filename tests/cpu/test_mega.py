@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from tilewright.compile import find_tool
 from tilewright.compile.disassemble import disassemble, usage
 from tilewright.compile.job import Job
-from tilewright.engine import Engine, Sampling
-from tilewright.engine.keep_modes import keep
+from tilewright.engine import Engine, Sampling, keep_modes
+from tilewright.engine.keep_modes import KEPT, keep
 from tilewright.engine.mega import Config, Dims, Schedule, resources
 from tilewright.engine.mega.difftest import differences, scheduled
 from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse
@@ -224,12 +224,19 @@ def test_auto_takes_what_was_the_faster_one(small, tmp_path) -> None:
         assert engine.mode == "eager"  # on a CPU
 
 
-def test_what_auto_goes_by_is_stored_without_a_warning(tmp_path) -> None:
-    rows, table = tmp_path / "suite.jsonl", tmp_path / "modes.jsonl"
-    rows.write_text("")
-    command = (sys.executable, "-W", "error", "-m", "tilewright.engine.keep_modes", rows, "--to", table)
+def test_what_auto_goes_by_is_stored_without_a_warning(tmp_path, monkeypatch, capsys) -> None:
+    file, table = tmp_path / "suite.jsonl", tmp_path / "modes.jsonl"
+    row = {"op": "decode", **dict.fromkeys(KEPT, 1), "mode": "mega"}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"mode": "eager"}) + "\n")
+    command = (sys.executable, "-W", "error", "-m", "tilewright.engine.keep_modes", file, "--to", table)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"0 rows now in {table}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"1 rows now in {table}\n", "")
+    file.write_text("")
+    for name, message in ((tmp_path / "none", "file must exist, got "), (file, "file must hold rows ")):
+        monkeypatch.setattr(sys, "argv", ["keep_modes", str(name), "--to", str(table)])
+        with pytest.raises(SystemExit):
+            keep_modes.main()
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("blocks", [5, 9])

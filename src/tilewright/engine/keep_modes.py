@@ -37,7 +37,11 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--to", type=Path, default=own_table())
     options = parser.parse_args()
-    print(f"{keep(options.file, options.to)} rows now in {options.to}")
+    if not options.file.is_file():
+        parser.error(f"file must exist, got {options.file}")
+    if not (kept := keep(options.file, options.to)):
+        parser.error(f"file must hold rows of the suite in mode graph or mega, got none in {options.file}")
+    print(f"{kept} rows now in {options.to}")
 
 
 if __name__ == "__main__":
