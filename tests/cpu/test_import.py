@@ -82,16 +82,17 @@ def test_a_transposed_weight_is_named_with_its_mend():
     torch.testing.assert_close(tilewright.matmul(x, w.t().mT, trans_b=True), x @ w.t())
 
 
-def test_without_transformers_patch_and_load_say_what_to_install():
+def test_without_transformers_each_front_door_says_what_to_install():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('transformers', 'gguf', 'safetensors')))\n"
         "import tilewright, torch\n"
-        "for call in (lambda: tilewright.patch(torch.nn.Linear(2, 2)), lambda: tilewright.load('Llama-3.2-1B')):\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "for call in (lambda: tilewright.patch(model), lambda: tilewright.load('Llama-3.2-1B'), lambda: tilewright.Engine(model)):\n"
         "    try:\n        call()\n"
         "    except ModuleNotFoundError as error:\n        print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == [f"tilewright.{name} needs transformers: pip install 'tilewright[models]'" for name in ("patch", "load")]
+    assert said == [f"tilewright.{name} needs transformers: pip install 'tilewright[models]'" for name in ("patch", "load", "Engine")]
 
 
 def test_a_run_does_not_walk_its_objects_again_and_again_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:

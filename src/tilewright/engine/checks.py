@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..launch import Device, argument_error, check_integers
 from ..models import continuous_codes, linear_attention
+from ..models.files import require_transformers
 from ..models.quantized import check_dtype, is_quantized
 from ..models.shard import Shard, shard_of
 from .cost import memory
@@ -56,6 +57,7 @@ def check_called(**functions: object) -> None:
 
 
 def check_model(model: Any, group: Group | None) -> None:
+    require_transformers("tilewright.Engine")
     from transformers import PreTrainedModel
 
     if group is not None and not isinstance(getattr(group, "shard", None), Shard):
