@@ -12,19 +12,24 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, NoneType
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
+import cuda.tile as ct
 from cuda.tile import _compile
 from cuda.tile._exception import Loc, TileError, TileInternalError
 from cuda.tile._execution import is_function_allowed_in, stub_aliases
-from cuda.tile._ir import hir, ir, op_impl
-from cuda.tile._ir.core_ops import sym2var
+from cuda.tile._ir import hir, hir_stubs, ir, op_impl
+from cuda.tile._ir.arithmetic_ops import dtype_constructor
+from cuda.tile._ir.core_ops import TypedConst, store_var, sym2var
 from cuda.tile._ir.scope import Scope
+from cuda.tile._ir.type import BoundMethodTy, DTypeConstructor, FunctionTy, InvalidType, ModuleTy
 from cuda.tile._passes import hir2ir
 
 FUNCTIONS = {FunctionType, BuiltinFunctionType}
-NAMED = {*FUNCTIONS, str, NoneType}  # constants that no operation computes with
+ENUMS = {ct.MemoryOrder, ct.MemoryScope, ct.PaddingMode, ct.RoundingMode}
+DTYPE = type(ct.int32)
+NAMED = {*FUNCTIONS, *ENUMS, DTYPE, ModuleType, str, NoneType}  # constants that no operation computes with
 NUMBERS = {bool, int, float}
 CONSTANTS = {*NAMED, *NUMBERS}
 
@@ -111,9 +116,9 @@ def constant(value: Any) -> Any:
     if kind not in NAMED:
         return UNCHANGED[hir2ir, "loosely_typed_const"](value)
     known = vars(ir.Builder.get_current().ir_ctx).setdefault("_named", {})
-    if value not in known:
-        known[value] = sym2var(value, constant_only=True)
-    return known[value]
+    if (kind, value) not in known:
+        known[kind, value] = sym2var(value, constant_only=True)
+    return known[kind, value]
 
 
 async def dispatch_block(block: Any, builder: Any, *, start: int = 0, suspend_at: int = -1) -> None:
@@ -124,36 +129,73 @@ async def dispatch_block(block: Any, builder: Any, *, start: int = 0, suspend_at
         await UNCHANGED[hir2ir, "_dispatch_hir_block_inner"](block, builder, start=start, suspend_at=suspend_at)
         return
     scope, registry, before = Scope.get_current(), op_impl.ImplRegistry.get_current(), builder._loc
-    loc = before
+    place, result = block.jump_loc, block.result if block.have_result else None
     try:
         for cursor in range(start, len(block.calls)):
             if cursor == suspend_at:
                 return
             call = block.calls[cursor]
-            builder._loc = loc = retarget_loc(call.loc, scope)
+            place = call.loc
+            if call.result is not result and _looked_up(call, scope):  # errors of a choice name the places of its results
+                continue
+            builder._loc = retarget_loc(place, scope)
             if not _called_at_once(call, scope, registry, builder):
                 await hir2ir._dispatch_call(call, scope)
             if builder.is_terminated:
                 return
-        builder._loc = loc = retarget_loc(block.jump_loc, scope)
+        place = block.jump_loc
+        builder._loc = retarget_loc(place, scope)
         await hir2ir._dispatch_hir_jump(block, scope)
     except Exception as error:
-        _tell_place(error, loc)
+        _tell_place(error, retarget_loc(place, scope))
         raise
     finally:
         builder._loc = before
 
 
+def _looked_up(call: hir.Call, scope: Any) -> bool:
+    """Makes a call that only looks a value up: half of all. False for any other, and for one that
+    finds nothing, or a value that operations may compute with.
+    """
+    function, found = call.callee, None
+    if function is hir_stubs.load_var:
+        name: Any = call.args[0]
+        if name.depth >= 0:
+            local = scope.local_scopes[name.depth]
+            found = None if local._dead else local._map[name.index]
+            if found is not None and type(found.get_type_allow_invalid()) is InvalidType:
+                return False
+        elif name.index >= 0:
+            found = _named(scope.func_hir.frozen_global_values[name.index])
+    elif function is hir_stubs.identity:
+        found = _named(call.args[0])
+    elif function is getattr and type(call.args[0]) is hir.Value and not call.kwargs:
+        owner = scope.hir2ir_varmap[call.args[0].id].get_type_allow_invalid()
+        if type(owner) is ModuleTy and type(call.args[1]) is str:
+            found = _named(getattr(owner.py_mod, call.args[1], call))  # a call has no name
+    if found is None or call.result is None:
+        return False
+    scope.hir2ir_varmap[call.result.id] = found
+    return True
+
+
+def _named(value: Any) -> Any:
+    return constant(value) if type(value) in NAMED else None
+
+
 def _called_at_once(call: hir.Call, scope: Any, registry: Any, builder: Any) -> bool:
     """Makes a call if its implementation is known and does not wait; False for any other."""
-    function: Any = call.callee
-    if type(function) not in FUNCTIONS:
+    known = scope.hir2ir_varmap
+    if _made(call, known):
+        return True
+    function, args = _callee(call, known)
+    implementation = registry.op_implementations.get(function) if function is not None else None
+    if implementation is None or not is_function_allowed_in(function, builder.ir_ctx.execution_space):
         return False
-    function = stub_aliases.get(function, function)
-    implementation = registry.op_implementations.get(function)
-    if implementation is None or implementation._is_coroutine or not is_function_allowed_in(function, builder.ir_ctx.execution_space):
+    overloads = _overloads_of(implementation) if implementation._is_coroutine else None
+    if implementation._is_coroutine and overloads is None:
         return False
-    args, kwargs, known = [], {}, scope.hir2ir_varmap
+    kwargs = {}
     for x in call.args:
         if type(x) is hir.Starred:
             return False
@@ -162,10 +204,66 @@ def _called_at_once(call: hir.Call, scope: Any, registry: Any, builder: Any) -> 
         if name is None:
             return False
         kwargs[name] = resolve_operand(x, scope)
-    found = implementation(*bind_args(hir2ir.get_signature(function), function.__name__, args, kwargs))
+    values = bind_args(hir2ir.get_signature(function), function.__name__, args, kwargs)
+    if overloads is not None:
+        implementation = _overload(overloads, function, registry, values)
+        if implementation is None or implementation._is_coroutine:
+            return False
+    found = implementation(*values)
     if call.result is not None and not builder.is_terminated:
         known[call.result.id] = constant(None) if found is None else found
     return True
+
+
+def _made(call: hir.Call, known: Any) -> bool:
+    """Makes an assignment to a variable, a number, or a conversion; False for any other call."""
+    function: Any = call.callee
+    found = None
+    if function is hir_stubs.store_var and type(call.args[1]) is hir.Value and call.result is None:
+        store_var(call.args[0].index, known[call.args[1].id])
+        return True
+    if function is hir_stubs.identity and type(call.args[0]) in NUMBERS:
+        found = UNCHANGED[hir2ir, "loosely_typed_const"](call.args[0])
+    elif type(function) is DTYPE and len(call.args) == 1 and type(call.args[0]) is hir.Value and not call.kwargs:
+        kind = constant(function).get_type()
+        if type(kind) is DTypeConstructor:
+            found = dtype_constructor(kind.dtype, known[call.args[0].id])
+    if found is not None and call.result is not None:
+        known[call.result.id] = found
+    return found is not None
+
+
+def _callee(call: hir.Call, known: Any) -> tuple[Any, list[Any]]:
+    """The function of a call, and the object before its arguments if it is a method; None for what
+    is no function.
+    """
+    function: Any = call.callee
+    args = []
+    if type(function) is hir.Value:
+        callee = known[function.id]
+        kind = callee.get_type_allow_invalid()
+        if type(kind) is BoundMethodTy:
+            args.append(callee.get_aggregate().bound_self)
+        function = kind.func if type(kind) in (BoundMethodTy, FunctionTy) else None
+    return stub_aliases.get(function, function) if type(function) in FUNCTIONS else None, args
+
+
+@functools.cache
+def _overloads_of(implementation: Any) -> Any:
+    """What yields the key of its choice, if a function waits only to choose among overloads."""
+    inner = implementation.__wrapped__
+    return inner.__wrapped__ if getattr(inner, "__code__", _overload.__code__).co_qualname == _DISPATCHER else None
+
+
+_DISPATCHER = "ImplRegistry.overload_dispatcher.<locals>.decorate.<locals>.implementation"
+
+
+def _overload(key_of: Any, function: Any, registry: Any, values: list[Any]) -> Any:
+    """The overload for these values; None for an error, which the long way raises in its words."""
+    try:
+        return find_overload(registry, function, next(key_of(*values)))
+    except TileError:
+        return None
 
 
 _places: dict[Any, Any] = {}
@@ -182,7 +280,11 @@ def bind_args(signature: inspect.Signature, name: str, args: Any, kwargs: Any, c
     if places is None:
         return UNCHANGED[hir2ir, "_bind_args"](signature, name, args, kwargs, closure_defaults)  # type: ignore[no-any-return]
     values = [*args, *kwargs.values()]
-    return [values[place] if type(place) is int else sym2var(place.default, constant_only=True) for place in places]
+    return [values[place] if type(place) is int else _default(place.default) for place in places]
+
+
+def _default(value: Any) -> Any:
+    return _named(value) or sym2var(value, constant_only=True)
 
 
 def _bound(signature: inspect.Signature, count: int, names: tuple[str, ...]) -> list[Any] | None:
@@ -219,6 +321,35 @@ def _tell_place(error: Exception, loc: Loc) -> None:
     raise inner from error
 
 
+def eliminate_assign_ops(body: Any) -> None:
+    """The first of cuda-tile's passes. Half of all operations are constants that only the front end
+    looked at. They are dropped here, so that no pass carries them up to the one that would.
+    """
+    used: set[str] = set()
+    _note_operands(body, used)
+    _drop_constants(body, used)
+    UNCHANGED[_compile, "eliminate_assign_ops"](body)
+
+
+def _note_operands(block: Any, used: set[str]) -> None:
+    for operation in block._operations:
+        for name in operation._operand_names:
+            operand = getattr(operation, name)
+            if type(operand) is tuple:
+                used.update([variable.name for variable in operand])
+            elif operand is not None:
+                used.add(operand.name)
+        for name in operation._nested_block_names:
+            _note_operands(getattr(operation, name), used)
+
+
+def _drop_constants(block: Any, used: set[str]) -> None:
+    block._operations = [x for x in block._operations if type(x) is not TypedConst or x.result_vars[0].name in used]
+    for operation in block._operations:
+        for name in operation._nested_block_names:
+            _drop_constants(getattr(operation, name), used)
+
+
 def nested_blocks(operation: Any) -> tuple[Any, ...]:
     names = operation._nested_block_names
     return tuple([getattr(operation, name) for name in names]) if names else ()
@@ -238,6 +369,7 @@ def find_overload(registry: Any, stub: Any, overload: tuple[Any, ...]) -> Any:
 _as_installed: ContextVar[bool] = ContextVar("tilewright.interpret.as_installed", default=False)
 OURS: dict[tuple[Any, str], Any] = {
     (_compile._IrKeeper, "get_final_ir"): final_ir,
+    (_compile, "eliminate_assign_ops"): eliminate_assign_ops,
     (hir2ir, "get_signature"): functools.cache(hir2ir.get_signature),
     (hir2ir, "_resolve_operand"): resolve_operand,
     (hir2ir, "loosely_typed_const"): constant,
