@@ -56,6 +56,55 @@ def test_the_generated_python_can_be_read():
     assert "__m.store((out__, " in text
 
 
+@ct.kernel
+def repeats(x, out, n):
+    """Equal expressions in every place where one may, or may not, stand for the other."""
+    column = ct.arange(8, dtype=ct.int32)
+    again = ct.arange(8, dtype=ct.int32)
+    first, second = column * n, again * n
+    total = ct.load(x, (0,), (8,)) + first
+    ct.store(x, (0,), total)
+    total = total + ct.load(x, (0,), (8,))  # another value: it was stored
+    for i in range(n):
+        step = column * i
+        if i % 2 == 0:
+            total = total + step + column * i
+        else:
+            total = total + step * (column * i) + column * n
+        n = n - 1
+        total = total + column * n
+    while n < 4:
+        n += 1
+        total = total + column * n
+    ct.store(out, (0,), total + second + column * n)
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_equal_expressions_are_computed_once_and_values_that_change_anew(n):
+    def expected(n):
+        column = torch.arange(8)
+        first = column * n
+        total = torch.ones(8, dtype=torch.int64) + first
+        total = total + total
+        for i in range(n):
+            total += 2 * column * i if i % 2 == 0 else (column * i) ** 2 + column * n
+            n -= 1
+            total += column * n
+        while n < 4:
+            n += 1
+            total += column * n
+        return total + first + column * n
+
+    for debug in (False, True):
+        x, out = torch.ones(8, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+        with checking(debug=debug):
+            interpret(repeats, (1,), (x, out, n))
+        assert torch.equal(out.long(), expected(n))
+    lines = [line.split(" = ")[-1] for line in source(repeats, (x, out, n)).splitlines() if line.startswith("    t")]
+    assert len(set(lines)) == len(lines)
+    assert len([line for line in lines if line.startswith("arange")]) == 1
+
+
 # ---------------------------------------------------------------------------------------- arguments
 def test_numpy_arrays_are_arguments():
     x, out = np.arange(8, dtype=np.float32), np.zeros(8, np.float32)

@@ -23,6 +23,8 @@ class Writer:
     origin: IR pointer, array or view -> index of the parameter it comes from.
     arrays: IR base pointer of an array parameter -> the array's name, its constraint, its IR
         extents and strides.
+    values: expression -> the name of its value, of those that this place of the program has. None
+        while each operation has to have a statement of its own.
     """
 
     def __init__(self, kernel: Any, debug: bool):
@@ -39,6 +41,7 @@ class Writer:
         self.spread: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.origin: dict[str, int] = {}
         self.arrays: dict[str, tuple[str, Any, list[Any]]] = {}
+        self.values: dict[str, str] | None = None
 
     # ----------------------------------------------------------------------------------- parameters
     def declare(self, variables: Iterable[Any], flat: list[tuple[str, tuple[int, ...], Any]]) -> tuple[Parameter, ...]:
@@ -142,10 +145,19 @@ class Writer:
         """An operand before it is broadcast."""
         return self.spread[variable.name][0] if variable.name in self.spread else self.use(variable)
 
-    def out(self, op: Any, expression: str, index: int = 0) -> None:
-        result = op.result_vars[index]
+    def out(self, op: Any, expression: str) -> None:
+        """Names what an operation computes. Equal expressions are equal values, unless the machine
+        makes them: a name keeps its value as long as `values` has it.
+        """
+        result = op.result_vars[0]
+        merged = self.values if not expression.startswith("__m.") else None
+        if merged is not None and expression in merged:
+            self.names[result.name] = merged[expression]
+            return
         self.put(f"{self.name(result)} = {expression}", op.loc)
         self.show(result, self.name(result), op.loc)
+        if merged is not None:
+            merged[expression] = self.name(result)
 
     def elementwise(self, op: Any, form: str, *operands: Any) -> None:
         """`form` with the operands, which numpy broadcasts.
