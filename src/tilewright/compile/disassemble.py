@@ -35,7 +35,7 @@ class Resources:
         indexed at run time.
     shared_bytes: per block, static: cuTile uses no other. From sm_90 on it includes the driver's 1
         KiB.
-    instructions: how often each opcode stands in the code, most frequent first.
+    instructions: how often each opcode occurs in the code, most frequent first.
     loop: instructions of the loop that computes most, 0 if there is none.
     """
 

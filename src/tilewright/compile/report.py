@@ -28,7 +28,7 @@ class Row:
         the first.
     default: `config` is the first of its space, which an untuned call uses.
     kernel: "" if the op's own code failed before a launch.
-    threads, weights: of a block, those that compute and, of small ones, those that a step decodes.
+    threads: those of a block that compute. weights: small weights that a block decodes in a step.
     """
 
     op: str

@@ -156,9 +156,9 @@ def decision_of(op: Any) -> Decision:
 class Choice:
     """What a decision came to.
 
-    source: "forced", the table that the config came from, else where the order of the space did:
-        "model", "model + 3 neighbours" or "first" of an op that states `Choices` (select/),
-        "default" of another.
+    source: "forced", or the table that the config came from. Else it is the first of the space, and
+        this says what ordered that: "model", "model + 3 neighbours" or "first" if the op states
+        `Choices` (select/), "default" if it does not.
     """
 
     decision: Decision
@@ -195,7 +195,7 @@ def decisions() -> Iterator[list[Choice]]:
 def forced_config(plan: Callable[..., Any], config: Any) -> Iterator[None]:
     """Within the context every call whose op decides with `plan` uses `config`.
 
-    config: may be a function of problem and device, which leaves the choice to the op with None.
+    config: or a function of problem and device; where it returns None, the op chooses.
     """
     with changed(lambda context: {"forced": {**context.forced, plan: config}}):
         yield

@@ -14,7 +14,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def check_name(what: str, known: Collection[str], name: str) -> None:
-    """Raises ValueError that names the nearest, unless a name is known."""
+    """Raises ValueError, which names the nearest known name, unless the name is known."""
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"{what} must be {one_of(known, name)}, got {name!r:.80}")
 

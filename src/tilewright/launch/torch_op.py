@@ -25,7 +25,7 @@ def torch_op(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a function that returns None and writes only into the arguments named by `mutates`.
 
-    claims: of the function's arguments that it names, what must be so (values.py).
+    claims: a function of some of the arguments; yields what their values must meet (values.py).
 
     Makes `torch.ops.tilewright.<name>` for CPU and CUDA tensors. Its fake implementation does
     nothing: the op allocates nothing that its caller sees. So the op may stand inside

@@ -290,7 +290,7 @@ def compare(
     engine: str = "transformers",
     options: dict[str, Any] | None = None,
 ) -> Comparison:
-    """Generates with our kernels, and before with unpatched transformers if `stock`.
+    """Generates with our kernels and, if `stock`, first with unpatched transformers.
 
     Leaves the model as it was.
 

@@ -188,8 +188,8 @@ def random_model(
     No bias is 0 and no norm weight is 1, so that none can be left out unnoticed.
 
     Generation never stops early: a stop token would end a timed run at random. With `shard`, the
-    weights are the rank's part of those without, quantised before it is taken if `weights` names a
-    format; only one module at a time is whole.
+    model has the rank's part of the same weights. If `weights` names a format, a module is
+    quantised before its part is taken. Only one module at a time is held whole.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

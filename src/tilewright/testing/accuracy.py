@@ -45,8 +45,9 @@ def accuracy(ours: Tensor, theirs: Tensor, truth: Tensor) -> Accuracy:
 
     Args:
         ours: the result under test, floating point, any shape.
-        theirs: PyTorch's result, same shape and dtype. Or several results stacked in front, which
-            differ in what rounding made of them: their RMS error is that of all, their worst any's.
+        theirs: PyTorch's result, same shape and dtype. Or several results that
+            differ only in rounding, stacked along a new first axis: the RMS error is that of all of
+            them together, the worst error that of the worst.
         truth: the float64 result, same shape.
     Equal infinities count as no error; any other non-finite difference counts as an infinite error.
     """
