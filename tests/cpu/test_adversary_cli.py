@@ -14,8 +14,10 @@ from tilewright import cli
 from tilewright.compile.build import worker_pool
 from tilewright.engine.problems import of_engine
 from tilewright.launch import Device
+from tilewright.launch.files import replace_file
 from tilewright.launch.names import nearest
 from tilewright.ops.common.mx import mx_named
+from tilewright.testing import command
 
 HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
 
@@ -152,3 +154,17 @@ def test_a_command_whose_reader_goes_ends_without_a_word() -> None:
         shell = f'{sys.executable} -c "$CODE" | true; exit ${{PIPESTATUS[0]}}'
         done = subprocess.run(["bash", "-c", shell], env={**os.environ, "CODE": code}, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (141, ""), call
+
+
+def test_a_json_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "verify_command", lambda *_, **__: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    os.mkfifo(fifo := tmp_path / "fifo")
+    unwritable = (tmp_path / "file" / "v.json", "/proc/v.json")  # root cannot write there either
+    kinds = ((tmp_path, "a folder"), (fifo, "a FIFO"), ("/dev/null", "a device"))  # root would replace the last one
+    for name, was in (*((name, "one that cannot be written") for name in unwritable), *kinds):
+        result = run("verify", "--json", name)
+        assert result.stderr == f"error: --json must be a file, or - for stdout, got {str(name)!r}, {was}\n"
+        assert result.exit_code == 2
+    with pytest.raises(OSError, match="fifo must be a regular file, got a FIFO"):
+        replace_file(fifo, b"")

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import tilewright.testing.command
 import tilewright.tune.command
 from tilewright.cli import app
 from tilewright.engine.problems import of_all, of_engine
-from tilewright.launch.files import replace_file
 from tilewright.models import random_model
 from tilewright.models.batch import by_transformers
 from tilewright.models.command import device_and_dtype
@@ -345,24 +343,6 @@ def test_json_goes_to_a_file_or_to_stdout_with_the_text_on_stderr(tmp_path: Path
     result = run(*arguments, "-")
     assert json.loads(result.stdout)["ops"] == whole["ops"]
     assert "merge_states" in result.stderr
-
-
-def test_a_json_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilewright.testing.command, "verify_command", lambda *_, **__: pytest.fail("it ran"))
-    (tmp_path / "file").write_text("")
-    os.mkfifo(tmp_path / "fifo")
-    for name, was in (
-        (tmp_path, "a folder"),
-        (tmp_path / "file" / "v.json", "one that cannot be written"),
-        ("/proc/v.json", "one that cannot be written"),  # by root neither
-        (tmp_path / "fifo", "a FIFO"),
-        ("/dev/null", "a device"),  # which root would replace by a file
-    ):
-        result = run("verify", "--json", name)
-        assert result.exit_code == 2
-        assert result.stderr == f"error: --json must be a file, or - for stdout, got {str(name)!r}, {was}\n"
-    with pytest.raises(OSError, match="fifo must be a regular file, got a FIFO"):
-        replace_file(tmp_path / "fifo", b"")
 
 
 def test_ctrl_c_keeps_what_is_done_as_valid_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
