@@ -112,7 +112,7 @@ def _read_before(header: GgufHeader) -> Iterator[None]:
     with suppress(ImportError):  # transformers before 5.20 has no reader of its own, and takes the tokenizer from gguf's
         theirs = importlib.import_module("transformers.integrations.gguf")
         readers = [theirs, importlib.import_module(f"{theirs.__name__}.reader")]
-    fields = {key: _field(value, counted=bool(readers) and key.startswith("tokenizer.")) for key, value in header.metadata.items()}
+    fields = {key: _field(key, value, counted=bool(readers) and key.startswith("tokenizer.")) for key, value in header.metadata.items()}
     reader = SimpleNamespace(fields=fields, tensors=header.tensors)
 
     def metadata(path: Any, string_arrays: Container[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -139,14 +139,14 @@ def _texts(value: Any, wanted: bool) -> Any:
     return [item.decode("utf-8") for item in value] if wanted else len(value)
 
 
-def _field(value: Any, *, counted: bool) -> SimpleNamespace:
+def _field(key: str, value: Any, *, counted: bool) -> SimpleNamespace:
     """One of GGUFReader's: of each item a sequence of numbers or of the bytes of a text.
 
-    counted: a list is so many zeros. A config takes nothing else from a vocabulary, and
-        transformers parses each of its texts anew, twice.
+    counted: the list of tokens is so many zeros, and any other list is one. A config takes nothing
+        else from a vocabulary, and transformers parses each of its texts anew, twice.
     """
     if counted and isinstance(value, list):
-        return SimpleNamespace(types=[_TYPES[int]], parts=[(0,)], data=bytes(len(value)))
+        return SimpleNamespace(types=[_TYPES[int]], parts=[(0,)], data=bytes(len(value) if key.endswith(".tokens") else 1))
     items = value if isinstance(value, list) else [value]
     types = [_TYPES[type(item)] for item in items[:1]]
     parts = [item if isinstance(item, bytes) else item.encode() if isinstance(item, str) else (item,) for item in items]

@@ -21,6 +21,7 @@ LONGEST_NAME = (1 << 16) - 1
 MOST_DIMS = 4
 EXPANDED_KINDS = "a GGUF file of F32, F16, BF16, Q4_0 to Q8_0, K, IQ, TQ, MXFP4 or NVFP4 tensors, which the gguf package expands"
 _STRING, _LIST = 8, 9
+_LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -126,9 +127,18 @@ class _Reader:
             numbers = f"<{count}{_SCALARS[kind]}"
             return list(struct.unpack(numbers, self.take(struct.calcsize(numbers), f"the list {key}")))
         if kind == _STRING:
-            length, text = f"a length in the list {key}", f"a string in the list {key}"
-            return [self.take(self.number("Q", length), text) for _ in range(count)]
+            return [self.string(key) for _ in range(count)]
         raise file_error(self.path, f"a GGUF file with a list of numbers or strings as {key}", f"one of type {kind}")
+
+    def string(self, key: str) -> bytes:
+        """The next one of a list, of which a vocabulary has 100,000."""
+        at = self.at + _LENGTH.size
+        if at <= self.size:
+            (length,) = _LENGTH.unpack_from(self.data, self.at)
+            if length <= self.size - at:
+                self.at = at + length
+                return self.data[at : self.at]
+        return self.take(self.number("Q", f"a length in the list {key}"), f"a string in the list {key}")  # raises
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of the next tensor."""
