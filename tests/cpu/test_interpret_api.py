@@ -15,6 +15,7 @@ from forked import program
 from tilewright import interpret as package
 from tilewright.interpret import KernelError, checking, compiled_count, cutile, interpret, source, version
 from tilewright.interpret import threads as threads_module
+from tilewright.interpret.run import _program as compiled
 
 
 @ct.kernel
@@ -103,6 +104,34 @@ def test_equal_expressions_are_computed_once_and_values_that_change_anew(n):
     lines = [line.split(" = ")[-1] for line in source(repeats, (x, out, n)).splitlines() if line.startswith("    t")]
     assert len(set(lines)) == len(lines)
     assert len([line for line in lines if line.startswith("arange")]) == 1
+
+
+def least_of(x, y):
+    if x < y:
+        return x
+    return y
+
+
+@ct.kernel
+def returns_early(x, out):
+    ct.store(out, (0,), least_of(ct.load(x, (0,), ()), 3.0))
+
+
+@ct.kernel
+def polls(x, out):
+    passes = 0
+    while passes < ct.load(x, (0,), ()):
+        passes += 1
+    ct.store(out, (0,), passes * 1.0)
+
+
+@pytest.mark.parametrize(("kernel", "waits"), [(returns_early, False), (polls, True)])
+def test_only_a_loop_with_a_second_pass_may_wait_for_another_block(kernel, waits):
+    """What returns early is a loop in the IR, too."""
+    args = torch.ones(1), torch.empty(1)
+    interpret(kernel, (1,), args)
+    assert args[1].item() == 1
+    assert compiled(kernel, args, False).cooperative == waits
 
 
 # ---------------------------------------------------------------------------------------- arguments

@@ -13,7 +13,7 @@ import torch
 from .cutile import array_dtype
 from .errors import KernelError
 from .formats import CONTAINER, MEMORY, SMALL, Value, decode, encode, is_float, round_to
-from .numerics import padded
+from .numerics import LEAST, MOST, padded, stretched
 
 # The numpy view of a torch tensor whose dtype numpy lacks.
 _SHARED = {torch.bfloat16: torch.uint16} | {
@@ -80,13 +80,13 @@ class Pointer:
         self.buffer, self.offset = buffer, offset
 
     def moved(self, offset: Value) -> "Pointer":
-        return Pointer(self.buffer, self.offset + np.asarray(offset).astype(np.int64))
+        return Pointer(self.buffer, self.offset + np.asarray(offset).astype(np.int64, copy=False))
 
     def reshaped(self, shape: tuple[int, ...]) -> "Pointer":
         return Pointer(self.buffer, np.reshape(self.offset, shape))
 
     def broadcast(self, shape: tuple[int, ...]) -> "Pointer":
-        return Pointer(self.buffer, np.broadcast_to(self.offset, shape))
+        return Pointer(self.buffer, stretched(self.offset, shape))
 
     @staticmethod
     def where(condition: Value, x: "Pointer", y: "Pointer") -> "Pointer":
@@ -280,18 +280,19 @@ class Machine:
         if mask is None or np.all(mask):
             self._touch(buffer, offset, "read")
             return decode(np.asarray(buffer.flat[offset]), buffer.dtype)[()]
-        mask = np.broadcast_to(mask, offset.shape)
-        self._touch(buffer, offset[mask], "read")
-        r = np.array(np.broadcast_to(0 if padding is None else padding, offset.shape), CONTAINER[buffer.dtype])
-        r[mask] = decode(buffer.flat[offset[mask]], buffer.dtype)
+        mask = stretched(mask, offset.shape)
+        inside = offset[mask]
+        self._touch(buffer, inside, "read")
+        r = np.full(offset.shape, 0 if padding is None else padding, CONTAINER[buffer.dtype])
+        r[mask] = decode(buffer.flat[inside], buffer.dtype)
         return r[()]
 
     def store_pointer(self, pointer: Pointer, value: Value, mask: Value | None) -> None:
         buffer, offset = pointer.buffer, np.asarray(pointer.offset)
         self.progress += 1
-        value = np.broadcast_to(encode(value, buffer.dtype), offset.shape)
-        if mask is not None:
-            mask = np.broadcast_to(mask, offset.shape)
+        value = stretched(encode(value, buffer.dtype), offset.shape)
+        if mask is not None and not np.all(mask):
+            mask = stretched(mask, offset.shape)
             offset, value = offset[mask], value[mask]
         self._touch(buffer, offset, "write")
         buffer.flat[offset] = value
@@ -346,8 +347,7 @@ class Machine:
     def check_index(self, what: str, index: tuple[Value, ...], extents: tuple[Value, ...], mask: Value | None, note: str = "") -> None:
         """Raises for an index that lies outside. what: "read of element {} of x: float32"."""
         for at, n in zip(index, extents, strict=True):
-            at = np.asarray(at)
-            if not at.size or (at.min() >= 0 and at.max() < n):
+            if (0 <= at < n) if np.ndim(at) == 0 else not at.size or (LEAST(at, None) >= 0 and MOST(at, None) < n):
                 continue
             outside = (at < 0) | (at >= n)
             shape = np.broadcast_shapes(*map(np.shape, index), np.shape(True if mask is None else mask))
@@ -369,7 +369,7 @@ class Machine:
     def _touch(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
         if offset.size == 0:
             return
-        low, high = int(offset.min()), int(offset.max())
+        low, high = int(LEAST(offset, None)), int(MOST(offset, None))
         if low < 0 or high >= buffer.flat.size:
             where = low if low < 0 else high
             raise KernelError(f"out of bounds: {kind} of element {where} of {buffer}, whose last element is {buffer.flat.size - 1}")

@@ -16,6 +16,7 @@ from .formats import CONTAINER, SMALL, Value, array, is_float, round_to, tensor
 
 Body = Callable[..., Any]
 TINY = np.float32(2.0**-126)
+LEAST, MOST = np.minimum.reduce, np.maximum.reduce  # of a whole array with axis None: in half of the time of its min() and max()
 
 
 def flush(x: Value) -> Value:
@@ -170,6 +171,11 @@ def broadcast(x: Value, shape: tuple[int, ...]) -> Value:
     r = np.empty(shape, x.dtype)
     r[...] = x
     return r
+
+
+def stretched(x: Value, shape: tuple[int, ...]) -> Value:
+    """A tile in a larger shape, to be read."""
+    return x if np.shape(x) == shape else np.broadcast_to(x, shape)
 
 
 def padded(x: np.ndarray, shape: tuple[int, ...], padding: Any) -> np.ndarray:

@@ -54,20 +54,20 @@ def _returned(loop: Any, result: Any) -> Any:
     """A result of a function that returns early, which the IR has as a loop that its first pass
     ends; None of any other loop.
     """
-    ends = list(_ends(loop.body))
-    if loop.is_for_loop or len(ends) > 1 or ends[0].op != "break" or ends[0] is not loop.body[-1]:
+    found = list(ends(loop.body))
+    if loop.is_for_loop or len(found) > 1 or found[0].op != "break" or found[0] is not loop.body[-1]:
         return None
-    return ends[0].values[[v.name for v in loop.result_vars].index(result.name)]
+    return found[0].values[[v.name for v in loop.result_vars].index(result.name)]
 
 
-def _ends(block: Any) -> Iterator[Any]:
+def ends(block: Any) -> Iterator[Any]:
     """The ops that end a pass of the loop around a block."""
     for op in block:
         if op.op in ("break", "continue"):
             yield op
         elif op.op != "loop":
             for nested in op.nested_blocks:
-                yield from _ends(nested)
+                yield from ends(nested)
 
 
 def _same_axis(shape: tuple[int, ...], axis: int, before: tuple[int, ...]) -> int | None:
