@@ -426,7 +426,8 @@ def test_show_export_import_prune(tmp_path, capsys):
     assert "kernel changed" in line
     rows = tmp_path / "rows.json"
     show_command(case="rows=99", json_file=rows, console=console)
-    assert [row["state"] for row in json.loads(rows.read_text())] == ["kernel changed"]
+    (found,) = json.loads(rows.read_text())
+    assert (found["state"], found["from"], found["problem"]["rows"], found["time_us"]) == ("kernel changed", "user", 99, stale.time_us)
     assert "rows=16" not in capsys.readouterr().out
     file = tmp_path / "out" / "H200.json"
     export_command(file, ["rms_norm"], console=console)

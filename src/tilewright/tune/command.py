@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -268,7 +269,8 @@ def show_command(names: list[str] | None = None, *, case: str = "", json_file: P
     """Prints the user's rows, and shipped rows for other problems, each with its state: a table for
     a terminal, a line each for a pipe.
 
-    case: only rows whose problem contains this text, as printed. json_file: gets the same rows.
+    case: only rows whose problem contains this text, as printed.
+    json_file: gets the same rows, with all that is stored of them.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     wanted = {decision_of(op).op for op in ops.named(names)}
@@ -293,7 +295,7 @@ def show_command(names: list[str] | None = None, *, case: str = "", json_file: P
         console.print(text)
     console.print(f"{len(rows)} rows; yours are in {Store().path}")
     if json_file:
-        write_json(json_file, [dict(zip(columns, line, strict=True)) for line in lines])
+        write_json(json_file, [msgspec.to_builtins(row) | {"from": source, "state": state(row)} for source, row in rows])
     return 0
 
 
