@@ -192,7 +192,9 @@ def difftest(  # noqa: PLR0913 an option each
         str, typer.Option("--model", metavar="MODEL", help="As for generate; the name of a config takes random weights.")
     ] = "Llama-3.2-1B",
     layers: Annotated[int, option("--layers", "Only the first N layers. Default: all.", metavar="N")] = 0,
-    position: Annotated[int, typer.Option("--position", min=0, help="Position of the token, which is the number of keys in the cache.")] = 100,
+    position: Annotated[
+        int, typer.Option("--position", min=0, max=(1 << 20) - 1, help="Position of the token, which is the number of keys in the cache.")
+    ] = 100,
     blocks: Annotated[int, option("--blocks", "Blocks of the kernel. Default: one per SM.", min=0)] = 0,
     schedule: Annotated[str, option("--schedule", "Run the reference machine alone, with this GPU's schedule, e.g. GB10.", metavar="GPU")] = "",
     device: DeviceName = "",

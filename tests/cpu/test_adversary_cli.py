@@ -8,16 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from tilewright import cli
 from tilewright.compile.build import worker_pool
+from tilewright.engine.mega.pack import decided
+from tilewright.engine.mega.shape import schedule_of
 from tilewright.engine.problems import of_engine
 from tilewright.launch import Device
 from tilewright.launch.files import replace_file
 from tilewright.launch.names import nearest
+from tilewright.models import outline_of
 from tilewright.ops.common.mx import mx_named
-from tilewright.testing import command
+from tilewright.testing import command, tiny_chat
 
 HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
 
@@ -65,6 +69,8 @@ def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: s
         (("tune", "--pack", "p", "--raw", "nowhere"), "--raw must be a folder of raw times, as --survey makes them, got nowhere"),
         (("difftest", "--schedule", "x"), "device must be one of A100, "),
         (("difftest", "--position", "-1"), "Invalid value for '--position'"),
+        (("difftest", "--position", str(1 << 20)), "Invalid value for '--position'"),
+        (("generate", "--model", "Llama-3.2-1B", "--prompt", "x", "--device", "cpu", "--stop", ""), "stop must be texts that are not empty, got ''"),
         (("difftest", "--blocks", "-1"), "Invalid value for '--blocks'"),
     ],
 )
@@ -168,3 +174,23 @@ def test_a_json_file_that_cannot_be_written_is_said_before_anything_runs(tmp_pat
         assert result.exit_code == 2
     with pytest.raises(OSError, match="fifo must be a regular file, got a FIFO"):
         replace_file(fifo, b"")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("temperature", "inf"), ("repetition-penalty", "inf"), ("seed", str(2**63)), ("top-k", str(2**31)), ("top-p", "0")]
+)
+def test_a_draw_is_checked_whoever_draws(option: str, value: str, tmp_path: Path) -> None:
+    """transformers divided by an infinite temperature, and the engine refused it."""
+    tiny_chat.write(tmp_path)
+    for engine in ("eager", "transformers"):
+        result = run(*("generate", "--model", tmp_path, "--prompt", "x", "--device", "cpu", "--engine", engine, f"--{option}", value))
+        assert result.exit_code == 2, result.output
+        assert result.stderr.splitlines()[-1].startswith(f"error: {option.replace('-', '_')} must be ")
+
+
+def test_blocks_of_a_difftest_are_counted_before_they_are_planned() -> None:
+    """A schedule of 2**31 blocks was made first, block by block."""
+    dims = decided(outline_of("Llama-3.2-1B", dtype=torch.bfloat16), torch.device("cpu"))
+    for blocks in (-1, 255, 2**31, 2**70):
+        with pytest.raises(ValueError, match=f"blocks must be 1 to 254, as many as a sum's count holds, got {blocks}"):
+            schedule_of(dims, Device.named("CPU"), blocks)

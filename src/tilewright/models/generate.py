@@ -76,6 +76,10 @@ class Draw:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise argument_error("stop", "texts that are not empty", repr(""))
+
 
 GREEDY = Draw()
 _CHOICES = ("temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -199,7 +203,11 @@ def tokens_alone(model: Any) -> Iterator[None]:
 
 
 def choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
-    """What transformers' `generate` is told of how tokens are chosen, and where a text ends."""
+    """What transformers' `generate` is told of how tokens are chosen, and where a text ends.
+
+    Raises: as `engine.Sampling`; transformers itself takes an infinite temperature.
+    """
+    _sampling(draw)
     return dict(
         do_sample=draw.temperature > 0,
         temperature=draw.temperature or None,
@@ -211,11 +219,17 @@ def choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
     )
 
 
+def _sampling(draw: Draw) -> Any:
+    from ..engine import Sampling
+
+    return Sampling(**{name: getattr(draw, name) for name in _CHOICES})
+
+
 def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: Draw = GREEDY, on_text: OnText | None = None) -> Generation:
     """The continuation of [1, prompt_tokens]. on_text: called with each new piece of text."""
     if max_new_tokens < 1:
         raise argument_error("max_new_tokens", "at least 1", max_new_tokens)
-    stream = _Stream(loaded.tokenizer, on_text)
+    stream, choices = _Stream(loaded.tokenizer, on_text), choices_of(loaded, draw)
     if draw.temperature:
         torch.manual_seed(draw.seed)
     start = time.perf_counter()
@@ -225,7 +239,7 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: D
             attention_mask=torch.ones_like(prompt_ids),
             max_new_tokens=max_new_tokens,
             streamer=stream,
-            **choices_of(loaded, draw),
+            **choices,
         )
     first, last = stream.times[1], stream.times[-1]
     return Generation(prompt_ids.shape[1], stream.tokens, stream.text(), first - start, last - first, dict(launches))
@@ -233,11 +247,8 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: D
 
 def engine_choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
     """Likewise for an Engine."""
-    from ..engine import Sampling
-
-    sampling = Sampling(**{name: getattr(draw, name) for name in _CHOICES})
     return {
-        "sampling": sampling,
+        "sampling": _sampling(draw),
         "stop": stop_tokens(loaded),
         "stop_texts": draw.stop,
         "decode": getattr(loaded.tokenizer, "decode", None),

@@ -60,6 +60,7 @@ class Config:
 
 
 ROWS = 8  # of a tile
+MOST_BLOCKS = 254  # that a sum counts
 RING = 6  # tiles of weights that the compiler reads ahead
 SET_COST = 0.012  # of a layer's time, for each set of `down`, in instructions: a guess
 WIDTHS = (128, 64, 32, 16, 8, 4)
@@ -332,6 +333,8 @@ def schedule_of(dims: Dims, device: Device, blocks: int = 0, config: Config | No
         would wait for each other for ever.
     """
     config = config or default_config(device, dims.head_dim)
+    if blocks and device.is_cpu and not 1 <= blocks <= MOST_BLOCKS:
+        raise argument_error("blocks", f"1 to {MOST_BLOCKS}, as many as a sum's count holds", blocks)
     if blocks and not device.is_cpu and not 1 <= blocks <= device.sms:
         raise argument_error("blocks", f"1 to {device.sms}, the multiprocessors of {device.name}: all must be resident, one on each", blocks)
     sms = max(device.sms, dims.q_heads) if device.is_cpu else device.sms
@@ -344,7 +347,7 @@ def schedule_of(dims: Dims, device: Device, blocks: int = 0, config: Config | No
         words, threads = s.hidden_words + 1, config.strips * config.line // 4
         checks = {
             f"{dims.q_heads} query heads are more than {s.blocks} blocks": s.blocks < dims.q_heads,
-            f"{s.blocks} blocks are more than a sum's count holds: 254": s.blocks > 254,
+            f"{s.blocks} blocks are more than a sum's count holds: {MOST_BLOCKS}": s.blocks > MOST_BLOCKS,
             f"{s.blocks} blocks are too few to clear {words} words of a sum, one for a thread": cdiv(words, s.blocks) > threads,
             f"{s.size} tiles are more than 32-bit indices reach": s.size >= 2**31 // (ROWS * config.strips),
         }
