@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from engine_models import FAMILIES
 from tiny_models import TINY, state_of
 
+from tilewright.command_line import command
 from tilewright.engine import Engine, Group, Sampling
-from tilewright.engine.ranks import run_ranks
+from tilewright.engine.ranks import RankLostError, run_ranks
 from tilewright.models import CONFIGS, Shard, cut, patch, random_model, shard_of
 from tilewright.models.quantized import QuantizedLinear, quantize
 from tilewright.ops.common.weight_formats import FORMATS, QuantizedWeight
@@ -186,6 +188,16 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(function: Any, which: int
         on_two(function, str(tmp_path))
     assert time.monotonic() - at[0] < 10
     assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_lost_rank_is_one_line_of_a_command(capsys: pytest.CaptureFixture) -> None:
+    def ended() -> int:
+        raise RankLostError("rank 1 was ended by SIGKILL")
+
+    with pytest.raises(typer.Exit) as stopped:
+        command(ended)()
+    assert stopped.value.exit_code == 2
+    assert capsys.readouterr().err == "error: rank 1 was ended by SIGKILL\n"
 
 
 def pids(folder: Path) -> list[int]:

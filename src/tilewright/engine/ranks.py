@@ -28,6 +28,12 @@ TIDYING_S = 30.0
 _KNOWN = (ValueError, TypeError, KeyError, ImportError, OSError, MemoryError, RuntimeError, torch.OutOfMemoryError)  # arrive as they are
 
 
+class RankLostError(RuntimeError, ChildProcessError):
+    """A rank was killed, or ended without a word: no error of ours, so a command tells it in one
+    line.
+    """
+
+
 def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str = "cuda", direct: bool | None = None, start: str = "spawn") -> Any:
     """Calls `function(group, device, *args)` in `ranks` new processes and returns what rank 0's
     call returned.
@@ -40,6 +46,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         start: multiprocessing's start method; with GPUs "spawn".
     Raises:
         ValueError: fewer GPUs than ranks.
+        RankLostError: a rank was killed.
         The error of the first rank that failed, after the others have ended.
     """
     if ranks < 1:
@@ -64,11 +71,11 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         killed = [rank for code, rank in failed if code == -signal.SIGKILL]
         if killed:  # what the others may have told is a lost connection
             why = "the system does that when its memory is full, and its log says so"
-            raise RuntimeError(f"rank {killed[0]} was ended by SIGKILL, and so all ranks were: {why}")
+            raise RankLostError(f"rank {killed[0]} was ended by SIGKILL, and so all ranks were: {why}")
         if (folder / "error").is_file():
             raise pickle.loads((folder / "error").read_bytes())
         if failed:
-            raise RuntimeError(f"rank {failed[0][1]} ended with exit code {failed[0][0]}, and so all ranks were ended")
+            raise RankLostError(f"rank {failed[0][1]} ended with exit code {failed[0][0]}, and so all ranks were ended")
         return pickle.loads((folder / "result").read_bytes())
 
 
