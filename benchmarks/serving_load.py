@@ -38,8 +38,10 @@ from typing import Any
 
 import openai
 import psutil
+import torch
 
 from tilewright.bench.report import tell
+from tilewright.launch import Device
 from tilewright.testing import tiny_chat
 
 SERVE = "from tilewright.cli import main; main()"
@@ -209,10 +211,10 @@ def percentile(values: list[float], share: float) -> float:
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else float("nan")
 
 
-def growth(memory: list[int]) -> tuple[float, float]:
-    """Median bytes of the first quarter of the load and of the last."""
-    quarter = max(1, len(memory) // 4)
-    return statistics.median(memory[:quarter]), statistics.median(memory[-quarter:])
+def quarters(memory: list[int]) -> list[float]:
+    """Median bytes of each quarter of the load."""
+    length = max(1, len(memory) // 4)
+    return [statistics.median(memory[i * length : (i + 1) * length] or memory[-length:]) for i in range(4)]
 
 
 def enough(seen: Seen, given: argparse.Namespace) -> bool:
@@ -224,7 +226,7 @@ def enough(seen: Seen, given: argparse.Namespace) -> bool:
 def check(seen: Seen, code: int | None, end_s: float, given: argparse.Namespace) -> list[str]:
     """What is wrong."""
     found = [*seen.wrong[:3], *seen.lost[:3]]
-    before, after = growth(seen.memory)
+    before, *_, after = quarters(seen.memory)
     if after > before * (1 + GROWTH_SHARE) + GROWTH_BYTES:
         found.append(f"memory grew from {before / 1e6:.0f} to {after / 1e6:.0f} MB")
     if code != 0:
@@ -265,9 +267,15 @@ def main(arguments: list[str] | None = None, start: Callable[..., tuple[Any, str
             process.kill()
             process.wait()
     end_s = time.perf_counter() - seen.stopping
-    before, after = growth(seen.memory)
-    row = {"op": "serve_load", "case": f"{name} users={given.users} seconds={given.seconds:g}", "told": dict(seen.told), "wrong": len(seen.wrong)}
-    row |= {"lost": len(seen.lost), "exit_code": code, "end_s": round(end_s, 2), "memory_mb": [round(before / 1e6), round(after / 1e6)]}
+    gpu = Device.of(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")).name
+    row = {
+        "op": "serve_load",
+        "case": f"{name} users={given.users} seconds={given.seconds:g}",
+        "gpu": gpu,
+        "told": dict(seen.told),
+        "wrong": len(seen.wrong),
+    }
+    row |= {"lost": len(seen.lost), "exit_code": code, "end_s": round(end_s, 2), "memory_mb": [round(held / 1e6) for held in quarters(seen.memory)]}
     row |= {f"{what}_p{p}_s": percentile(values, p / 100) for what, values in (("first", seen.first_s), ("whole", seen.whole_s)) for p in (50, 99)}
     tell(row, given.json)
     problems = check(seen, code, end_s, given)

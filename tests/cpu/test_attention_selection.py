@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright import ops
-from tilewright.launch import Device
+from tilewright.launch import Device, decisions, traced
 from tilewright.launch.table import SHIPPED, read_rows
 from tilewright.ops import attention, attention_decode, mla, mla_decode
 from tilewright.testing.problems import rebuilt
@@ -113,3 +113,17 @@ def test_packed_sequences_take_a_block_for_each_tile_and_one_for_each_sequence()
     server = attention.Problem(1024, 32, 8, 8192, 60_000, 128, BF16, varlen=True, longest=8192)
     config = attention.space(server, H200)[0]
     assert attention.plan(server, config, H200)[0].grid == (8192 // config.tile_m + 1024, 32)
+
+
+def test_steps_whose_sizes_differ_a_little_share_a_plan():
+    """Each step of a server had sizes of its own, and made a plan, of 4 KB and in 4 ms."""
+    bound = set()
+    with traced(Device.named("H200")), torch.inference_mode():
+        for tokens in range(900, 1000):
+            q, k, v = (torch.empty(rows, 4, 64, dtype=torch.bfloat16, device="meta") for rows in (tokens, 3 * tokens, 3 * tokens))
+            starts = torch.empty(40 + tokens % 8, dtype=torch.int32, device="meta")
+            with decisions() as found:
+                attention.attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_q_len=100)
+            bound |= {choice.problem for choice in found}
+    assert len(bound) <= 40
+    assert all(p.q_len >= 900 and p.kv_len >= 2700 and p.batch >= 39 for p in bound)

@@ -18,6 +18,7 @@ type_space = Callable[[Any, Device], list[Any]]
 type_plan = Callable[[Any, Any, Device], Sequence[Launch]]
 
 FEW = 1024  # the size that a problem is tried with, to find which of its sizes is too large
+MOST_KNOWN = 1 << 14  # decisions of an op, of 2 to 4 KB each: every step of a server may have sizes of its own
 caches: list[Callable[[], None]] = []  # clears of all that remembers a decision
 
 
@@ -41,7 +42,7 @@ class Decision:
     def __init__(self, op: str, *, problem: type, arguments: Sequence[str], space: type_space, plan: type_plan, any_length: bool = False) -> None:
         self.op, self.problem, self.arguments, self.space, self.plan = op, problem, tuple(arguments), space, plan
         self.any_length = any_length
-        self._known = lru_cache(maxsize=1 << 16)(self._decided)
+        self._known = lru_cache(maxsize=MOST_KNOWN)(self._decided)
         self._bound = lru_cache(maxsize=1 << 12)(self._bind)
         self.launches = self._written()
         self._formed = lru_cache(maxsize=1 << 12)(self._form)

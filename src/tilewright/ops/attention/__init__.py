@@ -42,7 +42,7 @@ from ..common.softmax_tiles import (
     check_starts,
     no_keys,
 )
-from .decision import CHOICES, Problem, plan, space
+from .decision import CHOICES, Problem, near, plan, space
 from .kernels import attention_kernel
 
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
@@ -207,6 +207,8 @@ def attention_out(
         window = None
     if ahead >= q_len:
         causal, ahead = False, 0
+    if varlen:  # each step of a server has sizes of its own; blocks behind the last tile end at once
+        batch, q_len, kv_tokens = near(batch), near(q_len), near(kv_tokens)
     launches = DECISION.launches(
         Device.of(q),
         batch=batch,
