@@ -144,13 +144,20 @@ def test_the_command_of_a_row_is_one_that_runs(command: str, monkeypatch: pytest
         verb.make_context(words[0], words[1:])
         return
     assert first == "python"
-    parse = argparse.ArgumentParser.parse_args
+    parse, parse_known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def parsed(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
         parse(self, *args, **kwargs)
         raise InterruptedError
 
+    def parsed_known(self: argparse.ArgumentParser, *args: Any) -> None:  # the rest are options of tilewright serve
+        verbs: Any = typer.main.get_command(app)
+        verbs.commands["serve"].make_context("serve", ["MODEL", *parse_known(self, *args)[1]])
+        raise InterruptedError
+
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed_known)
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     with pytest.raises(InterruptedError):
