@@ -186,7 +186,9 @@ def test_a_call_names_the_argument_that_is_of_another_kind() -> None:
                     call(wrong)
         with pytest.raises(TypeError, match=r"prompt_tokens must be a Python integer, got 2\.5"):
             engine.warm_up(1, 2.5)
-        assert engine.generate([[5]], 3, sampling=EngineSampling(temperature=0, logit_bias={True: 0.0})).tokens == plain
+        assert engine.generate([[5]], 3, sampling=EngineSampling(temperature=0, logit_bias={1: 0.0})).tokens == plain
+    with pytest.raises(TypeError, match=r"a token of logit_bias must be a Python integer, got True"):
+        EngineSampling(temperature=0, logit_bias={True: 0.0})
     with pytest.raises(ValueError, match="repetition_penalty must be a normal number of float32, got 1e-50"):
         EngineSampling(repetition_penalty=1e-50)  # 0 there, by which logits were divided
 
