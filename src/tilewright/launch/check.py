@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 Sizes = tuple[int, ...]
 INT32_MAX = (1 << 31) - 1
@@ -38,6 +39,7 @@ def check_tensor(
     contiguous: the whole tensor must be; otherwise its last axis must have stride 1, but for
         any_strides.
     """
+    # Each call of an op comes by, once for each tensor: every question is the cheapest there is.
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if dtypes is None:
@@ -47,17 +49,16 @@ def check_tensor(
     if like is not None:
         if tensor.device != like.device:
             raise argument_error(f"{name}.device", like.device, tensor.device)
-    elif tensor.device.type not in ("cuda", "cpu", "meta"):
+    elif not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         raise argument_error(f"{name}.device", "a CUDA or CPU device", tensor.device)
     # torch.compile has no is_neg; there the dispatcher resolves such views.
-    if tensor.layout is not torch.strided or (not torch.compiler.is_compiling() and tensor.is_neg()):
+    if tensor.layout is not torch.strided or (not is_compiling() and tensor.is_neg()):
         raise _layout_error(tensor, name)
     if ndim is not None and tensor.dim() != ndim:
         raise argument_error(f"{name}.dim()", ndim, tensor.dim())
     if shape is not None and tensor.shape != shape:
         raise argument_error(f"{name}.shape", tuple(shape), tuple(tensor.shape))
-    # The condition stands here since each call of an op comes by, once for each tensor.
-    if not any_strides and (not tensor.is_contiguous() if contiguous else tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+    if not any_strides and not tensor.is_contiguous() and (contiguous or (tensor.stride()[-1] != 1 and tensor.shape[-1] > 1)):
         raise _stride_error(tensor, name, contiguous)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
@@ -85,6 +86,8 @@ def out_or_new(
     (`check_out`), by default a new tensor, contiguous.
     """
     if out is None:
+        if shape == x.shape and dtype is x.dtype and x.is_contiguous():
+            return torch.empty_like(x, memory_format=torch.contiguous_format)  # in half of the time
         return x.new_empty(shape, dtype=dtype)
     return check_out(out, shape, dtype, (x, *others), name=name, contiguous=contiguous)
 
@@ -145,11 +148,12 @@ def check_writable(x: Tensor, name: str, other: Tensor | None = None, other_name
     """Raises ValueError unless an op may write into x: two indices never mean the same element, and
     none of x is an element of `other`, which the op writes into too.
     """
-    shape, strides = x.shape, x.stride()
-    folded = _folded.__wrapped__ if torch.compiler.is_compiling() else _folded  # sizes that are traced have no hash
-    if not x.is_contiguous() and folded(shape, strides):
-        be = "free of broadcast axes, because it is written in place" + ("" if 0 in strides else ", and of others that meet")
-        raise argument_error(name, be, f"strides {strides} for shape {tuple(shape)}")
+    if not x.is_contiguous():
+        shape, strides = x.shape, x.stride()
+        folded = _folded.__wrapped__ if is_compiling() else _folded  # sizes that are traced have no hash
+        if folded(shape, strides):
+            be = "free of broadcast axes, because it is written in place" + ("" if 0 in strides else ", and of others that meet")
+            raise argument_error(name, be, f"strides {strides} for shape {tuple(shape)}")
     if other is not None and overlap(x, other):
         raise argument_error(name, f"free of elements of {other_name}, because both are written in place", "tensors that overlap")
 
@@ -169,7 +173,7 @@ def _folded(shape: Sizes, strides: Sizes) -> bool:
 
 def check_apart(written: Mapping[str, Tensor | None], /, **read: Tensor | None) -> None:
     """Raises ValueError if a tensor that an op writes into has an element of one that it reads."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     memory = [(name, x, _storage(x)) for name, x in written.items() if x is not None]
     for other_name, other in read.items():
@@ -185,7 +189,7 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 
     Views beside each other, such as q and k of one projection, share no element.
     """
-    if torch.compiler.is_compiling() or _storage(x) != _storage(y):
+    if is_compiling() or _storage(x) != _storage(y):
         return False
     if x.dtype.itemsize == y.dtype.itemsize:
         return _meet(y.storage_offset() - x.storage_offset(), x.shape, x.stride(), y.shape, y.stride())
@@ -198,7 +202,8 @@ def _storage(x: Tensor) -> int:
     transforms, which an op refuses, no two tensors share one.
     """
     try:
-        return int(x.untyped_storage()._cdata)
+        storage: int = x.untyped_storage()._cdata
+        return storage
     except NotImplementedError:
         return id(x)
 
@@ -241,14 +246,16 @@ def check_positive(value: float, name: str) -> None:
     """Raises TypeError or ValueError unless it is a positive number in fp32, as kernels take it:
     1e-50 is 0 there.
     """
-    check_number(value, name)
+    if type(value) is not float:
+        check_number(value, name)
     if not SMALLEST <= value <= LARGEST:
         raise argument_error(name, "a normal number of float32" if value > 0 else "positive", value)
 
 
 def check_finite(value: float, name: str) -> None:
     """Raises TypeError or ValueError for a NaN, and for what is infinite in fp32."""
-    check_number(value, name)
+    if type(value) is not float:
+        check_number(value, name)
     if not -LARGEST <= value <= LARGEST:
         raise argument_error(name, "finite", value)
 
@@ -288,7 +295,7 @@ def as_rows(tensor: MaybeTensor) -> MaybeTensor:
     if tensor is None:
         return None
     rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
-    return rows if rows.stride(0) <= INT32_MAX else rows.contiguous()
+    return rows if rows.stride()[0] <= INT32_MAX else rows.contiguous()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

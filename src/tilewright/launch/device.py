@@ -55,10 +55,9 @@ class Device:
     @staticmethod
     def of(tensor: Tensor) -> "Device":
         """The device that owns `tensor`; for a meta tensor, the device being traced for."""
-        kind = tensor.device.type
-        if kind == "cuda":
-            return _cuda_device(tensor.device.index)
-        if kind == "cpu":
+        if tensor.is_cuda:
+            return _cuda_device(tensor.get_device())
+        if tensor.is_cpu:
             return CPU
         traced: Device = traced_device()
         return traced

@@ -52,26 +52,26 @@ class Bound:
         """
         if len(args) != self._count:
             raise TypeError(f"run must get {self._count} arguments ({', '.join(self.arguments)}), got {len(args)}")
-        device = args[0].device
-        kind = device.type
-        if self._long and kind != "meta":
+        first = args[0]
+        on_cuda = first.is_cuda
+        if self._long and not first.is_meta:
             check_lengths(self.arguments, args)
-        if kind == "cuda" and device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
+        if on_cuda and (index := first.get_device()) != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
                 return self.run(*args)
         if self._scratch is not None:
-            args += self._scratch.allocate(device)
+            args += self._scratch.allocate(first.device)
         if CONTEXT.get() is not None:
             _tell(self._steps, args)
-        if kind == "cuda":
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if on_cuda:
+            stream = torch._C._cuda_getCurrentRawStream(index)
             for kernel, grid, pick, constants, pdl in self._ready:
                 values = pick(args) + constants
                 try:
                     launch_kernel(stream, grid, kernel, values, programmatic_dependent_launch=pdl)
                 except OverflowError:
                     launch_kernel(stream, grid, *with_int64_indices(kernel, values), programmatic_dependent_launch=pdl)
-        elif kind == "cpu":
+        elif first.is_cpu:
             from ..interpret.run import execute  # numpy code generation: loaded by the first CPU launch, not by the import
 
             for kernel, grid, pick, constants, _ in self._ready:

@@ -288,7 +288,7 @@ def rms_norm(
     check_bools(round_before_weight=round_before_weight)
     check_norm(x, weight, eps, weight_offset, residual)
     out = out_or_new(out, x.shape, x.dtype, x, weight, residual)
-    new_residual = None if residual is None else x.new_empty(x.shape)
+    new_residual = None if residual is None else torch.empty_like(out, memory_format=torch.contiguous_format)
     if out.numel():
         rms_norm_out(as_rows(x), weight, as_rows(residual), eps, weight_offset, round_before_weight, as_rows(out), as_rows(new_residual))
     return out if new_residual is None else (out, new_residual)

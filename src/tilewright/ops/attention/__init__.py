@@ -303,21 +303,22 @@ def attention(
     varlen = cu_seqlens_q is not None
     check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=(*DTYPES, torch.float8_e4m3fn))
     check_tensor(k, "k", ndim=q.dim(), like=q)
-    check_heads(q, k, MAX_HEAD_DIM_EIGHT if q.dtype in FP8 else MAX_HEAD_DIM)
+    _, q_heads, *_, head_dim = q.shape
+    kv_heads, eight_bits = k.shape[1], q.dtype in FP8
+    check_heads(q, k, MAX_HEAD_DIM_EIGHT if eight_bits else MAX_HEAD_DIM)
     if isinstance(window, tuple):
         check_sides(causal, window)
-    scale = check_scale_and_window(scale, None if isinstance(window, tuple) else window, q.shape[-1])
+    scale = check_scale_and_window(scale, None if isinstance(window, tuple) else window, head_dim)
     causal, window, ahead = _sides(causal, window)
     check_softcap(softcap)
     if sinks is not None:
-        check_per_head(sinks, "sinks", q, q.shape[1])
-    of_q, of_kv = (q.shape[1],), (k.shape[1],)
-    check_scales(q, q_scale=(q_scale, of_q), k_scale=(k_scale, of_kv), v_scale=(v_scale, of_kv))
-    stored = torch.bfloat16 if q.dtype in FP8 else q.dtype
+        check_per_head(sinks, "sinks", q, q_heads)
+    check_scales(q, q_scale=(q_scale, (q_heads,)), k_scale=(k_scale, (kv_heads,)), v_scale=(v_scale, (kv_heads,)))
+    stored = torch.bfloat16 if eight_bits else q.dtype
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     if cu_seqlens_q is not None:
-        check_tensor(k, "k", shape=(k.shape[0], k.shape[1], q.shape[-1]), like=q)
+        check_tensor(k, "k", shape=(k.shape[0], kv_heads, head_dim), like=q)
         _check_packing(q, kv_start, kv_len, cu_seqlens_q, cu_seqlens_kv)
         if max_q_len is not None:
             check_integers(max_q_len=max_q_len)
@@ -327,9 +328,10 @@ def attention(
         out_shape = (*q.shape[:2], v.shape[-1])
         lse_shape = (q.shape[1], q.shape[0])
     else:
-        batch, q_heads, q_len, head_dim = q.shape
-        if k.shape[0] != batch or k.shape[3] != head_dim:
-            raise argument_error("k.shape", (batch, k.shape[1], k.shape[2], head_dim), tuple(k.shape))
+        batch, _, q_len, _ = q.shape
+        kv_batch, _, kv_tokens, kv_dim = k.shape
+        if kv_batch != batch or kv_dim != head_dim:
+            raise argument_error("k.shape", (batch, kv_heads, kv_tokens, head_dim), tuple(k.shape))
         if cu_seqlens_kv is not None:
             raise argument_error("cu_seqlens_kv", "given only with cu_seqlens_q", type(cu_seqlens_kv).__name__)
         if max_q_len is not None:
@@ -346,7 +348,8 @@ def attention(
     elif varlen:
         out = torch.empty(out_shape, dtype=stored, device=q.device)
     else:  # as the projection behind it reads it
-        out = torch.empty((batch, q_len, q_heads, v.shape[-1]), dtype=stored, device=q.device).transpose(1, 2)
+        v_dim = out_shape[-1]
+        out = q.new_empty_strided(out_shape, (q_len * q_heads * v_dim, v_dim, q_heads * v_dim, 1), dtype=stored)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() and k.numel() and (cu_seqlens_q is None or len(cu_seqlens_q) > 1):
         attention_out(q, k, v, *optional, scale, causal, window, ahead, max_q_len, softcap, out, lse)

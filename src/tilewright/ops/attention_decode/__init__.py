@@ -238,8 +238,9 @@ def attention_decode(
     scale = check_scale_and_window(scale, window, head_dim)
     window = None if window is None else min(window, FARTHEST)
     check_softcap(softcap)
-    if k.shape[3] != head_dim or (block_table is None and k.shape[0] != batch):
-        raise argument_error("k.shape", (k.shape[0] if block_table is not None else batch, *k.shape[1:3], head_dim), tuple(k.shape))
+    pages, kv_heads, tokens, kv_dim = k.shape
+    if kv_dim != head_dim or (block_table is None and pages != batch):
+        raise argument_error("k.shape", (pages if block_table is not None else batch, kv_heads, tokens, head_dim), tuple(k.shape))
     shared = v is None
     if v is None:
         columns = head_dim if v_dim is None else v_dim
@@ -251,11 +252,11 @@ def attention_decode(
         if v_dim is not None:
             raise argument_error("v_dim", "None where v is given", v_dim)
         check_tensor(v, "v", ndim=4, like=k)
-        columns = v.shape[3]
-        if v.shape[:3] != k.shape[:3] or not 1 <= columns <= 512:
-            raise argument_error("v.shape", f"{(*k.shape[:3],)} and 1..512 columns", tuple(v.shape))
-    check_decode(q, k.shape[2], kv_len, block_table, kv_start, sinks)
-    check_scales(k, k_scale=(k_scale, tuple(k.shape[:3])), v_scale=(v_scale, tuple(k.shape[:3])))
+        *places, columns = v.shape
+        if places != [pages, kv_heads, tokens] or not 1 <= columns <= 512:
+            raise argument_error("v.shape", f"{(pages, kv_heads, tokens)} and 1..512 columns", tuple(v.shape))
+    check_decode(q, tokens, kv_len, block_table, kv_start, sinks)
+    check_scales(k, k_scale=(k_scale, (pages, kv_heads, tokens)), v_scale=(v_scale, (pages, kv_heads, tokens)))
     if stored != q.dtype:
         check_codes(q, 256, k=k, v=v)
     if not normalize and (return_lse or sinks is not None):
@@ -270,9 +271,9 @@ def attention_decode(
     elif q_len <= MOST_TOKENS:
         attention_decode_out(q, k, v, *optional, scale, window, softcap, shared, out, lse, denominator)
     else:
-        for tokens, ends in tokens_by_launch(q, kv_len, k.shape[2] * (1 if block_table is None else block_table.shape[1])):
-            of_tokens = tuple(x if x is None else x[:, :, tokens] for x in (out, lse, denominator))
-            attention_decode_out(q[:, :, tokens], k, v, ends, *optional[1:], scale, window, softcap, shared, *of_tokens)
+        for some, ends in tokens_by_launch(q, kv_len, tokens * (1 if block_table is None else block_table.shape[1])):
+            of_tokens = tuple(x if x is None else x[:, :, some] for x in (out, lse, denominator))
+            attention_decode_out(q[:, :, some], k, v, ends, *optional[1:], scale, window, softcap, shared, *of_tokens)
     if lse is None:
         return out
     return (out, lse) if denominator is None else (out, lse, denominator)

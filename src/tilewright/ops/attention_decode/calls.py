@@ -16,7 +16,7 @@ def check_queries(q: Tensor) -> None:
     `attention_decode` takes.
     """
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
-    q_len, head_dim = q.shape[2:]
+    _, _, q_len, head_dim = q.shape
     if not 1 <= q_len <= MOST_TOKENS * MOST_LAUNCHES:
         raise argument_error("q.shape[2]", f"in 1..{MOST_TOKENS * MOST_LAUNCHES}", q_len)
     if not (1 <= head_dim <= 512 or head_dim == 576):
@@ -34,7 +34,7 @@ def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: 
     """Raises TypeError or ValueError unless what is given fits q [batch, q_heads, ...]; page_size
     counts only with a block_table.
     """
-    batch, q_heads = q.shape[:2]
+    batch, q_heads, *_ = q.shape
     if block_table is not None:
         check_int32(block_table, "block_table", q, (batch, None))
         check_page_size(page_size)

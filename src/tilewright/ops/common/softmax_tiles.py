@@ -123,12 +123,14 @@ def check_heads(q: Tensor, k: Tensor, most: int = MAX_HEAD_DIM, name: str = "q")
     """Raises ValueError unless the heads (axis 1) of q, or what it is named, are a multiple of k's
     and the head_dim is in 1..most.
     """
-    if not 1 <= q.shape[-1] <= most:
-        raise argument_error(f"{name}.shape[-1]", f"in 1..{most}", q.shape[-1])
-    if k.shape[1] == 0:
+    _, q_heads, *_, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if not 1 <= head_dim <= most:
+        raise argument_error(f"{name}.shape[-1]", f"in 1..{most}", head_dim)
+    if kv_heads == 0:
         raise argument_error("k.shape[1]", "at least 1", 0)
-    if q.shape[1] % k.shape[1]:
-        raise argument_error(f"{name}.shape[1]", f"a multiple of k.shape[1] = {k.shape[1]}", q.shape[1])
+    if q_heads % kv_heads:
+        raise argument_error(f"{name}.shape[1]", f"a multiple of k.shape[1] = {kv_heads}", q_heads)
 
 
 def check_int32(tensor: Tensor, name: str, like: Tensor, shape: tuple[int | None, ...]) -> None:
@@ -181,8 +183,9 @@ def check_scales(like: Tensor, **given: tuple[Tensor | None, tuple[int, ...]]) -
 
     given: of each scale's name the tensor and its shape.
     """
+    eight_bits = like.dtype in FP8
     for name, (tensor, shape) in given.items():
-        if like.dtype not in FP8:
+        if not eight_bits:
             if tensor is not None:
                 raise argument_error(name, f"None for {dtype_name(like.dtype)}", type(tensor).__name__)
             continue

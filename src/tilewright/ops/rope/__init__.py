@@ -131,13 +131,13 @@ def rope(
     """
     check_bools(interleaved=interleaved)
     check_tensor(q, "q", ndim=4, dtypes=DTYPES)
-    batch, _, seq_len, head_dim = q.shape
     check_tensor(k, "k", ndim=4, like=q)
-    if (k.shape[0], *k.shape[2:]) != (batch, seq_len, head_dim):
+    batch, q_heads, seq_len, head_dim = q.shape
+    k_batch, kv_heads, k_len, k_dim = k.shape
+    if k_batch != batch or k_len != seq_len or k_dim != head_dim:
         raise argument_error("k.shape", f"({batch}, kv_heads, {seq_len}, {head_dim})", tuple(k.shape))
-    for name, heads in (("q", q.shape[1]), ("k", k.shape[1])):
-        if not heads:
-            raise argument_error(f"{name}.shape[1]", "at least 1", 0)
+    if not q_heads or not kv_heads:
+        raise argument_error("k.shape[1]" if q_heads else "q.shape[1]", "at least 1", 0)
     check_writable(q, "q")
     check_writable(k, "k", q, "q")
     check_finite(scaling, "scaling")
@@ -159,7 +159,8 @@ def rope(
 def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch, _, seq_len, head_dim = q.shape
     check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32), like=q)
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len or not 0 < 2 * cos.shape[2] <= head_dim:
+    count, length, half = cos.shape
+    if count not in (1, batch) or length != seq_len or not 0 < 2 * half <= head_dim:
         raise argument_error("cos.shape", f"(1 or {batch}, {seq_len}, 1 to {head_dim // 2})", tuple(cos.shape))
     check_tensor(sin, "sin", shape=cos.shape, like=cos)
 
