@@ -109,11 +109,14 @@ def matmul_out(
     out: Tensor,
 ) -> None:
     """`matmul` into `out`, all operands 2-D. No checks, no sync: safe under graph capture."""
+    k, n = b.shape
+    if trans_b:
+        n, k = k, n
     launches = DECISION.launches(
         Device.of(a),
         m=out.shape[0],
-        n=b.shape[0 if trans_b else 1],
-        k=b.shape[1 if trans_b else 0],
+        n=n,
+        k=k,
         dtype=a.dtype,
         trans_a=trans_a,
         trans_b=trans_b,
@@ -172,16 +175,19 @@ def matmul(
     check_bools(trans_a=trans_a, trans_b=trans_b, tf32=tf32, silu_mul=silu_mul)
     check_tensor(a, "a", dtypes=DTYPES)
     check_tensor(b, "b", ndim=2, like=a)
-    if a.dim() == 0 or (trans_a and a.dim() != 2):
-        raise argument_error("a.dim()", "2 with trans_a" if trans_a else "at least 1", a.dim())
+    sizes = a.shape
+    if not sizes or (trans_a and len(sizes) != 2):
+        raise argument_error("a.dim()", "2 with trans_a" if trans_a else "at least 1", len(sizes))
     if tf32 and a.dtype is not torch.float32:
         raise argument_error("tf32", f"False for {a.dtype}", tf32)
-    k, n = b.shape[::-1] if trans_b else b.shape
+    k, n = b.shape
+    if trans_b:
+        n, k = k, n
     axis = 0 if trans_a else -1
-    if a.shape[axis] != k:
+    if sizes[axis] != k:
         other = "trans_b=False for a b of [k, n]" if trans_b else "trans_b=True for a b of [n, k], as torch.nn.Linear has it"
-        mend = f": give {other}" if a.shape[axis] == n else ""
-        raise argument_error(f"a.shape[{axis}]", f"{k}, the k of b {tuple(b.shape)}", f"{a.shape[axis]}{mend}")
+        mend = f": give {other}" if sizes[axis] == n else ""
+        raise argument_error(f"a.shape[{axis}]", f"{k}, the k of b {tuple(b.shape)}", f"{sizes[axis]}{mend}")
     if out_dtype is None:
         stored = torch.bfloat16 if a.dtype in FP8 else a.dtype
     elif out_dtype in OUTPUTS:
@@ -193,7 +199,7 @@ def matmul(
         columns, odd = divmod(n, 2)
         if odd:
             raise argument_error("n of b", "even with silu_mul", n)
-    shape = (a.shape[1], columns) if trans_a else (*a.shape[:-1], columns)
+    shape = (sizes[1], columns) if trans_a else (*sizes[:-1], columns)
     out = out_or_new(out, shape, stored, a, b, bias, scale_a, scale_b, residual, out_scale)
     if scale_a is not None or scale_b is not None:
         scaling_of(a, scale_a, scale_b, math.prod(out.shape[:-1]), n, k)
