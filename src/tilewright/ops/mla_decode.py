@@ -19,7 +19,7 @@ from typing import Any, Optional, cast
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Decision, Device, Launch, argument_error, check_bools, check_positive, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import Cost, Device, Launch, argument_error, check_bools, check_positive, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, pages, spans
 from ..select import Choices
 from . import attention_decode as decode
@@ -107,7 +107,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return decode.plan(p.decode, c, device)
 
 
-DECISION = Decision("mla_decode", problem=Problem, arguments=ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(cache: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:

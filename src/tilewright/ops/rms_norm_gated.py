@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..launch import (
     Cost,
-    Decision,
     Device,
     Launch,
     argument_error,
@@ -28,7 +27,6 @@ from ..launch import (
     check_integers,
     check_positive,
     check_tensor,
-    hints,
     out_or_new,
     torch_op,
 )
@@ -115,8 +113,7 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     blocks = *c.blocks(ct.cdiv(p.rows, c.tile_m), device), *((p.groups,) if p.groups > 1 else ())
-    constants = {**c.constants(p.cols), "groups": p.groups, "gate_first": p.gate_first, "sigmoid": p.sigmoid}
-    return (Launch(rms_norm_gated_kernel, blocks, constants, **hints(c), pdl=not c.persistent),)
+    return (Launch.of(rms_norm_gated_kernel, blocks, p, c, pdl=not c.persistent),)
 
 
 def opened(gate, up, SIGMOID):
@@ -205,13 +202,7 @@ def rms_norm_gated_kernel(
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 
 
-DECISION = Decision(
-    "rms_norm_gated",
-    problem=Problem,
-    arguments=("x", "weight", "gate", "out", "eps"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "weight", "gate", "out", "eps"))
 
 
 @torch_op(mutates=("out",))

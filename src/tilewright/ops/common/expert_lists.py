@@ -1,15 +1,22 @@
-"""Tile code around the products of experts: which rows go where, their activation, and the sum over
-the experts of a token.
+"""What stands around the products of experts, as tile code and launches: which rows go where, their
+activation, and the sum over the experts of a token.
 """
 
-import cuda.tile as ct
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
+import cuda.tile as ct
+import torch
+
+from ...launch import Device, Launch, next_pow2
 from .fp8 import group_codes
 from .pdl import pdl_overlap
 from .scaling import GROUP, ZERO
 from .tiles import gated
 
 LARGEST = 448  # of the codes of activations, e4m3
+MAP_WIDTH = 128  # panels that a block writes at once
 
 
 def activated(gate, up, ALPHA, LIMIT, UP_OFFSET):
@@ -164,3 +171,42 @@ def moe_sum_kernel(
         for row, weight, part in ct.static_iter(parts):
             acc = ct.where(row >= 0, acc + weight * part.astype(ct.float32), acc)
     ct.store(out, (token, j), acc.astype(out.dtype), allow_tma=False)
+
+
+def list_launches(p: Any, tile_m: int, device: Device, codes: Mapping[str, Any] = MappingProxyType({})) -> tuple[Launch, Launch]:
+    """Those of moe_count_kernel and moe_permute_kernel for a Problem of experts, with panels of
+    tile_m rows. Their scratch arrays are `panels`, `rows`, and `y`, which takes the sorted rows.
+
+    codes: scratch arrays x_codes and x_scales, where sorted rows go as codes; empty for none.
+    """
+    # Longer steps than 1024 ids are no faster, as a block has one row of threads for them.
+    tile = min(next_pow2(p.pairs), 1 << 16 if device.is_cpu else 4096)
+    counts = {"counts": ((p.experts,), torch.int32), "ranks": ((p.pairs,), torch.int32)}
+    # A width that divides the rows of common models: the parts of a padded tile would be moved like
+    # data.
+    copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
+    tiles = {"tile_m": tile_m, "tile_e": next_pow2(p.experts), "tile_k": next_pow2(p.top_k), "tile_n": max(GROUP, copied)}
+    panels = p.most_panels(tile_m)
+    lists = {"panels": ((1 + panels,), torch.int32), "rows": ((p.pairs,), torch.int32), "y": ((panels * tile_m, p.hidden), p.dtype)}
+    permute = Launch.of(
+        moe_permute_kernel,
+        (max(p.tokens, p.experts),),
+        p,
+        None,
+        {**tiles, "cols": p.hidden, "quantized": bool(codes), "width": MAP_WIDTH},
+        optional={"scale_x": bool(codes)},
+        num_worker_warps=4,
+        scratch=lists | codes,
+        renames={"sorted_x": "x_codes", "scale_x": "x_scales"} if codes else {"sorted_x": "y"},
+    )
+    return Launch(moe_count_kernel, (p.experts,), {"tile": tile}, num_worker_warps=8 if tile > 1024 else 4, scratch=counts), permute
+
+
+def sum_launch(p: Any, device: Device, shares: int = 1, **more: Any) -> Launch:
+    """That of moe_sum_kernel.
+
+    shares: rows of y that each expert of a token has. more: fields of Launch.
+    """
+    tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
+    constants = {"top_k": p.top_k * shares, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
+    return Launch(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), constants, num_worker_warps=4, pdl=True, **more)

@@ -76,11 +76,6 @@ class Config:
         """The grid."""
         return (min(tiles, device.sms * (self.occupancy or 1)) if self.persistent else tiles,)
 
-    def constants(self, cols: int) -> dict[str, Any]:
-        """Those that every kernel with such a config has."""
-        names = ("persistent", "tile_m", "tile_n", "latency", "load_tma", "store_tma")
-        return {"cols": cols} | {name: getattr(self, name) for name in names}
-
     @property
     def threads(self) -> int:
         return threads(self)

@@ -27,7 +27,7 @@ from typing import Optional, cast
 import torch
 from torch import Tensor
 
-from ...launch import Decision, Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
 from .. import rms_norm
 from ..common.fp8 import ROW, quantized
@@ -120,30 +120,11 @@ def _given(k_cache: Tensor, v_cache: Tensor, q: Tensor | None, k_scale: Tensor |
     return (k_cache, v_cache, *(x for x in (q, k_scale, v_scale) if x is not None and x.dim()))
 
 
-DECISION = Decision(
-    "kv_append",
-    problem=Problem,
-    arguments=(
-        "k",
-        "v",
-        "k_cache",
-        "v_cache",
-        "positions",
-        "block_table",
-        "q",
-        "cos",
-        "sin",
-        "rope_positions",
-        "k_scale",
-        "v_scale",
-        "q_weight",
-        "k_weight",
-        "v_weight",
-        "eps",
-    ),
-    space=space,
-    plan=plan,
+ARGUMENTS = (
+    *("k", "v", "k_cache", "v_cache", "positions", "block_table", "q", "cos", "sin", "rope_positions"),
+    *("k_scale", "v_scale", "q_weight", "k_weight", "v_weight", "eps"),
 )
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(k_cache: Tensor, positions: Tensor, block_table: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None) -> Claims:

@@ -1,14 +1,14 @@
 """What a launch of `kv_append` may depend on, and what it comes to."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.rows import grid_fits, stream, threads
 from ..common.scaling import FP8
@@ -140,8 +140,8 @@ class Groups:
     even_q, even_kv: tiles end with the heads.
     """
 
-    q: int
-    kv: int
+    q_groups: int
+    kv_groups: int
     q_tile: int
     kv_tile: int
     even_q: bool
@@ -166,7 +166,7 @@ def groups(p: Problem, c: Config) -> Groups:
 def grid(p: Problem, c: Config) -> tuple[int, int]:
     """Blocks of heads and tokens, and sequences."""
     g = groups(p, c)
-    return (g.q + 2 * g.kv) * ct.cdiv(p.tokens, c.tokens), p.batch
+    return (g.q_groups + 2 * g.kv_groups) * ct.cdiv(p.tokens, c.tokens), p.batch
 
 
 def candidates(p: Problem, device: Device) -> list[Config]:
@@ -184,7 +184,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 def work(p: Problem, c: Config, device: Device) -> Work:
     """A block copies its heads; the position and the row of the table come before the store."""
     g, size = groups(p, c), p.dtype.itemsize
-    tile = max(g.q_tile if g.q else 0, g.kv_tile) * p.widest * c.tokens
+    tile = max(g.q_tile if g.q_groups else 0, g.kv_tile) * p.widest * c.tokens
     # Checked loads wait for each other: where a tile passes the last head, or a half is no power of
     # two.
     checked = not (g.even_q and g.even_kv) or p.rotary_dim & (p.rotary_dim - 1)
@@ -215,30 +215,14 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    g = groups(p, c)
     constants = {
-        "page_size": p.page_size,
-        "scaled": p.scaled,
-        "each": p.each,
-        "interleaved": p.interleaved,
         "own_rope": p.own_rope_positions,
-        "q_norm": p.q_norm,
-        "k_norm": p.k_norm,
-        "v_norm": p.v_norm,
         "round": p.round_before_weight,
-        "even_q": g.even_q,
-        "even_kv": g.even_kv,
-        "q_groups": g.q,
-        "kv_groups": g.kv,
-        "head_dim": p.head_dim,
         "v_dim": p.values_dim,
         "rotary": p.rotary_dim,
-        "q_tile": g.q_tile,
-        "kv_tile": g.kv_tile,
-        "tokens": c.tokens,
-        "latency": c.latency,
+        **asdict(groups(p, c)),
     }
-    given = {
+    optional = {
         "q": p.q_heads,
         "rope_positions": p.own_rope_positions,
         "block_table": p.page_size,
@@ -250,5 +234,4 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "k_weight": p.k_norm,
         "v_weight": p.v_norm,
     }
-    unused = tuple(name for name, there in given.items() if not there)
-    return (Launch(kv_append_kernel, grid(p, c), constants, **hints(c), pdl=True, unused=unused),)
+    return (Launch.of(kv_append_kernel, grid(p, c), p, c, constants, optional=optional, pdl=True),)

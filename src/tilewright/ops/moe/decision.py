@@ -8,14 +8,13 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ..common.expert_ids import routed, used
-from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_quantize_kernel, moe_sum_kernel
+from ..common.expert_lists import list_launches, moe_quantize_kernel, sum_launch
 from ..common.gemm_choices import Gemm, Tile
 from ..common.scaling import GROUP, Scaling, random_codes, scale_shapes
 from .kernels import moe_few_kernel, moe_kernel
 from .one import moe_one_down_kernel, moe_one_up_kernel
 
 E4M3 = torch.float8_e4m3fn
-MAP_WIDTH = 128  # panels that a block writes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +199,6 @@ def _sources(p: Problem, c: Config, part: str, **others: str) -> dict[str, Any]:
     return {"renames": {name: source for name, source in renames.items() if name not in unused}, "unused": unused}
 
 
-def _sum_plan(p: Problem, device: Device, **more: Any) -> Launch:
-    tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
-    constants = {"cols": p.hidden, "tile_n": tile_n, "loads": 8}
-    return Launch.of(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), p, None, constants, num_worker_warps=4, pdl=True, **more)
-
-
 def _one_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants = {"scaling": int(p.scaling), "tile_p": next_pow2(p.top_k), "add_bias": p.bias}
     slots, tiles = p.top_k + p.shared, -(-p.inter // c.up.tile_n)
@@ -230,7 +223,7 @@ def _few_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     return (
         product(p.inter, 2, c.up, {"rows": rows, "h": h}, part="gate_up", x="batch", out="h"),
         product(p.hidden, 1, c.down, {"y": y}, part="down", x="h", out="y"),
-        _sum_plan(p, device, views=flat, renames={"y": "rows_of_y"}),
+        sum_launch(p, device, views=flat, renames={"y": "rows_of_y"}),
     )
 
 
@@ -257,10 +250,8 @@ def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 
     # The rows of the second product go where those of the first came from, unless these are codes.
     sorted_x, h = ("x_codes", "h_codes") if c.quantized else ("y", "h")
-    scratch = {"panels": ((1 + panels,), torch.int32), "rows": ((p.pairs,), torch.int32), "y": ((rows, p.hidden), p.dtype)}
     launches = [
-        _count_plan(p, device),
-        _permute_plan(p, c, device, {**scratch, **codes("x", p.hidden)}, sorted_x),
+        *list_launches(p, c.tile_m, device, codes("x", p.hidden)),
         product(p.inter, 2, c.up, {"h": ((rows, p.inter), p.dtype)}, part="gate_up", x=sorted_x, scale_x="x_scales", out="h"),
     ]
     if c.quantized:
@@ -268,22 +259,4 @@ def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         constants = {"cols": p.inter, "panel": c.tile_m, "tile_m": tile_m, "tile_n": GROUP}
         grid, renames = (panels * (c.tile_m // tile_m), -(-p.inter // GROUP)), {"codes": "h_codes", "scale": "h_scales"}
         launches.append(Launch(moe_quantize_kernel, grid, constants, num_worker_warps=4, scratch=codes("h", p.inter), renames=renames))
-    return *launches, product(p.hidden, 1, c.down, {}, part="down", x=h, scale_x="h_scales", out="y"), _sum_plan(p, device)
-
-
-def _count_plan(p: Problem, device: Device) -> Launch:
-    # Longer steps than 1024 ids are no faster, as a block has one row of threads for them.
-    tile = min(next_pow2(p.pairs), 1 << 16 if device.is_cpu else 4096)
-    scratch = {"counts": ((p.experts,), torch.int32), "ranks": ((p.pairs,), torch.int32)}
-    return Launch(moe_count_kernel, (p.experts,), {"tile": tile}, num_worker_warps=8 if tile > 1024 else 4, scratch=scratch)
-
-
-def _permute_plan(p: Problem, c: Config, device: Device, scratch: dict[str, Any], sorted_x: str) -> Launch:
-    # A width that divides the rows of common models: the parts of a padded tile would be moved like
-    # data.
-    copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
-    tile = {"tile_e": next_pow2(p.experts), "tile_k": next_pow2(p.top_k), "tile_n": max(GROUP, copied)}
-    constants = {**tile, "cols": p.hidden, "width": MAP_WIDTH}
-    renames = {"sorted_x": sorted_x} | ({"scale_x": "x_scales"} if c.quantized else {})
-    how: dict[str, Any] = {"optional": {"scale_x": c.quantized}, "renames": renames, "num_worker_warps": 4}
-    return Launch.of(moe_permute_kernel, (max(p.tokens, p.experts),), p, c, constants, scratch=scratch, **how)
+    return *launches, product(p.hidden, 1, c.down, {}, part="down", x=h, scale_x="h_scales", out="y"), sum_launch(p, device)

@@ -5,7 +5,7 @@ what each asks of the machine.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...launch import Decision, Device, next_pow2
+from ...launch import Device, next_pow2
 from ...select import Choices, Work
 from ..common.weight_formats import E2M1, E4M3, INT4, INT8, ROWS, WORDS
 from .decision import Config, Problem, plan
@@ -163,10 +163,4 @@ def family(p: Problem, c: Config) -> str:
 CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE)
 space = CHOICES.space
 
-DECISION = Decision(
-    "quantized_matmul",
-    problem=Problem,
-    arguments=("x", "words", "scales", "zeros", "factor", "bias", "out"),
-    space=space,
-    plan=plan,
-)
+DECISION = CHOICES.decision(Problem, plan, ("x", "words", "scales", "zeros", "factor", "bias", "out"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ..common.gemm_choices import filled_parts
 from ..common.pdl import use_pdl
 from ..common.pieces import PIECES
@@ -109,35 +109,29 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """The product, and the sum of its parts where k is shared."""
     if c.pieces:
         return _pieces_plan(p, c, device)
+    parts = c.parts(p)
+    grid = (c.tiles(p), parts) if parts > 1 else (c.tiles(p),)
+    product = _product(quantized_matmul_kernel, grid, p, c, {"even": p.n % c.tile_n == 0}, pdl=use_pdl(p.m, False))
+    return product, *_sum_plan(p, parts)
+
+
+def _product(kernel: Any, grid: tuple[int, ...], p: Problem, c: Config, constants: dict[str, Any], pdl: bool) -> Launch:
+    """Where k is shared, factor and bias wait for the sum."""
     of, parts = p.format, c.parts(p)
-    meaning = {"code": of.code, "group": of.group, "zeros": of.zeros}
-    tile = {
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "runs": c.runs,
-        "band": c.band,
-        "scale_sums": c.scale_sums,
-        "tma_scales": c.tma_scales,
-        "even": p.n % c.tile_n == 0,
-        "latency": c.latency,
-    }
-    last = {"factor": of.factor, "bias": p.bias}
+    constants = {"code": of.code, "group": of.group, "zeros": of.zeros, "factor": of.factor, "split_k": parts > 1, **constants}
     optional = {"zeros": of.zeros, "factor": of.factor and parts == 1, "bias": p.bias and parts == 1, "partial": parts > 1}
-    unused = tuple(name for name, used in optional.items() if not used)
-    how: dict[str, Any] = {**hints(c), "pdl": use_pdl(p.m, False)}
-    constants = {**meaning, **last, **tile, "split_k": parts > 1}
+    scratch = {"partial": ((parts, p.m, p.n), torch.float32)} if parts > 1 else {}
+    return Launch.of(kernel, grid, p, c, constants, optional=optional, pdl=pdl, scratch=scratch)
+
+
+def _sum_plan(p: Problem, parts: int) -> tuple[Launch, ...]:
     if parts == 1:
-        return (Launch(quantized_matmul_kernel, (c.tiles(p),), constants, **how, unused=unused),)
-    scratch = {"partial": ((parts, p.m, p.n), torch.float32)}
-    return Launch(quantized_matmul_kernel, (c.tiles(p), parts), constants, **how, scratch=scratch, unused=unused), _sum_plan(p, parts)
-
-
-def _sum_plan(p: Problem, parts: int) -> Launch:
+        return ()
     last = {"factor": p.format.factor, "bias": p.bias}
     rows = min(next_pow2(p.m), SUM_TILE[0])
     grid = (-(-p.n // SUM_TILE[1]), -(-p.m // rows))
-    summed = {**last, "tile_m": rows, "tile_n": SUM_TILE[1], "parts": parts}
-    return Launch(quantized_matmul_sum_kernel, grid, summed, occupancy=4, pdl=True, unused=tuple(name for name, used in last.items() if not used))
+    constants = {**last, "tile_m": rows, "tile_n": SUM_TILE[1], "parts": parts}
+    return (Launch.of(quantized_matmul_sum_kernel, grid, p, None, constants, optional=last, occupancy=4, pdl=True),)
 
 
 def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -154,13 +148,7 @@ def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "codes_of_rows": ("codes", codes, tuple(math.prod(codes[i + 1 :]) for i in range(len(codes)))),
         "factors_of_rows": ("factors", factors, strides),
     }
-    last = {"factor": of.factor, "bias": p.bias}
-    optional = {"zeros": of.zeros, "factor": of.factor and parts == 1, "bias": p.bias and parts == 1, "partial": parts > 1}
-    unused = tuple(name for name, used in optional.items() if not used)
-    constants = {"code": of.code, "group": of.group, "zeros": of.zeros, **last, "planes": planes, "tile_m": c.tile_m, "tile_n": c.tile_n}
-    constants |= {"runs": c.runs, "split_k": parts > 1, "latency": c.latency}
     runs = min(next_pow2(p.runs), 1024 if device.is_cpu else 512 // of.run)
-    partial = {"partial": ((parts, p.m, p.n), torch.float32)} if parts > 1 else {}
     return (
         Launch(
             quantized_matmul_pieces_kernel,
@@ -172,6 +160,6 @@ def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
             views=views,
             renames={"codes": "codes_of_rows", "factors": "factors_of_rows"},
         ),
-        Launch(quantized_matmul_few_kernel, (c.tiles(p), parts), constants, **hints(c), pdl=True, unused=unused, scratch=partial),
-        *((_sum_plan(p, parts),) if parts > 1 else ()),
+        _product(quantized_matmul_few_kernel, (c.tiles(p), parts), p, c, {"planes": planes}, pdl=True),
+        *_sum_plan(p, parts),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from ...launch import Decision, Device, next_pow2
+from ...launch import Device, next_pow2
 from ...select import Choices, Work
 from ..common.groups import expected_panels
 from ..common.rows import grid_fits
@@ -150,4 +150,4 @@ _ARGUMENTS = (
     *(f"{kind}_{part}" for part in ("gate_up", "down") for kind in ("words", "scales", "zeros", "bias")),
     "out",
 )
-DECISION = Decision("quantized_moe", problem=Problem, arguments=_ARGUMENTS, space=space, plan=plan)
+DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)

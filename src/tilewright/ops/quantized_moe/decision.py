@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ..common.expert_ids import routed, used
-from ..common.expert_lists import moe_count_kernel, moe_permute_kernel, moe_sum_kernel
+from ..common.expert_lists import list_launches, sum_launch
 from ..common.expert_weights import QuantizedExperts
 from ..common.pieces import PIECES
-from ..common.scaling import GROUP
 from ..common.weight_formats import FORMATS, INT4, PLANE, ROWS, WeightFormat
 from .kernels import quantized_moe_few_kernel, quantized_moe_kernel, quantized_moe_pieces_kernel
-
-MAP_WIDTH = 128  # panels that a block writes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +139,9 @@ def _weights(p: Problem, part: str) -> tuple[dict[str, str], tuple[str, ...]]:
     return {name: f"{name}_{part}" for name in ("words", "scales", "zeros", "bias") if name not in unused}, unused
 
 
-def _meaning(p: Problem, c: Config) -> dict[str, Any]:
-    of, numbers = p.format, {"alpha": p.alpha, "limit": p.limit, "up_offset": p.up_offset}
-    return {"code": of.code, "group": of.group, "zeros": of.zeros, "runs": c.runs, "latency": c.latency, "add_bias": p.bias, **numbers}
-
-
-def _sum_plan(p: Problem, device: Device, shares: int, **more: Any) -> Launch:
-    tile_n = next_pow2(p.hidden) if device.is_cpu or p.hidden <= 512 else 512 if p.tokens < 2 * device.sms else 1024
-    constants = {"top_k": p.top_k * shares, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
-    return Launch(moe_sum_kernel, (p.tokens, -(-p.hidden // tile_n)), constants, num_worker_warps=4, pdl=True, **more)
+def _meaning(p: Problem) -> dict[str, Any]:
+    of = p.format
+    return {"code": of.code, "group": of.group, "zeros": of.zeros, "add_bias": p.bias}
 
 
 def _pieces_arrays(p: Problem, c: Config, name: str, panels: int, k: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -190,36 +181,24 @@ def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     y = {"y": ((shares, rows, p.hidden), torch.float32)}
     runs = -(-p.hidden // of.run)
     few = next_pow2(runs) if device.is_cpu else 4
-    constants = {
-        "experts": p.experts,
-        "top_k": p.top_k,
-        "tile_p": next_pow2(p.pairs),
-        "panel": c.tile_m,
-        "shares": shares,
-        "planes": planes,
-        "joined": c.joined,
-    }
-    how: dict[str, Any] = {**hints(c), "pdl": True}
+    constants = {"tile_p": next_pow2(p.pairs), "panel": c.tile_m, "shares": shares, "planes": planes}
 
     def product(first: bool, source: str, out: str, tiles: int, **more: Any) -> Launch:
         renames, unused = _weights(p, "gate_up" if first else "down")
         renames |= {"codes": f"codes_{source}", "factors": f"factors_{source}", "out": out} | ({"next_factors": "factors_of_h"} if first else {})
-        same = {
-            "first": first,
-            "panel": c.tile_m,
-            "tile_n": c.tile_n if first else 2 * c.tile_n,
-            "shares": 1 if first else shares,
-            "joined": c.joined,
-            **_meaning(p, c),
-        }
-        grid = (tiles, panels, 1 if first else shares)
-        return Launch(quantized_moe_few_kernel, grid, same, **how, renames=renames, unused=unused if first else (*unused, "next_factors"), **more)
+        unused = unused if first else (*unused, "next_factors")
+        own = 1 if first else shares
+        same = {"first": first, "panel": c.tile_m, "tile_n": c.tile_n if first else 2 * c.tile_n, "shares": own, **_meaning(p)}
+        return Launch.of(quantized_moe_few_kernel, (tiles, panels, own), p, c, same, pdl=True, renames=renames, unused=unused, **more)
 
     return (
-        Launch(
+        Launch.of(
             quantized_moe_pieces_kernel,
             (p.pairs, -(-runs // few)),
+            p,
+            c,
             {**constants, "sums": of.code == INT4, "blocks": few * planes // 2},
+            occupancy=None,
             num_worker_warps=4,
             pdl=True,
             scratch={**lists, **x},
@@ -229,7 +208,7 @@ def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         # Also the columns behind the last, up to whole runs: the second product reads them.
         product(True, "x", "codes_of_h", -(-p.inter // of.run) * of.run // c.tile_n, scratch=h, views=seen_h),
         product(False, "h", "y", -(-p.hidden // c.tile_n // 2), scratch=y),
-        _sum_plan(
+        sum_launch(
             p,
             device,
             shares,
@@ -241,36 +220,19 @@ def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 
 def _product(p: Problem, c: Config, part: str, panels: int, scratch: dict[str, Any], views: dict[str, Any], **sources: str) -> Launch:
     n, parts, tile_n = (p.inter, 2, c.tile_n) if part == "gate_up" else (p.hidden, 1, 2 * c.tile_n)
-    constants = {"parts": parts, "tile_m": c.tile_m, "tile_n": tile_n, "scale_sums": c.scale_sums, **_meaning(p, c)}
+    constants = {"parts": parts, "tile_n": tile_n, **_meaning(p)}
     renames, unused = _weights(p, part)
-    how: dict[str, Any] = {**hints(c), "pdl": True, "scratch": scratch, "views": views, "renames": {**renames, **sources}, "unused": unused}
-    return Launch(quantized_moe_kernel, (-(-n // tile_n), panels), constants, **how)
+    how: dict[str, Any] = {"pdl": True, "scratch": scratch, "views": views, "renames": {**renames, **sources}, "unused": unused}
+    return Launch.of(quantized_moe_kernel, (-(-n // tile_n), panels), p, c, constants, **how)
 
 
 def _many_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     panels = p.most_panels(c.tile_m)
-    size = panels * c.tile_m
-    tile = min(next_pow2(p.pairs), 1 << 16 if device.is_cpu else 4096)
-    counts = {"counts": ((p.experts,), torch.int32), "ranks": ((p.pairs,), torch.int32)}
-    # A width that divides the rows of common models: the parts of a padded tile would be moved like
-    # data.
-    copied = next_pow2(p.hidden) if device.is_cpu else max(GROUP, min(p.hidden & -p.hidden, 4096))
-    sizes = {"tile_m": c.tile_m, "tile_e": next_pow2(p.experts), "tile_k": next_pow2(p.top_k), "tile_n": max(GROUP, copied), "width": MAP_WIDTH}
-    lists = {"panels": ((1 + panels,), torch.int32), "rows": ((p.pairs,), torch.int32), "y": ((size, p.hidden), p.dtype)}
     tall = {"panels_of_y": ("y", (panels, c.tile_m, p.hidden), (c.tile_m * p.hidden, p.hidden, 1))}
     return (
-        Launch(moe_count_kernel, (p.experts,), {"tile": tile}, num_worker_warps=8 if tile > 1024 else 4, scratch=counts),
-        Launch(
-            moe_permute_kernel,
-            (max(p.tokens, p.experts),),
-            {"top_k": p.top_k, "cols": p.hidden, "quantized": False, **sizes},
-            num_worker_warps=4,
-            scratch=lists,
-            renames={"sorted_x": "y"},
-            unused=("scale_x",),
-        ),
+        *list_launches(p, c.tile_m, device),
         _product(p, c, "gate_up", panels, {"h": ((panels, c.tile_m, p.inter), p.dtype)}, tall, x="panels_of_y", out="h"),
         # The rows of the second product go where those of the first came from.
         _product(p, c, "down", panels, {}, {}, x="h", out="panels_of_y"),
-        _sum_plan(p, device, 1),
+        sum_launch(p, device),
     )

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ...launch import (
-    Decision,
     Device,
     argument_error,
     check_apart,
@@ -96,13 +95,8 @@ def reference(
     return out if state is None else (out, s)
 
 
-DECISION = Decision(
-    "ssd",
-    problem=Problem,
-    arguments=("x", "dt", "a", "b", "c", "d", "dt_bias", "z", "state", "state_rows", "out", "cu_seqlens", "dt_min", "dt_max"),
-    space=space,
-    plan=plan,
-)
+ARGUMENTS = ("x", "dt", "a", "b", "c", "d", "dt_bias", "z", "state", "state_rows", "out", "cu_seqlens", "dt_min", "dt_max")
+DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(

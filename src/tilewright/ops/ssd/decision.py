@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
@@ -219,36 +219,23 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch; for segments three: the state behind each, the one in front of it, the result."""
-    tiles = {"varlen": p.varlen, "blocks": _blocks(p, c), "tile_n": tile_n(p), "tile_p": c.tile_p}
-    of_dt = {"has_bias": p.bias, "softplus": p.softplus, "group": p.heads // p.groups}
-    of_state = {"has_state": p.has_state, "has_rows": p.has_rows}
-    given = {"cu_seqlens": p.varlen, "state": p.has_state, "state_rows": p.has_rows, "d": p.skip, "dt_bias": p.bias, "z": p.gate}
-
-    def absent(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if not given[name])
-
-    constants = {**tiles, **of_dt, **of_state, "has_d": p.skip, "has_z": p.gate}
+    lengths, bias = {"cu_seqlens": p.varlen}, {"dt_bias": p.bias}
+    state = {"state": p.has_state, "state_rows": p.has_rows}
+    optional = lengths | bias | state | {"d": p.skip, "z": p.gate}
+    of_carry = {"blocks": _blocks(p, c), "tile_n": tile_n(p), "has_bias": p.bias, "group": p.heads // p.groups}
+    constants = of_carry | {"has_d": p.skip, "has_z": p.gate}
     blocks = _blocks(p, c) * p.heads
     if not c.chunk:
-        one = p.tokens == 1 and not p.varlen
-        whole = p.state_dim == tile_n(p) and p.head_dim % c.tile_p == 0
-        constants |= {"one": one, "whole": whole}
-        return (Launch(recurrent_kernel, (blocks * p.batch,), constants, **hints(c), pdl=use_pdl(p.all_tokens, False), unused=absent(*given)),)
-    chunks = {"segment": c.segment, "chunk": c.chunk}
-    loads = {**chunks, "latency": c.latency}
+        constants |= {"one": p.tokens == 1 and not p.varlen, "whole": p.state_dim == tile_n(p) and p.head_dim % c.tile_p == 0}
+        pdl = use_pdl(p.all_tokens, False)
+        return (Launch.of(recurrent_kernel, (blocks * p.batch,), p, c, constants, optional=optional, pdl=pdl),)
     grid = (blocks * _segments(p, c),)
-    scan = Launch(scan_kernel, grid, {**constants, **loads}, **hints(c), unused=(*absent(*given), *(() if c.segment else ("local",))))
+    scan = Launch.of(scan_kernel, grid, p, c, constants, optional=optional | {"local": c.segment})
     if not c.segment:
         return (scan,)
     local = (_segments(p, c), p.heads, tile_n(p), _blocks(p, c) * c.tile_p), torch.float32
     kept = (_segments(p, c), p.heads), torch.float32
-    of_carry = {**tiles, **of_dt, **loads}
-    carry = Launch(carry_kernel, grid, of_carry, **hints(c), scratch={"local": local, "kept": kept}, unused=absent("cu_seqlens", "dt_bias"))
-    narrow = {"tile_p": LINK_TILE, "blocks": -(-p.head_dim // LINK_TILE)}
-    link = Launch(
-        link_kernel,
-        (narrow["blocks"] * p.heads * p.batch,),
-        {**tiles, **of_state, **chunks, **narrow},
-        unused=absent("cu_seqlens", "state", "state_rows"),
-    )
-    return carry, link, scan
+    carry = Launch.of(carry_kernel, grid, p, c, of_carry, optional=lengths | bias, scratch={"local": local, "kept": kept})
+    narrow = {"blocks": -(-p.head_dim // LINK_TILE), "tile_n": tile_n(p), "tile_p": LINK_TILE}
+    grid = (narrow["blocks"] * p.heads * p.batch,)
+    return carry, Launch.of(link_kernel, grid, p, c, narrow, optional=lengths | state, occupancy=None, num_worker_warps=None), scan
