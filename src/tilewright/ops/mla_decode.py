@@ -213,9 +213,7 @@ def mla_decode(
     if q_rope.shape[:3] != q_latent.shape[:3] or rope & (rope - 1) or not 16 <= rope < latent:
         raise argument_error("q_rope.shape", f"{(batch, heads, q_len)} and a power of two, at least 16 and less than {latent}", tuple(q_rope.shape))
     stored = cache.dtype if isinstance(cache, Tensor) and cache.dtype is torch.float8_e4m3fn else q_latent.dtype
-    check_tensor(cache, "cache", ndim=3, dtypes=(stored,))
-    if cache.device != q_latent.device:
-        raise argument_error("cache.device", q_latent.device, cache.device)
+    check_tensor(cache, "cache", ndim=3, dtypes=(stored,), like=q_latent)
     if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):
         raise argument_error("cache.shape", (cache.shape[0] if block_table is not None else batch, cache.shape[1], latent + rope), tuple(cache.shape))
     check_positive(scale, "scale")

@@ -196,7 +196,7 @@ def list_launches(p: Any, tile_m: int, device: Device, codes: Mapping[str, Any] 
         {**tiles, "cols": p.hidden, "quantized": bool(codes), "width": MAP_WIDTH},
         optional={"scale_x": bool(codes)},
         num_worker_warps=4,
-        scratch=lists | codes,
+        scratch={**lists, **codes},
         renames={"sorted_x": "x_codes", "scale_x": "x_scales"} if codes else {"sorted_x": "y"},
     )
     return Launch(moe_count_kernel, (p.experts,), {"tile": tile}, num_worker_warps=8 if tile > 1024 else 4, scratch=counts), permute

@@ -357,24 +357,21 @@ class QuantizedWeight:
         return QuantizedWeight(self.weight_format, self.k, words, scales, zeros, factor)
 
 
-def check_weight(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor | None, of: WeightFormat, k: int, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless these are a weight of a format, with rows of k."""
+def check_weight(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor | None, of: WeightFormat, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless these are a weight of a format that fits rows of x."""
+    k = x.shape[-1]
     check_k(k, of)
-    check_tensor(scales, "scales", ndim=2, dtypes=(of.scale_dtype, torch.float16) if of.code == INT4 else (of.scale_dtype,))
-    n = scales.shape[1]
-    shape_words, shape_scales = of.shapes(n, k)
-    check_tensor(words, "words", shape=shape_words, dtypes=(torch.int32,))
+    check_tensor(scales, "scales", ndim=2, dtypes=(of.scale_dtype, torch.float16) if of.code == INT4 else (of.scale_dtype,), like=x)
+    shape_words, shape_scales = of.shapes(scales.shape[1], k)
+    check_tensor(words, "words", shape=shape_words, dtypes=(torch.int32,), like=x)
     check_tensor(scales, "scales", shape=shape_scales)
     for name, tensor, wanted in (("zeros", zeros, of.zeros), ("factor", factor, of.factor)):
         if (tensor is not None) != wanted:
             raise argument_error(name, f"{'given' if wanted else 'None'} for {of.name}", "None" if tensor is None else "a tensor")
     if zeros is not None:
-        check_tensor(zeros, "zeros", shape=shape_scales, dtypes=(torch.bfloat16, torch.float16))
+        check_tensor(zeros, "zeros", shape=shape_scales, dtypes=(torch.bfloat16, torch.float16), like=x)
     if factor is not None:
-        check_tensor(factor, "factor", shape=(1,), dtypes=(torch.float32,))
-    for name, tensor in (("words", words), ("scales", scales), ("zeros", zeros), ("factor", factor)):
-        if tensor is not None and tensor.device != device:
-            raise argument_error(f"{name}.device", device, tensor.device)
+        check_tensor(factor, "factor", shape=(1,), dtypes=(torch.float32,), like=x)
 
 
 __all__ = [

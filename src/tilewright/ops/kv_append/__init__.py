@@ -276,13 +276,10 @@ def kv_append(
     batch, kv_heads, tokens, head_dim = k.shape
     check_tensor(v, "v", ndim=4, like=k)
     check_tensor(v, "v", shape=(batch, kv_heads, tokens, v.shape[3]), like=k)
-    check_tensor(k_cache, "k_cache", ndim=4, dtypes=(k.dtype, torch.float8_e4m3fn))
+    check_tensor(k_cache, "k_cache", ndim=4, dtypes=(k.dtype, torch.float8_e4m3fn), like=k)
     outer = batch if block_table is None else k_cache.shape[0]
     check_tensor(k_cache, "k_cache", shape=(outer, kv_heads, k_cache.shape[2], head_dim))
     check_tensor(v_cache, "v_cache", shape=(*k_cache.shape[:3], v.shape[3]), like=k_cache)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != k.device:
-            raise argument_error(f"{name}.device", k.device, cache.device)
     check_writable(k_cache, "k_cache")
     # Pages of one pool may be handed out to keys and to values: only the very same pages are
     # refused.
@@ -297,12 +294,10 @@ def kv_append(
         if given is not None and cos is None:
             raise argument_error(name, "given only with cos and sin", type(given).__name__)
     if cos is not None:
-        check_tensor(cos, "cos", ndim=2, dtypes=(k.dtype, torch.float32))
+        check_tensor(cos, "cos", ndim=2, dtypes=(k.dtype, torch.float32), like=k)
         if not len(cos) or not 0 < 2 * cos.shape[1] <= head_dim:
             raise argument_error("cos.shape", f"(at least 1, 1 to {head_dim // 2})", tuple(cos.shape))
         check_tensor(sin, "sin", shape=cos.shape, like=cos)  # type: ignore[arg-type]
-        if cos.device != k.device:
-            raise argument_error("cos.device", k.device, cos.device)
     if rope_positions is not None:
         rope_positions = _check_positions(rope_positions, "rope_positions", k)
     if q is not None:
@@ -322,9 +317,7 @@ def kv_append(
     norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm}
     for name, weight in norms.items():
         if weight is not None:
-            check_tensor(weight, name, shape=(v.shape[3] if name == "v_norm" else head_dim,), dtypes=(k.dtype, torch.float32))
-            if weight.device != k.device:
-                raise argument_error(f"{name}.device", k.device, weight.device)
+            check_tensor(weight, name, shape=(v.shape[3] if name == "v_norm" else head_dim,), dtypes=(k.dtype, torch.float32), like=k)
     if round_before_weight and all(weight is None for weight in norms.values()):
         raise argument_error("round_before_weight", "False without a norm", round_before_weight)
     check_positive(eps, "eps")

@@ -106,7 +106,7 @@ def quantized_matmul(
     check_tensor(x, "x", dtypes=(torch.bfloat16,))
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
-    check_weight(words, scales, zeros, factor, format_named(weight_format), x.shape[-1], x.device)
+    check_weight(words, scales, zeros, factor, format_named(weight_format), x)
     n = scales.shape[1]
     out = out_or_new(out, (*x.shape[:-1], n), x.dtype, x, words, scales, zeros, factor, bias)
     if bias is not None:

@@ -213,13 +213,10 @@ def _check_experts(part: str, tensors: tuple[Tensor, Tensor, Tensor | None], siz
     (experts, parts, n, k), of = sizes, format_named(name)
     check_k(k, of)
     shape_words, shape_scales = of.shapes(n, k)
-    check_tensor(words, f"words_{part}", shape=(experts, parts, *shape_words), dtypes=(torch.int32,))
+    check_tensor(words, f"words_{part}", shape=(experts, parts, *shape_words), dtypes=(torch.int32,), like=x)
     scale_dtypes = (of.scale_dtype, torch.float16) if of.code == INT4 else (of.scale_dtype,)
-    check_tensor(scales, f"scales_{part}", shape=(experts, parts, *shape_scales), dtypes=scale_dtypes)
+    check_tensor(scales, f"scales_{part}", shape=(experts, parts, *shape_scales), dtypes=scale_dtypes, like=x)
     if (zeros is not None) != of.zeros:
         raise argument_error(f"zeros_{part}", f"{'given' if of.zeros else 'None'} for {name}", "None" if zeros is None else "a tensor")
     if zeros is not None:
-        check_tensor(zeros, f"zeros_{part}", shape=(experts, parts, *shape_scales), dtypes=(torch.bfloat16,))
-    for what, tensor in (("words", words), ("scales", scales), ("zeros", zeros)):
-        if tensor is not None and tensor.device != x.device:
-            raise argument_error(f"{what}_{part}.device", x.device, tensor.device)
+        check_tensor(zeros, f"zeros_{part}", shape=(experts, parts, *shape_scales), dtypes=(torch.bfloat16,), like=x)

@@ -249,7 +249,7 @@ def _check_scope(q: Tensor, cache_name: str, cache: Tensor, name: str, indices: 
     """Raises TypeError or ValueError unless the cache, its lists and their lengths fit q."""
     batch, _, q_len, head_dim = q.shape
     if isinstance(cache, Tensor) and cache.dtype == torch.uint8:
-        check_tensor(cache, cache_name, ndim=3)
+        check_tensor(cache, cache_name, ndim=3, dtypes=(torch.uint8,), like=q)
         check_packed(cache, cache_name)
         if q.dtype != torch.bfloat16 or COLUMNS[cache.shape[2]] != head_dim:
             given = f"{tuple(cache.shape)} for {q.dtype} queries of {head_dim} columns"
@@ -258,8 +258,6 @@ def _check_scope(q: Tensor, cache_name: str, cache: Tensor, name: str, indices: 
         check_tensor(cache, cache_name, ndim=3, like=q)
         if cache.shape[2] != head_dim:
             raise argument_error(f"{cache_name}.shape[2]", head_dim, cache.shape[2])
-    if cache.device != q.device:
-        raise argument_error(f"{cache_name}.device", q.device, cache.device)
     if not cache.numel():
         raise argument_error(f"{cache_name}.shape", "of at least one row", tuple(cache.shape))
     check_int32(indices, name, q, (batch, q_len, None))

@@ -222,8 +222,7 @@ def ssd(
     floats = tuple(dict.fromkeys((torch.float32, x.dtype)))
     for name, gate, shape in (("dt", dt, x.shape[:-1]), ("a", a, (heads,)), ("d", d, (heads,)), ("dt_bias", dt_bias, (heads,))):
         if gate is not None or name in ("dt", "a"):
-            check_tensor(gate, name, shape=shape, dtypes=floats, any_strides=True)  # type: ignore[arg-type]
-            _check_device(gate, name, x)  # type: ignore[arg-type]
+            check_tensor(gate, name, shape=shape, dtypes=floats, like=x, any_strides=True)  # type: ignore[arg-type]
     sequences = x.shape[0]
     if cu_seqlens is not None:
         check_int32(cu_seqlens, "cu_seqlens", x, (None,))
@@ -235,10 +234,9 @@ def ssd(
         if state is None:
             raise argument_error("state_rows", "given with a state", "none")
     if state is not None:
-        check_tensor(state, "state", ndim=4, dtypes=(torch.float32,))
+        check_tensor(state, "state", ndim=4, dtypes=(torch.float32,), like=x)
         states = sequences if state_rows is None else state.shape[0]
         check_tensor(state, "state", shape=(states, heads, head_dim, state_dim), dtypes=(torch.float32,))
-        _check_device(state, "state", x)
         check_writable(state, "state")
         check_apart({"state": state}, x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, z=z, state_rows=state_rows, cu_seqlens=cu_seqlens)
     if isinstance(dt_limit, (tuple, list)):
@@ -250,8 +248,3 @@ def ssd(
     if out.numel() and sequences:
         ssd_out(x, dt, a, b, c, d, dt_bias, z, state, state_rows, cu_seqlens, dt_softplus, *dt_limit, out)
     return out if state is None else (out, state)
-
-
-def _check_device(tensor: Tensor, name: str, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise argument_error(f"{name}.device", x.device, tensor.device)
