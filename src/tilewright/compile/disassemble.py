@@ -65,15 +65,15 @@ class Resources:
         return self.instructions.get(opcode, 0)
 
 
-def find_tool(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+def find_tool(name: str) -> Path | None:
     """A CUDA command-line tool, or None.
 
     Looks in the pip packages (nvidia/cu13/bin), on PATH, then under CUDA_HOME.
     """
     spec = importlib.util.find_spec("nvidia")
     folders = [str(p) for root in (spec.submodule_search_locations if spec else None) or () for p in sorted(Path(root).glob("cu*/bin"))]
-    folders += environ.get("PATH", "").split(os.pathsep)
-    folders += [f"{environ[key]}/bin" for key in ("CUDA_HOME", "CUDA_PATH") if environ.get(key)] + ["/usr/local/cuda/bin"]
+    folders += os.environ.get("PATH", "").split(os.pathsep)
+    folders += [f"{os.environ[key]}/bin" for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)] + ["/usr/local/cuda/bin"]
     found = shutil.which(name, path=os.pathsep.join(folders))
     return Path(found) if found else None
 

@@ -311,33 +311,31 @@ def _checked_pointer_and_mask(array: ir.Var, indices: ir.Var, check_bounds: ir.V
 ir_ops._gather_scatter_pointer_and_mask = _checked_pointer_and_mask
 
 
-def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = True, arch: str | None = None) -> ir.Block:
+def typed_ir(kernel: Any, constraints: list[Constraint], *, optimised: bool = True) -> ir.Block:
     """The kernel's body as typed by cuda-tile's front end.
 
     Its parameters are those of `flat_parameters`.
 
-    Args:
-        optimised: the IR that becomes bytecode: multiply-adds fused, loops split. Otherwise the IR
-            before these passes, which still assigns to the kernel's own variables.
-        arch: compiler target whose dtype support is checked ("sm_90"); None checks none.
+    optimised: the IR that becomes bytecode: multiply-adds fused, loops split. Otherwise the IR
+        before these passes, which still assigns to the kernel's own variables.
     Raises: cuda-tile's own errors for code that does not type.
     """
     token = _interpreting.set(True)
     try:
         with front_end.quick():
-            return _typed_ir(kernel, constraints, optimised, arch)
+            return _typed_ir(kernel, constraints, optimised)
     finally:
         _interpreting.reset(token)
 
 
-def _typed_ir(kernel: Any, constraints: list[Constraint], optimised: bool, arch: str | None) -> ir.Block:
+def _typed_ir(kernel: Any, constraints: list[Constraint], optimised: bool) -> ir.Block:
     signature = compilation.KernelSignature(constraints, CALLING_CONVENTION, "kernel")
     function = kernel._annotated_function
     if optimised:
         result = compiler.compile_tile(
             function,
             (signature,),
-            arch,
+            None,  # any target
             kernel._compiler_options,
             bytecode_version=BYTECODE_VERSION,
             return_final_ir=True,

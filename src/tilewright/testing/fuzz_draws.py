@@ -66,9 +66,9 @@ def rows(s: Sizes, _: Fields) -> Fields:
     return {"rows": s.log(1, 200)}
 
 
-def row_wise(*options: str, dtype: Callable[[Sizes], torch.dtype] = any_float, **more: Callable[[Sizes], Any]) -> Draw:
+def row_wise(*options: str, **more: Callable[[Sizes], Any]) -> Draw:
     def fixed(s: Sizes) -> Fields:
-        return {"cols": columns(s), "dtype": dtype(s), **some(s, *options), **{name: draw(s) for name, draw in more.items()}}
+        return {"cols": columns(s), "dtype": any_float(s), **some(s, *options), **{name: draw(s) for name, draw in more.items()}}
 
     return fixed, rows
 

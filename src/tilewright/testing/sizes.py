@@ -152,10 +152,10 @@ class Sizes(random.Random):
             if m.kv_heads % share == m.q_heads % share == 0 and m.head_dim <= widest and m.q_heads // m.kv_heads <= 16:
                 return m.q_heads // share, m.kv_heads // share, m.head_dim
 
-    def cache(self, most_tokens: int, longest: int = 131_072) -> tuple[int, int]:
+    def cache(self, most_tokens: int) -> tuple[int, int]:
         """(sequences, keys of each): a decode step."""
         while True:
-            batch, keys = self.rows(256), self.log(100, longest)
+            batch, keys = self.rows(256), self.log(100, 131_072)
             if batch * keys <= most_tokens:
                 return batch, keys
 

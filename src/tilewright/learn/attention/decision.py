@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, hints
+from ...launch import Cost, Device, Launch
 from ...ops import attention as finished
 
 
@@ -72,6 +72,4 @@ class Config:
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One block for each tile of queries of each head. Pure: runs without a GPU."""
     grid = (math.ceil(p.seq_len / c.tile_m), p.q_heads, p.batch)
-    own = {name: value for name in ("diagonal_n", "parts", "latency") if (value := getattr(c, name))}
-    constants = {"group": p.q_heads // p.kv_heads, "head_dim": p.head_dim, "tile_m": c.tile_m, "tile_n": c.tile_n, "causal": p.causal, **own}
-    return (Launch(c.kernel, grid, constants, **hints(c)),)
+    return (Launch.of(c.kernel, grid, p, c, {"group": p.q_heads // p.kv_heads}),)
