@@ -76,6 +76,16 @@ def load_masked(matrix, at, shape, padding, whole, latency, tma):
     return ct.gather(matrix, (rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
 
 
+def each_chunk(do, count, UNROLLED):
+    """Calls do(j) for the chunks of a row in turn. UNROLLED: each j is a constant."""
+    if UNROLLED:
+        for j in ct.static_iter(range(count)):
+            do(j)
+    else:
+        for j in range(count):
+            do(j)
+
+
 def each_row_tile(compute, matrix, COLS, PERSISTENT, TILE_M, TILE_N):
     """Calls compute(i, whole) for every row tile i of this block; whole, a constant: the tile lies
     inside the matrix [rows, COLS].

@@ -17,7 +17,7 @@ from ...launch import Device, argument_error, as_rows, check_bools, check_tensor
 from ...launch.values import Claims, positive
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_reread_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
+from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
 
 __all__ = [
     "CHOICES",
@@ -31,7 +31,6 @@ __all__ = [
     "quantize_fp8_given_out",
     "quantize_fp8_kernel",
     "quantize_fp8_out",
-    "quantize_fp8_reread_kernel",
     "quantize_fp8_rows_kernel",
     "quantize_fp8_scaled_kernel",
     "reference",

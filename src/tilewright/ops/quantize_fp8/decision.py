@@ -13,7 +13,7 @@ from ..common import rows
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, largest_code
 from ..common.rows import Config
 from ..common.scaling import GROUP
-from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_reread_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
+from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
 
 __all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
@@ -110,8 +110,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants: dict[str, Any] = {"largest": largest_code(p.codes), "power_of_two": p.power_of_two_scales}
     blocks = c.blocks(cdiv(p.rows, c.tile_m) if p.by_rows else rows.tiles(p, c), device)
     if p.by_rows:
-        kernel = quantize_fp8_rows_kernel if c.keep_row else quantize_fp8_reread_kernel
-        return (Launch.of(kernel, blocks, p, c, constants),)
+        return (Launch.of(quantize_fp8_rows_kernel, blocks, p, c, constants),)
     if p.block != TENSOR:
         groups = {"group_m": c.tile_m if p.block == SQUARES else 1, "group_n": min(GROUP, c.tile_n)}
         return (Launch.of(quantize_fp8_kernel, blocks, p, c, constants | groups),)

@@ -3,7 +3,7 @@
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
-from ..common.tiles import Rows, each_row_tile, each_tile, load_masked, of_width
+from ..common.tiles import Rows, each_chunk, each_row_tile, each_tile, load_masked, of_width
 
 ZERO = ct.PaddingMode.ZERO  # padding is never the largest of a group
 
@@ -46,6 +46,7 @@ def quantize_fp8_rows_kernel(
     SCALE,
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
+    KEEP_ROW: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
@@ -54,59 +55,34 @@ def quantize_fp8_rows_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
+    """One scale for each row. X, CODES: [rows, COLS]; SCALE: [1, rows].
 
-    X, CODES: [rows, COLS]; SCALE: [1, rows].
+    KEEP_ROW: a tile of rows is read once and kept in registers, in chunks of TILE_N columns; else
+        rows of any width are read for the maximum, and again for the codes.
     """
     X, CODES = of_width(X, COLS), of_width(CODES, COLS)
 
     def quantize(i, whole):
+        def load(j):
+            return load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
+
         xs: tuple = ()
         amax = ct.zeros((TILE_M, TILE_N), X.dtype)
-        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
-            amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
-            xs = (*xs, x)
+        if KEEP_ROW:
+            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+                xs = (*xs, load(j))
+                amax = ct.maximum(amax, ct.abs(xs[j]), propagate_nan=True)
+        else:
+            for j in range(ct.cdiv(COLS, TILE_N)):
+                amax = ct.maximum(amax, ct.abs(load(j)), propagate_nan=True)
         amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True).astype(ct.float32)
         scale = scale_of(amax, LARGEST, POWER_OF_TWO)
-        for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            codes = codes_of(xs[j].astype(ct.float32), scale, CODES.dtype)
-            ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
-        ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
-    each_row_tile(quantize, X, COLS, PERSISTENT, TILE_M, TILE_N)
+        def store(j):
+            x = xs[j] if KEEP_ROW else load(j)
+            ct.store(CODES, (i, j), codes_of(x.astype(ct.float32), scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
-
-@ct.kernel
-def quantize_fp8_reread_kernel(
-    X: Rows,
-    CODES: Rows,
-    SCALE,
-    LARGEST: ct.Constant[int],
-    POWER_OF_TWO: ct.Constant[bool],
-    PERSISTENT: ct.Constant[bool],
-    COLS: ct.Constant[int],
-    TILE_M: ct.Constant[int],
-    TILE_N: ct.Constant[int],
-    LATENCY: ct.Constant[int],
-    LOAD_TMA: ct.Constant[bool],
-    STORE_TMA: ct.Constant[bool],
-):
-    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in
-    quantize_fp8_rows_kernel.
-    """
-    X, CODES = of_width(X, COLS), of_width(CODES, COLS)
-
-    def quantize(i, whole):
-        amax = ct.zeros((TILE_M, TILE_N), X.dtype)
-        for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA)
-            amax = ct.maximum(amax, ct.abs(x), propagate_nan=True)
-        amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True).astype(ct.float32)
-        scale = scale_of(amax, LARGEST, POWER_OF_TWO)
-        for j in range(ct.cdiv(COLS, TILE_N)):
-            x = load_masked(X, (i, j), (TILE_M, TILE_N), ZERO, whole, LATENCY, LOAD_TMA).astype(ct.float32)
-            ct.store(CODES, (i, j), codes_of(x, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+        each_chunk(store, ct.cdiv(COLS, TILE_N), KEEP_ROW)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
     each_row_tile(quantize, X, COLS, PERSISTENT, TILE_M, TILE_N)

@@ -22,7 +22,7 @@ from ...launch import Device, as_rows, check_bools, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from ..rms_norm import check_norm
 from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import rms_norm_quant_kernel, rms_norm_quant_reread_kernel
+from .kernels import rms_norm_quant_kernel
 
 __all__ = [
     "CHOICES",
@@ -35,7 +35,6 @@ __all__ = [
     "rms_norm_quant",
     "rms_norm_quant_kernel",
     "rms_norm_quant_out",
-    "rms_norm_quant_reread_kernel",
     "space",
 ]
 

@@ -14,7 +14,7 @@ from ..common import rows
 from ..common.fp8 import GROUPS, ROW, Block, largest_code
 from ..common.rows import Config
 from ..common.scaling import GROUP
-from .kernels import rms_norm_quant_kernel, rms_norm_quant_reread_kernel
+from .kernels import rms_norm_quant_kernel
 
 __all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
@@ -85,6 +85,5 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "power_of_two": p.power_of_two_scales,
         "group_n": 0 if p.block == ROW else min(GROUP, c.tile_n),
     }
-    kernel = rms_norm_quant_kernel if c.keep_row else rms_norm_quant_reread_kernel
     optional = {"residual": p.residual, "new_residual": p.residual}
-    return (Launch.of(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), p, c, constants, optional=optional),)
+    return (Launch.of(rms_norm_quant_kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), p, c, constants, optional=optional),)

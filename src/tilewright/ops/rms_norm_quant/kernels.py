@@ -1,9 +1,9 @@
-"""Tile code of `rms_norm_quant`: rows kept in registers, and rows read again."""
+"""Tile code of `rms_norm_quant`."""
 
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
-from ..common.tiles import Rows, each_row_tile, load_masked, of_width, sum_tile, vector_chunk
+from ..common.tiles import Rows, each_chunk, each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
 # Padded columns add nothing to the sum of squares and are never the largest.
 ZERO = ct.PaddingMode.ZERO
@@ -44,6 +44,7 @@ def rms_norm_quant_kernel(
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
     GROUP_N: ct.Constant[int],
+    KEEP_ROW: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
@@ -52,117 +53,72 @@ def rms_norm_quant_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """A tile of rows is read once and kept in registers, in chunks of TILE_N columns.
+    """X, RESIDUAL, CODES, NEW_RESIDUAL: [rows, COLS]; WEIGHT: [COLS]; SCALE: [column groups, rows].
 
-    X, RESIDUAL, CODES, NEW_RESIDUAL: [rows, COLS]; WEIGHT: [COLS]; SCALE: [column groups, rows].
     ADD: with a residual. GROUP_N: columns of a group, 0 for the whole row.
+    KEEP_ROW: a tile of rows is read once and kept in registers, in chunks of TILE_N columns; else
+        rows of any width have a pass for the sum of squares and the maximum (two, if ROUND comes
+        between), and one for the codes.
     """
     shape = (TILE_M, TILE_N)
     X, RESIDUAL, CODES, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(NEW_RESIDUAL, COLS)
     weights: tuple = ()
-    for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-        weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
-
-    def load(array, i, j, whole):
-        return load_masked(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
-
-    def normalise(i, whole):
-        xs: tuple = ()
-        squares = ct.zeros(shape, ct.float32)
+    if KEEP_ROW:
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
-            wide = x.astype(ct.float32)
-            squares = squares + wide * wide
-            xs = (*xs, x)
-        rstd = _reciprocal_root(squares, eps, COLS)
-        factor = 1.0 if ROUND else rstd
-        if GROUP_N > 0:
-            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-                y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
-                codes, scale = group_codes(y * factor, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
-                ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
-                ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
-        else:
-            amax = ct.zeros(shape, ct.float32)
-            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-                y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
-                amax = ct.maximum(amax, ct.abs(y), propagate_nan=True)
-            amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True) * factor
-            scale = scale_of(amax, LARGEST, POWER_OF_TWO)
-            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-                y = _weighted(xs[j], rstd, weights[j], weight_offset, ROUND)
-                ct.store(CODES, (i, j), codes_of(y * factor, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
-            ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
-
-    each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
-
-
-@ct.kernel
-def rms_norm_quant_reread_kernel(
-    X: Rows,
-    RESIDUAL: Rows,
-    WEIGHT,
-    CODES: Rows,
-    SCALE,
-    NEW_RESIDUAL: Rows,
-    eps: float,
-    weight_offset: float,
-    ADD: ct.Constant[bool],
-    ROUND: ct.Constant[bool],
-    LARGEST: ct.Constant[int],
-    POWER_OF_TWO: ct.Constant[bool],
-    GROUP_N: ct.Constant[int],
-    PERSISTENT: ct.Constant[bool],
-    COLS: ct.Constant[int],
-    TILE_M: ct.Constant[int],
-    TILE_N: ct.Constant[int],
-    LATENCY: ct.Constant[int],
-    LOAD_TMA: ct.Constant[bool],
-    STORE_TMA: ct.Constant[bool],
-):
-    """Rows of any width: a pass for the sum of squares and the maximum (two, if ROUND comes
-    between), and one for the codes.
-
-    Arrays and constants as in rms_norm_quant_kernel.
-    """
-    shape = (TILE_M, TILE_N)
-    X, RESIDUAL, CODES, NEW_RESIDUAL = of_width(X, COLS), of_width(RESIDUAL, COLS), of_width(CODES, COLS), of_width(NEW_RESIDUAL, COLS)
+            weights = (*weights, vector_chunk(WEIGHT, j, COLS, TILE_N))
 
     def load(array, i, j, whole):
         return load_masked(array, (i, j), shape, ZERO, whole, LATENCY, LOAD_TMA)
 
     def weighted(x, j, rstd):
-        weight = vector_chunk(WEIGHT, j, COLS, TILE_N)
+        weight = weights[j] if KEEP_ROW else vector_chunk(WEIGHT, j, COLS, TILE_N)
         return _weighted(x, rstd, weight, weight_offset, ROUND)
 
-    def again(i, j, rstd, whole):
-        return weighted(load(NEW_RESIDUAL if ADD else X, i, j, whole), j, rstd)
-
     def normalise(i, whole):
+        xs: tuple = ()
         squares = ct.zeros(shape, ct.float32)
-        amax = ct.zeros(shape, ct.float32)
-        for j in range(ct.cdiv(COLS, TILE_N)):
-            x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
-            wide = x.astype(ct.float32)
-            squares = squares + wide * wide
-            if GROUP_N == 0 and not ROUND:
-                amax = ct.maximum(amax, ct.abs(weighted(x, j, 1.0)), propagate_nan=True)
+        if KEEP_ROW:
+            for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+                x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
+                wide = x.astype(ct.float32)
+                squares = squares + wide * wide
+                xs = (*xs, x)
+        else:
+            amax = ct.zeros(shape, ct.float32)
+            for j in range(ct.cdiv(COLS, TILE_N)):
+                x = sum_tile(load, X, RESIDUAL, NEW_RESIDUAL, i, j, ADD, whole, STORE_TMA)
+                wide = x.astype(ct.float32)
+                squares = squares + wide * wide
+                if GROUP_N == 0 and not ROUND:
+                    amax = ct.maximum(amax, ct.abs(weighted(x, j, 1.0)), propagate_nan=True)
         rstd = _reciprocal_root(squares, eps, COLS)
         factor = 1.0 if ROUND else rstd
+
+        def result(j):
+            return weighted(xs[j] if KEEP_ROW else load(NEW_RESIDUAL if ADD else X, i, j, whole), j, rstd)
+
+        def store_groups(j):
+            codes, scale = group_codes(result(j) * factor, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
+            ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+            ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
+
         if GROUP_N > 0:
-            for j in range(ct.cdiv(COLS, TILE_N)):
-                codes, scale = group_codes(again(i, j, rstd, whole) * factor, CODES.dtype, 1, GROUP_N, LARGEST, POWER_OF_TWO)
-                ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
-                ct.store(SCALE, (j, i), scale, check_bounds=not whole, allow_tma=False)
+            each_chunk(store_groups, ct.cdiv(COLS, TILE_N), KEEP_ROW)
         else:
-            if ROUND:
+            if KEEP_ROW:
+                amax = ct.zeros(shape, ct.float32)
+                for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
+                    amax = ct.maximum(amax, ct.abs(result(j)), propagate_nan=True)
+            elif ROUND:
                 for j in range(ct.cdiv(COLS, TILE_N)):
-                    amax = ct.maximum(amax, ct.abs(again(i, j, rstd, whole)), propagate_nan=True)
+                    amax = ct.maximum(amax, ct.abs(result(j)), propagate_nan=True)
             amax = ct.max(amax, axis=1, keepdims=True, propagate_nan=True) * factor
             scale = scale_of(amax, LARGEST, POWER_OF_TWO)
-            for j in range(ct.cdiv(COLS, TILE_N)):
-                codes = codes_of(again(i, j, rstd, whole) * factor, scale, CODES.dtype)
-                ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+
+            def store(j):
+                ct.store(CODES, (i, j), codes_of(result(j) * factor, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
+
+            each_chunk(store, ct.cdiv(COLS, TILE_N), KEEP_ROW)
             ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)

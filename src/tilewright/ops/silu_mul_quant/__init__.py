@@ -20,7 +20,7 @@ from torch import Tensor
 from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
+from .kernels import silu_mul_quant_kernel, silu_mul_quant_rows_kernel
 
 __all__ = [
     "CHOICES",
@@ -33,7 +33,6 @@ __all__ = [
     "silu_mul_quant",
     "silu_mul_quant_kernel",
     "silu_mul_quant_out",
-    "silu_mul_quant_reread_kernel",
     "silu_mul_quant_rows_kernel",
     "space",
 ]

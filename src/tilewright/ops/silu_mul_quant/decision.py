@@ -14,7 +14,7 @@ from ..common import rows
 from ..common.fp8 import ROW, Block, largest_code
 from ..common.rows import Config
 from ..common.scaling import GROUP
-from .kernels import silu_mul_quant_kernel, silu_mul_quant_reread_kernel, silu_mul_quant_rows_kernel
+from .kernels import silu_mul_quant_kernel, silu_mul_quant_rows_kernel
 
 __all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
@@ -111,5 +111,4 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants = {"gelu": p.gelu_tanh, "largest": largest_code(p.codes), "power_of_two": p.power_of_two_scales}
     if not p.by_rows:
         return (Launch.of(silu_mul_quant_kernel, blocks, p, c, constants | {"group_n": min(GROUP, c.tile_n)}),)
-    kernel = silu_mul_quant_rows_kernel if c.keep_row else silu_mul_quant_reread_kernel
-    return (Launch.of(kernel, blocks, p, c, constants),)
+    return (Launch.of(silu_mul_quant_rows_kernel, blocks, p, c, constants),)

@@ -1,10 +1,10 @@
-"""Tile code of `silu_mul_quant`: groups within a tile, rows in registers, rows computed twice."""
+"""Tile code of `silu_mul_quant`: groups within a tile, and whole rows."""
 
 import cuda.tile as ct
 
 from ..common.fp8 import codes_of, group_codes, scale_of
 from ..common.scaling import GROUP
-from ..common.tiles import Rows, each_row_tile, each_tile, gated, load_masked, of_width
+from ..common.tiles import Rows, each_chunk, each_row_tile, each_tile, gated, load_masked, of_width
 
 # A row ends in halves, quarters, ... of a tile, so that rows of a multiple of 128 columns need no
 # checks.
@@ -81,6 +81,7 @@ def silu_mul_quant_rows_kernel(
     GELU: ct.Constant[bool],
     LARGEST: ct.Constant[int],
     POWER_OF_TWO: ct.Constant[bool],
+    KEEP_ROW: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE_M: ct.Constant[int],
@@ -89,66 +90,37 @@ def silu_mul_quant_rows_kernel(
     LOAD_TMA: ct.Constant[bool],
     STORE_TMA: ct.Constant[bool],
 ):
-    """The results of a tile of rows are kept in registers, in chunks of TILE_N columns. GATE, UP,
-    CODES: [rows, COLS]; SCALE: [1, rows].
+    """One scale for each row. GATE, UP, CODES: [rows, COLS]; SCALE: [1, rows].
+
+    KEEP_ROW: the results of a tile of rows are kept in registers, in chunks of TILE_N columns; else
+        rows of any width are read for the maximum, and again for the codes.
     """
     GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
     arrays = (GATE, UP, CODES)
     how = (GELU, TILE_M, LATENCY, LOAD_TMA, STORE_TMA)
 
     def compute(i, whole):
+        def result(j):
+            return _result(arrays, i, j, TILE_N, whole, how)
+
         ys: tuple = ()
         amax = ct.zeros((TILE_M, TILE_N), ct.float32)
         chunks = COLS // TILE_N if whole else ct.cdiv(COLS, TILE_N)
-        for j in ct.static_iter(range(chunks)):
-            y = _result(arrays, i, j, TILE_N, whole, how)
-            amax = ct.maximum(amax, ct.abs(y), propagate_nan=True)
-            ys = (*ys, y)
+        if KEEP_ROW:
+            for j in ct.static_iter(range(chunks)):
+                ys = (*ys, result(j))
+                amax = ct.maximum(amax, ct.abs(ys[j]), propagate_nan=True)
+        else:
+            for j in range(chunks):
+                amax = ct.maximum(amax, ct.abs(result(j)), propagate_nan=True)
         largest, ends = _with_ends(_row_max(amax), arrays, i, COLS, TILE_N, whole, how)
         scale = scale_of(largest, LARGEST, POWER_OF_TWO)
-        for j in ct.static_iter(range(chunks)):
-            ct.store(CODES, (i, j), codes_of(ys[j], scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
-        for j, y in ct.static_iter(ends):
-            ct.store(CODES, (i, j), codes_of(y, scale, CODES.dtype), check_bounds=False, allow_tma=STORE_TMA)
-        ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
 
-    each_row_tile(compute, CODES, COLS, PERSISTENT, TILE_M, min(TILE_N, GROUP))
+        def store(j):
+            y = ys[j] if KEEP_ROW else result(j)
+            ct.store(CODES, (i, j), codes_of(y, scale, CODES.dtype), check_bounds=not whole, allow_tma=STORE_TMA)
 
-
-@ct.kernel
-def silu_mul_quant_reread_kernel(
-    GATE: Rows,
-    UP: Rows,
-    CODES: Rows,
-    SCALE,
-    GELU: ct.Constant[bool],
-    LARGEST: ct.Constant[int],
-    POWER_OF_TWO: ct.Constant[bool],
-    PERSISTENT: ct.Constant[bool],
-    COLS: ct.Constant[int],
-    TILE_M: ct.Constant[int],
-    TILE_N: ct.Constant[int],
-    LATENCY: ct.Constant[int],
-    LOAD_TMA: ct.Constant[bool],
-    STORE_TMA: ct.Constant[bool],
-):
-    """Rows of any width: one pass for the maximum, a second for the codes. Arrays as in
-    silu_mul_quant_rows_kernel.
-    """
-    GATE, UP, CODES = of_width(GATE, COLS), of_width(UP, COLS), of_width(CODES, COLS)
-    arrays = (GATE, UP, CODES)
-    how = (GELU, TILE_M, LATENCY, LOAD_TMA, STORE_TMA)
-
-    def compute(i, whole):
-        amax = ct.zeros((TILE_M, TILE_N), ct.float32)
-        chunks = COLS // TILE_N if whole else ct.cdiv(COLS, TILE_N)
-        for j in range(chunks):
-            amax = ct.maximum(amax, ct.abs(_result(arrays, i, j, TILE_N, whole, how)), propagate_nan=True)
-        largest, ends = _with_ends(_row_max(amax), arrays, i, COLS, TILE_N, whole, how)
-        scale = scale_of(largest, LARGEST, POWER_OF_TWO)
-        for j in range(chunks):
-            codes = codes_of(_result(arrays, i, j, TILE_N, whole, how), scale, CODES.dtype)
-            ct.store(CODES, (i, j), codes, check_bounds=not whole, allow_tma=STORE_TMA)
+        each_chunk(store, chunks, KEEP_ROW)
         for j, y in ct.static_iter(ends):
             ct.store(CODES, (i, j), codes_of(y, scale, CODES.dtype), check_bounds=False, allow_tma=STORE_TMA)
         ct.store(SCALE, (0, i), scale.reshape((1, TILE_M)), check_bounds=not whole, allow_tma=False)
