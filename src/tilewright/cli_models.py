@@ -1,5 +1,7 @@
 """Verbs about models: each reads its options, then imports and calls one function."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +28,8 @@ def demo(
     from .models import demo_gguf
     from .models.command import Question, answer_command, device_and_dtype
 
-    return answer_command(demo_gguf(), *device_and_dtype(device, dtype), Question(question, max_new_tokens), json_file=json_file)
+    where, number_type = device_and_dtype(device, dtype)
+    return answer_command(None, where, demo_gguf(), number_type, Question(question, max_new_tokens), json_file=json_file)
 
 
 @verb
@@ -103,8 +106,8 @@ def generate(  # noqa: PLR0913 an option each
     texts = prompts_of(prompt_file, lines=batch is not None) if prompt_file else [prompt]
     from .engine.mega.pack import decided
     from .models import Draw, outline_of
-    from .models.batch import Questions, answers_command, answers_of_rank
-    from .models.command import Question, answer_command, answer_of_rank, device_and_dtype, load_and_say
+    from .models.batch import Questions, answers_command
+    from .models.command import Question, answer_command, device_and_dtype, load_and_say
 
     where, number_type = device_and_dtype(device, dtype, weights)
     if engine == "graph" and where.type == "cpu":
@@ -113,18 +116,21 @@ def generate(  # noqa: PLR0913 an option each
         decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where)
     how: Any = {"raw": raw, "engine": engine, "stock": compare, "drafter": draft, "speculate": speculate, "kv_dtype": kv_dtype}
     draw = Draw(temperature, seed, top_k, top_p, min_p, repetition_penalty, tuple(stop or ()))
-    one: tuple[Any, Any, Any] = Question(texts[0], max_new_tokens, draw, **how), answer_command, answer_of_rank
-    many: tuple[Any, Any, Any] = Questions(tuple(texts), batch or 1, max_new_tokens, draw, **how), answers_command, answers_of_rank
-    asked, answer, of_rank = one if batch is None else many
+    kept: Any = {"json_file": json_file, "trust_remote_code": trust_remote_code, "weights": weights}
+    answer: Callable[..., int]
+    if batch is None:
+        answer = partial(answer_command, question=Question(texts[0], max_new_tokens, draw, **how), **kept)
+    else:
+        answer = partial(answers_command, questions=Questions(tuple(texts), batch, max_new_tokens, draw, **how), **kept)
     with full_gpu_explained():
         if not prompt_tokens and tp == 1:
-            return int(answer(model, where, number_type, asked, json_file=json_file, trust_remote_code=trust_remote_code, weights=weights))
+            return answer(None, where, model, number_type)
         from .engine.command import Sizes, measure_command, measure_rank, tell
         from .engine.ranks import run_ranks
 
         ranks: Any = {"ranks": tp, "device": where.type, "direct": False if nccl else None}
         if not prompt_tokens:
-            return int(run_ranks(of_rank, model, number_type, asked, json_file, trust_remote_code, weights, **ranks))
+            return int(run_ranks(answer, model, number_type, **ranks))
         sizes = Sizes(batch or 1, prompt_tokens, max_new_tokens)
         if tp > 1:
             timed = (model, number_type, sizes, engine, compare, trust_remote_code, weights, kv_dtype)

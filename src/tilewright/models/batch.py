@@ -48,20 +48,20 @@ class Questions:
 
 
 def answers_command(
-    model: str | Path,
+    group: Any,
     where: torch.device,
+    model: str | Path,
     dtype: torch.dtype,
     questions: Questions,
     *,
     json_file: Path | None = None,
-    group: Any = None,
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> int:
     """Loads, generates, prints each batch when it is done, and keeps it in `json_file`.
 
-    Returns the exit code: 1 if a requested comparison found other tokens. group: only its first
-    rank prints.
+    Returns the exit code: 1 if a requested comparison found other tokens. group: of the processes
+    of --tp, else None; only its first rank prints.
     """
     silent = group is not None and group.shard.rank > 0
     out = console_of(silent)
@@ -87,12 +87,6 @@ def answers_command(
         equal = len(answers) - len(differ)
         out.print(f"texts with the tokens of stock transformers: {equal} of {len(answers)}", style="bold red" if differ else "green")
     return 1 if differ else 0
-
-
-def answers_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, questions: Questions, *more: Any) -> int:
-    """`answers_command` in each process of --tp. more: json_file, trust_remote_code and weights."""
-    how = dict(zip(("json_file", "trust_remote_code", "weights"), more, strict=True))
-    return answers_command(model, where, dtype, questions, group=group, **how)
 
 
 def answer_all(loaded: Loaded, rows: Sequence[Tensor], asked: Questions, options: dict[str, Any]) -> Iterator[list[Answer]]:

@@ -88,20 +88,20 @@ class Question:
 
 
 def answer_command(
-    model: str | Path,
+    group: Any,
     where: torch.device,
+    model: str | Path,
     dtype: torch.dtype,
     question: Question,
     *,
     json_file: Path | None = None,
-    group: Any = None,
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> int:
     """Loads, generates, prints.
 
-    Returns the exit code: 1 if a requested comparison found other tokens. group: only its first
-    rank prints.
+    Returns the exit code: 1 if a requested comparison found other tokens. group: of the processes
+    of --tp, else None; only its first rank prints.
     """
     silent = group is not None and group.shard.rank > 0
     console = console_of(silent)
@@ -172,12 +172,6 @@ def _bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], Non
     with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
         bar = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
-
-
-def answer_of_rank(group: Any, where: torch.device, model: str, dtype: torch.dtype, question: Question, *more: Any) -> int:
-    """`answer_command` in each process of --tp. more: json_file, trust_remote_code and weights."""
-    how = dict(zip(("json_file", "trust_remote_code", "weights"), more, strict=True))
-    return answer_command(model, where, dtype, question, group=group, **how)
 
 
 def console_of(quiet: bool) -> Console:
