@@ -7,22 +7,15 @@ from dataclasses import replace
 
 from ...launch import Device, next_pow2
 from ...select import Choices, Work
-from ..common.weight_formats import E2M1, E4M3, INT4, INT8, ROWS, WORDS
+from ..common.weight_choices import FLOPS, INSTRUCTIONS, LEAST_WIDE, TIE, stages, steps_fit, takes_pieces, takes_scales
+from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from .decision import Config, Problem, plan
 
 MOST_DECODE = 16  # rows of x of a decode step
 FEW = 64  # rows of x up to which the product is bound by reading the weights
 PARTS = (2, 3, 4, 6, 8, 12, 16)
 LEAST_PART = 512  # of k
-STEPS_BYTES = {"sm_80": 163 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10}  # of shared memory of an SM
-MOST_STEPS_BYTES = 227 << 10
-# Instructions of a thread for each weight, in the loops below (sm_90), and what one is worth beside
-# the tensor core's 4096 flop a clock: 128 threads issue in a clock.
-INSTRUCTIONS = {INT4: 2.2, INT8: 1.9, E2M1: 2.9, E4M3: 2.9}
-PIECES_INSTRUCTIONS = {INT4: 1.5, E2M1: 1.4, E4M3: 1.4}  # and one for each column of a run
-FLOPS = 32
-TIE = 0.02
-LEAST_WIDE, MOST_WIDE = 8, 32  # columns of pieces: of the second operand of a product
+PIECES_INSTRUCTIONS = {INT4: 1.5, E2M1: 1.4, E4M3: 1.4}  # as INSTRUCTIONS, and one for each column of a run
 MOST_COLUMNS = 16  # of scales and zero points of a step that stay in registers (4 blocks an SM, sm_90)
 # tile_n, runs, occupancy, latency, warps. Blocks that share an SM by fours have one stage each, and
 # hide each other's loads: 8192 x 8192, one row, int4-128, in four shares of k take 15.4 us, two a
@@ -89,32 +82,23 @@ def _resident(c: Config, device: Device) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Sums are scaled where a group is whole runs. A warpgroup scales the weights of one panel.
+    """A warpgroup scales the weights of one panel.
 
     Those of two would pass through shared memory, as would zero points (8192 x 8192, one row, H200:
     mxfp4 19 and 32 us; int4-128-zeros took 34).
-    Four blocks an SM have 64 registers a thread: more than 8 columns of pieces spill a few.
     """
     of = p.format
-    if c.pieces and c.occupancy > 3 and c.tile_m * p.columns > LEAST_WIDE:
+    if not steps_fit(c, _step_bytes(p, c), device):
         return False
     if c.pieces:
-        fits = device.is_cpu or _step_bytes(p, c) * c.occupancy <= _room(device)
-        return device.has_fp8 and of.code != INT8 and not of.factor and c.tile_m * p.columns <= MOST_WIDE and fits
-    if c.scale_sums and not (of.group and of.group % of.run == 0):
-        return False
+        return takes_pieces(of, c.tile_m * p.columns, c, device)
     if of.group and (of.zeros or not c.scale_sums) and c.tile_n > 16 * c.num_worker_warps and not device.is_cpu:
         return False
     # The compiler gives e8m0 scales one stage there: 582 us, and tiles of 128 rows 539 (mxfp4, 2048
     # rows, 8192 x 8192, H200). By TMA they have two, and wait to be timed.
     if of.scale_dtype.itemsize == 1 and c.tile_m > 128 and device.arch == "sm_90":
         return False
-    columns = c.runs * of.run // of.group * (1 + of.zeros) if of.group else 0
-    return device.is_cpu or (columns <= MOST_COLUMNS and _step_bytes(p, c) * c.occupancy <= _room(device))
-
-
-def _room(device: Device) -> int:
-    return STEPS_BYTES.get(device.arch, MOST_STEPS_BYTES)
+    return takes_scales(of, c, MOST_COLUMNS, device)
 
 
 def _step_bytes(p: Problem, c: Config) -> int:
@@ -126,7 +110,6 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     of, parts, tiles = p.format, c.parts(p), c.tiles(p)
     steps = -(-p.runs // c.runs)
     deep = c.runs * of.run
-    stages = max(1, min(c.latency, _room(device) // c.occupancy // _step_bytes(p, c))) if c.latency >= 5 or c.pieces else 1
     # Of a run: words out of shared memory, then numbers, then products of each panel. Products of
     # many rows run under those of the other warpgroup.
     waits = 2 + c.tile_n // 16 // c.num_worker_warps
@@ -146,7 +129,7 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
         out=c.tile_m * c.tile_n,
         serial=waits * c.runs * (of.run / 128) * min(1.0, FEW / c.tile_m),
         partial=8.0 * parts * p.m * p.n if parts > 1 else 0.0,
-        stages=stages,
+        stages=stages(c, _step_bytes(p, c), device) if c.latency >= 5 or c.pieces else 1,
     )
     if not c.pieces:
         return (product,)

@@ -10,17 +10,12 @@ from ...launch import Device, next_pow2
 from ...select import Choices, Work
 from ..common.groups import expected_panels
 from ..common.rows import grid_fits
-from ..common.weight_formats import E2M1, E4M3, INT4, INT8, ROWS, WORDS
+from ..common.weight_choices import FLOPS, INSTRUCTIONS, LEAST_WIDE, MOST_WIDE, TIE, stages, steps_fit, takes_pieces, takes_scales
+from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from .decision import Config, Problem, plan
 
 MOST_PAIRS = 128  # of token and choice, of which every block counts its expert's
-INSTRUCTIONS = {INT4: 2.2, INT8: 1.9, E2M1: 2.9, E4M3: 2.9}  # of a thread for each weight, as in `quantized_matmul`
-PIECES_INSTRUCTIONS = {INT4: 1.4, E2M1: 1.6, E4M3: 0.9}
-LEAST_WIDE, MOST_WIDE = 8, 32  # columns of pieces: of the second operand of a product
-FLOPS = 32
-TIE = 0.02
-STEPS_BYTES = {"sm_80": 163 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10}  # of shared memory of an SM
-MOST_STEPS_BYTES = 227 << 10
+PIECES_INSTRUCTIONS = {INT4: 1.4, E2M1: 1.6, E4M3: 0.9}  # as INSTRUCTIONS
 MOST_COLUMNS = 8  # of scales and zero points of a step and part that stay in registers
 # tile_n, runs, occupancy, latency, warps
 PIECES = ((32, 4, 3, 10, 4), (32, 2, 3, 10, 4), (32, 2, 4, 4, 4), (32, 1, 3, 10, 4), (64, 1, 2, 10, 8))
@@ -57,30 +52,11 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Sums are scaled where a group is whole runs. Four blocks an SM have 64 registers a thread:
-    more than 8 columns of pieces spill a few.
-    """
-    of = p.format
-    if c.pieces and c.occupancy > 3 and c.tile_m * c.columns(p) > LEAST_WIDE:
+    if not steps_fit(c, _step_bytes(p, c), device):
         return False
     if c.pieces:
-        return (
-            p.pairs <= MOST_PAIRS
-            and not of.factor
-            and of.code != INT8
-            and device.has_fp8
-            and (device.is_cpu or _step_bytes(p, c) * c.occupancy <= _room(device))
-        )
-    if c.scale_sums and not (of.group and of.group % of.run == 0):
-        return False
-    if not grid_fits(p.most_panels(c.tile_m) * -(-max(p.inter, p.hidden) // ROWS)):
-        return False
-    columns = c.runs * of.run // of.group * (1 + of.zeros) if of.group else 0
-    return device.is_cpu or (columns <= MOST_COLUMNS and _step_bytes(p, c) * c.occupancy <= _room(device))
-
-
-def _room(device: Device) -> int:
-    return STEPS_BYTES.get(device.arch, MOST_STEPS_BYTES)
+        return p.pairs <= MOST_PAIRS and takes_pieces(p.format, c.tile_m * c.columns(p), c, device)
+    return takes_scales(p.format, c, MOST_COLUMNS, device) and grid_fits(p.most_panels(c.tile_m) * -(-max(p.inter, p.hidden) // ROWS))
 
 
 def _step_bytes(p: Problem, c: Config) -> int:
@@ -98,7 +74,6 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
 
     def matrices(sides: int, n: int, k: int, left: float, shares: int = 1) -> Work:
         """left: bytes that the launch before left."""
-        stages = max(1, min(c.latency, _room(device) // c.occupancy // _step_bytes(p, c)))
         width = sides * c.tile_n
         return Work(
             blocks=max(1, round(panels * -(-n // c.tile_n))) * shares,
@@ -112,7 +87,7 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
             out=columns * width,
             serial=2.0 * sides * c.runs * (of.run / 128),
             partial=2 * left,
-            stages=stages,
+            stages=stages(c, _step_bytes(p, c), device),
         )
 
     small = Work(1, resident=8 * device.sms, per_sm=8, chain=1.0)
