@@ -4,7 +4,7 @@ silu(even column) * odd column
 8-bit operands come with scales (ops/common/scaling.py): for the whole matrix, for each row, or for
 each 1x128 group of a and 128x128 block of b.
 
-Source    Tiles in L2-sized bands. What is left of the last round of tiles is split along k, so that
+Source    Tiles in L2-sized bands. The tiles of the last wave are split along k, so that
           every SM has its share: stream-K (Osama et al. 2023, arXiv:2301.03598) with equal parts,
           and with a second launch for the sum, so that its order, and so every bit, is the same on
           each run. Block scales: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.

@@ -171,7 +171,7 @@ def matmul_uneven_kernel(
     """`matmul_kernel`, one tile (or part of one) to a block, for tiles SECOND + EXTRA long on one
     side.
 
-    That is no power of two, so that the last round is fuller, or two halves whose MMAs take turns.
+    That is no power of two, so that the last wave is fuller, or two halves whose MMAs take turns.
     The first operand of the MMA, of which a tile has FIRST rows, is a, or with SWAP_AB b; the other
     fills accumulators side by side, one for each power of two of its length, that share each tile
     of the first. scale_a, scale_b: as ops/common/scaling.py makes them. BLOCK: not SWAP_AB; SECOND

@@ -203,7 +203,7 @@ def _one_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     constants = {"scaling": int(p.scaling), "tile_p": next_pow2(p.top_k), "add_bias": p.bias}
     slots, tiles = p.top_k + p.shared, -(-p.inter // c.up.tile_n)
     grid = (min(slots * tiles, device.sms * (c.up.occupancy or 1)), 1) if c.up.persistent else (tiles, slots)
-    # Persistent blocks fill an SM each, so programmatic launch does them no harm.
+    # Persistent blocks fill an SM each, so PDL does them no harm.
     scratch, columns = {"h": ((slots, p.inter), p.dtype)}, -(-p.hidden // c.down.tile_n)
     return (
         Launch.of(moe_one_up_kernel, grid, p, c.up, constants, pdl=True, scratch=scratch, **_sources(p, c, "gate_up", shared="shared_gate_up")),
