@@ -48,6 +48,19 @@ def test_an_option_is_true_or_false(function) -> None:
 
 
 @pytest.mark.parametrize("op", ops.ALL, ids=op_name)
+def test_what_is_no_tensor_or_lies_elsewhere_is_named(op) -> None:
+    function = public_function(op)
+    for inputs in every_kind(op):
+        first, *others = (name for name, x in inputs.items() if isinstance(x, Tensor))
+        for name in (first, *others):
+            with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got list$"):
+                function(**{**inputs, name: [1.0]})
+        for name in others:
+            with pytest.raises(ValueError, match=rf"^{name}(\.mT)?\.device must be meta, got cpu$"):
+                function(**{**inputs, name: torch.empty_like(inputs[name], device=CPU)})
+
+
+@pytest.mark.parametrize("op", ops.ALL, ids=op_name)
 def test_a_tensor_whose_memory_holds_something_else_is_named(op) -> None:
     """A kernel would read a negated view without its sign, and the indices of a sparse one."""
     function = public_function(op)

@@ -135,7 +135,6 @@ BAD_SCALES = [
     ({"scale_a": ROWS, "scale_b": ROWS}, ValueError, r"scale_b.shape must be \(2, 8\)"),
     ({"scale_a": ONE, "scale_b": 1.0}, TypeError, r"scale_b must be a torch.Tensor, got float"),
     ({"scale_a": ROWS.half(), "scale_b": COLS}, ValueError, r"scale_a.dtype must be float32, got float16"),
-    ({"scale_a": ROWS.to("meta"), "scale_b": COLS}, ValueError, r"scale_a.device must be cpu, got meta"),
     ({"scale_a": torch.ones(2, 4, 3), "scale_b": torch.ones(2, 1, 2)}, ValueError, r"scale_a.shape must be \(2, 4, 2\) \(BLOCK"),
     ({"scale_a": torch.ones(2, 4, 2, 1), "scale_b": COLS}, ValueError, r"scale_a.shape must be TENSOR \(2,\), ROW \(2, 4\), BLOCK \(2, 4, 2\), got"),
 ]

@@ -55,14 +55,12 @@ def test_layouts():
 
 X = torch.zeros(4, 64)
 BAD = [
-    ({"x": [1.0]}, TypeError, r"x must be a torch.Tensor, got list"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x.dim\(\) must be at least 1, got 0"),
     ({"x": X.int()}, ValueError, r"x.dtype must be one of bfloat16, float16, float32, got int32"),
     ({"x": torch.zeros(64, 4).T}, ValueError, r"x.stride\(-1\) must be 1, got 4"),
     ({"weight": torch.zeros(32)}, ValueError, r"weight.shape must be \(64,\), got \(32,\)"),
     ({"weight": torch.zeros(64).half()}, ValueError, r"weight.dtype must be float32, got float16"),
     ({"bias": torch.zeros(1, 64)}, ValueError, r"bias.shape must be \(64,\), got \(1, 64\)"),
-    ({"bias": torch.zeros(64, device="meta")}, ValueError, r"bias.device must be cpu, got meta"),
 ]
 
 

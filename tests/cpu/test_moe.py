@@ -227,7 +227,6 @@ INPUTS = {
 FP8 = {"gate_up": INPUTS["gate_up"].to(E4M3), "down": INPUTS["down"].to(E4M3), "scale_gate_up": torch.zeros(3, 24), "scale_down": torch.zeros(3, 16)}
 BIASES = {"bias_gate_up": torch.zeros(3, 24, dtype=BF16), "bias_down": torch.zeros(3, 16, dtype=BF16)}
 BAD = [
-    ({"x": [1.0]}, TypeError, r"x must be a torch.Tensor, got list"),
     ({"x": torch.zeros(4, 16)}, ValueError, r"x.dtype must be one of bfloat16, float16, got float32"),
     ({"x": INPUTS["x"][0]}, ValueError, r"x.dim\(\) must be 2, got 1"),
     ({"gate_up": INPUTS["gate_up"].half()}, ValueError, r"gate_up.dtype must be bfloat16, got float16"),
@@ -238,7 +237,6 @@ BAD = [
     ({"weights": torch.zeros(4, 2, dtype=BF16)}, ValueError, r"weights.dtype must be float32, got bfloat16"),
     ({"ids": torch.zeros(4, 2)}, ValueError, r"ids.dtype must be one of int32, int64, got float32"),
     ({"ids": torch.zeros(4, 3, dtype=torch.int32)}, ValueError, r"ids.shape must be \(4, 2\), got \(4, 3\)"),
-    ({"ids": torch.zeros(4, 2, dtype=torch.int32, device="meta")}, ValueError, r"ids.device must be cpu, got meta"),
     ({"scale_down": torch.zeros(3, 16)}, ValueError, r"gate_up.dtype must be float8_e4m3fn, got bfloat16"),
     ({**FP8, "scale_down": None}, ValueError, r"scale_down must be given together with the other scale, got None"),
     ({**FP8, "scale_gate_up": torch.zeros(3, 23)}, ValueError, r"scale_gate_up.shape must be \(3, 24\) for rows or \(3, 1, 1\) for blocks"),

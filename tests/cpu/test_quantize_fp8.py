@@ -190,7 +190,6 @@ def test_few_kernels_serve_every_number_of_rows(block):
 X = torch.zeros(4, 64)
 ONE = torch.tensor(1.0)
 BAD = [
-    ({"x": [1.0]}, TypeError, r"x must be a torch.Tensor, got list"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x.dim\(\) must be at least 1, got 0"),
     ({"x": X.int()}, ValueError, r"x.dtype must be one of bfloat16, float16, float32, got int32"),
     ({"x": torch.zeros(64, 4).T}, ValueError, r"x.stride\(-1\) must be 1, got 4"),
@@ -201,7 +200,6 @@ BAD = [
     ({"scale": 1.0}, TypeError, r"scale must be a torch.Tensor, got float"),
     ({"scale": torch.ones(1)}, ValueError, r"scale.shape must be \(\), got \(1,\)"),
     ({"scale": ONE.double()}, ValueError, r"scale.dtype must be float32, got float64"),
-    ({"scale": torch.ones((), device="meta")}, ValueError, r"scale.device must be cpu, got meta"),
     ({"scale": ONE, "block": (1, 128)}, ValueError, r"scale must be None for block \(1, 128\), got a tensor"),
     ({"scale": ONE, "power_of_two_scales": True}, ValueError, r"power_of_two_scales must be False if scale is given, got True"),
 ]

@@ -76,7 +76,6 @@ def test_empty_gives_empty_and_launches_nothing(shape):
 
 X, W = torch.zeros(4, 64), torch.zeros(64)
 BAD = [
-    ({"x": [1.0]}, TypeError, r"x must be a torch.Tensor, got list"),
     ({"x": torch.tensor(1.0)}, ValueError, r"x.dim\(\) must be at least 1, got 0"),
     ({"x": X.int()}, ValueError, r"x.dtype must be one of bfloat16, float16, float32, got int32"),
     ({"x": X.double()}, ValueError, r"x.dtype must be one of .*, got float64"),
@@ -86,11 +85,9 @@ BAD = [
     ({"weight": torch.zeros(32)}, ValueError, r"weight.shape must be \(64,\), got \(32,\)"),
     ({"weight": W[None]}, ValueError, r"weight.shape must be \(64,\), got \(1, 64\)"),
     ({"weight": W.half()}, ValueError, r"weight.dtype must be float32, got float16"),
-    ({"weight": torch.zeros(64, device="meta")}, ValueError, r"weight.device must be cpu, got meta"),
     ({"weight": None}, TypeError, r"weight must be a torch.Tensor, got NoneType"),
     ({"residual": torch.zeros(5, 64)}, ValueError, r"residual.shape must be .*\(4, 64\).*, got \(5, 64\)"),
     ({"residual": X.half()}, ValueError, r"residual.dtype must be float32, got float16"),
-    ({"residual": torch.zeros(4, 64, device="meta")}, ValueError, r"residual.device must be cpu, got meta"),
     ({"residual": torch.zeros(64, 4).T}, ValueError, r"residual.stride\(-1\) must be 1, got 4"),
 ]
 

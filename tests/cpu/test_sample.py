@@ -134,7 +134,6 @@ def test_no_rows_launch_nothing():
 
 X = torch.zeros(4, 64)
 BAD = [
-    ({"logits": [1.0]}, TypeError, r"logits must be a torch.Tensor, got list"),
     ({"logits": X[0]}, ValueError, r"logits.dim\(\) must be 2, got 1"),
     ({"logits": X[:, :0]}, ValueError, r"logits.shape\[1\] must be at least 1, got 0"),
     ({"logits": X.int()}, ValueError, r"logits.dtype must be one of bfloat16, float16, float32, got int32"),
@@ -145,7 +144,6 @@ BAD = [
     ({"temperature": torch.zeros(3)}, ValueError, r"temperature.shape must be \(\) or \(4,\), got \(3,\)"),
     ({"top_k": torch.tensor(5)}, ValueError, r"top_k.dtype must be int32, got int64"),
     ({"top_p": torch.zeros(4, 1)}, ValueError, r"top_p.shape must be \(\) or \(4,\), got \(4, 1\)"),
-    ({"top_p": torch.zeros((), device="meta")}, ValueError, r"top_p.device must be cpu, got meta"),
 ]
 
 

@@ -71,7 +71,6 @@ def test_tiles_of_real_widths_pad_nothing():
 
 X = torch.zeros(4, 64)
 BAD = [
-    ({"gate": [1.0]}, TypeError, r"gate must be a torch.Tensor, got list"),
     ({"gate": torch.tensor(1.0)}, ValueError, r"gate.dim\(\) must be at least 1, got 0"),
     ({"gate": X.int()}, ValueError, r"gate.dtype must be one of bfloat16, float16, float32, got int32"),
     ({"gate": torch.zeros(64, 4).T}, ValueError, r"gate.stride\(-1\) must be 1, got 4"),
@@ -79,7 +78,6 @@ BAD = [
     ({"gate": torch.zeros(4, 63), "up": None}, ValueError, r"gate.shape\[-1\] must be even if up is not given, got 63"),
     ({"up": torch.zeros(4, 32)}, ValueError, r"up.shape must be \(4, 64\), got \(4, 32\)"),
     ({"up": X.half()}, ValueError, r"up.dtype must be float32, got float16"),
-    ({"up": torch.zeros(4, 64, device="meta")}, ValueError, r"up.device must be cpu, got meta"),
     ({"up": torch.zeros(64, 4).T}, ValueError, r"up.stride\(-1\) must be 1, got 4"),
 ]
 

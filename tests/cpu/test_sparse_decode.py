@@ -323,7 +323,6 @@ BAD = [
     ({"indices": INDICES.long()}, ValueError, r"indices.dtype must be int32, got int64"),
     ({"indices": INDICES[:1]}, ValueError, r"indices.shape must be \(2, 1, 5\), got \(1, 1, 5\)"),
     ({"indices": INDICES[..., :0]}, ValueError, r"indices.shape\[2\] must be at least 1, got 0"),
-    ({"topk_length": [1, 2]}, TypeError, r"topk_length must be a torch.Tensor, got list"),
     ({"topk_length": int32(1)}, ValueError, r"topk_length.shape must be \(2,\), got \(1,\)"),
     ({"topk_length": int32((1, 2), (1, 2))}, ValueError, r"topk_length.shape must be \(2, 1\), got \(2, 2\)"),
     ({"extra_cache": CACHE}, ValueError, r"extra_indices must be given together with extra_cache, got only one of the two"),
