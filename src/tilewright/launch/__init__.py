@@ -6,6 +6,8 @@ Written once, not per op.
 import os
 
 from .check import (
+    FLOATS,
+    HALVES,
     argument_error,
     as_rows,
     check_apart,
@@ -33,6 +35,8 @@ from .run import Bound, Traced, counted, traced
 from .torch_op import torch_op
 
 __all__ = [
+    "FLOATS",
+    "HALVES",
     "Bound",
     "Choice",
     "Cost",

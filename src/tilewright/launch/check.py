@@ -12,6 +12,8 @@ from torch.compiler import is_compiling
 
 Sizes = tuple[int, ...]
 INT32_MAX = (1 << 31) - 1
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)  # dtypes that most ops take
 SMALLEST, LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal numbers of fp32
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import argument_error
+from ..launch import HALVES, argument_error
 from ..ops.attention import attention
 from ..ops.attention_decode import attention_decode
 from ..ops.bmm import bmm
 from ..ops.mla_decode import mla_decode
 from ..ops.sparse_decode import sparse_decode
-from .method import HALVES, NAME
+from .method import NAME
 
 # Arguments of the attention call that do not change its result.
 _INERT = {

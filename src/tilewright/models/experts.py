@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..launch import HALVES
 from ..ops.matmul import matmul
 from ..ops.moe import moe
 from ..ops.moe_route import moe_route
 from . import probe
-from .method import HALVES, Method, Verdict, place_of
+from .method import Method, Verdict, place_of
 from .quantized import QuantizedMixture
 
 _BIAS = "e_score_correction_bias"

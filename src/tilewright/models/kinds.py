@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..launch import HALVES
 from ..ops import rms_norm_gated, sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -22,7 +23,7 @@ from ..ops.silu_mul import silu_mul
 from . import experts, linear_attention, probe
 from .forwards import plain
 from .hooks import wrapper_of
-from .method import HALVES, Method, Verdict, place_of
+from .method import Method, Verdict, place_of
 from .quantized import QuantizedLinear
 from .rotations import rotation_of
 

@@ -9,7 +9,6 @@ from torch import nn
 from .quantized import QuantizedLinear
 
 NAME = "tilewright"  # of our attention in transformers' registry
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ..ops.rms_norm import DTYPES
+from ..launch import FLOATS
 
 
 def norm_takes(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype in DTYPES and x.dtype == weight.dtype and x.stride(-1) == 1 and weight.is_contiguous()
+    return x.dtype in FLOATS and x.dtype == weight.dtype and x.stride(-1) == 1 and weight.is_contiguous()

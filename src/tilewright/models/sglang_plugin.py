@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.rms_norm import DTYPES, rms_norm
+from ..launch import FLOATS
+from ..ops.rms_norm import rms_norm
 from ..ops.silu_mul import silu_mul
 from .plugin_rows import norm_takes
 
@@ -52,7 +53,7 @@ def _norm(theirs: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | 
 
 
 def _silu_mul(theirs: Callable[..., Any], layer: Any, x: Tensor, *rest: Any, **more: Any) -> Any:
-    if rest or more or x.dtype not in DTYPES or x.stride(-1) != 1:
+    if rest or more or x.dtype not in FLOATS or x.stride(-1) != 1:
         return theirs(layer, x, *rest, **more)
     return silu_mul(x)
 

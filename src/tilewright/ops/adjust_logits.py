@@ -22,13 +22,12 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
 PROMPT = -(2**31)  # what `counts` holds of a token that stands in the prompt alone
 WORD = 32  # bits of the mask
@@ -272,7 +271,7 @@ def adjust_logits(
     Returns: [rows, cols] fp32. Empty without rows, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
+    check_tensor(logits, "logits", ndim=2, dtypes=FLOATS)
     rows, cols = logits.shape
     if cols == 0:
         raise argument_error("logits.shape[1]", "at least 1", 0)

@@ -17,14 +17,13 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.first_best import NOWHERE, empty_best, first_best, take_better
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, OWN_REGISTERS, grid_fits, least_tile, stream, threads
 from .common.tiles import load_tile, of_width
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NEG_INF = ct.PaddingMode.NEG_INF
 MOST_SPLITS = 1024  # the merge holds one of each in registers
 
@@ -245,7 +244,7 @@ def argmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns: [...] int64. Empty if a leading axis is, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise argument_error("x.shape", "[..., cols] with cols at least 1", tuple(x.shape))
     out = out_or_new(out, x.shape[:-1], torch.int64, x)

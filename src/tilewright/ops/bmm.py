@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
+from ..launch import FLOATS, HALVES, Cost, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
@@ -47,9 +47,6 @@ from .common.scaling import (
     torch_product,
 )
 from .common.tiles import grouped_tile, widths_of, zeros_of
-
-WIDE = (torch.bfloat16, torch.float16)
-OUT = (*WIDE, torch.float32)
 
 
 def reference(
@@ -362,9 +359,9 @@ def bmm(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(trans_a=trans_a, trans_b=trans_b)
-    check_tensor(a, "a", ndim=3, dtypes=(*WIDE, *FP8))
+    check_tensor(a, "a", ndim=3, dtypes=(*HALVES, *FP8))
     check_tensor(b, "b", ndim=3, like=a)
-    allowed = OUT if a.dtype in FP8 else (a.dtype, torch.float32)
+    allowed = FLOATS if a.dtype in FP8 else (a.dtype, torch.float32)
     if out_dtype is not None and out_dtype not in allowed:
         raise argument_error("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
     m, k = (a.shape[2], a.shape[1]) if trans_a else (a.shape[1], a.shape[2])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..launch import (
+    FLOATS,
     Cost,
     Device,
     Launch,
@@ -41,7 +42,6 @@ from .common.sequences import starts
 from .common.softmax_tiles import check_starts
 from .common.tiles import gated, of_width, rows_from
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 8  # inputs of a result
 # Of the candidates: tile_m, 16-byte pieces of a thread in a row of a tile, worker warps, occupancy.
 TILES = ((16, 0.25, 4, 6), (8, 0.25, 4, 8))
@@ -412,7 +412,7 @@ def causal_conv1d(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(silu=silu)
-    check_tensor(x, "x", ndim=3 if cu_seqlens is None else 2, dtypes=DTYPES)
+    check_tensor(x, "x", ndim=3 if cu_seqlens is None else 2, dtypes=FLOATS)
     check_tensor(weight, "weight", ndim=2, like=x)
     if weight.shape[0] != (channels := x.shape[-1]) or not 2 <= weight.shape[1] <= WIDEST:
         raise argument_error("weight.shape", f"({channels}, 2..{WIDEST})", tuple(weight.shape))

@@ -20,12 +20,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, check_number, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_number, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.philox import low_high, one_of_four, philox, philox_reference, split_words
 from .common.rows import CPU_TILE, TILE_TIE, launchable, stream
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
 
 
@@ -203,7 +202,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None, *, 
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     check_number(p, "p")
     if not 0.0 <= p <= 1.0:
         raise argument_error("p", "0 to 1", p)

@@ -16,14 +16,13 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, check_finite, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_finite, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, within
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, grid_fits, least_tile, stream
 from .common.tiles import of_width
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
 
 
@@ -224,7 +223,7 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | 
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_tensor(ids, "ids", dtypes=(torch.int32, torch.int64))
-    check_tensor(weight, "weight", ndim=2, dtypes=DTYPES, like=ids)
+    check_tensor(weight, "weight", ndim=2, dtypes=FLOATS, like=ids)
     if weight.shape[0] == 0:
         raise argument_error("weight.shape[0]", "at least 1", 0)
     check_finite(scale, "scale")

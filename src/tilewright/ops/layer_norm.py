@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, as_rows, check_positive, check_tensor, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_positive, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
 from .common.tiles import Rows, each_row_tile, load_masked, of_width, vector_chunk
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum
 
 
@@ -219,7 +218,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
     check_positive(eps, "eps")

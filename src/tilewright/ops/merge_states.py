@@ -16,10 +16,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, check_bools, check_tensor, each_out, next_pow2, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_bools, check_tensor, each_out, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
-from .common.softmax_tiles import DTYPES, FLOOR, LN2, LOG2E, joined
+from .common.softmax_tiles import FLOOR, LN2, LOG2E, joined
 from .common.tiles import load_tile
 
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
@@ -200,7 +200,7 @@ def merge_states(states: Tensor, states_lse: Tensor, *, base2: bool = False, out
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(base2=base2)
-    check_tensor(states, "states", dtypes=DTYPES)
+    check_tensor(states, "states", dtypes=FLOATS)
     if states.dim() < 2:
         raise argument_error("states.dim()", "at least 2", states.dim())
     if not 1 <= states.shape[0] <= MOST_STATES or not 1 <= states.shape[-1] <= MOST_COLUMNS:

@@ -19,15 +19,13 @@ from typing import Any, Optional, cast
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, check_bools, check_positive, check_tensor, next_pow2, out_or_new, torch_op
+from ..launch import HALVES, Cost, Device, Launch, argument_error, check_bools, check_positive, check_tensor, next_pow2, out_or_new, torch_op
 from ..launch.values import Claims, pages, spans
 from ..select import Choices
 from . import attention_decode as decode
 from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode
 from .attention_decode.decision import ARGUMENTS, Config
 from .common.softmax_tiles import LOG2E, check_scales, no_keys
-
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 def reference(
@@ -202,7 +200,7 @@ def mla_decode(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(return_lse=return_lse)
-    check_tensor(q_latent, "q_latent", ndim=4, dtypes=DTYPES)
+    check_tensor(q_latent, "q_latent", ndim=4, dtypes=HALVES)
     batch, heads, q_len, latent = q_latent.shape
     if not 1 <= q_len <= MOST_TOKENS:
         raise argument_error("q_latent.shape[2]", f"in 1..{MOST_TOKENS}", q_len)

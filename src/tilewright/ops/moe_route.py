@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..launch import (
+    FLOATS,
     Cost,
     Device,
     Launch,
@@ -35,8 +36,6 @@ from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
 from .common.rows import grid_fits, least_tile, stream
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reference(
@@ -278,7 +277,7 @@ def moe_route(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(sigmoid=sigmoid, normalize=normalize)
-    check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
+    check_tensor(logits, "logits", ndim=2, dtypes=FLOATS)
     tokens, experts = logits.shape
     if not 1 <= experts <= MOST_EXPERTS:
         raise argument_error("logits.shape[1]", f"1 to {MOST_EXPERTS}, the number of experts", experts)

@@ -20,7 +20,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, dtype_name, next_pow2, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_tensor, dtype_name, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Tile, changed, cpu_tiles, tiles_of, use_pdl
@@ -42,7 +42,6 @@ from .common.mx import (
 from .common.pdl import pdl_overlap
 from .common.tiles import grouped_tile
 
-OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # rows and columns beyond the edge add nothing; as e8m0 it is 2**-127
 # Tiles as `tiles_of` reads them; tile_k counts bytes. tileiras 13.4: narrower ones leave sm_100's
 # tensor cores, persistent ones spill on sm_120.
@@ -281,7 +280,7 @@ def mx_matmul(
         raise argument_error("a.shape[-1]", f"{b.shape[1]}, that of b {tuple(b.shape)}", a.shape[-1])
     check_scale(scale_a, a, "a", of)
     check_scale(scale_b, b, "b", of)
-    if out_dtype not in OUTPUTS:
+    if out_dtype not in FLOATS:
         raise argument_error("out_dtype", "one of bfloat16, float16, float32", dtype_name(out_dtype))
     out = out_or_new(out, (*a.shape[:-1], len(b)), out_dtype, a, b, scale_a, scale_b, bias, out_scale)
     if bias is not None:

@@ -18,14 +18,12 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, each_out, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_tensor, each_out, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import rows
 from .common.mx import MX_FORMATS, MxFormat, bits_of, check_factor, dequantized, mx_codes, mx_named, quantized
 from .common.rows import Config
 from .common.tiles import each_tile, load_masked, of_width
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reference(x: Tensor, *, mx_format: str = "mxfp8", factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -158,7 +156,7 @@ def quantize_mx(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     of = mx_named(mx_format)
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     if x.dim() == 0 or x.shape[-1] % of.group:
         raise argument_error("x.shape", f"[.., k] with k a multiple of {of.group}, the group of {of.name}", tuple(x.shape))
     if factor is not None:

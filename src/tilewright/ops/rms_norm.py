@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..launch import (
+    FLOATS,
     Cost,
     Device,
     Launch,
@@ -34,7 +35,6 @@ from .common.pdl import pdl_overlap
 from .common.rows import Config, row_choices
 from .common.tiles import Rows, each_row_tile, load_masked, of_width, sum_tile, vector_chunk
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
 
 
@@ -232,7 +232,7 @@ def rms_norm_out(
 
 def check_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float, residual: Tensor | None) -> None:
     """Checks what `rms_norm` and the ops that begin with it share."""
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     shape = x.shape
     if not shape:
         raise argument_error("x.dim()", "at least 1", 0)

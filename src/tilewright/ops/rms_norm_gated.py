@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..launch import (
+    FLOATS,
     Cost,
     Device,
     Launch,
@@ -36,7 +37,6 @@ from .common.pdl import pdl_overlap
 from .common.rows import Config
 from .common.tiles import LOG2_E, each_row_tile, gated, load_masked, of_width, vector_chunk
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
 WIDEST = 8192  # columns of a group; both rows stay in registers
 
@@ -245,7 +245,7 @@ def rms_norm_gated(
     """
     check_bools(gate_first=gate_first, sigmoid=sigmoid)
     check_integers(groups=groups)
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     if groups < 1:
         raise argument_error("groups", "at least 1", groups)
     most = groups * WIDEST

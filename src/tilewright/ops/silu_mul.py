@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..select import Choices
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
 from .common.tiles import Rows, each_tile, gated, load_masked, of_width
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ZERO = ct.PaddingMode.ZERO
 
 
@@ -116,7 +115,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False,
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(gelu_tanh=gelu_tanh)
-    check_tensor(gate, "gate", dtypes=DTYPES)
+    check_tensor(gate, "gate", dtypes=FLOATS)
     if gate.dim() == 0:
         raise argument_error("gate.dim()", "at least 1", 0)
     shape = tuple(gate.shape)

@@ -16,11 +16,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import Cost, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
+from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
 from .common.tiles import Rows, each_row_tile, load_masked, of_width
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = math.log2(math.e)
 NEG_INF = ct.PaddingMode.NEG_INF  # padded columns are exp(-inf) = 0
 ZERO = ct.PaddingMode.ZERO  # where only rows can be padded; the TMA unit pads with nothing else
@@ -166,7 +165,7 @@ def softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns: a contiguous tensor shaped like x. Empty for an empty x, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", dtypes=DTYPES)
+    check_tensor(x, "x", dtypes=FLOATS)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
     out = out_or_new(out, x.shape, x.dtype, x)

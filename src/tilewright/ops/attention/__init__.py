@@ -24,12 +24,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_bools, check_integers, check_out, check_tensor, next_pow2, torch_op
+from ...launch import FLOATS, Device, argument_error, check_bools, check_integers, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import (
-    DTYPES,
     FARTHEST,
     LOG2E,
     MAX_HEAD_DIM,
@@ -301,7 +300,7 @@ def attention(
     """
     check_bools(causal=causal, return_lse=return_lse)
     varlen = cu_seqlens_q is not None
-    check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=(*DTYPES, torch.float8_e4m3fn))
+    check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=(*FLOATS, torch.float8_e4m3fn))
     check_tensor(k, "k", ndim=q.dim(), like=q)
     _, q_heads, *_, head_dim = q.shape
     kv_heads, eight_bits = k.shape[1], q.dtype in FP8

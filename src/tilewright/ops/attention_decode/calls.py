@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_tensor
-from ..common.softmax_tiles import DTYPES, check_int32, check_per_head
+from ...launch import FLOATS, argument_error, check_tensor
+from ..common.softmax_tiles import check_int32, check_per_head
 
 MOST_TOKENS, MOST_LAUNCHES = 4, 64  # tokens of a launch; launches of a call
 
@@ -15,7 +15,7 @@ def check_queries(q: Tensor) -> None:
     """Raises TypeError or ValueError unless q is [batch, q_heads, q_len, head_dim] of sizes that
     `attention_decode` takes.
     """
-    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    check_tensor(q, "q", ndim=4, dtypes=FLOATS)
     _, _, q_len, head_dim = q.shape
     if not 1 <= q_len <= MOST_TOKENS * MOST_LAUNCHES:
         raise argument_error("q.shape[2]", f"in 1..{MOST_TOKENS * MOST_LAUNCHES}", q_len)

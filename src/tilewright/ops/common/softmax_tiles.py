@@ -14,7 +14,6 @@ from torch import Tensor
 from ...launch import argument_error, check_integers, check_number, check_positive, check_tensor, dtype_name
 from .scaling import FP8
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SOFTCAP = 2.0**64  # it and scale / softcap are normal numbers of fp32
 FARTHEST = 1 << 31  # keys from a query: no cache is as long, and a schema's 64 bits hold it
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers

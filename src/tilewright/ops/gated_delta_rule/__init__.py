@@ -25,9 +25,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
+from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
 from ...launch.values import Claim, Claims, rising
-from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_heads, check_starts
+from ..common.softmax_tiles import MAX_HEAD_DIM, check_heads, check_starts
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import recurrent_kernel as gated_delta_rule_kernel
 
@@ -186,7 +186,7 @@ def gated_delta_rule(
     check_bools(normalize=normalize)
     varlen = cu_seqlens is not None
     token, head = (0, 1) if varlen else (2, 1)
-    check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=DTYPES)
+    check_tensor(q, "q", ndim=3 if varlen else 4, dtypes=FLOATS)
     check_tensor(k, "k", shape=q.shape, like=q)
     check_tensor(v, "v", ndim=q.dim(), like=q)
     rows = [n for axis, n in enumerate(q.shape[:-1]) if axis != head]

@@ -27,7 +27,7 @@ from typing import Optional, cast
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
+from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
 from .. import rms_norm
 from ..common.fp8 import ROW, quantized
@@ -48,8 +48,6 @@ __all__ = [
     "reference",
     "space",
 ]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reference(
@@ -272,7 +270,7 @@ def kv_append(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(interleaved=interleaved, round_before_weight=round_before_weight)
-    check_tensor(k, "k", ndim=4, dtypes=DTYPES)
+    check_tensor(k, "k", ndim=4, dtypes=FLOATS)
     batch, kv_heads, tokens, head_dim = k.shape
     check_tensor(v, "v", ndim=4, like=k)
     check_tensor(v, "v", shape=(batch, kv_heads, tokens, v.shape[3]), like=k)

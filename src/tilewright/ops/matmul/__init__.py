@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
+from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..common.scaling import FP8, dequantize, known_scaling, scale_views, scaling_of, torch_product
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
@@ -48,8 +48,7 @@ __all__ = [
     "space",
 ]
 
-OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
-DTYPES = (*OUTPUTS, *FP8)
+DTYPES = (*FLOATS, *FP8)
 
 
 def reference(
@@ -190,7 +189,7 @@ def matmul(
         raise argument_error(f"a.shape[{axis}]", f"{k}, the k of b {tuple(b.shape)}", f"{sizes[axis]}{mend}")
     if out_dtype is None:
         stored = torch.bfloat16 if a.dtype in FP8 else a.dtype
-    elif out_dtype in OUTPUTS:
+    elif out_dtype in FLOATS:
         stored = out_dtype
     else:
         raise argument_error("out_dtype", "one of bfloat16, float16, float32", out_dtype)

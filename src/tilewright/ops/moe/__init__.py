@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
+from ...launch import HALVES, Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, no_nan, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.fp8 import GROUPS, dequantized, quantized
@@ -60,7 +60,6 @@ __all__ = [
     "space",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16)
 MOST_EXPERTS = 1024
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
 
@@ -240,7 +239,7 @@ def moe(
         Empty without tokens, with nothing launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(x, "x", ndim=2, dtypes=DTYPES)
+    check_tensor(x, "x", ndim=2, dtypes=HALVES)
     tokens, hidden = x.shape
     scaled = scale_gate_up is not None or scale_down is not None
     for name, matrix in (("gate_up", gate_up), ("down", down)):

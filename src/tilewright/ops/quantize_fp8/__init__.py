@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, each_out, out_or_new, torch_op
+from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, each_out, out_or_new, torch_op
 from ...launch.values import Claims, positive
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
@@ -37,7 +37,6 @@ __all__ = [
     "space",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = (TENSOR, ROW, GROUPS, SQUARES)
 
 
@@ -128,7 +127,7 @@ def quantize_fp8(
     """
     check_bools(power_of_two_scales=power_of_two_scales)
     check_format(block, dtype, BLOCKS)
-    check_tensor(x, "x", dtypes=DTYPES, ndim=2 if block == SQUARES else None)
+    check_tensor(x, "x", dtypes=FLOATS, ndim=2 if block == SQUARES else None)
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
     if scale is None:

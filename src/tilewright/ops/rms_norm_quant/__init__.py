@@ -38,7 +38,6 @@ __all__ = [
     "space",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = (ROW, GROUPS)
 
 

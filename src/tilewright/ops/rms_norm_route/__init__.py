@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_bools, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
+from ...launch import HALVES, Device, argument_error, check_bools, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
 from .. import rms_norm
 from ..common.routing import MOST_EXPERTS, check_routing, routed, scores_of
 from .decision import CHOICES, Config, Problem, plan, space
@@ -40,7 +40,6 @@ __all__ = [
     "space",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16)
 MOST_TOKENS = 65535  # of a grid's second axis
 
 
@@ -191,7 +190,7 @@ def rms_norm_route(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(round_before_weight=round_before_weight, sigmoid=sigmoid, normalize=normalize)
-    check_tensor(x, "x", ndim=2, dtypes=DTYPES)
+    check_tensor(x, "x", ndim=2, dtypes=HALVES)
     tokens, k = x.shape
     if k == 0:
         raise argument_error("x.shape[1]", "at least 1", 0)

@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
+from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
 from .decision import CHOICES, Config, Problem, grid, lanes, plan, space, work
 from .kernels import rope_kernel, rope_positions_kernel
 
@@ -35,8 +35,6 @@ __all__ = [
     "space",
     "work",
 ]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reference(
@@ -130,7 +128,7 @@ def rope(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(interleaved=interleaved)
-    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    check_tensor(q, "q", ndim=4, dtypes=FLOATS)
     check_tensor(k, "k", ndim=4, like=q)
     batch, q_heads, seq_len, head_dim = q.shape
     k_batch, kv_heads, k_len, k_dim = k.shape

@@ -28,15 +28,13 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
+from ...launch import FLOATS, Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, no_nan
 from ..common.philox import philox_reference, split_words
 from .decision import CHOICES, DECISION, Config, Problem, plan, space
 from .kernels import sample_kernel
 
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "comparable", "plan", "reference", "sample", "sample_kernel", "sample_out", "space"]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _scores(
@@ -183,7 +181,7 @@ def sample(
     Returns: [rows] int64. Empty for no rows, with nothing launched. 0 for a row of -inf.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(logits, "logits", ndim=2, dtypes=DTYPES)
+    check_tensor(logits, "logits", ndim=2, dtypes=FLOATS)
     rows, cols = logits.shape
     if cols == 0:
         raise argument_error("logits.shape[1]", "at least 1", 0)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_bools, check_tensor, torch_op
+from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_rows_kernel
@@ -37,7 +37,6 @@ __all__ = [
     "space",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = (ROW, GROUPS)
 
 
@@ -125,7 +124,7 @@ def silu_mul_quant(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(gelu_tanh=gelu_tanh, power_of_two_scales=power_of_two_scales)
-    check_tensor(gate, "gate", dtypes=DTYPES)
+    check_tensor(gate, "gate", dtypes=FLOATS)
     if gate.dim() == 0:
         raise argument_error("gate.dim()", "at least 1", 0)
     shape = tuple(gate.shape)

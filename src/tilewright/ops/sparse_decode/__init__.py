@@ -19,10 +19,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
+from ...launch import FLOATS, Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
 from ...launch.values import Claims, within
 from .. import attention_decode as decode
-from ..common.softmax_tiles import DTYPES, LOG2E, MAX_HEAD_DIM, check_int32, check_per_head
+from ..common.softmax_tiles import LOG2E, MAX_HEAD_DIM, check_int32, check_per_head
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv
@@ -188,7 +188,7 @@ def sparse_decode(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(return_lse=return_lse)
-    check_tensor(q, "q", ndim=4, dtypes=DTYPES)
+    check_tensor(q, "q", ndim=4, dtypes=FLOATS)
     batch, q_heads, q_len, head_dim = q.shape
     tokens = batch * q_len
     if wanted := refused_columns(head_dim, q.dtype):

@@ -17,10 +17,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...launch import Device, argument_error, check_integers, check_tensor, next_pow2, out_or_new, torch_op
+from ...launch import FLOATS, Device, argument_error, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..attention_decode.calls import check_decode
-from ..common.softmax_tiles import DTYPES
 from .decision import ARGUMENTS, CHOICES, CODE, Config, Problem, plan, space
 from .kernels import sparse_index_scores_kernel, sparse_index_select_kernel
 
@@ -205,7 +204,7 @@ def sparse_index(
         prompts in parts.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_tensor(q, "q", ndim=4, dtypes=(CODE, *DTYPES))
+    check_tensor(q, "q", ndim=4, dtypes=(CODE, *FLOATS))
     batch, q_len, heads, head_dim = q.shape
     check_integers(topk=topk)
     if not 1 <= topk < 2**31:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...launch import (
+    FLOATS,
     Device,
     argument_error,
     check_apart,
@@ -34,7 +35,7 @@ from ...launch import (
     torch_op,
 )
 from ...launch.values import Claim, Claims, no_nan, rising, within
-from ..common.softmax_tiles import DTYPES, MAX_HEAD_DIM, check_int32
+from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import recurrent_kernel as ssd_kernel
 
@@ -205,7 +206,7 @@ def ssd(
     """
     check_bools(dt_softplus=dt_softplus)
     varlen = cu_seqlens is not None
-    check_tensor(x, "x", ndim=3 if varlen else 4, dtypes=DTYPES)
+    check_tensor(x, "x", ndim=3 if varlen else 4, dtypes=FLOATS)
     *rows, heads, head_dim = x.shape
     check_tensor(b, "b", ndim=x.dim(), like=x)
     for name, size in (("x", head_dim), ("b", b.shape[-1])):
