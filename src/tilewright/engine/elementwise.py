@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..launch import Bound, Device, Launch, next_pow2
 from ..ops.common.pdl import MOST_PDL_ROWS, pdl_overlap
-from ..ops.common.tiles import load_tile
+from ..ops.common.tiles import ZERO, load_tile
 from ..ops.rms_norm_gated import opened
 from ..ops.ssd.kernels import softplus
 
 TILE = 1024  # elements of a block
-ZERO = ct.PaddingMode.ZERO
 
 
 def _tile_m(rows: int, tile_n: int) -> int:

@@ -27,8 +27,8 @@ from ..launch.values import Claims, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
+from .common.tiles import ZERO
 
-ZERO = ct.PaddingMode.ZERO
 PROMPT = -(2**31)  # what `counts` holds of a token that stands in the prompt alone
 WORD = 32  # bits of the mask
 

@@ -28,7 +28,6 @@ from .common.scaling import (
     GROUP,
     ROW,
     TENSOR,
-    ZERO,
     Scaling,
     add_product,
     add_scaled,
@@ -46,7 +45,7 @@ from .common.scaling import (
     scaling_of,
     torch_product,
 )
-from .common.tiles import grouped_tile, widths_of, zeros_of
+from .common.tiles import ZERO, grouped_tile, widths_of, zeros_of
 
 
 def reference(

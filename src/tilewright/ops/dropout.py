@@ -24,8 +24,7 @@ from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_number,
 from ..select import Choices, Work
 from .common.philox import low_high, one_of_four, philox, philox_reference, split_words
 from .common.rows import CPU_TILE, TILE_TIE, launchable, stream
-
-ZERO = ct.PaddingMode.ZERO
+from .common.tiles import ZERO
 
 
 def reference(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> Tensor:

@@ -21,9 +21,7 @@ from ..launch.values import Claims, within
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, grid_fits, least_tile, stream
-from .common.tiles import of_width
-
-ZERO = ct.PaddingMode.ZERO
+from .common.tiles import ZERO, of_width
 
 
 def reference(ids: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_bools, check_tensor, each_out, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
-from .common.softmax_tiles import FLOOR, LN2, LOG2E, joined
-from .common.tiles import load_tile
+from .common.softmax_tiles import FLOOR, LN2, joined
+from .common.tiles import LOG2E, load_tile
 
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
 MOST_STATES = 64

@@ -25,7 +25,8 @@ from ..select import Choices
 from . import attention_decode as decode
 from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode
 from .attention_decode.decision import ARGUMENTS, Config
-from .common.softmax_tiles import LOG2E, check_scales, no_keys
+from .common.softmax_tiles import check_scales, no_keys
+from .common.tiles import LOG2E
 
 
 def reference(

@@ -34,8 +34,9 @@ from ..launch import (
 )
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
-from .common.routing import MOST_EXPERTS, ZERO, check_routing, chosen_experts, routed, scores_of
+from .common.routing import MOST_EXPERTS, check_routing, chosen_experts, routed, scores_of
 from .common.rows import grid_fits, least_tile, stream
+from .common.tiles import ZERO
 
 
 def reference(

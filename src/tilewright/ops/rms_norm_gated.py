@@ -35,7 +35,7 @@ from ..select import Choices, Work
 from .common import rows
 from .common.pdl import pdl_overlap
 from .common.rows import Config
-from .common.tiles import LOG2_E, each_row_tile, gated, load_masked, of_width, vector_chunk
+from .common.tiles import LOG2E, each_row_tile, gated, load_masked, of_width, vector_chunk
 
 ZERO = ct.PaddingMode.ZERO  # padded columns add nothing to the sum of squares
 WIDEST = 8192  # columns of a group; both rows stay in registers
@@ -119,7 +119,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 def opened(gate, up, SIGMOID):
     """silu(gate) * up, or sigmoid(gate) * up, in fp32."""
     if SIGMOID:
-        divisor = 1.0 + ct.exp2(gate.astype(ct.float32) * -LOG2_E, flush_to_zero=True)  # as in `gated`
+        divisor = 1.0 + ct.exp2(gate.astype(ct.float32) * -LOG2E, flush_to_zero=True)  # as in `gated`
         return ct.truediv(up.astype(ct.float32), divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     return gated(gate, up, False)
 

@@ -21,9 +21,7 @@ from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, chec
 from ..select import Choices
 from .common.pdl import pdl_overlap
 from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
-from .common.tiles import Rows, each_tile, gated, load_masked, of_width
-
-ZERO = ct.PaddingMode.ZERO
+from .common.tiles import ZERO, Rows, each_tile, gated, load_masked, of_width
 
 
 def reference(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False) -> Tensor:

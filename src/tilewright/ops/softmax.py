@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_tensor, out_or_new, torch_op
 from .common.rows import Config, row_choices
-from .common.tiles import Rows, each_row_tile, load_masked, of_width
+from .common.tiles import LOG2E, Rows, each_row_tile, load_masked, of_width
 
-LOG2_E = math.log2(math.e)
 NEG_INF = ct.PaddingMode.NEG_INF  # padded columns are exp(-inf) = 0
 ZERO = ct.PaddingMode.ZERO  # where only rows can be padded; the TMA unit pads with nothing else
 
@@ -89,7 +88,7 @@ def softmax_kernel(
         powers: tuple = ()
         total = ct.zeros(shape, ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, TILE_N))):
-            power = ct.exp2((xs[j] - top) * LOG2_E, flush_to_zero=True)
+            power = ct.exp2((xs[j] - top) * LOG2E, flush_to_zero=True)
             total = total + power
             powers = (*powers, power)
         scale = 1.0 / ct.sum(total, axis=1, keepdims=True)
@@ -133,13 +132,13 @@ def softmax_reread_kernel(
             new_top = ct.maximum(top, x)
             # nothing but -inf so far: powers are 0, not NaN
             origin = ct.where(new_top == -math.inf, 0.0, new_top)
-            total = total * ct.exp2((top - origin) * LOG2_E, flush_to_zero=True) + ct.exp2((x - origin) * LOG2_E, flush_to_zero=True)
+            total = total * ct.exp2((top - origin) * LOG2E, flush_to_zero=True) + ct.exp2((x - origin) * LOG2E, flush_to_zero=True)
             top = new_top
         row_top = ct.max(top, axis=1, keepdims=True)
         origin = ct.where(row_top == -math.inf, 0.0, row_top)
-        scale = 1.0 / ct.sum(total * ct.exp2((top - origin) * LOG2_E, flush_to_zero=True), axis=1, keepdims=True)
+        scale = 1.0 / ct.sum(total * ct.exp2((top - origin) * LOG2E, flush_to_zero=True), axis=1, keepdims=True)
         for j in range(ct.cdiv(COLS, TILE_N)):
-            store(i, j, whole, ct.exp2((load(i, j, whole) - row_top) * LOG2_E, flush_to_zero=True) * scale)
+            store(i, j, whole, ct.exp2((load(i, j, whole) - row_top) * LOG2E, flush_to_zero=True) * scale)
 
     each_row_tile(normalise, X, COLS, PERSISTENT, TILE_M, TILE_N)
 

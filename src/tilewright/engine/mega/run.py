@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Bound, Device, Launch, next_pow2
-from ...ops.common.softmax_tiles import LOG2E
+from ...ops.common.tiles import LOG2E
 from .kernel import mega_kernel
 from .pack import Weights, as_words, head_norm_words, pack, rope_words, stream_words
 from .shape import Config, default_config, schedule_of

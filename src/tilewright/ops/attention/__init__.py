@@ -30,7 +30,6 @@ from ..common.prefill import Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import (
     FARTHEST,
-    LOG2E,
     MAX_HEAD_DIM,
     check_heads,
     check_int32,
@@ -41,6 +40,7 @@ from ..common.softmax_tiles import (
     check_starts,
     no_keys,
 )
+from ..common.tiles import LOG2E
 from .decision import CHOICES, Problem, near, plan, space
 from .kernels import attention_kernel
 

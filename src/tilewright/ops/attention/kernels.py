@@ -12,8 +12,8 @@ from ..common.attention_tiles import (
     summed_products,
     transposed_columns,
 )
-from ..common.softmax_tiles import LOG2E, sink_factor
-from ..common.tiles import rows_from
+from ..common.softmax_tiles import sink_factor
+from ..common.tiles import LOG2E, rows_from
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 

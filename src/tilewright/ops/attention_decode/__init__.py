@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ...launch import Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
-from ..common.softmax_tiles import FARTHEST, LOG2E, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
+from ..common.softmax_tiles import FARTHEST, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
+from ..common.tiles import LOG2E
 from .calls import MOST_TOKENS, check_codes, check_decode, check_queries, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel

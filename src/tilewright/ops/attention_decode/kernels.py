@@ -7,11 +7,10 @@ import math
 import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
-from ..common.softmax_tiles import FLOOR, LN2, LOG2E, merged, sink_factor, softmax_step
-from ..common.tiles import load_tile, rows_from
+from ..common.softmax_tiles import FLOOR, LN2, merged, sink_factor, softmax_step
+from ..common.tiles import LOG2E, ZERO, load_tile, rows_from
 from ..common.weight_tiles import e4m3_planes, joined
 
-ZERO = ct.PaddingMode.ZERO
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
 # Codes become numbers that are 2**-8 (fp16) or 2**-120 (bf16) of their value, because that takes no
 # instruction. The queries, the scale of the scores, the weights and the sums each make up for a

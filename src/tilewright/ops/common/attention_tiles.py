@@ -11,8 +11,8 @@ import cuda.tile as ct
 
 from ...launch import next_pow2
 from .softmax_tiles import FLOOR, LN2, product, softmax_step
+from .tiles import ZERO
 
-ZERO = ct.PaddingMode.ZERO
 # Weights of 8 bits go up to 2**8 (e4m3 holds up to 448), so the least number is 2**-17 of the
 # largest weight.
 SHIFT = 8

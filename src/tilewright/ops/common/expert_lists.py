@@ -12,8 +12,8 @@ import torch
 from ...launch import Device, Launch, next_pow2
 from .fp8 import group_codes
 from .pdl import pdl_overlap
-from .scaling import GROUP, ZERO
-from .tiles import gated
+from .scaling import GROUP
+from .tiles import ZERO, gated
 
 LARGEST = 448  # of the codes of activations, e4m3
 MAP_WIDTH = 128  # panels that a block writes at once

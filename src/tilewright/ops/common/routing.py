@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...launch import argument_error, check_integers
+from .tiles import ZERO
 
 MOST_EXPERTS = 1024
 MOST_TOP_K = 64
 TINY = 2.0**-126  # the smallest normal fp32: weights of scores that all underflow stay finite
 TAKEN = -(2**31)  # an order key below every other
-ZERO = ct.PaddingMode.ZERO
 
 
 def routed(

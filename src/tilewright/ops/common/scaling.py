@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from ...launch import argument_error, check_tensor, dtype_name
+from .tiles import ZERO
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROUP = 128  # values that share a scale along k
-ZERO = ct.PaddingMode.ZERO
 
 
 class Scaling(IntEnum):

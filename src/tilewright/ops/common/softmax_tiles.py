@@ -18,7 +18,6 @@ MAX_SOFTCAP = 2.0**64  # it and scale / softcap are normal numbers of fp32
 FARTHEST = 1 << 31  # keys from a query: no cache is as long, and a schema's 64 bits hold it
 MAX_HEAD_DIM = 256  # the accumulator of one tile of queries stays in registers
 
-LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 FLOOR = -3.0e38  # below every score, and finite: a masked score minus it is -inf, it minus itself 0; so no NaN from -inf - -inf
 

@@ -7,7 +7,8 @@ import cuda.tile as ct
 
 from ...launch import next_pow2
 
-LOG2_E = math.log2(math.e)
+LOG2E = math.log2(math.e)
+ZERO = ct.PaddingMode.ZERO
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
 # A matrix whose strides are known when compiling. Where its rows begin off multiples of 16 bytes, a
@@ -74,6 +75,14 @@ def load_masked(matrix, at, shape, padding, whole, latency, tma):
         inside = inside & (rows < matrix.shape[0])
     value = -math.inf if padding == ct.PaddingMode.NEG_INF else 0
     return ct.gather(matrix, (rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
+
+
+def add_each(*numbers):
+    """The sums, pair by pair, of two lists of as many numbers, given one after the other."""
+    sums: tuple = ()
+    for n in ct.static_iter(range(len(numbers) // 2)):
+        sums = (*sums, numbers[n] + numbers[n + len(numbers) // 2])
+    return sums
 
 
 def each_chunk(do, count, UNROLLED):
@@ -159,7 +168,7 @@ def gated(gate, up, GELU):
     gate, up = gate.astype(ct.float32), up.astype(ct.float32)
     z = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate) if GELU else gate
     # The approximate division is good to 2 ulp of fp32 for the same reciprocal unit that exp2 uses.
-    divisor = 1.0 + ct.exp2(z * -LOG2_E, flush_to_zero=True)
+    divisor = 1.0 + ct.exp2(z * -LOG2E, flush_to_zero=True)
     return ct.truediv(gate, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True) * up
 
 

@@ -17,8 +17,8 @@ import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
 from ..common.recurrence import LEAST_DECAY
-from ..common.tiles import rows_from
-from .kernels import LOG2E, ZERO, inverse
+from ..common.tiles import LOG2E, ZERO, rows_from
+from .kernels import inverse
 
 
 @ct.kernel

@@ -11,17 +11,13 @@ the state is left for `scan_kernel`, chunk after chunk. The norms of q and k are
 both take q and k as they come.
 """
 
-import math
-
 import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
 from ..common.recurrence import FLOOR, LEAST_DECAY, row_of
-from ..common.tiles import load_tile, rows_from
+from ..common.tiles import LOG2E, ZERO, load_tile, rows_from
 
-ZERO = ct.PaddingMode.ZERO
-LOG2E = math.log2(math.e)
 INTO, ONWARD, OUTWARD = 0, 1, 2  # rows of FACTORS
 
 

@@ -2,8 +2,8 @@
 
 import cuda.tile as ct
 
-from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
-from ..common.tiles import grouped_tile, rows_from
+from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
+from ..common.tiles import ZERO, grouped_tile, rows_from
 
 
 @ct.kernel

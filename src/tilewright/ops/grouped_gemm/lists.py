@@ -16,7 +16,8 @@ from torch import Tensor
 from ...launch import Bound, Device, Launch, argument_error, hints
 from ...select import rates, us
 from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tables, tiles_of, work
-from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, ZERO, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
+from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
+from ..common.tiles import ZERO
 from .candidates import TABLES
 
 

@@ -6,9 +6,8 @@ import torch
 from ...launch import next_pow2
 from ..common.fp8 import codes_of, largest_code, scale_of
 from ..common.pdl import pdl_overlap
-from ..common.tiles import load_pairs, load_tile, rotate_pairs, store_pairs
+from ..common.tiles import ZERO, load_pairs, load_tile, rotate_pairs, store_pairs
 
-ZERO = ct.PaddingMode.ZERO
 LARGEST = largest_code(torch.float8_e4m3fn)
 
 

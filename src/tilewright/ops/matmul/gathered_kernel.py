@@ -4,8 +4,8 @@ place of the TMA unit.
 
 import cuda.tile as ct
 
-from ..common.tiles import grouped_tile
-from .kernels import ZERO, split_work
+from ..common.tiles import ZERO, grouped_tile
+from .kernels import split_work
 
 UNIT = 8  # elements that a thread copies at once: 16 bytes of 16-bit numbers
 

@@ -37,6 +37,7 @@ from ...launch import HALVES, Device, argument_error, check_tensor, out_or_new, 
 from ...launch.values import Claims, no_nan, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.fp8 import GROUPS, dequantized, quantized
+from ..common.routing import MOST_EXPERTS
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
 from .choices import CHOICES, space
 from .decision import E4M3, Config, Problem, Product, plan
@@ -60,7 +61,6 @@ __all__ = [
     "space",
 ]
 
-MOST_EXPERTS = 1024
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
 
 

@@ -4,8 +4,8 @@ import cuda.tile as ct
 
 from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
-from ..common.scaling import BLOCK, GROUP, ROW, ZERO, add_scaled
-from ..common.tiles import grouped_tile
+from ..common.scaling import BLOCK, GROUP, ROW, add_scaled
+from ..common.tiles import ZERO, grouped_tile
 
 
 def _finished(acc, PARTS, TILE_M, TILE_N, SWAP_AB, ACTIVATION):

@@ -6,7 +6,8 @@ import cuda.tile as ct
 
 from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
-from ..common.scaling import BLOCK, GROUP, ROW, ZERO
+from ..common.scaling import BLOCK, GROUP, ROW
+from ..common.tiles import ZERO
 from .kernels import of_rows
 
 

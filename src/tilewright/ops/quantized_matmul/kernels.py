@@ -8,11 +8,9 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
 from ..common.pieces import PIECES, add_products, store_pieces, store_whole_pieces, summed
-from ..common.tiles import grouped_tile
+from ..common.tiles import ZERO, grouped_tile
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, add_product, unit
-
-ZERO = ct.PaddingMode.ZERO
 
 
 @ct.kernel

@@ -28,6 +28,7 @@ from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, no_nan, within
 from ..common.expert_ids import check_activation, check_choice
 from ..common.expert_weights import QuantizedExperts, check_format
+from ..common.routing import MOST_EXPERTS
 from ..common.weight_formats import INT4, check_k, format_named
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
@@ -46,7 +47,6 @@ __all__ = [
     "space",
 ]
 
-MOST_EXPERTS = 1024
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
 
 

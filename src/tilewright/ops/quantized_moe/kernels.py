@@ -8,10 +8,9 @@ import cuda.tile as ct
 from ..common.expert_lists import activated
 from ..common.pdl import pdl_overlap
 from ..common.pieces import PIECES, add_products, store_pieces, summed
+from ..common.tiles import ZERO
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, add_product, unit
-
-ZERO = ct.PaddingMode.ZERO
 
 
 def _expert_words(words, expert, tile_n, step, how):

@@ -3,8 +3,8 @@
 import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
-from ..common.routing import ZERO, chosen_experts, experts_and_groups
-from ..common.tiles import load_tile, rounded_sum
+from ..common.routing import chosen_experts, experts_and_groups
+from ..common.tiles import ZERO, load_tile, rounded_sum
 
 
 @ct.kernel

@@ -7,10 +7,9 @@ import cuda.tile as ct
 from ..common.first_best import empty_best, first_best, take_better
 from ..common.pdl import pdl_overlap
 from ..common.philox import low_high, one_of_four, philox
-from ..common.tiles import load_tile, of_width
+from ..common.tiles import LOG2E, add_each, load_tile, of_width
 
 NEG_INF = ct.PaddingMode.NEG_INF
-LOG2_E = math.log2(math.e)
 SMALL = 2.0**-10  # below it three terms of -log(1 - v) are exact in fp32, and 1 - v is not
 
 
@@ -29,14 +28,6 @@ def _smallest(place, SHIFT):
     of -inf.
     """
     return ct.bitcast(_mirrored((place << SHIFT).astype(ct.int32)), ct.float32)
-
-
-def _add_each(*numbers):
-    """The sums, pair by pair, of two lists of as many numbers, given one after the other."""
-    sums: tuple = ()
-    for n in ct.static_iter(range(len(numbers) // 2)):
-        sums = (*sums, numbers[n] + numbers[n + len(numbers) // 2])
-    return sums
 
 
 def _exponential(word):
@@ -104,7 +95,7 @@ def sample_kernel(
 
         def amounts(x, COUNT):
             """What a logit adds to a sum: 1, or its probability without the common divisor."""
-            return ct.full(shape, 1.0, ct.float32) if COUNT else ct.exp2(below_top(x) * LOG2_E, flush_to_zero=True)
+            return ct.full(shape, 1.0, ct.float32) if COUNT else ct.exp2(below_top(x) * LOG2E, flush_to_zero=True)
 
         def sums_from(low, step, COUNT):
             """Over the logits from each of the places low + step, low + 2 * step, ..."""
@@ -124,7 +115,7 @@ def sample_kernel(
             for n in ct.static_iter(range(WAYS)):
                 zeros = (*zeros, 0.0)
             # one reduction for all: each is several barriers of the cluster
-            return ct.reduce(sums, 1, _add_each, zeros)
+            return ct.reduce(sums, 1, add_each, zeros)
 
         def search(low, high, target, COUNT):
             """The highest place from which the sum is still at least target: so it is from low, and

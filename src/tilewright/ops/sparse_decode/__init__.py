@@ -22,7 +22,8 @@ from torch import Tensor
 from ...launch import FLOATS, Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
 from ...launch.values import Claims, within
 from .. import attention_decode as decode
-from ..common.softmax_tiles import LOG2E, MAX_HEAD_DIM, check_int32, check_per_head
+from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32, check_per_head
+from ..common.tiles import LOG2E
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv

@@ -7,10 +7,9 @@ import math
 import cuda.tile as ct
 
 from ...launch import next_pow2
-from ..common.softmax_tiles import FLOOR, LN2, LOG2E, sink_factor, softmax_step
+from ..common.softmax_tiles import FLOOR, LN2, sink_factor, softmax_step
+from ..common.tiles import LOG2E, ZERO
 from .packed import ROPE as ROTATED
-
-ZERO = ct.PaddingMode.ZERO
 
 
 def list_length(INDICES, LENGTH, token, HAS_LENGTH):

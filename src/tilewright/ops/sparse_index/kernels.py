@@ -5,8 +5,8 @@ import cuda.tile as ct
 from ..common.pdl import pdl_overlap
 from ..common.routing import _order_keys as order_keys
 from ..common.softmax_tiles import product
+from ..common.tiles import ZERO, add_each
 
-ZERO = ct.PaddingMode.ZERO
 NOTHING = -(2**31)  # an order key below that of every score
 HIGHEST = 2**31 - 1  # above that of every score
 
@@ -81,14 +81,6 @@ def sparse_index_scores_kernel(
         ct.store(SCORES, (sequence, tokens, j), ct.transpose(order_keys(scores)).reshape((1, TILE_T, TILE_N)), allow_tma=False)
 
 
-def _add_each(*numbers):
-    """The sums, pair by pair, of two lists of as many numbers, given one after the other."""
-    sums: tuple = ()
-    for n in ct.static_iter(range(len(numbers) // 2)):
-        sums = (*sums, numbers[n] + numbers[n + len(numbers) // 2])
-    return sums
-
-
 @ct.kernel
 def sparse_index_select_kernel(
     SCORES,
@@ -140,7 +132,7 @@ def sparse_index_select_kernel(
                 cut = min(base + (n + 1) * step, high).astype(ct.int32)
                 new = (*new, counts[n] + (x >= cut).astype(ct.int32))
             counts = new
-        totals = ct.reduce(counts, 0, _add_each, zeros)
+        totals = ct.reduce(counts, 0, add_each, zeros)
         for n in ct.static_iter(range(WAYS)):
             cut, count = base + (n + 1) * step, totals[n].item()
             enough = count >= k

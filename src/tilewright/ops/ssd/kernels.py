@@ -10,17 +10,13 @@ SMs idle, `carry_kernel` finds the state behind each segment as if it began with
 `link_kernel` the true state in front of each, and the segments run at once.
 """
 
-import math
-
 import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
 from ..common.recurrence import FLOOR, LEAST_DECAY, row_of
-from ..common.tiles import gated, load_tile, rows_from
+from ..common.tiles import LOG2E, ZERO, gated, load_tile, rows_from
 
-ZERO = ct.PaddingMode.ZERO
-LOG2E = math.log2(math.e)
 ODD = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3)
 
 
