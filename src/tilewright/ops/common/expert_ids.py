@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ...launch import argument_error, check_finite, check_positive, check_tensor
-from .routing import MOST_TOP_K
+from ...launch.values import Claims, no_nan, within
+from .routing import MOST_EXPERTS, MOST_TOP_K
 
 
 def check_choice(x: Tensor, weights: Tensor, ids: Tensor) -> None:
@@ -24,6 +25,13 @@ def check_activation(alpha: float, limit: float | None, up_offset: float) -> Non
     if limit is not None:
         check_positive(limit, "limit")
     check_finite(up_offset, "up_offset")
+
+
+def claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:
+    """What an op of these arguments relies on."""
+    if limit is not None:
+        yield from no_nan("x", x)  # the bounds would hide it
+    yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
 
 
 def routed(tokens: int, experts: int, top_k: int, foreign: int, only: tuple[int, ...] = ()) -> Tensor:

@@ -34,8 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import HALVES, Device, argument_error, check_tensor, out_or_new, torch_op
-from ...launch.values import Claims, no_nan, within
-from ..common.expert_ids import check_activation, check_choice
+from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.routing import MOST_EXPERTS
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
@@ -126,13 +125,7 @@ _ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch
 DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)
 
 
-def _claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:
-    if limit is not None:
-        yield from no_nan("x", x)  # the bounds would hide it
-    yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
-
-
-@torch_op(mutates=("out",), claims=_claims)
+@torch_op(mutates=("out",), claims=claims)
 def moe_out(
     x: Tensor,
     gate_up: Tensor,

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
-from ...launch.values import Claims, no_nan, within
-from ..common.expert_ids import check_activation, check_choice
+from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.expert_weights import QuantizedExperts, check_format
 from ..common.routing import MOST_EXPERTS
 from ..common.weight_formats import INT4, check_k, format_named
@@ -88,13 +87,7 @@ def reference(
     return out.to(x.dtype)
 
 
-def _claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:
-    if limit is not None:
-        yield from no_nan("x", x)  # the bounds would hide it
-    yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
-
-
-@torch_op(mutates=("out",), claims=_claims)
+@torch_op(mutates=("out",), claims=claims)
 def quantized_moe_out(
     x: Tensor,
     words_gate_up: Tensor,
