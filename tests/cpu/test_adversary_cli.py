@@ -21,6 +21,7 @@ from tilewright.launch.files import replace_file
 from tilewright.launch.names import nearest
 from tilewright.models import outline_of
 from tilewright.ops.common.mx import mx_named
+from tilewright.ops.common.weight_formats import format_named
 from tilewright.testing import command, tiny_chat
 
 HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
@@ -116,6 +117,7 @@ def test_a_library_tells_the_nearest_too() -> None:
     for call, message in (
         (lambda: of_engine("Qwen2-7b", Device.named("H200")), "model must be Qwen2-7B \\(did you mean that"),
         (lambda: Device.named("h100"), "device must be H100 \\(did you mean that"),
+        (lambda: format_named("int4"), "weight_format must be int4-128 \\(did you mean that"),
         (lambda: mx_named("mxfp-8"), "mx_format must be mxfp8 \\(did you mean that"),
     ):
         with pytest.raises((KeyError, ValueError), match=message):

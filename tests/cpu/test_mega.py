@@ -157,7 +157,7 @@ def test_more_blocks_than_multiprocessors_are_refused(small, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("phi3", {}, "model.config.model_type must be one of llama"),
+        ("phi3", {}, "model.config.model_type must be one of llama, mistral, qwen3 with"),
         ("llama-tied-bias", {}, "the model must be without biases"),
         ("mistral", {}, "model.config.sliding_window must be None"),
         ("llama", {"head_dim": 24}, "head_dim must be a power of two"),

@@ -269,7 +269,7 @@ BAD = [
     ({"cos": None, "sin": None}, ValueError, r"the angles must be .*, got neither"),
     ({"positions": POSITIONS}, ValueError, r"the angles must be .*, got cos, sin, positions"),
     ({"cos": TABLE[:, :4]}, ValueError, r"cos.shape must be \(1 or 2, 5, 1 to 32\), got \(1, 4, 32\)"),
-    ({"cos": torch.ones(1, 5, 64)}, ValueError, r"cos.shape must be \(1 or 2, 5, 1 to 32\), got \(1, 5, 64\)"),
+    ({"cos": torch.ones(1, 5, 64)}, ValueError, r"got \(1, 5, 64\): transformers gives each angle twice, so pass the first half"),
     ({"cos": torch.ones(3, 5, 32)}, ValueError, r"cos.shape must be \(1 or 2, 5, 1 to 32\), got \(3, 5, 32\)"),
     ({"cos": TABLE.half()}, ValueError, r"cos.dtype must be one of float32, .*got float16"),
     ({"sin": TABLE[..., :16]}, ValueError, r"sin.shape must be .*\(1, 5, 32\).*, got \(1, 5, 16\)"),

@@ -63,7 +63,7 @@ def check_tensor(
     if not any_strides and not tensor.is_contiguous() and (contiguous or (tensor.stride()[-1] != 1 and tensor.shape[-1] > 1)):
         raise _stride_error(tensor, name, contiguous)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise argument_error(f"{name}.requires_grad", "False, or the call under torch.no_grad(): this op has no backward", True)
+        raise argument_error(f"{name}.requires_grad", "False", "True: this op has no backward, so call it under torch.no_grad()")
 
 
 def _layout_error(tensor: Tensor, name: str) -> ValueError:
@@ -75,10 +75,10 @@ def _layout_error(tensor: Tensor, name: str) -> ValueError:
 def _stride_error(tensor: Tensor, name: str, contiguous: bool) -> ValueError:
     if contiguous:
         return argument_error(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")
-    was = str(tensor.stride(-1))
-    if tensor.dim() >= 2 and tensor.stride(-2) == 1 and tensor.stride(-1) > 0:  # the commonest mistake: matmul(x, weight.t())
-        was += f", a transposed view: give {name}.mT instead, with trans_{name}=True where the op has it, or {name}.contiguous()"
-    return argument_error(f"{name}.stride(-1)", 1, was)
+    mend = f": give {name}.contiguous(), a copy"
+    if name in ("a", "b") and tensor.dim() >= 2 and tensor.stride(-2) == 1:  # the commonest mistake: matmul(x, weight.t())
+        mend = f", a transposed view: give {name}.mT instead, with trans_{name}=True where the op has it, or {name}.contiguous()"
+    return argument_error(f"{name}.stride(-1)", 1, f"{tensor.stride(-1)}{mend}")
 
 
 def out_or_new(
@@ -267,7 +267,8 @@ def check_number(value: object, name: str) -> None:
     True is none. ValueError for an integer that a kernel's int32 does not hold.
     """
     if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a Python number, got {value!r:.80}")
+        was = "a tensor" if isinstance(value, Tensor) else f"{value!r:.80}"
+        raise TypeError(f"{name} must be a Python number, got {was}")
     if isinstance(value, int) and not -(2**31) <= value < 2**31:
         raise argument_error(name, "an integer in -2**31..2**31 - 1, or a float", f"{value!r:.80}")
 

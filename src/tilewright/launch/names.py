@@ -7,9 +7,13 @@ ALIKE = 0.7  # of the characters: at 0.6 "all" is meant to be "llm"
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most like this one, in whichever case; None if none is."""
-    by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(str(name)[:100].lower(), by_lower, 1, ALIKE)
+    """The known name that is most like this one, in whichever case; None if none is.
+
+    A beginning of at least three letters is meant to be the first name that begins so.
+    """
+    by_lower, word = {each.lower(): each for each in known}, str(name)[:100].lower()
+    begun = [each for each in by_lower if each.startswith(word) and len(word) >= 3]
+    found = begun or difflib.get_close_matches(word, by_lower, 1, ALIKE)
     return by_lower[found[0]] if found else None
 
 

@@ -15,7 +15,7 @@ from ..mlp import GatedMlp
 from ..weights import plain
 from .shape import ROWS, Dims, Schedule, schedule_of
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # but not with what `refuse` names
+MODEL_TYPES = ("llama", "mistral", "qwen3")  # but not with what `refuse` names
 
 
 def dims_of_config(config: Any) -> Dims:
@@ -34,7 +34,7 @@ def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
     biased = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)] or [kind] * (kind == "qwen2")
     number_type, windowed = str(dtype).removeprefix("torch."), window is not None and getattr(config, "use_sliding_window", True)
     for bad, what, must_be, was in (
-        (kind not in MODEL_TYPES, "model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", kind),
+        (kind not in (*MODEL_TYPES, "qwen2"), "model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", kind),
         (number_type not in ("bfloat16", "float16"), "the model's dtype", "bfloat16 or float16", number_type),
         (bool(biased), "the model", "without biases", "".join(biased[:1])),
         (windowed, "model.config.sliding_window", "None", window),

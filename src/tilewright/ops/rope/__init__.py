@@ -159,7 +159,9 @@ def _check_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_tensor(cos, "cos", ndim=3, dtypes=(q.dtype, torch.float32), like=q)
     count, length, half = cos.shape
     if count not in (1, batch) or length != seq_len or not 0 < 2 * half <= head_dim:
-        raise argument_error("cos.shape", f"(1 or {batch}, {seq_len}, 1 to {head_dim // 2})", tuple(cos.shape))
+        batches = f"1 or {batch}" if batch > 1 else "1"
+        whole = ": transformers gives each angle twice, so pass the first half of the last axis" if half == head_dim else ""
+        raise argument_error("cos.shape", f"({batches}, {seq_len}, 1 to {head_dim // 2})", f"{tuple(cos.shape)}{whole}")
     check_tensor(sin, "sin", shape=cos.shape, like=cos)
 
 
