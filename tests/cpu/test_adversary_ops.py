@@ -175,7 +175,7 @@ def test_transforms_of_torch_func_are_refused_where_memory_is_compared(op) -> No
 
 def test_a_factor_of_angles_is_a_number() -> None:
     x, angles = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, 4)
-    with pytest.raises(TypeError, match="scaling must be a Python number, got a tensor$"):
+    with pytest.raises(TypeError, match=r"scaling must be a Python number, got a tensor$"):
         tilewright.rope(x, x + 1, angles, angles, scaling=torch.tensor(1.0))
 
 

@@ -197,7 +197,7 @@ def test_a_playbook_run_prints_tables_and_what_is_not_built(monkeypatch, capsys)
     out = capsys.readouterr().out
     assert first.title + ":" in out
     assert "✓ PASSED: bench_fused_attention.py" in out
-    assert "58.1883 TFLOP/s published for DGX Spark (cutile-playbook.md)" in out
+    assert "58.19 TFLOP/s published for DGX Spark (cutile-playbook.md)" in out
     run.table(Table("mla-TFLOPS", "bench_mla.py", "no_such_op", "N_CTX", "TFLOPS", ((1, {}),)))
     assert "mla-TFLOPS: not built (no op no_such_op)" in capsys.readouterr().out
 

@@ -165,7 +165,7 @@ class _Run:
         self.console.print(row.line())
         for figure in beside(dataclasses.asdict(row)):
             value = "" if figure.metric == "ratio" else " published"
-            self.console.print(f"    {figure.kernel}: {figure.value:g} {figure.metric}{value} for {figure.hardware} ({figure.document})")
+            self.console.print(f"    {figure.kernel}: {figure.text}{value} for {figure.hardware} ({figure.document})")
         self.rows.append(row)
         if self.json_file:
             append_jsonl(self.json_file, row.json())

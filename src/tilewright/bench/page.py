@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from . import results
-from .published import SHEETS, Figure, best_row, figures
+from .published import SHEETS, Figure, amount, best_row, figures
 from .results import Against, Change, Row
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _over_lengths(op: str, fixed: tuple[Any, ...], group: Sequence[Figure], rows
         here = [row for row in rows if row["gpu"] == gpu]
         ours = {f.problem["q_len"]: best_row(f, here) for f in group}
         if any(ours.values()):
-            cells = [f"<b>{row['tflops']:,.4g}</b> <small>{row['roof_pct']:.0f} %</small>" if (row := ours[n]) else "-" for n in lengths]
+            cells = [f"<b>{amount(row['tflops'], '')}</b> <small>{row['roof_pct']:.0f} %</small>" if (row := ours[n]) else "-" for n in lengths]
             types = ", ".join(sorted({row["dtype"] for row in ours.values() if row}))
             lines.append((f"Tilewright {_e(op)}, {_e(types)}", f"{_e(gpu)} {MEASURED}", "", *cells))
     words = ", ".join(f"{name} {value}" for name, value in fixed)
@@ -203,21 +203,21 @@ def _over_lengths(op: str, fixed: tuple[Any, ...], group: Sequence[Figure], rows
 
 def _with_share(figure: Figure) -> str:
     share = figure.roof_pct()
-    return f"{figure.value:,.4g}" + (f" <small>{share:.0f} %</small>" if share is not None else "")
+    return amount(figure.value, "") + (f" <small>{share:.0f} %</small>" if share is not None else "")
 
 
 def _figure_lines(group: Sequence[Figure], rows: Sequence[Row]) -> Iterable[tuple[str, ...]]:
     for figure in group:
         roof = figure.roof_pct()
         cells = (_e(figure.kernel), _e(_problem(figure)), f"{_e(figure.hardware)} {PUBLISHED}", _e(figure.document.removesuffix(".md")))
-        yield (*cells, f"{figure.value:,.4g} {_e(figure.metric)}", f"{roof:.0f} %" if roof is not None else "-")
+        yield (*cells, _e(figure.text), f"{roof:.0f} %" if roof is not None else "-")
     for figure in {f.by: f for f in group}.values():
         row, who = best_row(figure, rows), figure.by or "Tilewright"
         if row is not None:
             value, unit = _same_unit(figure, row)
             share = None if figure.by else row.get("roof_pct", row.get("floor_pct"))
             cells = (f"{_e(who)} {_e(row['op'])}", _e(row["case"]), f"{_e(row['gpu'])} {MEASURED}", _e(row.get("date", "")))
-            yield (*cells, f"<b>{value:,.4g} {unit}</b>", f"<b>{share:.0f} %</b>" if share is not None else "-")
+            yield (*cells, f"<b>{amount(value, unit)}</b>", f"<b>{share:.0f} %</b>" if share is not None else "-")
         elif figure.op:
             yield (_e(who), _e(_problem(figure)), f'<span class="soft">{figure.alone or "not measured yet"}</span>', "", "-", "-")
 

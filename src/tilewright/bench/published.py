@@ -36,6 +36,12 @@ SHEETS = {  # by device: dense rates are half of those that a sheet states with 
 }
 
 
+def amount(value: float, unit: str) -> str:
+    """Four digits, or all that are before the point: 51,151 ms, 13.7x."""
+    number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{number}x" if unit == "ratio" else f"{number} {unit}".rstrip()
+
+
 @dataclass(frozen=True)
 class Figure:
     """One published number.
@@ -81,6 +87,11 @@ class Figure:
         if rate is not None and sheet.tflops:
             return 100 * rate / (sheet.tflops * (2 if "float8" in self.problem.get("dtype", "") else 1))
         return 100 * self.value / sheet.memory_gbs if rate is None and self.metric == "GB/s" and sheet.memory_gbs else None
+
+    @property
+    def text(self) -> str:
+        """The value in its unit. A ratio is a factor; other numbers without a unit stand alone."""
+        return amount(self.value, "" if self.metric in ("absolute", "relative") else self.metric)
 
     @property
     def alone(self) -> str:
