@@ -76,6 +76,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return text.replace("](../SECURITY.md)", f"]({up}security.md)")
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Our docstrings begin a line with "Returns: ", which mkdocstrings takes for a sentence."""
+    if page.file.src_uri != "api.md":
+        return html
+    return re.sub(r"(<p>|\s)(Returns|Raises): ", lambda m: f"{m[1] if m[1] == '<p>' else '</p><p>'}<strong>{m[2]}:</strong> ", html)
+
+
 def title(name: str) -> str:
     if name in ("changelog", "contributing", "security"):
         return name.title()

@@ -22,9 +22,11 @@ from page_names import NAMES, NOT_RUN, ON_A_CPU, tiny_llama
 
 import tilewright
 from tilewright import QuantizedWeight, ops
+from tilewright.bench.report import case_name
 from tilewright.cli import app
 from tilewright.ops.common.weight_formats import FORMATS
 from tilewright.testing import op_name
+from tilewright.testing.cases import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -116,7 +118,20 @@ def test_commands_in_sentences_name_verbs_and_options_that_exist(page):
     for verb, rest in re.findall(r"`(?:\w+=\w+ )?tilewright (\w+)([^`\n]*)`", page.read_text()):
         assert verb in VERBS, f"{page.name} names tilewright {verb}"
         known = {option for parameter in VERBS[verb].params for option in (*parameter.opts, *parameter.secondary_opts, "--help")}
-        assert set(re.findall(r"(?<!\w)--[\w-]+", rest)) <= known, f"{page.name}: tilewright {verb}{rest}"
+        assert set(re.findall(r"(?<!\w)--[\w-]+", re.sub('"[^"]*"', "", rest))) <= known, f"{page.name}: tilewright {verb}{rest}"
+
+
+def test_each_feature_of_the_reference_has_a_command_that_runs_as_written():
+    rows = re.findall(r"^\| (?!feature \|)(.+?) \| (.+?) \| .+? \|$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40
+    for feature, command in rows:
+        found = re.findall(r"`tilewright (\w+) ?([^`]*)`", command)
+        assert found or re.search(r"`tilewright\.(\w+)|the same|benchmarks/all.sh|docker build", command), feature
+        for verb, rest in found:
+            given = VERBS[verb].make_context(verb, shlex.split(rest)).params
+            if given.get("case") and not given.get("suite"):
+                chosen = [op for op in ops.ALL if op_name(op) in (given.get("ops") or [given.get("what")])]
+                assert any(given["case"] in case_name(p) for op in chosen for p in cases(op, "bench")), (feature, given)
 
 
 @EVERY_GUIDE

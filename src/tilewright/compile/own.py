@@ -10,7 +10,7 @@ from ..launch import Device, argument_error
 from .disassemble import require_tools
 from .job import Compiled, compiled
 
-COLUMNS = ("arch", "GPU", "registers", "stack B", "shared B", "spill LDL/STL", "TMA loads", "matrix", "waves of the grid")
+COLUMNS = ("arch", "GPU", "registers", "stack B", "shared B", "spill LDL/STL", "TMA loads", "matrix", "waves, if an SM holds one block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,8 @@ class KernelReport:
             return arch, device.name, f"FAILED: {one.error}"
         matrix = " ".join(f"{name} {n}" for name, n in found.matrix.items()) or "-"
         spill = f"{found.count('LDL')}/{found.count('STL')}"
-        waves = f"{prod(self.grid) / device.sms:.2f}, one block on each of {device.sms} SMs"
         numbers = map(str, (found.registers, found.stack_bytes, found.shared_bytes))
-        return (arch, device.name, *numbers, spill, str(found.count("UTMALDG")), matrix, waves)
+        return (arch, f"{device.name}, {device.sms} SMs", *numbers, spill, str(found.count("UTMALDG")), matrix, f"{prod(self.grid) / device.sms:.2f}")
 
 
 def compile_report(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...] = (), arch: str | Sequence[str] = ("sm_90", "sm_121")) -> KernelReport:

@@ -11,7 +11,8 @@ checking(races=True)      WHAT IS WATCHED
      |   `- Recorder                    trace.py     what each block did; trace_page.py: drawn
      `- fma, mma, reduce_with, ...      numerics.py  on values held as formats.py says
 
-The module can be called: `tilewright.interpret(kernel, grid, args)` is `interpret` in it.
+The module can be called: `tilewright.interpret(kernel, grid, args)` is `interpret` in it, and
+`help(tilewright.interpret.interpret)` describes its arguments.
 """
 
 import inspect
