@@ -24,7 +24,10 @@ def main() -> None:
         return model
 
     ModelManager._load_model = load_and_patch
-    app(["serve", *sys.argv[1:]])
+    try:
+        app(["serve", *sys.argv[1:]])
+    except ImportError as missing:  # of transformers' extra
+        sys.exit(str(missing))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def profile(
 
 @verb
 def report(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Files of JSON lines, as `bench --json` writes them.")],
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS", help="Files of JSON lines, as `bench --json` writes them.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where index.html and the drawings go.")] = Path("report"),
     against: Annotated[list[Path] | None, option("--against", "Older results to compare with; may be repeated.", metavar="FILE")] = None,
 ) -> int:
@@ -168,9 +168,7 @@ def verify(
 def compile(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[OP | FILE.py:KERNEL | mega]...", help="Ops, your own kernels, or the megakernel. Default: all ops.", show_default=False
-        ),
+        typer.Argument(metavar="OP | FILE.py:KERNEL | mega", help="Ops, your own kernels, or the megakernel. Default: all ops.", show_default=False),
     ] = None,
     arch: Annotated[str, option("--arch", "Targets, e.g. sm_90,sm_121. Default: all; for your own kernels sm_90,sm_121.", metavar="ARCH,...")] = "",
     json_file: Json = None,

@@ -10,7 +10,7 @@ from .command_line import command, state
 
 app = typer.Typer(
     help="Kernels for language models in cuTile Python: compiled on a GPU, interpreted on a CPU.",
-    epilog="Exit codes: 0 fine; 1 something is wrong; 2 it cannot run; 130 stopped by Ctrl-C; 141 nobody reads it.",
+    epilog="Exit codes: 0 fine; 1 something is wrong; 2 it cannot run; 130 stopped by Ctrl-C; 141 whoever read its output has gone.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -22,7 +22,7 @@ def option(name: str, told: str, **more: Any) -> Any:
     return typer.Option(name, help=told, show_default=False, **more)
 
 
-Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Names of ops. Default: all.", show_default=False)]
+Ops = Annotated[list[str] | None, typer.Argument(metavar="OP", help="Names of ops. Default: all.", show_default=False)]
 Json = Annotated[Path | None, option("--json", "Also write the results as JSON; - is stdout, with the text on stderr.", metavar="FILE")]
 DeviceName = Annotated[str, option("--device", "cpu, cuda or cuda:N. Default: a GPU if there is one.", metavar="DEVICE")]
 Gpu = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda or cuda:N.")]

@@ -15,7 +15,7 @@ from .command_line import refuse as _refuse
 @verb
 def demo(
     question: Annotated[str, typer.Option("--question", help="What to ask.")] = "What is the capital of France?",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")] = 16,
     device: DeviceName = "",
     dtype: Dtype = "",
     json_file: Json = None,

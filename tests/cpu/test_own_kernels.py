@@ -313,7 +313,7 @@ def test_the_verb_runs_blocks_in_the_order_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("absent.py:total", "absent.py must be a Python file"),
+    ("absent.py:total", "FILE.py:KERNEL must name a Python file that exists, got 'absent.py:total'"),
     ("mine.py", "the kernel must be named, as in mine.py:total"),
     ("mine.py:other", "the file has total, got 'other'"),
     ("bare.py:total", "bare.py must have a function example_total() that returns the grid and the arguments"),

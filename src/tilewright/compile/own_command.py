@@ -29,7 +29,7 @@ def call_of(name: str) -> Call:
     file, _, kernel_name = name.rpartition(":") if ".py:" in name else (name, "", "")
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"{file or 'FILE.py:KERNEL'} must be a Python file, got none there")
+        raise ValueError(f"FILE.py:KERNEL must name a Python file that exists, got {name!r}")
     module = _run(path, lambda: _module(path))
     known = [name for name, value in vars(module).items() if isinstance(value, ct.kernel)]
     if kernel_name not in known:

@@ -172,6 +172,6 @@ def _print_schedule(whole: Schedule, machine: Machine, device: Device, json_file
     if json_file:
         write_json(json_file, {"gpu": device.name, **plan, "attending": whole.attending, "layers_run": layers, "tokens": machine.tokens})
     print(f"{device.name}: {whole.blocks} blocks, {whole.busiest()} tiles of the busiest, balance {whole.balance():.4f}")
-    print(f"attention: {whole.split.out_parts} blocks for each of {whole.dims.q_heads} query heads")
+    print(f"attention: blocks for each of {whole.dims.q_heads} query heads: {whole.split.out_parts}")
     print(f"run by the machine, {layers} of {whole.dims.layers} layers: no block waits in vain, no sum has a term twice; {machine.tokens}")
     return 0
