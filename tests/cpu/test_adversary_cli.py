@@ -113,6 +113,7 @@ def test_a_name_that_is_none_is_told_the_nearest_first(arguments: tuple[str, ...
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith(f"error: {MEANT[arguments]}")
+    assert not result.stdout
 
 
 def test_a_library_tells_the_nearest_too() -> None:

@@ -24,6 +24,7 @@ import tilewright
 from tilewright import QuantizedWeight, ops
 from tilewright.bench.report import case_name
 from tilewright.cli import app
+from tilewright.models import CONFIGS
 from tilewright.ops.common.weight_formats import FORMATS
 from tilewright.testing import op_name
 from tilewright.testing.cases import cases
@@ -103,6 +104,7 @@ def test_the_readmes_links_are_whole_and_lead_to_what_is_there():
 def test_every_public_name_is_in_some_guide():
     text = "".join(page.read_text() for page in GUIDES)
     assert [name for name in tilewright.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", text)] == []
+    assert [name for name in CONFIGS if f"`{name}`" not in (ROOT / "docs" / "models.md").read_text()] == []
 
 
 @EVERY_GUIDE

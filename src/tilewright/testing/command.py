@@ -25,12 +25,12 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
     quick: defaults only. device: "cuda", "cpu"; by default a GPU if there is one.
     """
     console = Console(soft_wrap=True, highlight=False)
-    where = chosen_device(device)
+    where, chosen = chosen_device(device), ops.named(names)
     here = Device.of(torch.empty(0, device=where))
     console.print(f"verify on {here.name} ({here.arch}): RMS and worst element as a share of what the accuracy rule allows")
     lines: list[dict[str, Any]] = []
     try:
-        _each_op(ops.named(names), where, quick, console, lines)
+        _each_op(chosen, where, quick, console, lines)
     finally:  # Ctrl-C keeps the ops that are done
         if json_file:
             write_json(json_file, {"device": here.name, "ops": lines})
