@@ -48,9 +48,24 @@ def test_of_equal_groups_the_first_take_part():
 
 
 def test_a_result_has_as_many_elements_as_carry_its_rms():
-    assert fuzz.carrying(torch.ones(8, 64)) == pytest.approx(512)
-    assert fuzz.carrying(torch.tensor([1.0, *[1e-3] * 500, torch.inf])) == pytest.approx(1, abs=0.01)
-    assert fuzz.carrying(torch.zeros(3)) == 0.0
+    for v in (torch.ones(4), None):  # values of attention in more than 8 bits, and an op without
+        assert fuzz.carrying(torch.ones(8, 64), {"v": v}) == pytest.approx(512)
+    assert fuzz.carrying(torch.ones(8, 64), {"v": torch.ones(4, dtype=torch.float8_e4m3fn)}) == pytest.approx(8)
+    assert fuzz.carrying(torch.tensor([1.0, *[1e-3] * 500, torch.inf]), {}) == pytest.approx(1, abs=0.01)
+    assert fuzz.carrying(torch.zeros(3), {}) == 0.0
+
+
+@pytest.mark.parametrize("m", [1, 4, 15])
+def test_few_rows_are_judged_as_many_are(m):
+    """Of few rows alone, PyTorch sums fp32 products with less error on a CPU."""
+    torch.manual_seed(0)
+    a, b = torch.randn(m, 328), torch.randn(193, 328)
+    given = {"trans_a": False, "trans_b": True, "stored": torch.float32, "tf32": False}
+    errors = []
+    for rows in (a, torch.cat((a, torch.randn(64, 328)))):
+        (found,) = DEFINITIONS["matmul"](rows, b, None, exact=False, **given)
+        errors.append((found[:m] - a.double() @ b.double().T).square().mean().sqrt().item())
+    assert errors[0] == pytest.approx(errors[1], rel=0.25)
 
 
 def test_a_wrong_element_is_found_and_its_line_repeats_it(monkeypatch, capsys):
