@@ -105,8 +105,8 @@ def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, drops: bool) -
 
 @cache
 def router(cls: type[nn.Module], **options: Any) -> Forward:
-    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return route(self, hidden_states, **options)
+    def forward(self: Any, hidden_states: Tensor, *bias: Tensor, **named: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return route(self, hidden_states, *bias, *named.values(), **options)
 
     return forward
 
