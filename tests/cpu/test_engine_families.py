@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_models import DENSE, NEW, OTHERS, RECURRENT, SPARSE, prompts, size, stock_logits, stock_steps, stock_tokens, tiny
+from tiny_models import TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilewright.engine import Engine, elementwise, layers
@@ -15,7 +16,7 @@ from tilewright.engine.read import read
 from tilewright.engine.state import State
 from tilewright.engine.weights import Fusion
 from tilewright.launch import Device, counted, traced
-from tilewright.models import Shard, cut, patch
+from tilewright.models import Shard, cut, patch, random_model
 from tilewright.testing import assert_accurate
 
 
@@ -34,6 +35,21 @@ def test_tokens_of_other_families_are_those_of_transformers(name: str) -> None:
     model, prompt = tiny(name), prompts()[1]
     with Engine(model, max_batch=1, max_len=32, prefill_tokens=16) as engine:
         assert engine.generate([prompt], 4).tokens == [stock_tokens(model, prompt, 4)]
+
+
+def test_a_model_of_pictures_reads_texts_as_its_text_model_does() -> None:
+    text = {**TINY, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    eyes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    model, prompt = random_model({"model_type": "gemma3", "text_config": text, "vision_config": eyes, "mm_tokens_per_image": 4}), prompts()[1]
+    assert hasattr(model.model, "vision_tower")
+    with Engine(model, max_batch=1, max_len=32, prefill_tokens=16) as engine:
+        ours = engine.logits([prompt], [[7, 50]])[0]
+    torch.testing.assert_close(ours, stock_logits(model, prompt, [7, 50]), rtol=1e-4, atol=1e-4)
+
+
+def test_positions_behind_which_queries_are_scaled_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_len must be at most 64, behind which ministral3 scales queries, got 128"):
+        Engine(tiny("ministral3"), max_len=100)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

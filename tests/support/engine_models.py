@@ -21,6 +21,7 @@ MLA = {
 }
 GRANITE = {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}
+LLAMA_4_SCALING = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
 DENSE = {
     **PLAIN,
     "phi3": {"model_type": "phi3", "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96},
@@ -41,6 +42,10 @@ OTHERS = {
     "ministral": {"model_type": "ministral", "sliding_window": 5},
     "helium": {"model_type": "helium", "head_dim": 8},
     "arcee": {"model_type": "arcee", "mlp_bias": True},
+    "ministral3": {"model_type": "ministral3", "rope_parameters": LLAMA_4_SCALING},
+    "cwm": {"model_type": "cwm", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "internlm3": {"model_type": "internlm3", "bias": True, "qkv_bias": True},
+    "iquestcoder": {"model_type": "iquestcoder"},
     "exaone4": {"model_type": "exaone4", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8}
@@ -88,6 +93,8 @@ RECURRENT = {
     "qwen3_next-dense": {"model_type": "qwen3_next", **LINEAR, "num_experts": 0},
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR, "linear_num_key_heads": 4},
 }
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 SPARSE = {
     "granitemoehybrid": {"model_type": "granitemoehybrid", **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
@@ -100,6 +107,21 @@ SPARSE = {
     "granitemoe": {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, **GRANITE},
     "glm4_moe": {"model_type": "glm4_moe", **MLA, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "use_qk_norm": True},
     "dots1": {"model_type": "dots1", **MLA, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "q_lora_rank": None},
+    "exaone_moe": {"model_type": "exaone_moe", **EIGHT, **WINDOWED, "num_shared_experts": 1, "first_k_dense_replace": 1},
+    "hy_v3": {"model_type": "hy_v3", **EIGHT, "mlp_layer_types": ["dense", "sparse"]},
+    "mellum": {"model_type": "mellum", **EIGHT, **WINDOWED},
+    "minimax_m2": {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "solar_open": {"model_type": "solar_open", **MLA, "n_routed_experts": 4},
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        **GRANITE,
+    },
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **MLA},
+    "axk1": {"model_type": "axk1", **MLA, "n_group": 4, "topk_group": 2},
+    "youtu": {"model_type": "youtu", **MLA},
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ..launch import argument_error
-from ..models import kinds, probe
+from ..models import experts, kinds, probe
 from ..models.method import Method
 from ..models.quantized import QuantizedLinear
+from ..ops.common.routing import check_routing
 from .layers import Norm, Rope
 from .recurrent import GatedNorm
 
@@ -51,7 +52,8 @@ def norms_of(layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | 
     ):
         if all(name is None or hasattr(layer, name) for name in names):
             first, second, third, fourth = (None if name is None else norm_of(getattr(layer, name)) for name in names)
-            return first, second, third, fourth
+            inside = getattr(getattr(layer, "mlp", None), "post_mlp_layernorm", None)  # A.X-K1: of its mixtures alone
+            return first, second, third, fourth if inside is None else norm_of(inside)
     raise argument_error(f"a {type(layer).__name__}", "a layer with the norms of a known family", [name for name, _ in layer.named_children()])
 
 
@@ -85,6 +87,19 @@ def head_norms(module: Any) -> dict[str, Any]:
 def gated_norm_of(module: Any) -> GatedNorm:
     how = _form(kinds.gated_norm, module, "a norm with a gate that rms_norm_gated computes")
     return GatedNorm(module.weight.data, getattr(module, how.pop("eps")), **how)
+
+
+def routing_of(module: Any, router: Any) -> dict[str, Any]:
+    """How a mixture of experts chooses and weighs them, as `Experts` takes it. A tensor for the
+    choice that its router is given is a part of the mixture.
+    """
+    how = _form(experts.choice, router, "a router whose rule moe_route computes")
+    path, names, count = how.pop("corrected"), how.pop("groups"), len(router.weight)
+    given = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None and x.shape == (count,)] if path == "" else []
+    groups = {} if names is None else {"groups": getattr(router, names[0]), "top_groups": getattr(router, names[1])}
+    check_routing(count, how["top_k"], groups.get("groups", 0), groups.get("top_groups", 0), 0)
+    how["logits_dtype"] = how["logits_dtype"] or router.weight.dtype
+    return {**how, **groups, "bias": experts.correction(router, path, *given)}
 
 
 def mixers_of(layer: Any) -> list[Any]:
@@ -165,9 +180,9 @@ def rope_types(config: Any) -> set[str]:
     return {value.get("rope_type", "default") for value in each}
 
 
-def scales_of(model: Any) -> tuple[float, float, float]:
+def scales_of(stem: Any, config: Any) -> tuple[float, float, float]:
     """Of the embedding, of what a layer adds, and of the logits."""
-    config, table = model.config, model.get_input_embeddings()
+    table = stem.get_input_embeddings()
     scale = getattr(table, "embed_scale", None)
     if isinstance(scale, torch.Tensor):
         scale = float(scale.to(table.weight.dtype)) if not scale.is_meta else table.embedding_dim**0.5
@@ -179,8 +194,9 @@ def scales_of(model: Any) -> tuple[float, float, float]:
 class Ropes:
     """The tables of a model's rotations, made once."""
 
-    def __init__(self, rotary: Any, max_len: int, device: torch.device) -> None:
-        self._rotary, self._max_len, self._device = rotary, max_len, device
+    def __init__(self, stem: Any, max_len: int) -> None:
+        self._rotary: Any = getattr(stem, "rotary_emb", None)
+        self._max_len, self._device = max_len, stem.get_input_embeddings().weight.device
         self._tables: dict[tuple[str | None, bool], Rope] = {}
 
     def of(self, kind: str | None, interleaved: bool) -> Rope:

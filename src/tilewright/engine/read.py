@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..launch import argument_error
 from ..models import linear_attention
 from ..models.quantized import QuantizedLinear, QuantizedMixture
-from ..ops.common.routing import check_routing
 from .attention import GroupedAttention, LatentAttention
 from .families import (
     Ropes,
@@ -23,6 +22,7 @@ from .families import (
     pairs_of,
     plain_mlp_of,
     rope_types,
+    routing_of,
     scales_of,
     softcap_of,
     window_of,
@@ -48,17 +48,15 @@ def read(
 
     Raises: ValueError for a model that the engine can't run, before anything is changed.
     """
-    config = model.config
+    stem, config = text_part(model)
     if config.model_type not in MODEL_TYPES:
         raise argument_error("model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", config.model_type)
     if not hasattr(model, "lm_head"):
         raise argument_error("model", "a causal language model, with an lm_head", type(model).__name__)
-    _check(model, config)
+    _check(model, stem, config, max_len)
     if group is not None and config.model_type in _WHOLE_NORMS:
         raise argument_error("group", f"None for a {config.model_type} model, whose norms take in the heads of all ranks", "a group")
-    stem = model.base_model
-    deepseek = config.model_type in _DEEPSEEK
-    ropes = Ropes(getattr(stem, "rotary_emb", None), max_len, stem.get_input_embeddings().weight.device)
+    ropes = Ropes(stem, max_len)
     rank = 0 if group is None else group.shard.rank
     layers = []
     for i, (layer, below) in enumerate(pairs_of(stem.layers)):
@@ -69,8 +67,8 @@ def read(
             op = linear_attention.ours_of(type(mixer))[0]
             if op is not None:
                 found.append(_state_space(mixer) if op == "ssd" else _delta_rule(mixer, fusion))
-            elif deepseek:
-                found.append(_latent_attention(mixer, config, ropes.of(None, getattr(config, "rope_interleave", True)), fusion))
+            elif hasattr(mixer, "kv_b_proj"):
+                found.append(_latent_attention(mixer, ropes.of(None, getattr(config, "rope_interleave", True)), fusion))
             else:
                 found.append(_attention(mixer, config, ropes, fusion, codes))
         attention: Attention = found[0] if len(found) == 1 else _side_by_side(layer, *found)
@@ -82,44 +80,67 @@ def read(
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
     norm = norm_of(next(getattr(stem, name) for name in ("norm", "final_layernorm", "norm_f") if hasattr(stem, name)))
     parts = stem.get_input_embeddings().weight.data, tuple(layers), norm, matrix_of(model.lm_head), group
-    return Decoder(*parts, scales_of(model), getattr(config, "final_logit_softcapping", None))
+    return Decoder(*parts, scales_of(stem, config), getattr(config, "final_logit_softcapping", None))
 
 
-_WHOLE_NORMS = ("olmo2", "olmo3", "olmoe")
-_DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+_WHOLE_NORMS = ("olmo2", "olmo3", "olmoe", "minimax_m2")
 _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode takes
-_SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "glm4_moe", "dots1", *_DEEPSEEK)
-_DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
-_RECURRENT = ("bamba", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-MODEL_TYPES = (*_DENSE, "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee", *_RECURRENT, *_SPARSE)
+# fmt: off
+MODEL_TYPES = (
+    "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text",
+    "olmo2", "olmo3", "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee",
+    "cwm", "internlm3", "iquestcoder", "youtu",
+    "bamba", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe", "dots1",
+    "exaone_moe", "hy_v3", "mellum", "minimax_m2", "solar_open", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+    "axk1",
+)
+# fmt: on
+# Models of texts and pictures that read a text without pictures as their text model alone does
+WRAPPERS = ("gemma3", "mistral3")
 
 
-def _check(model: Any, config: Any) -> None:
-    _check_config(model, config)
-    dtypes = {p.dtype for p in model.parameters()}
+def text_part(model: Any) -> tuple[Any, Any]:
+    """The part of a model between its tokens and its head, and the config of that part."""
+    stem = model.base_model
+    return (stem.language_model, stem.language_model.config) if model.config.model_type in WRAPPERS else (stem, model.config)
+
+
+def _check(model: Any, stem: nn.Module, config: Any, max_len: int) -> None:
+    parts = {*stem.modules(), *model.lm_head.modules()}
+    dtypes = {p.dtype for part in parts for p in part.parameters(recurse=False)}
     if len(dtypes) > 1:
         raise argument_error("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
+    _check_config(config, max_len, *dtypes)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
+        if module in parts and isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
             raise argument_error(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
+    _check_experts(stem, config, *dtypes)
 
 
-def _check_config(model: Any, config: Any) -> None:
+def _check_config(config: Any, max_len: int, dtype: torch.dtype) -> None:
     for kind in rope_types(config):
         if kind not in _FIXED_ROPE:
             raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
     for name in ("clip_qkv", "use_bidirectional_attention"):
         if getattr(config, name, None) not in (None, False):
             raise argument_error(f"model.config.{name}", "None or False", getattr(config, name))
-    if config.model_type in _DEEPSEEK:
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if rotation.get("llama_4_scaling_beta"):  # a factor of the queries, which is 1 up to here
+        most = rotation["original_max_position_embeddings"]
+        if max_len > most:
+            raise argument_error("max_len", f"at most {most}, behind which {config.model_type} scales queries", max_len)
+    if getattr(config, "kv_lora_rank", None) is not None:
         if config.kv_lora_rank not in _LATENTS:
             raise argument_error("model.config.kv_lora_rank", f"one of {_LATENTS}", config.kv_lora_rank)
         if config.qk_rope_head_dim not in _ROPE_DIMS:
             raise argument_error("model.config.qk_rope_head_dim", f"one of {_ROPE_DIMS}", config.qk_rope_head_dim)
-    _check_experts(model, config)
+        if dtype is torch.float32:
+            raise argument_error("the dtype of a model with latents", "bfloat16 or float16", "float32")
 
 
-def _check_experts(model: Any, config: Any) -> None:
+def _check_experts(model: nn.Module, config: Any, dtype: torch.dtype) -> None:
     experts = [module.experts for module in model.modules() if hasattr(module, "experts")]
     if not experts:
         return
@@ -128,7 +149,7 @@ def _check_experts(model: Any, config: Any) -> None:
             raise argument_error("a mixture of experts", "of experts with a gate", f"a {type(module).__name__}")
     if config.hidden_act != "silu":
         raise argument_error("model.config.hidden_act", "silu with a mixture of experts", config.hidden_act)
-    if model.dtype is torch.float32:
+    if dtype is torch.float32:
         raise argument_error("the dtype of a mixture of experts", "bfloat16 or float16", "float32")
 
 
@@ -164,8 +185,8 @@ def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bo
     )
 
 
-def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> Attention:
-    latent, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+def _latent_attention(module: Any, rope: Rope, fusion: Fusion) -> Attention:
+    rope_dim = module.qk_rope_head_dim
     if 2 * rope.cos.shape[1] != rope_dim:
         raise argument_error("the model's rotation", f"of {rope_dim} elements, qk_rope_head_dim", 2 * rope.cos.shape[1])
     if module.q_lora_rank is None:
@@ -173,8 +194,8 @@ def _latent_attention(module: Any, config: Any, rope: Rope, fusion: Fusion) -> A
     else:
         down = fusion.stacked(module.q_a_proj, module.kv_a_proj_with_mqa)
         q_up = (norm_of(module.q_a_layernorm), matrix_of(module.q_b_proj))
-    kv_b = module.kv_b_proj
-    kv_up = (kv_b.wide if isinstance(kv_b, QuantizedLinear) else kv_b.weight.data).view(-1, module.qk_nope_head_dim + module.v_head_dim, latent)
+    kv_b, rows = module.kv_b_proj, module.qk_nope_head_dim + module.v_head_dim
+    kv_up = (kv_b.wide if isinstance(kv_b, QuantizedLinear) else kv_b.weight.data).view(-1, rows, module.kv_lora_rank)
     parts = (down, q_up, norm_of(module.kv_a_layernorm), kv_up, matrix_of(module.o_proj))
     return LatentAttention(*parts, module.qk_nope_head_dim, rope_dim, module.scaling, rope)
 
@@ -257,27 +278,13 @@ def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
         matrices: tuple[Any, Any] = experts.gate_up, experts.down
     else:
         matrices = experts.gate_up_proj.data.unflatten(1, (2, -1)), experts.down_proj.data
-    common = (Matrix(router.weight.data), *matrices, router.top_k)
     first = rank * len(matrices[0].words if isinstance(experts, QuantizedMixture) else experts.down_proj)
-    check_routing(len(router.weight), router.top_k, 0, 0, 0)
-    if not hasattr(router, "routed_scaling_factor"):
-        shared = None
-        if hasattr(module, "shared_expert"):
-            shared = replace(_dense(module.shared_expert, fusion), share=matrix_of(module.shared_expert_gate))
-        normalize = getattr(router, "norm_topk_prob", True)  # Mixtral always does
-        return Experts(*common, first=first, normalize=normalize, logits_dtype=router.weight.dtype, shared=shared)
-    deepseek: dict[str, Any] = {"scale": router.routed_scaling_factor, "logits_dtype": torch.float32, "shared": _dense(module.shared_experts, fusion)}
-    if hasattr(router, "e_score_correction_bias"):
-        bias = router.e_score_correction_bias.float()
-        deepseek |= {"sigmoid": True, "bias": bias, "normalize": router.norm_topk_prob}
-        grouped = True
-    else:
-        deepseek["normalize"] = False
-        grouped = router.topk_method == "group_limited_greedy"
-    if grouped:
-        check_routing(len(router.weight), router.top_k, router.num_group, router.topk_group, 0)
-        deepseek |= {"groups": router.num_group, "top_groups": router.topk_group}
-    return Experts(*common, first=first, **deepseek)
+    shared: GatedMlp | None = None
+    if hasattr(module, "shared_expert"):
+        shared = replace(_dense(module.shared_expert, fusion), share=matrix_of(module.shared_expert_gate))
+    elif getattr(module, "shared_experts", None) is not None:
+        shared = _dense(module.shared_experts, fusion)
+    return Experts(Matrix(router.weight.data), *matrices, **routing_of(module, router), first=first, shared=shared)
 
 
 def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
