@@ -107,10 +107,18 @@ def test_norms_inside_products_of_a_batch_obey_the_accuracy_rule(monkeypatch) ->
     assert_accurate(ours, stock, truth)
 
 
-def test_norms_over_all_heads_are_refused_in_a_group() -> None:
-    model = tiny("olmo2")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("olmo2", "whose norms take in the heads of all ranks"),
+        ("starcoder2", "whose c_fc the ranks do not divide"),
+        ("granitemoeshared", "whose input_linear the ranks do not divide"),
+    ],
+)
+def test_what_ranks_do_not_divide_is_refused_in_a_group(name: str, why: str) -> None:
+    model = tiny(name, torch.bfloat16)
     cut(model, Shard(0, 2), device="cpu")
-    with pytest.raises(ValueError, match="group must be None for a olmo2 model"):
+    with pytest.raises(ValueError, match=f"group must be None for a {name} model, {why}"):
         Engine(model, group=SimpleNamespace(shard=Shard(0, 2)))
 
 
@@ -203,7 +211,7 @@ def test_experts_with_another_activation_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mlp_hidden_act": "gelu"}, "a NemotronHMLP must be an MLP whose activation is the square of ReLU"),
+        ({"mlp_hidden_act": "silu"}, "a NemotronHMLP must be an MLP whose activation is GELU, ReLU or the square of ReLU"),
         ({"layers_block_type": ["linear_attention", "moe"]}, "a mixture of experts must be of experts with a gate, got a NemotronHExperts"),
         ({"layers_block_type": ["mlp", "full_attention"]}, "a layer that is an MLP must be behind one with an attention or a state, got the first"),
         ({"layers_block_type": ["full_attention", "mlp", "mlp"]}, "a layer that is an MLP must be behind one with an attention or a state"),

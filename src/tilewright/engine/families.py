@@ -13,7 +13,7 @@ from ..models import experts, kinds, probe
 from ..models.method import Method
 from ..models.quantized import QuantizedLinear
 from ..ops.common.routing import check_routing
-from .layers import Norm, Rope
+from .layers import LayerNorm, Norm, Rope
 from .recurrent import GatedNorm
 
 _FORMS: dict[tuple[Any, ...], Method] = {}  # of modules: what those that look the same compute is found once
@@ -40,7 +40,17 @@ def norm_of(module: Any) -> Norm:
     return Norm(module.weight.data, eps, round_before_weight=how["rounded"], weight_offset=how["offset"])
 
 
-def norms_of(layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+def stream_norm_of(module: Any) -> Norm | LayerNorm:
+    """Of rows of the stream."""
+    how = _form(kinds.norm, module, "a norm of rows")
+    if "offset" in how:
+        return norm_of(module)
+    eps = getattr(module, how["eps"]) if isinstance(how["eps"], str) else how["eps"]
+    weight, bias = (None if (x := getattr(module, name, None)) is None else x.data for name in ("weight", "bias"))
+    return LayerNorm(weight, bias, eps)
+
+
+def norms_of(layer: Any) -> tuple[Norm | LayerNorm | None, Norm | None, Norm | LayerNorm | None, Norm | None]:
     """In front of the attention, behind it, in front of the MLP, and behind that."""
     for names in (
         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
@@ -49,9 +59,11 @@ def norms_of(layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | 
         ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
         ("input_layernorm", None, "post_attention_layernorm", None),
         ("norm", None, None, None),  # Mamba-2, Nemotron-H: layers of one half
+        ("input_layernorm", None, None, None),  # Cohere: both halves read the same rows
     ):
-        if all(name is None or hasattr(layer, name) for name in names):
-            first, second, third, fourth = (None if name is None else norm_of(getattr(layer, name)) for name in names)
+        if all(name is None or getattr(layer, name, None) is not None for name in names):
+            first, third = (None if name is None else stream_norm_of(getattr(layer, name)) for name in names[::2])
+            second, fourth = (None if name is None else norm_of(getattr(layer, name)) for name in names[1::2])
             inside = getattr(getattr(layer, "mlp", None), "post_mlp_layernorm", None)  # A.X-K1: of its mixtures alone
             return first, second, third, fourth if inside is None else norm_of(inside)
     raise argument_error(f"a {type(layer).__name__}", "a layer with the norms of a known family", [name for name, _ in layer.named_children()])
@@ -121,19 +133,31 @@ def mlp_of(module: Any) -> tuple[tuple[str, ...], bool, tuple[float, float]]:
     return _form(_silu_of_product, module, "a gated MLP with SiLU and factors of the gate and the result")["names"], False, factors
 
 
-def plain_mlp_of(module: Any) -> tuple[str, str] | None:
-    """Names of the matrices of an MLP without a gate: one up and one down."""
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu_squared": lambda x: x.relu() ** 2,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "gelu": nn.functional.gelu,
+    "relu": nn.functional.relu,
+}
+
+
+def plain_mlp_of(module: Any) -> tuple[str, str, str] | None:
+    """Of an MLP without a gate: the names of its matrices, up and down, and of its activation."""
     linears = [name for name, part in module.named_children() if isinstance(part, nn.Linear | QuantizedLinear)]
     sizes = [(getattr(module, name).out_features, getattr(module, name).in_features) for name in linears]
     if len(linears) != 2 or sizes[0] != sizes[1][::-1]:
         return None
-    names: tuple[str, str] = _form(_relu_squared, module, "an MLP whose activation is the square of ReLU")["names"]
-    return names
+    how = _form(_plain, module, "an MLP whose activation is GELU, ReLU or the square of ReLU")
+    return *how["names"], how["activation"]
 
 
-def _relu_squared(module: Any) -> Method | None:
-    """down(max(up(x), 0) ** 2)."""
-    return _computed(module, 2, lambda x, up, down: down(up(x).relu() ** 2))
+def _plain(module: Any) -> Method | None:
+    """down(act(up(x)))."""
+    for name, act in PLAIN.items():
+        found = _computed(module, 2, lambda x, up, down, act=act: down(act(up(x))))
+        if found is not None:
+            return Method("matmul", None, (*found.options, ("activation", name)))
+    return None
 
 
 def _silu_of_product(module: Any) -> Method | None:
@@ -188,6 +212,7 @@ def scales_of(stem: Any, config: Any) -> tuple[float, float, float]:
         scale = float(scale.to(table.weight.dtype)) if not scale.is_meta else table.embedding_dim**0.5
     embedding = float(getattr(config, "embedding_multiplier", 1.0)) if scale is None else scale
     logits = float(getattr(config, "lm_head_multiplier", 1.0)) / float(getattr(config, "logits_scaling", 1.0))
+    logits *= float(getattr(config, "logit_scale", 1.0))  # Cohere
     return embedding, float(getattr(config, "residual_multiplier", 1.0)), logits
 
 
@@ -223,7 +248,10 @@ class Ropes:
             raise argument_error(f"the rotation of a {type(module).__name__}", "of halves or of neighbours", sorted(forms))
         if hasattr(self._rotary, "inv_freq"):
             turns = bool(getattr(module, "use_rope", True))
-            if getattr(module, "is_sliding", None) is False and type(module).__name__.startswith("Exaone") and module.sliding_window is not None:
-                turns = False  # its layers without a window have no positions
+            # Layers of these without a window have no positions.
+            if type(module).__name__.startswith("Exaone") and getattr(module, "is_sliding", None) is False and module.sliding_window is not None:
+                turns = False
+            if type(module).__name__.startswith("Cohere2"):
+                turns = module.sliding_window is not None
             return self.of(None if turns else "", interleaved)
         return self.of(module.config.layer_types[module.layer_idx], interleaved)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops.embedding import embedding_out
 from ..ops.kv_append import kv_append_out
+from ..ops.layer_norm import layer_norm_out
 from ..ops.matmul import matmul_out
 from ..ops.quantized_matmul import quantized_matmul_out
 from ..ops.rms_norm import rms_norm_out
@@ -75,6 +76,18 @@ class Norm:
         return Call.of(name, rms_norm_out, x=x, residual=residual, out=out, new_residual=new_residual, **self.how)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """As `tilewright.layer_norm`: of rows of the stream alone."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def of(self, name: str, x: Tensor, out: Tensor) -> Call:
+        return Call.of(name, layer_norm_out, x=x, weight=self.weight, bias=self.bias, eps=self.eps, out=out)
+
+
 class Rows(Protocol):
     """The rows that a matrix is multiplied with."""
 
@@ -104,7 +117,7 @@ class Stream:
     """
 
     name: str
-    norm: Norm | None
+    norm: Norm | LayerNorm | None
     x: Tensor
     y: Tensor | None
     normed: Tensor
@@ -115,21 +128,30 @@ class Stream:
         """Whether there is one row: then kernels that norm it in each block are faster."""
         return len(self.x) == 1
 
-    def norm_call(self) -> Call:
-        assert self.norm is not None
-        return self.norm.of(self.name, self.x, self.normed, self.y, self.total)
+    def norm_calls(self) -> Emit:
+        """The sum, if there is one, and its norm, if there is one."""
+        if isinstance(self.norm, Norm):
+            yield self.norm.of(self.name, self.x, self.normed, self.y, self.total)
+            return
+        if self.total is not None:
+            yield Call(f"{self.name}.sum", torch_calls.add, (self.x, self.y, self.total))
+        if self.norm is not None:
+            yield self.norm.of(self.name, self.x if self.total is None else self.total, self.normed)
 
     def product(self, name: str, w: AnyMatrix, out: Tensor, *, silu_mul: bool = False) -> Emit:
         if self.norm is None:
-            if self.total is not None:
-                yield Call(self.name, torch_calls.add, (self.x, self.y, self.total))
+            yield from self.norm_calls()
             yield from linear(name, self.x if self.total is None else self.total, w, out, silu_mul=silu_mul)
-        elif isinstance(w, Matrix) and (self.single or (len(self.x) <= MOST_FUSED_ROWS and self.x.dtype is torch.bfloat16)):
+        elif (
+            isinstance(self.norm, Norm)
+            and isinstance(w, Matrix)
+            and (self.single or (len(self.x) <= MOST_FUSED_ROWS and self.x.dtype is torch.bfloat16))
+        ):
             norm = {"weight": self.norm.weight, "eps": self.norm.eps, "weight_offset": self.norm.weight_offset}
             sums = {"residual": self.y, "new_residual": self.total}
             yield Call.of(name, rms_norm_matmul_out, x=self.x, b=w.weight, bias=w.bias, out=out, silu_mul=silu_mul, **norm, **sums)
         else:
-            yield self.norm_call()
+            yield from self.norm_calls()
             yield from linear(name, self.normed, w, out, silu_mul=silu_mul)
 
 
@@ -223,13 +245,13 @@ class Mlp(Protocol):
 class Layer:
     """attention_norm, mlp_norm: of what each half reads; None if it reads the stream itself.
 
-    mlp: None for layers of one half (Mamba-2).
+    mlp: None for layers of one half (Mamba-2), or whose halves read the same rows (`BesideMlp`).
     attention_post, mlp_post: of what each half adds.
     """
 
-    attention_norm: Norm | None
+    attention_norm: Norm | LayerNorm | None
     attention: Attention
-    mlp_norm: Norm | None
+    mlp_norm: Norm | LayerNorm | None
     mlp: Mlp | None
     attention_post: Norm | None = None
     mlp_post: Norm | None = None
@@ -247,7 +269,7 @@ class Decoder:
 
     embedding: Tensor
     layers: tuple[Layer, ...]
-    norm: Norm
+    norm: Norm | LayerNorm
     head: AnyMatrix
     group: Group | None = None
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0)

@@ -1,5 +1,6 @@
 """The second half of a layer: an MLP, with a gate or without, or a mixture of experts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from ..ops.quantized_moe import quantized_moe_out
 from ..ops.rms_norm_route import rms_norm_route_out
 from ..ops.silu_mul import silu_mul_out
 from . import torch_calls
+from .attention import GroupedAttention
 from .elementwise import gate, relu_squared
-from .layers import Given, Rows, Stream, linear
+from .layers import Array, Given, Norm, Rows, Stream, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix, Matrix
 
@@ -80,20 +82,53 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class PlainMlp:
-    """down(max(up(h), 0) ** 2), without a gate (Nemotron-H)."""
+    """down(act(up(h))), without a gate: of Nemotron-H the square of ReLU, of StarCoder2 GELU."""
 
     up: AnyMatrix
     down: AnyMatrix
+    activation: str = "relu_squared"  # of ACTIVATIONS
 
     @property
     def weight_bytes(self) -> int:
         return self.up.nbytes + self.down.nbytes
 
-    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor) -> Emit:
+    def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
+        """residual: added to the result."""
         active = buffers.tensor(f"active.{self.down.columns}", buffers.tokens, self.down.columns)
-        yield from stream.product(f"{name}.up", self.up, active)
-        yield Call(f"{name}.activation", relu_squared, (active,))
-        yield from linear(f"{name}.down", active, self.down, y)
+        yield from rows.product(f"{name}.up", self.up, active)
+        yield Call(f"{name}.activation", ACTIVATIONS[self.activation], (active,))
+        yield from linear(f"{name}.down", active, self.down, y, residual=residual)
+
+
+# What PlainMlp may compute between its matrices, in place
+ACTIVATIONS: dict[str, Callable[[Tensor], None]] = {
+    "relu_squared": relu_squared,
+    "relu": torch_calls.relu,
+    "gelu": torch_calls.gelu,
+    "gelu_tanh": torch_calls.gelu_tanh,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BesideMlp:
+    """An attention and an MLP that read the same rows; the layer adds what both find (Cohere)."""
+
+    attention: GroupedAttention
+    mlp: GatedMlp | PlainMlp
+    states: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.attention.weight_bytes + self.mlp.weight_bytes
+
+    def cache_arrays(self, batch: int, max_len: int, dtype: torch.dtype) -> tuple[Array, ...]:
+        return self.attention.cache_arrays(batch, max_len, dtype)
+
+    def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
+        yield from stream.norm_calls()
+        rows, found = Given(stream.normed), buffers.tensor("y.attention", *y.shape)
+        yield from self.attention.calls(name, buffers, rows, found, cache)
+        yield from self.mlp.calls(f"{name}.mlp", buffers, rows, y, residual=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +179,7 @@ class Experts:
         ids = buffers.tensor("router.ids", buffers.tokens, self.top_k, dtype=torch.int32)
         choice: dict[str, Any] = {name: getattr(self, name) for name in ("bias", "sigmoid", "normalize", "scale", "groups", "top_groups")}
         choice |= {"weights": weights, "ids": ids, "first_expert": self.first}
-        if stream.single and stream.norm is not None:
+        if stream.single and isinstance(stream.norm, Norm):
             arrived = buffers.tensor("router.arrived", buffers.tokens, dtype=torch.int32)
             yield Call.of(
                 f"{name}.route",
@@ -161,7 +196,7 @@ class Experts:
             )
         else:
             logits = buffers.tensor("router", buffers.tokens, len(self.router.weight), dtype=self.logits_dtype)
-            yield stream.norm_call()
+            yield from stream.norm_calls()
             yield from linear(f"{name}.router", stream.normed, self.router, logits)
             yield Call.of(f"{name}.route", moe_route_out, logits=logits, **choice)
         together = stream.single and self.shared is not None and isinstance(self.down, Tensor) and self.shared.of_experts(self.down.shape[2])

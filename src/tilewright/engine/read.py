@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..launch import argument_error
 from ..models import linear_attention
 from ..models.quantized import QuantizedLinear, QuantizedMixture
+from ..models.shard import DIVIDED
 from .attention import GroupedAttention, LatentAttention
 from .families import (
     Ropes,
@@ -25,10 +26,11 @@ from .families import (
     routing_of,
     scales_of,
     softcap_of,
+    stream_norm_of,
     window_of,
 )
 from .layers import Attention, Decoder, Layer, Mlp, Rope
-from .mlp import Activation, Experts, GatedMlp, PlainMlp
+from .mlp import Activation, BesideMlp, Experts, GatedMlp, PlainMlp
 from .parallel import Group
 from .recurrent import Convolution, DeltaRule, SideBySide, StateSpace
 from .weights import Fusion, Matrix, matrix_of
@@ -54,8 +56,8 @@ def read(
     if not hasattr(model, "lm_head"):
         raise argument_error("model", "a causal language model, with an lm_head", type(model).__name__)
     _check(model, stem, config, max_len)
-    if group is not None and config.model_type in _WHOLE_NORMS:
-        raise argument_error("group", f"None for a {config.model_type} model, whose norms take in the heads of all ranks", "a group")
+    if group is not None:
+        _check_group(stem, config)
     ropes = Ropes(stem, max_len)
     rank = 0 if group is None else group.shard.rank
     layers = []
@@ -74,11 +76,13 @@ def read(
         attention: Attention = found[0] if len(found) == 1 else _side_by_side(layer, *found)
         if below is None:
             mlp = _second_half(layer, fusion, rank)
+            if mlp is not None and mlp_before is behind is None:
+                attention, mlp = _beside_mlp(layer, attention, mlp), None
         else:
-            mlp, mlp_before = _mlp(below.mixer, fusion, rank), norm_of(below.norm)
+            mlp, mlp_before = _mlp(below.mixer, fusion, rank), stream_norm_of(below.norm)
         layers.append(Layer(before, attention, mlp_before, mlp, behind, mlp_behind))
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
-    norm = norm_of(next(getattr(stem, name) for name in ("norm", "final_layernorm", "norm_f") if hasattr(stem, name)))
+    norm = stream_norm_of(next(getattr(stem, name) for name in ("norm", "final_layernorm", "norm_f") if hasattr(stem, name)))
     parts = stem.get_input_embeddings().weight.data, tuple(layers), norm, matrix_of(model.lm_head), group
     return Decoder(*parts, scales_of(stem, config), getattr(config, "final_logit_softcapping", None))
 
@@ -89,7 +93,7 @@ _LATENTS, _ROPE_DIMS = (64, 128, 256, 512), (16, 32, 64)  # what mla_decode take
 MODEL_TYPES = (
     "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text",
     "olmo2", "olmo3", "granite", "glm", "glm4", "smollm3", "ernie4_5", "seed_oss", "helium", "exaone4", "arcee",
-    "cwm", "internlm3", "iquestcoder", "youtu",
+    "cwm", "internlm3", "iquestcoder", "youtu", "cohere", "cohere2", "starcoder2", "stablelm", "phi", "olmo",
     "bamba", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5_text",
     "qwen3_5_moe_text",
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared", "glm4_moe", "dots1",
@@ -105,6 +109,19 @@ def text_part(model: Any) -> tuple[Any, Any]:
     """The part of a model between its tokens and its head, and the config of that part."""
     stem = model.base_model
     return (stem.language_model, stem.language_model.config) if model.config.model_type in WRAPPERS else (stem, model.config)
+
+
+def _check_group(stem: Any, config: Any) -> None:
+    """What is neither divided nor read whole would be counted once for each rank."""
+    if config.model_type in _WHOLE_NORMS:
+        raise argument_error("group", f"None for a {config.model_type} model, whose norms take in the heads of all ranks", "a group")
+    for path, module in stem.layers.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Linear | QuantizedLinear) and not (name in DIVIDED or name in _WHOLE):
+            raise argument_error("group", f"None for a {config.model_type} model, whose {name} the ranks do not divide", "a group")
+
+
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate")
 
 
 def _check(model: Any, stem: nn.Module, config: Any, max_len: int) -> None:
@@ -123,7 +140,7 @@ def _check_config(config: Any, max_len: int, dtype: torch.dtype) -> None:
     for kind in rope_types(config):
         if kind not in _FIXED_ROPE:
             raise argument_error("rope_type", f"one of {', '.join(_FIXED_ROPE)}", kind)
-    for name in ("clip_qkv", "use_bidirectional_attention"):
+    for name in ("clip_qkv", "use_bidirectional_attention", "qk_layernorm"):
         if getattr(config, name, None) not in (None, False):
             raise argument_error(f"model.config.{name}", "None or False", getattr(config, name))
     rotation = getattr(config, "rope_parameters", None) or {}
@@ -156,7 +173,7 @@ def _check_experts(model: nn.Module, config: Any, dtype: torch.dtype) -> None:
 def _attention(module: Any, config: Any, ropes: Ropes, fusion: Fusion, codes: bool) -> Attention:
     head_dim = module.head_dim
     qkv = matrix_of(module.qkv_proj) if hasattr(module, "qkv_proj") else fusion.stacked(module.q_proj, module.k_proj, module.v_proj)
-    out = matrix_of(module.o_proj)
+    out = matrix_of(module.o_proj if hasattr(module, "o_proj") else module.dense)
     q_heads = out.columns // head_dim
     gated = hasattr(module, "q_proj") and module.q_proj.out_features == 2 * out.columns
     asking = 2 * q_heads if gated else q_heads
@@ -267,10 +284,21 @@ def _second_half(layer: Any, fusion: Fusion, rank: int) -> Mlp | None:
     return replace(mlp, shared=_dense(found[1], fusion))
 
 
+def _beside_mlp(layer: Any, attention: Any, mlp: Mlp) -> BesideMlp:
+    if not isinstance(attention, GroupedAttention) or not isinstance(mlp, GatedMlp | PlainMlp):
+        raise argument_error(
+            f"a {type(layer).__name__}", "a layer of an attention beside an MLP", f"{type(attention).__name__} and {type(mlp).__name__}"
+        )
+    return BesideMlp(attention, mlp)
+
+
 def _mlp(module: Any, fusion: Fusion, rank: int) -> Mlp:
     if not hasattr(module, "experts"):
-        names = plain_mlp_of(module)
-        return _dense(module, fusion) if names is None else PlainMlp(*(matrix_of(getattr(module, name)) for name in names))
+        found = plain_mlp_of(module)
+        if found is None:
+            return _dense(module, fusion)
+        up, down, activation = found
+        return PlainMlp(matrix_of(getattr(module, up)), matrix_of(getattr(module, down)), activation)
     if getattr(module.experts, "is_transposed", False) or getattr(module.experts, "bias_gate_up", None) is not None:
         return _gpt_oss_experts(module, fusion, rank)
     experts, router = module.experts, module.gate if hasattr(module, "gate") else module.router

@@ -216,7 +216,7 @@ class SideBySide:
         return *self.state.cache_arrays(batch, max_len, dtype), *self.attention.cache_arrays(batch, max_len, dtype)
 
     def calls(self, name: str, buffers: StepBuffers, stream: Stream, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
-        yield stream.norm_call()
+        yield from stream.norm_calls()
         rows, found = Given(stream.normed), buffers.tensor("y.attention", *y.shape)
         yield from self.state.calls(f"{name}.state", buffers, rows, y, cache[: self.states])
         yield from self.attention.calls(name, buffers, rows, found, cache[self.states :])

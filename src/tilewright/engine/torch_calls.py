@@ -41,6 +41,18 @@ def blank(rows: Tensor, positions: Tensor) -> None:
     rows.masked_fill_(positions.view(-1, 1) < 0, 0)
 
 
+def relu(x: Tensor) -> None:
+    torch.relu_(x)
+
+
+def gelu(x: Tensor) -> None:
+    torch.ops.aten.gelu_(x)
+
+
+def gelu_tanh(x: Tensor) -> None:
+    torch.ops.aten.gelu_(x, approximate="tanh")
+
+
 def softcap(logits: Tensor, most: float) -> None:
     logits.div_(most).tanh_().mul_(most)
 

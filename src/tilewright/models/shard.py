@@ -47,6 +47,9 @@ _CUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+DIVIDED = frozenset(_CUTS)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Part number `rank` of `ranks` equal ones."""

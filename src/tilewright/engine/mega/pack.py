@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...launch import Device, argument_error
 from ..attention import GroupedAttention
-from ..layers import Decoder
+from ..layers import Decoder, Norm
 from ..mlp import GatedMlp
 from ..weights import plain
 from .shape import ROWS, Dims, Schedule, schedule_of
@@ -96,9 +96,10 @@ class Weights:
         attentions = [layer.attention for layer in decoder.layers if isinstance(layer.attention, GroupedAttention)]
         mlps = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMlp)]
         assert len(attentions) == len(mlps) == len(decoder.layers)
+        assert isinstance(decoder.norm, Norm)
         a = attentions[0]
         head_norms = tuple((a.q_norm.weight, a.k_norm.weight) for a in attentions if a.q_norm is not None and a.k_norm is not None)
-        norms = [norm.weight for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
+        norms = [norm.weight for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm) if isinstance(norm, Norm)]
         return Weights(
             Dims(len(mlps), decoder.hidden, a.q_heads, a.kv_heads, a.head_dim, mlps[0].down.columns, decoder.vocab, bool(head_norms)),
             decoder.embedding,
