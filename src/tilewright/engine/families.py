@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import permutations
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ def norm_of(module: Any) -> Norm:
     how = _form(kinds.norm, module, "a norm by the root mean square of rows")
     if "offset" not in how:
         raise argument_error(f"a {type(module).__name__}", "an RMSNorm with a weight", "another norm")
-    eps = getattr(module, how["eps"]) if isinstance(how["eps"], str) else how["eps"]
-    return Norm(module.weight.data, eps, round_before_weight=how["rounded"], weight_offset=how["offset"])
+    return Norm(getattr(module, how["weight"]).data, _number(module, how["eps"]), round_before_weight=how["rounded"], weight_offset=how["offset"])
 
 
 def stream_norm_of(module: Any) -> Norm | LayerNorm:
@@ -45,9 +45,13 @@ def stream_norm_of(module: Any) -> Norm | LayerNorm:
     how = _form(kinds.norm, module, "a norm of rows")
     if "offset" in how:
         return norm_of(module)
-    eps = getattr(module, how["eps"]) if isinstance(how["eps"], str) else how["eps"]
-    weight, bias = (None if (x := getattr(module, name, None)) is None else x.data for name in ("weight", "bias"))
-    return LayerNorm(weight, bias, eps)
+    weight, bias = (None if how[part] is None else getattr(module, how[part]).data for part in ("weight", "bias"))
+    return LayerNorm(weight, bias, _number(module, how["eps"]))
+
+
+def _number(module: Any, eps: str | float) -> float:
+    found: float = attrgetter(eps)(module) if isinstance(eps, str) else eps
+    return found
 
 
 def norms_of(layer: Any) -> tuple[Norm | LayerNorm | None, Norm | None, Norm | LayerNorm | None, Norm | None]:
@@ -129,6 +133,8 @@ def mlp_of(module: Any) -> tuple[tuple[str, ...], bool, tuple[float, float]]:
     factors = float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
     if factors == (1.0, 1.0):
         how = _form(kinds.mlp, module, "a gated MLP with SiLU or tanh-GELU")
+        if how["up_first"]:
+            raise argument_error(f"a {type(module).__name__}", "a gated MLP whose gate comes first in one matrix", "one whose gate comes behind")
         return how["names"], how["gelu"], factors
     return _form(_silu_of_product, module, "a gated MLP with SiLU and factors of the gate and the result")["names"], False, factors
 

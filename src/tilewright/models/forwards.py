@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,17 @@ from .scope import with_our_function
 Forward = Callable[..., Any]
 
 
+def with_options(cls: type[nn.Module], forward: Forward) -> Forward:
+    """A forward of rows for a module whose own one may take more, and then computes more."""
+    if len(inspect.signature(cls.forward).parameters) == 2:
+        return forward
+
+    def forward_with_options(self: Any, *given: Any, **named: Any) -> Any:
+        return cls.forward(self, *given, **named) if named or len(given) != 1 else forward(self, *given)
+
+    return forward_with_options
+
+
 def plain(module: Any, name: str) -> bool:
     """Whether a parameter is a tensor as any other, and no quantised or distributed one."""
     return type(getattr(module, name)) in (nn.Parameter, Tensor)
@@ -41,17 +53,17 @@ def linear(cls: type[nn.Module], transposed: bool = True) -> Forward:
     def forward(self: Any, input: Tensor) -> Tensor:
         return matmul(rows(input), self.weight, self.bias, trans_b=transposed)
 
-    return forward
+    return with_options(cls, forward)
 
 
 @cache
-def norm_by_root_mean_square(cls: type[nn.Module], eps: str | float, offset: float, rounded: bool) -> Forward:
-    """eps: its value, or the attribute that holds it."""
+def norm_by_root_mean_square(cls: type[nn.Module], eps: str | float, offset: float, rounded: bool, weight: str) -> Forward:
+    """eps: its value, or the path of the attribute that holds it. weight: its name."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return rms_norm(rows(hidden_states), self.weight, _number(self, eps), weight_offset=offset, round_before_weight=rounded)
+        return rms_norm(rows(hidden_states), getattr(self, weight), _number(self, eps), weight_offset=offset, round_before_weight=rounded)
 
-    return forward
+    return with_options(cls, forward)
 
 
 @cache
@@ -60,15 +72,16 @@ def norm_without_weight(cls: type[nn.Module], eps: str | float) -> Forward:
         ones = hidden_states.new_ones(hidden_states.shape[-1])
         return rms_norm(rows(hidden_states), ones, _number(self, eps))
 
-    return forward
+    return with_options(cls, forward)
 
 
 @cache
-def norm_by_deviation(cls: type[nn.Module], eps: str | float) -> Forward:
+def norm_by_deviation(cls: type[nn.Module], eps: str | float, weight: str | None, bias: str | None) -> Forward:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return layer_norm(rows(hidden_states), getattr(self, "weight", None), getattr(self, "bias", None), _number(self, eps))
+        held, added = (None if name is None else getattr(self, name) for name in (weight, bias))
+        return layer_norm(rows(hidden_states), held, added, _number(self, eps))
 
-    return forward
+    return with_options(cls, forward)
 
 
 @cache
@@ -83,24 +96,29 @@ def gated_norm(cls: type[nn.Module], eps: str, groups: int, gate_first: bool, si
 
 
 def _number(module: Any, name: str | float) -> float:
-    found: float = getattr(module, name) if isinstance(name, str) else name
+    found: float = attrgetter(name)(module) if isinstance(name, str) else name
     return found
 
 
 @cache
-def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, drops: bool) -> Forward:
-    """names: of the matrices: gate, up and down, or both in one and down. drops: the module's own
-    code computes something else in training.
-    """
+def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, up_first: bool, drops: bool) -> Forward:
+    """drops: the module's own code computes something else in training."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if drops and self.training:
             return cls.forward(self, x)  # type: ignore[no-any-return]
-        middle = silu_mul(*(getattr(self, name)(x) for name in names[:-1]), gelu_tanh=gelu)
-        y: Tensor = getattr(self, names[-1])(middle)
-        return y
+        return gated_mlp(lambda name: getattr(self, name), x, names, gelu, up_first)
 
-    return forward
+    return with_options(cls, forward)
+
+
+def gated_mlp(part: Callable[[str], Any], x: Tensor, names: tuple[str, ...], gelu: bool, up_first: bool) -> Tensor:
+    """names: of the matrices: gate, up and down, or both in one and down; up_first: in that one."""
+    both = [part(name)(x) for name in names[:-1]]
+    if up_first:
+        both = [*reversed(both[0].chunk(2, -1))]
+    y: Tensor = part(names[-1])(silu_mul(*both, gelu_tanh=gelu))
+    return y
 
 
 @cache

@@ -8,7 +8,8 @@ kind.
 import inspect
 from collections.abc import Callable
 from itertools import permutations, product
-from types import FunctionType
+from operator import attrgetter
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,13 +20,12 @@ from ..launch import HALVES
 from ..ops import rms_norm_gated, sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
-from ..ops.silu_mul import silu_mul
 from . import experts, linear_attention, probe
-from .forwards import plain
+from .forwards import gated_mlp, plain
 from .hooks import wrapper_of
 from .method import Method, Verdict, place_of
 from .quantized import QuantizedLinear
-from .rotations import rotation_of
+from .rotations import ROTATIONS, rotation_of
 
 KINDS = ("linear", "norms", "mlp", "moe", "rope", "attention")
 
@@ -57,43 +57,50 @@ def norm(module: Any) -> Verdict:
     """Of rows: by their root mean square, or with their mean taken off."""
     held = {name: x for name, x in module._parameters.items() if x is not None}
     called_norm = "norm" in type(module).__name__.lower()
-    if set(held) - {"weight", "bias"} or not _alone(module) or not (held or called_norm):
+    if len(held) > 2 or not _alone(module) or not (held or called_norm):
         return None
-    shape = tuple(held["weight"].shape) if "weight" in held else tuple(getattr(module, "normalized_shape", None) or probe.WIDTHS[:1])
-    if len(shape) != 1:
-        return f"rms_norm: its weight has {len(shape)} axes, must be 1" if called_norm else None
-    place = place_of(module)
-    dtype, device = place or (torch.float32, torch.device("cpu"))
+    shapes = {tuple(x.shape) for x in held.values()} or {tuple(getattr(module, "normalized_shape", None) or probe.WIDTHS[:1])}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 1:
+        return f"rms_norm: its weight must have 1 axis, its bias the same, got {[list(x.shape) for x in held.values()]}" if called_norm else None
+    dtype, device = place_of(module) or (torch.float32, torch.device("cpu"))
     cols = shape[0]
     # A constant eps shows where rows are small, a bound where they are large.
     x = probe.random(probe.ROWS, cols) * torch.tensor([1.0, 1.0, probe.LARGE, 0.1, 3e-3, 1e-3]).double()[:, None]
     weights = {name: 1 + probe.random(cols, seed=i) / 4 for i, name in enumerate(held)}
     found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, weights), x))
-    epsilons: list[str | float] = [*probe.numbers_of(module, 1e-20, 1e-2)] or [1e-5, 1e-6]
-    if getattr(module, "eps", 0) is None:  # torch's RMSNorm
-        epsilons = [torch.finfo(dtype).eps]
-    for eps in epsilons:
-        value = getattr(module, eps) if isinstance(eps, str) else eps
+    for eps in _epsilons(module, dtype):
+        value = attrgetter(eps)(module) if isinstance(eps, str) else eps
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + value)
         if not held and probe.same(found, normed):
             return Method("rms_norm", "rms_norm_of_ones", (("eps", eps),))
-        if set(held) == {"weight"}:
-            for offset in (0.0, 1.0):
-                if probe.same(found, normed * (weights["weight"] + offset)):
-                    return _rms_norm(module, x, weights["weight"], eps, offset, value, (dtype, device))
-        if probe.same(found, F.layer_norm(x, shape, weights.get("weight"), weights.get("bias"), value)):
-            reason = _layer_norm(module, x, weights, value, (dtype, device))
-            return f"layer_norm: {reason}" if reason else Method("layer_norm", "layer_norm", (("eps", eps),))
+        for offset in (0.0, 1.0) if len(held) == 1 else ():
+            own = next(iter(weights.items()))
+            if probe.same(found, normed * (own[1] + offset)):
+                return _rms_norm(module, x, own, (eps, value), offset, (dtype, device))
+        for names in permutations((*held, *(None,) * (2 - len(held))), 2):
+            weight, bias = (None if name is None else weights[name] for name in names)
+            if probe.same(found, F.layer_norm(x, shape, weight, bias, value)):
+                reason = _layer_norm(module, x, weights, names, value, (dtype, device))
+                options = (("eps", eps), ("weight", names[0]), ("bias", names[1]))
+                return f"layer_norm: {reason}" if reason else Method("layer_norm", "layer_norm", options)
     return "rms_norm: it computes no norm of rows that rms_norm or layer_norm computes" if called_norm else None
 
 
+def _epsilons(module: Any, dtype: torch.dtype) -> list[str | float]:
+    """What a norm may add: numbers of it and of its config, by their paths, and the usual ones."""
+    if getattr(module, "eps", 0) is None:  # torch's RMSNorm
+        return [torch.finfo(dtype).eps]
+    inside = [f"{name}.{field}" for name, part in vars(module).items() if hasattr(part, "__dict__") for field in probe.numbers_of(part, 1e-20, 1e-2)]
+    return [*probe.numbers_of(module, 1e-20, 1e-2), *inside, 1e-5, 1e-6]
+
+
 def _rms_norm(
-    module: Any, x: Tensor, weight: Tensor, eps: str | float, offset: float, value: float, place: tuple[torch.dtype, torch.device]
+    module: Any, x: Tensor, own: tuple[str, Tensor], epsilon: tuple[str | float, float], offset: float, place: tuple[torch.dtype, torch.device]
 ) -> Verdict:
-    """Finds whether rows are rounded before they meet the weight."""
-    dtype, device = place
+    """Finds whether rows are rounded before they meet the weight. own: its name and the weight."""
+    (name, weight), (eps, value), (dtype, device) = own, epsilon, place
     rows, given = x.to(device, dtype), weight.to(device, dtype)
-    theirs = probe.attempt(lambda: type(module).forward(probe.stand_in(module, {"weight": given}), rows))
+    theirs = probe.attempt(lambda: type(module).forward(probe.stand_in(module, {name: given}), rows))
     wide = rows.double()
     truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + value) * (given.double() + offset)
 
@@ -106,17 +113,20 @@ def _rms_norm(
         rounded = (ours(True) != theirs).sum().item() < (ours(False) != theirs).sum().item()
     if reason := probe.why_not(lambda: ours(rounded), theirs, truth):
         return f"rms_norm: {reason}"
-    return Method("rms_norm", "rms_norm", (("eps", eps), ("offset", offset), ("rounded", rounded)))
+    return Method("rms_norm", "rms_norm", (("eps", eps), ("offset", offset), ("rounded", rounded), ("weight", name)))
 
 
-def _layer_norm(module: Any, x: Tensor, weights: dict[str, Tensor], value: float, place: tuple[torch.dtype, torch.device]) -> str | None:
-    """Why layer_norm may not take over."""
+def _layer_norm(
+    module: Any, x: Tensor, weights: dict[str, Tensor], names: tuple[str | None, ...], value: float, place: tuple[torch.dtype, torch.device]
+) -> str | None:
+    """Why layer_norm may not take over. names: of its weight and its bias."""
     dtype, device = place
     rows, given = x.to(device, dtype), {name: w.to(device, dtype) for name, w in weights.items()}
     theirs = probe.attempt(lambda: type(module).forward(probe.stand_in(module, given), rows))
-    weight, bias = (given[name].double() if name in given else None for name in ("weight", "bias"))
-    truth = F.layer_norm(rows.double(), rows.shape[-1:], weight, bias, value)
-    return probe.why_not(lambda: layer_norm(rows, given.get("weight"), given.get("bias"), value), theirs, truth)
+    weight, bias = (None if name is None else given[name] for name in names)
+    wide_weight, wide_bias = (None if part is None else part.double() for part in (weight, bias))
+    truth = F.layer_norm(rows.double(), rows.shape[-1:], wide_weight, wide_bias, value)
+    return probe.why_not(lambda: layer_norm(rows, weight, bias, value), theirs, truth)
 
 
 def gated_norm(module: Any) -> Verdict:
@@ -158,17 +168,20 @@ def mlp(module: Any) -> Verdict:
     place = place_of(module)
     if not candidates or place is None:
         return None
+    if any(part._forward_hooks or part._forward_pre_hooks for other in others for part in other.modules()):
+        return "silu_mul: a module in it has a hook, which would not be called"
     for names in candidates:
         sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.rows(probe.WIDTHS[0])
         found = probe.attempt(lambda sharp=sharp, x=x: type(module).forward(probe.stand_in(module, {}, sharp), x))  # type: ignore[misc]
-        for gelu, act in ACTIVATIONS.items():
-            if probe.same(found, _mlp_of(sharp, names, act, x)):
+        for (gelu, act), up_first in product(ACTIVATIONS.items(), (False, True)[: 4 - len(names)]):
+            if probe.same(found, _mlp_of(sharp, names, act, x, up_first)):
                 drops = not probe.same(probe.in_training(module, sharp, x), found)
                 parts, rows = _parts(linears, names, *place), probe.random(probe.ROWS, probe.WIDTHS[0]).to(place[1], place[0])
                 theirs = probe.attempt(lambda parts=parts, rows=rows: type(module).forward(probe.stand_in(module, {}, parts), rows))  # type: ignore[misc]
-                truth = _mlp_of({n: m.double() for n, m in _parts(linears, names, *place).items()}, names, act, rows.double())
-                reason = probe.why_not(lambda parts=parts, names=names, gelu=gelu, rows=rows: _ours(parts, names, gelu, rows), theirs, truth)  # type: ignore[misc]
-                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (("names", names), ("gelu", gelu), ("drops", drops)))
+                truth = _mlp_of({n: m.double() for n, m in _parts(linears, names, *place).items()}, names, act, rows.double(), up_first)
+                how = {"names": names, "gelu": gelu, "up_first": up_first}
+                reason = probe.why_not(lambda parts=parts, how=how, rows=rows: gated_mlp(parts.__getitem__, rows, **how), theirs, truth)  # type: ignore[misc]
+                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (*how.items(), ("drops", drops)))
     return "silu_mul: it computes no down(act(gate) * up) with SiLU or tanh-GELU"
 
 
@@ -194,15 +207,9 @@ def _parts(linears: dict[str, Any], names: tuple[str, ...], dtype: torch.dtype, 
     }
 
 
-def _mlp_of(parts: Any, names: tuple[str, ...], act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _mlp_of(parts: Any, names: tuple[str, ...], act: Callable[[Tensor], Tensor], x: Tensor, up_first: bool) -> Tensor:
     gate, up = parts[names[0]](x).chunk(2, -1) if len(names) == 2 else (parts[names[0]](x), parts[names[1]](x))
-    found: Tensor = parts[names[-1]](act(gate) * up)
-    return found
-
-
-def _ours(parts: Any, names: tuple[str, ...], gelu: bool, x: Tensor) -> Tensor:
-    middle = silu_mul(*(parts[name](x) for name in names[:-1]), gelu_tanh=gelu)
-    found: Tensor = parts[names[-1]](middle)
+    found: Tensor = parts[names[-1]](act(up) * gate if up_first else act(gate) * up)
     return found
 
 
@@ -213,7 +220,7 @@ def rope(module: Any) -> Verdict:
         return None
     scope = inspect.unwrap(type(module).forward).__globals__
     found, missing = [], []
-    for name in code.co_names:
+    for name in _names(code):
         function = scope.get(name)
         if isinstance(function, FunctionType) and len(probe.arguments_of(function) or ()) in (3, 4):
             form = rotation_of(function)
@@ -222,8 +229,14 @@ def rope(module: Any) -> Verdict:
             elif "rot" in name.lower() or "rope" in name.lower():
                 missing.append(name)
     if missing:
-        return f"rope: {missing[0]} computes no rotation of two tensors that rope computes"
+        return f"rope: {missing[0]} computes no rotation that rope computes"
     return Method("rope", "rope", (("functions", tuple(found)),)) if found else None
+
+
+def _names(code: CodeType) -> list[str]:
+    """What code looks up, also in the comprehensions in it."""
+    inside = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part)]
+    return [*dict.fromkeys((*code.co_names, *inside))]
 
 
 def attention(module: Any) -> Verdict:
@@ -289,7 +302,8 @@ def indexer(module: Any) -> Verdict:
     if not all(hasattr(module, name) for name in INDEXER) or "update_indexer" not in getattr(forward, "__code__", indexer.__code__).co_names:
         return None
     names = [name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)]
-    forms = [form for name in names if (form := rotation_of(forward.__globals__[name])) is not None]
+    found = [form for name in names if (form := rotation_of(forward.__globals__[name])) is not None]
+    forms = [form for form in found if not ROTATIONS[form].alone]
     if len(forms) != 1:
         return f"sparse_index: its forward must call one rotation of queries and keys, got {len(forms)}"
     if module.n_heads > sparse_index.MOST_HEADS or module.head_dim > sparse_index.MOST_COLUMNS:
@@ -308,9 +322,9 @@ def state(module: Any) -> Verdict:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Whether its forward has one argument, and no options."""
+    """Whether its forward needs one argument. A call with more runs the module's own code."""
     names = probe.arguments_of(type(module).forward)
-    return names is not None and len(names) == 1 and len(inspect.signature(type(module).forward).parameters) == 2
+    return names is not None and len(names) == 1
 
 
 def _alone(module: nn.Module) -> bool:

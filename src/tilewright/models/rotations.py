@@ -5,7 +5,7 @@ ours rotate them in place.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -67,6 +67,18 @@ def rotate_pairs_of_tokens(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     return xq, xk
 
 
+def _alone(turn: Callable[..., Pair]) -> Callable[..., Any]:
+    """The same of one tensor a call (Gemma 4): its last head takes the place of the keys."""
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        heads = x.shape[unsqueeze_dim]
+        parts = x.split((heads - 1, 1), unsqueeze_dim) if heads > 1 else (x, torch.zeros_like(x))
+        turn(*parts, cos, sin, unsqueeze_dim)
+        return x
+
+    return rotate
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """angles: as the function takes them, of cos and sin [batch, seq_len, pairs].
@@ -80,6 +92,7 @@ class Rotation:
     interleaved: bool
     tokens_first: bool = False
     split: bool = False
+    alone: bool = False
 
 
 def _each(how: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
@@ -99,29 +112,40 @@ ROTATIONS = {
     "pairs": Rotation(rotate_pairs, _complex, True),
     "pairs_of_tokens": Rotation(rotate_pairs_of_tokens, _complex, True, tokens_first=True),
 }
+ROTATIONS |= {
+    f"{name}_alone": replace(ROTATIONS[name], ours=_alone(ROTATIONS[name].ours), alone=True)
+    for name in ("half_split", "neighbours", "repeated", "by_halves")
+}
 
 
 @cache
 def rotation_of(function: Any) -> str | None:
-    """The form of a function that takes queries, keys and angles; None if it has none of these."""
+    """The form of a function that takes queries, keys and angles, or one of both and angles; None
+    if it has none of these.
+    """
     needed = 4 if len(probe.arguments_of(function) or ()) == 4 else 3
     for name, form in ROTATIONS.items():
         cos, sin = (probe.random(2, 5, 4, dtype=torch.float32, seed=seed) for seed in (1, 2))
         angles = form.angles(cos, sin)
-        if 2 + len(angles) == needed and _computes(function, form, angles, cos, sin, 8) and _leaves_the_rest(function, form, angles, cos, sin):
+        if (
+            2 - form.alone + len(angles) == needed
+            and _computes(function, form, angles, cos, sin, 8)
+            and _leaves_the_rest(function, form, angles, cos, sin)
+        ):
             return name
     return None
 
 
 def _computes(function: Any, form: Rotation, angles: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> bool | None:
     """None if it does not take heads of this size."""
-    q, k = (probe.random(2, 3 if i else 6, 5, dim, dtype=torch.float32, seed=i) for i in range(2))
-    given = [x.transpose(1, 2).clone() if form.tokens_first else x.clone() for x in (q, k)]
+    rows = [probe.random(2, 3 if i else 6, 5, dim, dtype=torch.float32, seed=i) for i in range(2 - form.alone)]
+    given = [x.transpose(1, 2).clone() if form.tokens_first else x.clone() for x in rows]
     found = probe.attempt(lambda: function(*given, *angles))
-    if not isinstance(found, tuple) or len(found) != 2:
+    found = (found,) if form.alone and isinstance(found, Tensor) else found
+    if not isinstance(found, tuple) or len(found) != len(rows):
         return None
     back = [x.transpose(1, 2) if form.tokens_first and isinstance(x, Tensor) else x for x in found]
-    return all(probe.off(mine, _rotated(x, cos, sin, form).double()) < probe.SHARP for mine, x in zip(back, (q, k), strict=True))
+    return all(probe.off(mine, _rotated(x, cos, sin, form).double()) < probe.SHARP for mine, x in zip(back, rows, strict=True))
 
 
 def _leaves_the_rest(function: Any, form: Rotation, angles: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
