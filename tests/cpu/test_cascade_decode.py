@@ -1,5 +1,7 @@
 """`cascade_decode`: shared keys are read once, and the result is that of attention over all."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -158,3 +160,12 @@ def test_it_compiles_to_one_graph():
         inputs, how = drawn(), {"prefix_len": torch.tensor([70], dtype=INT32), "return_lse": True}
         found = torch.compile(tilewright.cascade_decode, fullgraph=True, backend="aot_eager")(*inputs, **how)
         assert all(map(torch.equal, found, tilewright.cascade_decode(*inputs, **how)))
+
+
+def test_what_is_timed_finds_the_same_with_both_calls(monkeypatch) -> None:
+    """The pages of the shared keys lie once, in all users' tables."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import cascade
+
+    row = cascade.main(["--users", "2", "--prefix", "64", "--own", "70", "--q-heads", "4", "--kv-heads", "2", "--dim", "32"])
+    assert row["difference"] < 0.01
