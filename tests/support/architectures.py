@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, dict] = {
     "bitnet": {"head_dim": 8},
     "cohere": {},
     "cohere2": {"sliding_window": 5},
+    "cwm": {"sliding_window": 5},
     "dots1": {**GROUPS},
     "doge": {},
     "ernie4_5": {},
