@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .arrays import Array, Buffer, all_offsets
 from .errors import KernelError
-from .memory import Array, Buffer, offsets
 from .regions import Region
 
 
@@ -50,7 +50,7 @@ class Unwritten:
 
     def require_written(self) -> None:
         buffer = Buffer(self.tensor, self.name or "a tensor that no kernel was given")
-        own = offsets(Array.argument(buffer))
+        own = all_offsets(Array.argument(buffer))
         left = ~self.written[own]
         if left.any():
             first = tuple(int(i) for i in np.argwhere(left)[0])
@@ -91,7 +91,7 @@ class Allocations(TorchFunctionMode):
         if out is not None:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
             buffers = [Buffer(t, "") for t in tensors if t.device.type == "cpu" and t.numel()]
-            return [(buffer, offsets(Array.argument(buffer))) for buffer in buffers]
+            return [(buffer, all_offsets(Array.argument(buffer))) for buffer in buffers]
         name = getattr(func, "__name__", "")
         target = args[0] if args else None
         if not isinstance(target, torch.Tensor) or not (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
@@ -101,7 +101,7 @@ class Allocations(TorchFunctionMode):
         buffer = Buffer(target, "")
         if not any(mark.overlaps(buffer) for mark in self.marks):
             return []
-        own = offsets(Array.argument(buffer))
+        own = all_offsets(Array.argument(buffer))
         return [(buffer, own if name in self.DRAWN else own[self._independent(func, target, args[1:], kwargs)])]
 
     @staticmethod

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .allocations import Unwritten
+from .arrays import Buffer, Sync
 from .errors import KernelError, Place
-from .memory import Buffer, Sync
 from .regions import Region, regions
 
 Clock = dict[int, int]  # block -> how far its history is known

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import cutile, memory
+from . import arrays, cutile
 from .program import Parameter
 from .trim import Axes
 from .writer import Writer
@@ -72,7 +72,7 @@ class MemoryOps(Writer):
 
     def emit_make_partition_view(self, op: Any) -> None:
         self.derive(op, op.array)
-        view = self.keep(memory.TileView(**cutile.view_of(op.result_vars[0])), "view")
+        view = self.keep(arrays.TileView(**cutile.view_of(op.result_vars[0])), "view")
         self.inline[op.result_vars[0].name] = f"({self.use(op.array)}, {view})"
 
     emit_make_strided_view = emit_make_gather_scatter_view = emit_make_partition_view

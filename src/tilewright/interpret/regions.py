@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .memory import Buffer
+from .arrays import Buffer
 
 
 class Region:

@@ -13,11 +13,12 @@ import torch
 
 from . import cutile
 from .allocations import Allocations, Unwritten
+from .arrays import Array, Buffer
 from .checks import Watch
 from .codegen import compile_program
 from .errors import KernelError
 from .formats import CONTAINER
-from .memory import Array, Buffer, Machine
+from .memory import Machine
 from .program import Program
 from .schedule import EAGER, STEPS, Order, Schedule, blocks
 from .threads import choose_threads_once

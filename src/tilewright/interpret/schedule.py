@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import Array, Pointer
 from .errors import Deadlock
-from .memory import Array, Machine, Pointer
+from .memory import Machine
 from .program import Program
 
 TURN = 64  # waiting points a block may pass before the next block's turn

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from .arrays import Buffer, Sync
 from .checks import running_line
 from .errors import Place
 from .live import LiveTile
-from .memory import Buffer, Sync, Watcher
+from .memory import Watcher
 from .program import Program
 from .trace_page import SECTOR, page
 
