@@ -176,6 +176,96 @@ def barrier_that_counts_one_too_few(count, x, out):
     ct.scatter(out, b, ct.gather(x, (b + 1) % 4))
 
 
+@planted(4, "race between blocks", ints(1), ints(3, 4), ints(3, 4))
+def barrier_that_counts_one_too_few_in_its_second_round(count, x, out):
+    b = ct.bid(0)
+    for step in range(3):
+        ct.scatter(x, (step, b), 1)
+        ct.atomic_add(count, 0, 1)
+        need = (step + 1) * 4
+        if step == 1:
+            need = need - 1
+        while ct.atomic_add(count, 0, 0) < need:
+            pass
+        ct.scatter(out, (step, b), ct.gather(x, (step, (b + 1) % 4)))
+
+
+@planted(4, "race between blocks", ints(1), ints(4), ints(3, 4))
+def one_barrier_a_round_where_two_are_needed(count, x, out):
+    b = ct.bid(0)
+    for step in range(3):
+        ct.scatter(x, b, step)
+        ct.atomic_add(count, 0, 1)
+        while ct.atomic_add(count, 0, 0) < (step + 1) * 4:
+            pass
+        ct.scatter(out, (step, b), ct.gather(x, (b + 1) % 4))
+
+
+@planted(4, "race between blocks", ints(1), ints(4), ints(4))
+def barrier_that_does_not_wait_for_the_first_block(count, x, out):
+    b = ct.bid(0)
+    ct.scatter(x, b, 1)
+    ct.atomic_add(count, 0, 1)
+    while ct.atomic_add(count, 0, 0) < 3:
+        pass
+    ct.scatter(out, b, ct.gather(x, 0))  # no race if the first block arrives first
+
+
+@planted(2, "race between blocks", ints(2), ints(1), ints(6))
+def ring_of_one_slot_that_lets_its_writer_be_two_ahead(flags, slot, out):
+    for step in range(6):
+        if ct.bid(0) == 0:
+            while ct.atomic_add(flags, 0, 0) < step - 1:
+                pass
+            ct.scatter(slot, 0, step)
+            ct.atomic_xchg(flags, 1, step + 1)
+        else:
+            while ct.atomic_add(flags, 1, 0) < step + 1:
+                pass
+            ct.scatter(out, step, ct.gather(slot, 0))
+            ct.atomic_xchg(flags, 0, step + 1)
+
+
+@planted(3, "race between blocks: read of element", ints(2), ints(2), ints(1))
+def waits_for_any_of_two_flags(flags, data, out):
+    b = ct.bid(0)
+    if b < 2:
+        ct.scatter(data, b, 1)
+        ct.atomic_xchg(flags, b, 1)
+    else:
+        while ct.atomic_add(flags, 0, 0) + ct.atomic_add(flags, 1, 0) == 0:
+            pass
+        ct.scatter(out, 0, ct.gather(data, 0) + ct.gather(data, 1))
+
+
+@planted(2, "race between blocks: read of element (1,) of data", ints(1), ints(2), ints(2))
+def waits_for_the_first_of_two_stores_of_a_flag(flag, data, out):
+    device = ct.MemoryScope.DEVICE
+    if ct.bid(0) == 0:
+        for i in range(2):
+            ct.scatter(data, i, 1)
+            ct.store(flag, (0,), i + 1, memory_order=RELEASE, memory_scope=device)
+    else:
+        while ct.load(flag, (0,), (1,), memory_order=ACQUIRE, memory_scope=device).item() < 1:
+            pass
+        ct.store(out, (0,), ct.load(data, (0,), (2,)))
+
+
+@planted(3, "of element (0,) of x: int32[1] is not ordered after a", ints(1), ints(1), ints(1))
+def a_look_at_a_flag_releases_nothing(flag, x, out):
+    b = ct.bid(0)
+    if b == 1:
+        ct.scatter(out, 0, ct.gather(x, 0))
+        while ct.atomic_add(flag, 0, 0) < 1:
+            pass
+    elif b == 2:
+        while ct.atomic_add(flag, 0, 0) < 1:
+            pass
+        ct.scatter(x, 0, 5)
+    else:
+        ct.atomic_xchg(flag, 0, 1)
+
+
 @planted(4, "race between blocks", rows(2, 4))
 def no_barrier_at_all(x):
     b = ct.bid(0)

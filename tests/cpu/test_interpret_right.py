@@ -96,6 +96,88 @@ def a_spinning_block_that_counts(flag, spins):
         ct.atomic_xchg(flag, 0, 1)
 
 
+@right(3, ints(1), ints(1), rows(4))
+def a_lock_whose_waiters_count_their_looks(locks, looks, x):
+    while ct.atomic_xchg(locks, 0, 1) == 1:
+        ct.atomic_add(looks, 0, 1)
+    add_one(x)
+    ct.atomic_xchg(locks, 0, 0)
+
+
+@right(4, ints(2), ints(8), ints(5, 4))
+def two_buffers_between_barriers_that_count_generations(count, x, out):
+    b = ct.bid(0)
+    for step in range(5):
+        ct.scatter(x, step % 2 * 4 + b, step)
+        if ct.atomic_add(count, 0, 1) == 3:
+            ct.atomic_xchg(count, 0, 0)
+            ct.atomic_add(count, 1, 1)
+        while ct.atomic_add(count, 1, 0) < step + 1:
+            pass
+        ct.scatter(out, (step, b), ct.gather(x, step % 2 * 4 + (b + 1) % 4))
+
+
+@right(2, ints(1), ints(1), ints(6))
+def a_flag_that_both_sides_turn_back(flag, slot, out):
+    for step in range(6):
+        if ct.bid(0) == 0:
+            while ct.atomic_add(flag, 0, 0) != 0:
+                pass
+            ct.scatter(slot, 0, step)
+            ct.atomic_xchg(flag, 0, 1)
+        else:
+            while ct.atomic_add(flag, 0, 0) != 1:
+                pass
+            ct.scatter(out, step, ct.gather(slot, 0))
+            ct.atomic_xchg(flag, 0, 0)
+
+
+@right(3, ints(1), ints(1), ints(3), ints(1))
+def a_counter_that_a_plain_store_resets(count, go, x, out):
+    b = ct.bid(0)
+    if ct.atomic_add(count, 0, 1) == 2:
+        ct.scatter(count, 0, 0)
+        ct.atomic_xchg(go, 0, 1)
+    while ct.atomic_add(go, 0, 0) == 0:
+        pass
+    if b > 0:
+        ct.scatter(x, b, 1)
+        ct.atomic_add(count, 0, 1)
+    else:
+        while ct.atomic_add(count, 0, 0) < 2:
+            pass
+        ct.scatter(out, 0, ct.gather(x, 1) + ct.gather(x, 2))
+
+
+@right(3, ints(3), ints(1), ints(3))
+def the_last_block_sees_what_each_has_set(flags, count, out):
+    b = ct.bid(0)
+    ct.atomic_xchg(flags, b, 1)
+    ct.assert_(ct.atomic_add(flags, b, 0) == 1, "an older value than this block has set")  # noqa: PT009
+    if ct.atomic_add(count, 0, 1) == 2:
+        for i in range(3):
+            out_of_date = ct.atomic_add(flags, i, 0) == 0
+            ct.assert_(not out_of_date, "an older value than a block that came before has set")  # noqa: PT009
+
+
+@right(3, ints(2), ints(1), ints(1))
+def what_a_flag_says_of_another(flags, x, out):
+    b = ct.bid(0)
+    if b == 0:
+        ct.scatter(x, 0, 1)
+        ct.atomic_xchg(flags, 0, 1)
+    elif b == 1:
+        while ct.atomic_add(flags, 0, 0) == 0:
+            pass
+        ct.atomic_xchg(flags, 1, 1)
+    else:
+        while ct.atomic_add(flags, 1, 0) == 0:
+            pass
+        ct.assert_(ct.atomic_add(flags, 0, 0) == 1, "an older value than block 1 has seen")  # noqa: PT009
+        ct.scatter(out, 0, ct.gather(x, 0))
+        ct.scatter(x, 0, 2)
+
+
 @right(1, lambda: integers(4, 8)[1:3, 2:6], rows(2))
 def unchecked_but_inside(x, out):
     at = ct.arange(2, dtype=ct.int32)

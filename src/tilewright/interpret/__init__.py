@@ -7,6 +7,7 @@ checking(races=True)      WHAT IS WATCHED
      |- cutile.typed_ir                 cutile.py    the front end; cuda-tile's private names
      |- compile_program                 codegen.py   IR operation -> one Python statement
      |- Machine.load, .store, .atomic   memory.py    arrays, views, pointers, bounds
+     |   |- Past.look                   past.py      what a block sees that looks late
      |   `- Watch.access                checks.py    races; allocations.py: what nobody wrote
      |   `- Recorder                    trace.py     what each block did; trace_page.py: drawn
      `- fma, mma, reduce_with, ...      numerics.py  on values held as formats.py says

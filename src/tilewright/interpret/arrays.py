@@ -164,3 +164,9 @@ def offsets(array: Array, corner: Sequence[int], shape: Sequence[int]) -> np.nda
         along = (start + np.arange(n)) * array.strides[axis]
         r = r + along.reshape([-1 if a == axis else 1 for a in range(len(shape))])
     return r
+
+
+def addresses(buffer: Buffer, offset: np.ndarray) -> list[int]:
+    """Where elements are in memory, in bytes."""
+    found: list[int] = (buffer.address + offset.reshape(-1) * buffer.window.itemsize).tolist()
+    return found

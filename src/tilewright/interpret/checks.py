@@ -9,18 +9,18 @@ forgets an access that happened before another one that it remembers.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .allocations import Unwritten
-from .arrays import Buffer, Sync
+from .arrays import Buffer, Sync, addresses
 from .errors import KernelError, Place
+from .past import Clock
 from .regions import Region, regions
 
-Clock = dict[int, int]  # block -> how far its history is known
 NONE = np.zeros(1, np.int64)  # the number of the empty list
 SHORT = 16  # a list of accesses is pruned when it has twice as many as after the last time, and these
 
@@ -157,9 +157,9 @@ class Watch:
         self.chains = Chains()
         self.histories = [History(region) for region in regions(buffers)] if races else []
 
-    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
-        """kind: "read", "write", or "atomic" (both at once); sync: its memory order and scope
-        unless weak.
+    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None, known: Sequence[Clock] | None = None) -> None:
+        """kind: "read", "write", or "atomic" (both at once). sync: its memory order and scope
+        unless weak. known: what it acquires if it acquires; None: all that was released.
         """
         if offset.size == 0:
             return
@@ -170,24 +170,32 @@ class Watch:
         history = next(h for h in self.histories if h.region.start <= buffer.address < h.region.end)
         units = history.region.units(buffer, offset)
         clock = self.clocks.setdefault(self.block, {self.block: 1})
-        order = sync[0] if sync is not None and sync[1] != "BLOCK" else "WEAK"
-        addresses = (buffer.address + offset.reshape(-1) * buffer.window.itemsize).tolist() if order not in ("WEAK", "RELAXED") else []
+        order = _order(sync)
         if order in ("ACQUIRE", "ACQ_REL"):
-            for known in {id(known): known for a in addresses if (known := self.released.get(a)) is not None}.values():
-                _join(clock, known)
+            for seen in {id(seen): seen for seen in self._released(buffer, offset) if seen}.values() if known is None else known:
+                _join(clock, seen)
         self._compare(history, units, kind, order != "WEAK", clock, buffer, offset)
-        if order in ("RELEASE", "ACQ_REL"):
-            self._release(addresses, clock, keep=kind == "atomic" and order == "RELEASE")
 
-    def _release(self, addresses: list[int], clock: Clock, keep: bool) -> None:
+    def _released(self, buffer: Buffer, offset: np.ndarray) -> Iterator[Clock | None]:
+        return map(self.released.get, addresses(buffer, offset))
+
+    def changed(self, buffer: Buffer, offset: np.ndarray, sync: Sync, atomic: bool) -> None:
+        """An ordered store or an atomic has changed these elements.
+
+        An atomic that changes nothing releases nothing: no other block can tell that it was there.
+        """
+        order = _order(sync)
+        if not self.histories or order not in ("RELEASE", "ACQ_REL"):
+            return
+        clock = self.clocks[self.block]
         known = dict(clock)
-        if keep:  # a read-modify-write that does not acquire still carries on the releases before it
-            for address in addresses:
+        if atomic and order == "RELEASE":  # it does not acquire, but carries on the releases before it
+            for address in addresses(buffer, offset):
                 merged = dict(known)
                 _join(merged, self.released.get(address, {}))
                 self.released[address] = merged
         else:
-            self.released.update(dict.fromkeys(addresses, known))
+            self.released.update(dict.fromkeys(addresses(buffer, offset), known))
         clock[self.block] += 1
 
     def _compare(self, history: History, units: np.ndarray, kind: str, atomic: bool, clock: Clock, buffer: Buffer, offset: np.ndarray) -> None:
@@ -241,6 +249,11 @@ def running_line(code: dict[str, Any]) -> int:
     while frame is not None and frame.f_globals is not code:
         frame = frame.f_back
     return frame.f_lineno if frame is not None else 0
+
+
+def _order(sync: Sync) -> str:
+    """The memory order, as other blocks see it."""
+    return sync[0] if sync is not None and sync[1] != "BLOCK" else "WEAK"
 
 
 def _distinct(numbers: np.ndarray) -> list[int]:

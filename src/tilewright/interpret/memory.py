@@ -4,7 +4,7 @@ Every access is checked against the argument that its address comes from, throug
 arithmetic.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from .arrays import Array, Buffer, Pointer, Sync, TileView, View, offsets, strid
 from .errors import KernelError
 from .formats import CONTAINER, SMALL, Value, decode, encode, is_float, round_to
 from .numerics import LEAST, MOST, padded, stretched
+from .past import Clock, Past
 
 
 class Watcher(Protocol):
@@ -20,8 +21,14 @@ class Watcher(Protocol):
 
     block: int
 
-    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
-        """kind: "read", "write", or "atomic" (both at once)."""
+    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None, known: Sequence[Clock] | None = None) -> None:
+        """kind: "read", "write", or "atomic" (both at once). known: what an access of the past
+        acquires.
+        """
+        ...
+
+    def changed(self, buffer: Buffer, offset: np.ndarray, sync: Sync, atomic: bool) -> None:
+        """An ordered store or an atomic has changed these elements."""
         ...
 
 
@@ -31,6 +38,7 @@ class Machine:
     strict: a tile entirely outside its array is an error, and padding left UNDETERMINED is poison
         (NaN, or an unlikely integer).
     watch: is told of every access; or None.
+    past: what blocks see that only look at an element; None: the present.
     strict_bounds: an index outside of an array is an error also where it is checked and reads
         padding.
     progress: counts changes of memory. So the scheduler can tell waiting from working.
@@ -40,6 +48,7 @@ class Machine:
 
     def __init__(self, grid: tuple[int, int, int], strict: bool = True, watch: Watcher | None = None, *, strict_bounds: bool = False):
         self.grid, self.strict, self.watch, self.strict_bounds = grid, strict, watch, strict_bounds
+        self.past: Past | None = None
         self.bid: tuple[int, ...] = (0, 0, 0)
         self.progress = 0
         self.owners: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -54,7 +63,10 @@ class Machine:
         corner, part = self._inside(array, tile, index, inbounds)
         buffer = array.buffer
         if self.watch is not None:
-            self.watch.access(buffer, offsets(array, corner, part.shape), "read", sync)
+            offset = offsets(array, corner, part.shape)
+            earlier = self.past.look(buffer, offset, self.progress) if sync is not None and self.past is not None else None
+            self.watch.access(buffer, offset, "read", sync, earlier and earlier.known)
+            part = part if earlier is None else earlier.values
         r, lengths = decode(part, buffer.dtype), tile.lengths
         if short is not None and part.size:
             lengths = (*lengths[:short], part.shape[short], *lengths[short + 1 :])
@@ -77,11 +89,14 @@ class Machine:
             return
         corner, part = self._inside(array, tile, index, inbounds)
         if self.watch is not None:
-            self.watch.access(array.buffer, offsets(array, corner, part.shape), "write", sync)
+            offset, before = offsets(array, corner, part.shape), part if sync is None else part.copy()
+            self.watch.access(array.buffer, offset, "write", sync)
         if part.shape != tile.lengths:
             value = value[tuple([slice(n) for n in part.shape])]
         dtype = array.buffer.dtype
         part[...] = encode(value, dtype) if dtype in SMALL else value
+        if self.watch is not None and sync is not None:
+            self._publish(array.buffer, offset, before, sync, atomic=False)
 
     def store_atomic(self, view: View, index: tuple[Any, ...], value: Value, mode: str, sync: Sync) -> None:
         array, tile = view
@@ -170,34 +185,51 @@ class Machine:
         Returns the old values, which the kernel may use. Elements at one address follow one
         another.
         """
-        buffer, dtype = pointer.buffer, pointer.buffer.dtype
-        offset, mask = _addresses(pointer, mask)
-        self._touch(buffer, offset[mask], "atomic", sync)
-        value, old, change = np.broadcast_to(value, offset.shape), np.zeros(offset.shape, CONTAINER[dtype]), ATOMIC[mode]
-        for at in _conflict_free(offset, mask):
-            memory = buffer.flat[offset[at]]
-            old[at] = decode(memory, dtype)
-            new = change(old[at], value[at])
-            new = encode(round_to(new, dtype) if dtype in SMALL else new, dtype)
-            self._changed(buffer, offset, bool((new != memory).any()), used)
-            buffer.flat[offset[at]] = new
-        return old.reshape(np.shape(pointer.offset))[()]
+        dtype, change = pointer.buffer.dtype, ATOMIC[mode]
+        value = np.broadcast_to(value, np.shape(np.atleast_1d(pointer.offset)))
 
-    def compare_and_swap(self, pointer: Pointer, expected: Value, desired: Value, mask: Value | None, sync: Sync) -> Value:
-        buffer, dtype = pointer.buffer, pointer.buffer.dtype
-        offset, mask = _addresses(pointer, mask)
-        self._touch(buffer, offset[mask], "atomic", sync)
-        expected, desired = (np.broadcast_to(encode(x, dtype), offset.shape) for x in (expected, desired))
-        old = np.array(expected)
-        for at in _conflict_free(offset, mask):
-            memory = buffer.flat[offset[at]]
-            old[at] = memory
-            new = np.where(memory == expected[at], desired[at], memory)
-            self._changed(buffer, offset, bool((new != memory).any()), used=True)
-            buffer.flat[offset[at]] = new
+        def modified(memory: np.ndarray, at: tuple[np.ndarray, ...]) -> np.ndarray:
+            new = change(decode(memory, dtype), value[at])
+            return encode(round_to(new, dtype) if dtype in SMALL else new, dtype)
+
+        old, _ = self._modify(pointer, mask, modified, sync, used)
         return decode(old, dtype).reshape(np.shape(pointer.offset))[()]
 
-    def _changed(self, buffer: Buffer, offset: np.ndarray, changed: bool, used: bool) -> None:
+    def compare_and_swap(self, pointer: Pointer, expected: Value, desired: Value, mask: Value | None, sync: Sync) -> Value:
+        dtype, shape = pointer.buffer.dtype, np.shape(np.atleast_1d(pointer.offset))
+        expected, desired = (np.broadcast_to(encode(x, dtype), shape) for x in (expected, desired))
+        old, mask = self._modify(pointer, mask, lambda memory, at: np.where(memory == expected[at], desired[at], memory), sync, used=True)
+        return decode(np.where(mask, old, expected), dtype).reshape(np.shape(pointer.offset))[()]
+
+    def _modify(
+        self, pointer: Pointer, mask: Value | None, modified: Callable[..., np.ndarray], sync: Sync, used: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what memory held, 0 where the mask is off, and the mask.
+
+        modified: the new memory for an old one and its lanes. used: the kernel looks at the result.
+        """
+        buffer, offset = pointer.buffer, np.atleast_1d(pointer.offset)
+        mask = np.broadcast_to(True if mask is None else mask, offset.shape)
+        self._require_inside(buffer, offset[mask], "atomic")
+        old, changed = np.zeros(offset.shape, buffer.flat.dtype), np.zeros(offset.shape, bool)
+        if used and self.past is not None:
+            earlier = self.past.look(buffer, offset[mask], self.progress)
+            if earlier is not None and (modified(earlier.values, mask.nonzero()) == earlier.values).all():
+                self._watch(buffer, offset[mask], "atomic", sync, earlier.known)
+                old[mask] = earlier.values
+                return old, mask
+            if earlier is not None:
+                self.past.catch_up(self.progress)
+        self._watch(buffer, offset[mask], "atomic", sync)
+        for at in _conflict_free(offset, mask):
+            old[at] = memory = buffer.flat[offset[at]]
+            buffer.flat[offset[at]] = new = modified(memory, at)
+            changed[at] = new != memory
+            self._note(buffer, offset, bool(changed[at].any()), used)
+        self._publish(buffer, offset[changed], old[changed], sync, atomic=True)
+        return old, mask
+
+    def _note(self, buffer: Buffer, offset: np.ndarray, changed: bool, used: bool) -> None:
         """Notes a read-modify-write.
 
         If it is of one element, and the kernel looks at the old value, it may take a lock.
@@ -210,6 +242,13 @@ class Machine:
             elif used:
                 self.owners[place] = self.bid
                 self.acquired += 1
+
+    def _publish(self, buffer: Buffer, offset: np.ndarray, before: np.ndarray, sync: Sync, atomic: bool) -> None:
+        """An ordered store or an atomic has changed these elements, which were `before`."""
+        if self.watch is not None and offset.size:
+            self.watch.changed(buffer, offset, sync, atomic)
+            if self.past is not None:
+                self.past.change(buffer, offset, before, self.progress)
 
     def check_index(self, what: str, index: tuple[Value, ...], extents: tuple[Value, ...], mask: Value | None, note: str = "") -> None:
         """Raises for an index that lies outside. what: "read of element {} of x: float32"."""
@@ -233,15 +272,22 @@ class Machine:
             raise KernelError(f"list index must be in 0..{len(arrays) - 1}, got {int(index)}")
         return arrays[int(index)]
 
-    def _touch(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
+    def _touch(self, buffer: Buffer, offset: np.ndarray, kind: str) -> None:
+        self._require_inside(buffer, offset, kind)
+        self._watch(buffer, offset, kind)
+
+    def _watch(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None, known: Sequence[Clock] | None = None) -> None:
+        if self.watch is not None:
+            self.watch.access(buffer, offset, kind, sync, known)
+
+    @staticmethod
+    def _require_inside(buffer: Buffer, offset: np.ndarray, kind: str) -> None:
         if offset.size == 0:
             return
         low, high = int(LEAST(offset, None)), int(MOST(offset, None))
         if low < 0 or high >= buffer.flat.size:
             where = low if low < 0 else high
             raise KernelError(f"out of bounds: {kind} of element {where} of {buffer}, whose last element is {buffer.flat.size - 1}")
-        if self.watch is not None:
-            self.watch.access(buffer, offset, kind, sync)
 
 
 PADDING = {"ZERO": 0, "NEG_ZERO": -0.0, "NAN": np.nan, "POS_INF": np.inf, "NEG_INF": -np.inf}
@@ -276,11 +322,6 @@ def _sparse_offsets(array: Array, tile: TileView, index: tuple[Any, ...]) -> tup
         r = r + at * array.strides[axis]
         valid = valid & (at >= 0) & (at < array.shape[axis])
     return np.broadcast_to(r, tile.shape), np.broadcast_to(valid, tile.shape)
-
-
-def _addresses(pointer: Pointer, mask: Value | None) -> tuple[np.ndarray, np.ndarray]:
-    offset = np.atleast_1d(pointer.offset)
-    return offset, np.broadcast_to(True if mask is None else mask, offset.shape)
 
 
 def _conflict_free(offset: np.ndarray, mask: np.ndarray) -> list[tuple[np.ndarray, ...]]:

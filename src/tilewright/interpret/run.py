@@ -19,12 +19,14 @@ from .codegen import compile_program
 from .errors import KernelError
 from .formats import CONTAINER
 from .memory import Machine
+from .past import Past
 from .program import Program
-from .schedule import EAGER, STEPS, Order, Schedule, blocks
+from .schedule import STEPS, Order, Schedule, blocks
 from .threads import choose_threads_once
 from .trace import Recorder, Trace
 
 INT32_MAX = (1 << 31) - 1
+OPPOSITE: dict[Order, Order] = {"forward": "reverse", "reverse": "forward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,18 +265,18 @@ def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], trace: Tr
     options = _options.get()
     program = _program(kernel, args, options.debug, trace is not None)
     values, buffers = _bind(program, args)
-    explore = options.races and program.cooperative and not options.debug and not isinstance(options.order, int)
-    targets = [buffer.window for buffer in buffers if buffer.target and explore]
+    late = options.races and program.cooperative and not options.debug
+    again = (options.order, OPPOSITE[options.order]) if late and options.order in OPPOSITE else ()
+    targets = [buffer.window for buffer in buffers if buffer.target and again]
     before = [window.copy() for window in targets]
-    _run(program, options, axes, values, buffers, trace)
-    if explore:
-        results = [window.copy() for window in targets]
-        untraced = program if trace is None else _program(kernel, args, options.debug)
-        for eager in EAGER:
-            _put(targets, before)
-            with redirect_stdout(io.StringIO()):  # it printed once
-                _run(untraced, options, axes, values, buffers, None, eager)
-        _put(targets, results)
+    _run(program, options, axes, values, buffers, trace, late=late and not again)
+    untraced = program if trace is None or not again else _program(kernel, args, options.debug)
+    results = [window.copy() for window in targets]
+    for order in again:
+        _put(targets, before)
+        with redirect_stdout(io.StringIO()):  # it printed once
+            _run(untraced, replace(options, order=order), axes, values, buffers, None, late=True)
+    _put(targets, results)
 
 
 def _put(targets: list[np.ndarray], contents: list[np.ndarray]) -> None:
@@ -283,19 +285,20 @@ def _put(targets: list[np.ndarray], contents: list[np.ndarray]) -> None:
 
 
 def _run(
-    program: Program, options: Options, axes: tuple[int, int, int], values: list[Any], buffers: list[Buffer], trace: Trace | None, eager: int = 0
+    program: Program, options: Options, axes: tuple[int, int, int], values: list[Any], buffers: list[Buffer], trace: Trace | None, late: bool = False
 ) -> None:
     machine = Machine(axes, options.strict, strict_bounds=options.strict_bounds)
     if options.races or options.marks:
         marks = [mark for mark in options.marks or () if _touches(mark, buffers)]
-        machine.watch = Watch(buffers, axes, races=options.races, marks=marks, code=program.code, places=program.places)
+        machine.watch = watch = Watch(buffers, axes, races=options.races, marks=marks, code=program.code, places=program.places)
+        machine.past = Past(watch.released) if late else None
     if trace is not None:
         machine.watch = Recorder(trace, program, axes, buffers, machine.watch)
     try:
         # Not under the caller's autocast: it would change the dtype of products behind our back.
         with np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
             if program.cooperative:
-                Schedule(program, machine, values, options.order, options.steps, eager).run(_enter)
+                Schedule(program, machine, values, options.order, options.steps).run(_enter)
             else:
                 for bid in blocks(axes, options.order):
                     _enter(machine, bid)
@@ -320,7 +323,9 @@ def _enter(machine: Machine, bid: tuple[int, ...]) -> None:
     machine.bid = bid
     if machine.watch is not None:
         x, y, _ = machine.grid
-        machine.watch.block = bid[0] + x * (bid[1] + y * bid[2])
+        machine.watch.block = block = bid[0] + x * (bid[1] + y * bid[2])
+        if machine.past is not None:
+            machine.past.enter(block, machine.progress)
 
 
 def _locate(error: Exception, program: Program, machine: Machine) -> None:

@@ -4,11 +4,8 @@ A block gives up its turn when it may have taken a lock: when an atomic changes 
 kernel looks at the old value. The other blocks run until each has done the same, waits or has
 ended. So if two blocks take two locks in opposite orders, each gets its first lock and the deadlock
 shows. This costs turns in which blocks only wait. After EXPLORED waiting points in such turns,
-blocks keep their turns.
-
-A race is missed where the turns order its accesses by chance. So the race detector runs such a
-launch again in each of the EAGER ways: a block's turn ends where it changed memory, and after so
-many of them the blocks that wait look at it at once, then all others.
+blocks keep their turns. A block stands back for STANDS waiting points at most: others may count how
+often they look for what it took.
 """
 
 import random
@@ -28,12 +25,11 @@ from .program import Program
 TURN = 64  # waiting points a block may pass before the next block's turn
 SHORT_TURN = 8  # the same while a block that may have taken a lock stands back
 EXPLORED = 4_000  # waiting points without a change of memory, before blocks keep their turn
+STANDS = 500  # waiting points of others, while blocks stand back that may have taken a lock
 PATIENCE = 30_000  # waiting points per block, with no change of memory in between, before the launch counts as deadlocked
 STEPS = 50_000  # waiting points that a block may pass in turns in which it changes memory; see `checking`
 WAKES = 0.5  # of the turns that change memory, with a seed, after which blocks that wait look again
 NAMED = 4  # blocks that the message of a deadlock names
-
-EAGER = (1, 2)  # changes of memory of a block, one after another, before the other blocks' turns
 
 Order = str | int
 
@@ -55,14 +51,12 @@ class Block:
     """A block that has not ended.
 
     steps: waiting points passed in turns in which it changed memory.
-    changes: turns in which it changed memory, since others had theirs.
     stuck: the launch's progress when the block was seen to repeat itself; -1 if it was not.
     """
 
     bid: tuple[int, int, int]
     run: Any
     steps: int = 0
-    changes: int = 0
     stuck: int = -1
 
     @property
@@ -78,29 +72,27 @@ class Schedule:
         become ready when no other block is.
     """
 
-    def __init__(self, program: Program, machine: Machine, values: list[Any], order: Order, steps: int, eager: int = 0):
-        self.program, self.machine, self.most_steps, self.eager = program, machine, steps, eager
+    def __init__(self, program: Program, machine: Machine, values: list[Any], order: Order, steps: int):
+        self.program, self.machine, self.most_steps = program, machine, steps
         self.dice = random.Random(order) if isinstance(order, int) else None
         self.ready = deque(Block(bid, program.function(machine, *values)) for bid in blocks(machine.grid, order))
         self.later: list[Block] = []
         self.waiting: list[Block] = []
-        self.waited = self.explored = 0
+        self.waited = self.explored = self.stood = 0
 
     def run(self, enter: Any) -> None:
         """Runs all blocks to their end. enter(machine, bid): called before each turn."""
         while self._refilled():
-            if self.later and self.explored >= EXPLORED:
+            if self.later and (self.explored >= EXPLORED or self.stood >= STANDS):
                 self.ready.extendleft(self.later)
-                self.later = []
+                self.later, self.stood = [], 0
             block = self.ready.popleft()
             enter(self.machine, block.bid)
             progress, acquired = self.machine.progress, self.machine.acquired
-            if self.explored >= EXPLORED:
-                self.eager = 0
             passed, ended = self._turn(block)
+            self.stood += passed if self.later else 0
             if self.machine.progress != progress:
                 self.waited, block.steps = 0, block.steps + passed
-                block.changes += 1
                 self._wake()
             elif not ended:
                 self.waited, self.explored = self.waited + passed, self.explored + passed
@@ -113,12 +105,8 @@ class Schedule:
                 if not self.later:
                     self._look(block)
                 self.waiting.append(block)
-                block.changes = 0
-            elif block.changes < self.eager:
-                self.ready.appendleft(block)
             else:
                 self.ready.append(block)
-                block.changes = 0
             if block.steps > self.most_steps:
                 self._raise(
                     [block],
@@ -126,17 +114,16 @@ class Schedule:
                 )
 
     def _wake(self) -> None:
-        """After a change of memory, blocks that wait look at it, if the way of this run says so."""
-        if not self.waiting or self.later or not (self.eager or (self.dice is not None and self.dice.random() < WAKES)):
-            return
-        (self.ready.extendleft if self.eager else self.ready.extend)(self.waiting)
-        self.waiting = []
+        """After a change of memory, blocks that wait look at it, if the dice say so."""
+        if self.waiting and not self.later and self.dice is not None and self.dice.random() < WAKES:
+            self.ready.extend(self.waiting)
+            self.waiting = []
 
     def _refilled(self) -> bool:
         if self.ready:
             return True
         again = [*reversed(self.later), *self.waiting]  # who took a lock last goes on first
-        self.later, self.waiting = [], []
+        self.later, self.waiting, self.stood = [], [], 0
         if not again:
             return False
         if self.waited > PATIENCE * (len(again) + 1) or all(block.stuck == self.machine.progress for block in again):
@@ -151,16 +138,16 @@ class Schedule:
         """Runs a block for one turn. Returns how many waiting points it passed, and whether it has
         ended.
         """
-        turn = SHORT_TURN if self.later or self.eager else TURN
+        turn = SHORT_TURN if self.later else TURN
         if self.dice is not None:  # short turns as often as long ones: some races need one, some the other
             turn = 1 << self.dice.randrange(turn.bit_length())
-        acquired, progress = self.machine.acquired, self.machine.progress
+        acquired = self.machine.acquired
         for passed in range(1, turn + 1):
             try:
                 next(block.run)
             except StopIteration:
                 return passed, True
-            if (self.machine.acquired != acquired and self.explored < EXPLORED) or (self.eager and self.machine.progress != progress):
+            if self.machine.acquired != acquired and self.explored < EXPLORED:
                 return passed, False
         return turn, False
 

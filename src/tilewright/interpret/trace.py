@@ -1,5 +1,6 @@
 """What each block of a launch loaded, stored and multiplied: `interpret(..., trace=...)`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ from .checks import running_line
 from .errors import Place
 from .live import LiveTile
 from .memory import Watcher
+from .past import Clock
 from .program import Program
 from .trace_page import SECTOR, page
 
@@ -137,13 +139,17 @@ class Recorder:
         if self.inner is not None:
             self.inner.block = number
 
-    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None) -> None:
+    def access(self, buffer: Buffer, offset: np.ndarray, kind: str, sync: Sync = None, known: Sequence[Clock] | None = None) -> None:
         if offset.size and self._room():
             size = buffer.window.itemsize
             bytes_at = buffer.address % SECTOR + offset.reshape(-1) * size
             self._add(KIND[kind], array=buffer.name, elements=self._elements(buffer, offset.reshape(-1)), sectors=np.unique(bytes_at // SECTOR).size)
         if self.inner is not None:
-            self.inner.access(buffer, offset, kind, sync)
+            self.inner.access(buffer, offset, kind, sync, known)
+
+    def changed(self, buffer: Buffer, offset: np.ndarray, sync: Sync, atomic: bool) -> None:
+        if self.inner is not None:
+            self.inner.changed(buffer, offset, sync, atomic)
 
     def product(self, x: tuple[int, ...], y: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
         if self._room():
