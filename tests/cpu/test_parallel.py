@@ -2,6 +2,7 @@
 failure.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 import typer
 from engine_models import FAMILIES
 from tiny_models import TINY, state_of
+from tiny_server import wait_until
 
 from tilewright.command_line import command
 from tilewright.engine import Engine, Group, Sampling
@@ -188,6 +190,28 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(function: Any, which: int
         on_two(function, str(tmp_path))
     assert time.monotonic() - at[0] < 10
     assert not any(map(alive, pids(tmp_path)))
+
+
+def unsignalled(group: Group, device: torch.device, folder: str) -> None:
+    ctypes.CDLL(None).prctl(1, 0)  # PyTorch asks Linux for a signal: too late where the parent is killed during imports
+    sleeping(group, device, folder)
+
+
+def parent_of_two(folder: str) -> None:
+    run_ranks(unsignalled, folder, ranks=2, device="cpu", start="fork")
+
+
+def test_ranks_end_with_their_parent_however_it_is_killed(tmp_path: Path) -> None:
+    parent = multiprocessing.get_context("forkserver").Process(target=parent_of_two, args=(str(tmp_path),))
+    parent.start()
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    parent.kill()
+    parent.join()
+    try:
+        wait_until(lambda: not any(map(alive, pids(tmp_path))), 10)
+    finally:
+        for pid in filter(alive, pids(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_lost_rank_is_one_line_of_a_command(capsys: pytest.CaptureFixture) -> None:

@@ -1,7 +1,6 @@
 """Runs each distinct compilation once: from the disk cache, else in one process per core."""
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from ..interpret.threads import cores
 from ..launch import Traced
+from ..launch.parent import end_with_parent
 from .cache import ResultCache
 from .job import Compiled, Job, one_line
 
@@ -87,14 +87,7 @@ def worker_pool(workers: int) -> ProcessPoolExecutor:
 
 def _prepare_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def end_with_parent() -> None:
-        if parent is not None:
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 def _run_all(todo: dict[tuple[Any, ...], Job], workers: int) -> Iterator[tuple[tuple[Any, ...], Compiled]]:

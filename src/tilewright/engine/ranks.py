@@ -1,6 +1,6 @@
 """`run_ranks(function, ...)`: one process for each rank, on this host.
 
-If one fails, is interrupted or killed, all end.
+If one of them fails, is interrupted or killed, all end. If their parent is killed, they end too.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from ..launch import argument_error
+from ..launch.parent import ended_with_this
 from .parallel import Group
 
 # The others wait so long while one rank loads, compiles or runs the comparison of the command line.
@@ -58,9 +59,10 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         told = (ranks, device, direct, folder, function, args)
         processes = start_processes(_rank, told, ranks, join=False, daemon=True, start_method=start).processes
         try:
-            while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):
-                if not wait(running, TIDYING_S) and (folder / "result").is_file():
-                    break  # all ranks are done, and what a GPU's library does at the end of a process takes too long
+            with ended_with_this(p.pid for p in processes):
+                while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):
+                    if not wait(running, TIDYING_S) and (folder / "result").is_file():
+                        break  # all ranks are done, and what a GPU's library does at the end of a process takes too long
             failed = sorted((p.exitcode, rank) for rank, p in enumerate(processes) if p.exitcode)
         finally:
             # Killed, not asked to end: after a failure or Ctrl-C in one rank the others wait for

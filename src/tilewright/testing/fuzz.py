@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import ops
 from ..launch import Device, chosen_device
+from ..launch.parent import end_with_parent
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
 from .check import op_name, outputs, run_op
@@ -365,7 +366,7 @@ def fuzz_command(
     if jobs == 1:
         found = [run(*shares)]
     else:
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
             found = list(pool.map(functools.partial(run, *shares, jobs=jobs), range(jobs)))
     tallies = {name: functools.reduce(Tally.plus, (tally[name] for tally in found)) for name in found[0]}
     for name, tally in tallies.items():
