@@ -132,8 +132,13 @@ def test_a_gguf_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
             refused(tmp_path / f"{name}.gguf", name, reason)
 
 
-@pytest.mark.parametrize("template", ["{% evil", "{{ raise_exception('a\\nb') }}", "{{ messages.__class__.__mro__ }}", "{{ 1 / 0 }}"])
-def test_a_broken_chat_template_is_one_line(template: str, tmp_path: Path) -> None:
+BROKEN = ("{% evil", "{{ raise_exception('a\\nb') }}", "{{ messages.__class__.__mro__ }}", "{{ 1 / 0 }}")
+LARGE = ("{{ 'a' * 10**10 }}", "{{ 'a'|center(10**10) }}", "{{ messages[0].content * 10**7 }}", "{{ (10**(10**9))|string }}")  # the last takes long
+
+
+@pytest.mark.parametrize("template", [*BROKEN, *LARGE])
+def test_a_broken_chat_template_is_one_line(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewright.models.chat_template.SECONDS", 1)
     file = hostile_gguf.Gguf()
     file.put("tokenizer.chat_template", hostile_gguf.STRING, hostile_gguf.text(template))
     (tmp_path / "x.gguf").write_bytes(file.content())
@@ -141,6 +146,7 @@ def test_a_broken_chat_template_is_one_line(template: str, tmp_path: Path) -> No
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {tmp_path}/x.gguf must be a model whose tokenizer and chat template take a prompt")
     assert result.stderr.count("\n") == 1
+    assert ("a chat template that" in result.stderr) == (template not in BROKEN)
 
 
 def test_missing_unexpected_and_misshapen_weights_are_named_and_counted(tmp_path: Path) -> None:

@@ -92,6 +92,21 @@ def test_a_step_that_raises_ends_its_requests_and_the_server_goes_on(running, po
     assert pages_in_use(running) == 0
 
 
+def test_a_chat_template_that_takes_too_much_is_refused_and_others_are_answered(running, port, monkeypatch):
+    answers = running.server.config.app.app.routes[3].endpoint.__self__
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    hostile = "{% if messages[0].content == 'size' %}{{ 'a' * 10**10 }}{% elif messages[0].content == 'time' %}" + loops + "{% endif %}"
+    monkeypatch.setattr(answers.tokenizer, "chat_template", hostile + answers.tokenizer.chat_template)
+    monkeypatch.setattr("tilewright.models.chat_template.SECONDS", 1)
+    slow = threading.Thread(target=refused, args=(port, CHAT, chat(messages=[{"role": "user", "content": "time"}]), "messages"))
+    slow.start()
+    assert call(port, PLAIN, plain())[0] == 200
+    assert slow.is_alive()
+    error, _ = refused(port, CHAT, chat(messages=[{"role": "user", "content": "size"}]), "messages")
+    assert error["message"] == "messages cannot be turned into tokens: a chat template that takes more than 512 MiB"
+    slow.join()
+
+
 def test_another_model_or_path_is_not_found(port):
     for name in ("another", "Tiny", "", "some/folder", "\u00e9" * 1000):
         error, _ = refused(port, CHAT, chat(model=name), "model", 404)

@@ -19,6 +19,7 @@ from ..interpret.threads import choose_threads_once
 from ..launch import argument_error, check_name, chosen_device
 from ..launch.files import write_json
 from ..ops.common.weight_formats import format_named
+from . import chat_template
 from .generate import GREEDY, Comparison, Draw, compare, encode
 from .load import DTYPES, Loaded, load
 from .quantized import is_quantized, parameters, quantize, weight_bytes, weight_formats
@@ -133,6 +134,8 @@ def opened(
     model.
     """
     silent = group is not None and group.shard.rank > 0
+    if not asked.raw and Path(model).exists():
+        chat_template.begin()
     loaded = load_and_say(model, where, dtype, quiet=silent, group=group, trust_remote_code=trust_remote_code, weights=weights)
     if asked.stock:
         refuse_comparison(loaded)

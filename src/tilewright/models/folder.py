@@ -20,7 +20,7 @@ from .safetensors_header import StoredTensor, folder_weights
 from .whole import check_counts, check_generation, outline, refuse_other_weights
 
 LONGEST_CONFIG = 1 << 24
-LONGEST_TOKENIZER = 1 << 28
+_LONGEST = {"tokenizer": 1 << 28, "chat_template": LONGEST_CONFIG}  # by how their names begin
 _NOT_SUPPORTED = {  # keys of config.json by which it names other files or replaces code
     "transformers_weights": "weights under transformers' own names",
     "fusion_config": "modules that are not fused",
@@ -112,8 +112,9 @@ def _checked_json(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
             mode = path.stat().st_mode if path.exists() else path.lstat().st_mode
             if not stat.S_ISDIR(mode):
                 check_regular(path, mode)
-            if path.name.startswith("tokenizer") and path.stat().st_size > LONGEST_TOKENIZER:
-                raise file_error(path, f"a file of at most {LONGEST_TOKENIZER} bytes", path.stat().st_size)
+            for begin, most in _LONGEST.items():
+                if path.name.startswith(begin) and path.stat().st_size > most:
+                    raise file_error(path, f"a file of at most {most} bytes", path.stat().st_size)
     except OSError as error:
         raise ModelFileError(str(error)) from None
     found = {name: read_json(folder / name, LONGEST_CONFIG) for name in _BESIDE if (folder / name).exists()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..launch import argument_error, counted
+from . import chat_template
 from .files import read_by_others
 from .load import Loaded
 from .patch import Report, patch
@@ -131,8 +132,8 @@ def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
             if raw or not tokenizer.chat_template:
                 ids = tokenizer(prompt, return_tensors="pt").input_ids
             else:
-                message = [{"role": "user", "content": prompt}]
-                ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+                text = chat_template.applied(tokenizer, [{"role": "user", "content": prompt}])
+                ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     if ids.shape[1] == 0:
         raise argument_error("prompt", "at least one token", repr(prompt))
     vocab_size = loaded.model.get_input_embeddings().num_embeddings

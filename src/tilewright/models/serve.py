@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..launch import argument_error, check_bools
+from . import chat_template
 from .load import Loaded
 from .patch import patch
 
@@ -110,6 +111,8 @@ def serving(  # noqa: PLR0913 options by keyword
     from .server.app import Answers, application
     from .server.worker import Worker
 
+    if loaded.tokenizer.chat_template:
+        chat_template.begin()
     with patch(loaded.model, kv_dtype=kv_dtype):
         worker = Worker(loaded.model, most_requests=max_requests, batch_tokens=max_batch_tokens, pages=cache_pages, prefix_reuse=prefix_reuse)
         try:

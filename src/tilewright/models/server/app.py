@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from .. import chat_template
 from .gate import Gate
 from .protocol import CHAT_TOKENS, COMPLETION_TOKENS, ChatRequest, CompletionRequest, Refusal, Request, parse, printable
 from .sampling import Sampling
@@ -122,18 +123,15 @@ class Answers:
             raise Refusal(404, printable(f"model should be {self.names[0]!r}, got {name[:100]!r}"), param="model", code="model_not_found")
 
     async def _encode(self, param: str, encode: Callable[[], list[int]]) -> list[int]:
-        from jinja2 import TemplateError
-
         try:
             return await to_thread.run_sync(encode, limiter=self._encoders)
-        except (TemplateError, ValueError, TypeError) as error:  # a template's own rules: roles that take turns, say
+        except (ValueError, TypeError) as error:  # a template's own rules: roles that take turns, say
             raise Refusal(400, printable(f"{param} cannot be turned into tokens: {str(error)[:300]}"), param=param) from error
 
     def _chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         if not self.tokenizer.chat_template:
             raise Refusal(400, "messages need a chat template, and this model has none: use /v1/completions", param="messages")
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self._tokens(text, special=False)
+        return self._tokens(chat_template.applied(self.tokenizer, messages), special=False)
 
     def _tokens(self, text: str, special: bool = True) -> list[int]:
         found: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
