@@ -2,8 +2,12 @@
 
 import http.client
 import json
+import select
 import socket
+import struct
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -135,6 +139,52 @@ def test_a_long_body_is_refused_before_it_is_kept(port):
     with socket.create_connection(("localhost", port), timeout=5) as raw:  # answered at its headers
         raw.sendall(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: 999999999999\r\n\r\n" % CHAT.encode())
         assert b" 413 " in raw.recv(100)
+
+
+@pytest.mark.parametrize("body", [b"5\r\nhello\r\n0\r\n\r\n", b'{"model": "tiny"}', b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n"])
+def test_a_body_with_two_lengths_is_refused_at_once(port, body):
+    """Another server in front may see its end elsewhere, and so another request behind it."""
+    with socket.create_connection(("localhost", port), timeout=4) as raw:
+        raw.sendall(b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+        answer = raw.recv(1000)
+        assert b" 400 " in answer
+        assert b"connection: close" in answer
+        raw.shutdown(socket.SHUT_WR)
+        assert b"HTTP/1.1" not in raw.recv(1000)
+
+
+def test_a_head_that_does_not_arrive_closes_its_connection(port, monkeypatch):
+    monkeypatch.setattr("tilewright.models.server.connection.HEAD_SECONDS", 0.3)
+    for whole in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+        with socket.create_connection(("localhost", port), timeout=4) as raw:
+            raw.sendall(whole)
+            assert raw.recv(1000) if whole else True
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nx: ")
+            end = time.monotonic() + 4
+            with suppress(ConnectionError):  # it may be closed while a byte is under way
+                while raw.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) if select.select([raw], [], [], 0.05)[0] else True:
+                    assert time.monotonic() < end
+                    raw.sendall(b"y")
+
+
+def test_nothing_is_written_to_a_client_that_has_left(running, port, caplog, monkeypatch):
+    """It leaves while events are written, ten for each token: asyncio would log from the sixth."""
+    answers = running.server.config.app.app.routes[3].endpoint.__self__
+    stock, body = answers._pieces, json.dumps(chat(max_tokens=200, stream=True)).encode()
+    raw = socket.create_connection(("localhost", port), timeout=20)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close resets the connection
+
+    async def tenfold(*given):
+        async for piece in stock(*given):
+            raw.close()
+            for _ in range(10):
+                yield piece
+
+    monkeypatch.setattr(answers, "_pieces", tenfold)
+    raw.sendall(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+    wait_until(lambda: raw.fileno() < 0 and running.worker.open == 0)
+    monkeypatch.undo()
+    assert "socket.send() raised" not in caplog.text
 
 
 def test_each_request_is_sampled_as_it_asks(port):

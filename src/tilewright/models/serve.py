@@ -109,6 +109,7 @@ def serving(  # noqa: PLR0913 options by keyword
     import uvicorn
 
     from .server.app import Answers, application
+    from .server.connection import Connection
     from .server.worker import Worker
 
     if loaded.tokenizer.chat_template:
@@ -119,9 +120,8 @@ def serving(  # noqa: PLR0913 options by keyword
             names = (served_name(loaded), loaded.source)
             answers = Answers(worker, loaded.model, loaded.tokenizer, names)
             app = application(answers, api_key=api_key, most_bytes=max_body_bytes, most_inside=2 * max_requests + 64)
-            config = uvicorn.Config(
-                app, host=host, port=port, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS
-            )
+            how: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "timeout_graceful_shutdown": CLOSE_SECONDS}
+            config = uvicorn.Config(app, host=host, port=port, http=Connection, ws="none", **how)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=_run, args=(server, worker), name="server")
             thread.start()

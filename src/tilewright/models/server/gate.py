@@ -38,6 +38,8 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
+            if "transfer-encoding" in headers and "content-length" in headers:  # where it ends is a matter of opinion
+                raise Refusal(400, "the headers should have Transfer-Encoding or Content-Length, and not both")
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
             if self._inside > self.most_inside:
