@@ -200,6 +200,10 @@ def test_a_limit_does_not_hide_a_nan_where_values_are_checked(monkeypatch) -> No
     monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
     with pytest.raises(ValueError, match=r"x\[1, 3\] must be a number, got nan"):
         tilewright.moe(x, **how, limit=7.0)
+    bias = torch.zeros(1, 2, 16).bfloat16()
+    bias[0, 1, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"^bias_gate_up\[0, 1, 5\] must be a number, got nan"):
+        tilewright.moe(x.nan_to_num(), **how, limit=7.0, bias_gate_up=bias, bias_down=bias[:, 0])
 
 
 # ------------------------------------------------------------------- what a fourth adversary found

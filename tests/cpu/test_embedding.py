@@ -75,3 +75,10 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     with counted() as counts, pytest.raises(error, match=message):
         embedding(**{"ids": IDS, "weight": WEIGHT, **change})
     assert not counts
+
+
+def test_units_are_counted_below_two_to_the_31() -> None:
+    """Beyond, the count wrapped: rows of another token, or none. Tiles have no such count."""
+    for tokens, few in ((2**21, True), (2**23 - 64, True), (2**23, False), (2**24, False)):
+        found = {c.units > 0 for c in op.space(op.Problem(tokens, 2048, torch.bfloat16), Device.named("H200"))}
+        assert found == ({False, True} if few else {False})

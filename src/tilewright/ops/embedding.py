@@ -99,7 +99,8 @@ def _blocks(p: Problem, c: Config) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    return grid_fits(_blocks(p, c))
+    """The kernel that counts units does so in 32 bits."""
+    return grid_fits(_blocks(p, c)) and _blocks(p, c) * c.units < 2**31
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:

@@ -27,10 +27,11 @@ def check_activation(alpha: float, limit: float | None, up_offset: float) -> Non
     check_finite(up_offset, "up_offset")
 
 
-def claims(x: Tensor, ids: Tensor, limit: float | None) -> Claims:
+def claims(x: Tensor, ids: Tensor, limit: float | None, bias_gate_up: Tensor | None) -> Claims:
     """What an op of these arguments relies on."""
-    if limit is not None:
-        yield from no_nan("x", x)  # the bounds would hide it
+    if limit is not None:  # the bounds would hide it
+        yield from no_nan("x", x)
+        yield from no_nan("bias_gate_up", bias_gate_up)
     yield from within("ids.view(-1)", ids, 1 - MOST_EXPERTS, MOST_EXPERTS - 1)  # other ranks' experts are legal
 
 

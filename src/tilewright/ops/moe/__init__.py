@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import HALVES, Device, argument_error, check_tensor, out_or_new, torch_op
+from ...launch.values import Claims, no_nan
 from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.routing import MOST_EXPERTS
@@ -125,7 +126,13 @@ _ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch
 DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)
 
 
-@torch_op(mutates=("out",), claims=claims)
+def _claims(x: Tensor, ids: Tensor, limit: float | None, scale_gate_up: Tensor | None, bias_gate_up: Tensor | None) -> Claims:
+    yield from claims(x, ids, limit, bias_gate_up)
+    if limit is not None:
+        yield from no_nan("scale_gate_up", scale_gate_up)
+
+
+@torch_op(mutates=("out",), claims=_claims)
 def moe_out(
     x: Tensor,
     gate_up: Tensor,
