@@ -247,6 +247,22 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
     assert not any(map(alive, pids(tmp_path)))
 
 
+def test_ranks_ignore_an_interrupt_while_they_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parent hears of it too, and ends them."""
+    seen = []
+
+    def started(*_: Any, **__: Any) -> Any:
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilewright.engine.ranks.start_processes", started)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        on_two(sleeping)
+    assert seen == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize("name", ["llama-tied-bias", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2-groups"])
 def test_shards_are_parts_of_the_same_weights(name: str) -> None:
     sizes = {**TINY, **FAMILIES[name], "num_attention_heads": 4, "num_key_value_heads": 4 if "deepseek" in name else 2}

@@ -2,14 +2,13 @@
 
 import multiprocessing
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 from ..interpret.threads import cores
 from ..launch import Traced
-from ..launch.parent import end_with_parent
+from ..launch.parent import end_with_parent, ignoring_interrupts
 from .cache import ResultCache
 from .job import Compiled, Job, one_line
 
@@ -75,13 +74,8 @@ def worker_pool(workers: int) -> ProcessPoolExecutor:
         context.set_forkserver_preload([Job.__module__])
         from multiprocessing import forkserver  # there is none on Windows
 
-        alone = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if alone else None  # inherited: of itself it ignores Ctrl-C behind its imports
-        try:
+        with ignoring_interrupts():
             forkserver.ensure_running()  # it imports while this process goes on
-        finally:
-            if alone:
-                signal.signal(signal.SIGINT, before)
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
 
 

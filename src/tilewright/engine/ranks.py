@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from ..launch import argument_error
-from ..launch.parent import ended_with_this
+from ..launch.parent import ended_with_this, ignoring_interrupts
 from .parallel import Group
 
 # The others wait so long while one rank loads, compiles or runs the comparison of the command line.
@@ -57,7 +57,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
     with tempfile.TemporaryDirectory(prefix="tilewright-ranks-") as name:
         folder = Path(name)
         told = (ranks, device, direct, folder, function, args)
-        processes = start_processes(_rank, told, ranks, join=False, daemon=True, start_method=start).processes
+        with ignoring_interrupts():  # else each prints a traceback of its imports
+            processes = start_processes(_rank, told, ranks, join=False, daemon=True, start_method=start).processes
         try:
             with ended_with_this(p.pid for p in processes):
                 while not any(p.exitcode for p in processes) and (running := [p.sentinel for p in processes if p.exitcode is None]):

@@ -1,7 +1,8 @@
-"""Processes that end with the one that started them, however it is killed."""
+"""Processes that leave Ctrl-C to the one that started them, and end with it however it ends."""
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,21 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+@contextmanager
+def ignoring_interrupts() -> Iterator[None]:
+    """Processes that are started meanwhile ignore Ctrl-C from their first import on.
+
+    In a thread but the main one, which cannot arrange that, they don't.
+    """
+    alone = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if alone else None
+    try:
+        yield
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
