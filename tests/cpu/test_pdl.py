@@ -45,6 +45,15 @@ def waits_first(plan: Launch) -> bool:
             weights = {"ct.load": ("B", "WEIGHT"), "operand": ("b",)}
             read = all(ast.unparse(s.value.args[0]) in weights[called(s)] for s in between)  # type: ignore[attr-defined]
             return called(begin) == "pdl_launch_dependents" and read
+    if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == "AHEAD":
+        if constants(plan)["AHEAD"]:
+            begin, waits = body[0].body[0], next(i for i, s in enumerate(body) if "pdl_wait()" in ast.unparse(s))
+            calls = [node for s in body[1 : waits + 1] for node in ast.walk(s) if isinstance(node, ast.Call)]
+            read = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) in ("ct.load", "_groups")]
+            known = ("pdl_wait", "weights", "ct.load", "_groups", "ct.bid", "ct.cdiv", "min", "max", "loaded.reshape")
+            only = all(ast.unparse(call.func) in known for call in calls)
+            return called(begin) == "pdl_launch_dependents" and only and set(read) <= {"words", "scales", "zeros"}
+        body = body[0].orelse
     first = body[0]
     if called(first) != "pdl_overlap":
         return False

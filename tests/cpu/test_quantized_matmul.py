@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilewright
-from tilewright import QuantizedWeight, quantized_matmul
-from tilewright.launch import Device, forced_config
+from tilewright import QuantizedWeight, interpret, quantized_matmul
+from tilewright.launch import Device, counted, forced_config
 from tilewright.models import quantized_tensors as tensors
 from tilewright.ops import quantized_matmul as op
 from tilewright.ops import quantized_moe as moe
@@ -114,6 +114,51 @@ def test_shares_of_k_that_end_unevenly_are_summed():
     for runs, split in ((1, 4), (2, 3), (4, 2), (4, 8)):
         with forced_config(op.plan, Config(8, 64, runs, split, scale_sums=True)):
             assert (quantized_matmul(**inputs).double() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+def test_the_last_block_of_a_tile_sums_what_another_launch_would():
+    problem = Problem(3, 130, 640 + 128, bias=True)
+    inputs = problem.inputs(torch.device("cpu"))
+    for runs, split in ((1, 4), (2, 3), (2, 1)):
+        found = []
+        for last_sums, order in ((False, 1), (True, 2), (True, 3)):
+            config = Config(4, 64, runs, split, pieces=True, last_sums=last_sums)
+            with forced_config(op.plan, config), interpret.checking(races=True, order=order), counted() as launches:
+                found.append(quantized_matmul(**inputs))
+            assert launches["quantized_matmul_sum_kernel"] == (split > 1 and not last_sums)
+        assert torch.equal(found[1], found[0])
+        assert torch.equal(found[2], found[0])
+
+
+def test_what_becomes_of_x_first_is_what_the_ops_make_of_it():
+    """And it is rounded as they round it."""
+    x, y, norm = (torch.randn(s).bfloat16() for s in ((3, 2, 1280), (3, 2, 1280), (1280,)))
+    weight = QuantizedWeight.of(torch.randn(70, 1280).bfloat16(), "int4-128").arguments
+    normed, total = tilewright.rms_norm(x, norm, 1e-5, weight_offset=1.0, round_before_weight=True, residual=y)
+    active = tilewright.silu_mul(x, y, gelu_tanh=True)
+    for pieces in (True, False):
+        with forced_config(op.plan, Config(8, 64, pieces=pieces)):
+            found, sums = quantized_matmul(x, **weight, norm=norm, eps=1e-5, weight_offset=1.0, round_before_weight=True, residual=y)
+            assert torch.equal(sums, total)
+            assert torch.equal(found, quantized_matmul(normed, **weight))
+            assert torch.equal(quantized_matmul(x, **weight, up=y, gelu_tanh=True), quantized_matmul(active, **weight))
+
+
+WRONG = [
+    ({"norm": torch.ones(64)}, r"norm.dtype must be bfloat16.*, got float32"),
+    ({"norm": torch.ones(32).bfloat16()}, r"norm.shape must be \(64,\), got \(32,\)"),
+    ({"norm": torch.ones(64).bfloat16(), "eps": 0.0}, r"eps must be .*, got 0.0"),
+    ({"residual": torch.ones(2, 64).bfloat16()}, r"residual must be None without a norm, got a tensor"),
+    ({"up": torch.ones(2, 32).bfloat16()}, r"up.shape must be \(2, 64\), got \(2, 32\)"),
+    ({"up": torch.ones(2, 64).bfloat16(), "norm": torch.ones(64).bfloat16()}, r"up must be None with a norm, got a tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=str)
+def test_what_x_cannot_become_is_named(given, message):
+    weight = QuantizedWeight.of(torch.randn(70, 64).bfloat16(), "int4-64")
+    with pytest.raises((TypeError, ValueError), match=message):
+        quantized_matmul(torch.ones(2, 64).bfloat16(), **weight.arguments, **given)
 
 
 # m and format of 8192 x 8192, and the configs within 8 % of the fastest of those that an H200 was

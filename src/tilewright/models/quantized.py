@@ -57,7 +57,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.order is None else input.index_select(-1, self.order)
-        return quantized_matmul(x, **self.quantized.arguments, bias=self.bias)
+        y: Tensor = quantized_matmul(x, **self.quantized.arguments, bias=self.bias)
+        return y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, weight_format={self.weight_format!r}"

@@ -46,6 +46,8 @@ class Choices(Generic[P, C]):
         nothing.
     bucket: the problem that is priced in place of all similar ones, so that few kernels serve them;
         by default each problem is its own.
+    timed_as: the problem and config by whose timings others are judged, for options that no timings
+        have yet; by default themselves.
     """
 
     op: str
@@ -57,12 +59,14 @@ class Choices(Generic[P, C]):
     tie: float = 0.0
     like: str = ""
     bucket: Callable[[P, Device], P] | None = None
+    timed_as: Callable[[P, C], tuple[P, C]] | None = None
 
     def family_of(self, problem: P, config: C) -> str:
         return self.family(problem, config) if self.family else str(config)
 
     def place(self, problem: P, config: C, work: Works) -> Place:
-        return problem, config, work, self.family_of(problem, config)
+        known = self.timed_as(problem, config) if self.timed_as else (problem, config)
+        return *known, work, self.family_of(problem, config)
 
     def space(self, problem: P, device: Device) -> "Ordered[C]":
         """The configs worth timing, the untuned default first; none if the device can't run the

@@ -1,6 +1,7 @@
 """Product with a quantised weight: out = x @ weight.T + bias, weight = (code - zero) * scale
 
-x and out are bf16; codes have 4 or 8 bits (ops/common/weight_formats.py).
+x may be rows that are normed first, or the gate and the up of an MLP: the launch that makes pieces
+of x computes these too. x and out are bf16; codes have 4 or 8 bits (ops/common/weight_formats.py).
 
 Source    Weight-only quantisation, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin
           et al. 2023, arXiv:2306.00978); MXFP4: OCP Microscaling Formats 1.0; numbers from bits by
@@ -14,13 +15,13 @@ Bound     Memory up to about 64 rows of x: the words are read once. Then compute
           to 3 instructions to decode.
 """
 
-from typing import Optional
+from typing import Any, Optional, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_tensor, out_or_new, torch_op
+from ...launch import Device, argument_error, as_rows, check_bools, check_finite, check_positive, check_tensor, out_or_new, torch_op
 from ..common.weight_formats import check_weight, dequantized, format_named
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
@@ -49,14 +50,31 @@ def reference(
     *,
     factor: Tensor | None = None,
     bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    residual: Tensor | None = None,
+    up: Tensor | None = None,
+    gelu_tanh: bool = False,
     weight_format: str,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """The definition, on the weight that the words stand for, rounded to the dtype of x."""
+    total = x if residual is None else x + residual
+    y = total
+    if norm is not None:
+        wide = y.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        wide = wide.to(x.dtype).to(wide.dtype) if round_before_weight else wide
+        y = (wide * (norm.to(wide.dtype) + weight_offset)).to(x.dtype)
+    if up is not None:
+        y = (F.gelu(y, approximate="tanh") if gelu_tanh else F.silu(y)) * up
     weight = dequantized(words, scales, zeros, factor, format_named(weight_format), x.shape[-1], x.dtype)
-    return F.linear(x, weight, bias)
+    out = F.linear(y, weight, bias)
+    return out if residual is None else (out, total)
 
 
-@torch_op(mutates=("out",))
+@torch_op(mutates=("out", "new_residual"))
 def quantized_matmul_out(
     x: Tensor,
     words: Tensor,
@@ -64,15 +82,63 @@ def quantized_matmul_out(
     zeros: Optional[Tensor],
     factor: Optional[Tensor],
     bias: Optional[Tensor],
+    norm: Optional[Tensor],
+    residual: Optional[Tensor],
+    up: Optional[Tensor],
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+    gelu_tanh: bool,
     weight_format: str,
     out: Tensor,
+    new_residual: Optional[Tensor],
 ) -> None:
-    """`quantized_matmul` of rows x into `out`. No checks, no sync: safe under graph capture."""
+    """`quantized_matmul` of rows x into `out` and, with a residual, `new_residual`.
+
+    No checks, no sync: safe under graph capture.
+    """
     m, n = out.shape
-    launches = DECISION.launches(Device.of(x), m=m, n=n, k=x.shape[1], weight_format=weight_format, bias=bias is not None, dtype=x.dtype)
-    launches.run(x, words, scales, zeros, factor, bias, out)
+    how: dict[str, Any] = {"norm": norm is not None, "residual": residual is not None, "gated": up is not None, "gelu_tanh": gelu_tanh}
+    how |= {"round_before_weight": round_before_weight, "weight_offset": weight_offset, "bias": bias is not None, "dtype": x.dtype}
+    launches = DECISION.launches(Device.of(x), m=m, n=n, k=x.shape[1], weight_format=weight_format, **how)
+    launches.run(x, words, scales, zeros, factor, bias, out, norm, residual, up, new_residual, eps, weight_offset)
 
 
+@overload
+def quantized_matmul(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = ...,
+    *,
+    factor: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    norm: Tensor | None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    round_before_weight: bool = ...,
+    up: Tensor | None = ...,
+    gelu_tanh: bool = ...,
+    weight_format: str,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def quantized_matmul(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = ...,
+    *,
+    factor: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    norm: Tensor,
+    eps: float = ...,
+    weight_offset: float = ...,
+    round_before_weight: bool = ...,
+    residual: Tensor,
+    weight_format: str,
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def quantized_matmul(
     x: Tensor,
     words: Tensor,
@@ -81,9 +147,16 @@ def quantized_matmul(
     *,
     factor: Tensor | None = None,
     bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    residual: Tensor | None = None,
+    up: Tensor | None = None,
+    gelu_tanh: bool = False,
     weight_format: str,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """x @ weight.T + bias, as torch.nn.functional.linear, with a weight [n, k] of 4 or 8 bits.
 
     `QuantizedWeight` packs one: `w = QuantizedWeight.of(weight, "int4-128")`, then
@@ -96,21 +169,48 @@ def quantized_matmul(
         zeros: bf16 or fp16, shaped like scales, for formats with zero points.
         factor: fp32 [1], for nvfp4.
         bias: bf16 [n].
+        norm: bf16 [k]; then `rms_norm(x, norm, eps, ...)` is multiplied in place of x.
+        eps, weight_offset, round_before_weight: of the norm, as in `rms_norm`.
+        residual: bf16, shaped like x; with a norm: x + residual is normed.
+        up: bf16, shaped like x; then `silu_mul(x, up)` is multiplied. Not with a norm.
+        gelu_tanh: of `up`, as in `silu_mul`.
         weight_format: int4-128, int4-64 or int4-32, these with -zeros, int8, int8-32, int8-16,
             e4m3, e4m3-128, mxfp4 or nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
-    Returns: [..., n], bf16, contiguous. Without rows it is empty, and nothing is launched.
+    Returns: [..., n], bf16, contiguous; with a residual the tuple (that, x + residual). Without
+        rows it is empty, and nothing is launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_bools(round_before_weight=round_before_weight, gelu_tanh=gelu_tanh)
     check_tensor(x, "x", dtypes=(torch.bfloat16,))
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
     check_weight(words, scales, zeros, factor, format_named(weight_format), x)
+    _check_before(x, norm, eps, weight_offset, residual, up)
     n = scales.shape[1]
-    out = out_or_new(out, (*x.shape[:-1], n), x.dtype, x, words, scales, zeros, factor, bias)
+    out = out_or_new(out, (*x.shape[:-1], n), x.dtype, x, words, scales, zeros, factor, bias, norm, residual, up)
+    total = None if residual is None else x.new_empty(x.shape)
     if bias is not None:
         check_tensor(bias, "bias", shape=(n,), like=x)
     if out.numel():
-        quantized_matmul_out(as_rows(x), words, scales, zeros, factor, bias, weight_format, as_rows(out))
-    return out
+        small = words, scales, zeros, factor, bias
+        how: tuple[Any, ...] = eps, weight_offset, round_before_weight, gelu_tanh, weight_format
+        quantized_matmul_out(as_rows(x), *small, norm, as_rows(residual), as_rows(up), *how, as_rows(out), as_rows(total))
+    return out if total is None else (out, total)
+
+
+def _check_before(x: Tensor, norm: Tensor | None, eps: float, weight_offset: float, residual: Tensor | None, up: Tensor | None) -> None:
+    """What becomes of x first."""
+    if norm is not None:
+        check_tensor(norm, "norm", shape=x.shape[-1:], like=x)
+        check_positive(eps, "eps")
+        check_finite(weight_offset, "weight_offset")
+    if residual is not None:
+        if norm is None:
+            raise argument_error("residual", "None without a norm", "a tensor")
+        check_tensor(residual, "residual", shape=x.shape, like=x)
+    if up is not None:
+        if norm is not None:
+            raise argument_error("up", "None with a norm", "a tensor")
+        check_tensor(up, "up", shape=x.shape, like=x)

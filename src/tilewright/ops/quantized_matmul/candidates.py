@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...launch import Device, next_pow2
 from ...select import Choices, Work
-from ..common.weight_choices import FLOPS, INSTRUCTIONS, LEAST_WIDE, TIE, stages, steps_fit, takes_pieces, takes_scales
+from ..common.weight_choices import FLOPS, INSTRUCTIONS, LEAST_WIDE, STEPS_BYTES, TIE, stages, steps_fit, takes_pieces, takes_scales
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from .decision import Config, Problem, plan
 
@@ -16,6 +16,7 @@ FEW = 64  # rows of x up to which the product is bound by reading the weights
 PARTS = (2, 3, 4, 6, 8, 12, 16)
 LEAST_PART = 512  # of k
 PIECES_INSTRUCTIONS = {INT4: 1.5, E2M1: 1.4, E4M3: 1.4}  # as INSTRUCTIONS, and one for each column of a run
+MOST_AHEAD = 2  # runs of a step that come ahead, where shared memory is small
 MOST_COLUMNS = 16  # of scales and zero points of a step that stay in registers (4 blocks an SM, sm_90)
 # tile_n, runs, occupancy, latency, warps. Blocks that share an SM by fours have one stage each, and
 # hide each other's loads: 8192 x 8192, one row, int4-128, in four shares of k take 15.4 us, two a
@@ -42,7 +43,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """
     if device.is_cpu:
         if p.m <= FEW:
-            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True)
+            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True, last_sums=p.m % 2 > 0, ahead=p.m % 4 > 1)
         yield Config(next_pow2(min(p.m, 512)), ROWS * next_pow2(min(8, -(-p.n // ROWS))), next_pow2(min(p.runs, 4)))
         return
     if p.m <= FEW:
@@ -50,7 +51,9 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             c = Config(
                 max(next_pow2(p.m), LEAST_WIDE // p.columns), tile_n, runs, pieces=True, latency=latency, occupancy=occupancy, num_worker_warps=warps
             )
-            yield from _shared(c, p, device)
+            for one in _shared(c, p, device):
+                yield from (replace(one, last_sums=one.split_k > 1, ahead=ahead) for ahead in (True, False))
+                yield one
     found = dict.fromkeys(_tiles(p, device))
     for tma in (True, False) if p.m > FEW else (False, True):
         if not tma or (p.format.group and device.arch != "sm_80"):
@@ -82,13 +85,14 @@ def _resident(c: Config, device: Device) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """A warpgroup scales the weights of one panel.
+    """A warpgroup scales the weights of one panel. Where shared memory is small, four runs that
+    come ahead take 255 registers and 91 KB (sm_120).
 
     Those of two would pass through shared memory, as would zero points (8192 x 8192, one row, H200:
     mxfp4 19 and 32 us; int4-128-zeros took 34).
     """
     of = p.format
-    if not steps_fit(c, _step_bytes(p, c), device):
+    if not steps_fit(c, _step_bytes(p, c), device) or (c.ahead and c.runs > MOST_AHEAD and device.arch in STEPS_BYTES):
         return False
     if c.pieces:
         return takes_pieces(of, c.tile_m * p.columns, c, device)
@@ -106,7 +110,9 @@ def _step_bytes(p: Problem, c: Config) -> int:
 
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
-    """Bytes of the weights, and x once for each tile of them. Pieces are made by a small launch."""
+    """Bytes of the weights, and x once for each tile of them. Pieces, and what else becomes of x,
+    are made by a small launch.
+    """
     of, parts, tiles = p.format, c.parts(p), c.tiles(p)
     steps = -(-p.runs // c.runs)
     deep = c.runs * of.run
@@ -131,7 +137,7 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
         partial=8.0 * parts * p.m * p.n if parts > 1 else 0.0,
         stages=stages(c, _step_bytes(p, c), device) if c.latency >= 5 or c.pieces else 1,
     )
-    if not c.pieces:
+    if not (c.pieces or p.before):
         return (product,)
     return Work(p.m, resident=8 * device.sms, per_sm=8, dram=4.0 * p.m * p.k, partial=2.0 * p.m * p.k * p.columns), product
 
@@ -143,7 +149,13 @@ def family(p: Problem, c: Config) -> str:
     return f"{how} {c.tile_m}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}{'p' * c.pieces}"
 
 
-CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE)
+def timed_as(p: Problem, c: Config) -> tuple[Problem, Config]:
+    """The product alone, as it was timed: what was built since has no timings."""
+    return Problem(p.m, p.n, p.k, p.weight_format, p.bias, p.dtype), replace(c, last_sums=False, ahead=False)
+
+
+CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE, timed_as=timed_as)
 space = CHOICES.space
 
-DECISION = CHOICES.decision(Problem, plan, ("x", "words", "scales", "zeros", "factor", "bias", "out"))
+_ARGUMENTS = ("x", "words", "scales", "zeros", "factor", "bias", "out", "norm", "residual", "up", "new_residual", "eps", "weight_offset")
+DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)

@@ -6,9 +6,9 @@ registers, so decoded weights never pass through shared memory.
 
 import cuda.tile as ct
 
-from ..common.pdl import pdl_overlap
+from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
 from ..common.pieces import PIECES, add_products, store_pieces, store_whole_pieces, summed
-from ..common.tiles import ZERO, grouped_tile
+from ..common.tiles import ZERO, gated, grouped_tile, load_masked, rounded_sum, vector_chunk
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, add_product, unit
 
@@ -131,23 +131,77 @@ def _columns(array, step, tile_n, how):
 
 
 @ct.kernel
-def quantized_matmul_pieces_kernel(
+def quantized_matmul_rows_kernel(
     x,
+    norm,
+    residual,
+    up,
+    rows,
     codes,
     factors,
-    RUN: ct.Constant[int],
+    arrived,
+    new_residual,
+    eps: float,
+    weight_offset: float,
+    NORM: ct.Constant[bool],
+    ADD: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
+    GATED: ct.Constant[bool],
+    GELU: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    WIDE: ct.Constant[int],
+    PIECES: ct.Constant[bool],
     PLANES: ct.Constant[int],
     SUMS: ct.Constant[bool],
+    RUN: ct.Constant[int],
     RUNS: ct.Constant[int],
+    COUNTERS: ct.Constant[int],
 ):
-    """Pieces of RUNS runs of a row of x. Grid (rows, shares of k)."""
+    """RUNS runs of a row as the product takes it: with PIECES codes and factors, else rows. Grid
+    (rows, shares of k).
+
+    x, residual, up, rows, new_residual: [m, COLS]. norm: [COLS].
+    NORM: the row is normed, in tiles of WIDE columns; ADD: of x + residual. GATED: it is act(x) *
+        up.
+    arrived: int32, of which the first COUNTERS become zero.
+    """
     pdl_overlap()
     row, share = ct.bid(0), ct.bid(1)
-    some = ct.load(x, (row, share), (1, RUN * RUNS), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-    if PLANES == 1:
-        store_whole_pieces(codes, factors, some.reshape((1, RUNS, RUN)), row, share, SUMS)
+    at, shape, whole = (row, share), (1, RUN * RUNS), COLS % (RUN * RUNS) == 0
+    x, residual, up = x.slice(1, 0, COLS), residual.slice(1, 0, COLS), up.slice(1, 0, COLS)
+    if COUNTERS > 0:
+        if row + share == 0:
+            ct.store(arrived, (0,), ct.zeros((COUNTERS,), ct.int32), allow_tma=False)
+    if NORM:
+        squares = ct.zeros((1, WIDE), ct.float32)
+        for j in ct.static_iter(range(ct.cdiv(COLS, WIDE))):
+            all = _sum(x, residual, (row, j), (1, WIDE), COLS % WIDE == 0, ADD).astype(ct.float32)
+            squares = squares + all * all
+        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
+        some = _sum(x, residual, at, shape, whole, ADD)
+        if ADD:
+            ct.store(new_residual, at, some, allow_tma=False)
+        some = some.astype(ct.float32) * rstd
+        if ROUND:
+            some = some.astype(x.dtype).astype(ct.float32)
+        some = some * (vector_chunk(norm, share, COLS, RUN * RUNS).astype(ct.float32) + weight_offset)
     else:
-        store_pieces(codes, factors, some.reshape((1, RUNS * RUN // 64, 2, 32)), (0, row), share, 0, PLANES, SUMS)
+        some = load_masked(x, at, shape, ZERO, whole, None, False)
+        if GATED:
+            some = gated(some, load_masked(up, at, shape, ZERO, whole, None, False), GELU)
+    some = some.astype(x.dtype)
+    if not PIECES:
+        ct.store(rows, at, some, allow_tma=False)
+    elif PLANES == 1:
+        store_whole_pieces(codes, factors, some.astype(ct.float32).reshape((1, RUNS, RUN)), row, share, SUMS)
+    else:
+        store_pieces(codes, factors, some.astype(ct.float32).reshape((1, RUNS * RUN // 64, 2, 32)), (0, row), share, 0, PLANES, SUMS)
+
+
+def _sum(x, residual, at, shape, whole, ADD):
+    """A tile of x, or of x + residual, rounded."""
+    some = load_masked(x, at, shape, ZERO, whole, None, False)
+    return rounded_sum(some, load_masked(residual, at, shape, ZERO, whole, None, False)) if ADD else some
 
 
 @ct.kernel
@@ -160,6 +214,7 @@ def quantized_matmul_few_kernel(
     factor,
     bias,
     partial,
+    arrived,
     out,
     CODE: ct.Constant[int],
     GROUP: ct.Constant[int],
@@ -170,7 +225,9 @@ def quantized_matmul_few_kernel(
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     RUNS: ct.Constant[int],
-    SPLIT_K: ct.Constant[bool],
+    SHARES: ct.Constant[int],
+    LAST_SUMS: ct.Constant[int],
+    AHEAD: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
     """out [m, n] = x [m, k] @ weight [n, k].T, all of m and TILE_N rows of the weight to a block.
@@ -178,34 +235,71 @@ def quantized_matmul_few_kernel(
 
     codes: e4m3 [m * 2 * PLANES, k of whole runs]; factors: fp32 [1, runs, 1 or for INT4 2, m * 2 *
         PLANES]. PLANES: columns of a piece.
+    SHARES: of k: partial [SHARES, m, n] takes their sums, without factor and bias.
+    LAST_SUMS: of a tile's blocks the last one to arrive sums all shares of so many rows; 0 if
+        another launch does. arrived: int32 [column tiles], zeros.
+    AHEAD: the weights of the first step come while the launch before ends.
     The others as in `quantized_matmul_kernel`.
     """
-    pdl_overlap()
+    if AHEAD:
+        pdl_launch_dependents()
+    else:
+        pdl_overlap()
     tile_n, share = ct.bid(0), ct.bid(1)
     RUN = 64 if CODE == E4M3 else 128
     DEEP, WIDE = RUN * RUNS, TILE_M * PIECES * PLANES
     HIGH, LOW = max(1, TILE_N // ROWS), min(ROWS, TILE_N)
     steps = ct.cdiv(words.shape[1], RUNS)
     first, last = 0, steps
-    if SPLIT_K:
-        each = ct.cdiv(steps, partial.shape[0])
+    if SHARES > 1:
+        each = ct.cdiv(steps, SHARES)
         first = share * each
         last = min(first + each, steps)
-    acc = ct.zeros((TILE_N, WIDE), ct.float32)
-    for step in range(first, last):
-        x = ct.load(codes, (0, step), (WIDE, DEEP), padding_mode=ZERO, latency=LATENCY)
-        by = ct.load(factors, (0, step, 0, 0), (1, RUNS, 2 if CODE == INT4 else 1, WIDE), padding_mode=ZERO, latency=LATENCY)
+
+    def weights(step):
         loaded = ct.load(words, (tile_n, step, 0, 0), (HIGH, RUNS, LOW, WORDS), padding_mode=ZERO, latency=LATENCY)
         scale = _groups(scales, step, tile_n, TILE_N, GROUP, DEEP, LATENCY) if GROUP > 0 else None
         zero = _groups(zeros, step, tile_n, TILE_N, GROUP, DEEP, LATENCY) if ZEROS else None
-        acc = add_products(acc, loaded.reshape((1, HIGH, RUNS, LOW, WORDS)), (x,), by, scale, zero, (CODE, GROUP, PLANES))
+        return loaded.reshape((1, HIGH, RUNS, LOW, WORDS)), scale, zero
+
+    if AHEAD:
+        found = weights(first)
+        pdl_wait()
+
+    def added(acc, step, loaded, scale, zero):
+        x = ct.load(codes, (0, step), (WIDE, DEEP), padding_mode=ZERO, latency=LATENCY)
+        by = ct.load(factors, (0, step, 0, 0), (1, RUNS, 2 if CODE == INT4 else 1, WIDE), padding_mode=ZERO, latency=LATENCY)
+        return add_products(acc, loaded, (x,), by, scale, zero, (CODE, GROUP, PLANES))
+
+    acc = ct.zeros((TILE_N, WIDE), ct.float32)
+    if AHEAD:
+        acc, first = added(acc, first, *found), first + 1
+    for step in range(first, last):
+        acc = added(acc, step, *weights(step))
     y = summed(acc, TILE_M, CODE)
     if GROUP == 0:
         y = y * ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_N, 1))
-    if SPLIT_K:
+    if SHARES > 1:
         ct.store(partial, (share, 0, tile_n), y.transpose().reshape((1, TILE_M, TILE_N)), allow_tma=False)
+        if LAST_SUMS > 0:
+            before = ct.atomic_add(arrived, tile_n, 1, memory_order=ct.MemoryOrder.ACQ_REL, memory_scope=ct.MemoryScope.DEVICE)
+            if before == SHARES - 1:
+                _finish(_all_shares(partial, tile_n, LAST_SUMS, TILE_N, SHARES), factor, bias, out, 0, tile_n, FACTOR, BIAS)
     else:
         _finish(y.transpose(), factor, bias, out, 0, tile_n, FACTOR, BIAS)
+
+
+def _all_shares(partial, tile_n, ROWS, TILE_N, SHARES):
+    """[ROWS, TILE_N]: the sum of all shares of k, gathered: checked loads would wait for each
+    other.
+    """
+    row = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
+    column = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)).reshape((1, TILE_N))
+    inside = (row < partial.shape[1]) & (column < partial.shape[2])
+    acc = ct.zeros((ROWS, TILE_N), ct.float32)
+    for part in ct.static_iter(range(SHARES)):
+        acc = acc + ct.gather(partial, (part, row, column), mask=inside, padding_value=0, check_bounds=False)
+    return acc
 
 
 def _groups(array, step, tile_n, TILE_N, GROUP, DEEP, LATENCY):

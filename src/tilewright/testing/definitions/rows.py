@@ -274,7 +274,7 @@ def number_of(code: Tensor, name: str) -> Tensor:
 
 
 @defines
-def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, factor: Any, bias: Any, weight_format: str) -> Results:
+def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, factor: Any, bias: Any, weight_format: str, **before: Any) -> Results:
     n, k = scales.shape[1], x.shape[-1]
     fields = E2M1_BITS if "fp4" in weight_format else INT4_BITS if weight_format.startswith("int4") else BYTE_BITS
     run, codes = 32 * len(fields), torch.zeros(words.shape[0], 64, words.shape[1] * 32 * len(fields), dtype=torch.int64, device=x.device)
@@ -288,8 +288,14 @@ def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, facto
     scale = 2.0 ** (scales.double() - 127) if weight_format == "mxfp4" else scales.double()
     value = value if zeros is None else value - zeros.double()[of_group].T
     weight = value * scale[of_group].T * (1.0 if factor is None else factor.double())
+    residual, up = before.get("residual"), before.get("up")
+    total = x if residual is None else x + residual
+    if before.get("norm") is not None:
+        x = normed(total, before["norm"], before["eps"], before["weight_offset"], before["round_before_weight"]).to(x.dtype)
+    if up is not None:
+        x = activated(x, before["gelu_tanh"]).to(x.dtype) * up
     y = x @ weight.to(x.dtype).T
-    return [y if bias is None else y + bias]
+    return [y if bias is None else y + bias, *([] if residual is None else [total])]
 
 
 def mx_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
