@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from tilewright import patch
 from tilewright.cli import app
-from tilewright.engine import Engine
+from tilewright.engine import Engine, layers
 from tilewright.engine.families import mlp_of
+from tilewright.engine.sampling import LIKELIEST
 from tilewright.engine.weights import Parts
 from tilewright.models import ModelFileError, load
 from tilewright.models.gguf_tensors import KEPT
@@ -102,6 +103,21 @@ def test_the_engine_runs_a_model_that_it_quantises(name: str, weights: str) -> N
     assert all(torch.equal(p, bits[n]) for n, p in model.named_parameters())
     quantize(model, weights)
     assert check_engine(model) == (first, weights != "nvfp4")  # its factors differ
+
+
+def test_norm_and_activation_join_the_products_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of few rows writes the tokens of launches of their own, with fewer launches."""
+    model, found = small(), []
+    quantize(model, "int4-64")
+    for rows in (0, layers.MOST_SMALL_ROWS):
+        monkeypatch.setattr(layers, "MOST_SMALL_ROWS", rows)
+        with Engine(model, max_batch=2, max_len=64) as engine:
+            tokens = engine.generate(PROMPTS, NEW).tokens
+            calls = next(iter(engine._programs.step(2, LIKELIEST).calls.values()))
+        found.append((tokens, [call.op.__name__ for call in calls]))
+    (apart, before), (joined, behind) = found
+    assert joined == apart
+    assert [before.count(op) - behind.count(op) for op in ("rms_norm_out", "silu_mul_out", "quantized_matmul_out")] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("weights", FORMATS)

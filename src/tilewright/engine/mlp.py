@@ -16,7 +16,7 @@ from ..ops.silu_mul import silu_mul_out
 from . import torch_calls
 from .attention import GroupedAttention
 from .elementwise import gate, relu_squared
-from .layers import Array, Given, Norm, Rows, Stream, linear
+from .layers import Array, Given, Norm, Rows, Stream, joins, linear
 from .program import Call, Emit, StepBuffers
 from .weights import AnyMatrix, Matrix
 
@@ -44,7 +44,7 @@ class GatedMlp:
 
     def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
         """residual: added to the result."""
-        inter = self.down.columns
+        inter, before = self.down.columns, dict[str, Any]()
         active = buffers.tensor(f"active.{inter}", buffers.tokens, inter)
         if self.alternating:
             yield from rows.product(f"{name}.gate_up", self.gate_up, active, silu_mul=True)
@@ -53,13 +53,16 @@ class GatedMlp:
             yield from rows.product(f"{name}.gate_up", self.gate_up, both)
             if self.factors[0] != 1.0:
                 yield Call(f"{name}.gate_factor", torch_calls.scale, (both[:, :inter], self.factors[0], both[:, :inter]))
-            halves = {"gate": both[:, :inter], "up": both[:, inter:]}
-            yield Call.of(f"{name}.activation", silu_mul_out, **halves, out=active, gelu_tanh=self.gelu_tanh)
+            gate_half, up = both.split(inter, 1)
+            if self.share is None and joins(self.down, buffers.tokens):
+                active, before = gate_half, {"up": up, "gelu_tanh": self.gelu_tanh}
+            else:
+                yield Call.of(f"{name}.activation", silu_mul_out, gate=gate_half, up=up, out=active, gelu_tanh=self.gelu_tanh)
         if self.share is not None:
             share = buffers.tensor("share", buffers.tokens, 1)
             yield from rows.product(f"{name}.share", self.share, share)
             yield Call(f"{name}.gate", gate, (active[:, None], share[:, None]))
-        yield from linear(f"{name}.down", active, self.down, y, residual=residual)
+        yield from linear(f"{name}.down", active, self.down, y, residual=residual, **before)
         if self.factors[1] != 1.0:
             assert residual is None
             yield Call(f"{name}.factor", torch_calls.scale, (y, self.factors[1], y))
