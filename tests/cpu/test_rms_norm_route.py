@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilewright import interpret, moe_route, rms_norm, rms_norm_route
-from tilewright.launch import counted
-from tilewright.ops.rms_norm_route import rms_norm_route_out
+from tilewright.launch import Device, counted
+from tilewright.ops.rms_norm_route import Config, Problem, plan, rms_norm_route_out
 
 BF16 = torch.bfloat16
 
@@ -46,6 +46,14 @@ def test_the_counter_is_zero_again_and_any_block_may_be_the_last():
         assert arrived.eq(0).all()
         found.append((weights.clone(), ids.clone()))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_few_experts_are_chosen_by_a_warp_and_not_by_a_thread():
+    """From 64 lanes on the compiler deals a row to a warp."""
+    for experts, groups, lanes in ((8, 0, 64), (32, 0, 64), (128, 0, 128), (64, 8, 8)):
+        problem = Problem(1, experts, 2880, 4, BF16, groups=groups, top_groups=groups)
+        (launch,) = plan(problem, Config(1, 1024, 4), Device.named("H200"))
+        assert launch.constants["tile_s"] == lanes
 
 
 X, W, R = torch.zeros(1, 64, dtype=BF16), torch.zeros(64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)

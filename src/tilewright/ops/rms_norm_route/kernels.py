@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
 from ..common.routing import chosen_experts, experts_and_groups
-from ..common.tiles import ZERO, load_tile, rounded_sum
+from ..common.tiles import ZERO, load_masked, load_tile, rounded_sum, vector_chunk
 
 
 @ct.kernel
@@ -60,11 +60,11 @@ def rms_norm_route_kernel(
     xs: tuple = ()
     squares = ct.zeros((1, TILE_K), ct.float32)
     for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):  # in flight while the row is normed
-        routers = (*routers, load_tile(ROUTER, (part, j), (TILE_E, TILE_K), ZERO, even, None, False))
+        routers = (*routers, load_masked(ROUTER, (part, j), (TILE_E, TILE_K), ZERO, even, None, False))
     for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):
-        x = load_tile(X, (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
+        x = load_masked(X, (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
         if ADD:
-            more = load_tile(RESIDUAL.slice(1, 0, K), (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
+            more = load_masked(RESIDUAL.slice(1, 0, K), (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
             x = rounded_sum(x, more)
             if part == 0:
                 ct.store(NEW_RESIDUAL, (token, j), x, allow_tma=False)
@@ -77,7 +77,7 @@ def rms_norm_route_kernel(
         h = xs[j].astype(ct.float32) * rstd
         if ROUND:
             h = h.astype(OUT.dtype).astype(ct.float32)
-        weight = load_tile(WEIGHT, (j,), (TILE_K,), ZERO, K % TILE_K == 0, None, False)
+        weight = vector_chunk(WEIGHT, j, K, TILE_K)
         h = (h * (weight.astype(ct.float32) + weight_offset)).astype(OUT.dtype)
         if part == 0:
             ct.store(OUT, (token, j), h, allow_tma=False)
