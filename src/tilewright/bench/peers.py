@@ -281,8 +281,8 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "adjust_logits": _torch(adjust_logits.reference),
     "matmul": (Peer("cublas", _cublas, _plain_matmul), Peer("scaled_mm", _scaled_mm, _scaled_matmul)),
     "quantized_matmul": (
-        Peer("cublas", quantized.cublas),
-        Peer("matmul", quantized.matmul),
+        Peer("cublas", quantized.cublas, quantized.alone),
+        Peer("matmul", quantized.matmul, quantized.alone),
         Peer("int4pack_mm", quantized.int4pack_mm, quantized.takes_int4pack),
     ),
     "mx_matmul": (Peer("scaled_mm", mx.scaled_mm, mx.block_scaled), Peer("cublas", mx.cublas, mx.plain)),

@@ -23,6 +23,11 @@ def _weight(x: Tensor, options: dict[str, Any]) -> Tensor:
     return _widened(words, scales, zeros, factor, options["weight_format"], x.shape[-1])
 
 
+def alone(inputs: Inputs) -> bool:
+    """Nothing becomes of x first."""
+    return not inputs.keys() & {"norm", "up"}
+
+
 def cublas(x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
     return F.linear(x, _weight(x, options), bias)
 
@@ -50,4 +55,4 @@ def int4pack_mm(x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
 
 def takes_int4pack(inputs: Inputs) -> bool:
     k, n = inputs["x"].shape[-1], inputs["scales"].shape[1]
-    return format_named(inputs["weight_format"]).code == INT4 and inputs["bias"] is None and k % 128 == 0 and n % 8 == 0
+    return alone(inputs) and format_named(inputs["weight_format"]).code == INT4 and inputs["bias"] is None and k % 128 == 0 and n % 8 == 0

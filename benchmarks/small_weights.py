@@ -1,0 +1,83 @@
+"""A decode step with small weights, with and without each of its fusions, in one process.
+
+    python benchmarks/small_weights.py Llama-3.1-8B int4-128 [--tokens 64] [--rounds 5] [--json F]
+
+Forms: `apart`, every launch of its own; `joined`, norm and activation in the launch that makes
+pieces (engine/layers.py, MOST_SMALL_ROWS); `last_sums`, also no launch that sums shares of k;
+`ahead`, as shipped: also the first weights while the launch before ends. Each form is an engine on
+the same weights; rounds take turns. Tokens must be the same up to rounding: the number of equal
+ones is printed.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilewright.engine import Engine, layers
+from tilewright.launch import Device, forced_config
+from tilewright.models import load
+from tilewright.models.quantized import quantize
+from tilewright.ops import quantized_matmul
+
+FORMS = {"apart": (0, False, False), "joined": (16, False, False), "last_sums": (16, True, False), "ahead": (16, True, True)}
+
+
+@contextmanager
+def form(rows: int, last_sums: bool, ahead: bool) -> Iterator[None]:
+    """Steps that are made within the context have this form: the shipped configs but for it."""
+
+    def config(p: quantized_matmul.Problem, device: Device) -> Any:
+        first = quantized_matmul.space(p, device)[0]
+        return replace(first, last_sums=first.last_sums and last_sums, ahead=first.ahead and ahead)
+
+    before, layers.MOST_SMALL_ROWS = layers.MOST_SMALL_ROWS, rows
+    try:
+        with forced_config(quantized_matmul.DECISION.plan, config):
+            yield
+    finally:
+        layers.MOST_SMALL_ROWS = before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("weights")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--mode", default="graph", choices=("graph", "eager"))
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    model = load(given.model, device=given.device, dtype=torch.bfloat16).model
+    quantize(model, given.weights, undoable=False)
+    prompt = torch.randint(0, model.config.vocab_size, (32,), generator=torch.Generator().manual_seed(1)).tolist()
+    first: list[int] = []
+    times: dict[str, list[float]] = {name: [] for name in FORMS}
+    for _ in range(given.rounds):
+        for name, how in FORMS.items():
+            with ExitStack() as stack:
+                stack.enter_context(form(*how))
+                engine = stack.enter_context(Engine(model, max_len=32 + given.tokens, mode=given.mode))
+                engine.generate([prompt], given.tokens)
+                found = engine.generate([prompt], given.tokens)
+            first = first or found.tokens[0]
+            times[name].append(statistics.median(found.step_s) * 1e6)
+            equal = sum(a == b for a, b in zip(first, found.tokens[0], strict=True))
+            print(f"{name:10} {times[name][-1]:8.1f} us a step, {equal} of {len(first)} tokens equal", flush=True)
+    rows = [{"op": "small_weights", "case": f"{given.model} weights={given.weights} form={name}", "step_us": each} for name, each in times.items()]
+    for row in rows:
+        middle = statistics.median(row["step_us"])
+        print(f"{row['case']}: {middle:.1f} us, {1e6 / middle:.0f} tokens/s")
+    if given.json:
+        with open(given.json, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
