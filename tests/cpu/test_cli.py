@@ -135,10 +135,21 @@ def test_measurements_name_the_weights_and_the_cache(folder: Path) -> None:
     assert row["case"] == f"{folder.name} weights=int8 kv=fp8 batch=1 prompt=3 new=2 mode=eager"
 
 
-def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken_behind_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An activation that goes wrong after `patch` has compared it with PyTorch's."""
     from tilewright.models import forwards
 
-    monkeypatch.setattr(forwards, "silu_mul", lambda gate, up, gelu_tanh: gate)
+    def broken(model: Any) -> Any:
+        report = tilewright.patch(model)
+        monkeypatch.setattr(forwards, "silu_mul", lambda gate, up, gelu_tanh: gate)
+        return report
+
+    for module in ("batch", "generate"):
+        monkeypatch.setattr(sys.modules[f"tilewright.models.{module}"], "patch", broken)
+
+
+def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_behind_patch(monkeypatch)
     result = run("generate", "--model", folder, "--prompt", "Hi there", "--max-new-tokens", 8, "--device", "cpu", "--compare")
     assert result.exit_code == 1
     assert "tokens equal to stock transformers: NO, token" in result.output
@@ -413,9 +424,7 @@ def test_a_batch_of_texts_gets_the_tokens_that_each_gets_alone(folder: Path, pro
 
 
 def test_a_batch_exits_with_1_where_tokens_differ(folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewright.models import forwards
-
-    monkeypatch.setattr(forwards, "silu_mul", lambda gate, up, gelu_tanh: gate)
+    broken_behind_patch(monkeypatch)
     result = run("generate", "--model", folder, "--prompt-file", prompts, "--batch", 3, "--max-new-tokens", 8, "--device", "cpu", "--compare")
     assert result.exit_code == 1
     assert re.search("transformers: [0-2] of 3", result.output)
