@@ -14,6 +14,7 @@ from tilewright.ops import quantized_moe as moe
 from tilewright.ops.common import weight_formats
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, pack, unpack
 from tilewright.ops.quantized_matmul import Config, Problem
+from tilewright.testing.poison import poisoned_empty
 from tilewright.tune.fit import stored_times
 
 ALL = pytest.mark.parametrize("of", FORMATS.values(), ids=str(list(FORMATS)).strip("[]").replace("'", "").split(", "))
@@ -49,6 +50,16 @@ def test_a_format_says_its_bytes_and_rounds_to_nearest(of):
         moved = torch.where((moved & 0x7F) == 0x7F, codes, moved) if of.code == E4M3 else moved
         other = weight_formats.dequantized(pack(moved, of), found.scales, found.zeros, found.factor, of, found.k, torch.float64)
         assert (other - weight.double()).abs().mean() > 1.2 * nearest
+
+
+def test_a_weight_without_rows_gives_the_sum_with_the_residual():
+    weight = {**QuantizedWeight.of(torch.randn(64, 128).bfloat16(), "int8").arguments}
+    weight |= {"words": weight["words"][:0], "scales": weight["scales"][:, :0]}
+    x = torch.randn(4, 128).bfloat16()
+    with poisoned_empty():
+        out, total = quantized_matmul(x, **weight, norm=torch.ones(128).bfloat16(), residual=x)
+    assert out.shape == (4, 0)
+    assert torch.equal(total, x + x)
 
 
 @ALL

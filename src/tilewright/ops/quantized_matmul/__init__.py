@@ -197,6 +197,8 @@ def quantized_matmul(
         small = words, scales, zeros, factor, bias
         how: tuple[Any, ...] = eps, weight_offset, round_before_weight, gelu_tanh, weight_format
         quantized_matmul_out(as_rows(x), *small, norm, as_rows(residual), as_rows(up), *how, as_rows(out), as_rows(total))
+    elif residual is not None:
+        torch.add(x, residual, out=total)
     return out if total is None else (out, total)
 
 
