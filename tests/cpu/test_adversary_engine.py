@@ -210,3 +210,27 @@ def test_a_model_is_loaded_with_options_of_their_kinds(how, message) -> None:
     """ "no" trusted a folder's code, and a million layers were built."""
     with pytest.raises(ValueError, match=message):
         load("SmolLM2-135M", **how)
+
+
+def test_autocast_to_another_half_changes_nothing_or_is_named() -> None:
+    """torch could not join bf16 weights, keys and rotations where it casts to fp16. patch compared
+    its kernels with modules that autocast had changed, and left some of these.
+    """
+
+    def made():
+        return tiny("qwen3_moe", torch.bfloat16, num_hidden_layers=1, mlp_only_layers=[])
+
+    prompt, found = [[5, 6, 7, 8]], []
+    for casts in (False, True):
+        with torch.autocast("cpu", dtype=torch.float16, enabled=casts):
+            report = tilewright.patch(model := made()).as_dict()
+            with Engine(made(), max_len=32) as engine:
+                found.append((report, engine.generate(prompt, 4).tokens, engine.logits(prompt).tolist()))
+    assert found[0] == found[1]
+    with (
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(ValueError, match=r"torch\.autocast must be off or in the model's torch\.bfloat16: .*, got torch\.float16"),
+    ):
+        model(torch.tensor(prompt))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.tensor(prompt))

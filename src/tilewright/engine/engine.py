@@ -333,9 +333,10 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """No gradients, and the model's GPU as the current one, which capturing needs."""
+        """No gradients, no autocast, and the model's GPU as the current one: capturing needs it."""
         device = self.decoder.embedding.device
-        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False), current:
             try:
                 yield
             except torch.OutOfMemoryError as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..models.probe import own_numbers
 from ..models.quantized import weight_bytes
 from .checks import gib
 from .cost import memory
@@ -52,6 +53,8 @@ def too_much(what: str, model: Any, cache: Held, prefill_tokens: int) -> str:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """For tensors that outlive a call: an inference tensor cannot be a parameter's data."""
-    with torch.inference_mode(False), torch.no_grad():
+    """For tensors that outlive a call: an inference tensor cannot be a parameter's data, and
+    autocast joins no weights of another half.
+    """
+    with torch.inference_mode(False), own_numbers():
         yield

@@ -56,6 +56,7 @@ def span_mask(  # noqa: PLR0913 transformers names the arguments
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool | None = None,
     mask_function: Any = None,
+    dtype: torch.dtype | None = None,
     **unused: Any,
 ) -> Tensor:
     """The span of keys that count.
@@ -73,13 +74,17 @@ def span_mask(  # noqa: PLR0913 transformers names the arguments
             that are not plain causal ones.
         mask_function: transformers' function of the mask; models with an indexer ask for every mask
             as if it were not plain, but by the function of plain ones.
+        dtype: of the hidden states.
     Returns: int32 [batch, 1, 1, 2] of (kv_start, kv_len), counted in the keys that the cache
         returns.
-    Raises: ValueError for a mask that two numbers per sequence cannot express.
+    Raises: ValueError for a mask that two numbers per sequence cannot express, and under autocast
+        to another half than the model's: torch could not join what each computes.
     """
     from transformers.masking_utils import causal_mask_function
 
-    compiling = torch.compiler.is_compiling()
+    kind, compiling = torch.device(device).type, torch.compiler.is_compiling()
+    if dtype in HALVES and torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) in HALVES and other != dtype:
+        raise argument_error("torch.autocast", f"off or in the model's {dtype}: a patched model computes in its own dtype", other)
     if allow_is_bidirectional_skip is not None:
         raise argument_error("is_causal", "True", False)
     if use_vmap:

@@ -248,7 +248,7 @@ def _found(model: nn.Module, kinds: Collection[str]) -> _Found:
 
 
 def _verdict(recognise: Any, module: nn.Module) -> Verdict:
-    with torch.no_grad():
+    with probe.own_numbers():
         found: Verdict = recognise(module)
     return found
 

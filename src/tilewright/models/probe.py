@@ -8,6 +8,7 @@ untouched.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from typing import Any
 
@@ -131,6 +132,15 @@ def why_not(ours: Callable[[], Tensor], theirs: Tensor | None, truth: Tensor) ->
     return None if judged.ok else f"ours is less accurate than the module: {judged}"
 
 
+@contextmanager
+def own_numbers() -> Iterator[None]:
+    """No gradients, and none of the caller's autocast: modules compute in their own dtype, as our
+    kernels do.
+    """
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
 def attempt(call: Callable[[], Any]) -> Any:
     """What a call of strange code returns; None if it raises."""
     try:
@@ -173,7 +183,7 @@ def model_outputs(model: Any) -> list[Tensor]:
     for module, _ in modes:
         module.training = False
     try:
-        with torch.no_grad():
+        with own_numbers():
             first = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
             found = [_values(first)[0, 3:], _values(first)[1]]
             held = getattr(first, "past_key_values", None)
