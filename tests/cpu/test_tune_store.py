@@ -181,7 +181,9 @@ def test_no_call_hangs_or_fails_for_what_lies_in_the_cache_folder(place, name, i
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert source_of_a_call() == SPACE.source
-    assert any(str(path) in str(one.message) for one in said) == (name != "tuned.lock")
+    link = place == "a link to itself" and name != "plans.jsonl"  # it is followed, round and round
+    words = str(path) if link else f"{path} must be a regular file, got a"
+    assert any(words in str(one.message) for one in said) == (name != "tuned.lock")
     if name != "plans.jsonl":
         with pytest.raises(OSError, match=name):
             Store().add([row_for(PROBLEM, SPACE[2])])
