@@ -260,6 +260,16 @@ def hostile_folders() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     yield "a file outside", "own folder", _with_a_file_outside
     yield "a weight in two files", "only file", lambda path: (write_shards(path) / "part-0.safetensors").write_bytes(safetensors_content(weights()))
     yield (
+        "a weight under two names",
+        "two, with and without 'model.', of ['norm.weight']",
+        lambda path: (write_folder(path) / "model.safetensors").write_bytes(safetensors_content({**weights(), "norm.weight": torch.ones(32)})),
+    )
+    yield (
+        "a file of the index is not there",
+        "part-0.safetensors must be a file, for model.safetensors.index.json names it, got none",
+        lambda path: (write_shards(path) / "part-0.safetensors").unlink(),
+    )
+    yield (
         "a file of the index is a FIFO",
         "part-0",
         lambda path: ((write_shards(path) / "part-0.safetensors").unlink(), os.mkfifo(path / "part-0.safetensors")),

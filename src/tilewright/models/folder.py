@@ -161,6 +161,9 @@ def _refuse_what_is_too_small(folder: Path, empty: Any, stored: dict[str, Stored
     coded = [] if quantised else sorted(name for name, tensor in stored.items() if name in weights and not tensor.plain)
     if coded:
         raise file_error(folder, "a model of floating-point weights, or one whose config says how they are coded", f"codes in {some(coded)}")
+    prefix = f"{empty.base_model_prefix}."
+    if both := sorted(name for name in stored if name not in weights and prefix + name in stored):
+        raise file_error(folder, "a model with one tensor for each weight", f"two, with and without {prefix!r}, of {some(both)}")
     renamed = not stored.keys() <= empty.state_dict().keys()
     short = sum(parameter.numel() for parameter in weights.values()) > (2 if renamed else 1) * held
     missing = weights.keys() - stored.keys() if short else ()

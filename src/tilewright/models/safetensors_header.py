@@ -112,6 +112,8 @@ def folder_weights(folder: Path) -> dict[str, StoredTensor]:
     for name in sorted(set(places.values())):
         if not re.fullmatch(r"[^/\\.\0][^/\\\0]*\.safetensors", name):
             raise file_error(index, "a list of .safetensors files of its own folder", repr(name)[:120])
+        if not (folder / name).exists():
+            raise file_error(folder / name, f"a file, for {index.name} names it", "none")
         here = read_header(folder / name)
         if both := sorted(found.keys() & here.keys()):
             raise file_error(folder / name, "the only file with its weights", some(both))
