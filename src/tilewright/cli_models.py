@@ -197,7 +197,7 @@ def difftest(  # noqa: PLR0913 an option each
     model: Annotated[
         str, typer.Option("--model", metavar="MODEL", help="As for generate; the name of a config takes random weights.")
     ] = "Llama-3.2-1B",
-    layers: Annotated[int, option("--layers", "Only the first N layers. Default: all.", metavar="N")] = 0,
+    layers: Annotated[int | None, option("--layers", "Only the first N layers. Default: all.", metavar="N")] = None,
     position: Annotated[
         int, typer.Option("--position", min=0, max=(1 << 20) - 1, help="Position of the token, which is the number of keys in the cache.")
     ] = 100,
@@ -221,5 +221,5 @@ def difftest(  # noqa: PLR0913 an option each
     if schedule:
         Device.named(schedule)  # before a model is built
     whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers)
-    loaded = load_and_say(model, where, number_type, layers=layers, trust_remote_code=trust_remote_code)
+    loaded = load_and_say(model, where, number_type, layers=layers or 0, trust_remote_code=trust_remote_code)
     return difftest_command(loaded.model, whole=whole, position=position, blocks=blocks, gpu=schedule, json_file=json_file)

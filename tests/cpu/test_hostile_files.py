@@ -296,7 +296,8 @@ def test_difftest_decides_from_the_config_and_builds_the_layers_asked_for(monkey
         return CliRunner().invoke(app, ["difftest", "--device", "cpu", *map(str, arguments)]).stderr
 
     assert "without biases" in difftest("--model", "Qwen2-7B", "--layers", 1)
-    assert "--layers must be 1 to 32, got 33" in difftest("--model", "Llama-3.1-8B", "--layers", 33)
+    for none in (0, -1, 33):
+        assert f"--layers must be 1 to 32, got {none}\n" in difftest("--model", "Llama-3.1-8B", "--layers", none)
     assert "dtype must be bfloat16 or float16" in difftest("--model", "Llama-3.1-8B", "--dtype", "float32")
     assert "model_type must be" in difftest("--model", "DeepSeek-V2-Lite", "--layers", 1)
     assert asked == []

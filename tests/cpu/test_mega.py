@@ -144,7 +144,7 @@ def test_a_sum_beyond_its_range_is_an_error(small, tokens: int) -> None:
     weights = replace(small[1], out=tuple(1e5 * matrix for matrix in small[1].out))
     step = Mega(weights, clocks(), cache_of(weights.dims), blocks=5, config=SMALL, spin_limit=200)
     step.step(tokens)
-    with pytest.raises(RuntimeError, match="may have left the fixed point's range of 1024"):
+    with pytest.raises(ValueError, match="may have left the fixed point's range of 1024"):
         step.check()
 
 

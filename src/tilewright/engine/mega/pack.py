@@ -44,12 +44,12 @@ def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
     schedule_of(dims_of_config(config), device)
 
 
-def decided(outline: Any, where: torch.device, layers: int = 0) -> Dims:
+def decided(outline: Any, where: torch.device, layers: int | None = None) -> Dims:
     """The sizes of a model that is not built yet. outline: on the meta device (models.outline_of).
 
-    layers: of which the first so many are to run; 0 for all. Raises ValueError, also as `refuse`.
+    layers: of which the first so many are to run. Raises ValueError, also as `refuse`.
     """
-    if not 0 <= layers <= outline.config.num_hidden_layers:
+    if layers is not None and not 1 <= layers <= outline.config.num_hidden_layers:
         raise argument_error("--layers", f"1 to {outline.config.num_hidden_layers}", layers)
     refuse(outline.config, Device.of(torch.empty(0, device=where)), outline.dtype)
     return dims_of_config(outline.config)

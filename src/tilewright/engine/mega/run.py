@@ -18,6 +18,10 @@ SPIN_LIMIT = 1 << 24  # polls, a minute of them
 WARPS = 8
 
 
+class OutOfRange(RuntimeError, ValueError):
+    """The sums of a model leave the megakernel's fixed point: about the model, not a bug."""
+
+
 @dataclass(frozen=True, slots=True)
 class Clocks:
     """The device tensors of `engine.state.State` that a step reads and moves on."""
@@ -121,7 +125,7 @@ class Mega:
 
     def check(self) -> None:
         """Waits for the device. Raises RuntimeError if a block gave up, with its number and what it
-        waited for, or if a sum may have left its range. Steps are possible again after it.
+        waited for, OutOfRange if a sum may have left its range. Steps are possible again after it.
         """
         waited, ranged = self._stuck.tolist()
         if int(self._sums[:, -1].max()) > RANGE // 2:  # of the last token, whose sums nobody has cleared
@@ -130,7 +134,7 @@ class Mega:
             return
         self.restart()
         if ranged < NOWHERE:  # such a sum may also have kept others waiting
-            raise RuntimeError(f'a sum may have left the fixed point\'s range of {RANGE}: use mode="graph" for this model')
+            raise OutOfRange(f'a sum may have left the fixed point\'s range of {RANGE}: use mode="graph" for this model')
         place, block = divmod(waited, 256)
         layer, number = divmod(place, 8)
         what = "the blocks' best tokens" if layer == self.weights.dims.layers else f"{PLACES[number]} of layer {layer}"
