@@ -22,7 +22,7 @@ from tiny_models import PLAIN, tiny_model
 from typer.testing import CliRunner
 
 from tilewright.cli import app, main
-from tilewright.models import ModelFileError, load
+from tilewright.models import ModelFileError, load, outline_of
 from tilewright.models.gguf_header import read_header
 
 SECONDS = 1.0  # of this thread's time for one file
@@ -89,6 +89,15 @@ def test_hostile_gguf_files_are_refused(tmp_path: Path) -> None:
         for name, reason, content in cases:
             (tmp_path / "x.gguf").write_bytes(content)
             refused(tmp_path / "x.gguf", name, reason)
+
+
+def test_a_scaling_that_scales_nothing_is_taken(tmp_path: Path) -> None:
+    for named, factor in (("none", 8.0), ("linear", 1.0), ("linear", 0.0)):
+        file = hostile_gguf.Gguf()
+        file.put("llama.rope.scaling.type", hostile_gguf.STRING, hostile_gguf.text(named))
+        file.put("llama.rope.scaling.factor", hostile_gguf.F32, hostile_gguf.number(hostile_gguf.F32, factor))
+        (tmp_path / "x.gguf").write_bytes(file.content())
+        outline_of(tmp_path / "x.gguf")
 
 
 def test_hostile_safetensors_files_are_refused(tmp_path: Path) -> None:

@@ -184,9 +184,25 @@ def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
     yield "factors misshapen", "misshapen", lambda file: file.tensors[1].update(name="rope_freqs.weight")
 
 
+def other_attention() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
+    """Likewise: rotations and masks that a config from the file does not have."""
+
+    def says(**values: tuple[int, bytes]) -> Callable[[Gguf], None]:
+        return lambda file: file.keys.extend((f"llama.{key.replace('__', '.')}", value) for key, value in values.items())
+
+    for base in (0.0, -1.0):
+        yield f"freq_base {base}", "positive", lambda file, base=base: file.put("llama.rope.freq_base", F32, number(F32, base))
+    for named, factor in (("yarn", 4.0), ("longrope", 1.0), ("evil", 1.0), ("linear", 0.5)):
+        scaling = says(rope__scaling__factor=(F32, number(F32, factor)), rope__scaling__type=(STRING, text(named)))
+        yield f"rotations {named}", f"not scaled, or by rope_freqs.weight, got '{named}' by {factor}", scaling
+    yield "a factor alone", "not scaled", says(rope__scaling__factor=(F32, number(F32, 4.0)))
+    yield "an old factor", "not scaled", says(rope__scale_linear=(F32, number(F32, 4.0)))
+    yield "attention both ways", "attention.causal", says(attention__causal=(7, b"\0"))
+
+
 def hostile_gguf() -> Iterator[tuple[str, str, bytes]]:
     """Name, word of the reason, content."""
-    for name, reason, change in changed_gguf():
+    for name, reason, change in (*changed_gguf(), *other_attention()):
         file = Gguf()
         change(file)
         yield name, reason, file.content()
