@@ -10,15 +10,16 @@ ones is printed.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tilewright.bench.report import tell
 from tilewright.engine import Engine, layers
 from tilewright.launch import Device, forced_config
 from tilewright.models import load
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--mode", default="graph", choices=("graph", "eager"))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = load(given.model, device=given.device, dtype=torch.bfloat16).model
     quantize(model, given.weights, undoable=False)
@@ -70,13 +71,11 @@ def main() -> None:
             times[name].append(statistics.median(found.step_s) * 1e6)
             equal = sum(a == b for a, b in zip(first, found.tokens[0], strict=True))
             print(f"{name:10} {times[name][-1]:8.1f} us a step, {equal} of {len(first)} tokens equal", flush=True)
-    rows = [{"op": "small_weights", "case": f"{given.model} weights={given.weights} form={name}", "step_us": each} for name, each in times.items()]
-    for row in rows:
-        middle = statistics.median(row["step_us"])
-        print(f"{row['case']}: {middle:.1f} us, {1e6 / middle:.0f} tokens/s")
-    if given.json:
-        with open(given.json, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    gpu = Device.of(model.get_input_embeddings().weight).name
+    for name, each in times.items():
+        middle = statistics.median(each)
+        case = f"{given.model} weights={given.weights} form={name}"
+        tell({"op": "small_weights", "case": case, "gpu": gpu, "step_us": each, "tokens_per_s": 1e6 / middle}, given.json)
 
 
 if __name__ == "__main__":

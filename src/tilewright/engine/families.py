@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import permutations
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from ..launch import argument_error
 from ..models import experts, kinds, probe
+from ..models.forwards import number_of
 from ..models.method import Method
 from ..models.quantized import QuantizedLinear
 from ..ops.common.routing import check_routing
@@ -37,7 +37,7 @@ def norm_of(module: Any) -> Norm:
     how = _form(kinds.norm, module, "a norm by the root mean square of rows")
     if "offset" not in how:
         raise argument_error(f"a {type(module).__name__}", "an RMSNorm with a weight", "another norm")
-    return Norm(getattr(module, how["weight"]).data, _number(module, how["eps"]), round_before_weight=how["rounded"], weight_offset=how["offset"])
+    return Norm(getattr(module, how["weight"]).data, number_of(module, how["eps"]), round_before_weight=how["rounded"], weight_offset=how["offset"])
 
 
 def stream_norm_of(module: Any) -> Norm | LayerNorm:
@@ -46,12 +46,7 @@ def stream_norm_of(module: Any) -> Norm | LayerNorm:
     if "offset" in how:
         return norm_of(module)
     weight, bias = (None if how[part] is None else getattr(module, how[part]).data for part in ("weight", "bias"))
-    return LayerNorm(weight, bias, _number(module, how["eps"]))
-
-
-def _number(module: Any, eps: str | float) -> float:
-    found: float = attrgetter(eps)(module) if isinstance(eps, str) else eps
-    return found
+    return LayerNorm(weight, bias, number_of(module, how["eps"]))
 
 
 def norms_of(layer: Any) -> tuple[Norm | LayerNorm | None, Norm | None, Norm | LayerNorm | None, Norm | None]:

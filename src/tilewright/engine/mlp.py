@@ -44,7 +44,8 @@ class GatedMlp:
 
     def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, residual: Tensor | None = None) -> Emit:
         """residual: added to the result."""
-        inter, before = self.down.columns, dict[str, Any]()
+        inter = self.down.columns
+        before: dict[str, Any] = {}
         active = buffers.tensor(f"active.{inter}", buffers.tokens, inter)
         if self.alternating:
             yield from rows.product(f"{name}.gate_up", self.gate_up, active, silu_mul=True)

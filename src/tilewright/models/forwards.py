@@ -61,7 +61,7 @@ def norm_by_root_mean_square(cls: type[nn.Module], eps: str | float, offset: flo
     """eps: its value, or the path of the attribute that holds it. weight: its name."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return rms_norm(rows(hidden_states), getattr(self, weight), _number(self, eps), weight_offset=offset, round_before_weight=rounded)
+        return rms_norm(rows(hidden_states), getattr(self, weight), number_of(self, eps), weight_offset=offset, round_before_weight=rounded)
 
     return with_options(cls, forward)
 
@@ -70,7 +70,7 @@ def norm_by_root_mean_square(cls: type[nn.Module], eps: str | float, offset: flo
 def norm_without_weight(cls: type[nn.Module], eps: str | float) -> Forward:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         ones = hidden_states.new_ones(hidden_states.shape[-1])
-        return rms_norm(rows(hidden_states), ones, _number(self, eps))
+        return rms_norm(rows(hidden_states), ones, number_of(self, eps))
 
     return with_options(cls, forward)
 
@@ -79,7 +79,7 @@ def norm_without_weight(cls: type[nn.Module], eps: str | float) -> Forward:
 def norm_by_deviation(cls: type[nn.Module], eps: str | float, weight: str | None, bias: str | None) -> Forward:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         held, added = (None if name is None else getattr(self, name) for name in (weight, bias))
-        return layer_norm(rows(hidden_states), held, added, _number(self, eps))
+        return layer_norm(rows(hidden_states), held, added, number_of(self, eps))
 
     return with_options(cls, forward)
 
@@ -90,12 +90,13 @@ def gated_norm(cls: type[nn.Module], eps: str, groups: int, gate_first: bool, si
         if gate is None:
             return cls.forward(self, hidden_states)  # type: ignore[no-any-return]
         how: dict[str, Any] = {"groups": groups, "gate_first": gate_first, "sigmoid": sigmoid}
-        return rms_norm_gated(rows(hidden_states), self.weight, rows(gate), _number(self, eps), **how)
+        return rms_norm_gated(rows(hidden_states), self.weight, rows(gate), number_of(self, eps), **how)
 
     return forward
 
 
-def _number(module: Any, name: str | float) -> float:
+def number_of(module: Any, name: str | float) -> float:
+    """A number, or the one that a path of attributes leads to."""
     found: float = attrgetter(name)(module) if isinstance(name, str) else name
     return found
 

@@ -8,7 +8,6 @@ kind.
 import inspect
 from collections.abc import Callable
 from itertools import permutations, product
-from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..ops import rms_norm_gated, sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from . import experts, linear_attention, probe
-from .forwards import gated_mlp, plain
+from .forwards import gated_mlp, number_of, plain
 from .hooks import wrapper_of
 from .method import Method, Verdict, place_of
 from .quantized import QuantizedLinear
@@ -69,7 +68,7 @@ def norm(module: Any) -> Verdict:
     weights = {name: 1 + probe.random(cols, seed=i) / 4 for i, name in enumerate(held)}
     found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, weights), x))
     for eps in _epsilons(module, dtype):
-        value = attrgetter(eps)(module) if isinstance(eps, str) else eps
+        value = number_of(module, eps)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + value)
         if not held and probe.same(found, normed):
             return Method("rms_norm", "rms_norm_of_ones", (("eps", eps),))

@@ -20,9 +20,9 @@ from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_bools, 
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
 from .common.softmax_tiles import FLOOR, LN2, joined
-from .common.tiles import LOG2E, load_tile
+from .common.tiles import LOG2E, ZERO, load_tile
 
-ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
+NEG_INF = ct.PaddingMode.NEG_INF
 MOST_STATES = 64
 MOST_COLUMNS = 512
 # Of the candidates: elements of a tile, occupancy, worker warps.

@@ -214,9 +214,8 @@ def judge(name: str, result: Results, inputs: dict[str, Any], what: str) -> None
             o, t, w = (torch.where(expected & x.isnan(), 0.0, x) for x in (o, t.to(o.dtype), w))
             found = accuracy(o, t, w)
             if not found.ok:
-                near = max(found.rms_ratio, found.worst_ratio) <= (
-                    LUCK_OF_FEW if carrying(w, rows=i == 0 and name in ATTENTION) < FEW else LUCK
-                )  # False for NaN
+                few = carrying(w, rows=i == 0 and name in ATTENTION) < FEW
+                near = max(found.rms_ratio, found.worst_ratio) <= (LUCK_OF_FEW if few else LUCK)  # False for NaN
                 raise (Luck if near else AssertionError)(f"{what} output {i}: {found}")
 
 

@@ -239,9 +239,9 @@ def attention_decode(
     scale = check_scale_and_window(scale, window, head_dim)
     window = None if window is None else min(window, FARTHEST)
     check_softcap(softcap)
-    pages, kv_heads, tokens, kv_dim = k.shape
-    if kv_dim != head_dim or (block_table is None and pages != batch):
-        raise argument_error("k.shape", (pages if block_table is not None else batch, kv_heads, tokens, head_dim), tuple(k.shape))
+    outer, kv_heads, tokens, kv_dim = k.shape
+    if kv_dim != head_dim or (block_table is None and outer != batch):
+        raise argument_error("k.shape", (outer if block_table is not None else batch, kv_heads, tokens, head_dim), tuple(k.shape))
     shared = v is None
     if v is None:
         columns = head_dim if v_dim is None else v_dim
@@ -254,10 +254,10 @@ def attention_decode(
             raise argument_error("v_dim", "None where v is given", v_dim)
         check_tensor(v, "v", ndim=4, like=k)
         *places, columns = v.shape
-        if places != [pages, kv_heads, tokens] or not 1 <= columns <= 512:
-            raise argument_error("v.shape", f"{(pages, kv_heads, tokens)} and 1..512 columns", tuple(v.shape))
+        if places != [outer, kv_heads, tokens] or not 1 <= columns <= 512:
+            raise argument_error("v.shape", f"{(outer, kv_heads, tokens)} and 1..512 columns", tuple(v.shape))
     check_decode(q, tokens, kv_len, block_table, kv_start, sinks)
-    check_scales(k, k_scale=(k_scale, (pages, kv_heads, tokens)), v_scale=(v_scale, (pages, kv_heads, tokens)))
+    check_scales(k, k_scale=(k_scale, (outer, kv_heads, tokens)), v_scale=(v_scale, (outer, kv_heads, tokens)))
     if stored != q.dtype:
         check_codes(q, 256, k=k, v=v)
     if not normalize and (return_lse or sinks is not None):

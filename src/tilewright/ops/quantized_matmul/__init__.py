@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import Device, argument_error, as_rows, check_bools, check_finite, check_positive, check_tensor, out_or_new, torch_op
+from .. import rms_norm, silu_mul
 from ..common.weight_formats import check_weight, dequantized, format_named
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
@@ -60,18 +61,15 @@ def reference(
     weight_format: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The definition, on the weight that the words stand for, rounded to the dtype of x."""
-    total = x if residual is None else x + residual
-    y = total
+    total = None
     if norm is not None:
-        wide = y.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        wide = wide.to(x.dtype).to(wide.dtype) if round_before_weight else wide
-        y = (wide * (norm.to(wide.dtype) + weight_offset)).to(x.dtype)
+        found = rms_norm.reference(x, norm, eps, weight_offset=weight_offset, round_before_weight=round_before_weight, residual=residual)
+        x, total = found if isinstance(found, tuple) else (found, None)
     if up is not None:
-        y = (F.gelu(y, approximate="tanh") if gelu_tanh else F.silu(y)) * up
+        x = silu_mul.reference(x, up, gelu_tanh=gelu_tanh)
     weight = dequantized(words, scales, zeros, factor, format_named(weight_format), x.shape[-1], x.dtype)
-    out = F.linear(y, weight, bias)
-    return out if residual is None else (out, total)
+    out = F.linear(x, weight, bias)
+    return out if total is None else (out, total)
 
 
 @torch_op(mutates=("out", "new_residual"))
