@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant("ops/attention_decode/kernels.py", "key, at = ct.where(j < last, key, end), min(j, last - 1)", "key, at = key, min(j, last - 1)", "cpu/test_attention_decode.py"),
     Mutant("models/attention.py", '{"window": sliding_window, "kv_start"', '{"window": None, "kv_start"', SURVIVED),
     # Kernels: states
-    Mutant("ops/ssd/kernels.py", "    return ct.minimum(ct.maximum(dt, dt_min), dt_max)", "    return ct.maximum(dt, dt_min)", "cpu/test_ssd.py"),
+    Mutant("ops/ssd/kernels.py", "    return ct.minimum(ct.maximum(dt, dt_min, propagate_nan=True), dt_max, propagate_nan=True)", "    return ct.maximum(dt, dt_min, propagate_nan=True)", "cpu/test_ssd.py"),
     Mutant("ops/ssd/kernels.py", "        dt = softplus(dt)\n", "        dt = ct.maximum(dt, 0.0)\n", "cpu/test_ssd.py"),
     Mutant("ops/ssd/kernels.py", "    there = c * CHUNK + ct.arange(CHUNK, dtype=ct.int32) < DT.shape[1]", "    there = c * CHUNK + ct.arange(CHUNK, dtype=ct.int32) <= DT.shape[1]", "cpu/test_ssd.py"),
     Mutant("ops/ssd/kernels.py", "between = ct.exp2(ct.where(row >= column,", "between = ct.exp2(ct.where(row > column,", "cpu/test_ssd.py"),
@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant("ops/ssd/kernels.py", "place = ct.cdiv(end - first, SEGMENT * CHUNK), first // (SEGMENT * CHUNK) + seq", "place = ct.cdiv(end - first, SEGMENT * CHUNK), first // (SEGMENT * CHUNK)", "cpu/test_ssd.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "        delta = (v - decay * of_k * seen) * (beta * of_k)", "        delta = (v - of_k * seen) * (beta * of_k)", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "    below = ct.where(i // 16 > j // 16, -a, 0.0)", "    below = ct.where(i // 16 > j // 16 + 1, -a, 0.0)", "cpu/test_linear_attention.py"),
-    Mutant("ops/gated_delta_rule/kernels.py", "g = ct.maximum(g * LOG2E, LEAST_DECAY)", "g = g * LOG2E", "cpu/test_linear_attention.py cpu/test_adversary_ops.py"),
+    Mutant("ops/gated_delta_rule/kernels.py", "g = ct.maximum(g * LOG2E, LEAST_DECAY, propagate_nan=True)", "g = g * LOG2E", "cpu/test_linear_attention.py cpu/test_adversary_ops.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "                wanted = wanted * ct.where(j < BLOCKS, 1.0, 0.0)", "                wanted = wanted", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "        for segment in range(1, segments - 1):", "        for segment in range(1, segments - 2):", of_op("gated_delta_rule")),
     Mutant("ops/gated_delta_rule/kernels.py", "ct.where(apart == 1, small * -(row * column), 0.0)", "ct.where(apart == 1, small * -row, 0.0)", "cpu/test_linear_attention.py"),

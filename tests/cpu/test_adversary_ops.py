@@ -1,8 +1,10 @@
 """What a third adversary found, as classes: each argument of each public function, changed."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from torch import Tensor
 import tilewright
 from tilewright import ops
 from tilewright.interpret import checking
+from tilewright.launch import Device, forced_config
 from tilewright.ops.attention_decode.cascade import cascade_decode
+from tilewright.ops.common.scaling import Scaling
 from tilewright.ops.grouped_gemm import grouped_gemm_list
 from tilewright.testing.cases import cases
-from tilewright.testing.check import op_name, public_function
+from tilewright.testing.check import op_name, outputs, public_function, seeded_inputs
 
 FUNCTIONS = [*map(public_function, ops.ALL), cascade_decode, grouped_gemm_list]
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -190,20 +194,35 @@ def test_options_of_the_interpreter_are_of_their_kinds() -> None:
                 pass
 
 
-def test_a_limit_does_not_hide_a_nan_where_values_are_checked(monkeypatch) -> None:
-    """The bounds make a number of it, as the docstring says; torch's clamp would not."""
-    x, ids, weights = torch.randn(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
-    how = {"gate_up": torch.randn(1, 2, 16, 16).bfloat16(), "down": torch.randn(1, 16, 16).bfloat16(), "weights": weights, "ids": ids}
-    x[1, 3] = torch.nan
-    assert tilewright.moe(x, **how).isnan().any(1).tolist() == [False, True]
-    assert not tilewright.moe(x, **how, limit=7.0).isnan().any()
-    monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
-    with pytest.raises(ValueError, match=r"x\[1, 3\] must be a number, got nan"):
-        tilewright.moe(x, **how, limit=7.0)
-    bias = torch.zeros(1, 2, 16).bfloat16()
-    bias[0, 1, 5] = torch.nan
-    with pytest.raises(ValueError, match=r"^bias_gate_up\[0, 1, 5\] must be a number, got nan"):
-        tilewright.moe(x.nan_to_num(), **how, limit=7.0, bias_gate_up=bias, bias_down=bias[:, 0])
+SMALL = {"tokens": 3, "top_k": 1, "experts": 1, "hidden": 128, "inter": 128, "bias": True, "limit": 1.0, "up_offset": 1.0}
+SCANNED = {"batch": 1, "heads": 2, "groups": 1, "tokens": 64, "head_dim": 64, "state_dim": 16, "dtype": torch.bfloat16}
+DELTA = {"batch": 1, "k_heads": 1, "v_heads": 1, "tokens": 64, "head_dim": 64, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("op", "names", "problem"),
+    [
+        ("moe", "x gate_up bias_gate_up", SMALL),
+        ("moe", "gate_up", SMALL | {"tokens": 1}),  # another kernel
+        ("moe", "scale_gate_up", SMALL | {"scaling": Scaling.ROW}),
+        ("quantized_moe", "x scales_gate_up zeros_gate_up bias_gate_up", SMALL | {"weight_format": "int4-32-zeros"}),
+        ("quantized_moe", "scales_gate_up", SMALL | {"weight_format": "int8", "tokens": 70}),
+        ("ssd", "dt a dt_bias", SCANNED),
+        ("gated_delta_rule", "g", DELTA),
+        ("gated_delta_rule", "g", DELTA | {"channels": True}),
+    ],
+)
+def test_a_bound_does_not_hide_a_nan(op, names, problem) -> None:
+    """Experts with a limit, and decays with a least one, made a number of it."""
+    module, problem = getattr(ops, op), getattr(ops, op).Problem(**problem)
+    chunked = [config for config in module.space(problem, Device.named("H200")) if getattr(config, "chunk", 0)]
+    for name, config in itertools.product(names.split(), [None, *chunked]):
+        inputs = seeded_inputs(module, problem, torch.device("cpu"))
+        inputs[name][(-1,) * inputs[name].dim()] = torch.nan
+        expected = outputs(module.reference(**inputs))[0].isnan().flatten(1).any(1)
+        assert expected.any()
+        with forced_config(module.plan, config) if config else nullcontext():
+            assert torch.equal(outputs(public_function(module)(**inputs))[0].isnan().flatten(1).any(1), expected), (name, config)
 
 
 # ------------------------------------------------------------------- what a fourth adversary found
@@ -254,17 +273,6 @@ def test_another_kind_of_argument_is_refused_in_our_words(op, name, wrong, messa
     for inputs in every_kind(module):
         with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(message)}"):
             public_function(module)(**{**inputs, name: wrong})
-
-
-def test_the_limit_of_time_steps_does_not_hide_a_nan_where_values_are_checked(monkeypatch) -> None:
-    x, dt, b = torch.randn(1, 2, 3, 16), torch.rand(1, 2, 3), torch.randn(1, 2, 1, 8)
-    dt[0, 1, 2] = torch.nan
-    how = {"a": -torch.ones(3), "b": b, "c": b}
-    monkeypatch.setenv("TILEWRIGHT_CHECK", "1")
-    with pytest.raises(ValueError, match=r"^dt\[0, 1, 2\] must be a number, got nan$"):
-        tilewright.ssd(x, dt, **how)
-    with pytest.raises(ValueError, match=r"^dt_bias\[2\] must be a number, got nan$"):
-        tilewright.ssd(x, torch.rand(1, 2, 3), **how, dt_bias=dt[0, 1])
 
 
 def test_true_is_no_number() -> None:

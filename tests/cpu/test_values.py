@@ -131,6 +131,12 @@ WRONG = {
     "offsets[2] must be in 0..8, got 9": lambda: grouped(offsets=int32(5, 6, 9)),
     "counts[1] must be in 0..8, got -3": lambda: grouped(counts=int32(5, -3, 9)),
     "ids.view(-1)[3] must be in -1023..1023, got 5000000": lambda: mixture([[0, 1], [-1, 5_000_000]]),
+    "scales[0, 1] must be in 0..144, got 255": lambda: tilewright.quantized_matmul(
+        randn(1, 64).bfloat16(),
+        torch.zeros(1, 1, 64, 16).int(),
+        torch.full((4, 64), 255).byte() * torch.arange(64).clamp(max=1).byte(),
+        weight_format="mxfp4",
+    ),
     "ids.view(-1)[2] must be in 0..4, got 5": lambda: tilewright.embedding(int32(0, 4, 5, -1), randn(5, 8)),
     "temperature[1] must be a number, got nan": lambda: draw(temperature=torch.tensor([1.0, NAN])),
     "top_p[0] must be a number, got nan": lambda: draw(top_p=torch.tensor(NAN)),

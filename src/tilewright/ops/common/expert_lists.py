@@ -24,7 +24,8 @@ def activated(gate, up, ALPHA, LIMIT, UP_OFFSET):
     and up on both sides.
     """
     if LIMIT:
-        gate, up = ct.minimum(gate, LIMIT), ct.maximum(ct.minimum(up, LIMIT), -LIMIT)
+        gate = ct.minimum(gate, LIMIT, propagate_nan=True)
+        up = ct.maximum(ct.minimum(up, LIMIT, propagate_nan=True), -LIMIT, propagate_nan=True)
     if UP_OFFSET:
         up = up + UP_OFFSET
     if ALPHA != 1.0:

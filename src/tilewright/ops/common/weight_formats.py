@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import argument_error, check_name, check_tensor, dtype_name
+from ...launch.values import Claims, within
 
 ROWS, WORDS = 64, 16  # of a panel: rows, and words of each row in a run
 PLANE = 2 * WORDS  # k
@@ -116,6 +117,12 @@ def format_named(name: str) -> WeightFormat:
     """Raises ValueError naming the known ones."""
     check_name("weight_format", FORMATS, name)
     return FORMATS[name]
+
+
+def scale_claims(**scales: Tensor) -> Claims:
+    """e8m0 scales are within what kernels multiply exactly."""
+    for name, tensor in scales.items():
+        yield from within(name, tensor if tensor.dtype is _E8M0 else None, 0, LARGEST_E8M0)
 
 
 def check_k(k: int, of: WeightFormat) -> None:
@@ -387,4 +394,5 @@ __all__ = [
     "check_weight",
     "dtype_name",
     "format_named",
+    "scale_claims",
 ]

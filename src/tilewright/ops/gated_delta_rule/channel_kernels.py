@@ -66,7 +66,7 @@ def solve_channels_kernel(
         of_k, of_q = ct.full((CHUNK,), 1.0, dtype=ct.float32), ct.full((CHUNK,), scale, dtype=ct.float32)
         if NORMALIZE:
             of_k, of_q = ct.rsqrt(ct.sum(k * k, 1) + eps), ct.rsqrt(ct.sum(q * q, 1) + eps) * scale
-        g = ct.cumsum(ct.maximum(rows_of(G, h) * LOG2E, LEAST_DECAY), 0)
+        g = ct.cumsum(ct.maximum(rows_of(G, h) * LOG2E, LEAST_DECAY, propagate_nan=True), 0)
         last = ct.sum(ct.where(i == CHUNK - 1, g, 0.0), 0, keepdims=True)
         ct.store(DECAY, (place, h, 0), ct.exp2(last).reshape((1, 1, TILE_K)))
         keep(ONWARD, k * ct.exp2(last - g) * of_k[:, None], TILE_K)

@@ -201,7 +201,7 @@ def solve_kernel(
             h = first_head + n
             beta = ct.load(BETA, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
             g = ct.load(G, (b, h, c), (1, 1, CHUNK), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,)).astype(ct.float32)
-            g = ct.maximum(g * LOG2E, LEAST_DECAY)
+            g = ct.maximum(g * LOG2E, LEAST_DECAY, propagate_nan=True)
             last = ct.sum(g)
             g = ct.cumsum(g, 0)
             from_token = g - ct.log2(of_k)  # the length of a key is part of the exponent

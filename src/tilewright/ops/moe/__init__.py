@@ -34,7 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import HALVES, Device, argument_error, check_tensor, out_or_new, torch_op
-from ...launch.values import Claims, no_nan
 from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.routing import MOST_EXPERTS
@@ -126,13 +125,7 @@ _ARGUMENTS = ("x", "batch", "weights", "ids", *_GATE_UP, *_DOWN, "out")  # batch
 DECISION = CHOICES.decision(Problem, plan, _ARGUMENTS)
 
 
-def _claims(x: Tensor, ids: Tensor, limit: float | None, scale_gate_up: Tensor | None, bias_gate_up: Tensor | None) -> Claims:
-    yield from claims(x, ids, limit, bias_gate_up)
-    if limit is not None:
-        yield from no_nan("scale_gate_up", scale_gate_up)
-
-
-@torch_op(mutates=("out",), claims=_claims)
+@torch_op(mutates=("out",), claims=claims)
 def moe_out(
     x: Tensor,
     gate_up: Tensor,
@@ -226,7 +219,7 @@ def moe(
         bias_down: [experts, hidden], dtype of x; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
         limit: positive; before the activation, gate is clamped to at most limit, and up to
-            -limit..limit; a NaN becomes limit. None for no bounds.
+            -limit..limit; a NaN stays. None for no bounds.
         up_offset: added to up.
         shared_gate_up: [shared, 2, inter, hidden], dtype of x, only for a single token, with no
             scales or biases and the default activation: experts that every token also passes

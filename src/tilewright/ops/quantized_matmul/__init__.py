@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import Device, argument_error, as_rows, check_bools, check_finite, check_positive, check_tensor, out_or_new, torch_op
+from ...launch.values import Claims
 from .. import rms_norm, silu_mul
-from ..common.weight_formats import check_weight, dequantized, format_named
+from ..common.weight_formats import check_weight, dequantized, format_named, scale_claims
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
 from .kernels import quantized_matmul_kernel, quantized_matmul_sum_kernel
@@ -72,7 +73,11 @@ def reference(
     return out if total is None else (out, total)
 
 
-@torch_op(mutates=("out", "new_residual"))
+def _claims(scales: Tensor) -> Claims:
+    yield from scale_claims(scales=scales)
+
+
+@torch_op(mutates=("out", "new_residual"), claims=_claims)
 def quantized_matmul_out(
     x: Tensor,
     words: Tensor,

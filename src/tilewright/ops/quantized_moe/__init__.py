@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
+from ...launch.values import Claims
 from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.expert_weights import QuantizedExperts, check_format
 from ..common.routing import MOST_EXPERTS
-from ..common.weight_formats import INT4, check_k, format_named
+from ..common.weight_formats import INT4, check_k, format_named, scale_claims
 from .candidates import CHOICES, DECISION, space
 from .decision import Config, Problem, plan
 from .kernels import quantized_moe_kernel
@@ -87,7 +88,12 @@ def reference(
     return out.to(x.dtype)
 
 
-@torch_op(mutates=("out",), claims=claims)
+def _claims(ids: Tensor, scales_gate_up: Tensor, scales_down: Tensor) -> Claims:
+    yield from claims(ids)
+    yield from scale_claims(scales_gate_up=scales_gate_up, scales_down=scales_down)
+
+
+@torch_op(mutates=("out",), claims=_claims)
 def quantized_moe_out(
     x: Tensor,
     words_gate_up: Tensor,
@@ -164,7 +170,7 @@ def quantized_moe(
         bias_down: bf16 [experts, hidden]; both or neither.
         alpha: factor of the gate inside its sigmoid; positive.
         limit: positive; before the activation, gate is clamped to at most limit, and up to
-            -limit..limit; a NaN becomes limit. None for no bounds.
+            -limit..limit; a NaN stays. None for no bounds.
         up_offset: added to up.
         weight_format: as in `quantized_matmul`, except nvfp4.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in

@@ -34,7 +34,7 @@ from ...launch import (
     out_or_new,
     torch_op,
 )
-from ...launch.values import Claim, Claims, no_nan, rising, within
+from ...launch.values import Claim, Claims, rising, within
 from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32
 from .decision import CHOICES, Config, Problem, plan, space
 from .kernels import recurrent_kernel as ssd_kernel
@@ -100,12 +100,8 @@ ARGUMENTS = ("x", "dt", "a", "b", "c", "d", "dt_bias", "z", "state", "state_rows
 DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
-def _claims(
-    x: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor | None, state: Tensor | None, state_rows: Tensor | None, cu_seqlens: Tensor | None
-) -> Claims:
+def _claims(x: Tensor, a: Tensor, state: Tensor | None, state_rows: Tensor | None, cu_seqlens: Tensor | None) -> Claims:
     yield Claim("a", a, a <= 0, "at most 0")
-    yield from no_nan("dt", dt)
-    yield from no_nan("dt_bias", dt_bias)
     if state is not None:
         yield from within("state_rows", state_rows, 0, len(state) - 1)
     if state_rows is not None:
@@ -197,7 +193,7 @@ def ssd(
         cu_seqlens: [sequences + 1] int32, where each sequence begins and the last one ends. With it
             x, dt, b, c and z are [total_tokens, ...], and state has a row for each sequence.
         dt_softplus: dt is softplus(dt + dt_bias).
-        dt_limit: least and largest dt, after that. They make a number of a dt that is NaN.
+        dt_limit: least and largest dt, after that. A NaN stays.
         out: where the result goes: of its shape, dtype and device, its axes in any order in
             memory; default a new tensor.
     Returns: out, shaped like x, contiguous, in its dtype; with a state the tuple (out, state), the

@@ -40,7 +40,7 @@ def step_of(raw, DT_BIAS, h, dt_min, dt_max, HAS_BIAS, SOFTPLUS):
         dt = dt + ct.load(DT_BIAS, (h,), ()).astype(ct.float32)
     if SOFTPLUS:
         dt = softplus(dt)
-    return ct.minimum(ct.maximum(dt, dt_min), dt_max)
+    return ct.minimum(ct.maximum(dt, dt_min, propagate_nan=True), dt_max, propagate_nan=True)
 
 
 def tokens_of(CU_SEQLENS, X, seq, VARLEN):
@@ -143,7 +143,7 @@ def steps_of_chunk(DT, A, DT_BIAS, place, c, h, dt_min, dt_max, HAS_BIAS, SOFTPL
     raw = ct.load(DT, (place, c, h), (1, CHUNK, 1), padding_mode=ZERO, allow_tma=False).reshape((CHUNK,))
     there = c * CHUNK + ct.arange(CHUNK, dtype=ct.int32) < DT.shape[1]
     dt = ct.where(there, step_of(raw, DT_BIAS, h, dt_min, dt_max, HAS_BIAS, SOFTPLUS), 0.0)
-    g = ct.maximum(dt * (ct.load(A, (h,), ()).astype(ct.float32) * LOG2E), LEAST_DECAY)
+    g = ct.maximum(dt * (ct.load(A, (h,), ()).astype(ct.float32) * LOG2E), LEAST_DECAY, propagate_nan=True)
     return dt, ct.cumsum(g, 0), ct.sum(g)
 
 
