@@ -225,6 +225,19 @@ def test_a_bound_does_not_hide_a_nan(op, names, problem) -> None:
             assert torch.equal(outputs(public_function(module)(**inputs))[0].isnan().flatten(1).any(1), expected), (name, config)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most", "tolerance"),
+    [(torch.float32, 31, 1e-6), (torch.bfloat16, 31, 2**-7), (torch.float16, 28, 2**-9), (torch.float8_e4m3fn, 25, 2**-3)],
+)
+def test_scores_may_be_as_large_as_docs_say(dtype, most, tolerance) -> None:
+    q, k, v = (torch.randn(1, 2, n, 64).to(dtype) for n in (40, 50, 50))
+    scores = q.double() @ k.double().mT
+    scale = 2.0**most / scores.abs().max().item() * 0.69  # in base 2
+    ones = dict.fromkeys(("q_scale", "k_scale", "v_scale"), torch.ones(2)) if dtype.itemsize == 1 else {}
+    expected = (scores * scale).softmax(-1) @ v.double()
+    assert (tilewright.attention(q, k, v, causal=False, scale=scale, **ones) - expected).abs().max() < tolerance * v.double().abs().max()
+
+
 # ------------------------------------------------------------------- what a fourth adversary found
 def test_queries_are_rotated_or_the_call_is_refused() -> None:
     """Nothing was launched for a table without pages, and the queries stayed as they were."""

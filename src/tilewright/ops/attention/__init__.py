@@ -13,8 +13,11 @@ Numerics  Scores, running maximum, denominator and accumulator in fp32; weights 
           of v before their product with v; out rounded once. Exponentials in base 2, scale *
           log2(e) folded into one fma. Masked scores are -inf; the running maximum starts at a
           finite floor, so that a tile with every key masked adds exp2(-inf) = 0 and never computes
-          -inf - -inf. Weights of 8 bits are relative to 2**-8 of the largest, which uses the
-          format's range; on tensor cores their sums have 14 bits within 128 keys.
+          -inf - -inf. The maximum of scaled scores is rounded, so weights are off by a common
+          factor, which the denominator takes out. Beyond 2**25 it is large enough for weights of 8
+          bits to saturate, beyond 2**28 for fp16 and beyond 2**31 for all to become infinite.
+          Weights of 8 bits are relative to 2**-8 of the largest, which uses the format's range; on
+          tensor cores their sums have 14 bits within 128 keys.
 Bound     Compute, 4 * head_dim flops per visible score; at head_dim 64 the exponentials are nearly
           as long as the products.
 """
