@@ -1,9 +1,12 @@
 """load(): a folder, a GGUF file and random weights; the demo end to end."""
 
 import importlib.util
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +47,15 @@ def logits(model) -> torch.Tensor:
         return model(torch.arange(3, 20)[None]).logits
 
 
-def write_gguf(path: Path, model, architecture: str, stored: Callable[[str, torch.Tensor], tuple[np.ndarray, int]] | None = None) -> None:
+def write_gguf(
+    path: Path,
+    model,
+    architecture: str,
+    stored: Callable[[str, torch.Tensor], tuple[np.ndarray, int]] | None = None,
+    rope: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Writes what llama.cpp's converter writes for `model`, with a vocabulary of bytes and two
-    merges. stored: the bytes of a matrix, and their kind.
+    merges. stored: the bytes of a matrix, and their kind. rope: numbers and texts by their keys.
     """
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
@@ -60,6 +69,9 @@ def write_gguf(path: Path, model, architecture: str, stored: Callable[[str, torc
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
     writer.add_vocab_size(TINY["vocab_size"])
+    for key, value in rope.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{architecture}.rope.{key}", value)
     bytes_to_unicode = [chr(c) if 33 <= c <= 126 else chr(256 + c) for c in range(256)]
     tokens = [f"<{i}>" for i in range(FIRST_BYTE)] + bytes_to_unicode + ["ab", "abc"]
     tokens += [f"<{i}>" for i in range(len(tokens), TINY["vocab_size"])]
@@ -133,6 +145,31 @@ def test_gguf_gives_back_the_written_model_and_its_tokenizer(tmp_path: Path, arc
     result = compare(loaded, encode(loaded, "Hi!"), max_new_tokens=6)
     assert result.equal
     assert len(result.ours.tokens) == 6
+
+
+LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+CALLED_YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope", "said"),
+    [
+        ("llama", {"scaling.type": "linear", "scaling.factor": 4.0}, LINEAR),
+        ("qwen2", {"scale_linear": 4.0}, LINEAR),
+        ("qwen2", CALLED_YARN, YARN),
+        ("llama", {**CALLED_YARN, "scaling.attn_factor": 0.5}, {**YARN, "attention_factor": 0.5 + 0.05 * math.log(4.0)}),
+        ("llama", {**CALLED_YARN, "scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0}, {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}),
+        ("llama", {"scaling.type": "yarn", "scaling.factor": 4.0}, {**YARN, "original_max_position_embeddings": 128}),
+    ],
+)
+def test_gguf_rotations_are_scaled_as_transformers_scales_them(tmp_path: Path, architecture, rope, said) -> None:
+    model = random_model({"model_type": architecture, **TINY, "rope_parameters": {"rope_theta": 10000.0, **said}})
+    write_gguf(tmp_path / "tiny.gguf", model, architecture, rope=rope)
+    loaded = load(tmp_path / "tiny.gguf").model
+    torch.testing.assert_close(logits(loaded), logits(model))
+    loaded.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    plain = type(model.model.rotary_emb)(loaded.config)
+    assert not torch.equal(plain.inv_freq, loaded.model.rotary_emb.inv_freq)
 
 
 def test_a_gguf_header_is_read_once(tmp_path: Path, monkeypatch) -> None:

@@ -1,5 +1,6 @@
 """Small GGUF files, a sound one and hostile ones that differ from it in one thing."""
 
+import math
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,6 +93,12 @@ class Gguf:
         return header + b"\0" * (-len(header) % 32) + bytes(data) + self.tail
 
 
+def factors(file: Gguf) -> None:
+    last = file.tensors[-1]
+    file.tail = b"\0" * 32
+    file.tensors.append({"name": "rope_freqs.weight", "dims": [8], "kind": 0, "offset": last["offset"] + len(last["values"])})
+
+
 def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
     """Name, word of the reason, and change."""
 
@@ -103,11 +110,6 @@ def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
 
     def attribute(name: str, value: Any) -> Callable[[Gguf], None]:
         return lambda file: setattr(file, name, value)
-
-    def factors(file: Gguf) -> None:
-        last = file.tensors[-1]
-        file.tail = b"\0" * 32
-        file.tensors.append({"name": "rope_freqs.weight", "dims": [8], "kind": 0, "offset": last["offset"] + len(last["values"])})
 
     yield "magic", "GGUF", attribute("magic", b"GGML")
     for version in (0, 1, 4, 3 << 24, (1 << 32) - 1):
@@ -192,11 +194,25 @@ def other_attention() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
 
     for base in (0.0, -1.0):
         yield f"freq_base {base}", "positive", lambda file, base=base: file.put("llama.rope.freq_base", F32, number(F32, base))
-    for named, factor in (("yarn", 4.0), ("longrope", 1.0), ("evil", 1.0), ("linear", 0.5)):
-        scaling = says(rope__scaling__factor=(F32, number(F32, factor)), rope__scaling__type=(STRING, text(named)))
-        yield f"rotations {named}", f"not scaled, or by rope_freqs.weight, got '{named}' by {factor}", scaling
-    yield "a factor alone", "not scaled", says(rope__scaling__factor=(F32, number(F32, 4.0)))
-    yield "an old factor", "not scaled", says(rope__scale_linear=(F32, number(F32, 4.0)))
+    four = {"rope__scaling__factor": (F32, number(F32, 4.0))}
+    yarn = {**four, "rope__scaling__type": (STRING, text("yarn"))}
+    for named in ("longrope", "evil"):
+        yield f"rotations {named}", "scaled as linear or yarn", says(**four, rope__scaling__type=(STRING, text(named)))
+    for factor in (0.5, -4.0, math.inf, math.nan):
+        yield f"factor {factor}", "rope.scaling.factor", says(rope__scaling__factor=(F32, number(F32, factor)))
+    yield "a factor of text", "factor is at least 1", says(rope__scale_linear=(STRING, text("4")))
+    yield "yarn of no tokens", "original_context_length is positive", says(**yarn, rope__scaling__original_context_length=(U32, number(U32, 0)))
+    yield "linear attention factor", "attn_factor is 1", says(**four, rope__scaling__attn_factor=(F32, number(F32, 2.0)))
+    for key, value in (("ext_factor", 0.5), ("attn_factor", 2.0), ("log_multiplier", 0.1)):
+        yield f"yarn {key}", f"yarn_{key} is ", says(**yarn, **{f"rope__scaling__yarn_{key}": (F32, number(F32, value))})
+    yield "yarn of base 1", "", lambda file: (says(**yarn)(file), file.put("llama.rope.freq_base", F32, number(F32, 1.0)))
+    yield "yarn beta", "yarn_beta_fast is positive", says(**yarn, rope__scaling__yarn_beta_fast=(F32, number(F32, -1.0)))
+
+    def both(file: Gguf) -> None:
+        factors(file)
+        says(**four)(file)
+
+    yield "factors and a factor", "not both", both
     yield "attention both ways", "attention.causal", says(attention__causal=(7, b"\0"))
 
 

@@ -5,7 +5,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import importlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..interpret.threads import cores
 from .files import file_error, read_by_others
 from .gguf_header import EXPANDED_KINDS, GgufHeader, GgufTensor, read_header
+from .gguf_rotations import scaled_rotations
 from .gguf_tensors import KEPT, from_gguf
 from .quantized import QuantizedLinear, check_dtype
 from .whole import check_counts, check_generation, outline, refuse_other_weights
@@ -96,35 +97,15 @@ def read_config(path: Path, header: GgufHeader, *, layers: int = 0) -> Any:
     if not isinstance(header.metadata.get("general.architecture"), str):
         raise file_error(path, "a GGUF file with a name as general.architecture", header.metadata.get("general.architecture"))
     check_counts(path, header.metadata)
-    _refuse_other_attention(path, header.metadata)
+    scaled = scaled_rotations(path, header.metadata)
+    if scaled and any(tensor.name == ROPE_FACTORS for tensor in header.tensors):
+        raise file_error(path, f"a GGUF file with {ROPE_FACTORS} or rope.scaling, not both", "both")
     with read_by_others(path, "a GGUF file of a model that transformers knows"), _read_before(header):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
         config.num_hidden_layers = layers or config.num_hidden_layers
+        if scaled:
+            config.rope_parameters = {**config.rope_parameters, **scaled}
     return config
-
-
-def _refuse_other_attention(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raises where a file says of rotations and masks what a config from it would not.
-
-    A file that names no kind of scaling has a linear one, of `rope.scale_linear` in old files; a
-    factor of 0 is none.
-    """
-    kind = metadata["general.architecture"]
-    base, factor, named, causal = (
-        metadata.get(f"{kind}.{key}", default)
-        for key, default in (
-            ("rope.freq_base", 1.0),
-            ("rope.scaling.factor", metadata.get(f"{kind}.rope.scale_linear", 0.0)),
-            ("rope.scaling.type", "linear"),
-            ("attention.causal", True),
-        )
-    )
-    if not isinstance(base, (int, float)) or base <= 0:
-        raise file_error(path, f"a GGUF file with a positive {kind}.rope.freq_base", base)
-    if named not in ("none", "linear") or (named == "linear" and factor not in (0, 1)):
-        raise file_error(path, "a GGUF file whose rotations are not scaled, or by rope_freqs.weight", f"{named!r} by {factor}")
-    if causal is not True:
-        raise file_error(path, f"a GGUF file with {kind}.attention.causal true", causal)
 
 
 @contextmanager
