@@ -212,6 +212,18 @@ def test_a_model_is_loaded_with_options_of_their_kinds(how, message) -> None:
         load("SmolLM2-135M", **how)
 
 
+def test_a_model_made_under_inference_mode_still_runs_after_an_engine() -> None:
+    """PyTorch refused to call it, so `patch` could not try it."""
+    with torch.inference_mode():
+        model = tiny("llama", tie_word_embeddings=True)
+        ids = torch.arange(3, 9)[None]
+        expected = model(ids).logits
+    Engine(model, max_len=64).close()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
 def test_autocast_to_another_half_changes_nothing_or_is_named() -> None:
     """torch could not join bf16 weights, keys and rotations where it casts to fp16. patch compared
     its kernels with modules that autocast had changed, and left some of these.

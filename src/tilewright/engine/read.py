@@ -33,7 +33,7 @@ from .layers import Attention, Decoder, Layer, Mlp, Rope
 from .mlp import Activation, BesideMlp, Experts, GatedMlp, PlainMlp
 from .parallel import Group
 from .recurrent import Convolution, DeltaRule, SideBySide, StateSpace
-from .weights import Fusion, Matrix, matrix_of
+from .weights import Fusion, Matrix, matrix_of, without_inference_tensors
 
 # Rotations whose frequencies do not depend on the length of the sequence.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -58,6 +58,7 @@ def read(
     _check(model, stem, config, max_len)
     if group is not None:
         _check_group(stem, config)
+    without_inference_tensors(model)
     ropes = Ropes(stem, max_len)
     rank = 0 if group is None else group.shard.rank
     layers = []

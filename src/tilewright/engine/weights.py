@@ -93,6 +93,25 @@ def matrix_of(linear: nn.Linear | QuantizedLinear) -> Matrix | SmallMatrix:
     return Matrix.of(linear)
 
 
+def without_inference_tensors(model: nn.Module) -> None:
+    """A model that was made under torch.inference_mode gets ordinary tensors in the same memory.
+
+    Once another tensor is their data, PyTorch calls no module with the others.
+    """
+    made: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    with torch.inference_mode(False):
+        for module in model.modules():
+            groups: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for group in groups:
+                for name, old in group.items():
+                    if old is not None and old.is_inference():
+                        if old not in made:
+                            new = torch.empty(0, dtype=old.dtype, device=old.device)
+                            new.set_(old.untyped_storage(), old.storage_offset(), old.shape, old.stride())
+                            made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                        group[name] = made[old]
+
+
 @dataclass(slots=True)
 class Fusion:
     """Fuses, transposes and quantises weights in place.
