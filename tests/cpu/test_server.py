@@ -1,5 +1,6 @@
 """The server as an adversary meets it: too many requests, too long, leaving early."""
 
+import asyncio
 import http.client
 import json
 import select
@@ -22,6 +23,11 @@ from tilewright.testing.tiny_chat import tokenizer
 
 for needed in ("openai", "starlette", "uvicorn"):
     pytest.importorskip(needed, reason="pip install 'tilewright[serve]'")
+
+import uvicorn  # noqa: E402
+from uvicorn.server import ServerState  # noqa: E402
+
+from tilewright.models.server.connection import Connection  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +171,37 @@ def test_a_head_that_does_not_arrive_closes_its_connection(port, monkeypatch):
                 while raw.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) if select.select([raw], [], [], 0.05)[0] else True:
                     assert time.monotonic() < end
                     raw.sendall(b"y")
+
+
+@pytest.mark.parametrize("size", [1 << 20, 40_000])  # beyond what asyncio lets an app write ahead, and less
+def test_a_client_that_never_reads_loses_its_connection(size, monkeypatch):
+    monkeypatch.setattr("tilewright.models.server.connection.READ_SECONDS", 0.2)
+    ended = []
+
+    async def app(scope, receive, send):
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+            for _ in range(2):
+                await send({"type": "http.response.body", "body": bytes(size // 2), "more_body": True})
+            await send({"type": "http.response.body"})
+        finally:
+            ended.append(True)
+
+    async def serve(socket_):
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        config.load()
+        state = ServerState()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(config, state, {}), socket_)
+        async with asyncio.timeout(4):
+            while state.connections or state.tasks:
+                await asyncio.sleep(0.02)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        theirs.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        asyncio.run(serve(ours))
+    assert ended
 
 
 def test_nothing_is_written_to_a_client_that_has_left(running, port, caplog, monkeypatch):
