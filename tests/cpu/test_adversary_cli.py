@@ -1,6 +1,7 @@
 """What an adversary did to the command line: files that do not run, options that mean nothing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,6 +143,29 @@ def test_compilers_hear_no_ctrl_c_before_they_are_ready(monkeypatch: pytest.Monk
     worker_pool(1).shutdown()
     assert found == [signal.SIG_IGN]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+class AtTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *more):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, AtTorch())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[0] = sys.argv[1]
+import tilewright
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"), [("/bin/tilewright", 130, r"stopped\n"), ("/bin/other", -2, r"Traceback(.|\n)*KeyboardInterrupt\n")]
+)
+def test_ctrl_c_stops_the_command_line_while_it_imports_torch(program, code, said) -> None:
+    """It printed a traceback. A program that imports the package has its own way."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, program], capture_output=True, text=True)
+    assert ended.returncode == code
+    assert re.fullmatch(said, ended.stderr)
 
 
 @pytest.mark.parametrize(
