@@ -145,6 +145,26 @@ def test_compilers_hear_no_ctrl_c_before_they_are_ready(monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_compilers_are_started_before_ctrl_c_stops_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each printed a traceback once it found its parent gone."""
+    started = []
+
+    def submit(pool, call):
+        os.kill(os.getpid(), signal.SIGINT)
+        started.append(call)
+
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", submit)
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with worker_pool(1) as pool, pytest.raises(KeyboardInterrupt):
+            pool.submit(os.getpid)
+        assert started == [os.getpid]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 INTERRUPTED = """
 import importlib.abc, os, signal, sys
 class AtTorch(importlib.abc.MetaPathFinder):

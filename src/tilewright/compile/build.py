@@ -8,7 +8,7 @@ from typing import Any
 
 from ..interpret.threads import cores
 from ..launch import Traced
-from ..launch.parent import end_with_parent, ignoring_interrupts
+from ..launch.parent import end_with_parent, ignoring_interrupts, postponing_interrupts
 from .cache import ResultCache
 from .job import Compiled, Job, one_line
 
@@ -76,7 +76,15 @@ def worker_pool(workers: int) -> ProcessPoolExecutor:
 
         with ignoring_interrupts():
             forkserver.ensure_running()  # it imports while this process goes on
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
+    return _Pool(workers, mp_context=context, initializer=_prepare_worker)
+
+
+class _Pool(ProcessPoolExecutor):
+    """Its first call starts the processes. One whose parent ends meanwhile prints a traceback."""
+
+    def submit(self, *call: Any, **named: Any) -> Any:
+        with postponing_interrupts():
+            return super().submit(*call, **named)
 
 
 def _prepare_worker() -> None:

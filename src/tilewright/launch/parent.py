@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _WATCH = """
 import contextlib, os, sys
@@ -43,6 +44,22 @@ def ignoring_interrupts() -> Iterator[None]:
     finally:
         if alone:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def postponing_interrupts() -> Iterator[None]:
+    """Ctrl-C does at the end what it would have done meanwhile, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *given: heard.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard and callable(before):
+        before(*heard[0])
 
 
 @contextmanager
