@@ -22,6 +22,7 @@ from tilewright.ops import gated_delta_rule as rule
 
 pytestmark = pytest.mark.usefixtures("inference")
 CHUNKS = rule.Config(32, chunk=64)
+STEADY = rule.Config(32, chunk=64, solve_heads=2, steady=True)
 SEGMENTS = rule.Config(16, chunk=64, transposed=True, segment=1)
 
 
@@ -44,7 +45,10 @@ def near(ours, other, error: float) -> None:
     assert (ours.double() - other.double()).norm() <= error * other.double().norm()
 
 
-@pytest.mark.parametrize(("config", "dtype", "error"), [(None, torch.float32, 1e-5), (CHUNKS, torch.float16, 2e-3), (SEGMENTS, torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("config", "dtype", "error"),
+    [(None, torch.float32, 1e-5), (CHUNKS, torch.float16, 2e-3), (STEADY, torch.float16, 2e-3), (SEGMENTS, torch.bfloat16, 2e-2)],
+)
 def test_a_prompt_and_the_tokens_behind_it_are_those_of_transformers(config, dtype, error):
     given, state = tokens(150, dtype=dtype), torch.randn(2, 2, 32, 32)
     first, second = ({name: x[:, :, part] for name, x in given.items()} for part in (slice(0, 149), slice(149, 150)))
@@ -80,7 +84,7 @@ def test_a_gate_for_each_column_is_that_of_transformers(chunk, dtype, error):
     near(state, final, error)
 
 
-@pytest.mark.parametrize("config", [CHUNKS, SEGMENTS])
+@pytest.mark.parametrize("config", [CHUNKS, STEADY, SEGMENTS])
 def test_keys_that_are_alike_lose_no_digits(config):
     """Powers of a chunk's matrix would reach 1e17."""
     given = tokens(128, batch=1, dtype=torch.float16)
@@ -91,7 +95,7 @@ def test_keys_that_are_alike_lose_no_digits(config):
     near(out, rule.reference(**{name: x.double() for name, x in given.items()}), 1e-2)
 
 
-@pytest.mark.parametrize("config", [CHUNKS, SEGMENTS])
+@pytest.mark.parametrize("config", [CHUNKS, STEADY, SEGMENTS])
 def test_a_gate_that_forgets_all_hides_no_token_behind_it(config):
     """Sums of a chunk's decays of 1e4 would leave no digit of the small ones."""
     given = tokens(128, batch=1, dtype=torch.float16)
@@ -101,7 +105,7 @@ def test_a_gate_that_forgets_all_hides_no_token_behind_it(config):
     near(out, rule.reference(**{name: x.double() for name, x in given.items()}), 2e-3)
 
 
-@pytest.mark.parametrize(("config", "channels"), [(CHUNKS, False), (SEGMENTS, False), (rule.Config(32, chunk=32), True)])
+@pytest.mark.parametrize(("config", "channels"), [(CHUNKS, False), (STEADY, False), (SEGMENTS, False), (rule.Config(32, chunk=32), True)])
 def test_packed_sequences_are_those_one_by_one(config, channels):
     given, starts = tokens(200, batch=1, dtype=torch.float16), [0, 130, 130, 131, 200]
     if channels:

@@ -16,6 +16,7 @@ from ..common.rows import grid_fits
 from ..common.sequences import packed, places, starts
 from .channel_kernels import scan_channels_kernel, solve_channels_kernel
 from .kernels import link_kernel, recurrent_kernel, scan_kernel, solve_kernel
+from .steady_kernels import gates_kernel, steady_solve_kernel
 
 LEAST_TILE = 16  # of a product
 WIDEST_CHUNKED = 128  # head_dim; a wider state and a chunk do not fit the registers of a block
@@ -23,6 +24,8 @@ FORGETS = 0.1  # mean log decay of a token of `inputs`, of the head that forgets
 WAITS = 3.0  # of a product: for its operands, its issue and its sums
 LINK_TILE = 16  # columns of the state of a block of the link: all rows of its matrix stand in registers
 FACTORS = 4  # rows of them; the last keeps a chunk's aligned
+GATE_HEADS = 8  # whose gates a block writes: a sector of 32 bytes for each token
+STEADY: tuple[str, ...] = ()  # where the blocks of the solve stay for many chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Config:
     latency: prefetch hint of the loads of a chunk, 1 to 10.
     solve_occupancy: of the launch that needs no state.
     solve_heads: value heads of a block there, which share the products of q and k.
+    steady: its blocks stay for many chunks, behind a launch that writes the gates as rows.
     occupancy, num_worker_warps: compiler hints of the launch that does.
     """
 
@@ -117,6 +121,7 @@ class Config:
     latency: int = 3
     solve_occupancy: int | None = None
     solve_heads: int = 1
+    steady: bool = False
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
@@ -141,14 +146,16 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield Config(min(64, widest))
         yield Config(min(64, widest), 64 if p.head_dim >= 64 else 32)
         yield Config(min(64, widest), 32, transposed=True, segment=1, solve_heads=_shared(p, 2))
+        yield Config(min(64, widest), 64 if p.head_dim >= 64 else 32, solve_heads=_shared(p, 2), steady=True)
         return
     for tile_v, occupancy in RECURRENT:
         yield Config(min(tile_v, widest), occupancy=occupancy)
     segments = (0, *SEGMENTS) if device.arch in CHUNKED else (0,)
     rows = CHANNELS.get(device.arch, ()) if p.channels else CHUNKED.get(device.arch, ANYWHERE)
+    steady = device.arch in STEADY and not p.channels
     for tile_v, chunk, transposed, latency, occupancy, solve, heads in rows:
         for segment in segments:
-            c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, _shared(p, heads), occupancy)
+            c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, _shared(p, heads), steady, occupancy)
             few = _segments(p, c) > p.batch and _blocks(p, c) * p.v_heads * p.batch < device.sms * occupancy
             if not segment or (few and device.sms * occupancy <= 4 * _blocks(p, c) * p.v_heads * _segments(p, c)):
                 yield c
@@ -179,7 +186,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
         fits
         and p.dtype.itemsize == 2
         and c.chunk <= p.head_dim
-        and not (p.channels and (c.transposed or c.segment))
+        and not (p.channels and (c.transposed or c.segment or c.steady))
         and tile_k(p) <= WIDEST_CHUNKED
         and (p.v_heads // p.k_heads) % c.solve_heads == 0
         and grid_fits(_chunks(p, c), p.v_heads)
@@ -281,21 +288,15 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         whole = p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0
         constants = {**of_state, "one": one, "whole": whole}
         return (Launch.of(recurrent_kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
-    chunks = _chunks(p, c)
-    squares = (chunks, p.v_heads, c.chunk, c.chunk), p.dtype
-    scratch: dict[str, Any] = {"t": squares, "p": squares, "factors": ((chunks, p.v_heads, FACTORS, c.chunk), torch.float32)}
-    scratch["decay"] = (chunks, p.v_heads, 4), torch.float32
     if p.channels:
-        return _with_channels(p, c, squares, optional)
-    of_solve = {**of_heads, "heads": c.solve_heads}
-    hints_of_solve = {"occupancy": c.solve_occupancy, "num_worker_warps": None}
-    solve = Launch.of(solve_kernel, (chunks, p.v_heads // c.solve_heads), p, c, of_solve, optional=lengths, scratch=scratch, **hints_of_solve)
+        return _with_channels(p, c, optional)
+    solve = _solve(p, c, device)
     columns = -(-tile_k(p) // c.tile_v)
     of_scan = {**of_state, "columns": columns, "carry": False, "ahead": device.arch != "sm_90"}
     parts = _segments(p, c) * p.v_heads
     scan = Launch.of(scan_kernel, (_blocks(p, c) * parts,), p, c, of_scan, optional=optional | {"local": c.segment})
     if not c.segment:
-        return solve, scan
+        return *solve, scan
     carry = Launch.of(
         scan_kernel,
         ((_blocks(p, c) + columns) * parts,),
@@ -307,11 +308,34 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     )
     narrow = {"tile_k": tile_k(p), "tile_v": LINK_TILE, "blocks": _blocks(p, c) * c.tile_v // LINK_TILE, "columns_before": _blocks(p, c) * c.tile_v}
     grid = (narrow["blocks"] * p.v_heads * p.batch,)
-    return solve, carry, Launch.of(link_kernel, grid, p, c, narrow, optional=lengths, occupancy=None, num_worker_warps=8), scan
+    return *solve, carry, Launch.of(link_kernel, grid, p, c, narrow, optional=lengths, occupancy=None, num_worker_warps=8), scan
 
 
-def _with_channels(p: Problem, c: Config, squares: Any, optional: dict[str, bool]) -> tuple[Launch, ...]:
-    """squares: shape and dtype of a chunk's matrices."""
+def _squares(p: Problem, c: Config) -> Any:
+    """Shape and dtype of the matrices of all chunks."""
+    return (_chunks(p, c), p.v_heads, c.chunk, c.chunk), p.dtype
+
+
+def _solve(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
+    """What needs no state."""
+    lengths, squares, blocks = {"cu_seqlens": p.varlen}, _squares(p, c), p.v_heads // c.solve_heads
+    chunks = squares[0][0]
+    scratch: dict[str, Any] = {"t": squares, "p": squares, "factors": ((chunks, p.v_heads, FACTORS, c.chunk), torch.float32)}
+    decay = {"decay": ((chunks, p.v_heads, 4), torch.float32)}
+    constants = {"group": p.v_heads // p.k_heads, "tile_k": tile_k(p), "heads": c.solve_heads}
+    how: dict[str, Any] = {"optional": lengths, "occupancy": c.solve_occupancy, "num_worker_warps": None}
+    if not c.steady:
+        return (Launch.of(solve_kernel, (chunks, blocks), p, c, constants, scratch=scratch | decay, **how),)
+    gate_heads = min(GATE_HEADS, p.v_heads & -p.v_heads)
+    of_gates = {"gates": ((chunks, p.v_heads, 2, c.chunk), torch.float32), **decay}
+    grid = (chunks, p.v_heads // gate_heads)
+    gates = Launch.of(gates_kernel, grid, p, c, {"gate_heads": gate_heads}, optional=lengths, scratch=of_gates, occupancy=None, num_worker_warps=None)
+    rounds = -(-chunks // max(1, device.sms * (c.solve_occupancy or 1) // blocks))
+    return gates, Launch.of(steady_solve_kernel, (-(-chunks // rounds), blocks), p, c, constants, scratch=scratch, **how)
+
+
+def _with_channels(p: Problem, c: Config, optional: dict[str, bool]) -> tuple[Launch, ...]:
+    squares = _squares(p, c)
     (chunks, heads, chunk, _), dtype = squares
     rows = (chunks, heads, chunk, tile_k(p)), dtype
     scratch = {"t": squares, "p": squares, "into": rows, "onward": rows, "outward": rows, "decay": ((chunks, heads, tile_k(p)), torch.float32)}

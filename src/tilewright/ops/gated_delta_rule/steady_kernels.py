@@ -1,0 +1,175 @@
+"""Tile code of `gated_delta_rule`: what a chunk needs that does not depend on the state, made by
+blocks that stay for many chunks.
+
+A block that makes one chunk waits for most of its life: for its start, for q and k, for the gates
+of each head, which no TMA loads, and for its results to leave. One that stays loads ahead. So that
+all it loads comes by TMA, `gates_kernel` first writes the gates of a chunk as rows.
+"""
+
+import cuda.tile as ct
+
+from ..common.attention_tiles import packed_tile
+from ..common.recurrence import LEAST_DECAY
+from ..common.tiles import LOG2E, ZERO, rows_from
+from .kernels import INTO, ONWARD, OUTWARD, nothing
+
+SUM, BETA_OF = 0, 1  # rows of GATES
+
+
+def chunk_of(CU_SEQLENS, place, CHUNK, tokens):
+    """(first token of a sequence, one past its last, its chunk) at a place of packed sequences. At
+    a place without a chunk, the first of all tokens: what is made of it nobody reads.
+    """
+    b, c = packed_tile(CU_SEQLENS, place, CHUNK)
+    first, end = ct.load(CU_SEQLENS, (b,), ()), ct.load(CU_SEQLENS, (b + 1,), ())
+    there = (c >= 0) & (c * CHUNK < end - first)
+    return ct.where(there, first, 0), ct.where(there, end, tokens), ct.where(there, c, 0)
+
+
+@ct.kernel
+def gates_kernel(
+    Q,
+    G,
+    BETA,
+    CU_SEQLENS,
+    GATES,
+    DECAY,
+    VARLEN: ct.Constant[bool],
+    GATE_HEADS: ct.Constant[int],
+    CHUNK: ct.Constant[int],
+):
+    """The gates of a chunk, of GATE_HEADS heads. Grid (chunks, v_heads / GATE_HEADS).
+
+    GATES [chunks, v_heads, 2, CHUNK] fp32: of each token the sum of log2 decays up to it, and beta.
+    DECAY as in the solve.
+    """
+    place, h = ct.bid(0), ct.bid(1)
+    chunks = ct.cdiv(Q.shape[2], CHUNK)
+    b, c = place // chunks, place % chunks
+    if VARLEN:
+        first, end, c = chunk_of(CU_SEQLENS, place, CHUNK, Q.shape[2])
+        G, BETA = rows_from(G, 2, first, end), rows_from(BETA, 2, first, end)
+        b = 0
+    shape = (GATE_HEADS, CHUNK)
+    beta = ct.load(BETA, (b, h, c), (1, GATE_HEADS, CHUNK), padding_mode=ZERO, allow_tma=False).reshape(shape).astype(ct.float32)
+    g = ct.load(G, (b, h, c), (1, GATE_HEADS, CHUNK), padding_mode=ZERO, allow_tma=False).reshape(shape).astype(ct.float32)
+    g = ct.maximum(g * LOG2E, LEAST_DECAY)
+    decay = ct.exp2(ct.sum(g, 1))
+    g = ct.cumsum(g, 1)
+    ct.store(GATES, (place, h, SUM, 0), g.reshape((1, GATE_HEADS, 1, CHUNK)), allow_tma=False)
+    ct.store(GATES, (place, h, BETA_OF, 0), beta.reshape((1, GATE_HEADS, 1, CHUNK)), allow_tma=False)
+    ct.store(DECAY, (place, h, 0), decay[None, :, None] * ct.full((1, 1, 4), 1.0, dtype=ct.float32), allow_tma=False)
+
+
+def turned(x):
+    return ct.permute(x, (0, 2, 1))
+
+
+def powers(below, t, blocks):
+    """From inverses t of blocks on the diagonal that of all: t (I + m + m^2 + ..) of m = below t.
+
+    below: minus what is left of the blocks. The left factors of products stay in registers.
+    """
+    m = ct.mma(below.astype(ct.float16), t.astype(ct.float16), nothing(t)).astype(ct.float16)
+    x = t
+    for _ in ct.static_iter(range(blocks - 1)):
+        x = ct.mma(x.astype(ct.float16), m, t)
+    return x
+
+
+def inverse(own, a, beta, CHUNK):
+    """(I + diag(beta) a)^-1 diag(beta), of the part of `a` [CHUNK, CHUNK] below its diagonal.
+
+    own [blocks, 16, 16]: the blocks of `a` on its diagonal, symmetric. First for blocks of 4 there,
+    then of 16, then for all: powers of more than four blocks would grow, over a chunk to
+    C(CHUNK - 1, CHUNK / 2). No entry is larger than beta where keys have at most length 1, so 16
+    bits hold the factors. A small product takes the transpose of a sum as its right factor for
+    nothing, and the sum itself through 50 instructions; so transposes are computed beside.
+    """
+    blocks = CHUNK // 16
+    i, j = ct.arange(16, dtype=ct.int32)[None, :, None], ct.arange(16, dtype=ct.int32)[None, None, :]
+    near = i // 4 == j // 4
+    row, column = beta.reshape((blocks, 16, 1)), beta.reshape((blocks, 1, 16))
+    alone = ct.where(i == j, column, 0.0)
+    of_two = (alone + ct.where(near & (i > j), own, 0.0) * -(row * column)).astype(ct.float16)
+    m = (ct.where(near & (i < j), -own, 0.0) * row).astype(ct.float16)  # transposed, as is the next
+    of_three = ct.mma(of_two, turned(m), alone).astype(ct.float16)
+    t, of_t = ct.mma(of_three, turned(m), alone), ct.mma(m, turned(of_three), alone).astype(ct.float16)
+    below = ct.where(i // 4 > j // 4, -own, 0.0).astype(ct.float16)
+    m = ct.mma(of_t, turned(below), nothing(t)).astype(ct.float16)
+    x = t
+    for _ in ct.static_iter(range(3)):
+        x = ct.mma(x.astype(ct.float16), turned(m), t)
+    p, r = ct.arange(blocks, dtype=ct.int32)[:, None, None, None], ct.arange(blocks, dtype=ct.int32)[None, None, :, None]
+    t = ct.where(p == r, x.reshape((blocks, 16, 1, 16)), 0.0).reshape((CHUNK, CHUNK))
+    i, j = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
+    return powers(ct.where(i // 16 > j // 16, -a, 0.0), t, blocks)
+
+
+@ct.kernel
+def steady_solve_kernel(
+    Q,
+    K,
+    CU_SEQLENS,
+    GATES,
+    T,
+    P,
+    FACTORS,
+    scale: float,
+    eps: float,
+    VARLEN: ct.Constant[bool],
+    NORMALIZE: ct.Constant[bool],
+    GROUP: ct.Constant[int],
+    HEADS: ct.Constant[int],
+    CHUNK: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+):
+    """`solve_kernel` for every chunk whose place is that of the block, modulo the blocks. Grid (any
+    number, v_heads / HEADS).
+
+    Places are taken from the last to the first, so that the scan finds in L2 what it needs first.
+    """
+    heads, first_head = ct.bid(1), ct.bid(1) * HEADS
+    kh, blocks = first_head // GROUP, CHUNK // 16
+    square, shape = (1, 1, CHUNK, CHUNK), (1, HEADS, 1, CHUNK)
+    i, j = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
+    p, r = ct.arange(blocks, dtype=ct.int32)[:, None, None, None], ct.arange(blocks, dtype=ct.int32)[None, None, :, None]
+    empty = ct.zeros((CHUNK, CHUNK), dtype=ct.float32)
+    for count in range(ct.bid(0), T.shape[0], ct.num_blocks(0)):
+        place = T.shape[0] - 1 - count
+        if VARLEN:
+            first, end, c = chunk_of(CU_SEQLENS, place, CHUNK, Q.shape[2])
+            QUERIES, KEYS, b = rows_from(Q, 2, first, end), rows_from(K, 2, first, end), 0
+        else:  # chunk by chunk, not sequence by sequence
+            b, c = place % Q.shape[0], place // Q.shape[0]
+            place = b * ct.cdiv(Q.shape[2], CHUNK) + c
+            QUERIES, KEYS = Q, K
+        k = ct.load(KEYS, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
+        q = ct.load(QUERIES, (b, kh, c, 0), (1, 1, CHUNK, TILE_K), padding_mode=ZERO).reshape((CHUNK, TILE_K))
+        kk = ct.mma(k, ct.transpose(k), empty)
+        if NORMALIZE:
+            qq = ct.mma(q, ct.transpose(q), empty)
+        qk = ct.mma(q, ct.transpose(k), empty)
+        of_k = ct.full((CHUNK,), 1.0, dtype=ct.float32)
+        of_q = ct.full((CHUNK,), scale, dtype=ct.float32)
+        if NORMALIZE:
+            of_k = ct.rsqrt(ct.sum(ct.where(i == j, kk, 0.0), 1) + eps)
+            of_q = ct.rsqrt(ct.sum(ct.where(i == j, qq, 0.0), 1) + eps) * scale
+        kk = kk * of_k[:, None] * of_k[None, :]
+        qk = ct.where(i >= j, qk * of_q[:, None] * of_k[None, :], 0.0)
+        own = ct.sum(ct.where(p == r, kk.reshape((blocks, 16, blocks, 16)), 0.0), 2)
+        g = ct.load(GATES, (place, heads, SUM, 0), shape, check_bounds=False).reshape((HEADS, CHUNK))
+        last = ct.sum(ct.where(j == CHUNK - 1, g, 0.0), 1, keepdims=True)
+        into, onward = ct.exp2(g, flush_to_zero=True), ct.exp2(last - g, flush_to_zero=True)
+        ct.store(FACTORS, (place, heads, INTO, 0), (into * of_k[None, :]).reshape(shape), allow_tma=False)
+        ct.store(FACTORS, (place, heads, ONWARD, 0), (onward * of_k[None, :]).reshape(shape), allow_tma=False)
+        ct.store(FACTORS, (place, heads, OUTWARD, 0), (into * of_q[None, :]).reshape(shape), allow_tma=False)
+        for n in ct.static_iter(range(HEADS)):
+            h = first_head + n
+            g = ct.load(GATES, (place, h, SUM, 0), (1, 1, 1, CHUNK), check_bounds=False)
+            beta = ct.load(GATES, (place, h, BETA_OF, 0), (1, 1, 1, CHUNK), check_bounds=False).reshape((CHUNK,))
+            between = ct.exp2(-ct.abs(g.reshape((CHUNK, 1)) - g.reshape((1, CHUNK))), flush_to_zero=True)
+            ct.store(P, (place, h, 0, 0), (qk * between).astype(P.dtype).reshape(square))
+            within = ct.exp2(-ct.abs(g.reshape((blocks, 16, 1)) - g.reshape((blocks, 1, 16))), flush_to_zero=True)
+            t = inverse(own * within, kk * between, beta, CHUNK)
+            ct.store(T, (place, h, 0, 0), t.astype(T.dtype).reshape(square))
