@@ -163,6 +163,7 @@ MUTANTS = [
     Mutant("ops/gated_delta_rule/kernels.py", "                wanted = wanted * ct.where(j < BLOCKS, 1.0, 0.0)", "                wanted = wanted", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "        for segment in range(1, segments - 1):", "        for segment in range(1, segments - 2):", of_op("gated_delta_rule")),
     Mutant("ops/gated_delta_rule/kernels.py", "ct.where(apart == 1, small * -(row * column), 0.0)", "ct.where(apart == 1, small * -row, 0.0)", "cpu/test_linear_attention.py"),
+    Mutant("ops/gated_delta_rule/kernels.py", "- ct.cumsum(decays, 0) < FORGOTTEN", "< FORGOTTEN * 0.04", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/steady_kernels.py", "ct.where(i // 4 > j // 4, -own, 0.0)", "ct.where(i // 4 > j // 4 + 1, -own, 0.0)", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/steady_kernels.py", "there = (c >= 0) & (c * CHUNK < end - first)", "there = c >= 0", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/channel_kernels.py", "b, place = 0, first // CHUNK + seq", "b, place = 0, first // CHUNK", "cpu/test_linear_attention.py"),

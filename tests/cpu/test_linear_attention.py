@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("inference")
 CHUNKS = rule.Config(32, chunk=64)
 STEADY = rule.Config(32, chunk=64, solve_heads=2, steady=True)
 SEGMENTS = rule.Config(16, chunk=64, transposed=True, segment=1)
+SKIPS = rule.Config(16, chunk=16, transposed=True, segment=2, skips=True)
 
 
 def tokens(n: int, *, batch: int = 2, k_heads: int = 1, v_heads: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32) -> dict:
@@ -47,7 +48,13 @@ def near(ours, other, error: float) -> None:
 
 @pytest.mark.parametrize(
     ("config", "dtype", "error"),
-    [(None, torch.float32, 1e-5), (CHUNKS, torch.float16, 2e-3), (STEADY, torch.float16, 2e-3), (SEGMENTS, torch.bfloat16, 2e-2)],
+    [
+        (None, torch.float32, 1e-5),
+        (CHUNKS, torch.float16, 2e-3),
+        (STEADY, torch.float16, 2e-3),
+        (SEGMENTS, torch.bfloat16, 2e-2),
+        (SKIPS, torch.float16, 2e-3),
+    ],
 )
 def test_a_prompt_and_the_tokens_behind_it_are_those_of_transformers(config, dtype, error):
     given, state = tokens(150, dtype=dtype), torch.randn(2, 2, 32, 32)
@@ -95,7 +102,7 @@ def test_keys_that_are_alike_lose_no_digits(config):
     near(out, rule.reference(**{name: x.double() for name, x in given.items()}), 1e-2)
 
 
-@pytest.mark.parametrize("config", [CHUNKS, STEADY, SEGMENTS])
+@pytest.mark.parametrize("config", [CHUNKS, STEADY, SEGMENTS, SKIPS])
 def test_a_gate_that_forgets_all_hides_no_token_behind_it(config):
     """Sums of a chunk's decays of 1e4 would leave no digit of the small ones."""
     given = tokens(128, batch=1, dtype=torch.float16)

@@ -26,6 +26,7 @@ LINK_TILE = 16  # columns of the state of a block of the link: all rows of its m
 FACTORS = 4  # rows of them; the last keeps a chunk's aligned
 GATE_HEADS = 8  # whose gates a block writes: a sector of 32 bytes for each token
 STEADY: tuple[str, ...] = ()  # where the blocks of the solve stay for many chunks
+SKIPS: tuple[str, ...] = ()  # where the pass for the states of segments leaves out what they forget
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Config:
     solve_occupancy: of the launch that needs no state.
     solve_heads: value heads of a block there, which share the products of q and k.
     steady: its blocks stay for many chunks, behind a launch that writes the gates as rows.
+    skips: the pass for segments' states leaves out what they forget.
     occupancy, num_worker_warps: compiler hints of the launch that does.
     """
 
@@ -122,6 +124,7 @@ class Config:
     solve_occupancy: int | None = None
     solve_heads: int = 1
     steady: bool = False
+    skips: bool = False
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
@@ -155,7 +158,18 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     steady = device.arch in STEADY and not p.channels
     for tile_v, chunk, transposed, latency, occupancy, solve, heads in rows:
         for segment in segments:
-            c = Config(min(tile_v, widest), chunk, transposed, segment, latency, solve, _shared(p, heads), steady, occupancy)
+            c = Config(
+                min(tile_v, widest),
+                chunk,
+                transposed,
+                segment,
+                latency,
+                solve,
+                _shared(p, heads),
+                steady,
+                segment > 0 and device.arch in SKIPS,
+                occupancy,
+            )
             few = _segments(p, c) > p.batch and _blocks(p, c) * p.v_heads * p.batch < device.sms * occupancy
             if not segment or (few and device.sms * occupancy <= 4 * _blocks(p, c) * p.v_heads * _segments(p, c)):
                 yield c

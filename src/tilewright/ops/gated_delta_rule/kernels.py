@@ -19,6 +19,7 @@ from ..common.recurrence import FLOOR, LEAST_DECAY, row_of
 from ..common.tiles import LOG2E, ZERO, load_tile, rows_from
 
 INTO, ONWARD, OUTWARD = 0, 1, 2  # rows of FACTORS
+FORGOTTEN = -64.0  # log2 of the share of a state that no fp32 sum beside it shows
 
 
 @ct.kernel
@@ -234,6 +235,7 @@ def scan_kernel(
     TRANSPOSED: ct.Constant[bool],
     AHEAD: ct.Constant[bool],
     CARRY: ct.Constant[bool],
+    SKIPS: ct.Constant[bool],
     SEGMENT: ct.Constant[int],
     GROUP: ct.Constant[int],
     BLOCKS: ct.Constant[int],
@@ -251,6 +253,7 @@ def scan_kernel(
     segment, and the matrix that takes the state in front of it there. CARRY: makes these, the state
     from zero but for a sequence's first segment, and no result; otherwise a segment starts from the
     state behind the one before. The last segment's part of LOCAL keeps the initial state.
+    SKIPS: CARRY begins behind the chunks that decays alone take below 2**FORGOTTEN of the state.
     TRANSPOSED: tiles have their columns of v as rows, so that wgmma takes them from registers; it
     needs 64 of these.
     AHEAD: a chunk's decay is a number, loaded one step ahead; otherwise it comes by TMA, as the
@@ -299,6 +302,13 @@ def scan_kernel(
         tile = ct.load(X, (index, h, 0, j), (1, 1, TILE_K, TILE_V), padding_mode=ZERO, allow_tma=False)
         return turned(tile.reshape((TILE_K, TILE_V)))
 
+    def forgotten(begin, end):
+        """Chunks of a segment that its end has forgotten."""
+        at = begin + ct.arange(SEGMENT, dtype=ct.int32)
+        decays = ct.gather(DECAY, (place + at, h, 0), mask=at < end, padding_value=1.0)
+        decays = ct.log2(ct.maximum(decays, 2.0**-126))
+        return ct.sum(ct.where(ct.sum(decays) - ct.cumsum(decays, 0) < FORGOTTEN, 1, 0))
+
     def scan(begin, end, last):
         empty = ct.zeros((TILE_V, CHUNK) if TRANSPOSED else (CHUNK, TILE_V), dtype=ct.float32)
         s = ct.zeros((TILE_V, TILE_K) if TRANSPOSED else (TILE_K, TILE_V), dtype=ct.float32)
@@ -309,6 +319,10 @@ def scan_kernel(
             s = columns_of(LOCAL, part - 1)
         elif HAS_STATE and segment == 0:
             s = columns_of(STATE, seq) if CARRY or SEGMENT == 0 else columns_of(LOCAL, part + segments - 1)
+        if CARRY and SKIPS:
+            lost = forgotten(begin, end)
+            s = s * ct.where(lost > 0, 0.0, 1.0)
+            begin = end if lost > 0 and j >= BLOCKS else begin + lost
         if AHEAD:
             following = decay_of(begin)
         for c in range(begin, end):
