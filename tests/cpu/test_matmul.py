@@ -345,7 +345,18 @@ def test_several_tiles_of_a_sum_may_cover_the_rows(m, tiles):
         assert all(kind.CHOICES.legal(problem, c, H200) for c in sums)
 
 
-@pytest.mark.parametrize(("n", "tiles"), [(280, {(128, 16), (256, 32)}), (720, {(128, 16)}), (448, {(128, 32)}), (768, set())])
+@pytest.mark.parametrize(
+    ("n", "tiles"),
+    [
+        (64, set()),
+        (72, {(64, 16)}),
+        (160, {(64, 16), (128, 32)}),
+        (280, {(64, 32), (128, 16), (256, 32)}),
+        (720, {(64, 16), (128, 16)}),
+        (448, {(128, 32)}),
+        (768, set()),
+    ],
+)
 def test_several_tiles_of_a_sum_may_cover_the_columns(n, tiles):
     for kind, problem in ((op, Problem(76_800, n, 5120)), (bmm, bmm.Problem(52, 4096, n, 5120))):
         found = {(c.tile_n, c.extra_n, c.persistent) for c in kind.CHOICES.candidates(problem, H200) if c.extra_n and not c.swap_ab}

@@ -257,11 +257,11 @@ def fitted_to(c: C, how: str, m: int, n: int) -> C | None:
     """A tile_m of 0 becomes the rows there are, the next power of two, or with u half of it.
 
     u: more rows beside them, without swap_ab columns, that pad least; None where tiles without pad
-    no more, and of columns that are not CUT.
+    no more, and where columns fit one tile or are more than CUT.
     """
     if "u" not in how:
         return c if c.tile_m else changed(c, tile_m=max(8, next_pow2(m)))
-    if not c.swap_ab and not known.CUT[0] <= n <= known.CUT[1]:
+    if not c.swap_ab and not c.tile_n < n <= known.CUT[1]:
         return None
     side, size, first = ("tile_m", m, c.tile_m or max(8, next_pow2(m)) // 2) if c.swap_ab else ("tile_n", n, c.tile_n)
 

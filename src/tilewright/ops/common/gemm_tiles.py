@@ -7,7 +7,7 @@ tensor cores still read: the compiler then waits for each step's MMAs (`DEPBAR.L
 
 ANY = 1 << 62
 FEW = 64  # rows of a up to which the product is bound by reading b
-CUT = 193, 768  # rows, or columns, that several tiles of a sum of powers of two may cover
+CUT = 193, 768  # rows that several tiles of a sum of powers of two may cover; as many columns at most
 # Up to 32 rows. Rows of a that are not there take the room of loads of b: 1.1 TB/s in tiles of 64 x
 # 64, 2.5 in these (16 x 2048 x 8192, H200).
 HOPPER_FEW = (
@@ -24,9 +24,11 @@ HOPPER_SUMS = (
 # its partial tile leaves room for two steps, and each then waits for its MMAs. No third sum: 208 x
 # 128 takes 36 us where 256 x 128 takes 34 (409 x 8192 x 3072, H200).
 HOPPER_TALL = "128x128x64 8w 4l psbu +0, 128x128x64 4w 5l psbu +0, 256x128x64 8w 4l pbu +0, 256x128x32 8w 5l pbu +0"
-# As many columns. The wider the tile, the fewer lines of L2 are read for rows off 128 bytes.
+# As many columns, and fewer: 72 pad to 80, 160 to 2 x 80. The wider the tile, the fewer lines of L2
+# are read for rows off 128 bytes.
 HOPPER_BROAD = (
-    "128x128x64 8w 4l pu +0, 128x128x64 4w 5l pu +0, 128x256x64 8w 4l pu +0, 128x256x32 8w 5l pu +0, 256x128x64 8w 4l pu +0,256x256x64 8w 2c 4l u +0"
+    "128x128x64 8w 4l pu +0, 128x128x64 4w 5l pu +0, 128x256x64 8w 4l pu +0, 128x256x32 8w 5l pu +0, 256x128x64 8w 4l pu +0,"
+    "256x256x64 8w 2c 4l u +0, 128x64x64 4w 6l u +0, 128x64x64 4w 2o 3l u +0, 256x64x64 8w 4l pu +0, 64x128x64 4w 6l u +0"
 )
 HOPPER_BATCH = (  # up to 64
     "64x64x512 4w 8l psb, 64x64x256 4w 8l psb, 64x64x128 4w 2o 8l psb, 64x128x256 8w 8l psb, 64x128x128 8w 8l psb, 64x64x128 4w 2o 8l ps,"
@@ -44,10 +46,13 @@ HOPPER = (
     "64x128x64 8w 4l +128, 128x128x64 8w 4l +64"
 )
 # Widths between powers of two, and clusters that read one operand once: where few tiles must fill a
-# wave. A second MMA of 16 columns costs as much as one of 40, so these are wider.
+# wave. A second MMA of 16 columns costs as much as one of 40, and while it runs alone the next step
+# must start. So most are wider, or beside 256 columns, or in steps of 128.
 HOPPER_WAVE = (
-    "64x64x128 4w 5l sf +32, 64x64x128 4w 5l bsf +32, 64x128x64 4w 6l bsf +32,"
-    "64x128x64 4w 5l sf +64, 64x256x64 4w 4l sf +64, 256x64x64 4w 4l bsf +64, 128x512x64 4w 4c 5l bsf"
+    "64x64x128 4w 5l sf +32, 64x64x128 4w 5l bsf +32, 64x128x64 4w 6l bsf +32, 64x128x128 4w 3l bsf +32,"
+    "64x128x64 4w 5l sf +64, 64x256x64 4w 4l sf +64, 256x64x64 4w 4l bsf +64, 128x512x64 4w 4c 5l bsf,"
+    "64x256x64 4w 4l sf, 256x64x64 4w 4l bsf, 64x256x64 4w 4l sf +32, 256x64x64 4w 4l bsf +32,"
+    "128x128x128 4w 2l sf +16, 128x128x128 4w 2l bsf +16"
 )
 HOPPER_GATHERED = (
     "128x128x128 4w 3l gs, 128x128x64 4w 4l gs, 128x128x64 4w 2o 2l gs, 64x128x128 4w 4l gs, 64x128x128 4w 2o 2l gs, 64x64x128 4w 2o 3l gs,"
