@@ -53,7 +53,7 @@ class Bench:
 
     def __init__(self, dims: Dims, position: int, room: int) -> None:
         self.dims, self.position, self.room = dims, position, room
-        max_len = -(-(position + room + 1) // 64) * 64
+        max_len = -(-(position + room + 1) // 128) * 128  # Mega halves a span that does not divide it
         self.weights = random_weights(dims, max_len)
         self.cache = [torch.randn(dims.layers, dims.kv_heads, max_len, dims.head_dim, device="cuda").bfloat16() for _ in range(2)]
 
