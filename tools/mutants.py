@@ -302,6 +302,7 @@ MUTANTS = [
     Mutant("engine/mega/sums.py", "ct.astype(ARRIVAL, ct.int64)) - old", "ct.astype(ARRIVAL, ct.int64))", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "there = key + at * SPAN < position", "there = key + at * SPAN <= position", "cpu/test_mega.py"),
     Mutant("engine/mega/attend.py", "            own = ct.full(own.shape, FLOOR, ct.float32)\n", "            own = own\n", "cpu/test_mega.py"),
+    Mutant("engine/mega/attend.py", "if n + step <= last:", "if n + step < last:", "cpu/test_mega.py"),
     Mutant("engine/mega/shape.py", "start + number * some // blocks", "start + number * (some // blocks)", "cpu/test_mega.py"),
     Mutant("models/server/protocol.py", "if len(found) < len(pairs):", "if False:", "cpu/test_server_requests.py -k twice"),
     Mutant("models/quantized_folder.py", 'if said.get("desc_act") and groups > 1 and not indexed:', "if False:", "cpu/test_quantized_models.py -k other_codes"),

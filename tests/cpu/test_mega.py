@@ -119,7 +119,7 @@ def test_logits_and_sampling_are_those_of_the_eager_engine(small) -> None:
     assert found[1][1] == found[0][1]
 
 
-@pytest.mark.parametrize("position", [0, 21])
+@pytest.mark.parametrize("position", [0, 21, 61])
 def test_every_value_is_within_the_noise_band(position: int) -> None:
     weights = weights_of(tiny("llama", BF16, **(SIZES | {"num_hidden_layers": 2})))
     found = differences(weights, position, blocks=9, config=SMALL)
@@ -331,9 +331,9 @@ def test_the_machine_runs_the_schedule_of_48_multiprocessors(position: int) -> N
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);|^(\.L_\w+):", re.MULTILINE)
 
 
-def loops_of_waits(sass: str) -> list[list[str]]:
+def loops_of_waits(sass: str, most: int = 300) -> list[list[str]]:
     """The smallest loop around each instruction that reads what other blocks write, of those within
-    300 instructions: a larger one is no wait.
+    `most` instructions: a larger one is no wait.
     """
     code: list[str] = []
     labels: dict[str, int] = {}
@@ -349,7 +349,7 @@ def loops_of_waits(sass: str) -> list[list[str]]:
     for i, line in enumerate(code):
         if re.search(r"\bLDG\S*STRONG|\bATOMG", line):
             around = [(end - start, start, end) for start, end in jumps if start <= i <= end]
-            spans |= {min(around)} if around and min(around)[0] < 300 else set()
+            spans |= {min(around)} if around and min(around)[0] < most else set()
     return [code[start : end + 1] for _, start, end in sorted(spans)]
 
 
@@ -404,6 +404,8 @@ def test_the_binary_holds_what_the_design_relies_on() -> None:
     assert found.shared_bytes >= 5 * (32 << 10)  # weights under way, beside tiles of 128 keys: six and tiles of 64 take 11 us more
     sass = disassembled(cubin)
     assert_blocks_leave_waits_together(sass, 5)
+    # The loop over the cache reads two tiles of 128 keys and their values, 16 bytes a thread.
+    assert max(sum("LDG.E.128.STRONG" in line for line in loop) for loop in loops_of_waits(sass, 1000)) == 16
     assert not re.search(r"\bCCTL\.IVALL", sass)  # an acquire would wait for all loads
     assert not re.search(r"MEMBAR\S*\.GPU", sass)  # a release would hold the producer up
     assert sass.count("UTMALDG") <= 4  # the loop is there once

@@ -101,6 +101,16 @@ def over_keys(x, SPAN):
     return ct.broadcast_to(x.reshape((1, COPIES, HEAD_WORDS)), (SPAN // COPIES, COPIES, HEAD_WORDS)).reshape((SPAN, HEAD_WORDS))
 
 
+def with_tile(found, tile, q, at, position, key, scale, s, dtype):
+    """What `attended` has found, with one more tile."""
+    (high, weight, low_sum, high_sum), (keys, values) = found, tile
+    score, there = scored(keys, q, at, position, key, scale, s.span, dtype)
+    values = ct.where(there, values, 0)  # what is not there may be NaN
+    higher = ct.maximum(high, score)
+    f, p = ct.exp2(high - higher), ct.where(there, ct.exp2(score - higher), 0.0)
+    return higher, weight * f + p, low_sum * f + p * low_of(values, dtype), high_sum * f + p * high_of(values, dtype)
+
+
 def attended(K, V, tile, more, q, own, own_value, at, step, row, position, scale, s, dtype):
     """A query's attention to every step-th tile of keys from `at` on, and to its own key: weighted
     values of both neighbours [1, HEAD_WORDS], the highest score and the sum of the weights.
@@ -108,23 +118,22 @@ def attended(K, V, tile, more, q, own, own_value, at, step, row, position, scale
     tile, more: the first two of these tiles, the second if there is one. Each row of a tile has a
     softmax of its own, so that further tiles need no sum over threads.
     """
-    SPAN, HEAD_WORDS = s.span, s.head_words
+    SPAN, HEAD_WORDS, last = s.span, s.head_words, ct.cdiv(position, s.span) - 1
     key = ct.arange(SPAN, dtype=ct.int32).reshape((SPAN, 1))
     rows = (over_keys(q[0], SPAN), over_keys(q[1], SPAN))
     keys, values = tile
     high, there = scored(keys, rows, at, position, key, scale, SPAN, dtype)
-    weight = ct.where(there, 1.0, 0.0)
-    values = ct.where(there, values, 0)  # what is not there may be NaN
-    low_sum, high_sum = low_of(values, dtype), high_of(values, dtype)
-    keys, values = more
-    for n in range(at + step, ct.cdiv(position, SPAN), step):
-        score, there = scored(keys, rows, n, position, key, scale, SPAN, dtype)
-        values = ct.where(there, values, 0)
-        higher = ct.maximum(high, score)
-        f, p = ct.exp2(high - higher), ct.where(there, ct.exp2(score - higher), 0.0)
-        high, weight = higher, weight * f + p
-        low_sum, high_sum = low_sum * f + p * low_of(values, dtype), high_sum * f + p * high_of(values, dtype)
-        keys, values = tile_of(K, V, row, min(n + step, K.shape[1] // SPAN - 1), s)
+    values = ct.where(there, values, 0)
+    found = high, ct.where(there, 1.0, 0.0), low_of(values, dtype), high_of(values, dtype)
+    # Two tiles a turn, each asked for before the other is used. Not a window of tiles that moves on
+    # (more, ahead = ahead, tile_of(...)): tileiras 13.4 drops most loads of such a loop.
+    for n in range(at + step, last + 1, 2 * step):
+        ahead = tile_of(K, V, row, min(n + step, last), s)
+        found = with_tile(found, more, rows, n, position, key, scale, s, dtype)
+        more = tile_of(K, V, row, min(n + 2 * step, last), s)
+        if n + step <= last:
+            found = with_tile(found, ahead, rows, n + step, position, key, scale, s, dtype)
+    high, weight, low_sum, high_sum = found
     one, value = ct.extract(own, (0, 0), (1, 1)), ct.extract(own_value, (0, 0), (1, HEAD_WORDS))
     highest = ct.maximum(ct.max(high, axis=0, keepdims=True), one)
     f, p = ct.exp2(high - highest), ct.exp2(one - highest)
