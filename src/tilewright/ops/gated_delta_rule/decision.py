@@ -25,8 +25,8 @@ WAITS = 3.0  # of a product: for its operands, its issue and its sums
 LINK_TILE = 16  # columns of the state of a block of the link: all rows of its matrix stand in registers
 FACTORS = 4  # rows of them; the last keeps a chunk's aligned
 GATE_HEADS = 8  # whose gates a block writes: a sector of 32 bytes for each token
-STEADY: tuple[str, ...] = ()  # where the blocks of the solve stay for many chunks
-SKIPS: tuple[str, ...] = ()  # where the pass for the states of segments leaves out what they forget
+STEADY: tuple[str, ...] = ("sm_90",)  # where the blocks of the solve stay for many chunks
+SKIPS: tuple[str, ...] = ("sm_90",)  # where the pass for the states of segments leaves out what they forget
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,7 @@ def scan_kernel(
         """Chunks of a segment that its end has forgotten."""
         at = begin + ct.arange(SEGMENT, dtype=ct.int32)
         decays = ct.gather(DECAY, (place + at, h, 0), mask=at < end, padding_value=1.0)
-        decays = ct.log2(ct.maximum(decays, 2.0**-126))
+        decays = ct.log2(ct.maximum(decays, 2.0**-126, propagate_nan=True))  # a NaN is not forgotten
         return ct.sum(ct.where(ct.sum(decays) - ct.cumsum(decays, 0) < FORGOTTEN, 1, 0))
 
     def scan(begin, end, last):

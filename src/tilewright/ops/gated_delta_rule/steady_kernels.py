@@ -53,7 +53,7 @@ def gates_kernel(
     shape = (GATE_HEADS, CHUNK)
     beta = ct.load(BETA, (b, h, c), (1, GATE_HEADS, CHUNK), padding_mode=ZERO, allow_tma=False).reshape(shape).astype(ct.float32)
     g = ct.load(G, (b, h, c), (1, GATE_HEADS, CHUNK), padding_mode=ZERO, allow_tma=False).reshape(shape).astype(ct.float32)
-    g = ct.maximum(g * LOG2E, LEAST_DECAY)
+    g = ct.maximum(g * LOG2E, LEAST_DECAY, propagate_nan=True)
     decay = ct.exp2(ct.sum(g, 1))
     g = ct.cumsum(g, 1)
     ct.store(GATES, (place, h, SUM, 0), g.reshape((1, GATE_HEADS, 1, CHUNK)), allow_tma=False)
