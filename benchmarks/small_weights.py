@@ -3,10 +3,10 @@
     python benchmarks/small_weights.py Llama-3.1-8B int4-128 [--tokens 64] [--rounds 5] [--json F]
 
 Forms: `apart`, every launch of its own; `joined`, norm and activation in the launch that makes
-pieces (engine/layers.py, MOST_SMALL_ROWS); `last_sums`, also no launch that sums shares of k;
-`ahead`, as shipped: also the first weights while the launch before ends. Each form is an engine on
-the same weights; rounds take turns. Tokens must be the same up to rounding: the number of equal
-ones is printed.
+pieces (engine/layers.py, MOST_SMALL_ROWS); `ahead`, as shipped: also the first weights while the
+launch before ends; `mega`, of e4m3 weights the megakernel. Each form is an engine on the same
+weights; rounds take turns. Tokens must be the same up to rounding: the number of equal ones is
+printed.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from tilewright.models import load
 from tilewright.models.quantized import quantize
 from tilewright.ops import quantized_matmul
 
-FORMS = {"apart": (0, False, False), "joined": (16, False, False), "last_sums": (16, True, False), "ahead": (16, True, True)}
+FORMS = {"apart": (0, False), "joined": (16, False), "ahead": (16, True), "mega": (16, True)}
 
 
 @contextmanager
-def form(rows: int, last_sums: bool, ahead: bool) -> Iterator[None]:
+def form(rows: int, ahead: bool) -> Iterator[None]:
     """Steps that are made within the context have this form: the shipped configs but for it."""
 
     def config(p: quantized_matmul.Problem, device: Device) -> Any:
-        first = quantized_matmul.space(p, device)[0]
-        return replace(first, last_sums=first.last_sums and last_sums, ahead=first.ahead and ahead)
+        shipped, _ = quantized_matmul.DECISION.decide(p, device)
+        return replace(shipped, ahead=shipped.ahead and ahead)
 
     before, layers.MOST_SMALL_ROWS = layers.MOST_SMALL_ROWS, rows
     try:
@@ -59,12 +59,13 @@ def main() -> None:
     quantize(model, given.weights, undoable=False)
     prompt = torch.randint(0, model.config.vocab_size, (32,), generator=torch.Generator().manual_seed(1)).tolist()
     first: list[int] = []
-    times: dict[str, list[float]] = {name: [] for name in FORMS}
+    forms = {name: how for name, how in FORMS.items() if name != "mega" or given.weights == "e4m3"}
+    times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(given.rounds):
-        for name, how in FORMS.items():
+        for name, how in forms.items():
             with ExitStack() as stack:
                 stack.enter_context(form(*how))
-                engine = stack.enter_context(Engine(model, max_len=32 + given.tokens, mode=given.mode))
+                engine = stack.enter_context(Engine(model, max_len=32 + given.tokens, mode="mega" if name == "mega" else given.mode))
                 engine.generate([prompt], given.tokens)
                 found = engine.generate([prompt], given.tokens)
             first = first or found.tokens[0]

@@ -185,10 +185,7 @@ MUTANTS = [
     Mutant("ops/common/pieces.py", "            part = part - total *", "            part = part + total *", "cpu/test_quantized_matmul.py"),
     Mutant("ops/common/pieces.py", "    return high, (scaled - high).astype(ct.float8_e4m3fn).astype(ct.float32), factor", "    return high, 0 * high, factor", "cpu/test_quantized_matmul.py"),
     Mutant("ops/common/pieces.py", 'ct.where(bits == 255, float("nan"),', 'ct.where(bits == 256, float("nan"),', "cpu/test_quantized_matmul.py"),
-    Mutant("ops/quantized_matmul/kernels.py", "            if before == SHARES - 1:", "            if before == 0:", "cpu/test_quantized_matmul.py"),
-    Mutant("ops/quantized_matmul/kernels.py", "        if row + share == 0:", "        if row + share < 0:", "cpu/test_quantized_matmul.py"),
     Mutant("ops/quantized_matmul/kernels.py", "        acc, first = added(acc, first, *found), first + 1", "        acc = added(acc, first, *found)", "cpu/test_quantized_matmul.py"),
-    Mutant("ops/quantized_matmul/kernels.py", "memory_order=ct.MemoryOrder.ACQ_REL, memory_scope", "memory_order=ct.MemoryOrder.RELAXED, memory_scope", "cpu/test_quantized_matmul.py"),
     Mutant("ops/quantized_matmul/kernels.py", "        if ADD:\n            ct.store(new_residual, at, some, allow_tma=False)", "        if ADD:\n            ct.store(new_residual, at, some * 0.5, allow_tma=False)", "cpu/test_quantized_matmul.py"),
     Mutant("ops/quantized_matmul/__init__.py", "        torch.add(x, residual, out=total)", "        pass", "cpu/test_quantized_matmul.py"),
     # Kernels: decoding

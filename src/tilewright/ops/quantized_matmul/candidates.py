@@ -43,7 +43,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """
     if device.is_cpu:
         if p.m <= FEW:
-            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True, last_sums=p.m % 2 > 0, ahead=p.m % 4 > 1)
+            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True, ahead=p.m % 2 > 0)
         yield Config(next_pow2(min(p.m, 512)), ROWS * next_pow2(min(8, -(-p.n // ROWS))), next_pow2(min(p.runs, 4)))
         return
     if p.m <= FEW:
@@ -52,8 +52,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
                 max(next_pow2(p.m), LEAST_WIDE // p.columns), tile_n, runs, pieces=True, latency=latency, occupancy=occupancy, num_worker_warps=warps
             )
             for one in _shared(c, p, device):
-                yield from (replace(one, last_sums=one.split_k > 1, ahead=ahead) for ahead in (True, False))
-                yield one
+                yield from (replace(one, ahead=ahead) for ahead in (True, False))
     found = dict.fromkeys(_tiles(p, device))
     for tma in (True, False) if p.m > FEW else (False, True):
         if not tma or (p.format.group and device.arch != "sm_80"):
@@ -151,7 +150,7 @@ def family(p: Problem, c: Config) -> str:
 
 def timed_as(p: Problem, c: Config) -> tuple[Problem, Config]:
     """The product alone, as it was timed: what was built since has no timings."""
-    return Problem(p.m, p.n, p.k, p.weight_format, p.bias, p.dtype), replace(c, last_sums=False, ahead=False)
+    return Problem(p.m, p.n, p.k, p.weight_format, p.bias, p.dtype), replace(c, ahead=False)
 
 
 CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE, timed_as=timed_as)

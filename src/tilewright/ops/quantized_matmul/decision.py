@@ -100,7 +100,6 @@ class Config:
     scale_sums: scales of groups multiply their sums, in fp32; else the weights. For groups of a run
         or longer.
     pieces: few rows: 8-bit products with pieces of x (ops/common/pieces.py).
-    last_sums: with pieces, the last block of a tile to arrive adds the shares; no second launch.
     ahead: with pieces, the weights of a block's first step come while the launch before ends.
     tma_scales: the scales of a step come as one tile by TMA; else each thread loads its own.
     band: tile rows of the tile order that share weights in L2.
@@ -113,7 +112,6 @@ class Config:
     split_k: int = 1
     scale_sums: bool = False
     pieces: bool = False
-    last_sums: bool = False
     ahead: bool = False
     tma_scales: bool = False
     band: int = 8
@@ -133,20 +131,19 @@ class Config:
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """What becomes of x, if anything, the product, and the sum of its parts where k is shared."""
     of, parts = p.format, c.parts(p)
-    last_sums = c.last_sums and parts > 1
-    optional = {"zeros": of.zeros, "partial": parts > 1, **{name: used and (parts == 1 or last_sums) for name, used in _last(p).items()}}
+    optional = {"zeros": of.zeros, "partial": parts > 1, **{name: used and parts == 1 for name, used in _last(p).items()}}
     constants: dict[str, Any] = {"code": of.code, "group": of.group, "zeros": of.zeros, "factor": of.factor}
     how: dict[str, Any] = {"scratch": {"partial": ((parts, p.m, p.n), torch.float32)} if parts > 1 else {}}
     if c.pieces:
-        constants |= {"planes": p.columns // PIECES, "shares": parts, "last_sums": min(next_pow2(p.m), c.tile_m) if last_sums else 0}
-        how |= {"optional": optional | {"arrived": last_sums}, "pdl": True}
+        constants |= {"planes": p.columns // PIECES, "shares": parts}
+        how |= {"optional": optional, "pdl": True}
         product = Launch.of(quantized_matmul_few_kernel, (c.tiles(p), parts), p, c, constants, **how)
     else:
         constants |= {"even": p.n % c.tile_n == 0, "split_k": parts > 1}
         how |= {"optional": optional, "pdl": use_pdl(p.m, False), "renames": {"x": "rows"} if p.before else {}}
         product = Launch.of(quantized_matmul_kernel, (c.tiles(p), parts) if parts > 1 else (c.tiles(p),), p, c, constants, **how)
     first = (_rows_plan(p, c, device),) if c.pieces or p.before else ()
-    return *first, product, *((_sum_plan(p, parts),) if parts > 1 and not last_sums else ())
+    return *first, product, *((_sum_plan(p, parts),) if parts > 1 else ())
 
 
 def _last(p: Problem) -> dict[str, bool]:
@@ -164,14 +161,11 @@ def _sum_plan(p: Problem, parts: int) -> Launch:
 def _rows_plan(p: Problem, c: Config, device: Device) -> Launch:
     of = p.format
     runs = min(next_pow2(p.runs), 1024 if device.is_cpu else 512 // of.run)
-    counters = next_pow2(c.tiles(p)) if c.pieces and c.last_sums and c.parts(p) > 1 else 0
     constants = {"add": p.residual, "round": p.round_before_weight, "gelu": p.gelu_tanh, "cols": p.k, "wide": min(next_pow2(p.k), MOST_WIDE)}
-    constants |= {"planes": p.columns // PIECES, "sums": of.code == INT4, "run": of.run, "runs": runs, "counters": counters}
-    optional = {"norm": p.norm, "residual": p.residual, "new_residual": p.residual, "up": p.gated, "arrived": counters > 0}
+    constants |= {"planes": p.columns // PIECES, "sums": of.code == INT4, "run": of.run, "runs": runs}
+    optional = {"norm": p.norm, "residual": p.residual, "new_residual": p.residual, "up": p.gated}
     optional |= {"rows": not c.pieces, "codes": c.pieces, "factors": c.pieces}
     how: dict[str, Any] = _pieces_arrays(p) if c.pieces else {"scratch": {"rows": ((p.m, p.k), p.dtype)}}
-    if counters:
-        how["scratch"]["arrived"] = ((counters,), torch.int32)
     how |= {"optional": optional, "pdl": use_pdl(p.m, False), "num_ctas": None, "occupancy": None, "num_worker_warps": 4}
     return Launch.of(quantized_matmul_rows_kernel, (p.m, -(-p.runs // runs)), p, c, constants, **how)
 

@@ -139,7 +139,6 @@ def quantized_matmul_rows_kernel(
     rows,
     codes,
     factors,
-    arrived,
     new_residual,
     eps: float,
     weight_offset: float,
@@ -155,7 +154,6 @@ def quantized_matmul_rows_kernel(
     SUMS: ct.Constant[bool],
     RUN: ct.Constant[int],
     RUNS: ct.Constant[int],
-    COUNTERS: ct.Constant[int],
 ):
     """RUNS runs of a row as the product takes it: with PIECES codes and factors, else rows. Grid
     (rows, shares of k).
@@ -163,15 +161,11 @@ def quantized_matmul_rows_kernel(
     x, residual, up, rows, new_residual: [m, COLS]. norm: [COLS].
     NORM: the row is normed, in tiles of WIDE columns; ADD: of x + residual. GATED: it is act(x) *
         up.
-    arrived: int32, of which the first COUNTERS become zero.
     """
     pdl_overlap()
     row, share = ct.bid(0), ct.bid(1)
     at, shape, whole = (row, share), (1, RUN * RUNS), COLS % (RUN * RUNS) == 0
     x, residual, up = x.slice(1, 0, COLS), residual.slice(1, 0, COLS), up.slice(1, 0, COLS)
-    if COUNTERS > 0:
-        if row + share == 0:
-            ct.store(arrived, (0,), ct.zeros((COUNTERS,), ct.int32), allow_tma=False)
     if NORM:
         squares = ct.zeros((1, WIDE), ct.float32)
         for j in ct.static_iter(range(ct.cdiv(COLS, WIDE))):
@@ -214,7 +208,6 @@ def quantized_matmul_few_kernel(
     factor,
     bias,
     partial,
-    arrived,
     out,
     CODE: ct.Constant[int],
     GROUP: ct.Constant[int],
@@ -226,7 +219,6 @@ def quantized_matmul_few_kernel(
     TILE_N: ct.Constant[int],
     RUNS: ct.Constant[int],
     SHARES: ct.Constant[int],
-    LAST_SUMS: ct.Constant[int],
     AHEAD: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
@@ -236,8 +228,6 @@ def quantized_matmul_few_kernel(
     codes: e4m3 [m * 2 * PLANES, k of whole runs]; factors: fp32 [1, runs, 1 or for INT4 2, m * 2 *
         PLANES]. PLANES: columns of a piece.
     SHARES: of k: partial [SHARES, m, n] takes their sums, without factor and bias.
-    LAST_SUMS: of a tile's blocks the last one to arrive sums all shares of so many rows; 0 if
-        another launch does. arrived: int32 [column tiles], zeros.
     AHEAD: the weights of the first step come while the launch before ends.
     The others as in `quantized_matmul_kernel`.
     """
@@ -281,25 +271,8 @@ def quantized_matmul_few_kernel(
         y = y * ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_N, 1))
     if SHARES > 1:
         ct.store(partial, (share, 0, tile_n), y.transpose().reshape((1, TILE_M, TILE_N)), allow_tma=False)
-        if LAST_SUMS > 0:
-            before = ct.atomic_add(arrived, tile_n, 1, memory_order=ct.MemoryOrder.ACQ_REL, memory_scope=ct.MemoryScope.DEVICE)
-            if before == SHARES - 1:
-                _finish(_all_shares(partial, tile_n, LAST_SUMS, TILE_N, SHARES), factor, bias, out, 0, tile_n, FACTOR, BIAS)
     else:
         _finish(y.transpose(), factor, bias, out, 0, tile_n, FACTOR, BIAS)
-
-
-def _all_shares(partial, tile_n, ROWS, TILE_N, SHARES):
-    """[ROWS, TILE_N]: the sum of all shares of k, gathered: checked loads would wait for each
-    other.
-    """
-    row = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
-    column = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)).reshape((1, TILE_N))
-    inside = (row < partial.shape[1]) & (column < partial.shape[2])
-    acc = ct.zeros((ROWS, TILE_N), ct.float32)
-    for part in ct.static_iter(range(SHARES)):
-        acc = acc + ct.gather(partial, (part, row, column), mask=inside, padding_value=0, check_bounds=False)
-    return acc
 
 
 def _groups(array, step, tile_n, TILE_N, GROUP, DEEP, LATENCY):
