@@ -2,7 +2,7 @@
 
     python benchmarks/megakernel.py Llama-3.2-1B
     python benchmarks/megakernel.py Llama-3.2-1B parts=2 span=128,tokens=1 --position 8192
-    python benchmarks/megakernel.py Llama-3.2-1B --json results.jsonl
+    python benchmarks/megakernel.py Llama-3.1-8B --weights e4m3 --json results.jsonl
     python benchmarks/megakernel.py Llama-3.2-1B --soak 100000
 
 A config names the fields that differ from the default; also blocks, and tokens, those of one launch
@@ -23,16 +23,20 @@ from transformers import AutoConfig
 from tilewright.bench.ceilings import measure_ceilings
 from tilewright.bench.report import tell
 from tilewright.engine.mega import Dims
-from tilewright.engine.mega.pack import MODEL_TYPES, Weights, dims_of_config
+from tilewright.engine.mega.pack import CODES, MODEL_TYPES, Weights, dims_of_config
 from tilewright.engine.mega.run import Clocks, Mega
 from tilewright.engine.mega.shape import default_config
+from tilewright.engine.weights import SmallMatrix
 from tilewright.launch import Device
 from tilewright.models.configs import CONFIGS
+from tilewright.ops.common.weight_formats import QuantizedWeight
 
 STEPS, ROUNDS, SOAK_ROUND = 32, 5, 1000
 
 
-def random_weights(d: Dims, max_len: int) -> Weights:
+def random_weights(d: Dims, max_len: int, weights: str | None) -> Weights:
+    """weights: a format of small ones, or None for 16 bits."""
+
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(shape[-1] ** -0.5)
 
@@ -41,7 +45,11 @@ def random_weights(d: Dims, max_len: int) -> Weights:
 
     heads, rows = d.q_heads * d.head_dim, (d.q_heads + 2 * d.kv_heads) * d.head_dim
     shapes = ((rows, d.hidden), (d.hidden, heads), (2 * d.inter, d.hidden), (d.hidden, d.inter))
-    layers = [tuple(randn(*shape) for _ in range(d.layers)) for shape in shapes]
+
+    def matrix(shape: tuple[int, int]) -> torch.Tensor | SmallMatrix:
+        return SmallMatrix(QuantizedWeight.of(randn(*shape), weights)) if weights else randn(*shape)
+
+    layers = [tuple(matrix(shape) for _ in range(d.layers)) for shape in shapes]
     angles = torch.randn(max_len, d.head_dim // 2, device="cuda")
     head_norms = tuple((ones(d.head_dim), ones(d.head_dim)) for _ in range(d.layers)) if d.head_norms else ()
     embedding, norms = randn(d.vocab, d.hidden), ones(2 * d.layers + 1, d.hidden)
@@ -51,17 +59,17 @@ def random_weights(d: Dims, max_len: int) -> Weights:
 class Bench:
     """One model and its cache."""
 
-    def __init__(self, dims: Dims, position: int, room: int) -> None:
+    def __init__(self, dims: Dims, position: int, room: int, weights: str | None = None) -> None:
         self.dims, self.position, self.room = dims, position, room
         max_len = -(-(position + room + 1) // 128) * 128  # Mega halves a span that does not divide it
-        self.weights = random_weights(dims, max_len)
+        self.weights = random_weights(dims, max_len, weights)
         self.cache = [torch.randn(dims.layers, dims.kv_heads, max_len, dims.head_dim, device="cuda").bfloat16() for _ in range(2)]
 
     def made(self, text: str) -> tuple[Mega, int]:
         """A step, and the tokens of a launch."""
         values = {name: int(value) for name, _, value in (part.partition("=") for part in text.split(",") if part)}
         tokens, blocks = values.pop("tokens", 8), values.pop("blocks", 0)
-        config = replace(default_config(Device.of(self.weights.embedding), self.dims.head_dim), **values)
+        config = replace(default_config(Device.of(self.weights.embedding), self.dims.head_dim, self.weights.pairs > 1), **values)
         clocks = Clocks.at(0, self.position, self.room, torch.device("cuda"))
         return Mega(self.weights, clocks, (self.cache[0], self.cache[1]), blocks=blocks, config=config), tokens
 
@@ -117,12 +125,13 @@ def main() -> None:
     parser.add_argument("model", choices=[name for name, config in CONFIGS.items() if config["model_type"] in MODEL_TYPES])
     parser.add_argument("config", nargs="*", default=[""])
     parser.add_argument("--position", type=int, default=96)
+    parser.add_argument("--weights", choices=[CODES], help="small weights; default 16 bits")
     parser.add_argument("--json", type=Path, help="also append a row for each config here")
     parser.add_argument("--soak", type=int, default=0, metavar="TOKENS")
     options = parser.parse_args()
     dims = dims_of_config(AutoConfig.for_model(**CONFIGS[options.model]))
-    bench = Bench(dims, options.position, SOAK_ROUND if options.soak else STEPS)
-    w = bench.weights
+    bench = Bench(dims, options.position, SOAK_ROUND if options.soak else STEPS, options.weights)
+    w, small = bench.weights, options.weights and f"weights={options.weights}"
     size = sum(t.nbytes for t in (*w.qkv, *w.out, *w.gate_up, *w.down, w.head))
     size += sum(t[:, :, : options.position].numel() * t.element_size() for t in bench.cache)
     ceilings = measure_ceilings(torch.device("cuda"))
@@ -136,7 +145,7 @@ def main() -> None:
         tell(
             {
                 "op": "megakernel",
-                "case": " ".join(filter(None, (options.model, text, f"position={options.position}"))),
+                "case": " ".join(filter(None, (options.model, small, text, f"position={options.position}"))),
                 "dtype": "bfloat16",
                 "gpu": Device.of(w.embedding).name,
                 "time_us": round(bench.step_us(mega, tokens), 1),

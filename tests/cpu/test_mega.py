@@ -21,19 +21,21 @@ from tilewright.engine import Engine, Sampling, keep_modes
 from tilewright.engine.keep_modes import KEPT, keep
 from tilewright.engine.mega import Config, Dims, Schedule, resources
 from tilewright.engine.mega.difftest import differences, scheduled
-from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse
+from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse, two_codes
 from tilewright.engine.mega.reference import Corrupt, Deadlock, Faults, Machine
 from tilewright.engine.mega.resources import launch_of
 from tilewright.engine.mega.run import Clocks, Mega
-from tilewright.engine.mega.shape import ROWS, layout_of, placed, schedule_of
+from tilewright.engine.mega.shape import ROWS, SECOND, layout_of, placed, schedule_of
 from tilewright.engine.modes import faster, rows
 from tilewright.engine.read import read
 from tilewright.engine.weights import Fusion
 from tilewright.interpret import checking
 from tilewright.launch import Device, counted
 from tilewright.models.configs import CONFIGS
+from tilewright.models.quantized import quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+ODD = {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 160}
 SMALL = Config(strips=2, line=16, parts=2, span=4, short=8)
 LLAMA_1B = Dims(16, 2048, 32, 8, 64, 8192, 128256)
 RUN = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-8B", "SmolLM2-135M")
@@ -72,7 +74,7 @@ def cache_of(d: Dims, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Te
     [
         ("llama", {}, 9, BF16),
         ("qwen3", {}, 5, torch.float16),
-        ("llama", {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 160}, 9, BF16),
+        ("llama", ODD, 9, BF16),
     ],
     ids=["llama", "head norms, fp16", "odd sizes"],
 )
@@ -102,11 +104,38 @@ def test_engine_writes_the_tokens_of_transformers_in_few_launches() -> None:
         engine.warm_up(1, len(prompt))
         launches.clear()
         found = engine.generate([prompt], NEW)
-        assert engine._programs.megas[0].tiles.nbytes == packed_bytes(model.config, Device.named("CPU"))
+        assert engine._programs.megas[0].packed.tiles.nbytes == packed_bytes(model.config, Device.named("CPU"), False)
     assert found.tokens == [expected]
     assert len(found.step_s) == NEW - 1
     assert launches["mega_kernel"] == -(-NEW // 4)  # one between two looks of the host
     assert stock_tokens(model, prompt) == expected
+
+
+def test_engine_writes_the_tokens_of_transformers_with_e4m3_weights() -> None:
+    model = tiny("llama", BF16, **SIZES)
+    with Engine(model, max_len=64, mode="mega", weights="e4m3") as engine:
+        found = engine.generate(prompts()[:1], NEW).tokens[0]
+        nbytes = engine._programs.megas[0].packed.tiles.nbytes
+        assert nbytes == packed_bytes(model.config, Device.named("CPU"), True)
+    quantize(model, "e4m3")
+    assert found == stock_tokens(model, prompts()[0])
+    with pytest.raises(ValueError, match='weights must be None or "e4m3" with mode="mega"'):
+        Engine(model, mode="mega", weights="int4-32")
+    other = tiny("llama", BF16, **SIZES)
+    quantize(other, "int4-32")
+    with pytest.raises(ValueError, match='q_proj must be e4m3, and 16 bits in the head, with mode="mega", got int4-32'):
+        Engine(other, mode="mega")
+
+
+def test_two_codes_hold_a_number_of_16_bits() -> None:
+    numbers = torch.randn(7, 500).to(BF16) * torch.tensor([1e-20, 1e-3, 0.0, 1.0, 7.0, 1e4, 1e20])[:, None].to(BF16)
+    numbers[3, ::3] *= 2.0**-9
+    first, second, scales = two_codes(numbers)
+    values = [codes.view(torch.float8_e4m3fn).float() for codes in (first, second)]
+    found = (values[0] + SECOND * values[1]) * scales[:, None]
+    large = numbers.abs().float() >= 2.0**-13 * numbers.abs().float().amax(1, keepdim=True)
+    assert torch.equal(found[large], numbers.float()[large])
+    assert ((found - numbers.float()).abs() <= 2.0**-21 * numbers.abs().float().amax(1, keepdim=True)).all()
 
 
 def test_logits_and_sampling_are_those_of_the_eager_engine(small) -> None:
@@ -119,10 +148,12 @@ def test_logits_and_sampling_are_those_of_the_eager_engine(small) -> None:
     assert found[1][1] == found[0][1]
 
 
-@pytest.mark.parametrize("position", [0, 21, 61])
-def test_every_value_is_within_the_noise_band(position: int) -> None:
-    weights = weights_of(tiny("llama", BF16, **(SIZES | {"num_hidden_layers": 2})))
-    found = differences(weights, position, blocks=9, config=SMALL)
+@pytest.mark.parametrize(("position", "changes", "small"), [(0, {}, False), (21, {}, False), (61, {}, False), (21, ODD, True)])
+def test_every_value_is_within_the_noise_band(position: int, changes: dict, small: bool) -> None:
+    model = tiny("llama", BF16, **(SIZES | {"num_hidden_layers": 2} | changes))
+    if small:
+        quantize(model, "e4m3")
+    found = differences(weights_of(model), position, blocks=9, config=replace(SMALL, pairs=1 + small))
     assert len(found) == 10  # of a layer qkv, out, down; logits, what was appended, what was chosen
     assert {d.name: str(d.accuracy) for d in found if not d.accuracy.ok} == {}
 
@@ -249,7 +280,7 @@ def test_every_element_is_packed_once(small, blocks: int) -> None:
         start += matrix.numel()
     head = torch.arange(start, start + small[1].head.numel()).to(torch.int16).view(small[1].head.shape).view(BF16)
     assert start + head.numel() < 2**16
-    tiles = pack(replace(small[1], head=head, **numbered), schedule)
+    tiles = pack(replace(small[1], head=head, **numbered), schedule).tiles
     found = tiles.view(torch.int16).flatten().to(torch.int64) & 65535
     assert found.count_nonzero() == start + head.numel() - 1
     assert len(found[found > 0].unique()) == start + head.numel() - 1
@@ -374,13 +405,16 @@ def assert_blocks_leave_waits_together(sass: str, waits: int) -> None:
         assert not any("BAR.SYNC" in line for line in loop) or any(re.search(r"\bLDS", line) for line in loop[looked:]), "\n".join(loop)
 
 
-def job_of(name: str, device: Device) -> Job:
-    return Job.of(launch_of(MODELS[name], device)[1], device.arch)
+def job_of(name: str, device: Device, *, small: bool = False) -> Job:
+    return Job.of(launch_of(MODELS[name], device, small=small)[1], device.arch)
 
 
-@pytest.mark.parametrize(("name", "gpu", "sms"), [("Qwen3-0.6B", "H200", 132), ("Llama-3.2-1B", "B300", 160)])
-def test_it_compiles_without_spills(name: str, gpu: str, sms: int) -> None:
-    found = usage(job_of(name, replace(Device.named(gpu), sms=sms)).build())
+@pytest.mark.parametrize(
+    ("name", "gpu", "sms", "small"),
+    [("Qwen3-0.6B", "H200", 132, False), ("Llama-3.2-1B", "B300", 160, False), ("Llama-3.1-8B", "H200", 132, True)],
+)
+def test_it_compiles_without_spills(name: str, gpu: str, sms: int, small: bool) -> None:
+    found = usage(job_of(name, replace(Device.named(gpu), sms=sms), small=small).build())
     assert not found.spills
     assert found.shared_bytes >= 5 * (32 << 10)  # buffers of weights
 

@@ -2,6 +2,8 @@
 without a wrong token.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tilewright.engine.mega.shape import Config
 from tilewright.engine.read import read
 from tilewright.engine.weights import Fusion
 from tilewright.models import random_model
+from tilewright.models.quantized import quantize
 
 SIZES = {
     "model_type": "llama",
@@ -24,21 +27,34 @@ SIZES = {
     "vocab_size": 32768,
     "max_position_embeddings": 4096,
 }
-# One line a row and tile; three sets of x; tiles whose words are fewer than threads.
-FORMS = {"narrow": {}, "norms of heads, 3 sets": {"model_type": "qwen3", "hidden_size": 768, "head_dim": 128}, "few words": {"hidden_size": 320}}
+QWEN3 = {"model_type": "qwen3", "hidden_size": 768, "head_dim": 128}
+# One line a row and tile; three sets of x; tiles whose words are fewer than threads; e4m3 weights.
+FORMS = {
+    "narrow": ({}, False),
+    "norms of heads, 3 sets": (QWEN3, False),
+    "few words": ({"hidden_size": 320}, False),
+    "e4m3": ({}, True),
+    "e4m3, norms of heads": (QWEN3, True),
+    "e4m3, sizes of Llama-3.1-8B": ({"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "head_dim": 128}, True),
+}
 
 
 @pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS.keys())
 def weights(request) -> Weights:
-    model = random_model(SIZES | request.param, dtype=torch.bfloat16).cuda()
+    sizes, small = request.param
+    model = random_model(SIZES | sizes, dtype=torch.bfloat16).cuda()
+    if small:
+        quantize(model, "e4m3")
     return Weights.of(read(model, Fusion(), 2048, lambda *progress: None))
 
 
 @pytest.mark.parametrize("position", [0, 21, 300, 2000])
 @pytest.mark.parametrize("config", [Config(), Config(span=128, parts=1)], ids=str)
 def test_every_value_is_within_the_noise_band(weights: Weights, config: Config, position: int) -> None:
+    if weights.pairs > 1 and config.span > 64:
+        pytest.skip("the shipped tiles of keys alone, with e4m3 weights")
     with torch.inference_mode():
-        found = differences(weights, position, config=config)
+        found = differences(weights, position, config=replace(config, pairs=weights.pairs))
     assert {d.name: str(d.accuracy) for d in found if not d.accuracy.ok} == {}
 
 

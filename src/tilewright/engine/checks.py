@@ -12,7 +12,7 @@ from ..models.files import require_transformers
 from ..models.quantized import check_dtype, is_quantized
 from ..models.shard import Shard, shard_of
 from .cost import memory
-from .mega.pack import refuse_model
+from .mega.pack import CODES, refuse_model
 from .parallel import Group
 from .sampling import LIKELIEST, Sampling
 from .speculate import check_speculation
@@ -83,8 +83,8 @@ def check_mode(mode: str, model: Any, max_batch: int, group: Group | None, weigh
             raise argument_error("mode", '"eager" or "graph" with a group', '"mega"')
         if max_batch != 1:
             raise argument_error("max_batch", '1 with mode="mega"', max_batch)
-        if weights is not None or is_quantized(model):
-            raise argument_error("mode", '"eager" or "graph" with quantised weights', '"mega"')
+        if weights not in (None, CODES):
+            raise argument_error("weights", f'None or "{CODES}" with mode="mega"', repr(weights))
         refuse_model(model, Device.of(next(model.parameters())))
 
 

@@ -439,7 +439,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
     def _check_memory(self) -> None:
         needed, what = self._held.size, "the cache does not fit"
         if self.mode == "mega":
-            needed += packed_bytes(self._model.config, Device.of(self.decoder.embedding))
+            needed += packed_bytes(self._model.config, Device.of(self.decoder.embedding), is_quantized(self._model))
             what = "the cache and the megakernel's copy of the weights do not fit"
         block_table = self.max_len // self._cache_shape[1] if self._paged else 0
         needed += 8 * self.max_batch * (self._check_every + block_table)  # tokens; the table in two copies of 4 bytes

@@ -42,7 +42,7 @@ def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, bey
         refuse_model(model, device)
     except ValueError:
         return "graph"
-    if packed_bytes(model.config, device) > torch.cuda.mem_get_info(model.device)[0]:
+    if packed_bytes(model.config, device, False) > torch.cuda.mem_get_info(model.device)[0]:
         return "graph"
     return faster(model.config, device, model.dtype, max_len, [*rows(own_table()), *rows(SHIPPED)])
 

@@ -116,8 +116,8 @@ class Programs:
         weights, state = Weights.of(self.decoder), self.state
         clocks = Clocks(state.tokens, state.counters, state.recent, state.clock)
         logits = buffers.tensor("logits", 1, self.decoder.vocab)
-        tiles = self.megas[0].tiles if self.megas else None
-        self.megas.append(Mega(weights, clocks, state.stacks, logits=logits, choose=greedy, tiles=tiles))
+        packed = self.megas[0].packed if self.megas else None
+        self.megas.append(Mega(weights, clocks, state.stacks, logits=logits, choose=greedy, packed=packed))
         return self.megas[-1]
 
 

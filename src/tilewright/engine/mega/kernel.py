@@ -11,19 +11,19 @@ import cuda.tile as ct
 from .attend import attention, first_tile, publish_qkv, rope_at
 from .shape import DOWN, GATE_UP, HEAD, OUT, QKV, layout_of, placed
 from .sums import add_outputs, clear, owned, read, summed
-from .tiles import active_of, groups_of, inner_sets, normed, part_of, product, repeated, with_first
+from .tiles import active_of, groups_of, head_sets, inner_sets, normed, outputs_of, part_of, product, scales_of, twice
 from .words import NOWHERE, Matrix, Stack, Stacks, Vector, above, added, as_bits, epoch_of, fetch, high_of, look, low_of, polled, put
 
 
 def stream_row(array, row, s):
     """Words of an embedding or of a norm's weights, a tile for each set."""
-    return tuple(fetch(array, (row, n), (1, s.strips * s.wide_width)) for n in ct.static_iter(range(s.wide_sets)))
+    return tuple(fetch(array, (row, n), (1, s.strips * s.wide_width)) for n in ct.static_iter(range(s.stream_sets)))
 
 
 def embedded(EMBEDDING, token, s, dtype):
     """The residual stream of a token: for each set, fp32 of the lower and the higher neighbours."""
     words = stream_row(EMBEDDING, token, s)
-    return tuple((low_of(words[n], dtype), high_of(words[n], dtype)) for n in ct.static_iter(range(s.wide_sets)))
+    return tuple((low_of(words[n], dtype), high_of(words[n], dtype)) for n in ct.static_iter(range(s.stream_sets)))
 
 
 def better_of(LOGITS, ys, best, where, first, groups, places, s):
@@ -72,6 +72,7 @@ def remember(RECENT, CLOCK, token):
 @ct.kernel
 def mega_kernel(
     W: Stack,
+    SCALES: Vector,
     EMBEDDING: Matrix,
     NORMS: Matrix,
     HEAD_NORMS: Stack,
@@ -99,8 +100,9 @@ def mega_kernel(
     """`steps` tokens, each chosen from the logits of the one before if `choose`, else one. Grid
     (blocks,), all resident.
 
-    W, EMBEDDING, NORMS, HEAD_NORMS, ROPE: as `pack` makes them. Their int32 words and those of K
-        and V [layers * kv_heads, max_len, head words] are two neighbours of 16 bits.
+    W, SCALES, EMBEDDING, NORMS, HEAD_NORMS, ROPE: as `pack` makes them. Their int32 words, but for
+        e4m3 weights, and those of K and V [layers * kv_heads, max_len, head words] are two
+        neighbours of 16 bits.
     SUMS, int64: of odd and even epochs, behind attention and behind the MLP of each layer.
         QKV_WORDS, int64: a layer's queries, keys and values, then their partners. Both have an axis
         of copies, of stride 0, that gives each thread a word to poll.
@@ -116,8 +118,8 @@ def mega_kernel(
     s = layout_of(SCHEDULE)
     block, dtype = ct.bid(0), LOGITS.dtype
     STRIPS, LINE, TURNS, STEP_TURNS = s.strips, s.line, s.turns, s.layers * s.layer_turns + s.turns[4]
-    OUT_FIELDS, DOWN_FIELDS, OUT_PARTS = LINE // s.head_words, LINE // s.down_width, s.out_parts
-    MOST = LINE // min(s.wide_width, min(s.head_words, s.down_width))  # fields of a line, of any form
+    OUT_PARTS = s.out_parts
+    MOST = LINE // min(s.wide_width, min(s.out_width, s.down_width))  # fields of a line, of any form
     EACH = LINE // 4 // MOST
     o, i = ct.arange(MOST, dtype=ct.int32).reshape((1, MOST, 1)), ct.arange(EACH, dtype=ct.int32).reshape((1, 1, EACH))
     strip, places = ct.arange(STRIPS, dtype=ct.int32).reshape((STRIPS, 1, 1)), (o, i)
@@ -131,7 +133,7 @@ def mega_kernel(
     rope = rope_at(ROPE, position, s)
     keys = first_tile(K, V, 0, head, position, part, s)
     some = fetch(W, (0, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE))  # for the layout
-    xs = tuple(some for _ in ct.static_iter(range(max(s.wide_sets, s.down_sets))))
+    xs = tuple(some for _ in ct.static_iter(range(s.pairs * max(s.stream_sets, s.down_sets))))
     active = tuple(ct.zeros((1, LINE // 4), ct.int32) for _ in ct.static_iter(range(TURNS[2])))
     best, where = ct.full((1, MOST, EACH), -math.inf, ct.float32), ct.full((1, MOST, EACH), NOWHERE, ct.int32)
     old = ct.zeros((STRIPS, MOST, EACH), ct.int64)
@@ -148,10 +150,17 @@ def mega_kernel(
                 place = 8 * (before // 2) + 2 + before % 2
                 x, patience = summed(SUMS, this + before, adders, place, x, (STUCK, block, patience), s, dtype)
             xs = normed(x, norm, xs, eps, s, dtype)
+            if s.pairs > 1:
+                if kind == HEAD:
+                    xs = twice(xs, s, dtype)
         if ((kind == OUT) | (kind == DOWN)) & (sub == 0):
             old = read(SUMS, other + half, own)
         until = groups_of(kind, places, s) + 0 * strip
+        if s.pairs > 1:
+            scales = scales_of(SCALES, kind, layer, first, block, outputs_of(kind, first, part, places, strip, s), until, places, s)
         ys = product(W, tile, groups, sets, kind, until, xs, s, dtype)
+        if s.pairs > 1:
+            ys = tuple(ys[n] * scales[n] for n in ct.static_iter(range(8)))
         # Loads from memory come back behind the weights that are under way, so they start a turn
         # before they are needed.
         turn = turn + 1
@@ -165,16 +174,13 @@ def mega_kernel(
                 words, patience = attention(
                     QKV_WORDS, SHARES, K, V, HEAD_NORMS, keys, rope, layer, head, part, position, epoch, eps, scale, waiter, s, dtype
                 )
-                xs = with_first((repeated(words, xs[0]),), xs)
+                xs = head_sets(words, xs, s)
         elif (kind == OUT) | (kind == DOWN):
-            slot, field = part_of(places, OUT_FIELDS)
-            item_groups, fields, adders = s.out_groups, OUT_FIELDS, s.q_heads
-            begin, end = part * s.out_words, min((part + 1) * s.out_words, s.hidden_words)
+            slot, word, quarter, end = outputs_of(kind, first, part, places, strip, s)
+            adders = s.q_heads
             if kind == DOWN:
-                slot, field = part_of(places, DOWN_FIELDS)
-                item_groups, fields, adders, begin, end = s.down_groups, DOWN_FIELDS, s.blocks, 0, s.hidden_words
-            word = begin + (strip * item_groups + first + slot) * fields + field
-            add_outputs(SUMS, ys, this + half, word, slot, groups, STRIPS * item_groups * fields, end, adders)
+                adders = s.blocks
+            add_outputs(SUMS, ys, this + half, word, slot, groups, quarter, end, adders)
             if sub == 0:
                 clear(SUMS, STUCK, other + half, own, old, block, s.blocks)
         elif kind == GATE_UP:

@@ -67,6 +67,7 @@ class Machine:
             order: seed of the order of blocks and of the faults; None for blocks by their numbers.
         """
         self.weights, self.schedule, self.token, self.position, self.cache = weights, schedule, token, position, cache
+        self._qkv, self._out, self._gate_up, self._down = weights.dense()
         self.dtype = dtype or weights.embedding.dtype
         self.wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         self.tokens: list[int] = []
@@ -186,22 +187,22 @@ class Machine:
             for layer in range(d.layers):
                 if layer:
                     x = self._rounded(x + (yield from self._whole(2 * layer - 1, epoch, s.blocks)))
-                heads = self._times(w.qkv[layer][rows.start : rows.stop], self._normed(x, w.norms[2 * layer]))
+                heads = self._times(self._qkv[layer][rows.start : rows.stop], self._normed(x, w.norms[2 * layer]))
                 if len(rows):
                     self._publish(f"layers.{layer}.qkv", (s.qkv_rows,), rows.start, heads.to(self.dtype), epoch)
                 if mine:
                     (head, outputs), size = mine, d.head_dim
                     attended = yield from self._attended(block, head, layer, self.position + epoch - 1, epoch)
-                    terms = self._times(w.out[layer][outputs.start : outputs.stop, head * size : (head + 1) * size], attended)
+                    terms = self._times(self._out[layer][outputs.start : outputs.stop, head * size : (head + 1) * size], attended)
                 self._clear(2 * layer, epoch, block)
                 if mine:
                     self._add(2 * layer, epoch, outputs, terms)
                 x = self._rounded(x + (yield from self._whole(2 * layer, epoch, d.q_heads)))
-                rows_of_both = w.gate_up[layer][2 * inner.start : 2 * inner.stop]
+                rows_of_both = self._gate_up[layer][2 * inner.start : 2 * inner.stop]
                 gate, up = self._times(rows_of_both, self._normed(x, w.norms[2 * layer + 1])).view(-1, 2).unbind(1)
                 active = self._rounded(torch.nn.functional.silu(gate) * up)
                 self._clear(2 * layer + 1, epoch, block)
-                self._add(2 * layer + 1, epoch, range(d.hidden), self._times(w.down[layer][:, inner.start : inner.stop], active))
+                self._add(2 * layer + 1, epoch, range(d.hidden), self._times(self._down[layer][:, inner.start : inner.stop], active))
             x = self._rounded(x + (yield from self._whole(2 * d.layers - 1, epoch, s.blocks)))
             token = yield from self._chosen(block, self._normed(x, w.norms[-1]), epoch)
 

@@ -12,29 +12,31 @@ from ...compile.disassemble import require_tools
 from ...compile.report import ARCHS, Row
 from ...launch import Device, Traced, traced
 from ...models.configs import CONFIGS
-from .pack import Weights, dims_of_config, refuse
+from .pack import Packed, Weights, dims_of_config, refuse
 from .run import Clocks, Mega
-from .shape import ROWS, Dims, Schedule, schedule_of
+from .shape import ROWS, Dims, Schedule, default_config, schedule_of
 
 MAX_LEN = 16384
 EXCHANGE_US = 5.0  # what an exchange between blocks adds to a layer, on an H200 with Llama-3.2-1B
 
 
-def launch_of(dims: Dims, device: Device) -> tuple[Schedule, Traced]:
-    """The step's launch on a device, with nothing in memory."""
+def launch_of(dims: Dims, device: Device, *, small: bool = False) -> tuple[Schedule, Traced]:
+    """The step's launch on a device, with nothing in memory. small: of e4m3 weights."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    schedule = schedule_of(dims, device)
+    config = default_config(device, dims.head_dim, small)
+    schedule = schedule_of(dims, device, config=config)
     rope = meta(MAX_LEN, dims.head_dim // 2, dtype=torch.float32)
     head_norms = ((meta(dims.head_dim), meta(dims.head_dim)),) * dims.layers if dims.head_norms else ()
     norms = meta(2 * dims.layers + 1, dims.hidden)
     weights = Weights(dims, meta(dims.vocab, dims.hidden), norms, (), (), (), (), meta(1), rope, rope, 1e-5, 0.125, head_norms)
     cache = meta(dims.layers, dims.kv_heads, MAX_LEN, dims.head_dim)
     tiles = meta(schedule.size * ROWS * schedule.config.strips, 1, schedule.config.line, dtype=torch.int32)
+    scales = meta(schedule.row_scales, dtype=torch.float32)
     with traced(device) as launches:
-        Mega(weights, Clocks.at(0, 0, 16, torch.device("meta")), (cache, cache), tiles=tiles).step()
+        Mega(weights, Clocks.at(0, 0, 16, torch.device("meta")), (cache, cache), config=config, packed=Packed(tiles, scales)).step()
     return schedule, launches[0]
 
 
@@ -42,7 +44,7 @@ def predicted_share(schedule: Schedule, device: Device) -> float:
     """Of the memory's rate: a prediction from the tiles of the busiest block, with its waits for
     others, and from what exchanges took on an H200.
     """
-    floor_us = 2 * schedule.weights() / device.memory_gbs / 1e3
+    floor_us = schedule.weight_bytes() / device.memory_gbs / 1e3
     step_us = floor_us * schedule.cost() / schedule.busiest() / schedule.balance()
     return floor_us / (step_us + 3 * schedule.dims.layers * EXCHANGE_US)
 

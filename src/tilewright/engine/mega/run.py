@@ -8,7 +8,7 @@ from torch import Tensor
 from ...launch import Bound, Device, Launch, next_pow2
 from ...ops.common.tiles import LOG2E
 from .kernel import mega_kernel
-from .pack import Weights, as_words, head_norm_words, pack, rope_words, stream_words
+from .pack import Packed, Weights, as_words, head_norm_words, pack, rope_words, stream_words
 from .shape import Config, default_config, schedule_of
 from .sums import ARRIVAL, FIELD, FIELD_BITS, FRACTION, HALF_FIELD, RANGE
 from .words import NOWHERE
@@ -53,7 +53,7 @@ class Mega:
         config: Config | None = None,
         choose: bool = True,
         spin_limit: int = SPIN_LIMIT,
-        tiles: Tensor | None = None,
+        packed: Packed | None = None,
     ) -> None:
         """
         Args:
@@ -62,15 +62,15 @@ class Mega:
             blocks: of the grid; 0 and ValueError as in `schedule_of`.
             choose: the likeliest token follows; without it a step ends with the logits.
             spin_limit: polls after which a block gives up, for `check`; 0 for never.
-            tiles: the weights as `pack` makes them, of another Mega with the same schedule.
+            packed: the weights, of another Mega with the same schedule.
         """
         d, like, device = weights.dims, weights.embedding, Device.of(weights.embedding)
-        config = config or default_config(device, d.head_dim)
+        config = config or default_config(device, d.head_dim, weights.pairs > 1)
         while cache[0].shape[2] % config.span:
             config = replace(config, span=config.span // 2)
         self.weights, self.clocks, self.cache, self.schedule = weights, clocks, cache, schedule_of(d, device, blocks, config)
         s, head_words, threads = self.schedule, d.head_dim // 2, 32 * WARPS
-        self.tiles = pack(weights, s) if tiles is None else tiles
+        self.packed = packed or pack(weights, s)
         self.logits = torch.zeros(1, d.vocab, dtype=like.dtype, device=like.device) if logits is None else logits
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -85,7 +85,8 @@ class Mega:
         self._shares = zeros(d.layers * d.q_heads, next_pow2(max(s.split.out_parts, threads // 4 // head_words)), 4, head_words)
         self._best = zeros(2, next_pow2(max(s.blocks, threads // 2)))
         arguments = {
-            "w": self.tiles,
+            "w": self.packed.tiles,
+            "scales": self.packed.scales,
             "embedding": stream_words(like, s),
             "norms": stream_words(weights.norms, s),
             "head_norms": head_norm_words(weights),

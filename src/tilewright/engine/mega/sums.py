@@ -75,7 +75,7 @@ def clear(SUMS, STUCK, row, word, old, block, blocks):
 
 def summed(SUMS, row, adders, place, x, waiter, s, dtype):
     """The residual stream x plus a sum, as soon as it is whole; and the polls that are left."""
-    SETS, COPIES, WIDTH = s.wide_sets, SUMS.shape[1], s.strips * s.wide_width
+    SETS, COPIES, WIDTH = s.stream_sets, SUMS.shape[1], s.strips * s.wide_width
     target = adders + 1  # its owner's clearing counts too
     # Words that all blocks poll come late to all, so a block first polls a single word, by an
     # atomic: one of its own among the last words of the runs, which come last.

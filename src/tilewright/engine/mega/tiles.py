@@ -6,7 +6,7 @@ field of a line, of the most that any form has, and which value of the field.
 
 import cuda.tile as ct
 
-from .shape import DOWN, GATE_UP, OUT, QKV
+from .shape import DOWN, GATE_UP, OUT, QKV, SECOND
 from .words import added, high_of, low_of, packed, rounded
 
 
@@ -14,7 +14,7 @@ def normed(x, weights, xs, eps, s, dtype):
     """The normed residual stream in the first sets of xs, as wide tiles are multiplied by it; the
     other sets stay.
     """
-    STRIPS, LINE, SETS, WIDTH = s.strips, s.line, s.wide_sets, s.wide_width
+    STRIPS, LINE, SETS, WIDTH = s.strips, s.line, s.stream_sets, s.wide_width
     squares = x[0][0] * x[0][0] + x[0][1] * x[0][1]
     for n in ct.static_iter(range(1, SETS)):
         squares = squares + x[n][0] * x[n][0] + x[n][1] * x[n][1]
@@ -26,6 +26,16 @@ def normed(x, weights, xs, eps, s, dtype):
         if LINE > WIDTH:
             words = ct.broadcast_to(words.reshape((STRIPS, 1, WIDTH)), (STRIPS, LINE // WIDTH, WIDTH))
         new = (*new, words.reshape((STRIPS, LINE)))
+    return with_first(new, xs)
+
+
+def twice(xs, s, dtype):
+    """The normed stream as the head's tiles are multiplied by it, each set for both codes of a
+    number.
+    """
+    new: tuple = ()
+    for n in ct.static_iter(range(s.stream_sets)):
+        new = (*new, xs[n], packed(low_of(xs[n], dtype) * SECOND, high_of(xs[n], dtype) * SECOND, dtype))
     return with_first(new, xs)
 
 
@@ -44,6 +54,15 @@ def fields_sum(values, FIELDS):
     return ct.broadcast_to(total, (STRIPS, FIELDS, MOST // FIELDS)).reshape((STRIPS, MOST, 1))
 
 
+def halves_of(words):
+    """Words of four e4m3 codes as two of fp16, which holds them all: of the lower and the upper
+    pair.
+    """
+    four = ct.unpack_from_bytes(ct.pack_to_bytes(words), ct.float8_e4m3fn).astype(ct.float16)
+    two = ct.unpack_from_bytes(ct.pack_to_bytes(four), ct.int32).reshape((*words.shape, 2))
+    return tuple(ct.extract(two, (0, 0, n), (*words.shape, 1)).reshape(words.shape) for n in ct.static_iter(range(2)))
+
+
 def product(W, tile, groups, sets, kind, until, xs, s, dtype):
     """The rows of `groups` groups of tiles, from `tile` on, times xs: for each row of a tile
     [STRIPS, MOST, EACH], of the group whose number is in `until`.
@@ -51,23 +70,29 @@ def product(W, tile, groups, sets, kind, until, xs, s, dtype):
     Nothing else is in this loop: the compiler makes a ring of many buffers only for a loop without
     branches and other loads, and its producer runs ahead only if nothing is stored.
     """
-    STRIPS, LINE, MOST, EACH = s.strips, s.line, until.shape[1], until.shape[2]
-    OUT_FIELDS, DOWN_FIELDS = LINE // s.head_words, LINE // s.down_width
-    ONE_SET, number = len(xs) == 1, ct.zeros((STRIPS, MOST, 1), ct.int32)
+    STRIPS, LINE, MOST, EACH, PAIRS = s.strips, s.line, until.shape[1], until.shape[2], s.pairs
+    OUT_FIELDS, DOWN_FIELDS = LINE // s.out_width, LINE // s.down_width
+    ONE_SET, number = len(xs) == PAIRS, ct.zeros((STRIPS, MOST, 1), ct.int32)
     ys = tuple(ct.zeros((STRIPS, MOST, EACH), ct.float32) for _ in ct.static_iter(range(8)))
     for i in range(groups * sets):
         w = ct.load(W, (tile + i, 0, 0), (8 * STRIPS, 1, LINE), check_bounds=False, latency=s.latency)
-        x = xs[0]
+        x, y = xs[0], xs[PAIRS - 1]
         if not ONE_SET:
             here = ct.broadcast_to(number, (STRIPS, MOST, LINE // MOST)).reshape((STRIPS, LINE))
-            for n in ct.static_iter(range(1, len(xs))):
-                x = ct.where(here == n, xs[n], x)
-        x_low, x_high = low_of(x, dtype), high_of(x, dtype)
+            for n in ct.static_iter(range(1, len(xs) // PAIRS)):
+                x = ct.where(here == n, xs[PAIRS * n], x)
+                y = ct.where(here == n, xs[PAIRS * n + PAIRS - 1], y)
+        x_low, x_high, y_low, y_high = low_of(x, dtype), high_of(x, dtype), low_of(y, dtype), high_of(y, dtype)
         new: tuple = ()
         for row in ct.static_iter(range(8)):
             words = ct.extract(w, (row, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE))
-            terms = (low_of(words, dtype) * x_low + high_of(words, dtype) * x_high).reshape((STRIPS, MOST, LINE // MOST))
-            smallest = ct.sum(terms, axis=2, keepdims=True)
+            if PAIRS == 1:
+                terms = low_of(words, dtype) * x_low + high_of(words, dtype) * x_high
+            else:
+                first, second = halves_of(words)
+                terms = low_of(first, ct.float16) * x_low + high_of(first, ct.float16) * x_high
+                terms = terms + low_of(second, ct.float16) * y_low + high_of(second, ct.float16) * y_high
+            smallest = ct.sum(terms.reshape((STRIPS, MOST, LINE // MOST)), axis=2, keepdims=True)
             value = fields_sum(smallest, s.wide_fields)
             if OUT_FIELDS == DOWN_FIELDS:
                 value = ct.where((kind == OUT) | (kind == DOWN), fields_sum(smallest, OUT_FIELDS), value)
@@ -110,7 +135,7 @@ def groups_of(kind, places, s):
     elif kind == GATE_UP:
         slot = slot // 2
     elif kind == OUT:
-        slot = part_of(places, s.line // s.head_words)[0]
+        slot = part_of(places, s.line // s.out_width)[0]
     elif kind == DOWN:
         slot = part_of(places, s.line // s.down_width)[0]
     return slot
@@ -148,5 +173,48 @@ def repeated(words, x):
 def inner_sets(active, xs, s):
     """What `down` is multiplied by, from the words of all turns of gate and up."""
     WIDTH, EACH = s.down_width, s.line // 4 // s.down_width
-    sets = tuple(repeated(ct.extract(active[n // EACH], (0, n % EACH), (1, WIDTH)), xs[n]) for n in ct.static_iter(range(s.down_sets)))
+    sets: tuple = ()
+    for n in ct.static_iter(range(s.pairs * s.down_sets)):
+        words = active[min(n // EACH, len(active) - 1)]  # behind the last turn weights are zeros
+        sets = (*sets, repeated(ct.extract(words, (0, n % EACH), (1, WIDTH)), xs[n]))
     return with_first(sets, xs)
+
+
+def head_sets(words, xs, s):
+    """What `out` is multiplied by, from the words of what a head attended to."""
+    WIDTH = s.out_width
+    return with_first(tuple(repeated(ct.extract(words, (0, n), (1, WIDTH)), xs[n]) for n in ct.static_iter(range(s.pairs))), xs)
+
+
+def outputs_of(kind, first, part, places, strip, s):
+    """For `out` and `down`: the group whose sums a thread keeps; the pair of outputs of rows 0 and
+    4 of its tiles, how many pairs behind it those of the next rows are, and the end of the pairs.
+    """
+    slot, field = part_of(places, s.line // s.out_width)
+    item_groups, fields, begin, end = s.out_groups, s.line // s.out_width, part * s.out_words, min((part + 1) * s.out_words, s.hidden_words)
+    if kind == DOWN:
+        slot, field = part_of(places, s.line // s.down_width)
+        item_groups, fields, begin, end = s.down_groups, s.line // s.down_width, 0, s.hidden_words
+    word = begin + (strip * item_groups + first + slot) * fields + field
+    return slot, word, s.strips * item_groups * fields, end
+
+
+def scales_of(SCALES, kind, layer, first, block, outputs, slot, places, s):
+    """Of the rows whose sums a thread keeps, for each row of a tile: `pack.row_scales`.
+
+    first: of the turn's groups. outputs: as `outputs_of`. slot: `groups_of`.
+    """
+    ROWS = 8 * s.wide_fields
+    qkv, gate_up, narrow = s.tiles[0] // s.wide_sets * ROWS, s.tiles[2] // s.wide_sets * ROWS, 2 * s.hidden_words
+    base, step, pair = layer * (qkv + gate_up + 2 * narrow), 1, 4  # rows of a tile are rows of the matrix
+    row = ((first + slot) * s.wide_fields + part_of(places, s.wide_fields)[1]) * 8
+    if kind == GATE_UP:
+        row = row + (min(block, s.attending) * s.gate_up + max(block - s.attending, 0) * s.others) * ROWS
+        base = base + qkv + narrow
+    elif (kind == OUT) | (kind == DOWN):
+        row, step, pair = 2 * outputs[1], 2 * outputs[2], 1
+        base = base + qkv
+        if kind == DOWN:
+            base = base + narrow + gate_up
+    LAST = SCALES.shape[0] - 1
+    return tuple(ct.gather(SCALES, ct.minimum(base + row + n % 4 * step + n // 4 * pair, LAST), check_bounds=False) for n in ct.static_iter(range(8)))
