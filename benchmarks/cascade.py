@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewright import attention_decode, cascade_decode
 from tilewright.bench.report import tell
 from tilewright.bench.timer import input_sets, time_interleaved
+from tilewright.launch import Device
 
 PAGE = 64
 
@@ -60,18 +61,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if min(given.users, given.prefix, given.own) < 1 or given.prefix % PAGE:
         parser.error(f"--users, --prefix and --own must be positive, --prefix a multiple of {PAGE}")
     sizes = given.users, given.prefix, given.own, (given.q_heads, given.kv_heads), given.dim
-    row: dict[str, Any] = {name.replace("-", "_"): value for name, value in vars(given).items() if name != "json"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = " ".join(f"{name}={value}" for name, value in vars(given).items() if name != "json")
+    row: dict[str, Any] = {"op": "cascade_decode", "case": case, "gpu": Device.of(torch.empty(0, device=device)).name}
     torch.manual_seed(0)
     first = inputs(*sizes, device)
     found = {name: call(**first).float() for name, call in CALLS.items()}
     row["difference"] = float((found["cascade_decode"] - found["attention_decode"]).norm() / found["attention_decode"].norm())
     if device == "cuda":
         once = first["k"].nbytes + first["v"].nbytes
-        properties = torch.cuda.get_device_properties(0)
-        sets = input_sets(lambda: inputs(*sizes, device), once, properties.L2_cache_size)
+        sets = input_sets(lambda: inputs(*sizes, device), once, torch.cuda.get_device_properties(0).L2_cache_size)
         times = {name: timing.time_us for name, timing in time_interleaved(CALLS, sets).items()}
-        row |= {"gpu": properties.name, "bytes": once, "us": times, "ratio": times["attention_decode"] / times["cascade_decode"]}
+        row |= {"bytes": once, "us": times, "ratio": times["attention_decode"] / times["cascade_decode"]}
     tell(row, given.json)
     return row
 

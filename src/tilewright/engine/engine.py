@@ -92,10 +92,10 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
             max_len: the most tokens of a sequence, prompt included.
             mode: "eager" launches each kernel; "graph" replays a CUDA graph for each decode step,
                 and chooses the same tokens. "mega" runs a decode step of one sequence (`max_batch`
-                1) as one persistent kernel, for the models that docs/megakernel.md names, on a
-                packed copy of the weights. "auto" chooses "mega" if it was measured to be faster on
-                this GPU (engine/modes.py), else "graph", and on a CPU "eager"; the attribute `mode`
-                holds the choice.
+                1) as one persistent kernel, for the models and weights that docs/megakernel.md
+                names, on a packed copy of the weights. "auto" chooses "mega" if it was measured to
+                be faster on this GPU (engine/modes.py), else "graph", and on a CPU "eager"; the
+                attribute `mode` holds the choice.
             prefill_tokens: prompt tokens read at once, over all sequences; fewer need less memory.
             check_every: decode steps between two reads of the tokens by the host. Only these reads
                 wait for the device.
