@@ -125,6 +125,9 @@ def test_engine_writes_the_tokens_of_transformers_with_e4m3_weights() -> None:
     quantize(other, "int4-32")
     with pytest.raises(ValueError, match='q_proj must be e4m3, and 16 bits in the head, with mode="mega", got int4-32'):
         Engine(other, mode="mega")
+    model.lm_head = other.model.layers[0].self_attn.q_proj
+    with pytest.raises(ValueError, match=r"lm_head must be e4m3, and 16 bits in the head, .* got int4-32"):
+        Engine(model, mode="mega")
 
 
 def test_two_codes_hold_a_number_of_16_bits() -> None:

@@ -72,9 +72,9 @@ def refuse_model(model: Any, device: Device) -> None:
     if is_quantized(model):
         head = model.get_output_embeddings()
         for name, module in linears.items():
-            small = module.weight_format if isinstance(module, QuantizedLinear) else str(module.weight.dtype).removeprefix("torch.")
-            if (small == CODES) == (module is head):
-                raise argument_error(f"the weight of {name}", f'{CODES}, and 16 bits in the head, with mode="mega"', small)
+            found = module.weight_format if isinstance(module, QuantizedLinear) else "16 bits"
+            if found != ("16 bits" if module is head else CODES):
+                raise argument_error(f"the weight of {name}", f'{CODES}, and 16 bits in the head, with mode="mega"', found)
 
 
 def packed_bytes(config: Any, device: Device, small: bool) -> int:
