@@ -11,7 +11,7 @@ import cuda.tile as ct
 from .attend import attention, first_tile, publish_qkv, rope_at
 from .shape import DOWN, GATE_UP, HEAD, OUT, QKV, layout_of, placed
 from .sums import add_outputs, clear, owned, read, summed
-from .tiles import active_of, groups_of, head_sets, inner_sets, normed, outputs_of, part_of, product, scales_of, twice
+from .tiles import active_of, attended_sets, groups_of, inner_sets, normed, outputs_of, part_of, product, scales_of, twice
 from .words import NOWHERE, Matrix, Stack, Stacks, Vector, above, added, as_bits, epoch_of, fetch, high_of, look, low_of, polled, put
 
 
@@ -174,7 +174,7 @@ def mega_kernel(
                 words, patience = attention(
                     QKV_WORDS, SHARES, K, V, HEAD_NORMS, keys, rope, layer, head, part, position, epoch, eps, scale, waiter, s, dtype
                 )
-                xs = head_sets(words, xs, s)
+                xs = attended_sets(words, xs, s)
         elif (kind == OUT) | (kind == DOWN):
             slot, word, quarter, end = outputs_of(kind, first, part, places, strip, s)
             adders = s.q_heads

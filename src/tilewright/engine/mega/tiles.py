@@ -180,7 +180,7 @@ def inner_sets(active, xs, s):
     return with_first(sets, xs)
 
 
-def head_sets(words, xs, s):
+def attended_sets(words, xs, s):
     """What `out` is multiplied by, from the words of what a head attended to."""
     WIDTH = s.out_width
     return with_first(tuple(repeated(ct.extract(words, (0, n), (1, WIDTH)), xs[n]) for n in ct.static_iter(range(s.pairs))), xs)
@@ -200,7 +200,7 @@ def outputs_of(kind, first, part, places, strip, s):
 
 
 def scales_of(SCALES, kind, layer, first, block, outputs, slot, places, s):
-    """Of the rows whose sums a thread keeps, for each row of a tile: `pack.row_scales`.
+    """Of the rows whose sums a thread keeps, for each row of a tile: `pack.Packed`.
 
     first: of the turn's groups. outputs: as `outputs_of`. slot: `groups_of`.
     """
