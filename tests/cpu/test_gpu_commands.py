@@ -152,6 +152,11 @@ def test_the_decode_suite_has_a_row_for_each_mode_that_runs(pretend_gpu, tmp_pat
     monkeypatch.setattr(suite, "MODES", ("mega",))
     assert suite.decode_command(peers=False) == 0
     assert "mode=mega: not run (the model must be without biases" in capsys.readouterr().out
+    monkeypatch.setattr(suite, "CASES", (suite.Case("llama", 3, 3, 64, "e4m3"),))
+    assert suite.decode_command(json_file=file) == 0
+    assert keep(file, tmp_path / "modes.jsonl") == 2
+    rows = [json.loads(line) for line in (tmp_path / "modes.jsonl").read_text().splitlines()]
+    assert sorted(str(row["weights"]) for row in rows) == ["None", "e4m3"]
 
 
 def test_a_wrong_kernel_is_named_and_gets_no_row(pretend_gpu, tmp_path, monkeypatch, capsys):

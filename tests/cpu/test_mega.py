@@ -250,6 +250,8 @@ def test_auto_takes_what_was_the_faster_one(small, tmp_path) -> None:
     assert chosen() == "mega"
     assert chosen(max_len=8192) == "graph"
     assert chosen(dtype=torch.float16) == "graph"
+    assert faster(config, device, BF16, 4096, rows(table), "e4m3") == "graph"
+    assert faster(config, device, BF16, 4096, [row | {"weights": "e4m3"} for row in rows(table)], "e4m3") == "mega"
     assert faster(small[0].config, Device.named("B200"), BF16, 4096, rows(table)) == "graph"
     measured(k96=(740.0, 760.0))  # replaces its rows alone
     assert chosen() == "graph"

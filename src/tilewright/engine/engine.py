@@ -22,7 +22,7 @@ from .draft import Rounds
 from .ending import Decode, Ending
 from .graph import run
 from .layers import Decoder
-from .mega.pack import packed_bytes
+from .mega.pack import CODES, packed_bytes
 from .memory import Held, check_fits, lasting, too_much
 from .modes import Mode, auto_mode
 from .pages import CacheKind, Pages, pool_shape
@@ -134,8 +134,8 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         check_bools(prefix_reuse=prefix_reuse)
         checks.check_states(model, group, cache=cache, prefix_reuse=prefix_reuse, drafts=speculate > 0, codes=kv_dtype is not None)
         if mode == "auto":
-            beyond = cache == "paged" or weights is not None or kv_dtype is not None or draft is not None or is_quantized(model)
-            mode = auto_mode(model, max_batch, max_len, group, beyond)
+            beyond = cache == "paged" or weights not in (None, CODES) or kv_dtype is not None or draft is not None
+            mode = auto_mode(model, max_batch, max_len, group, weights == CODES or is_quantized(model), beyond)
         page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
         self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress

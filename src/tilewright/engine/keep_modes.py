@@ -14,14 +14,14 @@ from pathlib import Path
 from ..launch.files import replace_file
 from .modes import Row, own_table, rows
 
-KEPT = ("gpu", "dtype", "sizes", "keys", "mode", "time_us", "date", "clocks")
+KEPT = ("gpu", "dtype", "weights", "sizes", "keys", "mode", "time_us", "date", "clocks")
 
 
 def keep(source: Path, to: Path) -> int:
     """Puts the rows of modes that "auto" chooses from, of a file of the suite's, in front of the
     table's. Returns how many.
     """
-    found = [{name: row[name] for name in KEPT} for row in rows(source) if row["op"] == "decode" and row["mode"] in ("graph", "mega")]
+    found = [{name: row.get(name) for name in KEPT} for row in rows(source) if row["op"] == "decode" and row["mode"] in ("graph", "mega")]
     old = [row for row in rows(to) if not any(_same(row, new) for new in found)]
     to.parent.mkdir(parents=True, exist_ok=True)
     replace_file(to, "".join(json.dumps(row) + "\n" for row in (*found, *old)).encode())
@@ -29,7 +29,7 @@ def keep(source: Path, to: Path) -> int:
 
 
 def _same(a: Row, b: Row) -> bool:
-    return all(a[name] == b[name] for name in ("gpu", "dtype", "sizes", "keys", "mode"))
+    return all(a.get(name) == b.get(name) for name in ("gpu", "dtype", "weights", "sizes", "keys", "mode"))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ..launch import Device
 from ..launch.identity import cache_folder
-from .mega.pack import dims_of_config, packed_bytes, refuse_model
+from .mega.pack import CODES, dims_of_config, packed_bytes, refuse_model
 from .parallel import Group
 
 Mode = Literal["eager", "graph", "mega", "auto"]
@@ -26,12 +26,13 @@ def own_table() -> Path:
     return cache_folder() / "modes.jsonl"
 
 
-def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, beyond: bool) -> Mode:
+def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, small: bool, beyond: bool) -> Mode:
     """The mode that "auto" stands for. "graph" where nothing was measured; "eager" on a CPU.
 
     "mega" only for one sequence, of a model that it runs and has room to pack, and if it was the
-    faster one at every measured number of keys up to max_len. beyond: the cache has pages or 8
-    bits, or the weights are quantised, which is beyond the megakernel.
+    faster one at every measured number of keys up to max_len. small: weights are quantised, or will
+    be to CODES. beyond: the cache has pages or 8 bits, or there is a draft, or weights will have
+    another format, which is beyond the megakernel.
     """
     device = Device.of(next(model.parameters()))
     if device.is_cpu:
@@ -42,21 +43,21 @@ def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, bey
         refuse_model(model, device)
     except ValueError:
         return "graph"
-    if packed_bytes(model.config, device, False) > torch.cuda.mem_get_info(model.device)[0]:
+    if packed_bytes(model.config, device, small) > torch.cuda.mem_get_info(model.device)[0]:
         return "graph"
-    return faster(model.config, device, model.dtype, max_len, [*rows(own_table()), *rows(SHIPPED)])
+    return faster(model.config, device, model.dtype, max_len, [*rows(own_table()), *rows(SHIPPED)], CODES if small else None)
 
 
-def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table: Iterable[Row]) -> Mode:
+def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table: Iterable[Row], weights: str | None = None) -> Mode:
     """ "mega" or "graph". Of rows of the same mode and keys the first counts.
 
     "graph" too where max_len is far beyond all measured keys: attention over many keys is what the
     megakernel is slower at.
     """
-    wanted = {"gpu": device.name, "dtype": str(dtype).removeprefix("torch."), "sizes": asdict(dims_of_config(config))}
+    wanted = {"gpu": device.name, "dtype": str(dtype).removeprefix("torch."), "sizes": asdict(dims_of_config(config)), "weights": weights}
     times: dict[tuple[str, int], float] = {}
     for row in table:
-        if all(row[name] == value for name, value in wanted.items()):
+        if all(row.get(name) == value for name, value in wanted.items()):
             times.setdefault((row["mode"], row["keys"]), row["time_us"])
     pairs = {keys: (us, times["graph", keys]) for (mode, keys), us in times.items() if mode == "mega" and ("graph", keys) in times}
     reached = [us for keys, us in pairs.items() if keys <= max_len]

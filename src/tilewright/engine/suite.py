@@ -22,21 +22,25 @@ from ..bench.ceilings import Ceilings
 from ..bench.command import ready
 from ..bench.report import append_jsonl
 from ..models import Loaded, load
+from ..models.quantized import quantize
 from .command import Measured, Sizes, case_of, collect, equal, prompts_of, ready_engine, rows_of
 from .engine import Engine
 from .measure import Run, profiled, run_engine, run_transformers
-from .mega.pack import dims_of_config
+from .mega.pack import CODES, dims_of_config
 from .modes import Mode
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A config's name, the tokens to read and to write. room: minimum tokens of the cache."""
+    """A config's name, the tokens to read and to write. room: minimum tokens of the cache. weights:
+    what they are quantised to; then nobody runs beside the engine.
+    """
 
     model: str
     prompt: int = 32
     new: int = 128
     room: int = 16384
+    weights: str | None = None
 
 
 CASES = (
@@ -45,6 +49,7 @@ CASES = (
     Case("Llama-3.2-1B", prompt=8192, new=64),
     Case("Llama-3.2-3B"),
     Case("Llama-3.1-8B"),
+    Case("Llama-3.1-8B", weights=CODES),
     Case("Qwen3-0.6B"),
     Case("SmolLM2-135M", room=2048),
 )
@@ -61,13 +66,15 @@ def decode_command(*, json_file: Path | None = None, case: str = "", peers: bool
     setup = ready(device, console)
     count = 0
     for one in CASES:
-        if case not in f"decode {one.model} batch=1 prompt={one.prompt} new={one.new}":
+        if case not in f"decode {one.model}{f' weights={one.weights}' if one.weights else ''} batch=1 prompt={one.prompt} new={one.new}":
             continue
         if time.monotonic() > until:
             console.print("out of time; the rest is not measured")
             break
         loaded = load(one.model, device=setup.device, dtype=torch.bfloat16)
-        for row in measure_decode(loaded, one, setup.ceilings, console, peers=peers):
+        if one.weights:
+            quantize(loaded.model, one.weights, undoable=False)
+        for row in measure_decode(loaded, one, setup.ceilings, console, peers=peers and not one.weights):
             count += 1
             console.print(line(row))
             if json_file:
@@ -108,7 +115,7 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
         (row,) = rows_of(found)
         row |= {"op": "decode", "step_bytes": size, "gbs": round(size / row["time_us"] / 1e3, 1), "read_gbs": round(ceilings.read_gbs, 1)}
         row |= {"read_pct": row["floor_pct"], "kernel_us": steps_us, "mode": mode, "keys": case.prompt + case.new // 2}
-        row["sizes"] = asdict(dims_of_config(model.config))
+        row |= {"sizes": asdict(dims_of_config(model.config)), "weights": case.weights}
         row["equal_tokens"] |= {f"tilewright {other}": round(equal(run, theirs), 4) for other, theirs in written.items() if other != mode}
         yield row
 
