@@ -5,6 +5,7 @@ every architecture.
 import dataclasses
 import io
 import json
+import os
 
 import msgspec
 import pytest
@@ -132,6 +133,12 @@ def test_a_damaged_or_unwritable_cache_only_costs_time(tmp_path):
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(b"{")
     assert report(cache, 64)[0].verdict == "ok"
+    job = Job.of(launch_of(512, SPILLS), "sm_90")
+    cache._path(job).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(cache._path(job))  # an open would wait for a writer
+    assert cache.get(job) is None
+    cache.put(job, first := Compiled(Resources(8, 0, 0, 1024, {})))
+    assert cache.get(job) == dataclasses.replace(first, cached=True)
     occupied = tmp_path / "occupied"
     occupied.write_text("a file where the folder would be")
     assert report(ResultCache(occupied), 64)[0].verdict == "ok"

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from ..launch.files import read_regular
 from ..launch.identity import cache_folder, kernel_digest
 from .disassemble import find_tool
 from .job import Compiled, Job
 
+LONGEST = 1 << 20  # bytes of a result: far more than one has
 FORMAT = "3"  # raise it when Resources, or the way of reading them, changes
 
 
@@ -31,8 +33,8 @@ class ResultCache:
 
     def get(self, job: Job) -> Compiled | None:
         try:
-            found = msgspec.json.decode(self._path(job).read_bytes(), type=Compiled)
-        except (OSError, msgspec.DecodeError):
+            found = msgspec.json.decode(read_regular(self._path(job), LONGEST), type=Compiled)
+        except (OSError, ValueError):  # also what msgspec raises
             return None
         return dataclasses.replace(found, cached=True)
 
