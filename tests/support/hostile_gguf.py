@@ -206,6 +206,10 @@ def other_attention() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
     for key, value in (("ext_factor", 0.5), ("attn_factor", 2.0), ("log_multiplier", 0.1)):
         yield f"yarn {key}", f"yarn_{key} is ", says(**yarn, **{f"rope__scaling__yarn_{key}": (F32, number(F32, value))})
     yield "yarn of base 1", "", lambda file: (says(**yarn)(file), file.put("llama.rope.freq_base", F32, number(F32, 1.0)))
+    for slow, fast, length in ((32.0, 1.0, 4096), (1.0, 32.0, 6), (1e-9, 1e-9, 4096), (40.0, 32.0, 4096)):
+        betas = {f"rope__scaling__yarn_beta_{key}": (F32, number(F32, value)) for key, value in (("slow", slow), ("fast", fast))}
+        of_length = {"rope__scaling__original_context_length": (U32, number(U32, length))}
+        yield f"yarn betas {slow} {fast} {length}", "yarn_beta_slow to", says(**yarn, **betas, **of_length)
     yield "yarn beta", "yarn_beta_fast is positive", says(**yarn, rope__scaling__yarn_beta_fast=(F32, number(F32, -1.0)))
 
     def both(file: Gguf) -> None:

@@ -22,7 +22,7 @@ def scaled_rotations(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     Raises: ModelFileError where no config can say what the file says.
     """
     kind = metadata["general.architecture"]
-    base, causal = metadata.get(f"{kind}.rope.freq_base", 1.0), metadata.get(f"{kind}.attention.causal", True)
+    base, causal = metadata.get(f"{kind}.rope.freq_base", 10000.0), metadata.get(f"{kind}.attention.causal", True)
     prefix = f"{kind}.rope.scaling."
     said = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     named, factor = said.get("type", "linear"), said.get("factor", metadata.get(f"{kind}.rope.scale_linear", 0.0))
@@ -44,6 +44,10 @@ def scaled_rotations(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
             raise file_error(path, f"a GGUF file whose {prefix}{key} is {value}, or left out", said[key])
     if named == "linear":
         return {"rope_type": "linear", "factor": factor}
+    slow, fast, turns = betas.get("yarn_beta_slow", 1.0), betas.get("yarn_beta_fast", 32.0), length / (2 * math.pi)
+    if not (slow <= fast and slow <= turns <= fast * base * base):  # llama.cpp and transformers differ on a ramp that ends before it begins
+        be = f"a GGUF file whose rotations turn yarn_beta_slow to yarn_beta_fast times in the tokens of {prefix}original_context_length"
+        raise file_error(path, be, f"{slow} to {fast} times in {length}")
     more = {"attention_factor": attention * (1.0 + 0.1 * math.log(factor)), **{key.removeprefix("yarn_"): value for key, value in betas.items()}}
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **more}
 
