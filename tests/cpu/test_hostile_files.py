@@ -22,7 +22,7 @@ from tiny_models import PLAIN, tiny_model
 from typer.testing import CliRunner
 
 from tilewright.cli import app, main
-from tilewright.models import ModelFileError, load, outline_of
+from tilewright.models import ModelFileError, chat_template, load, outline_of
 from tilewright.models.gguf_header import read_header
 
 SECONDS = 1.0  # of this thread's time for one file
@@ -156,6 +156,17 @@ def test_a_broken_chat_template_is_one_line(template: str, tmp_path: Path, monke
     assert result.stderr.startswith(f"error: {tmp_path}/x.gguf must be a model whose tokenizer and chat template take a prompt")
     assert result.stderr.count("\n") == 1
     assert ("a chat template that" in result.stderr) == (template not in BROKEN)
+
+
+def test_a_process_of_templates_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it is told of messages that no buffer holds."""
+    monkeypatch.setattr(chat_template, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(chat_template, "_PROCESS", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    renderer, began = chat_template._Renderer(), time.monotonic()
+    for size in (1, 1 << 20):
+        with _timed(), pytest.raises(ValueError, match="a chat template that ends its process with code -9"):
+            renderer.text({"conversations": "a" * size})
+    assert time.monotonic() - began < 10
 
 
 def test_missing_unexpected_and_misshapen_weights_are_named_and_counted(tmp_path: Path) -> None:

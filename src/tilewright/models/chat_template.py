@@ -71,14 +71,17 @@ class _Renderer:
         size = len(json.dumps(what["conversations"]))
         limits = SECONDS + (size >> 22), BYTES + 32 * size, LONGEST + 4 * size
         with self._lock:
-            connection = self._begun()
+            process, connection = self._begun()
+            late = threading.Timer(PATIENCE_S, process.kill)  # also of one that was stopped: long messages wait until they are read
+            late.daemon = True
+            late.start()
             try:
                 connection.send_bytes(json.dumps((what, *limits)).encode())
-                if not connection.poll(PATIENCE_S):
-                    raise TimeoutError
                 text, problem = json.loads(connection.recv_bytes())
             except (OSError, EOFError):
                 text, problem = "", self.end()
+            finally:
+                late.cancel()
         if problem:
             raise ValueError(problem)
         return str(text)
@@ -97,7 +100,7 @@ class _Renderer:
         how = f"takes more than {SECONDS} seconds" if code == -signal.SIGXCPU else f"ends its process with code {code}"
         return f"a chat template that {how}"
 
-    def _begun(self) -> Connection:
+    def _begun(self) -> "tuple[subprocess.Popen[bytes], Connection]":
         if self._running is None:
             ours, its = Pipe()
             command = [sys.executable, "-c", _PROCESS, str(its.fileno())]
@@ -110,7 +113,7 @@ class _Renderer:
             its.close()
             ours.send_bytes(json.dumps(sys.path).encode())
             self._running = process, ours
-        return self._running[1]
+        return self._running
 
 
 _renderer = _Renderer()

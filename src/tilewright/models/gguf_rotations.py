@@ -26,7 +26,7 @@ def scaled_rotations(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     prefix = f"{kind}.rope.scaling."
     said = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     named, factor = said.get("type", "linear"), said.get("factor", metadata.get(f"{kind}.rope.scale_linear", 0.0))
-    length = said.get("original_context_length", metadata.get(f"{kind}.context_length"))
+    length: Any = said.get("original_context_length", metadata.get(f"{kind}.context_length"))
     if not _positive(base):
         raise file_error(path, f"a GGUF file with a positive {kind}.rope.freq_base", base)
     if causal is not True:
