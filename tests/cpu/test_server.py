@@ -417,23 +417,3 @@ def test_a_server_for_all_without_a_key_warns(capsys):
 def test_an_option_out_of_range_is_named(option):
     with pytest.raises(ValueError, match=next(iter(option))), serving(Loaded(None, tokenizer(), "tiny"), **option):
         pass
-
-
-def test_a_text_arrives_whole_however_its_tokens_are_cut():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from tilewright.models.server.text import Text
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    holder = type("T", (), {"backend_tokenizer": words})
-    said = "h\u00e9 \U0001f600! e"
-    tokens = words.encode(said).ids
-    text = Text(holder, [])
-    assert "".join(text.add([token]) for token in tokens) + text.end() == said
-    text = Text(holder, [])
-    assert text.add(tokens[:2]) + text.end() == "h\ufffd"  # a character that never was complete
-    text = Text(holder, ["\U0001f600!", "zz"])
-    assert "".join(text.add([token]) for token in tokens) + text.end() == "h\u00e9 "
-    assert text.stopped

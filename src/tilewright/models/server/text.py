@@ -1,6 +1,9 @@
 """The text of an answer while its tokens arrive."""
 
+import re
 from typing import Any
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Text:
@@ -14,6 +17,8 @@ class Text:
 
         self._words = tokenizer.backend_tokenizer
         self._stream = DecodeStream([], skip_special_tokens=True)
+        self._special = {index for index, token in self._words.get_added_tokens_decoder().items() if token.special}
+        self._run: list[int] = []  # bytes in a row: one more may make others characters of all of them
         self._stops = stops
         self._tokens: list[int] = []
         self._decoded = 0  # characters
@@ -23,7 +28,12 @@ class Text:
     def add(self, tokens: list[int]) -> str:
         """The text that these tokens make certain."""
         self._tokens += tokens
-        found = "".join(self._stream.step(self._words, token) or "" for token in tokens)
+        found = ""
+        for token in tokens:
+            self._run.append(token)
+            if token not in self._special and not _BYTE.fullmatch(self._words.id_to_token(token) or ""):
+                found += self._stream.step(self._words, self._run) or ""
+                self._run = []
         return self._certain(found, last=False)
 
     def end(self) -> str:
