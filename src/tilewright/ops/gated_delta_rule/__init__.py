@@ -14,7 +14,9 @@ Numerics  The state is fp32, in and out, and so are all sums. Token after token 
           rounded but the result. Chunk after chunk (16 bits alone) the operands of products are
           rounded to the dtype: the state, what delta is made of, and the squares of a chunk, whose
           entries are at most beta. The inverse of a chunk is made of fp16 factors and fp32 sums, by
-          doubling blocks: powers would lose all digits where keys are alike.
+          doubling blocks: powers would lose all digits where keys are alike. A NaN or an infinity
+          also reaches earlier tokens of its chunk and, behind its segment, all columns of its head.
+          It may end where the gates have since taken the state below 2**-64, unless it is a gate.
 Bound     Memory, for a token the state, read and written once; for long prompts of few heads the
           chain of chunks.
 """
