@@ -139,6 +139,10 @@ def test_two_codes_hold_a_number_of_16_bits() -> None:
     large = numbers.abs().float() >= 2.0**-13 * numbers.abs().float().amax(1, keepdim=True)
     assert torch.equal(found[large], numbers.float()[large])
     assert ((found - numbers.float()).abs() <= 2.0**-21 * numbers.abs().float().amax(1, keepdim=True)).all()
+    for bad in (float("nan"), -float("inf")):
+        numbers[2, 7] = bad
+        with pytest.raises(ValueError, match=r"the weight of the head must be finite with e4m3 weights .* got a NaN or an infinity"):
+            two_codes(numbers)
 
 
 def test_logits_and_sampling_are_those_of_the_eager_engine(small) -> None:

@@ -233,6 +233,8 @@ def two_codes(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide = matrix.float()
     scales = torch.exp2(torch.ceil(torch.log2(wide.abs().amax(1).clamp(min=2.0**-100) / LARGEST[E4M3])))
+    if not bool(scales.isfinite().all()):
+        raise argument_error("the weight of the head", 'finite with e4m3 weights and mode="mega"', "a NaN or an infinity")
     scaled = wide / scales[:, None]
     first = nearest_codes(scaled, E4M3)
     return first, nearest_codes((scaled - first.view(torch.float8_e4m3fn).float()) / SECOND, E4M3), scales
