@@ -239,7 +239,7 @@ def hostile_folders() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     names = list(weights())
     maps: dict[str, Any] = {
         name: dict.fromkeys(names, name)
-        for name in ("../../etc/passwd", "/etc/passwd", "../part-0.safetensors", "missing.safetensors", "", ".", "..")
+        for name in ("../../etc/passwd", "/etc/passwd", "../part-0.safetensors", "missing.safetensors", "\n\x1b[2J.safetensors", "", ".", "..")
     }
     maps |= {
         "itself": dict.fromkeys(names, "model.safetensors.index.json"),

@@ -32,15 +32,18 @@ class ModelFileError(ValueError):
 
     exit_code = 2  # of the command line
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
+
 
 def file_error(path: Path, be: object, was: object) -> ModelFileError:
     """The error to raise: `raise file_error(path, "a GGUF file", "a folder")`."""
-    return ModelFileError(f"{path} must be {_shown(be, 2 * LONGEST)}, got {_shown(was, LONGEST)}")
+    return ModelFileError(f"{path} must be {_one_line(str(be)[: 2 * LONGEST])[: 2 * LONGEST]}, got {_one_line(str(was)[:LONGEST])[:LONGEST]}")
 
 
-def _shown(text: object, most: int) -> str:
-    """In one line: a name in a file may hold any character."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:most])[:most]
+def _one_line(text: str) -> str:
+    """A name in a file, or of one, may hold any character, also those that a terminal obeys."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 @contextmanager
