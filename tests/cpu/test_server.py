@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
@@ -83,10 +83,10 @@ def test_a_step_that_raises_ends_its_requests_and_the_server_goes_on(running, po
     found = []
 
     def ask(**how):
-        connection = http.client.HTTPConnection("localhost", port, timeout=60)
-        connection.request("POST", CHAT, json.dumps(chat(max_tokens=90, **how)), JSON)
-        answer = connection.getresponse()
-        found.append((answer.status, answer.read().decode()))
+        with closing(http.client.HTTPConnection("localhost", port, timeout=60)) as connection:
+            connection.request("POST", CHAT, json.dumps(chat(max_tokens=90, **how)), JSON)
+            answer = connection.getresponse()
+            found.append((answer.status, answer.read().decode()))
 
     users = [threading.Thread(target=ask, kwargs=how) for how in ({}, {"stream": True}, {"frequency_penalty": 1.0}, {"n": 1})]
     for user in users:
@@ -284,11 +284,11 @@ def test_a_prompt_that_begins_alike_is_not_read_again(running, port):
 
 
 def events(port, path, body):
-    connection = http.client.HTTPConnection("localhost", port, timeout=60)
-    connection.request("POST", path, json.dumps({**body, "stream": True}), JSON)
-    answer = connection.getresponse()
-    assert answer.status == 200
-    lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
+    with closing(http.client.HTTPConnection("localhost", port, timeout=60)) as connection:
+        connection.request("POST", path, json.dumps({**body, "stream": True}), JSON)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

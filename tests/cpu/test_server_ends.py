@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,10 +49,10 @@ def test_a_worker_that_dies_leaves_errors_and_ends_the_process(broken, capsys, m
         raise broken
 
     def ask(port, stream):
-        connection = http.client.HTTPConnection("localhost", port, timeout=30)
-        connection.request("POST", CHAT, json.dumps(chat(max_tokens=400, stream=stream)), JSON)
-        answer = connection.getresponse()
-        given[stream] = answer.status, answer.read().decode()
+        with closing(http.client.HTTPConnection("localhost", port, timeout=30)) as connection:
+            connection.request("POST", CHAT, json.dumps(chat(max_tokens=400, stream=stream)), JSON)
+            answer = connection.getresponse()
+            given[stream] = answer.status, answer.read().decode()
 
     asking = threading.Thread(target=clients)
     asking.start()
