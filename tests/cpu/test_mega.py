@@ -21,11 +21,11 @@ from tilewright.engine import Engine, Sampling, keep_modes
 from tilewright.engine.keep_modes import KEPT, keep
 from tilewright.engine.mega import Config, Dims, Schedule, resources
 from tilewright.engine.mega.difftest import differences, scheduled
-from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse, two_codes
+from tilewright.engine.mega.pack import Weights, dims_of_config, inner_columns, pack, packed_bytes, refuse
 from tilewright.engine.mega.reference import Corrupt, Deadlock, Faults, Machine
 from tilewright.engine.mega.resources import launch_of
 from tilewright.engine.mega.run import Clocks, Mega
-from tilewright.engine.mega.shape import ROWS, SECOND, layout_of, placed, schedule_of
+from tilewright.engine.mega.shape import ROWS, layout_of, placed, schedule_of
 from tilewright.engine.modes import faster, rows
 from tilewright.engine.read import read
 from tilewright.engine.weights import Fusion
@@ -109,40 +109,6 @@ def test_engine_writes_the_tokens_of_transformers_in_few_launches() -> None:
     assert len(found.step_s) == NEW - 1
     assert launches["mega_kernel"] == -(-NEW // 4)  # one between two looks of the host
     assert stock_tokens(model, prompt) == expected
-
-
-def test_engine_writes_the_tokens_of_transformers_with_e4m3_weights() -> None:
-    model = tiny("llama", BF16, **SIZES)
-    with Engine(model, max_len=64, mode="mega", weights="e4m3") as engine:
-        found = engine.generate(prompts()[:1], NEW).tokens[0]
-        nbytes = engine._programs.megas[0].packed.tiles.nbytes
-        assert nbytes == packed_bytes(model.config, Device.named("CPU"), True)
-    quantize(model, "e4m3")
-    assert found == stock_tokens(model, prompts()[0])
-    with pytest.raises(ValueError, match='weights must be None or "e4m3" with mode="mega"'):
-        Engine(model, mode="mega", weights="int4-32")
-    other = tiny("llama", BF16, **SIZES)
-    quantize(other, "int4-32")
-    with pytest.raises(ValueError, match='q_proj must be e4m3, and 16 bits in the head, with mode="mega", got int4-32'):
-        Engine(other, mode="mega")
-    model.lm_head = other.model.layers[0].self_attn.q_proj
-    with pytest.raises(ValueError, match=r"lm_head must be e4m3, and 16 bits in the head, .* got int4-32"):
-        Engine(model, mode="mega")
-
-
-def test_two_codes_hold_a_number_of_16_bits() -> None:
-    numbers = torch.randn(7, 500).to(BF16) * torch.tensor([1e-20, 1e-3, 0.0, 1.0, 7.0, 1e4, 1e20])[:, None].to(BF16)
-    numbers[3, ::3] *= 2.0**-9
-    first, second, scales = two_codes(numbers)
-    values = [codes.view(torch.float8_e4m3fn).float() for codes in (first, second)]
-    found = (values[0] + SECOND * values[1]) * scales[:, None]
-    large = numbers.abs().float() >= 2.0**-13 * numbers.abs().float().amax(1, keepdim=True)
-    assert torch.equal(found[large], numbers.float()[large])
-    assert ((found - numbers.float()).abs() <= 2.0**-21 * numbers.abs().float().amax(1, keepdim=True)).all()
-    for bad in (float("nan"), -float("inf")):
-        numbers[2, 7] = bad
-        with pytest.raises(ValueError, match=r"the weight of the head must be finite with e4m3 weights .* got a NaN or an infinity"):
-            two_codes(numbers)
 
 
 def test_logits_and_sampling_are_those_of_the_eager_engine(small) -> None:
