@@ -42,7 +42,9 @@ def _hang(loaded):
 
 
 def _two_lines(loaded):
-    raise ModelFileError(f"{loaded.source} must be\nright")
+    error = ModelFileError("")
+    error.args = (f"{loaded.source} must be\nright",)
+    raise error
 
 
 PLANTED = {
