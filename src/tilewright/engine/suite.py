@@ -42,6 +42,11 @@ class Case:
     room: int = 16384
     weights: str | None = None
 
+    @property
+    def name(self) -> str:
+        words = "decode", self.model, self.weights and f"weights={self.weights}", f"batch=1 prompt={self.prompt} new={self.new}"
+        return " ".join(filter(None, words))
+
 
 CASES = (
     Case("Llama-3.2-1B"),
@@ -66,7 +71,7 @@ def decode_command(*, json_file: Path | None = None, case: str = "", peers: bool
     setup = ready(device, console)
     count = 0
     for one in CASES:
-        if case not in f"decode {one.model}{f' weights={one.weights}' if one.weights else ''} batch=1 prompt={one.prompt} new={one.new}":
+        if case not in one.name:
             continue
         if time.monotonic() > until:
             console.print("out of time; the rest is not measured")

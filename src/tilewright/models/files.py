@@ -38,7 +38,11 @@ class ModelFileError(ValueError):
 
 def file_error(path: Path, be: object, was: object) -> ModelFileError:
     """The error to raise: `raise file_error(path, "a GGUF file", "a folder")`."""
-    return ModelFileError(f"{path} must be {_one_line(str(be)[: 2 * LONGEST])[: 2 * LONGEST]}, got {_one_line(str(was)[:LONGEST])[:LONGEST]}")
+    return ModelFileError(f"{path} must be {_shown(be, 2 * LONGEST)}, got {_shown(was, LONGEST)}")
+
+
+def _shown(text: object, most: int) -> str:
+    return _one_line(str(text)[:most])[:most]
 
 
 def _one_line(text: str) -> str:

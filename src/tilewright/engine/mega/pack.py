@@ -248,8 +248,7 @@ def alternating(both: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Packed:
     """tiles: int32 [tiles * ROWS * strips, 1, line]. scales: fp32; with e4m3 codes one for each row
-    of a layer's qkv, out, gate and up, and down, each filled up to whole groups, then of the next
-    layer's, and of the head.
+    of `Schedule.padded_rows` of a layer, then of the next, and of the head.
     """
 
     tiles: Tensor
@@ -257,7 +256,7 @@ class Packed:
 
 
 def pack(weights: Weights, s: Schedule) -> Packed:
-    like, pairs, outputs = weights.embedding, s.config.pairs, 2 * s.hidden_words
+    like, pairs, padded = weights.embedding, s.config.pairs, s.padded_rows
     whole, scales = torch.empty(s.size * s.tile_words, dtype=torch.int32, device=like.device), list[Tensor]()
     at = 0
 
@@ -268,7 +267,7 @@ def pack(weights: Weights, s: Schedule) -> Packed:
             at += tiles.numel()
 
     def numbers(matrix: Tensor | AnyMatrix, rows: int, *, of_both: bool = False) -> Tensor:
-        """rows: whole groups of them."""
+        """rows: as many scales are kept."""
         if isinstance(matrix, Tensor):
             return matrix
         codes, each = (alternating(found) if of_both else found for found in codes_of(matrix))
@@ -276,8 +275,8 @@ def pack(weights: Weights, s: Schedule) -> Packed:
         return codes
 
     for qkv, out, gate_up, down in zip(weights.qkv, weights.out, weights.gate_up, weights.down, strict=True):
-        put(_wide([numbers(qkv, s.qkv_groups * s.wide_rows)], s, s.qkv_groups, pairs), _out(numbers(out, outputs), s))
-        put(_wide([numbers(gate_up, s.gate_up_groups * s.wide_rows, of_both=True)], s, s.gate_up_groups, pairs), *_down(numbers(down, outputs), s))
+        put(_wide([numbers(qkv, padded[0])], s, s.qkv_groups, pairs), _out(numbers(out, padded[1]), s))
+        put(_wide([numbers(gate_up, padded[2], of_both=True)], s, s.gate_up_groups, pairs), *_down(numbers(down, padded[3]), s))
     if pairs == 1:
         put(_wide([weights.head], s, s.head_groups, 1))
         return Packed(whole.view(-1, 1, s.config.line), torch.zeros(1, device=like.device))

@@ -161,10 +161,14 @@ class Schedule:
         return min(block, self.attending) * each + max(block - self.attending, 0) * other
 
     @property
+    def padded_rows(self) -> tuple[int, int, int, int]:
+        """Of a layer's qkv, out, gate and up, and down, each filled up to whole groups."""
+        return self.qkv_groups * self.wide_rows, 2 * self.hidden_words, self.gate_up_groups * self.wide_rows, 2 * self.hidden_words
+
+    @property
     def row_scales(self) -> int:
-        """Of e4m3 weights, those of padded rows too."""
-        rows = self.wide_rows * (self.qkv_groups + self.gate_up_groups) + 4 * self.hidden_words
-        return self.dims.layers * rows + self.dims.vocab if self.config.pairs > 1 else 1
+        """Of e4m3 weights: `pack.Packed`."""
+        return self.dims.layers * sum(self.padded_rows) + self.dims.vocab if self.config.pairs > 1 else 1
 
     def _most(self, groups: int, first: int) -> int:
         """Of `groups`, the most that a block has: see `dealt`."""

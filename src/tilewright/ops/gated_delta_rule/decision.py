@@ -25,8 +25,7 @@ WAITS = 3.0  # of a product: for its operands, its issue and its sums
 LINK_TILE = 16  # columns of the state of a block of the link: all rows of its matrix stand in registers
 FACTORS = 4  # rows of them; the last keeps a chunk's aligned
 GATE_HEADS = 8  # whose gates a block writes: a sector of 32 bytes for each token
-STEADY: tuple[str, ...] = ("sm_90",)  # where the blocks of the solve stay for many chunks
-SKIPS: tuple[str, ...] = ("sm_90",)  # where the pass for the states of segments leaves out what they forget
+TIMED = ("sm_90",)  # where `steady` and `skips` were timed, and are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield Config(min(tile_v, widest), occupancy=occupancy)
     segments = (0, *SEGMENTS) if device.arch in CHUNKED else (0,)
     rows = CHANNELS.get(device.arch, ()) if p.channels else CHUNKED.get(device.arch, ANYWHERE)
-    steady = device.arch in STEADY and not p.channels
+    timed = device.arch in TIMED
     for tile_v, chunk, transposed, latency, occupancy, solve, heads in rows:
         for segment in segments:
             c = Config(
@@ -166,8 +165,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
                 latency,
                 solve,
                 _shared(p, heads),
-                steady,
-                segment > 0 and device.arch in SKIPS,
+                timed and not p.channels,
+                timed and segment > 0,
                 occupancy,
             )
             few = _segments(p, c) > p.batch and _blocks(p, c) * p.v_heads * p.batch < device.sms * occupancy
