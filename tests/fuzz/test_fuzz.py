@@ -7,8 +7,10 @@ from tilewright import ops
 from tilewright.cli import app
 from tilewright.ops import layer_norm, moe_route, rms_norm
 from tilewright.testing import fuzz, op_name
+from tilewright.testing.check import outputs, run_op
 from tilewright.testing.definitions import DEFINITIONS
-from tilewright.testing.fuzz import Family, Layout, fuzz_command
+from tilewright.testing.definitions.rows import code_sums
+from tilewright.testing.fuzz import Family, Layout, fuzz_command, judge
 from tilewright.testing.fuzz_draws import DRAWS
 
 CPU = torch.device("cpu")
@@ -114,3 +116,22 @@ def test_a_layout_keeps_values(layout, shape):
 def test_case_needs_one_op_and_fuzz():
     with pytest.raises(ValueError, match="--case must come with one op"):
         fuzz_command(None, seconds=1, case="0.0", device="cpu")
+
+
+@pytest.mark.parametrize(("op", "sizes"), [("matmul", {"m": 40}), ("bmm", {"m": 40, "batch": 2}), ("grouped_gemm", {"rows": 40, "groups": 2})])
+def test_an_fp32_result_is_judged_as_one(op, sizes):
+    """One that was rounded to the operands' 16 bits on its way is wrong."""
+    module = getattr(ops, op)
+    inputs = module.Problem(**sizes, n=24, k=50, dtype=torch.bfloat16, out_dtype=torch.float32).inputs(CPU)
+    right = outputs(run_op(module, inputs))
+    judge(op, right, inputs, "")
+    with pytest.raises(AssertionError, match="of the bound"):
+        judge(op, [y.bfloat16().float() for y in right], inputs, "")
+
+
+def test_sums_of_codes_have_the_error_that_an_h200_showed():
+    torch.manual_seed(0)
+    a, b = (torch.randn(64, 512).to(torch.float8_e4m3fn).float() for _ in range(2))
+    truth = a.double() @ b.double().mT
+    error = (code_sums(a, b) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
+    assert 1.0e-4 < error < 1.4e-4

@@ -3,7 +3,8 @@
 Source    The definition; scaled 8-bit operands after DeepSeek-V3 2024, arXiv:2412.19437, section
           3.3 (ops/common/scaling.py says what scales mean).
 Numerics  Products and sums in fp32, rounded once. Scales of a tensor or row multiply the sum;
-          scales of a group the sum over its 128 values, which starts from zero.
+          scales of a group the sum over its 128 values, which starts from zero. Hopper's tensor
+          cores sum 8-bit operands with about 14 bits: see `matmul`.
 Bound     Compute from a few hundred rows and columns on; below that memory: every operand read
           once, out written once.
 """

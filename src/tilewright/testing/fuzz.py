@@ -35,7 +35,7 @@ from .poison import MARGIN_BYTES, poisoned_empty
 from .sizes import Sizes
 
 SEED = 0
-CASES = {"cpu": 6, "cuda": 600}  # of a family: a kernel compiles for a second, a case takes milliseconds
+CASES = {"cpu": 6, "cuda": 120}  # of a family: a kernel compiles for a second, a case takes milliseconds
 SIZES = 12  # of a family: each may compile kernels of its own
 SHOWN = 5
 FEW, AGAIN = 64, 3  # elements that make a result's RMS, and how often a case of luck is judged again
@@ -343,7 +343,7 @@ def fuzz_command(
     """Draws cases for so many seconds, or runs one. Returns the exit code: 1 if any is wrong.
 
     case: "FAMILY.CASE", with one op. jobs: processes, which draw other families each; by default
-    one, on a GPU up to 8, since a case waits for compilers and for the host. tell: takes a row of
+    one, on a GPU up to 16, since a case waits for compilers and for the host. tell: takes a row of
     what ran.
     """
     console = Console(soft_wrap=True, highlight=False)
@@ -362,7 +362,7 @@ def fuzz_command(
             return 1
         console.print("right")
         return 0
-    jobs = jobs or (1 if where.type == "cpu" else min(8, os.cpu_count() or 1))
+    jobs = jobs or (1 if where.type == "cpu" else min(16, os.cpu_count() or 1))
     start = time.time()
     console.print(f"fuzz on {where} for {seconds:g} s, --seed {seed}")
     shares = (tuple(map(op_name, chosen)), where, seed, start + seconds)

@@ -219,6 +219,24 @@ def cut_sums(a: Tensor, b: Tensor, step: int, bits: int, total: Tensor | None = 
 
 fp8_sums = partial(cut_sums, step=32, bits=14)  # of Hopper, and of torch._scaled_mm with use_fast_accum
 tf32_sums = partial(cut_sums, step=8, bits=24)
+half_sums = partial(cut_sums, step=16, bits=24)
+
+
+def code_sums(a: Tensor, b: Tensor) -> Tensor:
+    """a [.., m, k] times b [.., n, k] of 8-bit codes in fp32, as Hopper's tensor cores add them up:
+    a fresh sum for each 128 of k, each of its terms cut to 14 bits of the largest one.
+    """
+    total = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2], dtype=torch.float32)
+    for first in range(0, a.shape[-1], 128):
+        part = total.new_zeros(total.shape).double()
+        for i in range(first, min(first + 128, a.shape[-1]), 32):
+            end = min(i + 32, first + 128)
+            terms = a.double()[..., :, None, i:end] * b.double()[..., None, :, i:end]
+            terms = torch.cat((terms, part[..., None]), -1)
+            unit = torch.frexp(terms.abs().amax(-1, keepdim=True))[1] - 14
+            part = torch.ldexp(torch.ldexp(terms, -unit).trunc().sum(-1, keepdim=True), unit)[..., 0]
+        total += part.float()
+    return total
 
 
 def summed(a: Tensor, b: Tensor) -> Tensor:
@@ -229,13 +247,22 @@ def summed(a: Tensor, b: Tensor) -> Tensor:
     return (torch.nn.functional.pad(a, (0, 0, 0, FEW_ROWS)) @ b)[..., :rows, :] if rows < FEW_ROWS and a.dtype is torch.float32 else a @ b
 
 
-def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, exact: bool) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, exact: bool, stored: torch.dtype) -> Tensor:
     """a [.., m, k] times b [.., n, k]; scales of matrices and rows after the sum, as in
-    torch._scaled_mm.
+    torch._scaled_mm. An fp32 result of narrower operands is not rounded to their dtype; on a GPU
+    it is summed as tensor cores do.
     """
-    if exact or scale_a is None or scale_b is None or scale_a.dim() == a.dim():
-        return summed(values_of(a, scale_a, exact), values_of(b, scale_b, exact).mT)
-    return a.float() @ b.float().mT * spread(scale_a, tuple(a.shape)) * spread(scale_b, tuple(b.shape)).mT
+    if not exact and a.dtype in FP8:
+        later = scale_a is not None and scale_b is not None and scale_a.dim() < a.dim()
+        x, w = (t.float() if later else values_of(t, scale, exact) for t, scale in ((a, scale_a), (b, scale_b)))
+        y = code_sums(x, w) if a.is_cuda and stored is not torch.bfloat16 else summed(x, w.mT)
+        if scale_a is not None and scale_b is not None and later:
+            y = y * spread(scale_a, tuple(a.shape)) * spread(scale_b, tuple(b.shape)).mT
+        return y
+    a, b = values_of(a, scale_a, exact), values_of(b, scale_b, exact)
+    if not exact and stored is torch.float32 and a.dtype is not stored:
+        return half_sums(a, b).float() if a.is_cuda else a.float() @ b.float().mT
+    return summed(a, b.mT)
 
 
 @defines
@@ -244,7 +271,7 @@ def matmul(a: Tensor, b: Tensor, bias: Any, *, trans_a: bool, trans_b: bool, exa
     if options["tf32"] and a.is_cuda and not exact:
         y = tf32_sums(a, b).float()
     else:
-        y = product(a, b, options.get("scale_a"), options.get("scale_b"), exact)
+        y = product(a, b, options.get("scale_a"), options.get("scale_b"), exact, stored)
     y = y if exact or y.dtype == a.dtype else y.to(stored)
     y = y if bias is None else y + bias
     if options.get("silu_mul"):
@@ -337,7 +364,7 @@ def mx_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any,
 @defines
 def bmm(a: Tensor, b: Tensor, *, trans_a: bool, trans_b: bool, exact: bool, stored: torch.dtype, scale_a: Any, scale_b: Any) -> Results:
     x, w = a.mT if trans_a else a, b if trans_b else b.mT
-    y = product(x, w, scale_a, scale_b, exact) if exact or a.dtype in FP8 or stored == a.dtype else x.float() @ w.mT.float()
+    y = product(x, w, scale_a, scale_b, exact, stored)
     return [y if exact else y.to(stored)]
 
 
@@ -346,8 +373,7 @@ def grouped_gemm(  # noqa: PLR0913 the op's arguments
     a: Tensor, b: Tensor, offsets: Any, counts: Any, *, trans_b: bool, exact: bool, stored: torch.dtype, scale_a: Any, scale_b: Any
 ) -> Results:
     x, w = a, b if trans_b else b.mT
-    x, w = (x, w) if exact or a.dtype in FP8 or stored == x.dtype else (x.float(), w.float())
-    y = product(x, w, scale_a, scale_b, exact)  # of rooms, or [groups, rows, n] of all rows with each
+    y = product(x, w, scale_a, scale_b, exact, stored)  # of rooms, or [groups, rows, n] of all rows with each
     row = torch.arange(a.shape[-2], device=a.device)
     if counts is not None:
         y = torch.where((row < counts[:, None])[..., None], y, 0)
