@@ -22,7 +22,7 @@ from ..select import Choices, Work
 from .common.first_best import NOWHERE, empty_best, first_best, take_better
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, OWN_REGISTERS, grid_fits, least_tile, stream, threads
-from .common.tiles import load_tile, of_width
+from .common.tiles import load_masked, of_width
 
 NEG_INF = ct.PaddingMode.NEG_INF
 MOST_SPLITS = 1024  # the merge holds one of each in registers
@@ -103,8 +103,10 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """The merge holds one of each split in registers."""
+    """Each split has a group of loads, and the merge holds one of each split in registers."""
     row_tiles = ct.cdiv(p.rows, c.tile_m)
+    if c.num_splits > ct.cdiv(ct.cdiv(p.cols, c.tile_n), c.loads):
+        return False
     if c.num_splits == 1:
         return grid_fits(row_tiles)
     return c.num_splits <= MOST_SPLITS and grid_fits(c.num_splits, row_tiles) and grid_fits(p.rows)
@@ -173,21 +175,31 @@ def argmax_kernel(
     lane = ct.arange(TILE_N, dtype=ct.int32).reshape((1, TILE_N))
 
     def search(whole):
-        def take_group(best, when, group):
+        FULL = COLS // TILE_N if whole else 0  # tiles that lie inside
+
+        def take_group(best, when, group, INSIDE):
             xs: tuple = ()
-            for n in ct.static_iter(range(LOADS)):
+            for n in ct.static_iter(range(min(LOADS, steps))):
                 # Past the last tile, the last one again, which changes nothing.
-                xs = (*xs, load_tile(X, (i, min(group * LOADS + n, steps - 1)), shape, NEG_INF, whole, LATENCY, False))
-            for n in ct.static_iter(range(LOADS)):
+                at = (i, min(group * LOADS + n, steps - 1))
+                xs = (*xs, load_masked(X, at, shape, NEG_INF, n < INSIDE, LATENCY, False))
+            for n in ct.static_iter(range(min(LOADS, steps))):
                 best, when = take_better(best, when, xs[n].astype(ct.float32), min(group * LOADS + n, steps - 1))
             return best, when
 
         best, when = empty_best(shape)
-        if SPLITS * LOADS >= steps:
-            best, when = take_group(best, when, split)
+        groups, all_groups = FULL // LOADS, ct.cdiv(steps, LOADS)
+        if SPLITS < all_groups:
+            for group in range(split, groups, SPLITS):
+                best, when = take_group(best, when, group, LOADS)
+            for group in range(groups + (split + SPLITS - groups % SPLITS) % SPLITS, all_groups, SPLITS):
+                best, when = take_group(best, when, group, FULL - groups * LOADS)
+        elif groups == all_groups:
+            best, when = take_group(best, when, split, LOADS)
+        elif split < groups:
+            best, when = take_group(best, when, split, LOADS)
         else:
-            for group in range(split, ct.cdiv(steps, LOADS), SPLITS):
-                best, when = take_group(best, when, group)
+            best, when = take_group(best, when, split, FULL - groups * LOADS)
         top, column = first_best(best, when * TILE_N + lane)
         if SPLITS == 1:
             # TMA takes 255 registers
@@ -196,9 +208,7 @@ def argmax_kernel(
             ct.store(OUT, (0, i, split), ct.bitcast(top, ct.int32).reshape((1, TILE_M, 1)), allow_tma=False)
             ct.store(OUT, (1, i, split), column.reshape((1, TILE_M, 1)), allow_tma=False)
 
-    if COLS % TILE_N != 0:
-        search(False)
-    elif TILE_M == 1:
+    if TILE_M == 1:
         search(True)
     elif i * TILE_M + TILE_M <= X.shape[0]:
         search(True)

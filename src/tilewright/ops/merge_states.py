@@ -20,9 +20,8 @@ from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_bools, 
 from ..select import Choices, Work
 from .common.rows import grid_fits, stream, threads
 from .common.softmax_tiles import FLOOR, LN2, joined
-from .common.tiles import LOG2E, ZERO, load_tile
+from .common.tiles import LOG2E
 
-NEG_INF = ct.PaddingMode.NEG_INF
 MOST_STATES = 64
 MOST_COLUMNS = 512
 # Of the candidates: elements of a tile, occupancy, worker warps.
@@ -143,14 +142,26 @@ def merge_states_kernel(
     i = ct.bid(0)
     to_base2 = 1.0 if BASE2 else LOG2E
 
+    def loaded(s, whole):
+        if whole:
+            lse = ct.load(STATES_LSE, (s, i, 0), (1, TILE_M, 1), check_bounds=False, latency=LATENCY, allow_tma=False).reshape((TILE_M, 1))
+            values = ct.load(STATES, (s, i, 0), (1, TILE_M, TILE_D), check_bounds=False, latency=LATENCY, allow_tma=False)
+            return lse, values.reshape((TILE_M, TILE_D)).astype(ct.float32)
+        # gathered: as in load_masked
+        rows, columns = ct.arange(TILE_M, dtype=ct.int32).reshape((TILE_M, 1)) + i * TILE_M, ct.arange(TILE_D, dtype=ct.int32).reshape((1, TILE_D))
+        there = rows < OUT.shape[0]
+        lse = ct.gather(STATES_LSE, (s, rows, 0), mask=there, padding_value=-math.inf, check_bounds=False, latency=LATENCY)
+        inside = there & (columns < OUT.shape[1])
+        values = ct.gather(STATES, (s, rows, columns), mask=inside, padding_value=0, check_bounds=False, latency=LATENCY)
+        return lse, values.astype(ct.float32)
+
     def merge(whole):
         total = ct.zeros((TILE_M, TILE_D), dtype=ct.float32)
         largest = ct.full((TILE_M, 1), FLOOR, dtype=ct.float32)
         weight = ct.zeros((TILE_M, 1), dtype=ct.float32)
         ones = ct.full((TILE_M, 1), 1.0, dtype=ct.float32)
         for s in range(STATES.shape[0]):
-            lse = load_tile(STATES_LSE, (s, i, 0), (1, TILE_M, 1), NEG_INF, whole, LATENCY, False).reshape((TILE_M, 1))
-            values = load_tile(STATES, (s, i, 0), (1, TILE_M, TILE_D), ZERO, whole, LATENCY, False).reshape((TILE_M, TILE_D)).astype(ct.float32)
+            lse, values = loaded(s, whole)
             lse = ct.where(lse == math.inf, -math.inf, lse)
             values = ct.where(lse == -math.inf, 0.0, values)
             total, largest, weight = joined(total, largest, weight, values, lse, ones, to_base2)
