@@ -1,5 +1,8 @@
-"""The megakernel with e4m3 weights: transformers' tokens, what it refuses, the head's two codes."""
+"""The megakernel with e4m3 weights: transformers' tokens, what it refuses, sums in fp16, the head's
+two codes.
+"""
 
+import cuda.tile as ct
 import pytest
 import torch
 from engine_models import NEW, prompts, stock_tokens, tiny
@@ -7,6 +10,8 @@ from engine_models import NEW, prompts, stock_tokens, tiny
 from tilewright.engine import Engine
 from tilewright.engine.mega.pack import packed_bytes, two_codes
 from tilewright.engine.mega.shape import SECOND
+from tilewright.engine.mega.tiles import by_tree, in_units, pairs_of, times
+from tilewright.interpret import interpret
 from tilewright.launch import Device
 from tilewright.models.quantized import quantize
 
@@ -17,11 +22,11 @@ BF16 = torch.bfloat16
 def test_engine_writes_the_tokens_of_transformers_with_e4m3_weights() -> None:
     model = tiny("llama", BF16, **SIZES)
     with Engine(model, max_len=64, mode="mega", weights="e4m3") as engine:
-        found = engine.generate(prompts()[:1], NEW).tokens[0]
+        found = engine.generate(prompts()[2:3], NEW).tokens[0]
         nbytes = engine._programs.megas[0].packed.tiles.nbytes
         assert nbytes == packed_bytes(model.config, Device.named("CPU"), True)
     quantize(model, "e4m3")
-    assert found == stock_tokens(model, prompts()[0])
+    assert found == stock_tokens(model, prompts()[2])
     with pytest.raises(ValueError, match='weights must be None or "e4m3" with mode="mega"'):
         Engine(model, mode="mega", weights="int4-32")
     other = tiny("llama", BF16, **SIZES)
@@ -31,6 +36,37 @@ def test_engine_writes_the_tokens_of_transformers_with_e4m3_weights() -> None:
     model.lm_head = other.model.layers[0].self_attn.q_proj
     with pytest.raises(ValueError, match=r"lm_head must be e4m3, and 16 bits in the head, .* got int4-32"):
         Engine(model, mode="mega")
+
+
+@ct.kernel
+def dot(CODES, X, OUT):
+    """Of a row of 64 e4m3 codes and of bf16 numbers, in words."""
+    rows, unit = in_units((ct.load(X, (0, 0), (1, 32)),), ct.bfloat16)
+    terms = times(by_tree(pairs_of(ct.load(CODES, (0, 0), (1, 16)))), by_tree(rows[0]))
+    ct.store(OUT, (0,), ct.sum(terms, axis=1) * unit)
+
+
+LARGEST, NAN, INFINITY = 448.0, float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("power", [-126, -20, 0, 100, 112])
+def test_sums_in_fp16_neither_overflow_nor_lose_what_is_small(power: int) -> None:
+    def found(codes: torch.Tensor, x: torch.Tensor) -> float:
+        out = torch.zeros(1)
+        words = codes.to(torch.float8_e4m3fn).view(torch.int32), (x * 2.0**power).to(BF16).view(torch.int32)
+        interpret(dot, (1,), (words[0][None], words[1][None], out))
+        return float(out) * 2.0**-power
+
+    most, ones = 2.0 - 2.0**-7, torch.ones(64)
+    assert found(LARGEST * ones, most * ones) == pytest.approx(64 * LARGEST * most, rel=2.0**-11)
+    assert found(-LARGEST * ones, most * ones) == pytest.approx(-64 * LARGEST * most, rel=2.0**-11)
+    assert found(LARGEST * ones, 0 * ones) == 0
+    one = torch.eye(64)
+    small = one[0] + one[9] * 2.0**-17  # small beside the largest, which a code of 0 leaves out
+    assert power < -100 or found(LARGEST * one[9], small) == LARGEST * 2.0**-17
+    for bad in (INFINITY, -INFINITY, NAN):
+        assert found(ones, ones.masked_fill(one[5] > 0, bad)) == pytest.approx(bad, nan_ok=True)
+    assert found(ones.masked_fill(one[5] > 0, NAN), ones) == pytest.approx(NAN, nan_ok=True)
 
 
 def test_two_codes_hold_a_number_of_16_bits() -> None:

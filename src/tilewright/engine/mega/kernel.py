@@ -137,7 +137,7 @@ def mega_kernel(
     active = tuple(ct.zeros((1, LINE // 4), ct.int32) for _ in ct.static_iter(range(TURNS[2])))
     best, where = ct.full((1, MOST, EACH), -math.inf, ct.float32), ct.full((1, MOST, EACH), NOWHERE, ct.int32)
     old = ct.zeros((STRIPS, MOST, EACH), ct.int64)
-    turn, patience = 0, LIMIT
+    turn, patience, unit = 0, LIMIT, 1.0
     for _ in range(steps * STEP_TURNS):
         kind, layer, sub, first, groups, sets, tile = placed(s, turn, block)
         this, other = (epoch & 1) * (2 * s.layers), (1 - (epoch & 1)) * (2 * s.layers)
@@ -149,10 +149,10 @@ def mega_kernel(
                     before, adders = 2 * layer, s.q_heads
                 place = 8 * (before // 2) + 2 + before % 2
                 x, patience = summed(SUMS, this + before, adders, place, x, (STUCK, block, patience), s, dtype)
-            xs = normed(x, norm, xs, eps, s, dtype)
+            xs, unit = normed(x, norm, xs, unit, eps, s, dtype)
             if s.pairs > 1:
                 if kind == HEAD:
-                    xs = twice(xs, s, dtype)
+                    xs = twice(xs, s)
         if ((kind == OUT) | (kind == DOWN)) & (sub == 0):
             old = read(SUMS, other + half, own)
         until = groups_of(kind, places, s) + 0 * strip
@@ -160,7 +160,7 @@ def mega_kernel(
             scales = scales_of(SCALES, kind, layer, first, block, outputs_of(kind, first, part, places, strip, s), until, places, s)
         ys = product(W, tile, groups, sets, kind, until, xs, s, dtype)
         if s.pairs > 1:
-            ys = tuple(ys[n] * scales[n] for n in ct.static_iter(range(8)))
+            ys = tuple(ys[n] * unit * scales[n] for n in ct.static_iter(range(8)))
         # Loads from memory come back behind the weights that are under way, so they start a turn
         # before they are needed.
         turn = turn + 1
@@ -174,7 +174,7 @@ def mega_kernel(
                 words, patience = attention(
                     QKV_WORDS, SHARES, K, V, HEAD_NORMS, keys, rope, layer, head, part, position, epoch, eps, scale, waiter, s, dtype
                 )
-                xs = attended_sets(words, xs, s)
+                xs, unit = attended_sets(words, xs, unit, s, dtype)
         elif (kind == OUT) | (kind == DOWN):
             slot, word, quarter, end = outputs_of(kind, first, part, places, strip, s)
             adders = s.q_heads
@@ -189,7 +189,7 @@ def mega_kernel(
             words = active_of(ys, places, s, dtype)
             active = tuple(ct.where(sub == n, words, active[n]) for n in ct.static_iter(range(TURNS[2])))
             if sub == TURNS[2] - 1:
-                xs = inner_sets(active, xs, s)
+                xs, unit = inner_sets(active, xs, unit, s, dtype)
         else:
             best, where = better_of(LOGITS, ys, best, where, first, groups, places, s)
         if turn == 0:

@@ -6,36 +6,80 @@ field of a line, of the most that any form has, and which value of the field.
 
 import cuda.tile as ct
 
-from .shape import DOWN, GATE_UP, OUT, QKV, SECOND
+from .shape import DOWN, GATE_UP, OUT, QKV, SECOND, TREE
 from .words import added, high_of, low_of, packed, rounded
 
 
-def normed(x, weights, xs, eps, s, dtype):
-    """The normed residual stream in the first sets of xs, as wide tiles are multiplied by it; the
-    other sets stay.
+def normed(x, weights, xs, unit, eps, s, dtype):
+    """The normed residual stream in the first sets of xs, as wide tiles are multiplied by it, and
+    the unit of these sets; the other sets stay.
     """
     STRIPS, LINE, SETS, WIDTH = s.strips, s.line, s.stream_sets, s.wide_width
     squares = x[0][0] * x[0][0] + x[0][1] * x[0][1]
     for n in ct.static_iter(range(1, SETS)):
         squares = squares + x[n][0] * x[n][0] + x[n][1] * x[n][1]
-    rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / s.hidden) + eps)
+    if s.pairs == 1:
+        total = ct.sum(squares)
+    else:
+        largest = ct.abs(x[0][0] * low_of(weights[0], dtype))
+        for n in ct.static_iter(range(SETS)):
+            largest = ct.maximum(largest, ct.maximum(ct.abs(x[n][0] * low_of(weights[n], dtype)), ct.abs(x[n][1] * high_of(weights[n], dtype))))
+        found = ct.reduce((squares, largest), 1, total_and_largest, (0.0, 0.0))
+        total, largest = found[0].item(), found[1].item()
+    rstd = 1.0 / ct.sqrt(total * (1.0 / s.hidden) + eps)
+    if s.pairs > 1:
+        unit, inverse = unit_of(largest * rstd)
     new: tuple = ()
     for n in ct.static_iter(range(SETS)):
         low, high = rounded(x[n][0] * rstd, dtype), rounded(x[n][1] * rstd, dtype)
         words = packed(low * low_of(weights[n], dtype), high * high_of(weights[n], dtype), dtype)
+        if s.pairs > 1:
+            words = scaled(words, inverse, dtype)
         if LINE > WIDTH:
             words = ct.broadcast_to(words.reshape((STRIPS, 1, WIDTH)), (STRIPS, LINE // WIDTH, WIDTH))
         new = (*new, words.reshape((STRIPS, LINE)))
-    return with_first(new, xs)
+    return with_first(new, xs), unit
 
 
-def twice(xs, s, dtype):
+def total_and_largest(total, largest, other_total, other_largest):
+    return total + other_total, ct.maximum(largest, other_largest)
+
+
+def unit_of(largest):
+    """The unit of x in fp16, a power of two: 1/32 to 1/16 of a bound on x's magnitudes, which may
+    be 1 % too low. So no sum of TREE products with codes up to 448 leaves fp16. Also 1 / unit.
+
+    If no number is such a bound, neither is the unit: what has no infinity itself becomes NaN.
+    """
+    exponent = ct.maximum((ct.bitcast(largest, ct.int32) >> 23) & 255, 5) - 4
+    unit = ct.where(exponent == 251, 255, exponent)
+    return ct.bitcast(unit << 23, ct.float32), ct.bitcast((254 - exponent) << 23, ct.float32)
+
+
+def scaled(words, inverse, dtype):
+    """Words of two numbers as two of fp16, times `inverse`."""
+    return packed(low_of(words, dtype) * inverse, high_of(words, dtype) * inverse, ct.float16)
+
+
+def in_units(rows, dtype):
+    """Rows of words as fp16 in units of their own, and the unit."""
+    largest: tuple = ()
+    for n in ct.static_iter(range(len(rows))):
+        largest = (*largest, ct.max(ct.maximum(ct.abs(low_of(rows[n], dtype)), ct.abs(high_of(rows[n], dtype)))))
+    most = largest[0]
+    for n in ct.static_iter(range(1, len(rows))):
+        most = ct.maximum(most, largest[n])
+    unit, inverse = unit_of(most)
+    return tuple(scaled(rows[n], inverse, dtype) for n in ct.static_iter(range(len(rows)))), unit
+
+
+def twice(xs, s):
     """The normed stream as the head's tiles are multiplied by it, each set for both codes of a
     number.
     """
     new: tuple = ()
     for n in ct.static_iter(range(s.stream_sets)):
-        new = (*new, xs[n], packed(low_of(xs[n], dtype) * SECOND, high_of(xs[n], dtype) * SECOND, dtype))
+        new = (*new, xs[n], packed(low_of(xs[n], ct.float16) * SECOND, high_of(xs[n], ct.float16) * SECOND, ct.float16))
     return with_first(new, xs)
 
 
@@ -54,13 +98,31 @@ def fields_sum(values, FIELDS):
     return ct.broadcast_to(total, (STRIPS, FIELDS, MOST // FIELDS)).reshape((STRIPS, MOST, 1))
 
 
-def halves_of(words):
-    """Words of four e4m3 codes as two of fp16, which holds them all: of the lower and the upper
-    pair.
+def by_tree(words):
+    """Words of pairs, [STRIPS, WORDS], in lines of TREE."""
+    return words.reshape((words.shape[0], words.shape[1] // TREE, TREE))
+
+
+def pairs_of(codes):
+    """Words of four codes as twice as many, of two in fp16, which holds them all."""
+    four = ct.unpack_from_bytes(ct.pack_to_bytes(codes), ct.float8_e4m3fn).astype(ct.float16)
+    return ct.unpack_from_bytes(ct.pack_to_bytes(four), ct.int32).reshape((codes.shape[0], 2 * codes.shape[1]))
+
+
+def half_at(pairs, n):
+    """The nth pair of each line of `by_tree`."""
+    words = ct.extract(pairs, (0, 0, n), (pairs.shape[0], pairs.shape[1], 1))
+    return ct.unpack_from_bytes(ct.pack_to_bytes(words), ct.float16)
+
+
+def times(codes, x):
+    """Products of fp16 pairs of `by_tree`, in sums of TREE, fp32. Instructions on two fp16 at once,
+    where fp32 takes two for each product.
     """
-    four = ct.unpack_from_bytes(ct.pack_to_bytes(words), ct.float8_e4m3fn).astype(ct.float16)
-    two = ct.unpack_from_bytes(ct.pack_to_bytes(four), ct.int32).reshape((*words.shape, 2))
-    return tuple(ct.extract(two, (0, 0, n), (*words.shape, 1)).reshape(words.shape) for n in ct.static_iter(range(2)))
+    total = half_at(codes, 0) * half_at(x, 0)
+    for n in ct.static_iter(range(1, TREE)):
+        total = total + half_at(codes, n) * half_at(x, n)
+    return total.astype(ct.float32).reshape((codes.shape[0], 2 * codes.shape[1]))
 
 
 def product(W, tile, groups, sets, kind, until, xs, s, dtype):
@@ -82,17 +144,19 @@ def product(W, tile, groups, sets, kind, until, xs, s, dtype):
             for n in ct.static_iter(range(1, len(xs) // PAIRS)):
                 x = ct.where(here == n, xs[PAIRS * n], x)
                 y = ct.where(here == n, xs[PAIRS * n + PAIRS - 1], y)
-        x_low, x_high, y_low, y_high = low_of(x, dtype), high_of(x, dtype), low_of(y, dtype), high_of(y, dtype)
+        if PAIRS == 1:
+            x_low, x_high = low_of(x, dtype), high_of(x, dtype)
+        else:
+            both = ct.cat((x.reshape((STRIPS, LINE, 1)), y.reshape((STRIPS, LINE, 1))), 2)
+            x_pairs = by_tree(both.reshape((STRIPS, 2 * LINE)))
         new: tuple = ()
         for row in ct.static_iter(range(8)):
             words = ct.extract(w, (row, 0, 0), (STRIPS, 1, LINE)).reshape((STRIPS, LINE))
             if PAIRS == 1:
                 terms = low_of(words, dtype) * x_low + high_of(words, dtype) * x_high
             else:
-                first, second = halves_of(words)
-                terms = low_of(first, ct.float16) * x_low + high_of(first, ct.float16) * x_high
-                terms = terms + low_of(second, ct.float16) * y_low + high_of(second, ct.float16) * y_high
-            smallest = ct.sum(terms.reshape((STRIPS, MOST, LINE // MOST)), axis=2, keepdims=True)
+                terms = times(by_tree(pairs_of(words)), x_pairs)
+            smallest = ct.sum(terms.reshape((STRIPS, MOST, terms.shape[1] // MOST)), axis=2, keepdims=True)
             value = fields_sum(smallest, s.wide_fields)
             if OUT_FIELDS == DOWN_FIELDS:
                 value = ct.where((kind == OUT) | (kind == DOWN), fields_sum(smallest, OUT_FIELDS), value)
@@ -170,20 +234,25 @@ def repeated(words, x):
     return ct.broadcast_to(row, (STRIPS, LINE))
 
 
-def inner_sets(active, xs, s):
-    """What `down` is multiplied by, from the words of all turns of gate and up."""
+def inner_sets(active, xs, unit, s, dtype):
+    """What `down` is multiplied by, from the words of all turns of gate and up, and its unit."""
+    if s.pairs > 1:
+        active, unit = in_units(active, dtype)
     WIDTH, EACH = s.down_width, s.line // 4 // s.down_width
     sets: tuple = ()
     for n in ct.static_iter(range(s.pairs * s.down_sets)):
         words = active[min(n // EACH, len(active) - 1)]  # behind the last turn weights are zeros
         sets = (*sets, repeated(ct.extract(words, (0, n % EACH), (1, WIDTH)), xs[n]))
-    return with_first(sets, xs)
+    return with_first(sets, xs), unit
 
 
-def attended_sets(words, xs, s):
-    """What `out` is multiplied by, from the words of what a head attended to."""
-    WIDTH = s.out_width
-    return with_first(tuple(repeated(ct.extract(words, (0, n), (1, WIDTH)), xs[n]) for n in ct.static_iter(range(s.pairs))), xs)
+def attended_sets(words, xs, unit, s, dtype):
+    """What `out` is multiplied by, from the words of what a head attended to, and its unit."""
+    WIDTH, rows = s.out_width, (words,)
+    if s.pairs > 1:
+        rows, unit = in_units(rows, dtype)
+    sets = tuple(repeated(ct.extract(rows[0], (0, n), (1, WIDTH)), xs[n]) for n in ct.static_iter(range(s.pairs)))
+    return with_first(sets, xs), unit
 
 
 def outputs_of(kind, first, part, places, strip, s):
