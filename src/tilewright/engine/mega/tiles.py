@@ -172,8 +172,10 @@ def product(W, tile, groups, sets, kind, until, xs, s, dtype):
                 until, number = until + zero, number + zero
             if ONE_SET:
                 new = (*new, ct.where(until == 0, value, ys[row]))
-            else:
+            elif PAIRS == 1:
                 new = (*new, ys[row] + ct.where(until == 0, value, 0.0))
+            else:  # one addition under a predicate; the line above takes a selection too
+                new = (*new, ct.where(until == 0, ys[row] + value, ys[row]))
         ys = new
         if ONE_SET:
             until = until - 1
