@@ -299,6 +299,7 @@ MUTANTS = [
     Mutant("engine/mega/tiles.py", "& 255, 5) - 4", "& 255, 5) - 6", "cpu/test_mega_codes.py"),
     Mutant("engine/mega/pack.py", "(alternating(found) if of_both else found for found in codes_of(matrix))", "codes_of(matrix)", "cpu/test_mega_codes.py"),
     Mutant("engine/mega/kernel.py", "ys = tuple(ys[n] * unit * scales[n] for n", "ys = tuple(ys[n] * unit * scales[n % 4] for n", "cpu/test_mega_codes.py"),
+    Mutant("engine/mega/sums.py", "ct.abs(ys[r]), propagate_nan=True)", "ct.abs(ys[r]))", "cpu/test_mega.py -k nan_of_one"),
     Mutant("engine/mega/sums.py", "target = adders + 1  #", "target = adders  #", "cpu/test_mega.py"),
     Mutant("engine/mega/words.py", "while lowest < wanted:", "while lowest < wanted - 1:", "cpu/test_mega.py"),
     Mutant("engine/mega/sums.py", "ct.astype(ARRIVAL, ct.int64)) - old", "ct.astype(ARRIVAL, ct.int64))", "cpu/test_mega.py"),

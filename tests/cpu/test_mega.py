@@ -153,6 +153,17 @@ def test_a_sum_beyond_its_range_is_an_error(small, tokens: int) -> None:
         step.check()
 
 
+def test_a_nan_of_one_output_is_an_error(small) -> None:
+    """Fixed point has none: it would count as 0."""
+    matrix = small[1].out[0].clone()
+    matrix[-1] = torch.nan
+    weights = replace(small[1], out=(matrix, *small[1].out[1:]))
+    step = Mega(weights, clocks(), cache_of(weights.dims), blocks=5, config=SMALL, spin_limit=200)
+    step.step()
+    with pytest.raises(ValueError, match="may have left the fixed point's range of 1024"):
+        step.check()
+
+
 def test_more_blocks_than_multiprocessors_are_refused(small, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("H200")))
     with pytest.raises(ValueError, match="blocks must be 1 to 132"):

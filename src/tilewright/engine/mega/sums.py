@@ -40,7 +40,7 @@ def add_outputs(SUMS, ys, row, word, slot, groups, quarter, end, adders):
     bias = ct.astype(each, ct.int64) * ((1 << FIELD_BITS) + 1) + ARRIVAL
     largest = ct.abs(ys[0])
     for r in ct.static_iter(range(1, 8)):
-        largest = ct.maximum(largest, ct.abs(ys[r]))
+        largest = ct.maximum(largest, ct.abs(ys[r]), propagate_nan=True)
     for r in ct.static_iter(range(4)):
         a, b = (ys[r] * SCALE).astype(ct.int32).astype(ct.int64), (ys[r + 4] * SCALE).astype(ct.int32).astype(ct.int64)
         at = word + r * quarter
