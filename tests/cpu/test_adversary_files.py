@@ -65,6 +65,13 @@ def test_a_rotation_that_cannot_be_computed_is_an_error_of_its_file(tmp_path: Pa
         load(tmp_path, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("said", [{"rope_theta": 0.0}, {"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}])
+def test_a_rotation_by_no_number_is_refused(said: dict, tmp_path: Path) -> None:
+    """Every logit was NaN, and every token 0."""
+    with pytest.raises(ModelFileError, match=r"a rotation of finite angles, got a NaN or an infinity in \['model\.rotary_emb\.inv_freq'"):
+        load(hostile.write_folder(tmp_path, rope_parameters=said))
+
+
 OPTIONS = {
     "num_beams": 3,
     "max_time": 1e-9,

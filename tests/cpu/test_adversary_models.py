@@ -183,11 +183,13 @@ LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16, "first_k_d
         ("llama", {"head_dim": 3}, "the rotation of a LlamaAttention must be of at most 3 elements, those of a head, got 4"),
         ("deepseek_v3", {**LATENT, "topk_group": 1}, "top_groups must be enough groups of 2 experts for top_k = 3, got 1"),
         ("deepseek_v3", {**LATENT, "head_dim": 4}, "rotation must be of 16 elements, qk_rope_head_dim, got 4"),
+        ("deepseek_v2", {**LATENT, "rope_interleave": False}, "rope_interleave must be left out, because a deepseek_v2 model does not read it"),
+        ("llama", {"residual_multiplier": 0.2}, "residual_multiplier must be left out, because a llama model does not read it, got 0.2"),
     ],
 )
 def test_an_engine_refuses_what_it_would_compute_otherwise(name, changes, message) -> None:
-    """As it is in transformers' code: the last two run there, on experts or angles that are masked
-    or repeated.
+    """As it is in transformers' code: those of DeepSeek-V3 run there, on experts or angles that are
+    masked or repeated; the last two as if the config did not say so.
     """
     model = tiny(name, BF16, num_hidden_layers=1, **changes)
     with pytest.raises(ValueError, match=message):

@@ -104,6 +104,8 @@ def test_a_count_is_a_python_integer(op, name) -> None:
         ("quantized_moe", "up_offset", -(2**70), "up_offset must be an integer in -2**31..2**31 - 1, or a float, got -1180591620717411303424"),
         ("quantized_moe", "weight_format", [], "weight_format must be one of "),
         ("quantize_mx", "mx_format", {}, "mx_format must be one of "),
+        ("quantized_matmul", "eps", 0.0, "eps must be positive, got 0.0"),  # also without a norm
+        ("quantized_matmul", "weight_offset", [], "weight_offset must be a Python number, got []"),
     ],
 )
 def test_a_call_is_refused_in_our_words(op, name, wrong, message) -> None:

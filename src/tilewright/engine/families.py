@@ -211,10 +211,24 @@ def scales_of(stem: Any, config: Any) -> tuple[float, float, float]:
     scale = getattr(table, "embed_scale", None)
     if isinstance(scale, torch.Tensor):
         scale = float(scale.to(table.weight.dtype)) if not scale.is_meta else table.embedding_dim**0.5
-    embedding = float(getattr(config, "embedding_multiplier", 1.0)) if scale is None else scale
-    logits = float(getattr(config, "lm_head_multiplier", 1.0)) / float(getattr(config, "logits_scaling", 1.0))
-    logits *= float(getattr(config, "logit_scale", 1.0))  # Cohere
-    return embedding, float(getattr(config, "residual_multiplier", 1.0)), logits
+    embedding = float(said(config, "embedding_multiplier", 1.0)) if scale is None else scale
+    logits = float(said(config, "lm_head_multiplier", 1.0)) / float(said(config, "logits_scaling", 1.0))
+    logits *= float(said(config, "logit_scale", 1.0))  # Cohere
+    return embedding, float(said(config, "residual_multiplier", 1.0)), logits
+
+
+def said(config: Any, name: str, default: Any) -> Any:
+    """A config's value, or the default.
+
+    Raises: ValueError for a value of a field that the config's class does not have: code of
+        transformers would not read it.
+    """
+    value = getattr(config, name, None)
+    if value is None:
+        return default
+    if value != default and not hasattr(type(config), name):
+        raise argument_error(f"model.config.{name}", f"left out, because a {config.model_type} model does not read it", value)
+    return value
 
 
 class Ropes:

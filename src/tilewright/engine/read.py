@@ -24,6 +24,7 @@ from .families import (
     plain_mlp_of,
     rope_types,
     routing_of,
+    said,
     scales_of,
     softcap_of,
     stream_norm_of,
@@ -71,7 +72,7 @@ def read(
             if op is not None:
                 found.append(_state_space(mixer) if op == "ssd" else _delta_rule(mixer, fusion))
             elif hasattr(mixer, "kv_b_proj"):
-                found.append(_latent_attention(mixer, ropes.of(None, getattr(config, "rope_interleave", True)), fusion))
+                found.append(_latent_attention(mixer, ropes.of(None, said(config, "rope_interleave", True)), fusion))
             else:
                 found.append(_attention(mixer, config, ropes, fusion, codes))
         attention: Attention = found[0] if len(found) == 1 else _side_by_side(layer, *found)
@@ -85,7 +86,7 @@ def read(
     on_progress("fusing weights", len(stem.layers), len(stem.layers))
     norm = stream_norm_of(next(getattr(stem, name) for name in ("norm", "final_layernorm", "norm_f") if hasattr(stem, name)))
     parts = stem.get_input_embeddings().weight.data, tuple(layers), norm, matrix_of(model.lm_head), group
-    return Decoder(*parts, scales_of(stem, config), getattr(config, "final_logit_softcapping", None))
+    return Decoder(*parts, scales_of(stem, config), said(config, "final_logit_softcapping", None))
 
 
 _WHOLE_NORMS = ("olmo2", "olmo3", "olmoe", "minimax_m2")

@@ -101,7 +101,7 @@ def refuse_other_weights(
 def check_finite_weights(path: Path, model: Any) -> None:
     """Raises ModelFileError for a NaN or an infinity, with which every answer would be one token.
 
-    A float16 of a large bfloat16 is one.
+    A float16 of a large bfloat16 is one; a base or a factor of 0 makes them of a rotation.
     """
     held = {name: tensor.detach() for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not tensor.is_meta}
     sums = {name: tensor.sum(dtype=torch.float32) for name, tensor in held.items()}
@@ -109,6 +109,9 @@ def check_finite_weights(path: Path, model: Any) -> None:
     if wrong := [name for name, fine in zip(sums, finite, strict=True) if not fine]:
         dtype = next(iter(model.parameters())).dtype
         raise file_error(path, f"a model whose weights are finite in {str(dtype).removeprefix('torch.')}", f"a NaN or an infinity in {some(wrong)}")
+    turns = [name for name, buffer in model.named_buffers() if name.endswith("inv_freq") and not buffer.isfinite().all()]
+    if turns:
+        raise file_error(path, "a model whose config gives a rotation of finite angles", f"a NaN or an infinity in {some(turns)}")
 
 
 def check_generation(path: Path, said: Mapping[str, Any]) -> None:

@@ -207,10 +207,10 @@ def quantized_matmul(
 
 def _check_before(x: Tensor, norm: Tensor | None, eps: float, weight_offset: float, residual: Tensor | None, up: Tensor | None) -> None:
     """What becomes of x first."""
+    check_positive(eps, "eps")
+    check_finite(weight_offset, "weight_offset")
     if norm is not None:
         check_tensor(norm, "norm", shape=x.shape[-1:], like=x)
-        check_positive(eps, "eps")
-        check_finite(weight_offset, "weight_offset")
     if residual is not None:
         if norm is None:
             raise argument_error("residual", "None without a norm", "a tensor")
