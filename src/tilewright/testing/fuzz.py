@@ -37,7 +37,7 @@ from .sizes import Sizes
 SEED = 0
 CASES = {"cpu": 6, "cuda": 120}  # of a family: a kernel compiles for a second, a case takes milliseconds
 SIZES = 12  # of a family: each may compile kernels of its own
-SHOWN = 5
+SHOWN, LONGEST = 5, 1000  # wrong cases of an op in the output, and characters that say what is wrong with one
 FEW, AGAIN = 64, 3  # elements that make a result's RMS, and how often a case of luck is judged again
 ROUNDINGS = 4  # of a definition that draws what is rounded: of few numbers, one draw is a matter of luck
 ATTENTION = {"attention", "attention_decode", "cascade_decode", "mla", "mla_decode", "sparse_decode"}
@@ -383,6 +383,11 @@ def fuzz_command(
         tell(
             row | {"wrong": wrong, "refused": sum(t.refused.total() for t in tallies.values()), "cases_of": {n: t.cases for n, t in tallies.items()}}
         )
+    for name, tally in tallies.items():  # again: where output is cut, its end is kept
+        for line in tally.wrong[:SHOWN]:
+            console.print(f"wrong: {line}", style="red")
+        if len(tally.wrong) > SHOWN:
+            console.print(f"{name}: {len(tally.wrong) - SHOWN} more are wrong; --json FILE stores all", style="red")
     return 1 if wrong else 0
 
 
@@ -412,7 +417,7 @@ def run_family(family: Family, tally: Tally, end: float, console: Console) -> No
             continue
         except Exception as error:  # whatever else it is, the case is wrong
             again = f"tilewright verify {family.name} --fuzz 0 --seed {family.seed} --case {family.number}.{case} --device {family.where.type}"
-            tally.wrong.append(f"{again}: {type(error).__name__}: {error}")
+            tally.wrong.append(f"{again}\n    {type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}")
             if len(tally.wrong) <= SHOWN:
-                console.print(f"wrong: {again}\n    {type(error).__name__}: {error}", style="red")
+                console.print(f"wrong: {tally.wrong[-1]}", style="red")
         tally.cases += 1
