@@ -127,6 +127,26 @@ def test_an_engine_is_not_copied_and_copies_of_its_model_are_held_by_none() -> N
                 assert other.generate([[5]], 4).tokens == plain
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+        lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[0].mlp)),
+    ],
+    ids=["moved", "assigned", "module"],
+)
+def test_an_engine_whose_model_got_other_weights_says_so(change) -> None:
+    """It went on with those that it had fused."""
+    model = tiny("llama", num_hidden_layers=1)
+    with Engine(model, max_len=16) as engine:
+        model.lm_head.weight.data.mul_(2)  # in place: they are the same
+        engine.logits([[5]])
+        change(model)
+        with pytest.raises(ValueError, match=r"weights must be those that the engine was made of \(close\(\) it, .*got another model\."):
+            engine.generate([[5]], 2)
+
+
 def test_an_engine_closes_beside_no_call() -> None:
     """It took weights and cache away from the call that ran."""
     with Engine(tiny(num_hidden_layers=1), max_len=32, check_every=2) as engine:

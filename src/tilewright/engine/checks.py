@@ -171,10 +171,13 @@ def check_continuations(given: Any, count: int) -> list[list[int]]:
 
 
 class Held:
-    """In a model: the engine that it is held by. A copy of the model is held by none."""
+    """In a model: the engine that it is held by, and where its weights are since. A copy of the
+    model is held by none.
+    """
 
     def __init__(self, by: Any = None) -> None:
         self.by = by
+        self.places: dict[str, int] = {}
 
     def __deepcopy__(self, memo: Any) -> "Held":
         return Held()
@@ -194,6 +197,21 @@ def check_open(model: Any) -> None:
     """Raises ValueError if an engine has let go of its model."""
     if model is None:
         raise argument_error("the engine", "open", "one that was closed")
+
+
+def places_of(model: Any) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def check_weights(model: Any) -> None:
+    """Raises ValueError if an engine has let go of its model, or the model got other weights or
+    moved them: the engine would go on with those that it has fused.
+    """
+    check_open(model)
+    places, held = places_of(model), model.__dict__[HELD].places
+    if places != held:
+        name = next(name for name in {**held, **places} if places.get(name) != held.get(name))
+        raise argument_error("the model's weights", "those that the engine was made of (close() it, change them, make another)", f"another {name}")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, more: int, *, max_batch: int, max_len: int, vocabulary: int) -> list[list[int]]:

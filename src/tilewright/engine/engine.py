@@ -138,7 +138,8 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
             mode = auto_mode(model, max_batch, max_len, group, weights == CODES or is_quantized(model), beyond)
         page_size, count = pool_shape(cache, page_size, cache_tokens, mode, max_batch, max_len)
         self.mode, self.max_batch, self.max_len = mode, max_batch, max_len
-        self._prefill_tokens, self._check_every, self._on_progress = prefill_tokens, check_every, on_progress
+        self._prefill_tokens, self._check_every = prefill_tokens, check_every
+        self._report: OnProgress = on_progress or (lambda *told: None)
         self._speculate = speculate
         self._model: Any = model
         self._turn = [True]  # taken by the call that runs
@@ -155,6 +156,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 if weights is not None:
                     self._fusion.quantize(model, weights, self._report)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group, codes=kv_dtype is not None)
+            model.__dict__[HELD].places = checks.places_of(model)
             self._check_memory()
             with lasting():
                 device = self.decoder.embedding.device
@@ -343,7 +345,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 raise MemoryError(too_much(str(error).splitlines()[0], self._model, self._held, self._prefill_tokens)) from error
 
     def _checked(self, prompts: Sequence[Sequence[int]] | Tensor, more: int) -> list[list[int]]:
-        checks.check_open(self._model)
+        checks.check_weights(self._model)
         return checks.check_prompts(prompts, more, max_batch=self.max_batch, max_len=self.max_len, vocabulary=len(self.decoder.embedding))
 
     def _ready(self, rows: list[list[int]], sampling: Sampling | None) -> tuple[Step, Prefill]:
@@ -431,10 +433,6 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         found = self._state.recent[:steps, :sequences].t().tolist()
         self._state.clock[0] = 0
         return found
-
-    def _report(self, stage: str, done: int, total: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress(stage, done, total)
 
     def _check_memory(self) -> None:
         needed, what = self._held.size, "the cache does not fit"
