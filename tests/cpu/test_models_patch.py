@@ -1,8 +1,11 @@
 """patch(): undone, written, copied; what it refuses."""
 
 import copy
+import importlib
 import io
 import pickle
+import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from tiny_models import TINY, left_padded, logits, patched, state_of, tiny
 
 from tilewright.launch import counted
 from tilewright.models import patch
+
+patch_module = importlib.import_module("tilewright.models.patch")  # the package has the function by that name
 
 
 def test_undo_restores_every_attribute_and_every_bit() -> None:
@@ -32,6 +37,56 @@ def test_undo_happens_when_the_block_raises() -> None:
     before = state_of(model)
     with pytest.raises(RuntimeError, match="inside"), patch(model):
         raise RuntimeError("inside")
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("place", ["patch._apply", "probe.model_outputs", "quantized.small"])
+def test_an_interrupt_leaves_the_model_as_it_was(place, monkeypatch) -> None:
+    """Half of it was patched, or its weights were gone, and nobody had the report to undo it."""
+    model, calls = tiny(dtype=torch.bfloat16), []
+    before, weights = state_of(model), "int8" if place.startswith("quantized") else None
+    module, name = place.split(".")
+    owner = importlib.import_module(f"tilewright.models.{module}")
+    real = getattr(owner, name)
+
+    def interrupted(*args, **how):
+        calls.append(real(*args, **how))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(patch_module, "_TRIED", set())
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch(model, weights=weights)
+    assert state_of(model) == before
+
+
+def test_of_two_threads_one_patches_a_model(monkeypatch) -> None:
+    """Each took forwards of the other for the model's own, and undo left some of them."""
+    model, errors = tiny(), []
+    before, both = state_of(model), threading.Barrier(2)
+    found = patch_module._found
+
+    def slow(*args):
+        time.sleep(0.05)
+        return found(*args)
+
+    def change() -> None:
+        both.wait()
+        try:
+            patch(model)
+        except ValueError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(patch_module, "_found", slow)
+    threads = [threading.Thread(target=change) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ["must be unpatched" in error for error in errors] == [True]
+    model.tilewright_report.undo()
     assert state_of(model) == before
 
 

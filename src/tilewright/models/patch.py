@@ -5,6 +5,7 @@ config. Another model of the same class, even one made from the same config obje
 code.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from copy import copy
@@ -27,6 +28,7 @@ from .quantized import Quantized, quantize
 from .saved import BATCHING, attributes, method_of
 
 _MARK = "tilewright_report"
+_ALONE = threading.RLock()  # held by who changes a model: two at once would each take the other's forwards for stock ones
 
 
 class _Absent:
@@ -70,8 +72,9 @@ class Report:
         """Restores every attribute that `patch` set, and the modules that it quantised. A second
         call does nothing.
         """
-        self._undo_from(0)
-        self._quantized.undo()
+        with _ALONE:
+            self._undo_from(0)
+            self._quantized.undo()
 
     def _undo_from(self, first: int) -> None:
         while len(self._changes) > first:
@@ -136,28 +139,37 @@ def patch(
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel (before torch.compile), got {type(model).__name__}")
-    if _MARK in model.__dict__:
-        raise argument_error("model", "unpatched", "one that patch() has changed already: call undo() on its report first")
     if any(x.is_meta for x in model.parameters()):
         raise argument_error("model", "one that has its weights", "weights on the meta device: load them first")
     kinds = _chosen(only, skip)
     check_kv_dtype(kv_dtype, model)
-    report = Report(type(model).__name__, (), (), _quantized=quantize(model, weights) if weights is not None else Quantized())
+    with _ALONE:
+        if _MARK in model.__dict__:
+            raise argument_error("model", "unpatched", "one that patch() has changed already: call undo() on its report first")
+        report = Report(type(model).__name__, (), ())
+        try:
+            if weights is not None:
+                report._quantized = quantize(model, weights)
+            _replace(report, model, kinds, kv_dtype)
+        except BaseException:  # also Ctrl-C
+            report.undo()
+            raise
+    return report
+
+
+def _replace(report: Report, model: nn.Module, kinds: Collection[str], kv_dtype: str | None) -> None:
     found = _found(model, kinds)
     if turning := found.of_attention(_TOGETHER):
         _replace_attention(report, model, found, turning)
     if not found.methods:
-        report.undo()
         raise argument_error("model", "one with modules that our kernels can replace", f"a {report.model} in which nothing matched")
     _apply(report, [(module, method) for module, method in found.methods if method.maker and method.op not in _TOGETHER])
     report.replaced, report.kept = found.lines()
     if kv_dtype is not None:
         if BATCHING.name not in model.__dict__:
-            report.undo()
             raise argument_error("kv_dtype", f"None for a {report.model} whose attention stays in PyTorch", repr(kv_dtype))
         _set(report, model, KV_DTYPE, kv_dtype)
     _set(report, model, _MARK, report)
-    return report
 
 
 def _chosen(only: Collection[str] | None, skip: Collection[str]) -> list[str]:

@@ -144,17 +144,19 @@ def quantize(
     Raises: ValueError for a model or format that does not fit; the model is unchanged.
     """
     found = quantisable(model, weight_format)
-    done = Quantized()
-    with torch.no_grad():
-        for i, (_, parent, name, module) in enumerate(found):
-            if on_progress is not None:
-                on_progress(i, len(found))
-            home = next(module.parameters()).device
-            setattr(parent, name, small(module, weight_format, home if device is None else torch.device(device)))
-            if undoable:
-                done._replaced.append((parent, name, module.to("cpu"), home))
-    if on_progress is not None:
-        on_progress(len(found), len(found))
+    done, tell = Quantized(), on_progress or (lambda *told: None)
+    try:
+        with torch.no_grad():
+            for i, (_, parent, name, module) in enumerate(found):
+                tell(i, len(found))
+                home = next(module.parameters()).device
+                setattr(parent, name, small(module, weight_format, home if device is None else torch.device(device)))
+                if undoable:
+                    done._replaced.append((parent, name, module.to("cpu"), home))
+        tell(len(found), len(found))
+    except BaseException:  # also Ctrl-C
+        done.undo()
+        raise
     return done
 
 
