@@ -52,6 +52,22 @@ def test_columns_behind_a_power_of_two_are_codes_too(head_dim, v_dim):
     assert (found - expected).abs().max() < 2**-7 * expected.abs().max()
 
 
+def test_a_step_over_pages_of_codes_compiles_to_one_graph():
+    """Both ops looked at addresses, which a traced tensor does not have."""
+
+    def step(q, new, k, v, positions, table, **scales):
+        kv_append(new, new, k, v, positions=positions, block_table=table, **scales)
+        return attention_decode(q, k, v, kv_len=positions[:, 0] + 1, block_table=table, **scales)
+
+    with torch.inference_mode(False), torch.no_grad():
+        q, new, scale = torch.randn(2, 2, 1, 16).half(), torch.randn(2, 1, 1, 16).half(), torch.rand(4, 1, 16)
+        k, v = (torch.randn(4, 1, 16, 16).to(E4M3) for _ in range(2))
+        where = torch.tensor([[3], [20]], dtype=torch.int32), torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
+        given, again = ((*(x.clone() for x in (q, new, k, v)), *where, {"k_scale": scale.clone(), "v_scale": scale + 1}) for _ in range(2))
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(*given[:-1], **given[-1])
+        assert torch.equal(found, step(*again[:-1], **again[-1]))
+
+
 Q, K = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 8, dtype=E4M3)
 WRONG = [
     ({"k": K, "v": K}, r"k_scale must be a torch.Tensor, got NoneType"),

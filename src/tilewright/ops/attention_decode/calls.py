@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...launch import FLOATS, argument_error, check_tensor
 from ..common.softmax_tiles import check_int32, check_per_head
@@ -60,5 +61,6 @@ def check_codes(q: Tensor, most: int, **caches: Tensor) -> None:
     for name, x in caches.items():
         if x.shape[-1] % 4 or x.shape[-1] > most:
             raise argument_error(f"{name}.shape[-1]", f"a multiple of 4, at most {most}, in float8_e4m3fn", x.shape[-1])
-        if x.data_ptr() % 4 or any(stride % 4 for stride in x.stride()[:-1]):
+        start = 0 if is_compiling() else x.data_ptr()  # a traced tensor has no address
+        if start % 4 or any(stride % 4 for stride in x.stride()[:-1]):
             raise argument_error(f"{name}'s strides and offset", "multiples of 4 in float8_e4m3fn", (x.stride(), x.storage_offset()))

@@ -26,6 +26,7 @@ from typing import Optional, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
@@ -281,7 +282,7 @@ def kv_append(
     check_writable(k_cache, "k_cache")
     # Pages of one pool may be handed out to keys and to values: only the very same pages are
     # refused.
-    apart = block_table is not None and v_cache.data_ptr() != k_cache.data_ptr()
+    apart = block_table is not None and (is_compiling() or v_cache.data_ptr() != k_cache.data_ptr())
     check_writable(v_cache, "v_cache", None if apart else k_cache, "k_cache")
     positions = _check_positions(positions, "positions", k)
     if block_table is not None:
