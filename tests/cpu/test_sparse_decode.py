@@ -222,6 +222,14 @@ def test_an_8_bit_cache_is_its_values(columns, config):
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-6, atol=1e-6)
 
 
+def test_an_8_bit_cache_compiles_to_one_graph():
+    """The check asked where it begins, which a traced tensor does not tell."""
+    with torch.inference_mode(False), torch.no_grad():
+        q, cache, indices = torch.randn(2, 3, 1, 512).bfloat16(), pack_kv(torch.randn(4, 10, 512)), lists(2, 1, 30, 40)
+        compiled = torch.compile(sparse_decode, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, cache, indices, scale=0.05), sparse_decode(q, cache, indices, scale=0.05))
+
+
 def test_a_page_of_another_length_or_stride_changes_nothing():
     q, rows = torch.randn(2, 3, 1, 512).bfloat16(), torch.randn(4, 12, 512).bfloat16()
     indices = lists(2, 1, 30, 48)

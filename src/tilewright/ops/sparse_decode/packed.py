@@ -12,6 +12,7 @@ zero. Pages begin a multiple of 576 bytes apart.
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...launch import argument_error
 
@@ -108,5 +109,6 @@ def check_packed(cache: Tensor, name: str) -> None:
         raise argument_error(f"{name}.shape[1]", "even", cache.shape[1])
     if cache.shape[1] > 1 and cache.stride()[1:] != (width, 1):
         raise argument_error(f"{name}.stride()[1:]", (width, 1), cache.stride()[1:])
-    if cache.stride(0) % 16 or cache.storage_offset() % 16:
-        raise argument_error(f"{name}.stride(0) and storage_offset()", "multiples of 16", (cache.stride(0), cache.storage_offset()))
+    start = 0 if is_compiling() else cache.storage_offset()  # a traced tensor does not tell
+    if cache.stride(0) % 16 or start % 16:
+        raise argument_error(f"{name}.stride(0) and storage_offset()", "multiples of 16", (cache.stride(0), start))
