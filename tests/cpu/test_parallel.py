@@ -3,6 +3,7 @@ failure.
 """
 
 import ctypes
+import datetime
 import multiprocessing
 import os
 import signal
@@ -189,6 +190,24 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(function: Any, which: int
     with pytest.raises(RuntimeError, match=f"rank {which} was ended by SIGKILL, and so all ranks were: the system does that when its memory is full"):
         on_two(function, str(tmp_path))
     assert time.monotonic() - at[0] < 10
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def impatient(group: Group, device: torch.device, folder: str) -> None:
+    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group.process_group)
+    joining(group, device, folder)
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    """By kill -STOP: the others' errors told of a socket, and nobody of the rank."""
+
+    def stop() -> None:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(pids(tmp_path)[1], signal.SIGSTOP)
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(RankLostError, match="rank 1 was stopped by a signal until the others gave it up, and so all ranks were ended"):
+        on_two(impatient, str(tmp_path))
     assert not any(map(alive, pids(tmp_path)))
 
 

@@ -47,7 +47,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         start: multiprocessing's start method; with GPUs "spawn".
     Raises:
         ValueError: fewer GPUs than ranks.
-        RankLostError: a rank was killed.
+        RankLostError: a rank was killed, or stopped until the others gave it up, after 20 minutes.
         The error of the first rank that failed, after the others have ended.
     """
     if ranks < 1:
@@ -65,6 +65,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
                     if not wait(running, TIDYING_S) and (folder / "result").is_file():
                         break  # all ranks are done, and what a GPU's library does at the end of a process takes too long
             failed = sorted((p.exitcode, rank) for rank, p in enumerate(processes) if p.exitcode)
+            stopped = [rank for rank, p in enumerate(processes) if failed and _is_stopped(p.pid)]
         finally:
             # Killed, not asked to end: after a failure or Ctrl-C in one rank the others wait for
             # it, on a GPU for ever.
@@ -75,6 +76,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int, device: str 
         if killed:  # what the others may have told is a lost connection
             why = "the system does that when its memory is full, and its log says so"
             raise RankLostError(f"rank {killed[0]} was ended by SIGKILL, and so all ranks were: {why}")
+        if stopped:  # what the others tell is that they waited too long
+            raise RankLostError(f"rank {stopped[0]} was stopped by a signal until the others gave it up, and so all ranks were ended")
         if (folder / "error").is_file():
             raise pickle.loads((folder / "error").read_bytes())
         if failed:
@@ -103,6 +106,14 @@ def _rank(rank: int, ranks: int, device: str, direct: bool | None, folder: Path,
         _report(folder, rank, error)
         sys.exit(1)
     dist.destroy_process_group()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process waits for SIGCONT."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or this is no Linux
+        return False
 
 
 def _report(folder: Path, rank: int, error: Exception) -> None:
