@@ -3,6 +3,7 @@ made-up times.
 """
 
 import dataclasses
+import os
 import time
 
 import pytest
@@ -40,6 +41,22 @@ def test_rows_come_back_and_half_a_row_is_cut_off(tmp_path):
     log.path.write_text('{"p":{}}\n')
     with pytest.raises(ValueError, match=r"rms_norm.jsonl:1 must be a row of raw times"):
         raw.read(tmp_path, "RTX 5090", "rms_norm")
+
+
+def test_raw_times_change_no_other_file_and_wait_for_none(tmp_path):
+    """They were appended behind a link, where half of a last line was cut off."""
+    log, other = raw.Log(tmp_path, "H200", "rms_norm"), tmp_path / "other"
+    log.path.parent.mkdir()
+    other.write_text("half a line")
+    log.path.symlink_to(other)
+    with pytest.raises(OSError, match=r"rms_norm\.jsonl must be a regular file, got a link"):
+        log.add([timed(1, 2.5)])
+    assert other.read_text() == "half a line"
+    log.path.unlink()
+    os.mkfifo(log.path)
+    for call in (lambda: log.add([timed(1, 2.5)]), lambda: raw.read(tmp_path, "H200", "rms_norm")):
+        with pytest.raises(OSError, match="must be a regular file, got a FIFO"):
+            call()
 
 
 def test_packing_is_deterministic_small_and_keeps_the_last_time(tmp_path, capsys):

@@ -88,14 +88,19 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Appends a line to a regular file, which is made where there is none; follows no link."""
+def open_to_append(path: Path, *, buffering: int = -1) -> Any:
+    """A regular file to read and append to, made where there is none; follows no link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         check_regular(path, path.lstat().st_mode)  # the open names no kind, and does something to some devices
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_WAIT | _NO_LINK, 0o666)
-    with os.fdopen(descriptor, "ab", buffering=0) as file:
-        check_regular(path, os.fstat(file.fileno()).st_mode)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _NO_WAIT | _NO_LINK, 0o666), "a+b", buffering=buffering)
+    check_regular(path, os.fstat(file.fileno()).st_mode)
+    return file
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Appends a line at once, so that lines of several processes do not mix."""
+    with open_to_append(path, buffering=0) as file:
         file.write(line + b"\n")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ..launch.files import replace_file
+from ..launch.files import open_regular, open_to_append, replace_file
 from ..launch.identity import cache_folder
 
 SHIPPED = Path(__file__).resolve().parent / "raw"
@@ -62,9 +62,8 @@ class Log:
 
     def add(self, rows: Iterable[Timed]) -> None:
         """Appends rows; when this returns they are in the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
-        with self.path.open("a+b") as file:
+        with open_to_append(self.path) as file:
             _cut(file)
             file.write(lines)
 
@@ -74,7 +73,8 @@ def read(folder: Path, gpu: str, op: str) -> list[Timed]:
     stem, rows = _stem(folder, gpu, op), []
     for path in (stem.with_suffix(".jsonl.gz"), stem.with_suffix(".jsonl")):
         if path.exists():
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            with open_regular(path) as file:
+                data = gzip.decompress(file.read()) if path.suffix == ".gz" else file.read()
             rows += _decoded(path, data[: data.rfind(b"\n") + 1])  # behind the last newline: a row that was being written
     return rows
 
