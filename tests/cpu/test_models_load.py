@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -314,10 +315,16 @@ def test_configs_have_the_published_number_of_parameters(name: str, millions: fl
 
 
 def test_unknown_source_raises(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"model must be a folder with config.json, a .gguf file, org/name of the .* hub, or one of SmolLM2-135M, .*, got"
-    ):
-        load(tmp_path)
+    for source in (tmp_path, "~nobody-of-this-name/model"):  # whose home pathlib does not find
+        with pytest.raises(
+            ValueError, match=r"model must be a folder with config.json, a .gguf file, org/name of the .* hub, or one of SmolLM2-135M, .*, got"
+        ):
+            load(source)
+    with pytest.raises(TypeError, match="model must be a str or a Path, got 5"):
+        load(5)
+    for name in ("org/..", "org--other/model", "org/model.git"):
+        with pytest.raises(ValueError, match=rf"^model must be org/name of the Hugging Face hub, which allows letters, .*, got '{re.escape(name)}'"):
+            load(name)
 
 
 def test_prompt_is_checked() -> None:

@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from ..launch import argument_error
+
 NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of the hub: an owner and a model
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 CODE = "*.py"  # only where the caller trusts it
@@ -18,10 +20,11 @@ def folder_of(name: str, *, trust_remote_code: bool = False) -> Path:
     """The folder of a model in the hub's cache, with what it lacks downloaded.
 
     On a terminal bars show how far it is. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE count as everywhere.
-    Raises: OSError in one line: no such model, no right to it, or no network and not in the cache.
+    Raises: ValueError for a name that the hub gives to no model; OSError in one line: no such
+        model, no right to it, or no network and not in the cache.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     shown = not are_progress_bars_disabled()
@@ -29,6 +32,8 @@ def folder_of(name: str, *, trust_remote_code: bool = False) -> Path:
         disable_progress_bars()
     try:
         return Path(snapshot_download(name, allow_patterns=[*FILES, *([CODE] if trust_remote_code else [])]))
+    except HFValidationError as error:
+        raise argument_error("model", "org/name of the Hugging Face hub, which allows letters, digits and single - _ .", repr(name)) from error
     except GatedRepoError:
         why = f"model {name} must be one that you may read: accept its terms on its page on the hub, then export HF_TOKEN=... of that account"
     except RepositoryNotFoundError:

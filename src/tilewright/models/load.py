@@ -4,6 +4,7 @@ import enum
 import importlib.util
 import os
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,11 @@ class _Kind(enum.Enum):
 
 
 def _kind(source: str | Path) -> tuple[Path, _Kind]:
-    path = Path(source).expanduser()
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"model must be a str or a Path, got {source!r:.80}")
+    path = Path(source)
+    with suppress(RuntimeError):  # ~ of nobody: then there is no such folder
+        path = path.expanduser()
     if str(source) in CONFIGS:
         return path, _Kind.NAME
     if path.suffix == ".gguf" and path.exists() and not path.is_dir():
