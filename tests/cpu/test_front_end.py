@@ -1,8 +1,13 @@
 """What interpret/front_end.py spares cuda-tile changes no program and no error."""
 
+import gc
 import re
+import signal
+import threading
+import time
 
 import cuda.tile as ct
+import forked
 import pytest
 import torch
 from cuda.tile import _compile as compiler
@@ -11,7 +16,7 @@ from cuda.tile._passes import hir2ir
 from tilewright import interpret, ops
 from tilewright.compile import kernel_signature
 from tilewright.interpret import codegen, front_end, run
-from tilewright.launch import Device, traced
+from tilewright.launch import Device, table, traced
 from tilewright.ops import attention, matmul, sample
 from tilewright.testing import op_name, run_op, seeded_inputs
 from tilewright.testing.cases import cases
@@ -202,3 +207,28 @@ def test_only_the_interpreter_gets_the_quicker_front_end():
         interpret.interpret(asks, (1,), (torch.zeros(16),))
         assert seen == [True]
         assert all(vars(owner)[name] is old for (owner, name), old in front_end.UNCHANGED.items())
+
+
+@pytest.mark.parametrize("lock", [front_end.quick, lambda: table._lock], ids=["typing", "tables"])
+def test_a_child_calls_ops_that_was_forked_while_a_thread_did(lock):
+    """The thread's locks stayed locked in the child, where it is not."""
+    held = threading.Event()
+
+    def hold() -> None:
+        with lock():
+            held.set()
+            time.sleep(0.1)
+
+    def child() -> None:
+        signal.alarm(5)
+        table.forget()
+        with front_end.quick():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    done = forked.program(child)
+    thread.join()
+    assert done == (0, "", "")

@@ -26,12 +26,15 @@ from cuda.tile._ir.scope import Scope
 from cuda.tile._ir.type import BoundMethodTy, DTypeConstructor, FunctionTy, InvalidType, ModuleTy
 from cuda.tile._passes import hir2ir
 
+from .._forks import held_over_forks
+
 FUNCTIONS = {FunctionType, BuiltinFunctionType}
 ENUMS = {ct.MemoryOrder, ct.MemoryScope, ct.PaddingMode, ct.RoundingMode}
 DTYPE = type(ct.int32)
 NAMED = {*FUNCTIONS, *ENUMS, DTYPE, ModuleType, str, NoneType}  # constants that no operation computes with
 NUMBERS = {bool, int, float}
 CONSTANTS = {*NAMED, *NUMBERS}
+_lock = held_over_forks(_compile._compiler_lock)
 
 
 @contextmanager
@@ -39,7 +42,7 @@ def quick() -> Iterator[None]:
     """Within the context, the functions below replace cuda-tile's. The context holds the compiler's
     lock. Garbage collection is off, because an IR has many objects and few of them are garbage.
     """
-    with _compile._compiler_lock, replaced({} if _as_installed.get() else OURS):
+    with _lock, replaced({} if _as_installed.get() else OURS):
         collects = gc.isenabled()
         gc.disable()
         try:

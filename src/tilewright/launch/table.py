@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from .._forks import held_over_forks
 from .device import Device
 from .files import append_line, read_regular
 from .identity import cache_folder, compiler, launches_digest
@@ -209,7 +210,7 @@ class _File:
 
 
 _loaded: dict[Path, _File] = {}
-_lock = threading.Lock()
+_lock = held_over_forks(threading.Lock())
 
 
 def forget() -> None:

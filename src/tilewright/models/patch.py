@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._forks import held_over_forks
 from ..launch import argument_error
 from . import probe
 from .attention import register
@@ -28,7 +29,7 @@ from .quantized import Quantized, quantize
 from .saved import BATCHING, attributes, method_of
 
 _MARK = "tilewright_report"
-_ALONE = threading.RLock()  # held by who changes a model: two at once would each take the other's forwards for stock ones
+_ALONE = held_over_forks(threading.RLock())  # held by who changes a model: two at once would each take the other's forwards for stock ones
 
 
 class _Absent:
