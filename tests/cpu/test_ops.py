@@ -356,3 +356,21 @@ def test_compiles_to_one_graph(op):
         compiled = torch.compile(public_function(op), fullgraph=True, backend=backend)
         found = outputs(compiled(**inputs))
     assert all(torch.equal(known(a), known(b)) for a, b in zip(found, expected, strict=True))
+
+
+def test_views_that_are_written_compile_for_any_length():
+    """The second length failed: torch.compile then takes sizes as symbols, and sorts none."""
+
+    def step(q, k, cos, out):
+        ops.rope.rope(q, k, cos, cos)
+        return ops.softmax.softmax(cos, out=out)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.inference_mode(False), torch.no_grad():
+        for tokens in (5, 7):
+            given = [torch.randn(2, tokens, heads, 16).transpose(1, 2) for heads in (4, 2)]
+            given += [torch.rand(2, tokens, 8), torch.empty(2, tokens, 8)]
+            again = [x.clone() for x in given]
+            compiled(*given)
+            step(*again)
+            assert all(map(torch.equal, given, again))

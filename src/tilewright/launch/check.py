@@ -136,7 +136,7 @@ def check_out(
             raise argument_error(f"{name}.stride(0)", f"at least {out[0].numel()}, the elements of {name}[0]", axes[0][0])
         axes = axes[1:]
     dense = 1
-    for stride, size in axes[::-1] if padded else sorted(axes):
+    for stride, size in axes[::-1] if padded else _by_stride(axes):
         if stride != dense:
             order = "with gaps along its first axis alone" if padded else "its axes in any order"
             raise argument_error(f"{name}.stride()", f"that of a contiguous tensor of shape {tuple(shape)}, {order}", out.stride())
@@ -166,11 +166,19 @@ def _folded(shape: Sizes, strides: Sizes) -> bool:
     extent of the axes inside it.
     """
     inside = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+    for stride, size in _by_stride([(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]):
         if stride <= inside:
             return 0 not in shape
         inside += stride * (size - 1)
     return False
+
+
+def _by_stride(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Strides and sizes in the order of the strides. torch.compile sorts no sizes that change."""
+    ordered: list[tuple[int, int]] = []
+    for stride, size in axes:
+        ordered.insert(len([other for other, _ in ordered if other <= stride]), (stride, size))
+    return ordered
 
 
 def check_apart(written: Mapping[str, Tensor | None], /, **read: Tensor | None) -> None:
