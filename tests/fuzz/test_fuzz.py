@@ -8,7 +8,7 @@ from tilewright.cli import app
 from tilewright.ops import layer_norm, moe_route, rms_norm
 from tilewright.testing import fuzz, op_name
 from tilewright.testing.check import outputs, run_op
-from tilewright.testing.definitions import DEFINITIONS
+from tilewright.testing.definitions import DEFINITIONS, attention
 from tilewright.testing.definitions.rows import code_sums
 from tilewright.testing.fuzz import Family, Layout, fuzz_command
 from tilewright.testing.fuzz_draws import DRAWS
@@ -99,6 +99,17 @@ def test_few_rows_are_judged_as_many_are(m):
     for rows in (a, torch.cat((a, torch.randn(64, 328)))):
         (found,) = DEFINITIONS["matmul"](rows, b, None, exact=False, **given)
         errors.append((found[:m] - a.double() @ b.double().T).square().mean().sqrt().item())
+    assert errors[0] == pytest.approx(errors[1], rel=0.25)
+
+
+def test_one_query_is_judged_as_many_are():
+    """Calls of fp32 sparse_decode were called wrong beside the smaller error of one row."""
+    torch.manual_seed(0)
+    q, k = torch.randn(64, 1, 256), torch.randn(64, 65, 256)
+    errors = []
+    for rows in (q, torch.cat((q, torch.randn(64, 20, 256)), 1)):
+        found = attention.scores_of_fp32(rows, k, False)[:, :1]
+        errors.append((found - q.double() @ k.double().mT).square().mean().sqrt().item())
     assert errors[0] == pytest.approx(errors[1], rel=0.25)
 
 

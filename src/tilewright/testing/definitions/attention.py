@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import FP8, Results, defines, fp8_sums, normed, rotated, tf32_sums, wide
+from .rows import FP8, Results, defines, fp8_sums, normed, rotated, summed, tf32_sums, wide
 
 FEW_KEYS = 16
 
@@ -49,11 +49,11 @@ def attend(  # noqa: PLR0913 the op's arguments
     if not normalize:
         top = scores.amax(-1)
         weights = torch.where(seen, (scores - torch.where(top.isfinite(), top, 0.0)[..., None]).exp(), 0.0)
-        return [wide(weights.to(held)) @ wide(v), top, weights.sum(-1)]
+        return [summed(wide(weights.to(held)), wide(v)), top, weights.sum(-1)]
     lse = scores.logsumexp(-1) if scales[0] is None or q.dtype is torch.float64 else fused_lse(scores)
     total = lse if sinks is None else torch.logaddexp(lse, wide(sinks).to(lse.dtype)[:, None].expand(lse.shape))
     weights = torch.where(seen, (scores - torch.where(total.isfinite(), total, 0.0)[..., None]).exp(), 0.0)
-    return [per_head(weights.to(held).to(v.dtype) @ v, scales[2]).to(stored), lse]
+    return [per_head(summed(weights.to(held).to(v.dtype), v), scales[2]).to(stored), lse]
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,8 +68,8 @@ def parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def scores_of_fp32(q: Tensor, k: Tensor, tensor_cores: bool) -> Tensor:
     """q k^T; on tensor cores three products of parts in one accumulator, the largest last."""
-    if not tensor_cores:  # with more keys: of one key PyTorch sums the products in a better order
-        return (q @ torch.nn.functional.pad(k, (0, 0, 0, FEW_KEYS)).mT)[..., : k.shape[-2]]
+    if not tensor_cores:  # with more keys and queries: of one PyTorch sums the products in a better order
+        return summed(q, torch.nn.functional.pad(k, (0, 0, 0, FEW_KEYS)).mT)[..., : k.shape[-2]]
     (q, q_rest), (k, k_rest) = parts(q), parts(k)
     total = tf32_sums(q_rest, k)
     total = tf32_sums(q, k_rest, total=total)
