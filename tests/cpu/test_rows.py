@@ -100,10 +100,29 @@ def test_near_numbers_of_rows_are_priced_alike():
     assert all(rows <= stands for rows, stands in zip(range(1, 3000), found, strict=True))
 
 
-def test_blocks_share_the_rows_where_they_are_wide_and_few():
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype", "ctas", "split"),
+    [
+        (1, 8192, torch.float32, 1, False),
+        (3, 50_257, torch.float16, 1, True),
+        (12, 64_000, BF16, 1, True),
+        (16, 151_936, torch.float32, 1, True),
+        (60, 152_064, BF16, 1, True),
+        (124, 256_000, BF16, 1, True),  # more than the L2 holds
+        (202, 49_152, torch.float32, 4, False),
+        (1024, 151_936, torch.float32, 8, False),
+    ],
+)
+def test_blocks_share_the_rows_where_they_are_wide_and_few(rows, cols, dtype, ctas, split):
+    """The faster of both forms, as measured."""
+    config = softmax.space(softmax.Problem(rows, cols, dtype), Device.named("H200"))[0]
+    assert (config.num_ctas, config.split) == (ctas, split)
+
+
+def test_rows_of_more_tiles_than_a_block_can_merge_are_not_split():
     device = Device.named("H200")
-    for cols, ctas in ((8192, 1), (151_936, 8), (262_144, 8)):
-        assert softmax.space(softmax.Problem(1, cols, torch.float32), device)[0].num_ctas == ctas
+    for cols, split in ((1 << 22, True), ((1 << 22) + 1, False), (1 << 31, False)):
+        assert {c.split for c in softmax.space(softmax.Problem(1, cols, torch.float32), device)} == {split}
 
 
 def test_sample_takes_several_rows_a_block_beyond_a_grid(monkeypatch):

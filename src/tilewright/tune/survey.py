@@ -27,7 +27,7 @@ from .search import Workbench, asked
 # Problems of a pass, by kind, and the most configs of one problem.
 PASS = {
     "matmul": 10, "matmul few": 8, "matmul wave": 8, "matmul thin": 3, "matmul fp8": 8, "matmul fp8 deep": 4, "quantized_matmul": 4,
-    "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2,
+    "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "softmax wide": 2,
     "quantize_fp8": 2, "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "attention_decode short": 2, "attention_decode long": 2, "attention_decode codes": 2,
     "mla_decode": 1, "mla": 1, "bmm": 2, "bmm wide": 2,

@@ -231,8 +231,13 @@ def work(p: Any, c: Config, device: Device, *, chain: float = 0.0, operations: f
         chain=1 + chain + (not c.persistent) + again + (c.num_ctas > 1),
     )
     # Rows that the L2 does not hold until they are read again come from memory: half of the bytes.
-    lost = min(1.0, max(0.0, min(found.blocks, found.resident) * c.tile_m * p.cols * size / device.l2_bytes - HELD))
+    lost = beyond_l2(min(found.blocks, found.resident) * c.tile_m * p.cols * size, device)
     return replace(found, dram=found.dram * (1 + lost / 2)) if again else found
+
+
+def beyond_l2(size_bytes: float, device: Device) -> float:
+    """The share of bytes that are read again which the L2 does not hold until then."""
+    return min(1.0, max(0.0, size_bytes / device.l2_bytes - HELD))
 
 
 def family(p: Any, c: Config) -> str:

@@ -38,3 +38,9 @@ def drawn(s: Sizes) -> Problem:
     cols = s.model().vocab if s.odds(0.25) else s.log(100, 32_768)
     rows = s.rows(min(1 << 17, (1 << 28) // cols))
     return Problem(rows=rows, cols=cols, dtype=FP32 if s.odds(0.3) else s.dtype())
+
+
+def drawn_wide(s: Sizes) -> Problem:
+    """Rows of a vocabulary."""
+    cols = s.model().vocab
+    return Problem(rows=s.rows(min(2048, (1 << 28) // cols)), cols=cols, dtype=FP32 if s.odds(0.4) else s.dtype())
