@@ -314,6 +314,8 @@ MUTANTS = [
     Mutant("ops/attention/decision.py", "LEAST_SINGLE // c.tile_n if c.tf32x3 else 0", "0", "cpu/test_single_attention.py"),
     Mutant("ops/common/rows.py", "problem.rows <= device.sms // MOST_CLUSTER", "problem.rows < 0", "cpu/test_rows.py -k wide_and_few"),
     Mutant("ops/softmax.py", "p.rows <= device.sms // MOST_CLUSTER", "p.rows < 0", "cpu/test_rows.py -k wide_and_few"),
+    Mutant("ops/common/rows.py", "late = vectors(p) > 1 and", "late = False and", "cpu/test_rows.py -k come_late"),
+    Mutant("ops/common/rows.py", "0 if late else vectors(p)", "0", "cpu/test_rows.py -k come_late"),
     Mutant("testing/fuzz.py", "squares.sum() ** 2 / squares", "squares.numel() * squares.sum() / squares", "fuzz/test_fuzz.py -k carry"),
     Mutant("testing/fuzz.py", "draws += [self._case", "draws = [self._case", "fuzz/test_fuzz.py -k luck"),
     Mutant("testing/fuzz.py", "(torch.inf if few else LUCK)", "LUCK", "fuzz/test_fuzz.py -k luck"),

@@ -215,6 +215,17 @@ def test_a_block_that_holds_weights_leaves_room_for_fewer():
     assert layer_norm.CHOICES.work(problem, config, device).per_sm == 65_536 // (128 * compiled.resources.registers)
 
 
+def test_vectors_that_come_late_leave_room_for_more_blocks():
+    """Two, after the reductions, piece by piece of a tile of one row."""
+    device, o4 = Device.named("H200"), {"occupancy": 4, "num_worker_warps": 4}
+    problem = layer_norm.Problem(11_461, 7168, BF16)
+    legal = layer_norm.CHOICES.legal
+    assert layer_norm.space(problem, device)[0].occupancy > 2
+    assert legal(problem, layer_norm.Config(1, 8192, **o4), device)
+    assert not legal(problem, layer_norm.Config(1, 1024, **o4), device)  # a single piece
+    assert not legal(problem, layer_norm.Config(2, 2048, **o4), device)
+
+
 WIDER = [
     (silu_mul, silu_mul.Problem(2, CPU_TILE + 24, torch.float32)),
     (quantize_fp8, quantize_fp8.Problem(2, CPU_TILE + 24, torch.float32, (None, None))),

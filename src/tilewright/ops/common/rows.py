@@ -203,7 +203,10 @@ def legal(p: Any, c: Config, device: Device, *, vectors: Vectors = none) -> bool
         return False
     if loaded * size < min(LEAST_BYTES_PER_LOAD, vector(p) * size) and (c.tile_m > 1 or c.num_ctas > 1):
         return False
-    registers = c.registers(p, vectors(p))
+    # Short of registers, the compiler loads two vectors after the reductions, piece by piece of a
+    # tile; of a single piece it spills (sm_90, tileiras 13.4).
+    late = vectors(p) > 1 and c.occupancy is not None and not c.persistent and c.tile_m == 1 and loaded > vector(p)
+    registers = c.registers(p, 0 if late else vectors(p))
     return registers <= MOST_REGISTERS and (c.occupancy is None or c.occupancy * c.threads * registers <= REGISTERS)
 
 
