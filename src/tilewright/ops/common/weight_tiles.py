@@ -10,7 +10,7 @@ import cuda.tile as ct
 
 from .weight_formats import E2M1, E4M3, INT4, INT8, PLANE, WORDS
 
-SIGNS, E2M1_REST = 0x80008000 - (1 << 32), 0x01C001C0
+SIGNS, E2M1_REST, E2M1_ALL = 0x80008000 - (1 << 32), 0x01C001C0, 0x81C081C0 - (1 << 32)
 E2M1_BYTES, E2M1_MOST, E2M1_BIT = 0x9C9C9C9C - (1 << 32), 0x8C8C8C8C - (1 << 32), 0x10101010
 # Of e4m3 in a half-word: by how much its bits without the sign are shifted, and where they are
 # then.
@@ -72,7 +72,7 @@ def _e2m1_pairs(q):
 
     A sign at bit 15 and the rest at bits 6 to 8 are value * 2**-126 of a bf16.
     """
-    return _pairs((q << 8) & SIGNS | (q << 4) & E2M1_REST), _pairs(q & SIGNS | (q >> 4) & E2M1_REST)
+    return _pairs((q & 0x009C009C) * 0x110 & E2M1_ALL), _pairs(q & SIGNS | (q >> 4) & E2M1_REST)
 
 
 def _second_bytes(q):
