@@ -196,9 +196,9 @@ def test_the_model_takes_a_config_that_was_fast(timed):
     assert found.tma_scales == (found.latency >= 5 and Problem(m, 8192, 8192, name).format.group > 0)
 
 
-# tokens and experts of a layer of gpt-oss with mxfp4, and the us of the fastest of 16 to 56 configs
-# that an H200 was timed with (2026-11-23).
-EXPERTS_US = {(1, 32): 27.1, (16, 32): 142.2, (256, 32): 295.7, (16, 128): 223.7, (256, 128): 910.7}
+# tokens and experts of a layer of gpt-oss with mxfp4, and the us of the fastest of 7 to 56 configs
+# that an H200 was timed with (2026-11-24).
+EXPERTS_US = {(1, 32): 26.4, (16, 32): 138.0, (256, 32): 285.7, (1, 128): 26.5, (16, 128): 207.6, (256, 128): 775.9}
 
 
 @pytest.mark.parametrize("timed", EXPERTS_US, ids=str)
@@ -208,7 +208,7 @@ def test_the_model_takes_configs_of_experts_that_were_fast(timed):
     found = moe.space(problem, Device.named("H200"))[0]
     times = {row.config: row.time_us for row in stored_times("H200", moe).timed if row.problem == problem}
     assert min(times.values()) == pytest.approx(EXPERTS_US[timed], abs=0.1)
-    assert times[found] < 1.08 * min(times.values())
+    assert times[found] < 1.01 * min(times.values())
     assert found.pieces == (tokens <= 16)
 
 

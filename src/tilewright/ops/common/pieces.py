@@ -30,12 +30,11 @@ def _split(x):
     return high, (scaled - high).astype(ct.float8_e4m3fn).astype(ct.float32), factor
 
 
-def store_pieces(CODES, FACTORS, x, row, block, side, PLANES, SUMS, JOINED=False):
+def store_pieces(CODES, FACTORS, x, row, block, side, PLANES, SUMS):
     """Of x fp32 [rows, blocks, sides, 32], 64 k a block, of which a side is the first or last half.
 
     CODES: e4m3 [panels, rows, 2, PLANES, blocks, 32, 2]. FACTORS: fp32 [panels, rows, runs, 1 or
     with SUMS 2, 2, blocks of a run, 2]; the second the sums of the codes of a piece and plane.
-    JOINED: both pieces meet in one column, along k: the 2 of FACTORS is a 1.
     row: panel, and tile of its rows. block, side: of the tile of x.
     """
     ROWS, BLOCKS, SIDES, _ = x.shape
@@ -49,11 +48,9 @@ def store_pieces(CODES, FACTORS, x, row, block, side, PLANES, SUMS, JOINED=False
         shape, run, half = (1, ROWS, 1, 1, 1, 1, SIDES), block // HALVES, block % HALVES
     for piece in ct.static_iter(range(PIECES)):
         some = high if piece == 0 else low
-        if piece == 0 or not JOINED:
-            ct.store(FACTORS, (*row, run, 0, piece, half, side), factor.reshape(shape), allow_tma=False)
-            if SUMS:
-                total = ct.sum(high + low if JOINED else some, axis=3)
-                ct.store(FACTORS, (*row, run, 1, piece, half, side), total.reshape(shape), allow_tma=False)
+        ct.store(FACTORS, (*row, run, 0, piece, half, side), factor.reshape(shape), allow_tma=False)
+        if SUMS:
+            ct.store(FACTORS, (*row, run, 1, piece, half, side), ct.sum(some, axis=3).reshape(shape), allow_tma=False)
         for own in ct.static_iter(range(PLANES)):
             column = ct.permute(ct.where(plane == own, some, 0.0), (0, 1, 3, 2)).astype(ct.float8_e4m3fn)
             ct.store(CODES, (*row, piece, own, block, 0, side), column.reshape((1, ROWS, 1, 1, BLOCKS, ALONG, SIDES)), allow_tma=False)

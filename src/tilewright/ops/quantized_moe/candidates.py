@@ -20,7 +20,7 @@ MOST_COLUMNS = 8  # of scales and zero points of a step and part that stay in re
 # tile_n, runs, occupancy, latency, warps
 PIECES = ((32, 4, 3, 10, 4), (32, 2, 3, 10, 4), (32, 2, 4, 4, 4), (32, 1, 3, 10, 4), (64, 1, 2, 10, 8))
 # The same without pieces
-MANY = ((32, 1, 2, 4, 4), (64, 1, 1, 5, 8), (32, 1, 2, 5, 4), (64, 1, 2, 5, 8), (32, 2, 2, 10, 4))
+MANY = ((32, 1, 2, 4, 4), (32, 2, 4, 4, 4), (64, 1, 1, 5, 8), (32, 1, 2, 5, 4), (64, 1, 2, 5, 8), (32, 2, 2, 10, 4))
 BLACKWELL = ((32, 1, 2, 5, 4), (32, 1, 1, 5, 4))
 CONSUMER = ((32, 1, 2, 4, 4), (32, 2, 2, 4, 4))
 AMPERE = ((32, 1, 2, 3, 4), (32, 1, 1, 3, 4))
@@ -35,13 +35,14 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         if p.pairs <= MOST_PAIRS:
             runs = next_pow2(min(4, -(-max(p.hidden, p.inter) // p.format.run)))
-            yield Config(min(4, next_pow2(p.tokens)), True, 32 if p.tokens % 2 else ROWS, 1 + p.tokens % 3, runs, joined=p.tokens % 4 > 1)
+            yield Config(min(4, next_pow2(p.tokens)), True, 32 if p.tokens % 2 else ROWS, 1 + p.tokens % 3, runs)
         yield Config(min(64, max(2, next_pow2(-(-p.pairs // p.experts)))), False, 32 if p.tokens % 4 else ROWS, scale_sums=sums)
         return
     if p.pairs <= MOST_PAIRS:
-        for tile_m, shares, joined in product((1, 2, 4), (1, 2, 4), (False, True)):
+        # Of equal prices the first counts: halves of k win where there are few blocks.
+        for tile_m, shares in product((1, 2, 4), (2, 1, 4) if p.tokens == 1 else (1, 2, 4)):
             for n, runs, occupancy, latency, warps in PIECES:
-                c = Config(tile_m, True, n, shares, runs, False, latency, occupancy, warps, joined)
+                c = Config(tile_m, True, n, shares, runs, False, latency, occupancy, warps)
                 if LEAST_WIDE <= tile_m * c.columns(p) <= MOST_WIDE and tile_m < 2 * max(next_pow2(p.tokens), LEAST_WIDE // c.columns(p)):
                     yield c
     about = next_pow2(int(1.5 * rows))
@@ -111,7 +112,7 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
 
 def family(p: Problem, c: Config) -> str:
     """What the model errs alike about."""
-    of, form = p.format, f"pieces {c.tile_n}/{c.shares} {c.num_worker_warps}{'j' * c.joined}" if c.pieces else "many"
+    of, form = p.format, f"pieces {c.tile_n}/{c.shares} {c.num_worker_warps}" if c.pieces else "many"
     return f"{of.code}/{of.group}{'z' * of.zeros}{'s' * c.scale_sums} {form} {c.tile_m}x{c.runs} {c.occupancy}{c.latency}"
 
 

@@ -106,7 +106,6 @@ class Config:
     pieces: few tokens: 8-bit products with pieces of x (ops/common/pieces.py); no lists.
     tile_n: rows of gate and of up that a block computes, 32 or 64; of down twice that.
     shares: with pieces, blocks that share the k of the second product.
-    joined: both pieces of a number meet in one column of the sums; else each has its own.
     runs: 16 words of each row of the weight, loaded in one step.
     scale_sums: without pieces, as in `quantized_matmul`.
     latency, occupancy, num_worker_warps: compiler hints.
@@ -121,11 +120,10 @@ class Config:
     latency: int = 5
     occupancy: int = 1
     num_worker_warps: int = 4
-    joined: bool = False
 
     def columns(self, p: Problem) -> int:
         """Of the second operand, for a row of x."""
-        return (p.format.run // PLANE) * (1 if self.joined else PIECES) if self.pieces else 1
+        return PIECES * p.format.run // PLANE if self.pieces else 1
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
@@ -147,22 +145,21 @@ def _meaning(p: Problem) -> dict[str, Any]:
 def _pieces_arrays(p: Problem, c: Config, name: str, panels: int, k: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Scratch arrays of the pieces of rows of k, and the views that `store_pieces` writes."""
     runs, kinds, planes = -(-k // p.format.run), 2 if p.format.code == INT4 else 1, p.format.run // PLANE
-    deep, columns, halves, apart = runs * p.format.run, c.columns(p), planes // 2, 1 if c.joined else PIECES
+    deep, columns, halves = runs * p.format.run, c.columns(p), planes // 2
     wide = c.tile_m * columns
     arrays = {
-        f"codes_{name}": ((PIECES // apart, panels * wide, deep), torch.float8_e4m3fn),
+        f"codes_{name}": ((panels * wide, deep), torch.float8_e4m3fn),
         f"factors_{name}": ((panels, runs, kinds, wide), torch.float32),
     }
-    second = panels * wide * deep if c.joined else planes * deep
     views = {
         f"codes_of_{name}": (
             f"codes_{name}",
             (panels, c.tile_m, PIECES, planes, runs * halves, PLANE, 2),
-            (wide * deep, columns * deep, second, deep, 64, 2, 1),
+            (wide * deep, columns * deep, planes * deep, deep, 64, 2, 1),
         ),
         f"factors_of_{name}": (
             f"factors_{name}",
-            (panels, c.tile_m, runs, kinds, apart, halves, 2),
+            (panels, c.tile_m, runs, kinds, PIECES, halves, 2),
             (runs * kinds * wide, columns, kinds * wide, wide, planes, 2, 1),
         ),
     }

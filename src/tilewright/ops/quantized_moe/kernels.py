@@ -132,7 +132,6 @@ def quantized_moe_pieces_kernel(
     PANEL: ct.Constant[int],
     SHARES: ct.Constant[int],
     PLANES: ct.Constant[int],
-    JOINED: ct.Constant[bool],
     SUMS: ct.Constant[bool],
     BLOCKS: ct.Constant[int],
 ):
@@ -174,7 +173,7 @@ def quantized_moe_pieces_kernel(
         if here & (leader == pair):
             ct.scatter(panels, 1 + panel, own)
     if here:
-        store_pieces(codes, factors, some.astype(ct.float32).reshape((1, BLOCKS, 2, 32)), (panel, ranked - first), part, 0, PLANES, SUMS, JOINED)
+        store_pieces(codes, factors, some.astype(ct.float32).reshape((1, BLOCKS, 2, 32)), (panel, ranked - first), part, 0, PLANES, SUMS)
 
 
 @ct.kernel
@@ -196,7 +195,6 @@ def quantized_moe_few_kernel(
     ZEROS: ct.Constant[bool],
     RUNS: ct.Constant[int],
     SHARES: ct.Constant[int],
-    JOINED: ct.Constant[bool],
     ADD_BIAS: ct.Constant[bool],
     ALPHA: ct.Constant[float],
     LIMIT: ct.Constant[float],
@@ -206,8 +204,8 @@ def quantized_moe_few_kernel(
     """A panel of rows times TILE_N rows of an expert's weight, of gate and up if FIRST. Grid
     (column tiles, panels, SHARES of k).
 
-    codes: e4m3 [1 or JOINED 2, most rows * columns of a row, k of whole runs]; factors: fp32
-        [panels, runs, 1 or for INT4 2, rows of a panel * columns].
+    codes: e4m3 [most rows * columns of a row, k of whole runs]; factors: fp32 [panels, runs, 1
+        or for INT4 2, rows of a panel * columns].
     words: [experts * parts, panels of rows, runs, 64, 16]. scales: [experts * parts, groups, n].
     bias: [experts, parts, n], read only with ADD_BIAS.
     out: FIRST: codes of act(gate, up) as `store_pieces` has them, with next_factors;
@@ -218,7 +216,7 @@ def quantized_moe_few_kernel(
     PARTS = 2 if FIRST else 1
     PLANES = 2 if CODE == E4M3 else 4
     RUN = 32 * PLANES
-    COLUMNS = PLANES if JOINED else PIECES * PLANES
+    COLUMNS = PIECES * PLANES
     WIDE = PANEL * COLUMNS
     KINDS = 2 if CODE == INT4 else 1
     count, expert = ct.gather(panels, 0), ct.gather(panels, 1 + place)  # at once; behind the last any number
@@ -229,15 +227,12 @@ def quantized_moe_few_kernel(
         how = (PARTS, TILE_N, RUNS, LATENCY)
         found = min(tile_n, ct.cdiv(scales.shape[2], TILE_N) - 1)  # of the tiles that there are
         for step in range(share * each, min(share * each + each, steps)):
-            xs: tuple = ()
-            for piece in ct.static_iter(range(PIECES if JOINED else 1)):
-                x = ct.load(codes, (piece, place, step), (1, WIDE, RUN * RUNS), padding_mode=ZERO, latency=LATENCY)
-                xs = (*xs, x.reshape((WIDE, RUN * RUNS)))
+            x = ct.load(codes, (place, step), (WIDE, RUN * RUNS), padding_mode=ZERO, latency=LATENCY)
             by = ct.load(factors, (place, step, 0, 0), (1, RUNS, KINDS, WIDE), padding_mode=ZERO, latency=LATENCY)
             loaded = _expert_words(words, expert, found, step, how)
             scale = _expert_groups(scales, expert, found, step, how, RUN * RUNS, GROUP) if GROUP > 0 else None
             zero = _expert_groups(zeros, expert, found, step, how, RUN * RUNS, GROUP) if ZEROS else None
-            acc = add_products(acc, loaded, xs, by, scale, zero, (CODE, GROUP, PLANES))
+            acc = add_products(acc, loaded, (x,), by, scale, zero, (CODE, GROUP, PLANES))
         y = summed(acc, PANEL, CODE).reshape((PARTS, TILE_N, PANEL))
         y = _finished(y, scales, bias, expert, found, share, GROUP, ADD_BIAS)
         if FIRST:
@@ -246,6 +241,6 @@ def quantized_moe_few_kernel(
             inside = (tile_n * TILE_N + ct.arange(TILE_N, dtype=ct.int32) < scales.shape[2]).reshape((TILE_N, 1))
             h = ct.where(inside, h, 0.0).transpose()
             block, side = (tile_n, 0) if TILE_N == 64 else (tile_n // 2, tile_n % 2)
-            store_pieces(out, next_factors, h.reshape((PANEL, 1, TILE_N // 32, 32)), (place, 0), block, side, PLANES, CODE == INT4, JOINED)
+            store_pieces(out, next_factors, h.reshape((PANEL, 1, TILE_N // 32, 32)), (place, 0), block, side, PLANES, CODE == INT4)
         else:
             ct.store(out, (share, place, tile_n), y.reshape((TILE_N, PANEL)).transpose().reshape((1, PANEL, TILE_N)), allow_tma=False)
