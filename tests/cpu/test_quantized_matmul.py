@@ -14,6 +14,7 @@ from tilewright.ops import quantized_moe as moe
 from tilewright.ops.common import weight_formats
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, pack, unpack
 from tilewright.ops.quantized_matmul import Config, Problem
+from tilewright.ops.quantized_moe.kernels import quantized_moe_pieces_kernel
 from tilewright.testing.poison import poisoned_empty
 from tilewright.tune.fit import stored_times
 
@@ -194,6 +195,18 @@ def test_the_model_takes_a_config_that_was_fast(timed):
     # 22.0 and 26.3.
     assert found.pieces == (timed == (1, "mxfp4"))
     assert found.tma_scales == (found.latency >= 5 and Problem(m, 8192, 8192, name).format.group > 0)
+
+
+def test_panels_of_an_expert_stand_side_by_side():
+    """Its weights then come from memory once. Ids of another rank have no panel."""
+    ids = torch.tensor([3, 1, 3, 7, 1, 3, 0, 1], dtype=torch.int32)
+    panels, rows = torch.zeros(9, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    x, weights, shared = torch.zeros(4, 128).bfloat16(), torch.ones(4, 2), torch.zeros(4, 2)
+    codes, factors = torch.zeros(8, 2, 2, 4, 2, 32, 2).to(torch.float8_e4m3fn), torch.zeros(8, 2, 1, 1, 2, 2, 2)
+    constants = (4, 2, 8, 2, 1, 4, False, 2)  # 4 experts, panels of 2 rows
+    interpret(quantized_moe_pieces_kernel, (8, 1), (ids, weights, x, panels, rows, shared, codes, factors, *constants))
+    assert panels[:6].tolist() == [5, 0, 1, 1, 3, 3]
+    assert rows.tolist() == [6, 2, 7, -1, 3, 8, 0, 4]
 
 
 # tokens and experts of a layer of gpt-oss with mxfp4, and the us of the fastest of 7 to 56 configs

@@ -160,7 +160,8 @@ def quantized_moe_pieces_kernel(
     ranked = ct.sum(ct.where(mine, rank, 0))
     first = ranked - ranked % PANEL
     leader = ct.sum(ct.where((ids_all == own) & (rank == first), index, 0))
-    panel = ct.sum((leads & (index < leader)).astype(ct.int32))
+    # Panels of an expert stand side by side: its weights come from memory once.
+    panel = ct.sum((leads & ((ids_all < own) | (ids_all == own) & (index < leader))).astype(ct.int32))
     row = panel * PANEL + ranked - first
     here = (own >= 0) & (own < EXPERTS)
     if part == 0:
