@@ -168,9 +168,10 @@ MUTANTS = [
     Mutant("ops/gated_delta_rule/steady_kernels.py", "ct.where(i // 4 > j // 4, -own, 0.0)", "ct.where(i // 4 > j // 4 + 1, -own, 0.0)", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/steady_kernels.py", "there = (c >= 0) & (c * CHUNK < end - first)", "there = c >= 0", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/channel_kernels.py", "b, place = 0, first // CHUNK + seq", "b, place = 0, first // CHUNK", "cpu/test_linear_attention.py"),
-    Mutant("ops/causal_conv1d.py", "            t = c * TILE_M - (WIDTH - 1) + i\n", "            t = c * TILE_M - WIDTH + i\n", "cpu/test_linear_attention.py"),
-    Mutant("ops/causal_conv1d.py", "kept_row(STATE, seq, TAPS + t, j, TILE_N, t < 0)", "kept_row(STATE, seq, TAPS + t - 1, j, TILE_N, t < 0)", "cpu/test_linear_attention.py"),
-    Mutant("ops/causal_conv1d.py", "        if c * TILE_M < WIDTH - 1:", "        if c == 0:", "cpu/test_linear_attention.py"),
+    Mutant("ops/causal_conv1d.py", "front, channel = c * TILE_M - (WIDTH - 1)", "front, channel = c * TILE_M - WIDTH", "cpu/test_linear_attention.py"),
+    Mutant("ops/causal_conv1d.py", "(seq, TAPS + t, channel)", "(seq, TAPS + t - 1, channel)", "cpu/test_linear_attention.py"),
+    Mutant("ops/causal_conv1d.py", " and (p.one or c.tile_m >= p.width - 1)", "", "cpu/test_linear_attention.py"),
+    Mutant("ops/causal_conv1d.py", "inputs[i + 1], mask=there", "inputs[i], mask=there", "cpu/test_linear_attention.py"),
     Mutant("ops/rms_norm_gated.py", "* (1.0 / COLS) + eps)", "* (1.0 / COLS))", of_op("rms_norm_gated")),
     Mutant("ops/common/sequences.py", "    return tokens // length + batch if varlen", "    return tokens // length + 1 if varlen", "cpu/test_linear_attention.py cpu/test_ssd.py"),
     # Kernels: small codes

@@ -173,14 +173,18 @@ def test_a_convolution_and_its_state_are_those_of_transformers(n):
     assert state.data_ptr() == mine.data_ptr()
 
 
-@pytest.mark.parametrize("tile_m", [1, 2, 4])
-def test_tiles_shorter_than_the_weights_see_the_state(tile_m):
-    x, weight, state = torch.randn(2, 11, 16), torch.randn(16, 8), torch.randn(2, 7, 16)
-    expected, final = convolution.reference(x, weight, state=state)
-    with forced_config(convolution.plan, convolution.Config(tile_m, 16)):
-        out, _ = causal_conv1d(x, weight, state=state)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(state, final)
+@pytest.mark.parametrize("tile_m", [8, 16])
+def test_the_first_tile_alone_sees_the_state_and_moves_it_on(tile_m):
+    problem, cpu = convolution.Problem(2, 19, 16, torch.float32, width=8, taps=7), Device.of(torch.ones(1))
+    assert convolution.legal(problem, convolution.Config(tile_m, 16), cpu)
+    assert not convolution.legal(problem, convolution.Config(4, 16), cpu), "its second tile would see the state too"
+    for tokens in (5, 19):
+        x, weight, state = torch.randn(2, tokens, 16), torch.randn(16, 8), torch.randn(2, 7, 16)
+        expected, final = convolution.reference(x, weight, state=state)
+        with forced_config(convolution.plan, convolution.Config(tile_m, 16)):
+            out, _ = causal_conv1d(x, weight, state=state)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(state, final)
 
 
 def test_a_prompt_in_parts_is_the_prompt():
@@ -286,7 +290,7 @@ def test_each_layer_of_a_patched_model_runs_ours_and_undo_restores_every_bit():
         with counted() as counts:
             greedy(model, inputs, 2)
         assert counts["recurrent_kernel"] == 2  # fp32: a prompt token after token too
-        assert counts["causal_conv1d_kernel"] == 2
+        assert counts["causal_conv1d_kernel"] == counts["one_token_kernel"] == 1
         assert counts["rms_norm_gated_kernel"] == 2
         again = pickle.loads(pickle.dumps(model))
         assert torch.equal(logits(again, inputs), logits(model, inputs))

@@ -40,12 +40,12 @@ from .common.pdl import pdl_overlap, use_pdl
 from .common.rows import CPU_TILE, grid_fits, stream, threads, vector
 from .common.sequences import starts
 from .common.softmax_tiles import check_starts
-from .common.tiles import gated, of_width, rows_from
+from .common.tiles import Rows, gated
 
 WIDEST = 8  # inputs of a result
 # Of the candidates: tile_m, 16-byte pieces of a thread in a row of a tile, worker warps, occupancy.
-TILES = ((16, 0.25, 4, 6), (8, 0.25, 4, 8))
-ONE_TOKEN = ((1, 0.5, 4, None), (1, 0.25, 4, None), (1, 1, 4, None))
+TILES = ((16, 0.25, 4, 6), (32, 0.25, 4, 4))
+ONE_TOKEN = ((4, 0.25, 4, None), (1, 0.5, 4, None))
 
 
 def reference(
@@ -135,18 +135,19 @@ class Config:
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    """A thread has one load of each row."""
-    whole = next_pow2(p.channels)
+    whole, least = next_pow2(p.channels), 1 if p.one else next_pow2(p.width - 1)
     if device.is_cpu:
-        yield Config(min(4, next_pow2(p.tokens)), min(whole, CPU_TILE))
-        yield Config(min(2, next_pow2(p.tokens)), min(whole, 128))
+        for tile_m, tile_n in ((4, CPU_TILE), (2, 128)):
+            yield Config(max(least, min(tile_m, next_pow2(p.batch if p.one else p.tokens))), min(whole, tile_n))
         return
     for tile_m, pieces, warps, occupancy in ONE_TOKEN if p.one else TILES:
         yield Config(tile_m, min(whole, int(pieces * 32 * warps * 16 / p.dtype.itemsize)), occupancy, warps)
 
 
 def _places(p: Problem, c: Config) -> int:
-    """Tiles of tokens: see packed_tile."""
+    """Tiles of tokens (see packed_tile), or of sequences of one token each."""
+    if p.one:
+        return -(-p.batch // c.tile_m)
     return p.tokens // c.tile_m + p.batch if p.varlen else p.batch * -(-p.tokens // c.tile_m)
 
 
@@ -155,8 +156,8 @@ def _columns(p: Problem, c: Config) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """A grid has a block for each tile, and for each state."""
-    return grid_fits(_places(p, c) * _columns(p, c)) and grid_fits(p.batch * _columns(p, c))
+    """A grid has a block for each tile, and the first tile of a sequence alone sees its state."""
+    return grid_fits(_places(p, c) * _columns(p, c)) and (p.one or c.tile_m >= p.width - 1)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
@@ -183,69 +184,70 @@ space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    """One launch; for a state and more than one token a second one, which moves the state on."""
-    columns, constants = _columns(p, c), {"cols": p.channels}
-    optional = {"cu_seqlens": p.varlen, "bias": p.bias, "state": p.taps}
-    pdl, has_bias = use_pdl(p.all_tokens, False), {"has_bias": p.bias}
-    main = Launch.of(causal_conv1d_kernel, (_places(p, c) * columns,), p, c, constants | has_bias, optional=optional, pdl=pdl)
-    if p.one or not p.taps:
-        return (main,)
-    return main, Launch.of(keep_kernel, (p.batch * columns,), p, c, constants, optional={"cu_seqlens": p.varlen}, occupancy=None, pdl=True)
+    """One launch."""
+    kernel, grid = one_token_kernel if p.one else causal_conv1d_kernel, (_places(p, c) * _columns(p, c),)
+    optional = {"bias": p.bias, "state": p.taps} | ({} if p.one else {"cu_seqlens": p.varlen})
+    constants = {"cols": p.channels, "has_bias": p.bias}
+    return (Launch.of(kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
 
 
-def sequence(X, OUT, CU_SEQLENS, seq, tokens, VARLEN):
-    """Rows of a sequence of X and OUT, and how many they are."""
-    if VARLEN:
-        first, end = ct.load(CU_SEQLENS, (seq,), ()), ct.load(CU_SEQLENS, (seq + 1,), ())
+def taps_of(WEIGHT, j, TILE_N, COLS, WIDTH):
+    """The weights of tile j of the channels, a row [1, TILE_N] for each input of a result.
+
+    WEIGHT [COLS * WIDTH]. They come as they lie, all weights of a channel in one load.
+    """
+    across = ct.static_eval(next_pow2(WIDTH))
+    if COLS % TILE_N == 0 and WIDTH == across:
+        tile = ct.load(WEIGHT, (j,), (TILE_N * across,), check_bounds=False, allow_tma=False)
     else:
-        first, end = ct.astype(seq, ct.int64) * tokens, (ct.astype(seq, ct.int64) + 1) * tokens
-    return rows_from(X, 0, first, end), rows_from(OUT, 0, first, end), ct.astype(end - first, ct.int32)
+        at = ct.arange(TILE_N * across, dtype=ct.int32)
+        channel, i = at // across + j * TILE_N, at % across
+        tile = ct.gather(WEIGHT, channel * WIDTH + i, mask=(channel < COLS) & (i < WIDTH), padding_value=0, check_bounds=False)
+    tile = tile.reshape((TILE_N, across))
+    rows: tuple = ()
+    for i in ct.static_iter(range(WIDTH)):
+        rows = (*rows, ct.extract(tile, (0, i), (TILE_N, 1)).reshape((1, TILE_N)).astype(ct.float32))
+    return rows
 
 
-def columns_of(j, TILE_N):
-    """[1, TILE_N]: the indices of tile j."""
-    return (ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N).reshape((1, TILE_N))
+def bias_of(BIAS, j, TILE_N, HAS_BIAS):
+    """[1, TILE_N]: what sums begin with."""
+    if HAS_BIAS:
+        return ct.load(BIAS, (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False).reshape((1, TILE_N)).astype(ct.float32)
+    return ct.zeros((1, TILE_N), dtype=ct.float32)
 
 
-def row_of(X, t, j, TILE_N, whole):
-    """[1, TILE_N]: a part of row t. whole: it is there; otherwise zeros where it is not."""
-    if whole:
-        return ct.load(X, (t, j), (1, TILE_N), check_bounds=False, allow_tma=False)
-    columns = columns_of(j, TILE_N)
-    return ct.gather(X, (t, columns), mask=(columns < X.shape[1]) & (t >= 0) & (t < X.shape[0]), padding_value=0, check_bounds=False)
+def convolved(inputs, first, weights, start, SILU):
+    """start + inputs[first] * weights[0] + inputs[first + 1] * weights[1] + .., and the activation
+    of that.
+    """
+    y = start
+    for k in ct.static_iter(range(len(weights))):
+        y = y + inputs[first + k].astype(ct.float32) * weights[k]
+    return gated(y, 1.0, False) if SILU else y
 
 
-def put_row(X, t, j, row, TILE_N, whole):
-    """The same part of row t is `row`, where it is there."""
-    if whole:
-        ct.store(X, (t, j), row, check_bounds=False, allow_tma=False)
-    else:
-        columns = columns_of(j, TILE_N)
-        ct.scatter(X, (t, columns), row, mask=(columns < X.shape[1]) & (t < X.shape[0]), check_bounds=False)
-
-
-def kept_row(STATE, seq, at, j, TILE_N, there):
-    """[1, TILE_N]: what a state keeps as its input `at`; zeros if it is not there."""
-    columns = columns_of(j, TILE_N)
-    return ct.gather(STATE, (seq, at, columns), mask=(columns < STATE.shape[2]) & there, padding_value=0, check_bounds=False)
-
-
-def keep_row(STATE, seq, at, j, row, TILE_N):
-    columns = columns_of(j, TILE_N)
-    ct.scatter(STATE, (seq, at, columns), row, mask=columns < STATE.shape[2], check_bounds=False)
+def one_tile(rows):
+    """A tile of rows, as many as a power of two."""
+    for _ in ct.static_iter(range(6)):
+        if len(rows) > 1:
+            pairs: tuple = ()
+            for i in ct.static_iter(range(len(rows) // 2)):
+                pairs = (*pairs, ct.cat((rows[2 * i], rows[2 * i + 1]), 0))
+            rows = pairs
+    return rows[0]
 
 
 @ct.kernel
 def causal_conv1d_kernel(
-    X,
+    X: Rows,
     WEIGHT,
     BIAS,
     STATE,
-    OUT,
+    OUT: Rows,
     CU_SEQLENS,
     tokens: int,
     VARLEN: ct.Constant[bool],
-    ONE: ct.Constant[bool],
     SILU: ct.Constant[bool],
     HAS_BIAS: ct.Constant[bool],
     WIDTH: ct.Constant[int],
@@ -254,92 +256,104 @@ def causal_conv1d_kernel(
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
 ):
-    """TILE_M tokens of TILE_N channels, row after row. Grid (tiles of tokens * tiles of channels).
+    """TILE_M tokens of TILE_N channels. Grid (tiles of tokens * tiles of channels).
 
-    X, OUT [all tokens, COLS]; WEIGHT [WIDTH, COLS]; BIAS [COLS]; STATE [sequences, TAPS, COLS];
-    CU_SEQLENS [sequences + 1] int32. tokens: of each sequence without VARLEN. ONE: one token each;
-    the state is moved on too.
+    X, OUT [all tokens, COLS]; WEIGHT [COLS * WIDTH]; BIAS [COLS]; STATE [sequences, TAPS, COLS];
+    CU_SEQLENS [sequences + 1] int32. tokens: of each sequence without VARLEN. The block of a
+    sequence's first tokens, which alone reads the state, also moves it on; no tile is so short that
+    another sees it.
     """
     pdl_overlap()
     columns = ct.cdiv(COLS, TILE_N)
     j, place = ct.bid(0) % columns, ct.bid(0) // columns
     if VARLEN:
         seq, c = packed_tile(CU_SEQLENS, place, TILE_M)
+        begin, end = ct.load(CU_SEQLENS, (seq,), ()).astype(ct.int64), ct.load(CU_SEQLENS, (seq + 1,), ()).astype(ct.int64)
     else:
         tiles = ct.cdiv(tokens, TILE_M)
         seq, c = place // tiles, place % tiles
-    X, OUT, n = sequence(of_width(X, COLS), of_width(OUT, COLS), CU_SEQLENS, seq, tokens, VARLEN)
+        begin, end = ct.astype(seq, ct.int64) * tokens, (ct.astype(seq, ct.int64) + 1) * tokens
+    n = ct.astype(end - begin, ct.int32)
+    X, OUT = X.slice(0, begin, end), OUT.slice(0, begin, end)
 
-    def convolve(whole, first):
-        """first: the tile's first tokens see what stands in front of the sequence."""
-        rows: tuple = ()
-        for i in ct.static_iter(range(WIDTH - 1)):
-            t = c * TILE_M - (WIDTH - 1) + i
-            if ONE and TAPS > 0:
-                rows = (*rows, kept_row(STATE, seq, TAPS - (WIDTH - 1) + i, j, TILE_N, True))
-            elif first and TAPS > 0:
-                rows = (*rows, ct.where(t < 0, kept_row(STATE, seq, TAPS + t, j, TILE_N, t < 0), row_of(X, t, j, TILE_N, False)))
-            else:
-                rows = (*rows, row_of(X, t, j, TILE_N, whole and not first))
+    weights, start = taps_of(WEIGHT, j, TILE_N, COLS, WIDTH), bias_of(BIAS, j, TILE_N, HAS_BIAS)
+    front, channel = c * TILE_M - (WIDTH - 1), (ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N)[None, :]
+    there = channel < COLS
+
+    def inputs_at(t):
+        """[rows, TILE_N]: the inputs of tokens t [rows, 1], also in front of the sequence."""
+        found = ct.gather(X, (t, channel), mask=there & (t >= 0) & (t < n), padding_value=0, check_bounds=False)
+        if TAPS > 0:
+            kept = ct.gather(STATE, (seq, TAPS + t, channel), mask=there & (t < 0), padding_value=0, check_bounds=False)
+            found = ct.where(t < 0, kept, found)
+        return found
+
+    def inside():
+        """A thread has all rows of its channels, and loads each once."""
+        inputs: tuple = ()
+        for i in ct.static_iter(range(TILE_M + WIDTH - 1)):
+            inputs = (*inputs, ct.load(X, (front + i, j), (1, TILE_N), check_bounds=False, allow_tma=False))
+        results: tuple = ()
         for i in ct.static_iter(range(TILE_M)):
-            rows = (*rows, row_of(X, c * TILE_M + i, j, TILE_N, whole))
-        weights: tuple = ()
+            results = (*results, convolved(inputs, i, weights, start, SILU).astype(OUT.dtype))
+        return one_tile(results)
+
+    def at_an_end():
+        inputs: tuple = ()
         for i in ct.static_iter(range(WIDTH)):
-            weights = (*weights, row_of(WEIGHT, i, j, TILE_N, COLS % TILE_N == 0).astype(ct.float32))
-        start = ct.zeros((1, TILE_N), dtype=ct.float32)
-        if HAS_BIAS:
-            start = ct.load(BIAS, (j,), (TILE_N,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False).reshape((1, TILE_N)).astype(ct.float32)
-        for i in ct.static_iter(range(TILE_M)):
-            y = start
-            for k in ct.static_iter(range(WIDTH)):
-                y = y + rows[i + k].astype(ct.float32) * weights[k]
-            if SILU:
-                y = gated(y, 1.0, False)
-            put_row(OUT, c * TILE_M + i, j, y.astype(OUT.dtype), TILE_N, whole)
-        if ONE and TAPS > 0:
-            kept: tuple = ()
-            for i in ct.static_iter(range(1, TAPS)):
-                kept = (*kept, rows[i - TAPS + WIDTH - 1] if i >= TAPS - WIDTH + 1 else kept_row(STATE, seq, i, j, TILE_N, True))
-            kept = (*kept, rows[WIDTH - 1])
-            for i in ct.static_iter(range(TAPS)):
-                keep_row(STATE, seq, i, j, kept[i], TILE_N)
+            inputs = (*inputs, inputs_at(front + i + ct.arange(TILE_M, dtype=ct.int32)[:, None]))
+        return convolved(inputs, 0, weights, start, SILU).astype(OUT.dtype)
 
-    inside = COLS % TILE_N == 0
-    if ONE:
-        convolve(inside, True)
+    def move_state():
+        last: tuple = ()
+        for i in ct.static_iter(range(TAPS)):
+            last = (*last, inputs_at(ct.full((1, 1), n - TAPS + i, dtype=ct.int32)))
+        for i in ct.static_iter(range(TAPS)):
+            ct.scatter(STATE, (seq, i, channel), last[i], mask=there, check_bounds=False)
+
+    if COLS % TILE_N == 0 and c > 0 and c * TILE_M + TILE_M <= n:
+        ct.store(OUT, (c, j), inside(), check_bounds=False, allow_tma=False)
     elif 0 <= c < ct.cdiv(n, TILE_M):
-        if c * TILE_M < WIDTH - 1:
-            convolve(False, True)
-        elif inside and c * TILE_M + TILE_M <= n:
-            convolve(inside, False)
-        else:
-            convolve(False, False)
+        ct.store(OUT, (c, j), at_an_end(), allow_tma=False)
+        if TAPS > 0 and c == 0:
+            move_state()
 
 
 @ct.kernel
-def keep_kernel(
-    X,
+def one_token_kernel(
+    X: Rows,
+    WEIGHT,
+    BIAS,
     STATE,
-    CU_SEQLENS,
-    tokens: int,
-    VARLEN: ct.Constant[bool],
+    OUT: Rows,
+    SILU: ct.Constant[bool],
+    HAS_BIAS: ct.Constant[bool],
+    WIDTH: ct.Constant[int],
     TAPS: ct.Constant[int],
     COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
 ):
-    """The last TAPS inputs of each sequence into its state. Grid (sequences * tiles of channels);
-    arrays as in the other.
+    """One token of each of TILE_M sequences, TILE_N channels. Grid (tiles of sequences * tiles of
+    channels); arrays as in the other.
     """
     pdl_overlap()
     columns = ct.cdiv(COLS, TILE_N)
-    j, seq = ct.bid(0) % columns, ct.bid(0) // columns
-    X, _, n = sequence(of_width(X, COLS), X, CU_SEQLENS, seq, tokens, VARLEN)
-    kept: tuple = ()
+    j, place = ct.bid(0) % columns, ct.bid(0) // columns
+    seq, channel = place * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[:, None], (ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N)[None, :]
+    there = (seq < X.shape[0]) & (channel < COLS)
+    inputs: tuple = ()
     for i in ct.static_iter(range(TAPS)):
-        t = n - TAPS + i
-        kept = (*kept, ct.where(t >= 0, row_of(X, t, j, TILE_N, False), kept_row(STATE, seq, t + TAPS, j, TILE_N, t < 0)))
+        inputs = (*inputs, ct.gather(STATE, (seq, i, channel), mask=there, padding_value=0, check_bounds=False))
+    if TAPS == 0:
+        for _ in ct.static_iter(range(WIDTH - 1)):
+            inputs = (*inputs, ct.zeros((TILE_M, TILE_N), dtype=X.dtype))
+    inputs = (*inputs, ct.gather(X, (seq, channel), mask=there, padding_value=0, check_bounds=False))
+    weights, start = taps_of(WEIGHT, j, TILE_N, COLS, WIDTH), bias_of(BIAS, j, TILE_N, HAS_BIAS)
+    y = convolved(inputs, len(inputs) - WIDTH, weights, start, SILU)
+    ct.scatter(OUT, (seq, channel), y.astype(OUT.dtype), mask=there, check_bounds=False)
     for i in ct.static_iter(range(TAPS)):
-        keep_row(STATE, seq, i, j, kept[i], TILE_N)
+        ct.scatter(STATE, (seq, i, channel), inputs[i + 1], mask=there, check_bounds=False)
 
 
 DECISION = CHOICES.decision(Problem, plan, ("x", "weight", "bias", "state", "out", "cu_seqlens", "tokens"))
@@ -378,7 +392,7 @@ def causal_conv1d_out(
         silu=silu,
         varlen=cu_seqlens is not None,
     )
-    launches.run(x, weight.mT, bias, state, out, cu_seqlens, tokens)
+    launches.run(x, weight.reshape(-1), bias, state, out, cu_seqlens, tokens)
 
 
 def causal_conv1d(
@@ -397,7 +411,7 @@ def causal_conv1d(
         x: [batch, tokens, channels]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its
             leading axes do not fold into one.
         weight: [channels, width], dtype and device of x; width 2..8; the last weight belongs to the
-            token itself.
+            token itself. Copied unless contiguous.
         bias: [channels], likewise; added before the activation.
         state: [batch, taps, channels], likewise, taps from width - 1 to 8, any strides: the inputs
             before these tokens, the newest last. Overwritten with the last inputs so far. Default:
