@@ -124,8 +124,8 @@ def test_blocks_in_any_order_race_for_nothing(config):
             check_op(op, problem, torch.device("cpu"), config)
 
 
-def test_one_token_is_one_launch_and_a_split_prompt_three():
-    for n, config, launches in ((1, op.Config(16), 1), (70, CHUNKS, 1), (70, SEGMENTS, 3)):
+def test_one_token_is_one_launch_a_prompt_two_and_a_split_one_four():
+    for n, config, launches in ((1, op.Config(16), 1), (70, CHUNKS, 2), (70, SEGMENTS, 4)):
         with counted() as counts, forced_config(op.plan, config):
             ssd(**tokens(n, dtype=torch.float16))
         assert sum(counts.values()) == launches

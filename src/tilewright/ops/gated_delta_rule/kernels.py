@@ -15,11 +15,18 @@ import cuda.tile as ct
 
 from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
-from ..common.recurrence import FLOOR, LEAST_DECAY, row_of
+from ..common.recurrence import FLOOR, FORGOTTEN, LEAST_DECAY, row_of
 from ..common.tiles import LOG2E, ZERO, load_tile, rows_from
 
 INTO, ONWARD, OUTWARD = 0, 1, 2  # rows of FACTORS
-FORGOTTEN = -64.0  # log2 of the share of a state that no fp32 sum beside it shows
+
+
+def two_sums(a, b, x, y):
+    return a + x, b + y
+
+
+def three_sums(a, b, c, x, y, z):
+    return a + x, b + y, c + z
 
 
 @ct.kernel
@@ -67,27 +74,31 @@ def recurrent_kernel(
     if HAS_STATE:
         s = load_tile(STATE, (seq, h, 0, j), (1, 1, TILE_K, TILE_V), ZERO, WHOLE, None, False).reshape((TILE_K, TILE_V))
 
-    def row(X, head, t, column, size):
-        return row_of(X, (b, head, t), column, size, WHOLE)
+    def row(X, head, t, column, shape):
+        return row_of(X, (b, head, t), column, shape, WHOLE)
 
     def step(s, t):
-        q, k, v = row(Q, kh, t, 0, TILE_K), row(K, kh, t, 0, TILE_K), row(V, h, t, j, TILE_V)
+        of_key = TILE_K, 1
+        v, beta = row(V, h, t, j, (1, TILE_V)), ct.load(BETA, (b, h, t), ()).astype(ct.float32)
         if CHANNELS:
-            s, decay = s * ct.exp(row(G, h, t, 0, TILE_K))[:, None], 1.0
+            s, decay = s * ct.exp(row(G, h, t, 0, of_key)), 1.0
         else:
             decay = ct.exp(ct.load(G, (b, h, t), ()).astype(ct.float32))
-        beta = ct.load(BETA, (b, h, t), ()).astype(ct.float32)
+        q, k = row(Q, kh, t, 0, of_key), row(K, kh, t, 0, of_key)
+        exact = K.dtype == ct.float32
+        if NORMALIZE and exact:  # in the definition's order; rsqrt has an error of 2 ulp
+            q, k = q * (1.0 / ct.sqrt(ct.sum(q * q, 0, keepdims=True) + eps)), k * (1.0 / ct.sqrt(ct.sum(k * k, 0, keepdims=True) + eps))
+        # Both sums are over the state as it was: new^T q = decay S^T q + (k q) delta. Sums in one
+        # reduction share its barriers.
+        seen, found = ct.reduce((s * k, s * q), 0, two_sums, (0.0, 0.0), keepdims=True)
+        kk, qq, kq = ct.reduce((k * k, q * q, k * q), 0, three_sums, (0.0, 0.0, 0.0), keepdims=True)
         of_k, of_q = 1.0, scale
-        if NORMALIZE and K.dtype == ct.float32:  # in the definition's order; rsqrt has an error of 2 ulp
-            q, k = q * (1.0 / ct.sqrt(ct.sum(q * q) + eps)), k * (1.0 / ct.sqrt(ct.sum(k * k) + eps))
-        elif NORMALIZE:  # no sum waits for another
-            of_k, of_q = ct.rsqrt(ct.sum(k * k) + eps), ct.rsqrt(ct.sum(q * q) + eps) * scale
-        # Both sums are over the state as it was: new^T q = decay S^T q + (k q) delta.
-        seen, found = ct.sum(s * k[:, None], 0), ct.sum(s * q[:, None], 0)
+        if NORMALIZE and not exact:  # no sum waits for another
+            of_k, of_q = ct.rsqrt(kk + eps), ct.rsqrt(qq + eps) * scale
         delta = (v - decay * of_k * seen) * (beta * of_k)
-        out = (decay * found + ct.sum(k * q) * delta) * of_q
+        out = (decay * found + kq * delta) * of_q
         ct.store(OUT, (b, h, t, j), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_V)), check_bounds=not WHOLE, allow_tma=False)
-        return s * decay + k[:, None] * delta[None, :]
+        return s * decay + k * delta
 
     if ONE:
         s = step(s, 0)

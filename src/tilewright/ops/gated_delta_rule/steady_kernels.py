@@ -8,22 +8,11 @@ all it loads comes by TMA, `gates_kernel` first writes the gates of a chunk as r
 
 import cuda.tile as ct
 
-from ..common.attention_tiles import packed_tile
-from ..common.recurrence import LEAST_DECAY
+from ..common.recurrence import LEAST_DECAY, chunk_of
 from ..common.tiles import LOG2E, ZERO, rows_from
 from .kernels import INTO, ONWARD, OUTWARD, nothing
 
 SUM, BETA_OF = 0, 1  # rows of GATES
-
-
-def chunk_of(CU_SEQLENS, place, CHUNK, tokens):
-    """(first token of a sequence, one past its last, its chunk) at a place of packed sequences. At
-    a place without a chunk, the first of all tokens: what is made of it nobody reads.
-    """
-    b, c = packed_tile(CU_SEQLENS, place, CHUNK)
-    first, end = ct.load(CU_SEQLENS, (b,), ()), ct.load(CU_SEQLENS, (b + 1,), ())
-    there = (c >= 0) & (c * CHUNK < end - first)
-    return ct.where(there, first, 0), ct.where(there, end, tokens), ct.where(there, c, 0)
 
 
 @ct.kernel

@@ -12,10 +12,11 @@ from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
 from ..common.sequences import packed, places
-from .kernels import carry_kernel, link_kernel, recurrent_kernel, scan_kernel
+from .kernels import gates_kernel, link_kernel, recurrent_kernel, scan_kernel
 
 LEAST_TILE = 16  # of a product
 LINK_TILE = 16  # columns of the state of a block of the link, which has all rows in registers twice
+GATE_HEADS = 16  # whose gates a block writes: a sector of 32 bytes for each token
 WAITS = 3.0  # of a product: for its operands, its issue and its sums
 
 
@@ -45,6 +46,11 @@ class Problem:
     @property
     def all_tokens(self) -> int:
         return self.tokens if self.varlen else self.batch * self.tokens
+
+    @property
+    def one(self) -> bool:
+        """One token of each sequence."""
+        return self.tokens == 1 and not self.varlen
 
     @property
     def longest_tokens(self) -> int:
@@ -114,12 +120,12 @@ class Config:
     num_worker_warps: int | None = None
 
 
-RECURRENT = ((32, 4), (16, 6), (64, 2), (8, 8))  # tile_p, occupancy
+RECURRENT = ((64, 3, 8), (32, 3, 8), (16, 8, 4), (8, 8, 4))  # tile_p, occupancy, worker warps
 # For states of up to 128, and for wider ones: tile_p, chunk, latency, occupancy, worker warps.
 LARGE = ((64, 64, 3, 2, None), (32, 64, 3, 2, None)), ((64, 64, 3, 1, 8), (32, 64, 2, 2, None))
 SMALL = ((32, 32, 3, 2, None),), ((32, 32, 3, 1, 8),)  # more spills
-CHUNKED = {"sm_90": ((*LARGE[0], (64, 128, 3, 1, 8)), LARGE[1]), "sm_100": LARGE, "sm_103": LARGE}
-SEGMENTS = (64, 32, 16, 8, 4)
+CHUNKED = {"sm_90": (((64, 128, 3, 1, 8), *LARGE[0]), LARGE[1]), "sm_100": LARGE, "sm_103": LARGE}
+SEGMENTS = (128, 64, 32, 16, 8, 4)
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -130,8 +136,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield Config(min(64, widest), 32)
         yield Config(min(32, widest), 16, segment=1)
         return
-    for tile_p, occupancy in RECURRENT:
-        yield Config(min(tile_p, widest), occupancy=occupancy)
+    yield from (Config(min(tile_p, widest), occupancy=occupancy, num_worker_warps=warps) for tile_p, occupancy, warps in RECURRENT)
     for tile_p, chunk, latency, occupancy, warps in CHUNKED.get(device.arch, SMALL)[tile_n(p) > 128]:
         for segment in (0, *SEGMENTS):
             c = Config(min(tile_p, widest), chunk, segment, latency, occupancy, warps)
@@ -146,9 +151,12 @@ def tile_n(p: Problem) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """Products of fp32 on tensor cores would lose what it is there for."""
+    """Products of fp32 on tensor cores would lose what it is there for. A loop over tokens takes
+    registers beside those of the state.
+    """
     if not c.chunk:
-        return grid_fits(_blocks(p, c) * p.heads * p.batch) and (device.is_cpu or tile_n(p) * c.tile_p * (c.occupancy or 1) <= 160 * 128)
+        fits = tile_n(p) * c.tile_p * (c.occupancy or 1) <= (192 if p.one else 160) * 128
+        return grid_fits(_blocks(p, c) * p.heads * p.batch) and (device.is_cpu or fits)
     grids = _blocks(p, c) * _segments(p, c), -(-p.head_dim // LINK_TILE) * p.batch
     return p.dtype.itemsize == 2 and all(grid_fits(blocks * p.heads) for blocks in grids)
 
@@ -218,24 +226,40 @@ space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    """One launch; for segments three: the state behind each, the one in front of it, the result."""
+    """One launch, or for chunks two: what needs no state, then what does; for segments also the
+    state behind each, and the one in front of it.
+    """
     lengths, bias = {"cu_seqlens": p.varlen}, {"dt_bias": p.bias}
-    state = {"state": p.has_state, "state_rows": p.has_rows}
-    optional = lengths | bias | state | {"d": p.skip, "z": p.gate}
-    of_carry = {"blocks": _blocks(p, c), "tile_n": tile_n(p), "has_bias": p.bias, "group": p.heads // p.groups}
-    constants = of_carry | {"has_d": p.skip, "has_z": p.gate}
+    state, of_result = {"state": p.has_state, "state_rows": p.has_rows}, {"d": p.skip, "z": p.gate}
+    of_state = {"blocks": _blocks(p, c), "tile_n": tile_n(p), "group": p.heads // p.groups}
+    constants = of_state | {"has_d": p.skip, "has_z": p.gate}
     blocks = _blocks(p, c) * p.heads
     if not c.chunk:
-        constants |= {"one": p.tokens == 1 and not p.varlen, "whole": p.state_dim == tile_n(p) and p.head_dim % c.tile_p == 0}
-        pdl = use_pdl(p.all_tokens, False)
-        return (Launch.of(recurrent_kernel, (blocks * p.batch,), p, c, constants, optional=optional, pdl=pdl),)
+        constants |= {"has_bias": p.bias, "one": p.one, "whole": p.state_dim == tile_n(p) and p.head_dim % c.tile_p == 0}
+        optional = lengths | bias | state | of_result
+        return (Launch.of(recurrent_kernel, (blocks * p.batch,), p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
+    chunks, heads = places(p.tokens, p.batch, c.chunk, p.varlen), min(GATE_HEADS, p.heads & -p.heads)
+    rows = {"gates": ((chunks, p.heads, 2, c.chunk), torch.float32), "totals": ((chunks, p.heads, 4), torch.float32)}
+    of_gates = {"has_bias": p.bias, "gate_heads": heads}
+    of_all: dict[str, Any] = {"optional": lengths | bias, "scratch": rows, "occupancy": None, "num_worker_warps": None}
+    gates = Launch.of(gates_kernel, (chunks, p.heads // heads), p, c, of_gates, **of_all)
     grid = (blocks * _segments(p, c),)
-    scan = Launch.of(scan_kernel, grid, p, c, constants, optional=optional | {"local": c.segment})
+    optional = lengths | state | of_result
+    scan = Launch.of(scan_kernel, grid, p, c, constants | {"carry": False}, optional=optional | {"local": c.segment, "kept": False})
     if not c.segment:
-        return (scan,)
+        return gates, scan
     local = (_segments(p, c), p.heads, tile_n(p), _blocks(p, c) * c.tile_p), torch.float32
     kept = (_segments(p, c), p.heads), torch.float32
-    carry = Launch.of(carry_kernel, grid, p, c, of_carry, optional=lengths | bias, scratch={"local": local, "kept": kept})
+    nothing = dict.fromkeys(("state", "state_rows", "c", "d", "z", "out"), False)
+    carry = Launch.of(
+        scan_kernel,
+        grid,
+        p,
+        c,
+        of_state | {"carry": True, "has_state": False, "has_rows": False, "has_d": False, "has_z": False},
+        optional=lengths | nothing,
+        scratch={"local": local, "kept": kept},
+    )
     narrow = {"blocks": -(-p.head_dim // LINK_TILE), "tile_n": tile_n(p), "tile_p": LINK_TILE}
     grid = (narrow["blocks"] * p.heads * p.batch,)
-    return carry, Launch.of(link_kernel, grid, p, c, narrow, optional=lengths | state, occupancy=None, num_worker_warps=None), scan
+    return gates, carry, Launch.of(link_kernel, grid, p, c, narrow, optional=lengths | state, occupancy=None, num_worker_warps=None), scan
