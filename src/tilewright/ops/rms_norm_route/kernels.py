@@ -2,7 +2,7 @@
 
 import cuda.tile as ct
 
-from ..common.pdl import pdl_overlap
+from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.routing import chosen_experts, experts_and_groups
 from ..common.tiles import ZERO, load_masked, load_tile, rounded_sum, vector_chunk
 
@@ -52,15 +52,18 @@ def rms_norm_route_kernel(
     WEIGHTS, IDS: [tokens, TOP_K]; IDS count from first_expert.
     TILE_G, TILE_S, TILE_P: powers of two, at least GROUPS, SIZE, TOP_K.
     """
-    pdl_overlap()
+    pdl_launch_dependents()
     part, token = ct.bid(0), ct.bid(1)
     X, ROUTER, WEIGHT = X.slice(1, 0, K), ROUTER.slice(1, 0, K), WEIGHT.slice(0, 0, K)
     even = K % TILE_K == 0 and GROUPS * SIZE % TILE_E == 0
     routers: tuple = ()
+    weights: tuple = ()
+    for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):  # in flight while the launch before ends, and while the row is normed
+        routers = (*routers, load_masked(ROUTER, (part, j), (TILE_E, TILE_K), ZERO, even, None, False))
+        weights = (*weights, vector_chunk(WEIGHT, j, K, TILE_K))
+    pdl_wait()
     xs: tuple = ()
     squares = ct.zeros((1, TILE_K), ct.float32)
-    for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):  # in flight while the row is normed
-        routers = (*routers, load_masked(ROUTER, (part, j), (TILE_E, TILE_K), ZERO, even, None, False))
     for j in ct.static_iter(range(ct.cdiv(K, TILE_K))):
         x = load_masked(X, (token, j), (1, TILE_K), ZERO, K % TILE_K == 0, None, False)
         if ADD:
@@ -77,8 +80,7 @@ def rms_norm_route_kernel(
         h = xs[j].astype(ct.float32) * rstd
         if ROUND:
             h = h.astype(OUT.dtype).astype(ct.float32)
-        weight = vector_chunk(WEIGHT, j, K, TILE_K)
-        h = (h * (weight.astype(ct.float32) + weight_offset)).astype(OUT.dtype)
+        h = (h * (weights[j].astype(ct.float32) + weight_offset)).astype(OUT.dtype)
         if part == 0:
             ct.store(OUT, (token, j), h, allow_tma=False)
         acc = acc + routers[j].astype(ct.float32) * h.astype(ct.float32)
@@ -95,7 +97,7 @@ def rms_norm_route_kernel(
         row = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
         logits = ct.gather(LOGITS, (token + row, expert), mask=inside & (row == 0))
         how = (SIGMOID, ADD_BIAS, NORMALIZE, GROUPS, SIZE, TOP_GROUPS, TOP_K, ROWS, TILE_G, TILE_S, TILE_P)
-        weights, ids = chosen_experts(logits, BIAS, scale, how)
-        ct.store(WEIGHTS, (token, 0), ct.extract(weights, (0, 0), (1, TILE_P)), allow_tma=False)
+        chosen, ids = chosen_experts(logits, BIAS, scale, how)
+        ct.store(WEIGHTS, (token, 0), ct.extract(chosen, (0, 0), (1, TILE_P)), allow_tma=False)
         ct.store(IDS, (token, 0), ct.extract(ids, (0, 0), (1, TILE_P)) - first_expert, allow_tma=False)
         ct.scatter(ARRIVED, token, 0)
