@@ -7,7 +7,7 @@ import torch
 
 from tilewright import interpret
 from tilewright.launch import Device, counted
-from tilewright.ops.kv_append import Problem, kv_append, plan, space
+from tilewright.ops.kv_append import Problem, kv_append, kv_append_out, plan, space
 from tilewright.ops.rms_norm import rms_norm
 from tilewright.ops.rope import rope
 
@@ -79,6 +79,25 @@ def test_the_cache_of_mla_is_two_views_of_one_tensor():
         assert torch.equal(cache[b, 0, row], torch.cat((latent[b, 0, 0], expected_k[b, 0, 0])))
         cache[b, 0, row] = 0
     assert (cache == 0).all()
+
+
+def test_shares_of_sums_are_added_first():
+    """Of three sequences of two tokens; a part of a head is not rotated."""
+    shares = torch.randn(4, 3, 2, 8 * 48)  # of heads: 4 of q, 2 of k and 2 of v
+    summed = (shares[0] + shares[1] + shares[2] + shares[3]).bfloat16()
+    cos, sin = tables(20, 12)
+    positions = int32([[4, 5], [0, 1], [18, 19]])
+    caches = [torch.zeros(3, 2, 20, 48).bfloat16() for _ in range(4)]
+    q, k, v = summed.unflatten(2, (8, 48)).transpose(1, 2).split((4, 2, 2), 1)
+    wide = shares.flatten(0, 1).unflatten(2, (8, 48)).transpose(1, 2).split((4, 2, 2), 1)
+    rotated = torch.zeros(3, 2, 4 * 48).bfloat16().unflatten(2, (4, 48)).transpose(1, 2)
+    for (q_, k_, v_), (k_cache, v_cache), to in ((wide, caches[:2], rotated), ((q, k, v), caches[2:], None)):
+        options = cos, sin, *(None,) * 6, to, False, 1e-6, False
+        with interpret.checking(races=True):
+            kv_append_out(k_, v_, k_cache, v_cache, positions, None, q_, *options)
+    assert torch.equal(rotated, q)
+    assert torch.equal(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
 
 
 @pytest.mark.parametrize("rounded", [False, True])

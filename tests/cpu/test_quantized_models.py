@@ -18,15 +18,18 @@ from typer.testing import CliRunner
 
 from tilewright import patch
 from tilewright.cli import app
-from tilewright.engine import Engine, layers
+from tilewright.engine import Engine, layers, programs
 from tilewright.engine.families import mlp_of
+from tilewright.engine.graph import run
 from tilewright.engine.sampling import LIKELIEST
 from tilewright.engine.weights import Parts
+from tilewright.launch import counted, forced_config, next_pow2
 from tilewright.models import ModelFileError, load
 from tilewright.models.gguf_tensors import KEPT
 from tilewright.models.method import place_of
 from tilewright.models.quantized import QuantizedLinear, QuantizedMixture, quantize, weight_bytes
 from tilewright.models.quantized_folder import METHODS, save_quantized
+from tilewright.ops import quantized_matmul as op
 from tilewright.ops.common.weight_formats import FORMATS
 from tilewright.testing import assert_accurate
 
@@ -118,6 +121,24 @@ def test_norm_and_activation_join_the_products_of_a_step(monkeypatch: pytest.Mon
     (apart, before), (joined, behind) = found
     assert joined == apart
     assert [before.count(op) - behind.count(op) for op in ("rms_norm_out", "silu_mul_out", "quantized_matmul_out")] == [2, 1, 0]
+
+
+def test_sums_are_left_to_the_call_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last, whose reader is a head of 16 bits; and no bit changes."""
+    model, found = small("qwen3", hidden_size=256, head_dim=64, num_hidden_layers=2), []
+    quantize(model, "int4-64")
+    for change in (lambda calls, buffers: list(calls), programs.in_shares):
+        monkeypatch.setattr(programs, "in_shares", change)
+        split = forced_config(op.plan, lambda p, device: op.Config(next_pow2(p.m), 64, split_k=2, pieces=True))
+        with split, Engine(model, max_batch=2, max_len=64, kv_dtype="fp8") as engine:
+            tokens = engine.generate(PROMPTS, NEW).tokens
+            step = engine._programs.step(2, LIKELIEST)
+            with counted() as launches:
+                run(next(iter(step.calls.values())))
+        found.append((tokens, step.buffers.made("logits").tolist(), launches["quantized_matmul_sum_kernel"]))
+    (*apart, sums), (*left, last) = found
+    assert left == apart
+    assert (sums, last) == (8, 1)
 
 
 @pytest.mark.parametrize("weights", FORMATS)

@@ -54,7 +54,7 @@ def linear(name: str, x: Tensor, w: AnyMatrix, out: Tensor, *, residual: Tensor 
         yield Call(f"{name}.add", Tensor.add_, (out, residual))
 
 
-_ALONE: dict[str, Any] = {"eps": 1e-6, "weight_offset": 0.0, "round_before_weight": False, "gelu_tanh": False}  # of which nothing is read
+_ALONE: dict[str, Any] = {"eps": 1e-6, "weight_offset": 0.0, "gelu_tanh": False}  # of which nothing is read
 
 
 def _small(name: str, x: Tensor, w: SmallMatrix, out: Tensor, before: dict[str, Any]) -> Call:
@@ -167,9 +167,8 @@ class Stream:
             yield Call.of(name, rms_norm_matmul_out, x=self.x, b=w.weight, bias=w.bias, out=out, silu_mul=silu_mul, **norm, **sums)
         elif isinstance(self.norm, Norm) and joins(w, len(self.x)):
             assert not silu_mul
-            how = self.norm.how
-            before = {"norm": how.pop("weight"), **how, "residual": self.y, "new_residual": self.total}
-            yield _small(name, self.x, w, out, before)
+            norm = {"norm": self.norm.weight, "eps": self.norm.eps, "weight_offset": self.norm.weight_offset}
+            yield _small(name, self.x, w, out, {**norm, "residual": self.y, "new_residual": self.total})
         else:
             yield from self.norm_calls()
             yield from linear(name, self.normed, w, out, silu_mul=silu_mul)

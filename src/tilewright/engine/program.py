@@ -37,6 +37,15 @@ class Call:
         return Call(name, op, found.bind(**{**defaults, **arguments}).args)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """By their names in `op`."""
+        return dict(zip(_signature(self.op)[0].parameters, self.args, strict=True))
+
+    def replaced(self, **arguments: Any) -> "Call":
+        """With these arguments in place of its own."""
+        return Call.of(self.name, self.op, **{**self.arguments, **arguments})
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls of the same compiled kernels: op, scalars, layout of tensors."""
         return (self.op, *((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in self.args))

@@ -13,6 +13,7 @@ from .mega.run import Clocks, Mega
 from .prefill import Prefill
 from .program import Call, Step, StepBuffers
 from .sampling import Sampling
+from .shares import in_shares
 from .speculate import Verify
 from .state import State
 
@@ -99,7 +100,8 @@ class Programs:
             step.many = mega.step if greedy else None
         else:
             for keys, caches in self.state.reaches():
-                step.calls[keys] = [*self.decoder.body_calls(buffers, self.state.tokens[:batch], caches), *step.tail]
+                body = self.decoder.body_calls(buffers, self.state.tokens[:batch], caches)
+                step.calls[keys] = in_shares([*body, *step.tail], buffers)
         self.state.begin([[0]] * batch, sampling)
         self.compile(f"decode, batch {batch}", step.tail)
         with beside():

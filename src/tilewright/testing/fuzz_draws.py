@@ -41,7 +41,7 @@ def columns(s: Sizes, most: int = 2500) -> int:
 
 def small_weight(s: Sizes) -> Fields:
     of = s.choice(list(FORMATS.values()))
-    norm = {"norm": True, **some(s, "residual", "round_before_weight"), "weight_offset": s.choice((0.0, 1.0))}
+    norm = {"norm": True, **some(s, "residual"), "weight_offset": s.choice((0.0, 1.0))}
     before = s.choice(({}, {}, norm, {"gated": True, **some(s, "gelu_tanh")}))
     return {"weight_format": of.name, "n": s.log(1, 200), "k": of.multiple * s.log(1, 600 // of.multiple), **some(s, "bias"), **before}
 

@@ -77,6 +77,22 @@ def load_masked(matrix, at, shape, padding, whole, latency, tma):
     return ct.gather(matrix, (rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
 
 
+def added_shares(array, at, shape, whole, SHARES, COLS=0):
+    """A tile of a matrix [rows, columns], which is given as fp32 [SHARES, rows, columns] that add
+    up to it and are rounded to bf16 then; as itself where SHARES is 0.
+
+    COLS: how many columns it has, known when compiling; 0 for as many as the array has.
+    """
+    given = array.slice(array.ndim - 1, 0, COLS) if COLS > 0 else array
+    if SHARES > 0:
+        total = ct.zeros(shape, ct.float32)
+        for i in ct.static_iter(range(SHARES)):
+            total = total + load_tile(given, (i, *at), (1, *shape), ZERO, whole, None, False).reshape(shape)
+        return total.astype(ct.bfloat16)
+    else:
+        return load_masked(given, at, shape, ZERO, whole, None, False)
+
+
 def add_each(*numbers):
     """The sums, pair by pair, of two lists of as many numbers, given one after the other."""
     sums: tuple = ()

@@ -121,7 +121,7 @@ def _given(k_cache: Tensor, v_cache: Tensor, q: Tensor | None, k_scale: Tensor |
 
 ARGUMENTS = (
     *("k", "v", "k_cache", "v_cache", "positions", "block_table", "q", "cos", "sin", "rope_positions"),
-    *("k_scale", "v_scale", "q_weight", "k_weight", "v_weight", "eps"),
+    *("k_scale", "v_scale", "q_weight", "k_weight", "v_weight", "rotated", "eps"),
 )
 DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
@@ -144,7 +144,7 @@ def _claims(k_cache: Tensor, positions: Tensor, block_table: Tensor | None, k_sc
             yield from positive(name, scale)
 
 
-@torch_op(mutates=("k_cache", "v_cache", "q", "k_scale", "v_scale"), claims=_claims)
+@torch_op(mutates=("k_cache", "v_cache", "q", "k_scale", "v_scale", "rotated"), claims=_claims)
 def kv_append_out(
     k: Tensor,
     v: Tensor,
@@ -161,15 +161,20 @@ def kv_append_out(
     q_norm: Optional[Tensor],
     k_norm: Optional[Tensor],
     v_norm: Optional[Tensor],
+    rotated: Optional[Tensor],
     interleaved: bool,
     eps: float,
     round_before_weight: bool,
 ) -> None:
     """`kv_append`; positions and rope_positions [batch, tokens].
 
+    With rotated, q, k and v are the shares of sums, in fp32: those of all sequences, then the next
+    of each, [shares * batch, heads, tokens, dim]. rotated gets the queries.
+
     No checks, no sync: safe under graph capture.
     """
-    (batch, kv_heads, tokens, head_dim), v_dim = k.shape, v.shape[3]
+    (count, kv_heads, tokens, head_dim), v_dim, batch = k.shape, v.shape[3], len(positions)
+    dtype = (k if rotated is None else rotated).dtype
     launches = DECISION.launches(
         Device.of(k),
         batch=batch,
@@ -178,18 +183,19 @@ def kv_append_out(
         tokens=tokens,
         head_dim=head_dim,
         max_len=k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),
-        dtype=k.dtype,
+        dtype=dtype,
         page_size=0 if block_table is None else k_cache.shape[2],
         v_dim=0 if v_dim == head_dim else v_dim,
         rotary_dim=0 if cos is None else 2 * cos.shape[1],
         interleaved=interleaved,
-        cache_dtype=None if k_cache.dtype is k.dtype else k_cache.dtype,
+        cache_dtype=None if k_cache.dtype is dtype else k_cache.dtype,
         own_rope_positions=rope_positions is not None,
         v_norm=v_norm is not None,
         round_before_weight=round_before_weight,
         q_norm=q_norm is not None,
         k_norm=k_norm is not None,
         each=k_scale is not None and k_scale.dim() > 0,
+        shares=count // batch,
     )
     launches.run(
         k,
@@ -206,6 +212,7 @@ def kv_append_out(
         None if q_norm is None else q_norm.view(1, 1, 1, -1),
         None if k_norm is None else k_norm.view(1, 1, 1, -1),
         None if v_norm is None else v_norm.view(1, 1, 1, -1),
+        rotated,
         eps,
     )
 
@@ -330,7 +337,7 @@ def kv_append(
         raise argument_error(f"{empty[0][0]}.shape", "without an axis of 0 where q is given", tuple(empty[0][1].shape))
     if not empty:
         optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
-        kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight)
+        kv_append_out(k, v, k_cache, v_cache, positions, *optional, None, interleaved, eps, round_before_weight)
     return _given(k_cache, v_cache, q, k_scale, v_scale)
 
 

@@ -29,6 +29,7 @@ class Problem:
     rotary_dim: 0 without rotation.
     cache_dtype: None for dtype.
     each: the scales of codes, of each token and head, are made here.
+    shares: how many fp32 tensors each of q, k and v is the sum of.
     own_rope_positions: rope_positions are given.
     q_norm, k_norm, v_norm: which are normed, with round_before_weight as `rms_norm` has it.
     """
@@ -51,6 +52,7 @@ class Problem:
     q_norm: bool = False
     k_norm: bool = False
     each: bool = False
+    shares: int = 1
 
     @property
     def values_dim(self) -> int:
@@ -233,5 +235,6 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         "q_weight": p.q_norm,
         "k_weight": p.k_norm,
         "v_weight": p.v_norm,
+        "rotated": p.shares > 1,
     }
     return (Launch.of(kv_append_kernel, grid(p, c), p, c, constants, optional=optional, pdl=True),)

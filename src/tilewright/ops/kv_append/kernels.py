@@ -6,7 +6,7 @@ import torch
 from ...launch import next_pow2
 from ..common.fp8 import codes_of, largest_code, scale_of
 from ..common.pdl import pdl_overlap
-from ..common.tiles import ZERO, load_pairs, load_tile, rotate_pairs, store_pairs
+from ..common.tiles import ZERO, add_each, load_pairs, load_tile, rotate_pairs, store_pairs
 
 LARGEST = largest_code(torch.float8_e4m3fn)
 
@@ -60,7 +60,9 @@ def kv_append_kernel(
     Q_WEIGHT,
     K_WEIGHT,
     V_WEIGHT,
+    ROTATED,
     eps: float,
+    SHARES: ct.Constant[int],
     PAGE_SIZE: ct.Constant[int],
     SCALED: ct.Constant[bool],
     EACH: ct.Constant[bool],
@@ -89,11 +91,16 @@ def kv_append_kernel(
     [pages, kv_heads, PAGE_SIZE, dim]; int32 POSITIONS, ROPE_POSITIONS [batch, tokens], BLOCK_TABLE
     [batch, max_pages]; COS, SIN [max_pos, ROTARY / 2]; fp32 K_SCALE, V_SCALE [1], or with EACH
     those of each token and head, like the caches without their columns, which are then written.
-    It has 36 parameters, because a launch for each option would make a decode step slower.
+    It has 38 parameters, because a launch for each option would make a decode step slower.
     Q_WEIGHT, K_WEIGHT, V_WEIGHT [1, 1, 1, dim]: of the norms that Q_NORM, K_NORM and V_NORM ask
     for. What a flag or a size of 0 says is absent is not touched. EVEN: tiles end with the heads.
+    SHARES: with several, Q, K and V are fp32 and have as many times batch sequences, the shares of
+    each behind each other; they are summed and rounded, and ROTATED, like Q but bf16, gets the
+    queries.
     """
     pdl_overlap()
+    TO, DTYPE = (ROTATED, ct.bfloat16) if SHARES > 1 else (Q, K.dtype)
+    COPIES = Q_NORM or SHARES > 1  # of queries also what is not rotated
     GROUPS, HALF = Q_GROUPS + 2 * KV_GROUPS, ROTARY // 2
     TILE_HALF = ct.static_eval(next_pow2(HALF))
     group, first, b = ct.bid(0) % GROUPS, ct.bid(0) // GROUPS * TOKENS, ct.bid(1)
@@ -119,24 +126,40 @@ def kv_append_kernel(
         return scale_of(largest, LARGEST, False)
 
     def encoded(x, scale):
-        return codes_of(x.astype(ct.float32), scale, ct.float8_e4m3fn) if SCALED else x.astype(K.dtype)
+        return codes_of(x.astype(ct.float32), scale, ct.float8_e4m3fn) if SCALED else x.astype(DTYPE)
 
     def store_scales(SCALE, outer, group, row, scale):
         if EACH:
             ct.store(SCALE, (outer, group, row), scale.reshape((1, KV_TILE, 1)), check_bounds=not EVEN_KV, allow_tma=False)
 
-    def fetched(X, outer, group, token, TILE_H, EVEN, REST):
+    def added(load, outer, COUNT):
+        """The tiles that load(outer) finds; with COUNT shares their sums, rounded."""
+        found = load(outer)
+        for i in ct.static_iter(range(1, COUNT)):
+            found = add_each(*found, *load(i * POSITIONS.shape[0] + outer))
+        rounded: tuple = ()
+        for x in ct.static_iter(found):
+            rounded = (*rounded, x.astype(DTYPE) if COUNT > 1 else x)
+        return rounded
+
+    def fetched(X, outer, group, token, TILE_H, EVEN, REST, COUNT):
         """(tiles of the columns that are rotated, tiles of the others) of one token's TILE_H heads.
-        REST:
-        the others are wanted.
+        REST: the others are wanted. COUNT: of shares.
         """
+
+        def pairs_of(outer):
+            whole = EVEN and HALF == TILE_HALF
+            return load_pairs(X, (outer, group, token, 0), (1, TILE_H, 1, TILE_HALF), INTERLEAVED, HALF, whole, LATENCY)
+
+        def rest_of(outer):
+            return (_rows(X, outer, group, token, HEAD_DIM, ROTARY, TILE_H, EVEN, LATENCY),)
+
         pairs: tuple = ()
         rest: tuple = ()
         if ROTARY:
-            whole = EVEN and HALF == TILE_HALF
-            pairs = load_pairs(X, (outer, group, token, 0), (1, TILE_H, 1, TILE_HALF), INTERLEAVED, HALF, whole, LATENCY)
+            pairs = added(pairs_of, outer, COUNT)
         if REST and ROTARY < HEAD_DIM:
-            rest = (_rows(X, outer, group, token, HEAD_DIM, ROTARY, TILE_H, EVEN, LATENCY),)
+            rest = added(rest_of, outer, COUNT)
         return pairs, rest
 
     def normed(x, weight, DIM):
@@ -152,7 +175,7 @@ def kv_append_kernel(
             for i in ct.static_iter(range(len(tiles))):
                 y = tiles[i].astype(ct.float32) * rstd
                 if ROUND:
-                    y = y.astype(K.dtype).astype(ct.float32)
+                    y = y.astype(DTYPE).astype(ct.float32)
                 found = (*found, y * weights[i].astype(ct.float32))
             return found
 
@@ -162,26 +185,26 @@ def kv_append_kernel(
         pair, whole = (1, Q_TILE, 1, TILE_HALF), EVEN_Q and HALF == TILE_HALF
         weight: tuple = ()
         if Q_NORM:
-            weight = fetched(Q_WEIGHT, 0, 0, 0, 1, True, True)
+            weight = fetched(Q_WEIGHT, 0, 0, 0, 1, True, True, 1)
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
-            loaded = (*loaded, fetched(Q, b, group, first + t, Q_TILE, EVEN_Q, Q_NORM))
+            loaded = (*loaded, fetched(Q, b, group, first + t, Q_TILE, EVEN_Q, COPIES, SHARES))
         for t in ct.static_iter(range(COUNT)):
             pairs, rest = normed(loaded[t], weight, HEAD_DIM) if Q_NORM else loaded[t]
-            store_pairs(Q, (b, group, first + t, 0), rotate_pairs(pairs, pair, *angles(first + t)), INTERLEAVED, HALF, whole)
-            if Q_NORM and ROTARY < HEAD_DIM:
+            store_pairs(TO, (b, group, first + t, 0), rotate_pairs(pairs, pair, *angles(first + t)), INTERLEAVED, HALF, whole)
+            if COPIES and ROTARY < HEAD_DIM:
                 even = EVEN_Q and rest[0].shape[3] == HEAD_DIM - ROTARY
-                part = Q.slice(3, ROTARY, HEAD_DIM)
-                ct.store(part, (b, group, first + t, 0), rest[0].astype(Q.dtype), check_bounds=not even, allow_tma=False)
+                part = TO.slice(3, ROTARY, HEAD_DIM)
+                ct.store(part, (b, group, first + t, 0), rest[0].astype(DTYPE), check_bounds=not even, allow_tma=False)
 
     def append_k(group, first, COUNT):
         pair, whole = (1, KV_TILE, 1, TILE_HALF), EVEN_KV and HALF == TILE_HALF
         weight: tuple = ()
         if K_NORM:
-            weight = fetched(K_WEIGHT, 0, 0, 0, 1, True, True)
+            weight = fetched(K_WEIGHT, 0, 0, 0, 1, True, True, 1)
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
-            loaded = (*loaded, fetched(K, b, group, first + t, KV_TILE, EVEN_KV, True))
+            loaded = (*loaded, fetched(K, b, group, first + t, KV_TILE, EVEN_KV, True, SHARES))
         for t in ct.static_iter(range(COUNT)):
             pairs, rest = normed(loaded[t], weight, HEAD_DIM) if K_NORM else loaded[t]
             rotated: tuple = ()
@@ -207,7 +230,11 @@ def kv_append_kernel(
             weight = ((), (_rows(V_WEIGHT, 0, 0, 0, V_DIM, 0, 1, True, LATENCY),))
         loaded: tuple = ()
         for t in ct.static_iter(range(COUNT)):
-            loaded = (*loaded, _rows(V, b, group, first + t, V_DIM, 0, KV_TILE, EVEN_KV, LATENCY))
+
+            def row(outer):
+                return (_rows(V, outer, group, first + t, V_DIM, 0, KV_TILE, EVEN_KV, LATENCY),)
+
+            loaded = (*loaded, *added(row, b, SHARES))
         for t in ct.static_iter(range(COUNT)):
             x = normed(((), (loaded[t],)), weight, V_DIM)[1][0] if V_NORM else loaded[t]
             outer, row, held = _slot(ct.load(POSITIONS, (b, first + t), ()), b, V_CACHE, BLOCK_TABLE, PAGE_SIZE)

@@ -6,8 +6,9 @@ of x computes these too. x and out are bf16; codes have 4 or 8 bits (ops/common/
 Source    Weight-only quantisation, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin
           et al. 2023, arXiv:2306.00978); MXFP4: OCP Microscaling Formats 1.0; numbers from bits by
           one AND: Kim et al. 2022, arXiv:2211.10017.
-Numerics  Codes less their zero points are exact in bf16. Scales of rows, and of groups of 128 where
-          x has few rows, multiply sums in fp32; others the weights, which are then rounded to bf16
+Numerics  A norm is fp32: its weight multiplies x, its division the sums over k. Codes less their
+          zero points are exact in bf16. Scales of rows, and of groups of 128 where x has few rows,
+          multiply sums in fp32; others the weights, which are then rounded to bf16
           (those of mxfp4 and nvfp4 exactly). Few rows of x become pairs of e4m3 numbers, which keep
           8 bits of each (ops/common/pieces.py); their products are summed over up to 128 k by the
           tensor cores' 8-bit instruction. Products and sums in fp32, rounded once.
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import Device, argument_error, as_rows, check_bools, check_finite, check_positive, check_tensor, out_or_new, torch_op
+from ...launch import Bound, Device, argument_error, as_rows, check_bools, check_finite, check_positive, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims
 from .. import rms_norm, silu_mul
 from ..common.weight_formats import check_weight, dequantized, format_named, scale_claims
@@ -34,6 +35,7 @@ __all__ = [
     "DECISION",
     "Config",
     "Problem",
+    "launches_of",
     "plan",
     "quantized_matmul",
     "quantized_matmul_kernel",
@@ -55,7 +57,6 @@ def reference(
     norm: Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    round_before_weight: bool = False,
     residual: Tensor | None = None,
     up: Tensor | None = None,
     gelu_tanh: bool = False,
@@ -64,7 +65,7 @@ def reference(
     """The definition, on the weight that the words stand for, rounded to the dtype of x."""
     total = None
     if norm is not None:
-        found = rms_norm.reference(x, norm, eps, weight_offset=weight_offset, round_before_weight=round_before_weight, residual=residual)
+        found = rms_norm.reference(x, norm, eps, weight_offset=weight_offset, residual=residual)
         x, total = found if isinstance(found, tuple) else (found, None)
     if up is not None:
         x = silu_mul.reference(x, up, gelu_tanh=gelu_tanh)
@@ -90,7 +91,6 @@ def quantized_matmul_out(
     up: Optional[Tensor],
     eps: float,
     weight_offset: float,
-    round_before_weight: bool,
     gelu_tanh: bool,
     weight_format: str,
     out: Tensor,
@@ -98,13 +98,44 @@ def quantized_matmul_out(
 ) -> None:
     """`quantized_matmul` of rows x into `out` and, with a residual, `new_residual`.
 
+    The sums over shares of k may be left to the reader: then `out` is fp32 [shares, m, n], of as
+    many shares as `launches_of` the call with an ordinary `out` has. A residual, or x and up, may
+    come in shares [shares, m, k].
+
     No checks, no sync: safe under graph capture.
     """
-    m, n = out.shape
-    how: dict[str, Any] = {"norm": norm is not None, "residual": residual is not None, "gated": up is not None, "gelu_tanh": gelu_tanh}
-    how |= {"round_before_weight": round_before_weight, "weight_offset": weight_offset, "bias": bias is not None, "dtype": x.dtype}
-    launches = DECISION.launches(Device.of(x), m=m, n=n, k=x.shape[1], weight_format=weight_format, **how)
+    launches = launches_of(x, norm, residual, up, bias, weight_offset, gelu_tanh, weight_format, out)
     launches.run(x, words, scales, zeros, factor, bias, out, norm, residual, up, new_residual, eps, weight_offset)
+
+
+def launches_of(
+    x: Tensor,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    up: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    gelu_tanh: bool,
+    weight_format: str,
+    out: Tensor,
+) -> Bound:
+    """The launches of a call."""
+    (*shares, m, n), given = out.shape, residual if up is None else x
+    return DECISION.launches(
+        Device.of(x),
+        m=m,
+        n=n,
+        k=x.shape[-1],
+        weight_format=weight_format,
+        bias=bias is not None,
+        norm=norm is not None,
+        residual=residual is not None,
+        weight_offset=weight_offset,
+        gated=up is not None,
+        gelu_tanh=gelu_tanh,
+        given=0 if given is None or given.dim() == 2 else len(given),
+        shares=shares[0] if shares else 0,
+    )
 
 
 @overload
@@ -119,7 +150,6 @@ def quantized_matmul(
     norm: Tensor | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
-    round_before_weight: bool = ...,
     up: Tensor | None = ...,
     gelu_tanh: bool = ...,
     weight_format: str,
@@ -137,7 +167,6 @@ def quantized_matmul(
     norm: Tensor,
     eps: float = ...,
     weight_offset: float = ...,
-    round_before_weight: bool = ...,
     residual: Tensor,
     weight_format: str,
     out: Tensor | None = ...,
@@ -153,7 +182,6 @@ def quantized_matmul(
     norm: Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    round_before_weight: bool = False,
     residual: Tensor | None = None,
     up: Tensor | None = None,
     gelu_tanh: bool = False,
@@ -173,7 +201,7 @@ def quantized_matmul(
         factor: fp32 [1], for nvfp4.
         bias: bf16 [n].
         norm: bf16 [k]; then `rms_norm(x, norm, eps, ...)` is multiplied in place of x.
-        eps, weight_offset, round_before_weight: of the norm, as in `rms_norm`.
+        eps, weight_offset: of the norm, as in `rms_norm`.
         residual: bf16, shaped like x; with a norm: x + residual is normed.
         up: bf16, shaped like x; then `silu_mul(x, up)` is multiplied. Not with a norm.
         gelu_tanh: of `up`, as in `silu_mul`.
@@ -185,7 +213,7 @@ def quantized_matmul(
         rows it is empty, and nothing is launched.
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
-    check_bools(round_before_weight=round_before_weight, gelu_tanh=gelu_tanh)
+    check_bools(gelu_tanh=gelu_tanh)
     check_tensor(x, "x", dtypes=(torch.bfloat16,))
     if x.dim() == 0:
         raise argument_error("x.dim()", "at least 1", 0)
@@ -198,7 +226,7 @@ def quantized_matmul(
         check_tensor(bias, "bias", shape=(n,), like=x)
     if out.numel():
         small = words, scales, zeros, factor, bias
-        how: tuple[Any, ...] = eps, weight_offset, round_before_weight, gelu_tanh, weight_format
+        how: tuple[Any, ...] = eps, weight_offset, gelu_tanh, weight_format
         quantized_matmul_out(as_rows(x), *small, norm, as_rows(residual), as_rows(up), *how, as_rows(out), as_rows(total))
     elif residual is not None:
         torch.add(x, residual, out=total)

@@ -39,11 +39,15 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Tiles of few rows with k shared among blocks until they fill the GPU, and tiles of many; with
     scales by TMA, which a tile of many rows does not wait for (256 x 4096 x 4096, int4-128, H200:
     20.9 us in place of 29.2; 256 x 128 tiles 41.5 and 44.9), and without (one row of 8192 x 8192:
-    14.2 in place of 15.9).
+    14.2 in place of 15.9). Where sums are left to a reader, or come in shares, what is chosen
+    without.
     """
+    if p.shares or p.given:
+        yield DECISION.decide(replace(p, shares=0, given=0), device)[0]
+        return
     if device.is_cpu:
         if p.m <= FEW:
-            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True, ahead=p.m % 2 > 0)
+            yield Config(next_pow2(p.m), ROWS, next_pow2(min(p.runs, 2)), split_k=1 + p.m % 3, pieces=True, ahead=p.m % 2)
         yield Config(next_pow2(min(p.m, 512)), ROWS * next_pow2(min(8, -(-p.n // ROWS))), next_pow2(min(p.runs, 4)))
         return
     if p.m <= FEW:
@@ -52,7 +56,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
                 max(next_pow2(p.m), LEAST_WIDE // p.columns), tile_n, runs, pieces=True, latency=latency, occupancy=occupancy, num_worker_warps=warps
             )
             for one in _shared(c, p, device):
-                yield from (replace(one, ahead=ahead) for ahead in (True, False))
+                yield from (replace(one, ahead=ahead) for ahead in (1, 0))
     found = dict.fromkeys(_tiles(p, device))
     for tma in (True, False) if p.m > FEW else (False, True):
         if not tma or (p.format.group and device.arch != "sm_80"):
@@ -91,6 +95,8 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     mxfp4 19 and 32 us; int4-128-zeros took 34).
     """
     of = p.format
+    if c.ahead > c.least_steps(p):
+        return False
     if not steps_fit(c, _step_bytes(p, c), device) or (c.ahead and c.runs > MOST_AHEAD and device.arch in STEPS_BYTES):
         return False
     if c.pieces:
@@ -150,7 +156,7 @@ def family(p: Problem, c: Config) -> str:
 
 def timed_as(p: Problem, c: Config) -> tuple[Problem, Config]:
     """The product alone, as it was timed: what was built since has no timings."""
-    return Problem(p.m, p.n, p.k, p.weight_format, p.bias, p.dtype), replace(c, ahead=False)
+    return Problem(p.m, p.n, p.k, p.weight_format, p.bias, p.dtype), replace(c, ahead=0)
 
 
 CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE, timed_as=timed_as)

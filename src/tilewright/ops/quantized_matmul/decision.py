@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch, next_pow2
+from ...launch import Cost, Device, Launch, argument_error, next_pow2
 from ..common.gemm_choices import filled_parts
 from ..common.pdl import use_pdl
 from ..common.pieces import PIECES
@@ -16,15 +16,17 @@ from ..common.weight_formats import FORMATS, INT4, PLANE, QuantizedWeight, Weigh
 from .kernels import quantized_matmul_few_kernel, quantized_matmul_kernel, quantized_matmul_rows_kernel, quantized_matmul_sum_kernel
 
 SUM_TILE = (8, 128)  # rows and columns that a block of the last launch sums, at most
-MOST_WIDE = 4096  # columns of a row that is normed, at once
+ROW_COLUMNS = 512  # of a row of x that a block of the first launch takes
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """out [m, n] = x [m, k] @ weight [n, k].T, with a weight of a format.
 
-    norm, residual, round_before_weight, weight_offset: x is normed first. gated, gelu_tanh: x is
-        the gate of what is multiplied.
+    norm, residual, weight_offset: x is normed first. gated, gelu_tanh: x is the gate of what is
+        multiplied.
+    given: how many fp32 tensors residual, or gate and up, are the sums of; 0 for none.
+    shares: of k, whose sums are the result [shares, m, n] in fp32; 0 if it is their sum.
     """
 
     m: int
@@ -35,10 +37,11 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
     norm: bool = False
     residual: bool = False
-    round_before_weight: bool = False
     weight_offset: float = 0.0
     gated: bool = False
     gelu_tanh: bool = False
+    given: int = 0
+    shares: int = 0
 
     @property
     def format(self) -> WeightFormat:
@@ -72,7 +75,7 @@ class Problem:
 
         found = {"x": randn(self.m, self.k), **self._weight(device), "bias": randn(self.n) if self.bias else None}
         if self.norm:
-            how = {"eps": 1e-6, "weight_offset": self.weight_offset, "round_before_weight": self.round_before_weight}
+            how = {"eps": 1e-6, "weight_offset": self.weight_offset}
             found |= {"norm": randn(self.k), "residual": randn(self.m, self.k) if self.residual else None, **how}
         return found | ({"up": randn(self.m, self.k), "gelu_tanh": self.gelu_tanh} if self.gated else {})
 
@@ -96,11 +99,13 @@ class Config:
 
     tile_m, tile_n: rows of x, and rows of the weight (64 or more), of a block.
     runs: 16 words of each row of the weight, loaded in one step.
-    split_k: blocks that share the sum over k of one tile; a second launch adds their sums.
+    split_k: blocks that share the sum over k of one tile; a second launch adds their sums, or what
+        reads the result.
     scale_sums: scales of groups multiply their sums, in fp32; else the weights. For groups of a run
         or longer.
     pieces: few rows: 8-bit products with pieces of x (ops/common/pieces.py).
-    ahead: with pieces, the weights of a block's first step come while the launch before ends.
+    ahead: with pieces, of how many first steps of a block the weights come while the launch before
+        ends.
     tma_scales: the scales of a step come as one tile by TMA; else each thread loads its own.
     band: tile rows of the tile order that share weights in L2.
     latency, occupancy, num_worker_warps: compiler hints.
@@ -112,7 +117,7 @@ class Config:
     split_k: int = 1
     scale_sums: bool = False
     pieces: bool = False
-    ahead: bool = False
+    ahead: int = 0
     tma_scales: bool = False
     band: int = 8
     latency: int = 5
@@ -127,47 +132,55 @@ class Config:
         """Blocks for a tile, none of them without a step."""
         return filled_parts(-(-p.runs // self.runs), self.split_k)
 
+    def least_steps(self, p: Problem) -> int:
+        """Of a block: the last share of k may have fewer than the others."""
+        steps, parts = -(-p.runs // self.runs), self.parts(p)
+        return steps - (parts - 1) * -(-steps // parts)
+
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    """What becomes of x, if anything, the product, and the sum of its parts where k is shared."""
-    of, parts = p.format, c.parts(p)
-    optional = {"zeros": of.zeros, "partial": parts > 1, **{name: used and parts == 1 for name, used in _last(p).items()}}
-    constants: dict[str, Any] = {"code": of.code, "group": of.group, "zeros": of.zeros, "factor": of.factor}
-    how: dict[str, Any] = {"scratch": {"partial": ((parts, p.m, p.n), torch.float32)} if parts > 1 else {}}
+    """What becomes of x, if anything, the product, and the sum of its shares where it is wanted."""
+    of, shares = p.format, c.parts(p)
+    if p.shares not in (0, shares):
+        raise argument_error("out.shape[0]", f"{shares}, the shares of k", p.shares)
+    summed = shares > 1 and not p.shares
+    first = [_rows_plan(p, c, device)] if c.pieces or p.before else []
+    constants: dict[str, Any] = {"code": of.code, "group": of.group, "zeros": of.zeros, "factor": of.factor, "shares": shares}
+    constants["squares"] = next_pow2(first[0].grid[1]) if p.norm else 0
+    optional = {"zeros": of.zeros, "factor": of.factor, "bias": p.bias, "squares": p.norm}
+    renames = {"out": "partial"} if summed else {}
+    how: dict[str, Any] = {"scratch": {"partial": ((shares, p.m, p.n), torch.float32)} if summed else {}, "optional": optional}
     if c.pieces:
-        constants |= {"planes": p.columns // PIECES, "shares": parts}
-        how |= {"optional": optional, "pdl": True}
-        product = Launch.of(quantized_matmul_few_kernel, (c.tiles(p), parts), p, c, constants, **how)
+        constants["planes"] = p.columns // PIECES
+        product = Launch.of(quantized_matmul_few_kernel, (c.tiles(p), shares), p, c, constants, pdl=True, renames=renames, **how)
     else:
-        constants |= {"even": p.n % c.tile_n == 0, "split_k": parts > 1}
-        how |= {"optional": optional, "pdl": use_pdl(p.m, False), "renames": {"x": "rows"} if p.before else {}}
-        product = Launch.of(quantized_matmul_kernel, (c.tiles(p), parts) if parts > 1 else (c.tiles(p),), p, c, constants, **how)
-    first = (_rows_plan(p, c, device),) if c.pieces or p.before else ()
-    return *first, product, *((_sum_plan(p, parts),) if parts > 1 else ())
+        constants["even"] = p.n % c.tile_n == 0
+        renames |= {"x": "rows"} if p.before else {}
+        grid = (c.tiles(p), shares) if shares > 1 else (c.tiles(p),)
+        product = Launch.of(quantized_matmul_kernel, grid, p, c, constants, pdl=use_pdl(p.m, False), renames=renames, **how)
+    return *first, product, *((_sum_plan(p, shares),) if summed else ())
 
 
-def _last(p: Problem) -> dict[str, bool]:
-    """What the sums over all of k meet."""
-    return {"factor": p.format.factor, "bias": p.bias}
-
-
-def _sum_plan(p: Problem, parts: int) -> Launch:
+def _sum_plan(p: Problem, shares: int) -> Launch:
     rows = min(next_pow2(p.m), SUM_TILE[0])
     grid = (-(-p.n // SUM_TILE[1]), -(-p.m // rows))
-    constants = {**_last(p), "tile_m": rows, "tile_n": SUM_TILE[1], "parts": parts}
-    return Launch.of(quantized_matmul_sum_kernel, grid, p, None, constants, optional=_last(p), occupancy=4, pdl=True)
+    constants = {"tile_m": rows, "tile_n": SUM_TILE[1], "shares": shares}
+    return Launch.of(quantized_matmul_sum_kernel, grid, p, None, constants, occupancy=4, pdl=True)
 
 
 def _rows_plan(p: Problem, c: Config, device: Device) -> Launch:
     of = p.format
-    runs = min(next_pow2(p.runs), 1024 if device.is_cpu else 512 // of.run)
-    constants = {"add": p.residual, "round": p.round_before_weight, "gelu": p.gelu_tanh, "cols": p.k, "wide": min(next_pow2(p.k), MOST_WIDE)}
+    runs = min(next_pow2(p.runs), 1024 if device.is_cpu else ROW_COLUMNS // of.run)
+    grid = p.m, -(-p.runs // runs)
+    constants = {"add": p.residual, "gelu": p.gelu_tanh, "cols": p.k}
     constants |= {"planes": p.columns // PIECES, "sums": of.code == INT4, "run": of.run, "runs": runs}
-    optional = {"norm": p.norm, "residual": p.residual, "new_residual": p.residual, "up": p.gated}
+    optional = {"norm": p.norm, "squares": p.norm, "residual": p.residual, "new_residual": p.residual, "up": p.gated}
     optional |= {"rows": not c.pieces, "codes": c.pieces, "factors": c.pieces}
     how: dict[str, Any] = _pieces_arrays(p) if c.pieces else {"scratch": {"rows": ((p.m, p.k), p.dtype)}}
+    if p.norm:
+        how["scratch"]["squares"] = grid, torch.float32
     how |= {"optional": optional, "pdl": use_pdl(p.m, False), "num_ctas": None, "occupancy": None, "num_worker_warps": 4}
-    return Launch.of(quantized_matmul_rows_kernel, (p.m, -(-p.runs // runs)), p, c, constants, **how)
+    return Launch.of(quantized_matmul_rows_kernel, grid, p, c, constants, **how)
 
 
 def _pieces_arrays(p: Problem) -> dict[str, Any]:

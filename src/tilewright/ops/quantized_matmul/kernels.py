@@ -8,7 +8,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
 from ..common.pieces import PIECES, add_products, store_pieces, store_whole_pieces, summed
-from ..common.tiles import ZERO, gated, grouped_tile, load_masked, rounded_sum, vector_chunk
+from ..common.tiles import ZERO, added_shares, gated, grouped_tile, rounded_sum, vector_chunk
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, add_product, unit
 
@@ -21,20 +21,22 @@ def quantized_matmul_kernel(
     zeros,
     factor,
     bias,
-    partial,
+    squares,
     out,
+    eps: float,
     CODE: ct.Constant[int],
     GROUP: ct.Constant[int],
     ZEROS: ct.Constant[bool],
     FACTOR: ct.Constant[bool],
     BIAS: ct.Constant[bool],
+    SQUARES: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     RUNS: ct.Constant[int],
     BAND: ct.Constant[int],
     SCALE_SUMS: ct.Constant[bool],
     TMA_SCALES: ct.Constant[bool],
-    SPLIT_K: ct.Constant[bool],
+    SHARES: ct.Constant[int],
     EVEN: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
@@ -44,22 +46,18 @@ def quantized_matmul_kernel(
     scales, zeros: [groups of k, n]; [1, n] where GROUP is 0, one scale for a row.
     SCALE_SUMS: a group's scale multiplies its sum in fp32; else the weights, rounded to bf16.
     TMA_SCALES: the scales of a step come as one tile by TMA; else each thread loads its own.
-    SPLIT_K: partial [parts, m, n] takes the sums over shares of k, without factor and bias.
+    SHARES: of k: with several, out [SHARES, m, n] takes the sums over each, the first with bias.
+    SQUARES: squares [m, SQUARES or fewer], whose rows' sums are the means that a norm divides by.
     EVEN: the tiles end with the rows of the weight.
     """
     pdl_overlap()
-    tiles_m, tiles_n = ct.cdiv(out.shape[0], TILE_M), ct.cdiv(out.shape[1], TILE_N)
+    tiles_m, tiles_n = ct.cdiv(x.shape[0], TILE_M), ct.cdiv(scales.shape[1], TILE_N)
     tile_m, tile_n = grouped_tile(ct.bid(0), tiles_m, tiles_n, BAND)
     RUN = WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
     DEEP = RUN * RUNS  # k of a step
     GROUPS = max(1, DEEP // GROUP) if GROUP > 0 else 0  # of a step
-    steps = ct.cdiv(words.shape[1], RUNS)
-    if SPLIT_K:
-        share = ct.cdiv(steps, partial.shape[0])
-        first = ct.bid(1) * share
-        last = min(first + share, steps)
-    else:
-        first, last = 0, steps
+    share = ct.bid(1)
+    first, last = _steps(words, RUNS, share, SHARES)
     acc = ct.zeros((TILE_N, TILE_M), ct.float32)
     for step in range(first, last):
         loaded = ct.load(words, (tile_n, step, 0, 0), (TILE_N // ROWS, RUNS, ROWS, WORDS), padding_mode=ZERO, latency=LATENCY)
@@ -76,40 +74,51 @@ def quantized_matmul_kernel(
         acc = acc * (scale.reshape((TILE_N, 1)) * unit(CODE))
     elif CODE == E2M1:
         acc = acc * SMALL
-    if SPLIT_K:
-        ct.store(partial, (ct.bid(1), tile_m, tile_n), acc.transpose().reshape((1, TILE_M, TILE_N)), allow_tma=False)
-    else:
-        _finish(acc.transpose(), factor, bias, out, tile_m, tile_n, FACTOR, BIAS)
+    if SQUARES > 0:
+        acc = acc * _rstd(squares, tile_m, TILE_M, SQUARES, eps)
+    _finish(acc.transpose(), factor, bias, out, (share, tile_m, tile_n), FACTOR, BIAS, SHARES)
 
 
 @ct.kernel
 def quantized_matmul_sum_kernel(
     partial,
-    factor,
-    bias,
     out,
-    FACTOR: ct.Constant[bool],
-    BIAS: ct.Constant[bool],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
-    PARTS: ct.Constant[int],
+    SHARES: ct.Constant[int],
 ):
-    """Sums the shares of k. PARTS: how many there are, of which a tile is loaded at once."""
+    """Sums the shares of k. SHARES: how many there are, of which a tile is loaded at once."""
     pdl_overlap()
-    tile_n, tile_m = ct.bid(0), ct.bid(1)
-    acc = ct.zeros((TILE_M, TILE_N), ct.float32)
-    for part in ct.static_iter(range(PARTS)):
-        acc = acc + ct.load(partial, (part, tile_m, tile_n), (1, TILE_M, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_M, TILE_N))
-    _finish(acc, factor, bias, out, tile_m, tile_n, FACTOR, BIAS)
+    at, shape = (ct.bid(1), ct.bid(0)), (TILE_M, TILE_N)
+    ct.store(out, at, added_shares(partial, at, shape, False, SHARES))
 
 
-def _finish(acc, factor, bias, out, tile_m, tile_n, FACTOR, BIAS):
-    """Stores a tile [TILE_M, TILE_N] of sums over all of k."""
+def _steps(words, RUNS, share, SHARES):
+    """The first step of a share of k, and the one behind its last."""
+    steps = ct.cdiv(words.shape[1], RUNS)
+    if SHARES == 1:
+        return 0, steps
+    each = ct.cdiv(steps, SHARES)
+    return share * each, min(share * each + each, steps)
+
+
+def _rstd(squares, tile_m, TILE_M, SQUARES, eps):
+    """[1, TILE_M]: what the norm of each row multiplies it by."""
+    mean = ct.sum(ct.load(squares, (tile_m, 0), (TILE_M, SQUARES), padding_mode=ZERO, allow_tma=False), axis=1)
+    return (1.0 / ct.sqrt(mean + eps)).reshape((1, TILE_M))  # rsqrt is 2 ulp off in fp32
+
+
+def _finish(acc, factor, bias, out, at, FACTOR, BIAS, SHARES):
+    """Stores a tile [TILE_M, TILE_N] of sums over a share of k. at: the share, and the tile."""
     if FACTOR:
         acc = acc * ct.load(factor, (0,), (1,), allow_tma=False)
     if BIAS:
-        acc = acc + ct.load(bias, (tile_n,), (acc.shape[1],), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-    ct.store(out, (tile_m, tile_n), acc.astype(out.dtype))
+        more = ct.load(bias, (at[2],), (acc.shape[1],), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        acc = acc + (more if SHARES == 1 else ct.where(at[0] == 0, more, 0.0))
+    if SHARES == 1:
+        ct.store(out, at[1:], acc.astype(out.dtype))
+    else:
+        ct.store(out, at, acc.reshape((1, *acc.shape)), allow_tma=False)
 
 
 def _columns(array, step, tile_n, how):
@@ -139,16 +148,15 @@ def quantized_matmul_rows_kernel(
     rows,
     codes,
     factors,
+    squares,
     new_residual,
-    eps: float,
     weight_offset: float,
     NORM: ct.Constant[bool],
     ADD: ct.Constant[bool],
-    ROUND: ct.Constant[bool],
     GATED: ct.Constant[bool],
     GELU: ct.Constant[bool],
     COLS: ct.Constant[int],
-    WIDE: ct.Constant[int],
+    GIVEN: ct.Constant[int],
     PIECES: ct.Constant[bool],
     PLANES: ct.Constant[int],
     SUMS: ct.Constant[bool],
@@ -159,43 +167,32 @@ def quantized_matmul_rows_kernel(
     (rows, shares of k).
 
     x, residual, up, rows, new_residual: [m, COLS]. norm: [COLS].
-    NORM: the row is normed, in tiles of WIDE columns; ADD: of x + residual. GATED: it is act(x) *
-        up.
+    NORM: the row times norm; squares [m, shares of k] gets its own share of the mean of squares,
+        by which the product divides. ADD: of x + residual. GATED: the row is act(x) * up.
+    GIVEN: of residual, or of x and up, the shares [GIVEN, m, COLS] that are their sum; 0 for none.
     """
-    pdl_overlap()
+    pdl_launch_dependents()
     row, share = ct.bid(0), ct.bid(1)
     at, shape, whole = (row, share), (1, RUN * RUNS), COLS % (RUN * RUNS) == 0
-    x, residual, up = x.slice(1, 0, COLS), residual.slice(1, 0, COLS), up.slice(1, 0, COLS)
     if NORM:
-        squares = ct.zeros((1, WIDE), ct.float32)
-        for j in ct.static_iter(range(ct.cdiv(COLS, WIDE))):
-            all = _sum(x, residual, (row, j), (1, WIDE), COLS % WIDE == 0, ADD).astype(ct.float32)
-            squares = squares + all * all
-        rstd = 1.0 / ct.sqrt(ct.sum(squares) * (1.0 / COLS) + eps)  # rsqrt is 2 ulp off in fp32
-        some = _sum(x, residual, at, shape, whole, ADD)
+        weight = vector_chunk(norm, share, COLS, RUN * RUNS).astype(ct.float32) + weight_offset
+    pdl_wait()
+    some = added_shares(x, at, shape, whole, GIVEN if GATED else 0, COLS)
+    if NORM:
         if ADD:
-            ct.store(new_residual, at, some, allow_tma=False)
-        some = some.astype(ct.float32) * rstd
-        if ROUND:
-            some = some.astype(x.dtype).astype(ct.float32)
-        some = some * (vector_chunk(norm, share, COLS, RUN * RUNS).astype(ct.float32) + weight_offset)
-    else:
-        some = load_masked(x, at, shape, ZERO, whole, None, False)
-        if GATED:
-            some = gated(some, load_masked(up, at, shape, ZERO, whole, None, False), GELU)
-    some = some.astype(x.dtype)
+            some = rounded_sum(some, added_shares(residual, at, shape, whole, GIVEN, COLS))
+            ct.store(new_residual.slice(1, 0, COLS), at, some, allow_tma=False)
+        some = some.astype(ct.float32)
+        ct.store(squares, at, (ct.sum(some * some) * (1.0 / COLS)).reshape((1, 1)), allow_tma=False)
+        some = some * weight
+    elif GATED:
+        some = gated(some, added_shares(up, at, shape, whole, GIVEN, COLS), GELU).astype(ct.bfloat16)
     if not PIECES:
-        ct.store(rows, at, some, allow_tma=False)
+        ct.store(rows, at, some.astype(rows.dtype), allow_tma=False)
     elif PLANES == 1:
         store_whole_pieces(codes, factors, some.astype(ct.float32).reshape((1, RUNS, RUN)), row, share, SUMS)
     else:
         store_pieces(codes, factors, some.astype(ct.float32).reshape((1, RUNS * RUN // 64, 2, 32)), (0, row), share, 0, PLANES, SUMS)
-
-
-def _sum(x, residual, at, shape, whole, ADD):
-    """A tile of x, or of x + residual, rounded."""
-    some = load_masked(x, at, shape, ZERO, whole, None, False)
-    return rounded_sum(some, load_masked(residual, at, shape, ZERO, whole, None, False)) if ADD else some
 
 
 @ct.kernel
@@ -207,19 +204,21 @@ def quantized_matmul_few_kernel(
     zeros,
     factor,
     bias,
-    partial,
+    squares,
     out,
+    eps: float,
     CODE: ct.Constant[int],
     GROUP: ct.Constant[int],
     ZEROS: ct.Constant[bool],
     FACTOR: ct.Constant[bool],
     BIAS: ct.Constant[bool],
+    SQUARES: ct.Constant[int],
     PLANES: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
     RUNS: ct.Constant[int],
     SHARES: ct.Constant[int],
-    AHEAD: ct.Constant[bool],
+    AHEAD: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
     """out [m, n] = x [m, k] @ weight [n, k].T, all of m and TILE_N rows of the weight to a block.
@@ -227,24 +226,15 @@ def quantized_matmul_few_kernel(
 
     codes: e4m3 [m * 2 * PLANES, k of whole runs]; factors: fp32 [1, runs, 1 or for INT4 2, m * 2 *
         PLANES]. PLANES: columns of a piece.
-    SHARES: of k: partial [SHARES, m, n] takes their sums, without factor and bias.
-    AHEAD: the weights of the first step come while the launch before ends.
+    AHEAD: of so many steps the weights come while the launch before ends; each share has as many.
     The others as in `quantized_matmul_kernel`.
     """
-    if AHEAD:
-        pdl_launch_dependents()
-    else:
-        pdl_overlap()
+    pdl_launch_dependents()
     tile_n, share = ct.bid(0), ct.bid(1)
     RUN = 64 if CODE == E4M3 else 128
     DEEP, WIDE = RUN * RUNS, TILE_M * PIECES * PLANES
     HIGH, LOW = max(1, TILE_N // ROWS), min(ROWS, TILE_N)
-    steps = ct.cdiv(words.shape[1], RUNS)
-    first, last = 0, steps
-    if SHARES > 1:
-        each = ct.cdiv(steps, SHARES)
-        first = share * each
-        last = min(first + each, steps)
+    first, last = _steps(words, RUNS, share, SHARES)
 
     def weights(step):
         loaded = ct.load(words, (tile_n, step, 0, 0), (HIGH, RUNS, LOW, WORDS), padding_mode=ZERO, latency=LATENCY)
@@ -252,9 +242,12 @@ def quantized_matmul_few_kernel(
         zero = _groups(zeros, step, tile_n, TILE_N, GROUP, DEEP, LATENCY) if ZEROS else None
         return loaded.reshape((1, HIGH, RUNS, LOW, WORDS)), scale, zero
 
-    if AHEAD:
-        found = weights(first)
-        pdl_wait()
+    ready: tuple = ()
+    for i in ct.static_iter(range(AHEAD)):
+        ready = (*ready, weights(first + i))
+    pdl_wait()
+    if SQUARES > 0:
+        rstd = _rstd(squares, 0, TILE_M, SQUARES, eps)
 
     def added(acc, step, loaded, scale, zero):
         x = ct.load(codes, (0, step), (WIDE, DEEP), padding_mode=ZERO, latency=LATENCY)
@@ -262,17 +255,16 @@ def quantized_matmul_few_kernel(
         return add_products(acc, loaded, (x,), by, scale, zero, (CODE, GROUP, PLANES))
 
     acc = ct.zeros((TILE_N, WIDE), ct.float32)
-    if AHEAD:
-        acc, first = added(acc, first, *found), first + 1
-    for step in range(first, last):
+    for i in ct.static_iter(range(AHEAD)):
+        acc = added(acc, first + i, *ready[i])
+    for step in range(first + AHEAD, last):
         acc = added(acc, step, *weights(step))
     y = summed(acc, TILE_M, CODE)
     if GROUP == 0:
         y = y * ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_N, 1))
-    if SHARES > 1:
-        ct.store(partial, (share, 0, tile_n), y.transpose().reshape((1, TILE_M, TILE_N)), allow_tma=False)
-    else:
-        _finish(y.transpose(), factor, bias, out, 0, tile_n, FACTOR, BIAS)
+    if SQUARES > 0:
+        y = y * rstd
+    _finish(y.transpose(), factor, bias, out, (share, 0, tile_n), FACTOR, BIAS, SHARES)
 
 
 def _groups(array, step, tile_n, TILE_N, GROUP, DEEP, LATENCY):

@@ -7,7 +7,7 @@ from ..sizes import Sizes
 
 small = [
     Problem(1, 64, 128),
-    Problem(5, 70, 1280, norm=True, residual=True, round_before_weight=True),
+    Problem(5, 70, 1280, norm=True, residual=True),
     Problem(3, 130, 640, "int4-128-zeros", bias=True),
     Problem(9, 72, 320, "int4-64"),
     Problem(5, 64, 192, "int4-64-zeros"),
@@ -33,7 +33,7 @@ real = [
     Problem(300, 1024, 1024, "e4m3-128", bias=True),
     Problem(600, 1024, 2048),
     Problem(130, 576, 1536, "nvfp4"),
-    Problem(1, 6144, 4096, norm=True, residual=True, round_before_weight=True),
+    Problem(1, 6144, 4096, norm=True, residual=True),
     Problem(1, 4096, 14_336, "e4m3", gated=True),
     Problem(2, 2048, 2880, "mxfp4", norm=True, bias=True),
 ]

@@ -318,7 +318,7 @@ def quantized_matmul(x: Tensor, words: Tensor, scales: Tensor, zeros: Any, facto
     residual, up = before.get("residual"), before.get("up")
     total = x if residual is None else x + residual
     if before.get("norm") is not None:
-        x = normed(total, before["norm"], before["eps"], before["weight_offset"], before["round_before_weight"]).to(x.dtype)
+        x = normed(total, before["norm"], before["eps"], before["weight_offset"]).to(x.dtype)
     if up is not None:
         x = activated(x, before["gelu_tanh"]).to(x.dtype) * up
     y = x @ weight.to(x.dtype).T
