@@ -3,9 +3,10 @@
     python benchmarks/small_weights.py Llama-3.1-8B int4-128 [--tokens 64] [--rounds 5] [--json F]
 
 Forms: `apart`, every launch of its own; `joined`, norm and activation in the launch that makes
-pieces (engine/layers.py, MOST_SMALL_ROWS); `ahead`, as shipped: also the first weights while the
-launch before ends; `mega`, of e4m3 weights the megakernel. Each form is an engine on the same
-weights; rounds take turns. Tokens must be the same up to rounding: the number of equal ones is
+pieces (engine/layers.py, MOST_SMALL_ROWS); `ahead`: also the first weights while the launch before
+ends; `shares`, as shipped: also sums over shares of k left to their reader (engine/shares.py);
+`mega`, of e4m3 weights the megakernel. Each form is an engine on the same weights; rounds take
+turns. Tokens must be the same up to rounding: the number of equal ones is
 printed.
 """
 
@@ -20,29 +21,32 @@ from typing import Any
 import torch
 
 from tilewright.bench.report import tell
-from tilewright.engine import Engine, layers
+from tilewright.engine import Engine, layers, programs
 from tilewright.launch import Device, forced_config
 from tilewright.models import load
 from tilewright.models.quantized import quantize
 from tilewright.ops import quantized_matmul
 
-FORMS = {"apart": (0, False), "joined": (16, False), "ahead": (16, True), "mega": (16, True)}
+FORMS = {"apart": (0, 0, False), "joined": (16, 0, False), "ahead": (16, 1, False), "shares": (16, 1, True), "mega": (16, 1, True)}
 
 
 @contextmanager
-def form(rows: int, ahead: bool) -> Iterator[None]:
+def form(rows: int, ahead: int, shares: bool) -> Iterator[None]:
     """Steps that are made within the context have this form: the shipped configs but for it."""
 
     def config(p: quantized_matmul.Problem, device: Device) -> Any:
         shipped, _ = quantized_matmul.DECISION.decide(p, device)
-        return replace(shipped, ahead=shipped.ahead and ahead)
+        return replace(shipped, ahead=min(shipped.ahead, ahead))
 
     before, layers.MOST_SMALL_ROWS = layers.MOST_SMALL_ROWS, rows
+    joined = programs.in_shares
+    if not shares:
+        programs.in_shares = lambda calls, buffers: list(calls)
     try:
         with forced_config(quantized_matmul.DECISION.plan, config):
             yield
     finally:
-        layers.MOST_SMALL_ROWS = before
+        layers.MOST_SMALL_ROWS, programs.in_shares = before, joined
 
 
 def main() -> None:

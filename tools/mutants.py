@@ -195,6 +195,7 @@ MUTANTS = [
     Mutant("ops/kv_append/kernels.py", "load(i * POSITIONS.shape[0] + outer)", "load(i + outer)", "cpu/test_kv_append.py"),
     Mutant("engine/shares.py", 'return "residual" not in reads', "return True", "cpu/test_quantized_models.py"),
     Mutant("engine/shares.py", "shares * len(x), *x.shape[1:]), (out.numel() // len(x),", "shares * len(x), *x.shape[1:]), (x.stride(0),", "cpu/test_quantized_models.py"),
+    Mutant("ops/quantized_matmul/candidates.py", "steps = each - min(c.ahead, each - 1) if left else each", "steps = each", "cpu/test_quantized_matmul.py"),
     Mutant("ops/quantized_matmul/__init__.py", "        torch.add(x, residual, out=total)", "        pass", "cpu/test_quantized_matmul.py"),
     # Kernels: decoding
     Mutant("ops/attention_decode/calls.py", "(ends - max(0, q_len - first - MOST_TOKENS)).clamp_min(0)", "ends", "cpu/test_attention_decode.py"),

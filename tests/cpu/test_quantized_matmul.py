@@ -14,6 +14,7 @@ from tilewright.ops import quantized_moe as moe
 from tilewright.ops.common import weight_formats
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, pack, unpack
 from tilewright.ops.quantized_matmul import Config, Problem
+from tilewright.ops.quantized_matmul.decision import LEFT
 from tilewright.ops.quantized_moe.kernels import quantized_moe_pieces_kernel
 from tilewright.testing.poison import poisoned_empty
 from tilewright.tune.fit import stored_times
@@ -141,6 +142,12 @@ def test_weights_that_come_ahead_change_no_bit():
         assert all(torch.equal(found[0], other) for other in found[1:])
     device = Device.named("H200")
     assert {c.ahead for c in op.space(problem, device) if c.pieces} == {0, 1}
+    # One row of 6144 x 4096 with a norm, H200: four shares whose first half comes ahead cost least
+    # where a reader sums them; two where a launch does.
+    for shares, parts in ((0, 2), (LEFT, 4), (4, 4)):
+        wide = Problem(1, 6144, 4096, norm=True, residual=True, shares=shares, given=2 * (shares > 0))
+        found, _ = op.DECISION.decide(wide, device)
+        assert (found.parts(wide), found.ahead) == (parts, 1)
     assert not op.CHOICES.legal(problem, Config(4, 64, 4, 2, pieces=True, ahead=2, occupancy=4), device)  # a share has one step
 
 

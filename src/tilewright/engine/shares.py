@@ -33,7 +33,7 @@ def _joined(product: Call, reader: Call, rest: list[Call], buffers: StepBuffers)
     if set(reads) not in READERS.get(reader.op, ()) or not _last_read(out, reader, reads, rest):
         return product, reader
     how = ("x", "norm", "residual", "up", "bias", "weight_offset", "gelu_tanh", "weight_format", "out")
-    launches = quantized_matmul.launches_of(**{name: product.arguments[name] for name in how}).launches
+    launches = quantized_matmul.launches_of(**{name: product.arguments[name] for name in how}, left=True).launches
     shares = max(launch.constants.get("shares", 1) for launch in launches)
     if shares == 1:
         return product, reader

@@ -27,7 +27,7 @@ from ...launch.values import Claims
 from .. import rms_norm, silu_mul
 from ..common.weight_formats import check_weight, dequantized, format_named, scale_claims
 from .candidates import CHOICES, DECISION, space
-from .decision import Config, Problem, plan
+from .decision import LEFT, Config, Problem, plan
 from .kernels import quantized_matmul_kernel, quantized_matmul_sum_kernel
 
 __all__ = [
@@ -99,8 +99,8 @@ def quantized_matmul_out(
     """`quantized_matmul` of rows x into `out` and, with a residual, `new_residual`.
 
     The sums over shares of k may be left to the reader: then `out` is fp32 [shares, m, n], of as
-    many shares as `launches_of` the call with an ordinary `out` has. A residual, or x and up, may
-    come in shares [shares, m, k].
+    many shares as `launches_of` it with `left` has. A residual, or x and up, may come in shares
+    [shares, m, k].
 
     No checks, no sync: safe under graph capture.
     """
@@ -118,8 +118,9 @@ def launches_of(
     gelu_tanh: bool,
     weight_format: str,
     out: Tensor,
+    left: bool = False,
 ) -> Bound:
-    """The launches of a call."""
+    """The launches of a call. left: of one that leaves the sums over shares of k, however many."""
     (*shares, m, n), given = out.shape, residual if up is None else x
     return DECISION.launches(
         Device.of(x),
@@ -134,7 +135,7 @@ def launches_of(
         gated=up is not None,
         gelu_tanh=gelu_tanh,
         given=0 if given is None or given.dim() == 2 else len(given),
-        shares=shares[0] if shares else 0,
+        shares=LEFT if left else shares[0] if shares else 0,
     )
 
 

@@ -9,7 +9,7 @@ from ...launch import Device, next_pow2
 from ...select import Choices, Work
 from ..common.weight_choices import FLOPS, INSTRUCTIONS, LEAST_WIDE, STEPS_BYTES, TIE, stages, steps_fit, takes_pieces, takes_scales
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
-from .decision import Config, Problem, plan
+from .decision import LEFT, Config, Problem, plan
 
 MOST_DECODE = 16  # rows of x of a decode step
 FEW = 64  # rows of x up to which the product is bound by reading the weights
@@ -39,11 +39,10 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Tiles of few rows with k shared among blocks until they fill the GPU, and tiles of many; with
     scales by TMA, which a tile of many rows does not wait for (256 x 4096 x 4096, int4-128, H200:
     20.9 us in place of 29.2; 256 x 128 tiles 41.5 and 44.9), and without (one row of 8192 x 8192:
-    14.2 in place of 15.9). Where sums are left to a reader, or come in shares, what is chosen
-    without.
+    14.2 in place of 15.9). Of given or so many shares, what is chosen for any number.
     """
-    if p.shares or p.given:
-        yield DECISION.decide(replace(p, shares=0, given=0), device)[0]
+    if p.shares > 0 or p.given:
+        yield DECISION.decide(replace(p, shares=LEFT if p.shares else 0, given=0), device)[0]
         return
     if device.is_cpu:
         if p.m <= FEW:
@@ -117,9 +116,16 @@ def _step_bytes(p: Problem, c: Config) -> int:
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """Bytes of the weights, and x once for each tile of them. Pieces, and what else becomes of x,
     are made by a small launch.
+
+    Sums that are left cost their bytes, and no launch; and steps that come ahead are not waited
+    for, as their weights come while that small launch runs. Where x stays what it is, pieces of it
+    would need a launch of their own: there measured times agree with prices as of lone calls.
     """
     of, parts, tiles = p.format, c.parts(p), c.tiles(p)
-    steps = -(-p.runs // c.runs)
+    each = -(-(-(-p.runs // c.runs)) // parts)
+    left = p.shares != 0 and p.before
+    steps = each - min(c.ahead, each - 1) if left else each
+    sums = 8.0 * parts * p.m * p.n if parts > 1 else 0.0
     deep = c.runs * of.run
     # Of a run: words out of shared memory, then numbers, then products of each panel. Products of
     # many rows run under those of the other warpgroup.
@@ -131,15 +137,15 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
         blocks=tiles * parts,
         resident=_resident(c, device),
         per_sm=c.occupancy,
-        steps=-(-steps // parts),
+        steps=steps,
         flops=bytes_x * c.tile_m * c.tile_n + FLOPS * decode * c.tile_n * deep,
         kinds=(f"{of.bits} {c.tile_n}x{c.runs} {c.occupancy}{c.latency}{c.num_worker_warps}{'p' * c.pieces}",),
         fill=c.runs * 4 * WORDS * c.tile_n + bytes_x * min(p.m, c.tile_m),
         padding=bytes_x * max(0, c.tile_m - p.m),
-        dram=p.cost().size_bytes,
+        dram=p.cost().size_bytes * steps / each + (sums if left else 0.0),
         out=c.tile_m * c.tile_n,
         serial=waits * c.runs * (of.run / 128) * min(1.0, FEW / c.tile_m),
-        partial=8.0 * parts * p.m * p.n if parts > 1 else 0.0,
+        partial=0.0 if left else sums,
         stages=stages(c, _step_bytes(p, c), device) if c.latency >= 5 or c.pieces else 1,
     )
     if not (c.pieces or p.before):

@@ -16,6 +16,7 @@ from ..common.weight_formats import FORMATS, INT4, PLANE, QuantizedWeight, Weigh
 from .kernels import quantized_matmul_few_kernel, quantized_matmul_kernel, quantized_matmul_rows_kernel, quantized_matmul_sum_kernel
 
 SUM_TILE = (8, 128)  # rows and columns that a block of the last launch sums, at most
+LEFT = -1  # Problem.shares: as many as the config makes
 ROW_COLUMNS = 512  # of a row of x that a block of the first launch takes
 
 
@@ -26,7 +27,8 @@ class Problem:
     norm, residual, weight_offset: x is normed first. gated, gelu_tanh: x is the gate of what is
         multiplied.
     given: how many fp32 tensors residual, or gate and up, are the sums of; 0 for none.
-    shares: of k, whose sums are the result [shares, m, n] in fp32; 0 if it is their sum.
+    shares: of k, whose sums are the result [shares, m, n] in fp32; 0 if it is their sum. LEFT asks
+        for the config.
     """
 
     m: int
@@ -141,7 +143,7 @@ class Config:
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """What becomes of x, if anything, the product, and the sum of its shares where it is wanted."""
     of, shares = p.format, c.parts(p)
-    if p.shares not in (0, shares):
+    if p.shares not in (0, LEFT, shares):
         raise argument_error("out.shape[0]", f"{shares}, the shares of k", p.shares)
     summed = shares > 1 and not p.shares
     first = [_rows_plan(p, c, device)] if c.pieces or p.before else []
