@@ -9,7 +9,7 @@ from tilewright.ops import layer_norm, moe_route, rms_norm
 from tilewright.testing import fuzz, op_name
 from tilewright.testing.check import outputs, run_op
 from tilewright.testing.definitions import DEFINITIONS, attention
-from tilewright.testing.definitions.rows import code_sums
+from tilewright.testing.definitions.products import code_sums
 from tilewright.testing.fuzz import Family, Layout, fuzz_command
 from tilewright.testing.fuzz_draws import DRAWS
 

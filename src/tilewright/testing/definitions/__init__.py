@@ -6,6 +6,7 @@ Nothing here calls an op's `reference`, so an error in both of them shows.
 """
 
 from . import attention, linear
-from .rows import DEFINITIONS, FP8, Results, mx_values, normed, scores_of, wide
+from .products import mx_values
+from .rows import DEFINITIONS, FP8, Results, normed, scores_of, wide
 
 __all__ = ["DEFINITIONS", "FP8", "Results", "attention", "linear", "mx_values", "normed", "scores_of", "wide"]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import FP8, Results, defines, fp8_sums, normed, rotated, summed, tf32_sums, wide
+from .products import fp8_sums, summed, tf32_sums
+from .rows import FP8, Results, defines, normed, rotated, wide
 
 FEW_KEYS = 16
 
