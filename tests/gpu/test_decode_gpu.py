@@ -5,7 +5,8 @@ import torch
 
 import tilewright
 from tilewright.launch import Device, forced_config
-from tilewright.ops import sparse_index
+from tilewright.ops import attention_decode, sparse_index
+from tilewright.testing.check import outputs, run_op
 
 
 @pytest.fixture
@@ -53,6 +54,23 @@ def test_one_graph_serves_every_length(gpu, cache):
         graph.replay()
         expected = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], enable_gqa=True)
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("options", "padded"), [({"head_dim": 20}, 0), ({"head_dim": 5, "v_dim": 2, "shared": True, "q_len": 4, "window": 2}, 1)])
+def test_small_pages_of_rows_off_16_bytes(gpu, options, padded):
+    """Gathered by TMA, they would be other memory."""
+    shape = {"batch": 3, "q_heads": 6, "kv_heads": 2, "max_len": 256, "dtype": torch.bfloat16, "has_len": True, "page_size": 16}
+    problem = attention_decode.Problem(**shape, **options)
+    for config in attention_decode.space(problem, Device.of(torch.empty(0, device=gpu)))[:4]:
+        inputs = problem.inputs(gpu)
+        for name in ("k", "v"):
+            if inputs.get(name) is not None:
+                inputs[name] = torch.nn.functional.pad(inputs[name], (0, padded))[..., : inputs[name].shape[-1]]
+        truth = attention_decode.reference(
+            **{n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+        )
+        found = outputs(run_op(attention_decode, inputs, config))[0]
+        torch.testing.assert_close(found.double(), outputs(truth)[0], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("page", [16, 64])

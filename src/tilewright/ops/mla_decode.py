@@ -23,7 +23,7 @@ from ..launch import HALVES, Cost, Device, Launch, argument_error, check_bools, 
 from ..launch.values import Claims, pages, spans
 from ..select import Choices
 from . import attention_decode as decode
-from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode
+from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode, check_gathered
 from .attention_decode.decision import ARGUMENTS, Config
 from .common.softmax_tiles import check_scales, no_keys
 from .common.tiles import LOG2E
@@ -220,6 +220,8 @@ def mla_decode(
     check_scales(cache, cache_scale=(cache_scale, tuple(cache.shape[:2])))
     if cache_scale is not None:
         check_codes(q_latent, 2 * latent, cache=cache)
+    if block_table is not None:
+        check_gathered(cache.shape[1], cache=cache, cache_scale=cache_scale)
     inputs = (q_latent, q_rope, cache, kv_len, block_table, kv_start, cache_scale)
     out = out_or_new(out, q_latent.shape, q_latent.dtype, *inputs, contiguous=False)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q_latent.device) if return_lse else None

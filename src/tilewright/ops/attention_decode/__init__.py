@@ -24,7 +24,7 @@ from ...launch import Device, argument_error, check_bools, check_integers, check
 from ...launch.values import Claims, pages, spans
 from ..common.softmax_tiles import FARTHEST, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from ..common.tiles import LOG2E
-from .calls import MOST_TOKENS, check_codes, check_decode, check_queries, tokens_by_launch
+from .calls import MOST_TOKENS, check_codes, check_decode, check_gathered, check_queries, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -199,7 +199,8 @@ def attention_decode(
             head_dim up to 256.
         k: [batch, kv_heads, max_len, head_dim], dtype and device of q, any strides with stride 1 in
             the last axis; kv_heads divides q_heads. With a block_table [pages, kv_heads, page_size,
-            head_dim], page_size a power of two, at least 16. For q in bf16 or fp16 also
+            head_dim], page_size a power of two, at least 16; below 256, if rows are multiples of 16
+            bytes, so are all strides. For q in bf16 or fp16 also
             float8_e4m3fn: codes as `kv_append` stores them, none of them NaN; head_dim at most 256;
             head_dim and all strides multiples of 4.
         v: like k, with 1..512 columns. None: the first v_dim columns of k, which are then read only
@@ -260,6 +261,8 @@ def attention_decode(
     check_scales(k, k_scale=(k_scale, (outer, kv_heads, tokens)), v_scale=(v_scale, (outer, kv_heads, tokens)))
     if stored != q.dtype:
         check_codes(q, 256, k=k, v=v)
+    if block_table is not None:
+        check_gathered(tokens, k=k, v=None if shared else v, k_scale=k_scale, v_scale=v_scale)
     if not normalize and (return_lse or sinks is not None):
         raise argument_error("normalize", "True with return_lse or sinks: a sink counts once, after the last merge", normalize)
     rows = (batch, q_heads, q_len)

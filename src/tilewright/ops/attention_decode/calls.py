@@ -10,6 +10,8 @@ from ...launch import FLOATS, argument_error, check_tensor
 from ..common.softmax_tiles import check_int32, check_per_head
 
 MOST_TOKENS, MOST_LAUNCHES = 4, 64  # tokens of a launch; launches of a call
+LARGEST_TILE = 256  # keys: smaller pages may be gathered
+TMA_BYTES = 16
 
 
 def check_queries(q: Tensor) -> None:
@@ -44,6 +46,20 @@ def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: 
             check_int32(given, name, q, (batch,))
     if sinks is not None:
         check_per_head(sinks, "sinks", q, q_heads)
+
+
+def check_gathered(page_size: int, **caches: Tensor | None) -> None:
+    """Raises ValueError for pages that are gathered and lie where the TMA unit cannot read them:
+    the compiler uses it without looking at strides. Rows of other widths are not gathered.
+    """
+    given = {name: x for name, x in caches.items() if x is not None}
+    if page_size >= LARGEST_TILE or any(x.shape[-1] * x.element_size() % TMA_BYTES for x in given.values()):
+        return
+    for name, x in given.items():
+        start = 0 if is_compiling() else x.data_ptr()  # a traced tensor has no address
+        if start % TMA_BYTES or any(stride * x.element_size() % TMA_BYTES for stride in x.stride()[:-1]):
+            must = f"multiples of {TMA_BYTES // x.element_size()} elements with pages of fewer than {LARGEST_TILE} tokens (call .contiguous())"
+            raise argument_error(f"{name}'s strides and offset", must, (x.stride(), x.storage_offset()))
 
 
 def tokens_by_launch(q: Tensor, kv_len: Tensor | None, longest: int) -> Iterator[tuple[slice, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.sequences import later, listed, sample
+from .calls import TMA_BYTES
 from .candidates import TABLES
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
 
@@ -181,10 +182,20 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     for row in table[next(name for name in (kind, kind.rpartition("_")[0]) if name in table)]:
         heads = row["heads"] // next_pow2(p.q_len)
         c = Config(**{"num_kv_splits": 1, **row, "heads": heads if heads < p.q_heads // p.kv_heads else 0})
+        if not pages_gather(p):
+            c = replace(c, tile_n=min(c.tile_n, p.page_size))
         most = min(MOST_SPLITS, max(1, p.max_len // LEAST_KEYS))
         full = (waves * _resident(c, device) // _blocks(p, c) for waves in range(1, MOST_WAVES + 1))
         for n in sorted({1 << i for i in range(most.bit_length())} | {max(1, min(most, n)) for n in full}):
             yield replace(c, num_kv_splits=n)
+
+
+def pages_gather(p: Problem) -> bool:
+    """Whether a tile of keys may be gathered from several pages. The compiler does that by TMA even
+    where rows are not multiples of 16 bytes, and then reads other memory, without an error.
+    """
+    widths = (p.head_dim,) if p.shared else (p.head_dim, p.columns)
+    return not p.page_size or all(width * (1 if p.codes else p.dtype.itemsize) % TMA_BYTES == 0 for width in widths)
 
 
 def _kind(p: Problem) -> str:
@@ -219,6 +230,8 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     """
     if device.is_cpu:
         return True
+    if c.tile_n > p.page_size and not pages_gather(p):
+        return False
     heads, rows = rows_of(p, c)
     first_masked = p.window is not None or p.has_start
     if p.dtype == torch.float32:
