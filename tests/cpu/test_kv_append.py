@@ -92,7 +92,7 @@ def test_shares_of_sums_are_added_first():
     wide = shares.flatten(0, 1).unflatten(2, (8, 48)).transpose(1, 2).split((4, 2, 2), 1)
     rotated = torch.zeros(3, 2, 4 * 48).bfloat16().unflatten(2, (4, 48)).transpose(1, 2)
     for (q_, k_, v_), (k_cache, v_cache), to in ((wide, caches[:2], rotated), ((q, k, v), caches[2:], None)):
-        options = cos, sin, *(None,) * 6, to, False, 1e-6, False
+        options = cos, sin, *(None,) * 6, False, 1e-6, False, to
         with interpret.checking(races=True):
             kv_append_out(k_, v_, k_cache, v_cache, positions, None, q_, *options)
     assert torch.equal(rotated, q)

@@ -78,7 +78,7 @@ def test_an_out_op_takes_tensors_then_optional_tensors_then_options_then_outputs
     assert kinds == sorted(kinds), schema
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and not is_output(op, a)]
     assert sorted(written) == sorted(IN_PLACE.get(op_name(op), ()))
-    results = {"out", "lse", "denominator", "new_residual", "codes", "scale", "weights", "ids"}
+    results = {"out", "lse", "denominator", "new_residual", "codes", "scale", "weights", "ids", "rotated"}
     assert {a.name for a in schema.arguments if is_output(op, a)} <= results, schema
     assert not any(a.has_default_value() for a in schema.arguments), schema
 

@@ -17,6 +17,9 @@ from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 
 H200 = Device.named("H200")
+LOADS, WEIGHTS = ("ct.load", "_groups", "load_masked", "vector_chunk"), {"words", "scales", "zeros", "norm", "ROUTER", "WEIGHT"}
+# which read and write no memory, or, as `weights` does, by calls that are looked at too
+NO_MEMORY = {"bid", "cdiv", "slice", "static_iter", "range", "astype", "reshape", "max", "min", "_steps", "weights"}
 
 
 def called(statement: ast.stmt) -> str:
@@ -45,15 +48,12 @@ def waits_first(plan: Launch) -> bool:
             weights = {"ct.load": ("B", "WEIGHT"), "operand": ("b",)}
             read = all(ast.unparse(s.value.args[0]) in weights[called(s)] for s in between)  # type: ignore[attr-defined]
             return called(begin) == "pdl_launch_dependents" and read
-    if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == "AHEAD":
-        if constants(plan)["AHEAD"]:
-            begin, waits = body[0].body[0], next(i for i, s in enumerate(body) if "pdl_wait()" in ast.unparse(s))
-            calls = [node for s in body[1 : waits + 1] for node in ast.walk(s) if isinstance(node, ast.Call)]
-            read = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) in ("ct.load", "_groups")]
-            known = ("pdl_wait", "weights", "ct.load", "_groups", "ct.bid", "ct.cdiv", "min", "max", "loaded.reshape")
-            only = all(ast.unparse(call.func) in known for call in calls)
-            return called(begin) == "pdl_launch_dependents" and only and set(read) <= {"words", "scales", "zeros"}
-        body = body[0].orelse
+    if called(body[0]) == "pdl_launch_dependents":
+        waits = [called(s) for s in body].index("pdl_wait")
+        calls = [node for s in body[1:waits] for node in ast.walk(s) if isinstance(node, ast.Call)]
+        loads = [call for call in calls if ast.unparse(call.func) in LOADS]
+        rest = {ast.unparse(call.func).rpartition(".")[2] for call in calls if call not in loads}
+        return {ast.unparse(load.args[0]) for load in loads} <= WEIGHTS and rest <= NO_MEMORY
     first = body[0]
     if called(first) != "pdl_overlap":
         return False

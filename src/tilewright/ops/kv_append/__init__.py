@@ -161,10 +161,10 @@ def kv_append_out(
     q_norm: Optional[Tensor],
     k_norm: Optional[Tensor],
     v_norm: Optional[Tensor],
-    rotated: Optional[Tensor],
     interleaved: bool,
     eps: float,
     round_before_weight: bool,
+    rotated: Optional[Tensor],
 ) -> None:
     """`kv_append`; positions and rope_positions [batch, tokens].
 
@@ -337,7 +337,7 @@ def kv_append(
         raise argument_error(f"{empty[0][0]}.shape", "without an axis of 0 where q is given", tuple(empty[0][1].shape))
     if not empty:
         optional = (block_table, q, cos, sin, rope_positions, k_scale, v_scale, q_norm, k_norm, v_norm)
-        kv_append_out(k, v, k_cache, v_cache, positions, *optional, None, interleaved, eps, round_before_weight)
+        kv_append_out(k, v, k_cache, v_cache, positions, *optional, interleaved, eps, round_before_weight, None)
     return _given(k_cache, v_cache, q, k_scale, v_scale)
 
 
