@@ -86,7 +86,8 @@ def told_address(found):
 
 
 @pytest.mark.parametrize(("drain", "tokens"), [(30.0, 40), (0.1, 490)], ids=["finishes", "ends with an error"])
-def test_a_signal_drains_the_server(drain, tokens, capsys):
+def test_a_signal_drains_the_server(drain, tokens, capsys, monkeypatch):
+    monkeypatch.setattr("tilewright.models.serve.QUIET_SECONDS", 2.0 if drain > 1 else 0.1)
     loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer(), "tiny")
     found, given = {}, {}
 
@@ -103,6 +104,9 @@ def test_a_signal_drains_the_server(drain, tokens, capsys):
         if drain > 1:
             ask("late", found["port"])
         first.join()
+        if drain > 1:
+            time.sleep(0.5)
+            ask("last", found["port"])  # it was under way when nothing else was left
 
     asking = threading.Thread(target=clients)
     asking.start()
@@ -116,8 +120,9 @@ def test_a_signal_drains_the_server(drain, tokens, capsys):
     if drain > 1:
         assert given["first"][0] == 200
         assert given["first"][1]["usage"]["completion_tokens"] == tokens
-        assert given["late"][0] == 503
-        assert given["late"][1]["error"]["code"] == "stopping"
+        for name in ("late", "last"):
+            assert given[name][0] == 503
+            assert given[name][1]["error"]["code"] == "stopping"
     else:
         assert given["first"][0] == 503
         assert "stopping" in given["first"][1]["error"]["message"]

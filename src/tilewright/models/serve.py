@@ -29,6 +29,7 @@ REQUESTS = 256
 DRAIN_SECONDS = 30.0
 TRANSFORMERS = (5, 23)  # its continuous batching has what `worker` builds on
 CLOSE_SECONDS = 5  # for the last answers to reach their clients
+QUIET_SECONDS = 0.5  # without a request, before the server stops listening
 
 
 @dataclass
@@ -50,12 +51,24 @@ class Running:
         from .server.protocol import Refusal
 
         worker, loop = self.worker, self.worker.loop
-        leaving = Refusal(503, "the server is stopping", code="stopping", headers={"retry-after": str(CLOSE_SECONDS)})
+        leaving = Refusal(503, "the server is stopping", code="stopping", headers={"retry-after": str(CLOSE_SECONDS), "connection": "close"})
         loop.call_soon_threadsafe(worker.refuse, leaving)
         end = time.monotonic() + seconds
         while worker.open and time.monotonic() < end and not (hurry is not None and hurry.is_set()) and worker.failure is None:
             time.sleep(0.02)
         loop.call_soon_threadsafe(worker.abort, leaving)
+        self._tell_late(hurry)
+
+    def _tell_late(self, hurry: threading.Event | None) -> None:
+        """Goes on refusing until no request has come for a while. Some are under way, in a
+        connection that nobody has accepted yet or behind an answer: closing resets them.
+        """
+        state, answered = self.server.server_state, -1
+        since = begin = time.monotonic()
+        while since > time.monotonic() - QUIET_SECONDS and time.monotonic() < begin + CLOSE_SECONDS and not (hurry is not None and hurry.is_set()):
+            if state.total_requests != answered:
+                answered, since = state.total_requests, time.monotonic()
+            time.sleep(0.02)
 
 
 @contextmanager
