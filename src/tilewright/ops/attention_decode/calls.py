@@ -56,8 +56,7 @@ def check_gathered(page_size: int, **caches: Tensor | None) -> None:
     if page_size >= LARGEST_TILE or any(x.shape[-1] * x.element_size() % TMA_BYTES for x in given.values()):
         return
     for name, x in given.items():
-        start = 0 if is_compiling() else x.data_ptr()  # a traced tensor has no address
-        if start % TMA_BYTES or any(stride * x.element_size() % TMA_BYTES for stride in x.stride()[:-1]):
+        if not _begin_at_multiples(x, TMA_BYTES):
             must = f"multiples of {TMA_BYTES // x.element_size()} elements with pages of fewer than {LARGEST_TILE} tokens (call .contiguous())"
             raise argument_error(f"{name}'s strides and offset", must, (x.stride(), x.storage_offset()))
 
@@ -77,6 +76,11 @@ def check_codes(q: Tensor, most: int, **caches: Tensor) -> None:
     for name, x in caches.items():
         if x.shape[-1] % 4 or x.shape[-1] > most:
             raise argument_error(f"{name}.shape[-1]", f"a multiple of 4, at most {most}, in float8_e4m3fn", x.shape[-1])
-        start = 0 if is_compiling() else x.data_ptr()  # a traced tensor has no address
-        if start % 4 or any(stride % 4 for stride in x.stride()[:-1]):
+        if not _begin_at_multiples(x, 4):
             raise argument_error(f"{name}'s strides and offset", "multiples of 4 in float8_e4m3fn", (x.stride(), x.storage_offset()))
+
+
+def _begin_at_multiples(x: Tensor, size: int) -> bool:
+    """Whether a tensor and all its rows begin at multiples of so many bytes."""
+    start = 0 if is_compiling() else x.data_ptr()  # a traced tensor has no address
+    return start % size == 0 and all(stride * x.element_size() % size == 0 for stride in x.stride()[:-1])
