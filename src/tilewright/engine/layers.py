@@ -3,6 +3,7 @@
 Each part holds its weights and makes calls on a step's buffers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -314,7 +315,7 @@ class Decoder:
             x, other = other, x
         plain = self.scales[1] == 1.0 and all(layer.attention_post is layer.mlp_post is None for layer in self.layers)
         raw = y if plain else buffers.tensor("y.raw", *y.shape)
-        share = raw if self.group is None else self.group.share(buffers, raw)
+        joined = None if self.group is None else self.group.sum_of(buffers, raw)
         yield Call.of("embedding", embedding_out, ids=ids, weight=self.embedding, out=x, scale=self.scales[0])
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if i == 0:
@@ -322,19 +323,19 @@ class Decoder:
             else:
                 stream = Stream(f"layers.{i}.attention_norm", layer.attention_norm, x, y, h, other)
                 x, other = other, x
-            yield from layer.attention.calls(f"layers.{i}.attention", buffers, stream, share, cache)
-            yield from self._sum(f"layers.{i}.attention", share, raw, layer.attention_post, y)
+            yield from layer.attention.calls(f"layers.{i}.attention", buffers, stream, raw, cache)
+            yield from self._sum(f"layers.{i}.attention", joined, raw, layer.attention_post, y)
             if layer.mlp is None:
                 continue
             stream = Stream(f"layers.{i}.mlp_norm", layer.mlp_norm, x, y, h, other)
             x, other = other, x
-            yield from layer.mlp.calls(f"layers.{i}.mlp", buffers, stream, share)
-            yield from self._sum(f"layers.{i}.mlp", share, raw, layer.mlp_post, y)
+            yield from layer.mlp.calls(f"layers.{i}.mlp", buffers, stream, raw)
+            yield from self._sum(f"layers.{i}.mlp", joined, raw, layer.mlp_post, y)
 
-    def _sum(self, name: str, share: Tensor, raw: Tensor, post: Norm | None, y: Tensor) -> Emit:
-        """From the ranks' shares to what is added to the stream."""
-        if self.group is not None:
-            yield from self.group.sum_calls(name, share, raw)
+    def _sum(self, name: str, joined: tuple[Callable[..., None], tuple[Any, ...]] | None, raw: Tensor, post: Norm | None, y: Tensor) -> Emit:
+        """From the ranks' terms to what is added to the stream."""
+        if joined is not None:
+            yield Call(f"{name}.sum", *joined)
         if post is not None:
             yield post.of(f"{name}.post", raw, y)
         elif raw is not y:

@@ -6,10 +6,11 @@ every rank has all logits and chooses the same token. A CUDA graph can capture t
 others.
 
 Sums go through NCCL (gloo on CPUs). Those of a decode step have a few hundred kilobytes at most, so
-their time is waiting. If the GPUs reach each other's memory, each rank reads all parts itself and
-adds them in the order of the ranks, in one launch.
+their time is waiting. If the GPUs reach each other's memory, each rank gets all parts itself and
+adds them in the order of the ranks, in one launch (peer_sum.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from ..launch import argument_error
 from ..models.shard import Shard
+from .peer_sum import PeerSum, fits
 from .program import Call, Emit, StepBuffers
 
-# Larger sums go through NCCL, because its ranks read less. The limit is an estimate, not measured:
-# each of 4 GPUs reads 3 x 512 KiB, in 4 us at 400 GB/s, as long as the waiting takes.
+# Larger sums go through NCCL, because its ranks send less. The limit is an estimate, not measured:
+# each of 4 GPUs sends 3 x 1 MiB of words, in 8 us at 400 GB/s, as long as NCCL waits.
 MOST_DIRECT_BYTES = 512 * 1024
-_DIRECT_DTYPES = (torch.bfloat16, torch.float32)  # that torch's one_shot_all_reduce takes
 # torch 2.13 has another name for it and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -37,7 +38,7 @@ class Group:
 
     process_group: of torch.distributed, nccl on GPUs, gloo on CPUs. Its ranks are the model's
         shards.
-    direct: sum in decode steps by reading the other GPUs' memory.
+    direct: sum in decode steps by writing into the other GPUs' memory.
     """
 
     process_group: Any
@@ -65,22 +66,11 @@ class Group:
         """This process's part of the model."""
         return Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
-    def share(self, buffers: StepBuffers, y: Tensor) -> Tensor:
-        """Where a rank writes its term of the sum `y`: y itself, or memory that others read."""
-        if not self.direct or buffers.q_len > 1 or y.nbytes > MOST_DIRECT_BYTES or y.dtype not in _DIRECT_DTYPES:
-            return y
-        import torch.distributed._symmetric_memory as symmetric
-
-        found = symmetric.empty(y.shape, dtype=y.dtype, device=y.device)
-        symmetric.rendezvous(found, self.process_group.group_name)
-        return found
-
-    def sum_calls(self, name: str, share: Tensor, y: Tensor) -> Emit:
-        """y: the sum of all ranks' shares, equal bits on each."""
-        if share is y:
-            yield Call(f"{name}.sum", self._sum, (y,))
-        else:
-            yield Call(f"{name}.sum", self._sum_directly, (share, y))
+    def sum_of(self, buffers: StepBuffers, y: Tensor) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """A call, and its arguments, that make y the sum of all ranks' y, equal bits on each."""
+        if self.direct and buffers.q_len == 1 and y.nbytes <= MOST_DIRECT_BYTES and fits(y, self.shard.ranks):
+            return PeerSum(y, self.process_group), (y,)
+        return self._sum, (y,)
 
     def gather_calls(self, name: str, buffers: StepBuffers, part: Tensor, whole: Tensor) -> Emit:
         """whole [rows, columns of all ranks]: the parts [rows, columns] side by side."""
@@ -91,9 +81,6 @@ class Group:
 
     def _sum(self, y: Tensor) -> None:
         dist.all_reduce(y, group=self.process_group)
-
-    def _sum_directly(self, share: Tensor, y: Tensor) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(share, "sum", self.process_group.group_name, y)
 
     def _gather(self, part: Tensor, gathered: Tensor) -> None:
         _all_gather(gathered.flatten(0, 1), part, group=self.process_group)

@@ -25,10 +25,10 @@ def padded(shape, index):
     return (*tuple(1 for _ in ct.static_iter(range(len(index) - len(shape)))), *shape)
 
 
-def look(array, index, shape):
+def look(array, index, shape, scope=DEVICE):
     """A tile of what other blocks may be writing. Leading axes of 1 may be left out of `shape`."""
     return ct.load(
-        array, index, padded(shape, index), check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE, latency=1
+        array, index, padded(shape, index), check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=scope, latency=1
     ).reshape(shape)
 
 
@@ -37,9 +37,9 @@ def fetch(array, index, shape):
     return ct.load(array, index, padded(shape, index), check_bounds=False, allow_tma=False, latency=1).reshape(shape)
 
 
-def put(array, index, words):
+def put(array, index, words, scope=DEVICE):
     tile = words.reshape(padded(words.shape, index))
-    ct.store(array, index, tile, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+    ct.store(array, index, tile, check_bounds=False, allow_tma=False, memory_order=RELAXED, memory_scope=scope)
 
 
 def publish(array, index, bits, epoch):
