@@ -125,5 +125,5 @@ def test_steps_whose_sizes_differ_a_little_share_a_plan():
             with decisions() as found:
                 attention.attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_q_len=100)
             bound |= {choice.problem for choice in found}
-    assert len(bound) <= 40
+    assert len(bound) <= 4
     assert all(p.q_len >= 900 and p.kv_len >= 2700 and p.batch >= 39 for p in bound)

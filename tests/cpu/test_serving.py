@@ -1,13 +1,14 @@
 """Many users at once: transformers' continuous batching and its server, on our kernels."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tiny_models import TINY, tiny_model
 
 from tilewright.launch import counted
-from tilewright.models import Loaded, patch
+from tilewright.models import Loaded, continuous, patch
 from tilewright.models.continuous_codes import KV_DTYPE, coded_allocators
 from tilewright.ops.quantize_fp8 import quantize_fp8
 from tilewright.testing.threads import threads_inherit
@@ -57,6 +58,35 @@ def test_the_model_generates_as_before_once_a_manager_has_stopped() -> None:
         assert torch.equal(model.generate(ids, **options), stock)
     assert "init_continuous_batching" not in model.__dict__
     assert torch.equal(model.generate(ids, **options), stock)
+
+
+def test_a_server_of_any_steps_captures_few_of_them(monkeypatch) -> None:
+    """Each graph takes megabytes of host memory, and transformers keeps one for each size."""
+    from transformers import ContinuousBatchingConfig
+
+    most = 8192
+    model = tiny_model(FAMILIES["llama"])
+    with patch(model):
+        paging = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=most, max_requests_per_batch=4)
+        processor = model.init_continuous_batching(continuous_batching_config=paging)._create_batch_processor()
+    runner, graphs = processor.model_runner, processor.inputs_and_outputs.graphs
+    runner.pad_inputs, runner.cache.max_tokens_read = True, 1 << 20  # as on a GPU
+    tokens = [runner.maybe_pad_inputs(n, 0, False)[0] for n in range(1, most + 1)]
+    keys = {runner.maybe_pad_inputs(1, n, False)[1] for n in range(0, 1 << 20, 8192)}
+    assert all(n <= size <= max(n + 63, 1.25 * n + 63) for n, size in enumerate(tokens, 1))
+    assert max(tokens) == most
+    assert sorted({n for n in tokens if n < 1024}) == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896]
+    assert (len(set(tokens)), len(keys)) == (24, 20)
+    assert [runner.maybe_pad_inputs(n, 5, True) for n in (3, 4)] == [(4, 0), (4, 0)]  # steps of one token a request, as before
+
+    monkeypatch.setattr(continuous, "MOST_GRAPHS", 2)
+    made = [Mock() for _ in range(3)]
+    for i, graph in enumerate(made):
+        graphs.set_graph((i,), graph)
+        assert graphs.get_graph((0,)) is made[0]
+    assert [graph.reset.called for graph in made] == [False, True, False]
+    assert graphs.get_graph((1,)) is None
+    assert continuous.captured_steps(processor) == 2
 
 
 def test_pages_that_no_block_table_serves_are_gathered() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..launch import argument_error
 from ..ops.attention import attention_out
 from ..ops.attention_decode import attention_decode
+from ..ops.common.sequences import near
 from ..ops.kv_append import kv_append
 from .continuous_codes import KV_DTYPE, Pages, coded_batch_processor
 from .method import NAME
@@ -28,6 +29,7 @@ from .scope import with_our_function
 # be captured.
 PAGED = f"{NAME}_flash"
 SMALLEST_PAGE = 16
+MOST_GRAPHS = 64  # of each of transformers' two sets of inputs; CUDA keeps megabytes of host memory for one
 
 
 def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
@@ -135,9 +137,67 @@ def _manager_class() -> type:
 
         def _create_batch_processor(self) -> Any:
             coded = self.model.__dict__.get(KV_DTYPE) is not None
-            return coded_batch_processor()(self) if coded else super()._create_batch_processor()
+            processor = coded_batch_processor()(self) if coded else super()._create_batch_processor()
+            processor.model_runner.__class__, graphs = _few_sizes(), _few_graphs()
+            for inputs in _inputs(processor):
+                inputs.graphs.__class__ = graphs
+            return processor
 
     return Manager
+
+
+def _inputs(processor: Any) -> list[Any]:
+    """The inputs on the device that graphs read: two, where a step is prepared while the one before
+    runs.
+    """
+    inputs = processor.inputs_and_outputs
+    return [pair.device_io for pair in inputs.io_pairs] if hasattr(inputs, "io_pairs") else [inputs]
+
+
+def captured_steps(processor: Any) -> int:
+    """How many graphs are kept."""
+    return sum(len(inputs.graphs._storage) for inputs in _inputs(processor))
+
+
+@cache
+def _few_sizes() -> type:
+    """transformers' ModelRunner, with fewer sizes of steps that are captured: it pads tokens and
+    keys to multiples of an interval. Here, beyond four intervals, there are four sizes to the next
+    power of two, so that a server has soon captured all its steps.
+    """
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    class Runner(ModelRunner):
+        def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+            if self.pad_inputs and not use_decode_fast_path:
+                tokens, keys = self.cb_config.q_padding_interval_size, self.cb_config.kv_padding_interval_size
+                num_q_tokens = near(-(-num_q_tokens // tokens), 3) * tokens
+                max_kv_read = near(-(-max_kv_read // keys), 3) * keys
+            found: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+            return found
+
+    return Runner
+
+
+@cache
+def _few_graphs() -> type:
+    """transformers' CudaGraphBuffer, which keeps all graphs, with a limit."""
+    from transformers.generation.continuous_batching.utils import CudaGraphBuffer
+
+    class Graphs(CudaGraphBuffer):
+        def get_graph(self, key: tuple[int, ...]) -> Any:
+            graph = self._storage.pop(key, None)
+            if graph is not None:
+                self._storage[key] = graph  # behind all that were not used since
+            return graph
+
+        def set_graph(self, key: tuple[int, ...], graph: Any) -> None:
+            super().set_graph(key, graph)
+            if len(self._storage) > MOST_GRAPHS:
+                # It ended long ago: a step is prepared when the one two before it has ended.
+                self._storage.pop(next(iter(self._storage))).reset()
+
+    return Graphs
 
 
 def _pages_per_request(config: Any, given: Any, hints: Any) -> int:

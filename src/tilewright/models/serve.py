@@ -185,7 +185,10 @@ def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **opt
                 print(f"stopping: {running.worker.open} requests have {drain_seconds:g} seconds to finish", flush=True)
                 running.drain(drain_seconds, hurry)
             worker = running.worker
-            print(f"{worker.prompt_tokens} prompt tokens, of which {worker.reused_tokens} were in shared pages", flush=True)
+            print(
+                f"{worker.prompt_tokens} prompt tokens, of which {worker.reused_tokens} were in shared pages; {worker.captured_steps} steps captured",
+                flush=True,
+            )
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

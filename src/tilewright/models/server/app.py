@@ -96,7 +96,8 @@ class Answers:
     async def health(self, http: HttpRequest) -> Response:
         self.worker.check(0)
         tokens = {"prompt_tokens": self.worker.prompt_tokens, "reused_tokens": self.worker.reused_tokens}
-        return JSONResponse({"status": "ok", "requests": self.worker.open, "failed_steps": self.worker.failed_steps, **tokens})
+        steps = {"failed_steps": self.worker.failed_steps, "captured_steps": self.worker.captured_steps}
+        return JSONResponse({"status": "ok", "requests": self.worker.open, **steps, **tokens})
 
     async def chat(self, http: HttpRequest) -> Response:
         asked = await self._asked(ChatRequest, http)

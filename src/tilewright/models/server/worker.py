@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...launch import argument_error
+from ..continuous import captured_steps
 from .protocol import Refusal
 from .room import CPU_BATCH_TOKENS, CPU_SHARE, PAGE, context_tokens, pages_on_cpu
 from .sampling import Draws, Sampling, Tables
@@ -127,6 +128,11 @@ class Worker:
     def open(self) -> int:
         """Sequences that wait or run."""
         return len(self._jobs)
+
+    @property
+    def captured_steps(self) -> int:
+        """Graphs of a GPU that are kept."""
+        return captured_steps(self._manager.batch_processor)
 
     def check(self, more: int = 1) -> None:
         """Raises Refusal unless as many sequences may come."""

@@ -31,6 +31,7 @@ from ...launch import FLOATS, Device, argument_error, check_bools, check_integer
 from ...launch.values import Claims, positive, rising, spans
 from ..common.prefill import Config
 from ..common.scaling import FP8
+from ..common.sequences import near
 from ..common.softmax_tiles import (
     FARTHEST,
     MAX_HEAD_DIM,
@@ -44,7 +45,7 @@ from ..common.softmax_tiles import (
     no_keys,
 )
 from ..common.tiles import LOG2E
-from .decision import CHOICES, Problem, near, plan, space
+from .decision import CHOICES, Problem, plan, space
 from .kernels import attention_kernel
 
 __all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
@@ -209,8 +210,10 @@ def attention_out(
         window = None
     if ahead >= q_len:
         causal, ahead = False, 0
-    if varlen:  # each step of a server has sizes of its own; blocks behind the last tile end at once
-        batch, q_len, kv_tokens = near(batch), near(q_len), near(kv_tokens)
+    # Each step of a server has sizes of its own. The queries and the batch make the grid, whose
+    # blocks behind the last tile end at once; the keys only tell which config is best.
+    if varlen:
+        batch, q_len, kv_tokens = near(batch, 3), near(q_len, 4), near(kv_tokens, 3)
     launches = DECISION.launches(
         Device.of(q),
         batch=batch,

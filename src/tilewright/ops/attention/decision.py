@@ -24,18 +24,12 @@ LEAST_SINGLE = 2048
 SINGLE_COST = 6  # an fp32 product is three TF32 ones, each at half the bf16 rate
 
 
-def near(n: int) -> int:
-    """The smallest number of five bits, then zeros, from n on: at most a sixteenth more."""
-    zeros = max(0, n.bit_length() - 5)
-    return -(-n >> zeros) << zeros
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a plan may depend on.
 
     q_len, kv_len: the longest, when lengths differ between sequences; of all sequences together
-        with varlen, where a call rounds them up (`near`).
+        with varlen, where a call rounds them and the batch up (`near`).
     has_start, has_len: kv_start, kv_len are given. varlen: cu_seqlens are. v_dim: columns of v; 0
         for head_dim. has_sinks: sinks are given.
     keys_last: the memory of v has its keys as last axis. longest: with varlen the queries of the

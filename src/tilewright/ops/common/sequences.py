@@ -9,6 +9,14 @@ import torch
 MOST = 1024  # sequences that are counted one by one; of more, those between are like them
 
 
+def near(n: int, bits: int) -> int:
+    """The smallest number of so many bits, then zeros, from n on. With 3 bits there are four of
+    them from a power of two to the next.
+    """
+    zeros = max(0, n.bit_length() - bits)
+    return -(-n >> zeros) << zeros
+
+
 def sample(batch: int, most: int = MOST) -> Iterator[tuple[int, int]]:
     """Indices of sequences and how many each stands for: all of them, or `most` evenly spread
     ones.
