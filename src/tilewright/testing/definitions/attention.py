@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import fp8_sums, summed, tf32_sums
+from .products import code_sums, summed, tf32_sums
 from .rows import FP8, Results, defines, normed, rotated, wide
 
 FEW_KEYS = 16
@@ -34,16 +34,17 @@ def attend(  # noqa: PLR0913 the op's arguments
     """q [.., heads, queries, d], k and v [.., kv_heads, keys, d], seen [.., 1, queries, keys].
 
     scales: of the heads of q, k and v. Without normalize the total, maximum and denominator.
-    tensor_cores: a GPU sums scores of fp32 with them.
+    tensor_cores: a GPU sums scores of fp32 and of codes with them.
     """
     used = seen.any(-2).unsqueeze(-1)  # memory that holds no key may hold anything
     group, held, stored = q.shape[-3] // k.shape[-3], v.dtype, torch.bfloat16 if v.dtype in FP8 else q.dtype
     q, k, v = (torch.add(*parts(x)) if x.dtype is torch.float32 else x if scales[0] is None else wide(x) for x in (q, k, v))
     k, v = (torch.where(used, x, 0).repeat_interleave(group, -3) for x in (k, v))
-    if held in FP8:
-        products = fp8_sums(q, k).to(q.dtype)
+    on_tensor_cores = tensor_cores and has_tensor_cores(q)
+    if held in FP8 and on_tensor_cores:
+        products = code_sums(q, k, fresh=q.shape[-1])
     else:
-        products = scores_of_fp32(q, k, tensor_cores and q.is_cuda) if q.dtype is torch.float32 else q @ k.mT
+        products = scores_of_fp32(q, k, on_tensor_cores) if q.dtype is torch.float32 else q @ k.mT
     scores = per_head(per_head(wide(products * scale), scales[0]), scales[1])
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -55,6 +56,10 @@ def attend(  # noqa: PLR0913 the op's arguments
     total = lse if sinks is None else torch.logaddexp(lse, wide(sinks).to(lse.dtype)[:, None].expand(lse.shape))
     weights = torch.where(seen, (scores - torch.where(total.isfinite(), total, 0.0)[..., None]).exp(), 0.0)
     return [per_head(summed(weights.to(held).to(v.dtype), v), scales[2]).to(stored), lse]
+
+
+def has_tensor_cores(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,7 +239,7 @@ def index_scores(
     keys, flat = cache.flatten(0, 1).float() if q.dtype is not torch.float64 else cache.flatten(0, 1), rows.shape[1]
     heads, named = wide(q).transpose(1, 2), keys[rows][:, None]
     codes = cache_scale is not None and q.dtype is not torch.float64
-    products = fp8_sums(heads, named).float() if codes else heads @ named.mT  # [batch, heads, queries, keys]
+    products = code_sums(heads, named) if codes and has_tensor_cores(heads) else heads @ named.mT  # [batch, heads, queries, keys]
     scores = (products.relu() * wide(weights).transpose(1, 2)[..., None]).sum(1)
     scores = scores if cache_scale is None else scores * wide(cache_scale).flatten()[rows][:, None]
     n = torch.full((batch,), flat, device=q.device) if kv_len is None else kv_len.long().clamp(0, flat)

@@ -1,5 +1,6 @@
 """What matrix products mean."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from .rows import FP8, Results, activated, coded, defines, normed, spread, values_of, wide
 
 FEW_ROWS = 16
+MOST_TERMS = 1 << 24  # in memory at a time
 
 
 def cut_sums(a: Tensor, b: Tensor, step: int, bits: int, total: Tensor | None = None) -> Tensor:
@@ -26,20 +28,29 @@ def cut_sums(a: Tensor, b: Tensor, step: int, bits: int, total: Tensor | None = 
     return total
 
 
-fp8_sums = partial(cut_sums, step=32, bits=14)  # of Hopper, and of torch._scaled_mm with use_fast_accum
 tf32_sums = partial(cut_sums, step=8, bits=24)
 half_sums = partial(cut_sums, step=16, bits=24)
 
 
-def code_sums(a: Tensor, b: Tensor) -> Tensor:
+def code_sums(a: Tensor, b: Tensor, fresh: int = 128) -> Tensor:
     """a [.., m, k] times b [.., n, k] of 8-bit codes in fp32, as Hopper's tensor cores add them up:
-    a fresh sum for each 128 of k, each of its terms cut to 14 bits of the largest one.
+    32 products and the sum before them, each cut to 14 bits of the largest.
+
+    Few sums lose much, those that were large on their way. So a bound needs the same sums to lose
+    it: as many others as there are do not say what one of them may.
+    fresh: the columns after which a new sum begins.
     """
+    each = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * b.shape[-2] * 33
+    rows = max(1, MOST_TERMS // max(1, each))
+    return torch.cat([_sums_of_rows(some, b, fresh) for some in a.split(rows, -2)], -2)
+
+
+def _sums_of_rows(a: Tensor, b: Tensor, fresh: int) -> Tensor:
     total = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2], dtype=torch.float32)
-    for first in range(0, a.shape[-1], 128):
+    for first in range(0, a.shape[-1], fresh):
         part = total.new_zeros(total.shape).double()
-        for i in range(first, min(first + 128, a.shape[-1]), 32):
-            end = min(i + 32, first + 128)
+        for i in range(first, min(first + fresh, a.shape[-1]), 32):
+            end = min(i + 32, first + fresh)
             terms = a.double()[..., :, None, i:end] * b.double()[..., None, :, i:end]
             terms = torch.cat((terms, part[..., None]), -1)
             unit = torch.frexp(terms.abs().amax(-1, keepdim=True))[1] - 14
