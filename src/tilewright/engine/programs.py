@@ -10,7 +10,6 @@ from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import Weights
 from .mega.run import Clocks, Mega
-from .peer_sum import with_norms
 from .prefill import Prefill
 from .program import Call, Step, StepBuffers
 from .sampling import Sampling
@@ -102,7 +101,7 @@ class Programs:
         else:
             for keys, caches in self.state.reaches():
                 body = self.decoder.body_calls(buffers, self.state.tokens[:batch], caches)
-                step.calls[keys] = with_norms(in_shares([*body, *step.tail], buffers))
+                step.calls[keys] = in_shares([*body, *step.tail], buffers)
         self.state.begin([[0]] * batch, sampling)
         self.compile(f"decode, batch {batch}", step.tail)
         with beside():
