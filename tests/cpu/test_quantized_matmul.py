@@ -121,7 +121,7 @@ def test_pieces_keep_rows_of_any_size_apart(name):
 
 
 def test_shares_of_k_that_end_unevenly_are_summed():
-    problem = Problem(3, 130, 640 + 128)
+    problem = Problem(3, 130, 640 + 128, bias=True)
     inputs = problem.inputs(torch.device("cpu"))
     expected = op.reference(**{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()})
     for runs, split in ((1, 4), (2, 3), (4, 2), (4, 8)):
