@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tiny_server import CHAT, CONTEXT, JSON, LIMIT, PLAIN, call, chat, plain, re
 
 from tilewright.engine import Engine
 from tilewright.engine import Sampling as EngineSampling
-from tilewright.models import Loaded
+from tilewright.models import Loaded, chat_template
 from tilewright.models.serve import _say, serving
 from tilewright.testing.tiny_chat import tokenizer
 
@@ -61,6 +61,28 @@ def test_a_prompt_longer_than_the_cache_is_refused_and_the_worker_lives(port):
     full = chat(messages=[{"role": "user", "content": "a" * (CONTEXT - 4)}])
     usage = call(port, CHAT, full)[1]["usage"]
     assert {name: usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")} == {"prompt": CONTEXT - 4, "completion": 4, "total": CONTEXT}
+
+
+@pytest.mark.parametrize("held", ["template", "threads"])
+def test_nobody_waits_until_long_messages_are_read(port, held, monkeypatch):
+    """They take seconds, and an adversary sends as many as it likes."""
+    monkeypatch.setattr("tilewright.models.server.app.LONG_BODY", 1 << 12)
+    long, free = chat(messages=[{"role": "user", "content": "a" * 5000}]), threading.Event()
+    if held == "threads":
+        words = type(tokenizer())
+        stock = words.__call__
+        monkeypatch.setattr(words, "__call__", lambda self, text, **how: (len(text) < 5000 or free.wait(30)) and stock(self, text, **how))
+    answers: list[int] = []
+    others = [threading.Thread(target=lambda: answers.append(call(port, CHAT, long)[0])) for _ in range(3)]
+    with chat_template._renderers[True]._lock if held == "template" else nullcontext():
+        for other in others:
+            other.start()
+        time.sleep(0.1)
+        assert (call(port, CHAT, chat())[0], call(port, PLAIN, plain())[0], answers) == (200, 200, [])
+    free.set()
+    for other in others:
+        other.join()
+    assert answers == [400] * 3  # longer than the cache
 
 
 @pytest.mark.parametrize("place", ["prepare_next_batch", "_generation_step", "update_batch"])

@@ -227,11 +227,13 @@ def hostile_folders() -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     yield "tokenizer_config alone", "tokenizer", file("tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}')
     yield "tokenizer.model", "tokenizer", file("tokenizer.model", "evil")
     yield "stop tokens", "eos_token_id", file("generation_config.json", '{"eos_token_id": {"a": 1}}')
-    yield (
-        "a huge tokenizer",
-        "at most",
-        lambda path: os.truncate(write_folder(path) / "model.safetensors", 8) or (path / "tokenizer.json").open("wb").truncate(1 << 30),
-    )
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):  # 65 MB of holes
+
+        def huge(path: Path, name: str = name) -> None:
+            with (write_folder(path) / name).open("wb") as made:
+                made.truncate((1 << 26) + 1)
+
+        yield f"a huge {name}", "67108864 bytes", huge
     yield "an adapter", "adapter", file("adapter_config.json", '{"base_model_name_or_path": "/"}')
     yield "a distributed checkpoint", "shards", lambda path: (write_folder(path) / "shard-00000-model-00000-of-00001.safetensors").write_bytes(b"")
     yield "no weights", "neither", lambda path: (write_folder(path) / "model.safetensors").unlink()

@@ -116,16 +116,20 @@ class _Renderer:
         return self._running
 
 
-_renderer = _Renderer()
-atexit.register(_renderer.end)
-os.register_at_fork(after_in_child=_renderer.forget)
-begin = _renderer.begin
+_renderers = (_Renderer(), _Renderer())  # of short and of long messages
+for _renderer in _renderers:
+    atexit.register(_renderer.end)
+    os.register_at_fork(after_in_child=_renderer.forget)
+begin = _renderers[0].begin
 
 
-def applied(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+def applied(tokenizer: Any, messages: list[dict[str, str]], *, long: bool = False) -> str:
     """The text of messages, up to where the model's answer begins.
 
+    long: they may take their time, and others do not wait for them.
     Raises: ValueError: the template does not take them, or takes too long or too much.
     """
     special = {name: token if isinstance(token, list) else str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return _renderer.text({**special, "conversations": [messages], "chat_template": tokenizer.get_chat_template(), "add_generation_prompt": True})
+    return _renderers[long].text(
+        {**special, "conversations": [messages], "chat_template": tokenizer.get_chat_template(), "add_generation_prompt": True}
+    )

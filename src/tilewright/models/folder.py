@@ -20,7 +20,8 @@ from .safetensors_header import StoredTensor, folder_weights
 from .whole import check_counts, check_generation, outline, refuse_other_weights
 
 LONGEST_CONFIG = 1 << 24
-_LONGEST = {"tokenizer": 1 << 28, "chat_template": LONGEST_CONFIG}  # by how their names begin
+_VOCABULARIES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+_LONGEST = {**dict.fromkeys(_VOCABULARIES, 1 << 26), "chat_template": LONGEST_CONFIG}  # by how their names begin
 _NOT_SUPPORTED = {  # keys of config.json by which it names other files or replaces code
     "transformers_weights": "weights under transformers' own names",
     "fusion_config": "modules that are not fused",

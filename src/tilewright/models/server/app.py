@@ -25,7 +25,10 @@ from .sampling import Sampling
 from .text import Text
 from .worker import Job, Worker
 
-ENCODERS = 2  # threads that turn prompts into tokens: each may need some 100 bytes per byte of a body
+# Threads that turn prompts into tokens, of short and of long bodies: each may need some 100 bytes
+# per byte of a body. A long one takes seconds, and short ones do not wait for it.
+ENCODERS = 2
+LONG_BODY = 1 << 16
 Result = TypeVar("Result")
 
 
@@ -73,7 +76,7 @@ class Answers:
     def __init__(self, worker: Worker, model: Any, tokenizer: Any, names: tuple[str, ...]) -> None:
         self.worker, self.tokenizer, self.names = worker, tokenizer, names
         self.words = model.get_input_embeddings().num_embeddings
-        self._encoders = CapacityLimiter(ENCODERS)
+        self._encoders = CapacityLimiter(ENCODERS), CapacityLimiter(ENCODERS)
         own = model.generation_config
         self._defaults: dict[str, Any] = {
             "temperature": (own.temperature or 1.0) if own.do_sample else 0.0,
@@ -102,12 +105,16 @@ class Answers:
     async def chat(self, http: HttpRequest) -> Response:
         asked = await self._asked(ChatRequest, http)
         messages = [message.for_template() for message in asked.messages]
-        prompts = [await self._encode("messages", partial(self._chat_tokens, messages))]
+        long = len(await http.body()) > LONG_BODY
+        prompts = [await self._encode("messages", partial(self._chat_tokens, messages, long), long)]
         return await self._answer(http, asked, prompts, CHAT, CHAT_TOKENS)
 
     async def completions(self, http: HttpRequest) -> Response:
         asked = await self._asked(CompletionRequest, http)
-        prompts = [prompt if isinstance(prompt, list) else await self._encode("prompt", partial(self._tokens, prompt)) for prompt in asked.prompts]
+        long = len(await http.body()) > LONG_BODY
+        prompts = [
+            prompt if isinstance(prompt, list) else await self._encode("prompt", partial(self._tokens, prompt), long) for prompt in asked.prompts
+        ]
         return await self._answer(http, asked, prompts, COMPLETION, COMPLETION_TOKENS)
 
     async def _asked(self, kind: type[Any], http: HttpRequest) -> Any:
@@ -123,16 +130,16 @@ class Answers:
         if name not in self.names:
             raise Refusal(404, printable(f"model should be {self.names[0]!r}, got {name[:100]!r}"), param="model", code="model_not_found")
 
-    async def _encode(self, param: str, encode: Callable[[], list[int]]) -> list[int]:
+    async def _encode(self, param: str, encode: Callable[[], list[int]], long: bool) -> list[int]:
         try:
-            return await to_thread.run_sync(encode, limiter=self._encoders)
+            return await to_thread.run_sync(encode, limiter=self._encoders[long])
         except (ValueError, TypeError) as error:  # a template's own rules: roles that take turns, say
             raise Refusal(400, printable(f"{param} cannot be turned into tokens: {str(error)[:300]}"), param=param) from error
 
-    def _chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+    def _chat_tokens(self, messages: list[dict[str, str]], long: bool) -> list[int]:
         if not self.tokenizer.chat_template:
             raise Refusal(400, "messages need a chat template, and this model has none: use /v1/completions", param="messages")
-        return self._tokens(chat_template.applied(self.tokenizer, messages), special=False)
+        return self._tokens(chat_template.applied(self.tokenizer, messages, long=long), special=False)
 
     def _tokens(self, text: str, special: bool = True) -> list[int]:
         found: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
