@@ -247,6 +247,11 @@ MUTANTS = [
     Mutant("models/method.py", "small is None else torch.bfloat16, torch", "small is None else small.dtype, torch", "cpu/test_quantized_models.py"),
     Mutant("models/whole.py", "and -1 <= token < 1 << 31 for", "for", "cpu/test_adversary_files.py"),
     Mutant("models/server/worker.py", "            processor.fail_all_requests(error)\n", "", "cpu/test_server.py -k step_that_raises"),
+    Mutant("models/server/app.py", "limiter=self._encoders[long]", "limiter=self._encoders[False]", "cpu/test_server.py -k nobody_waits"),
+    Mutant("models/continuous.py", "            if len(self._storage) > MOST_GRAPHS:", "            if False:", "cpu/test_serving.py -k few_of_them"),
+    Mutant("models/continuous.py", "num_q_tokens = near(-(-num_q_tokens // tokens), 3) * tokens", "pass", "cpu/test_serving.py -k few_of_them"),
+    Mutant("ops/attention/__init__.py", "near(q_len, 4), near(kv_tokens, 3)", "near(q_len, 4), kv_tokens", "cpu/test_attention_selection.py -k share_a_plan"),
+    Mutant("testing/definitions/attention.py", "products = code_sums(q, k, fresh=q.shape[-1])", "products = code_sums(q, k, fresh=32)", "fuzz/test_fuzz.py -k codes"),
     # Plans: grids, constants, scratch, launches left out
     Mutant("ops/rms_norm.py", "blocks = c.blocks(ct.cdiv(p.rows, c.tile_m), device)", "blocks = c.blocks(p.rows // c.tile_m or 1, device)", SURVIVED),
     Mutant("ops/rms_norm.py", '"round": p.round_before_weight}', '"round": False}', SURVIVED),

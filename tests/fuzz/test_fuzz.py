@@ -197,3 +197,13 @@ def test_scores_of_codes_are_bound_by_the_same_sums(monkeypatch, planted, right)
     inputs = {**inputs, "scale": 192**-0.5}
     on_gpu = {name: (x + planted[name] if name == "kv_len" else x * planted[name]) if name in planted else x for name, x in inputs.items()}
     assert (fuzz.beyond([fuzz.compared("mla", DEFINITIONS["mla"](**on_gpu), inputs, "")]) == "") == right
+
+
+def test_scores_of_codes_have_one_sum_of_all_columns(monkeypatch):
+    monkeypatch.setattr(attention, "has_tensor_cores", lambda x: True)
+    torch.manual_seed(0)
+    inputs = ops.mla.Problem(batch=1, heads=2, q_len=9, kv_len=12, dtype=torch.float8_e4m3fn, causal=False, return_lse=True).inputs(CPU)
+    q = torch.cat((inputs["q_nope"].float(), inputs["q_rope"].float()), -1)
+    k = torch.cat((inputs["k_nope"].float(), inputs["k_rope"].float().expand(-1, 2, -1, -1)), -1)
+    scores = code_sums(q, k, 192) * 192**-0.5 * (inputs["q_scale"] * inputs["k_scale"])[:, None, None]
+    torch.testing.assert_close(DEFINITIONS["mla"](**inputs)[1], scores.logsumexp(-1), rtol=0, atol=4e-6)  # cut sums differ by 1e-4
