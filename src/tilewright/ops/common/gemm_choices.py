@@ -21,6 +21,7 @@ from .scaling import FP8, GROUP, Scaling
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
 LEAST_PART = 512  # of k
+WHOLE_GPCS = 7 / 8  # share of the SMs that clusters of more than two fill
 MOST_FEW_WAVES = 2
 MOST_SPLIT_WAVES = 8  # beyond, a last wave is not worth a second launch
 # A launch with PDL fills so much of the GPU's places, or its blocks read so few bytes (H200).
@@ -89,8 +90,13 @@ class Tile:
         return -(-m // tile_m) * -(-n // tile_n)
 
     def resident(self, device: Device) -> int:
-        """Blocks that the device holds at once."""
-        return max(1, device.sms * self.occupancy // (self.num_ctas or 1))
+        """Blocks that the device holds at once.
+
+        The SMs of a cluster lie in one GPC, some of which have SMs to spare: of 33 clusters of four
+        an H200 holds 28 at least, and not 32 (256 x 8192 x 3072 took twice the time).
+        """
+        ctas = self.num_ctas or 1
+        return max(1, int(device.sms * (WHOLE_GPCS if ctas > 2 else 1)) * self.occupancy // ctas)
 
 
 @dataclass(frozen=True, slots=True)
