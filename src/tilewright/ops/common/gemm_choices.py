@@ -242,7 +242,7 @@ def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
 
     p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores, where k is the
         last axis. g: gathered, where rows begin off 32 bytes. r: fast runs. f: only where all tiles
-        fit MOST_FEW_WAVES. +16: extra_n.
+        fit MOST_FEW_WAVES. o: only for one product, no batch. +16: extra_n.
     b: swap_ab. A tile_m of 0 is as many rows as a has; u: rows, without b columns, are a sum of two
         powers of two (`fitted_to`).
     Left out: tiles with what `config` has no field for.
@@ -316,7 +316,7 @@ def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
         tiles, resident = g.tiles(c), c.resident(device)
         if ("d" in how and not g.k_major) or ("g" in how and g.pitch % 32 == 0):
             continue
-        if "f" in how and tiles > MOST_FEW_WAVES * resident:
+        if ("f" in how and tiles > MOST_FEW_WAVES * resident) or ("o" in how and g.batch > 1):
             continue
         yield c
         # One row: its launch could not be early (a decode step of Llama-3.2-1B on an H200: 895 us,

@@ -54,6 +54,16 @@ HOPPER_WAVE = (
     "64x256x64 4w 4l sf, 256x64x64 4w 4l bsf, 64x256x64 4w 4l sf +32, 256x64x64 4w 4l bsf +32,"
     "128x128x128 4w 2l sf +16, 128x128x128 4w 2l bsf +16"
 )
+# Two accumulators, one of 256 rows or columns, in steps of 32: of steps of 64, three fit shared
+# memory. The compiler frees a step's first operand a step late, so one of them is under way, and a
+# step takes 1.4 to 1.8 times as long (H200). In batches few are timed.
+HOPPER_LONG = (
+    "128x256x32 8w 6l pfo +32, 128x256x32 8w 6l pfo +64, 256x128x32 8w 6l pfo +16, 256x128x32 8w 6l pfo +32,"
+    "256x128x32 8w 6l pbfo +64, 256x128x32 8w 6l pbfo +128"
+)
+# One warp group, whose next MMA starts before the last one ends: 175 x 2560 x 1024 takes 5.2 us, on
+# two 7.0 (H200).
+HOPPER_DEEP = "64x64x128 4w 4l s, 128x64x128 4w 3l s, 64x32x256 4w 3l s"
 HOPPER_GATHERED = (
     "128x128x128 4w 3l gs, 128x128x64 4w 4l gs, 128x128x64 4w 2o 2l gs, 64x128x128 4w 4l gs, 64x128x128 4w 2o 2l gs, 64x64x128 4w 2o 3l gs,"
     "128x256x64 8w 3l gs, 256x128x64 8w 4l gs"
@@ -70,6 +80,8 @@ HOPPER_FP8 = (
     "64x128x128 8w 4l +128, 128x128x128 8w 4l +64, 128x256x128 8w 4l b +64, 128x128x128 4w 5l bs +64,"
     "64x64x256 4w 2o 3l sb, 64x64x256 4w 2o 3l s, 64x32x256 4w 2o 3l s"
 )
+# As HOPPER_LONG, and a step of twice the length. Precise sums spill there.
+HOPPER_FP8_LONG = "128x256x64 8w 6l +64, 128x256x64 8w 6l +128, 256x256x64 8w 2c 8l +64, 64x128x256 4w 3l s"
 HOPPER_FP8_WAVE = (
     "64x64x256 4w 5l sf +32, 64x64x256 4w 5l bsf +32, 64x128x128 4w 6l sf +32, 64x128x128 4w 6l bsf +32,"
     "64x256x128 4w 4l sf +64, 128x512x128 8w 4c 5l bsf, 128x256x128 8w 2c 5l bsf"
@@ -139,9 +151,11 @@ _HOPPER: dict[str, TilesByRows] = {
         (33, 192, HOPPER_SUMS),
         (33, ANY, HOPPER),
         (FEW + 1, ANY, HOPPER_WAVE),
+        (33, ANY, HOPPER_DEEP),
+        (FEW + 1, ANY, HOPPER_LONG),
         (FEW + 1, ANY, HOPPER_GATHERED),
     ),
-    "fp8": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8), (FEW + 1, ANY, HOPPER_FP8_WAVE)),
+    "fp8": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8), (FEW + 1, ANY, HOPPER_FP8_WAVE), (FEW + 1, ANY, HOPPER_FP8_LONG)),
     "precise": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8_PRECISE), (FEW + 1, ANY, HOPPER_FP8_WAVE)),
     "block": ((0, 32, HOPPER_BLOCK_FEW), (0, ANY, HOPPER_BLOCK)),
 }
