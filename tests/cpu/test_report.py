@@ -3,6 +3,7 @@ dark.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -143,12 +144,21 @@ def test_whole_models_have_their_own_table(tmp_path):
         assert figure in text, "the published figure stands beside it"
 
 
-@pytest.mark.parametrize("content", ["", "{}\n", "[\n", '{"op": "x", "case": "y"}\n'])
+@pytest.mark.parametrize("content", ["", "{}\n", "[\n", "[" * 100_000, '{"op": "x", "case": "y"}\n'], ids=range(5))
 def test_a_file_that_holds_no_rows_is_an_error(tmp_path, content):
     file = tmp_path / "r.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=r"r\.jsonl:1 must be a result row|must hold at least one row"):
         report_command([file], out=tmp_path / "out")
+
+
+def test_a_file_without_an_end_is_refused(tmp_path):
+    """A device took all memory, and a FIFO waited for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for path, error in ((Path("/dev/zero"), "got a device"), (tmp_path / "fifo", "got a FIFO"), (tmp_path / "bytes", "bytes:1 must be a result row")):
+        with pytest.raises((OSError, ValueError), match=error):
+            report_command([path], out=tmp_path / "out")
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

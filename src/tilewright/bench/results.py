@@ -9,23 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from .. import ops
+from ..launch.files import read_regular
 from ..testing import op_name
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # op, case, gpu
+LARGEST = 1 << 28  # bytes of a file
 SAME = 0.03  # two runs of the same kernel differ by less
 OURS = {op_name(op) for op in ops.ALL}  # another op of ours is no peer, such as `matmul` beside `quantized_matmul`
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """The rows of result files, in order. Raises ValueError naming file and line."""
+    """The rows of result files, in order. Raises ValueError naming file and line; OSError for what
+    is no regular file.
+    """
     rows = []
     for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(read_regular(path, LARGEST).decode(errors="replace").splitlines(), 1):
             try:
                 row = json.loads(line)
                 rows.append(row | {"key": (row["op"], row["case"], row["gpu"])})
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} must be a result row with op, case and gpu: {type(error).__name__}: {error}") from None
     return rows
 
