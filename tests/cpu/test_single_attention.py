@@ -20,7 +20,7 @@ def launches_of(head_dim, v_dim, **options):
     for config in attention.space(problem, H200):
         with traced(H200) as launches, torch.inference_mode():
             run_op(attention, problem.inputs(torch.device("meta")), config)
-        yield from launches
+        yield launches[0]  # a merge of KV splits may follow
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 96, 128, 192, 256])

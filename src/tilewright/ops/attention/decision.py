@@ -9,6 +9,7 @@ import torch
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
+from ..attention_decode import decision as decode
 from ..common import prefill
 from ..common.attention_tiles import widths_of
 from ..common.prefill import ALIKE, SAMPLES, Config, least_width
@@ -185,16 +186,17 @@ space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    """One launch."""
+    """One launch; with KV splits, another merges them."""
     (width_k, rest_k), (width_v, rest_v) = widths_of(p.head_dim, least_width(p)), _widths_v(p, c, c.pad_values)
-    given = {"kv_start": p.has_start, "cu_seqlens_q": p.varlen, "cu_seqlens_kv": p.varlen, "sinks": p.has_sinks}
-    return prefill.launch(
+    given = {"kv_start": p.has_start, "cu_seqlens_q": p.varlen, "cu_seqlens_kv": p.varlen, "sinks": p.has_sinks and c.num_kv_splits == 1}
+    launches = prefill.launch(
         attention_kernel,
         p,
         c,
         device,
         given,
         has_window=p.window is not None,
+        has_sinks=given["sinks"],
         ahead=p.ahead > 0,
         softcap=p.softcap is not None,
         group=p.q_heads // p.kv_heads,
@@ -203,3 +205,8 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         width_v=width_v,
         rest_v=rest_v,
     )
+    if c.num_kv_splits == 1:
+        return launches
+    shape = p.batch, p.q_heads, p.kv_heads, p.kv_len, p.head_dim, p.dtype
+    whole = decode.Problem(*shape, return_lse=p.return_lse, q_len=p.q_len, v_dim=p.v_dim, sinks=p.has_sinks)
+    return *launches[:-1], *decode.with_merge(launches[-1], whole, c.num_kv_splits, device)

@@ -8,6 +8,7 @@ from ..common.attention_tiles import (
     normaliser_and_lse,
     packed_tile,
     softmax_over_keys,
+    store_partial,
     store_rows,
     summed_products,
     transposed_columns,
@@ -50,6 +51,7 @@ def attention_kernel(
     KEYS_LAST: ct.Constant[bool],
     MASKED: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
+    SPLIT_KV: ct.Constant[bool],
     GROUP: ct.Constant[int],
     WIDTH_K: ct.Constant[int],
     REST_K: ct.Constant[int],
@@ -63,7 +65,9 @@ def attention_kernel(
     TF32X3: ct.Constant[bool],
 ):
     """TILE_M queries of one head at a time. Grid (query tiles, q_heads, batch), with VARLEN (query
-    tiles + sequences, q_heads); persistent: blocks that stride over all of these.
+    tiles + sequences, q_heads); persistent: blocks that stride over all of these. SPLIT_KV: grid
+    (splits * query tiles, q_heads, batch), each block with one KV split, and OUT is the fp32
+    partial [batch, splits, q_heads, q_len, v_dim + 2 + pad] that a merge reads.
 
     Q [batch, q_heads, q_len, head_dim]; K [batch, kv_heads, kv_len, head_dim]; V [batch, kv_heads,
     kv_len, v_dim], with KEYS_LAST [batch, kv_heads, v_dim, kv_len]; OUT [batch, q_heads, q_len,
@@ -98,6 +102,9 @@ def attention_kernel(
         K, V = rows_from(K, 2, begin, end), rows_from(V, KEY_AXIS, begin, end)
     q_len, n = Q.shape[2], K.shape[2]
     tiles = ct.cdiv(q_len, TILE_M)
+    part: tuple = ()
+    if SPLIT_KV:
+        part, tile = (tile // tiles, ct.num_blocks(0) // tiles), tile % tiles
     K_WIDTHS, V_WIDTHS = (WIDTH_K, REST_K), (WIDTH_V, REST_V)
 
     def attend(tile, head, batch):
@@ -121,16 +128,21 @@ def attention_kernel(
         first = tile * TILE_M + n - q_len  # the last key that the tile's first query sees under a causal mask
         if AHEAD:
             first = first + ahead
-        how = (V_WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3, AHEAD)
+        how = (V_WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3, AHEAD, part)
         sums, maximum, denominator = softmax_over_keys(scores_of, values_of, first, n, window, to_base_2, V.dtype, *how)
         normaliser, lse = normaliser_and_lse(maximum, denominator, OUT.dtype)
         if HAS_SINKS:
             normaliser = sink_factor(maximum, denominator, ct.load(SINKS, (head,), ()) * LOG2E)
+        if SPLIT_KV:
+            normaliser = 1.0
         if SCALED:
             normaliser = normaliser * ct.load(V_SCALE, (kv_head,), ())
-        store_rows(OUT, batch, head, tile, sums, normaliser, V_WIDTHS, TILE_M)
-        if RETURN_LSE:
-            ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
+        if SPLIT_KV:
+            store_partial(OUT, batch, part[0], head, tile, sums, normaliser, maximum, denominator, V_WIDTHS, TILE_M, V.shape[2 if KEYS_LAST else 3])
+        else:
+            store_rows(OUT, batch, head, tile, sums, normaliser, V_WIDTHS, TILE_M)
+            if RETURN_LSE:
+                ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
     if CAUSAL and not PERSISTENT:
         tile = tiles - 1 - tile  # the longest tiles first

@@ -368,11 +368,18 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     attend = Launch.of(attention_decode_kernel, grid, p, c, constants, pdl=True, unused=unused(p))
     if c.num_kv_splits == 1:
         return (attend,)
-    # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
-    partial = ((p.batch, c.num_kv_splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32)
     untouched = tuple(dict.fromkeys((*attend.unused, "lse", "denominator", "sinks")))  # left to the merge
-    attend = replace(attend, scratch={"partial": partial}, renames={"out": "partial"}, unused=untouched)
-    return attend, merge(p, c.num_kv_splits, device)
+    return with_merge(replace(attend, unused=untouched), p, c.num_kv_splits, device)
+
+
+def with_merge(attend: Launch, p: Problem, splits: int, device: Device) -> tuple[Launch, Launch]:
+    """A launch over so many KV splits, which writes to a scratch array `partial` in place of `out`,
+    and that of the merge.
+    """
+    # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
+    partial = ((p.batch, splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32)
+    attend = replace(attend, scratch={"partial": partial}, renames={**attend.renames, "out": "partial"})
+    return attend, merge(p, splits, device)
 
 
 def merge(p: Problem, splits: int, device: Device) -> Launch:

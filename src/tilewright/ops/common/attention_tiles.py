@@ -140,7 +140,24 @@ def summed_products(lefts, rights, TF32X3):
 
 
 def softmax_over_keys(
-    scores_of, values_of, first, n, window, scale, dtype, WIDTHS, CAUSAL, HAS_WINDOW, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, TF32X3, AHEAD=False
+    scores_of,
+    values_of,
+    first,
+    n,
+    window,
+    scale,
+    dtype,
+    WIDTHS,
+    CAUSAL,
+    HAS_WINDOW,
+    MASKED,
+    TILE_M,
+    TILE_N,
+    TAIL_N,
+    PARTS,
+    TF32X3,
+    AHEAD=False,
+    part=(),
 ):
     """(sums of weights @ values, one tile for each of WIDTHS; maximum; denominator) of TILE_M
     queries over the keys 0..n that they see.
@@ -150,6 +167,7 @@ def softmax_over_keys(
     last key that the first query sees under a causal mask. dtype: of the weights.
     Steps are TILE_N keys long where every query sees all of them, else TAIL_N, a divisor. MASKED:
     there are such steps. AHEAD: `first` and `window` may count keys behind the query's own.
+    part: a KV split and the number of all, equal shares of the steps; () for all steps.
     """
     # Steps of TILE_N: from `whole_from` to `whole_to`. Steps of TAIL_N: from `begin` on before
     # them, to `end` behind them.
@@ -161,6 +179,12 @@ def softmax_over_keys(
     if HAS_WINDOW:
         begin = max(0, first - window + 1) // TAIL_N
         whole_from = ct.cdiv(max(0, first + TILE_M - window), TILE_N)
+    if len(part):
+        low = begin // ratio
+        share = ct.cdiv(ct.cdiv(end, ratio) - low, part[1])
+        low = low + part[0] * share
+        begin, whole_from = max(begin, low * ratio), max(whole_from, low)
+        end, whole_to = min(end, (low + share) * ratio), min(whole_to, low + share)
     sums: tuple = ()
     for i in ct.static_iter(range(2)):
         if WIDTHS[i]:
@@ -220,6 +244,18 @@ def normaliser_and_lse(maximum, denominator, dtype):
     # nothing hides them; this is off by 2**-23.
     inverse = 1.0 / seen if dtype == ct.float32 else ct.truediv(1.0, seen, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     return inverse, (maximum + ct.log2(denominator)) * LN2
+
+
+def store_partial(PARTIAL, batch, split, head, tile, sums, factor, maximum, denominator, WIDTHS, TILE_M, columns):
+    """The state of the tile-th TILE_M rows over one KV split, into PARTIAL [batch, splits, heads,
+    rows, columns + 2 + pad]: sums * factor, maximum in base 2 and denominator.
+    """
+    values, state = PARTIAL.slice(4, 0, columns), PARTIAL.slice(4, columns, columns + 2)
+    for i in ct.static_iter(range(len(sums))):
+        at = (batch, split, head, tile, WIDTHS[0] // WIDTHS[i] * i)
+        ct.store(values, at, (sums[i] * factor).reshape((1, 1, 1, TILE_M, WIDTHS[i])), allow_tma=False)
+    ct.store(state, (batch, split, head, tile, 0), maximum.reshape((1, 1, 1, TILE_M, 1)))
+    ct.store(state, (batch, split, head, tile, 1), denominator.reshape((1, 1, 1, TILE_M, 1)))
 
 
 def store_rows(OUT, batch, head, tile, sums, normaliser, WIDTHS, TILE_M):

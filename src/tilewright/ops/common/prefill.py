@@ -19,6 +19,8 @@ ALIKE = {"sm_103": "sm_100", "sm_121": "sm_120"}  # architectures that take the 
 RESCALE = 1 / 8  # time of scaling a running sum, in exponentials
 TURNS = "sm_90"  # reads 8-bit values key after key: by rows they pass through registers and shared memory in each step
 TRANSPOSED_KEYS = 128  # of a block that transposes values
+MOST_SPLITS = 64  # KV splits
+LEAST_STEPS = 2  # of a KV split: shorter ones are not worth their block
 SAMPLES = 32  # sequences, and tiles of queries of one, whose keys are counted; those between are like them
 
 
@@ -53,6 +55,7 @@ class Config:
     pad_values: bool = True
     tail_n: int = 0
     transpose_values: bool = False
+    num_kv_splits: int = 1
 
 
 def least_width(p: Any) -> int:
@@ -62,19 +65,43 @@ def least_width(p: Any) -> int:
 
 def configs(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
     """Those of an architecture's rows; on a CPU two, of few and of large tiles. Each with 8-bit
-    values as they lie and, where that is by rows, transposed in front.
+    values as they lie and, where that is by rows, transposed in front. Each in one KV split and, if
+    its blocks leave SMs idle, in several.
     """
     for c in _tiles(rows, p, device):
-        yield c
-        if p.scaled and not p.keys_last:
-            yield replace(c, transpose_values=True)
+        for way in (c, replace(c, transpose_values=True)) if p.scaled and not p.keys_last else (c,):
+            yield way
+            yield from _splits(way, p, device)
+
+
+def _splits(c: Config, p: Any, device: Device) -> Iterator[Config]:
+    """A config with KV splits: powers of two, and as many as fill the device once. All lengths up
+    to a power of two have the same.
+    """
+    if not device.is_cpu:
+        blocks = -(-p.q_len // c.tile_m) * p.q_heads * p.batch
+        most = min(MOST_SPLITS, next_pow2(p.kv_len) // (LEAST_STEPS * c.tile_n), _resident(c, device) // max(1, blocks))
+        for n in sorted({1 << i for i in range(1, most.bit_length())} | {max(1, most)} - {1}):
+            yield replace(c, num_kv_splits=n)
+
+
+def _resident(c: Config, device: Device) -> int:
+    """Blocks that the device holds at once."""
+    return device.sms * (c.occupancy or 1) // (c.num_ctas or 1)
 
 
 def _tiles(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         longest_m, longest_n = (max(16, next_pow2(n)) for n in (p.queries, p.kv_len))
         yield Config(min(256, max(64, longest_m)), 512)  # typing costs more than rows that are not there: short prompts share a kernel
-        yield Config(min(64, longest_m), min(128, longest_n), parts=2, pad_values=False, tail_n=min(least_width(p), longest_n))
+        yield Config(
+            min(64, longest_m),
+            min(128, longest_n),
+            parts=2,
+            pad_values=False,
+            tail_n=min(least_width(p), longest_n),
+            num_kv_splits=1 if p.varlen else 2,
+        )
         return
     masked = p.causal or p.ragged or p.window is not None
     for tile_m, tile_n, tail_n, parts, latency, persistent, num_ctas, occupancy, warps in rows:
@@ -82,9 +109,11 @@ def _tiles(rows: Iterable[Row], p: Any, device: Device) -> Iterator[Config]:
 
 
 def legal(p: Any, c: Config, device: Device) -> bool:
-    """Persistent blocks need equal sequences. Steps of 256 keys leave no register for a mask, a cap
-    or sinks.
+    """Persistent blocks need equal sequences, and KV splits one tile a block. Steps of 256 keys
+    leave no register for a mask, a cap or sinks.
     """
+    if c.num_kv_splits > 1 and (c.persistent or p.varlen):
+        return False
     plain = not (p.ragged or p.window is not None)
     return device.is_cpu or ((plain or not c.persistent) and (c.tile_n < 256 or (plain and p.softcap is None and not p.has_sinks)))
 
@@ -92,7 +121,8 @@ def legal(p: Any, c: Config, device: Device) -> bool:
 def family(p: Any, c: Config) -> str:
     """Launches that the model errs alike about."""
     mask = "c" * p.causal + "w" * (p.window is not None) + "r" * p.ragged + "s" * (p.softcap is not None)
-    hints = f"{c.num_ctas}{c.occupancy}{c.num_worker_warps}" + "p" * c.persistent + "v" * (not c.pad_values) + "t" * c.transpose_values
+    options = "p" * c.persistent + "v" * (not c.pad_values) + "t" * c.transpose_values + "s" * (c.num_kv_splits > 1)
+    hints = f"{c.num_ctas}{c.occupancy}{c.num_worker_warps}{options}"
     return f"{p.dtype.itemsize}{mask} {next_pow2(p.head_dim)} {c.tile_m}x{c.tile_n}/{c.tail_n} {c.parts}{c.latency}{hints}"
 
 
@@ -118,17 +148,20 @@ def work(p: Any, c: Config, device: Device, columns: tuple[int, int], kinds: tup
     each = [(*seen_keys(q, n, c.tile_m, tail_n, p.causal, p.window, p.ahead), count) for q, n, count in lengths if count]
     tiles = max(1, sum(count * tiles for tiles, _, _, count in each))
     keys = max(1.0, sum(count * tiles * mean for tiles, mean, _, count in each) / tiles)
+    steps = keys / c.tile_n if c.num_kv_splits == 1 else math.ceil(keys / c.tile_n / c.num_kv_splits)
     masked = (p.causal or p.window is not None) * -(-c.tile_m // tail_n)  # steps of a tile of queries, one behind the other
     size, per_sm, ctas = p.dtype.itemsize, c.occupancy or 1, c.num_ctas or 1
     rescales = RESCALE * (2 if size == 1 else 1)  # 8-bit products are added to the sums outside the tensor cores
     if p.scaled and not (p.keys_last or c.transpose_values) and device.arch == TURNS:
         kinds = (*kinds, "turned")
     copied = 2 * math.prod(p.values_shape) * size if c.transpose_values else 0
+    if c.num_kv_splits > 1:
+        copied += 4 * p.batch * c.num_kv_splits * p.q_heads * p.q_len * (p.values_shape[3] + 2)
     return Work(
-        blocks=tiles * p.q_heads,
-        resident=max(1, device.sms * per_sm // ctas),
+        blocks=tiles * p.q_heads * c.num_kv_splits,
+        resident=max(1, _resident(c, device)),
         per_sm=per_sm,
-        steps=keys / c.tile_n + (1.0 if masked else 0.5),  # the first scores and the last sums have nothing beside them
+        steps=steps + (1.0 if masked else 0.5),  # the first scores and the last sums have nothing beside them
         flops=2 * c.tile_m * c.tile_n * sum(columns) / ctas,
         kinds=kinds,
         serial=1 / c.parts,  # softmax of one part beside the products of the other
@@ -150,18 +183,19 @@ def launch(kernel: Any, p: Any, c: Config, device: Device, given: dict[str, bool
     """The launches of a config. given: of the arrays that may be absent, which are there.
     constants: those of the op beside what all have.
     """
-    tiles = -(-p.q_len // c.tile_m)
-    grid: tuple[int, ...] = (tiles, p.q_heads, p.batch)
+    tiles, split = -(-p.q_len // c.tile_m), c.num_kv_splits > 1
+    grid: tuple[int, ...] = (tiles * c.num_kv_splits, p.q_heads, p.batch)
     if p.varlen:
         grid = p.q_len // c.tile_m + p.batch, p.q_heads  # see packed_tile
     elif c.persistent:
-        grid = persistent_grid((tiles, p.q_heads, p.batch), device.sms * (c.occupancy or 1) // (c.num_ctas or 1), p.causal)
+        grid = persistent_grid((tiles, p.q_heads, p.batch), _resident(c, device), p.causal)
     constants |= {
         "keys_last": p.keys_last or c.transpose_values,
         "masked": p.causal or p.ragged or p.window is not None or p.kv_len % c.tile_n != 0,
         "tail_n": c.tail_n or c.tile_n,
+        "split_kv": split,
     }
-    given = {"lse": p.return_lse, "kv_len": p.has_len, "q_scale": p.scaled, "k_scale": p.scaled, "v_scale": p.scaled} | given
+    given = {"lse": p.return_lse and not split, "kv_len": p.has_len, "q_scale": p.scaled, "k_scale": p.scaled, "v_scale": p.scaled} | given
     attend = Launch.of(kernel, grid, p, c, constants, optional=given, renames={"v": "transposed"} if c.transpose_values else {})
     return (_transpose(p), attend) if c.transpose_values else (attend,)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Launch
 from ...select import Choices, Work
+from ..attention_decode import decision as decode
 from ..common import prefill
 from ..common.attention_tiles import widths_of
 from ..common.prefill import ALIKE, SAMPLES, Config, least_width
@@ -128,7 +129,12 @@ space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
-    """One launch."""
+    """One launch, behind one that transposes values and in front of one that merges KV splits."""
     (nope, nope_rest), (rope, rope_rest), (value, value_rest) = (widths_of(dim, least_width(p)) for dim in (p.nope_dim, p.rope_dim, p.v_dim))
     widths = {"nope": nope, "nope_rest": nope_rest, "rope": rope, "rope_rest": rope_rest, "value": value, "value_rest": value_rest}
-    return prefill.launch(mla_kernel, p, c, device, {}, **widths)
+    launches = prefill.launch(mla_kernel, p, c, device, {}, **widths)
+    if c.num_kv_splits == 1:
+        return launches
+    shape = p.batch, p.heads, p.heads, p.kv_len, p.head_dim, p.dtype
+    whole = decode.Problem(*shape, return_lse=p.return_lse, q_len=p.q_len, v_dim=p.v_dim)
+    return *launches[:-1], *decode.with_merge(launches[-1], whole, c.num_kv_splits, device)

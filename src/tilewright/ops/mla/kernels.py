@@ -2,7 +2,16 @@
 
 import cuda.tile as ct
 
-from ..common.attention_tiles import columns, item_of_block, normaliser_and_lse, softmax_over_keys, store_rows, summed_products, transposed_columns
+from ..common.attention_tiles import (
+    columns,
+    item_of_block,
+    normaliser_and_lse,
+    softmax_over_keys,
+    store_partial,
+    store_rows,
+    summed_products,
+    transposed_columns,
+)
 
 
 @ct.kernel
@@ -26,6 +35,7 @@ def mla_kernel(
     KEYS_LAST: ct.Constant[bool],
     MASKED: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
+    SPLIT_KV: ct.Constant[bool],
     NOPE: ct.Constant[int],
     NOPE_REST: ct.Constant[int],
     ROPE: ct.Constant[int],
@@ -39,7 +49,8 @@ def mla_kernel(
     LATENCY: ct.Constant[int],
 ):
     """TILE_M queries of one head at a time. Grid (query tiles, heads, batch); persistent: blocks
-    that stride over all of these.
+    that stride over all of these; SPLIT_KV: (splits * query tiles, heads, batch), and OUT is the
+    partial of `store_partial`.
 
     Q_NOPE, Q_ROPE [batch, heads, q_len, ...]; K_NOPE [batch, heads, kv_len, nope_dim]; K_ROPE
     [batch, 1, kv_len, rope_dim]; V [batch, heads, kv_len, v_dim], with KEYS_LAST [batch, heads,
@@ -55,6 +66,9 @@ def mla_kernel(
         K_NOPE, K_ROPE, V = K_NOPE.slice(2, 0, end), K_ROPE.slice(2, 0, end), V.slice(3 if KEYS_LAST else 2, 0, end)
     q_len, n = Q_NOPE.shape[2], K_NOPE.shape[2]
     tiles = ct.cdiv(q_len, TILE_M)
+    part: tuple = ()
+    if SPLIT_KV:
+        part, tile = (tile // tiles, ct.num_blocks(0) // tiles), tile % tiles
     NOPES, ROPES, VALUES = (NOPE, NOPE_REST), (ROPE, ROPE_REST), (VALUE, VALUE_REST)
 
     def queries(tile, head, batch):
@@ -73,14 +87,19 @@ def mla_kernel(
             return columns(V, batch, head, j, VALUES, TILE, LATENCY, KEYS_LAST)
 
         first = tile * TILE_M + n - q_len  # the last key that the tile's first query sees under a causal mask
-        how = (VALUES, CAUSAL, False, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, False)
+        how = (VALUES, CAUSAL, False, MASKED, TILE_M, TILE_N, TAIL_N, PARTS, False, False, part)
         sums, maximum, denominator = softmax_over_keys(scores_of, values_of, first, n, 0, own, V.dtype, *how)
         normaliser, lse = normaliser_and_lse(maximum, denominator, OUT.dtype)
+        if SPLIT_KV:
+            normaliser = 1.0
         if SCALED:
             normaliser = normaliser * ct.load(V_SCALE, (head,), ())
-        store_rows(OUT, batch, head, tile, sums, normaliser, VALUES, TILE_M)
-        if RETURN_LSE:
-            ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
+        if SPLIT_KV:
+            store_partial(OUT, batch, part[0], head, tile, sums, normaliser, maximum, denominator, VALUES, TILE_M, V.shape[2 if KEYS_LAST else 3])
+        else:
+            store_rows(OUT, batch, head, tile, sums, normaliser, VALUES, TILE_M)
+            if RETURN_LSE:
+                ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
 
     if CAUSAL and not PERSISTENT:
         tile = tiles - 1 - tile  # the longest tiles first

@@ -41,7 +41,7 @@ real = [
     Problem(4, 12, 12, 2048, 2048, 64, BF16, window=65, ahead=64),  # ModernBERT, a layer with a window
     Problem(1, 32, 8, 2048, 2048, 128, BF16),  # Llama-3.1-8B
     Problem(2, 28, 4, 1000, 1000, 128, BF16, has_start=True),  # Qwen2-7B, left-padded
-    Problem(1, 32, 8, 512, 4096, 128, BF16, return_lse=True),  # a chunk of a long prompt
+    Problem(1, 32, 8, 128, 4096, 128, BF16, return_lse=True),  # a chunk of a long prompt: in KV splits
     Problem(1, 32, 8, 8192, 8192, 128, BF16, window=4096),  # Mistral-7B
     Problem(4, 9, 3, 777, 777, 64, BF16),  # SmolLM2-135M
     Problem(1, 32, 32, 1024, 1024, 80, FP16),  # phi-2
