@@ -140,10 +140,10 @@ def test_a_step_of_few_keys_reads_a_cache_of_few(monkeypatch: pytest.MonkeyPatch
         step = next(step for step in engine._programs._steps.values() if step.buffers.batch == 1)
     assert {keys: call.args[1].shape[2] for keys, calls in step.calls.items() for call in calls if call.name == "layers.0.attention"} == {
         8: 8,
-        32: 32,
+        16: 16,
         64: 64,
     }
-    assert [step.reach(keys) for keys in (1, 8, 9, 64)] == [8, 8, 32, 64]
+    assert [step.reach(keys) for keys in (1, 8, 9, 64)] == [8, 8, 16, 64]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # norms of queries and keys cost no call

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from ..launch import Device
 from .beside import beside
+from .early import early
 from .graph import capture, compile_kernels, run
 from .layers import Decoder
 from .mega.pack import Weights
@@ -101,7 +103,8 @@ class Programs:
         else:
             for keys, caches in self.state.reaches():
                 body = self.decoder.body_calls(buffers, self.state.tokens[:batch], caches)
-                step.calls[keys] = in_shares([*body, *step.tail], buffers)
+                calls = in_shares([*body, *step.tail], buffers)
+                step.calls[keys] = early(calls, Device.of(self.state.tokens))
         self.state.begin([[0]] * batch, sampling)
         self.compile(f"decode, batch {batch}", step.tail)
         with beside():

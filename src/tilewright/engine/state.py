@@ -11,7 +11,7 @@ from .pages import Pages
 from .program import Call, Emit, StepBuffers
 from .sampling import Choice, Sampling
 
-FEW_KEYS = 256  # for which calls of their own are made; and for 4 times as many, and so on
+FEW_KEYS = 128  # for which calls of their own are made; and for twice as many, 4 times those, and so on
 SLOTS = 64  # the cache's length is a multiple: the kernels' fast loads want 16
 
 
@@ -76,7 +76,7 @@ class State:
         keys = FEW_KEYS
         while keys < self.max_len and self.pages is None:
             yield keys, [(*cache[:n], *_first(cache[n:], keys)) for cache, n in zip(self.caches, self._states, strict=True)]
-            keys *= 4
+            keys *= 2 if keys == FEW_KEYS else 4
         yield self.max_len, self.caches
 
     def begin(self, rows: Sequence[Sequence[int]], sampling: Sampling) -> None:

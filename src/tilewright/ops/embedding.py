@@ -119,7 +119,8 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     kernel, constants = (embedding_units_kernel, {"unit": 16 // p.dtype.itemsize}) if c.units else (embedding_kernel, {})
-    return (Launch.of(kernel, (_blocks(p, c),), p, c, constants, pdl=True),)
+    # Not early: launches behind it may read ahead of their waits what the step before wrote.
+    return (Launch.of(kernel, (_blocks(p, c),), p, c, constants),)
 
 
 @ct.kernel

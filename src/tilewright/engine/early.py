@@ -1,0 +1,81 @@
+"""A step's calls in forms that begin, and load, while the launch in front still runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..launch import Device
+from ..ops.attention_decode import attention_decode_out
+from ..ops.kv_append import kv_append_out
+from ..ops.matmul import matmul_out
+from ..ops.rms_norm_matmul import rms_norm_matmul_out
+from .append_attend import MOST_VALUES, append_attend
+from .program import Call
+from .row_product import form_of, row_product
+
+ARCHS = ("sm_90",)  # where these forms were timed
+
+
+def early(calls: Iterable[Call], device: Device) -> list[Call]:
+    """The calls, those of one token of one sequence in these forms where they have one."""
+    found = list(calls)
+    if device.arch not in ARCHS:
+        return found
+    for i in range(len(found) - 1, 0, -1):
+        found[i - 1 : i + 1] = _joined(found[i - 1], found[i])
+    return [_product(call) for call in found]
+
+
+def _joined(first: Call, second: Call) -> list[Call]:
+    """An append and its attention as one call; a product and the norm that adds its result to the
+    stream so that the product adds it.
+    """
+    if first.op is kv_append_out and second.op is attention_decode_out and _few_keys(first.arguments, second.arguments):
+        a, b = first.arguments, second.arguments
+        names = ("q", "k", "v", "k_cache", "v_cache", "positions", "cos", "sin", "q_norm", "k_norm", "eps", "round_before_weight")
+        return [Call.of(second.name, append_attend, **{name: a[name] for name in names}, out=b["out"], scale=b["scale"])]
+    if second.op is rms_norm_matmul_out and first.op is matmul_out and _product(first) is not first:
+        a, b = first.arguments, second.arguments
+        if b["residual"] is a["out"]:
+            summed = _row(first, a["a"], a, onto=b["x"], out=b["new_residual"])
+            return [summed, second.replaced(x=b["new_residual"], residual=None, new_residual=None)]
+    return [first, second]
+
+
+def _product(call: Call) -> Call:
+    """A product of one row as `row_product`, or the call itself."""
+    if call.op not in (matmul_out, rms_norm_matmul_out):
+        return call
+    a = call.arguments
+    x = a["a"] if call.op is matmul_out else a["x"]
+    if len(x) > 1 or x.dtype is not torch.bfloat16 or a["b"].dtype is not torch.bfloat16 or form_of(*a["b"].shape) is None:
+        return call
+    if call.op is rms_norm_matmul_out:
+        names = ("residual", "weight", "new_residual", "eps", "weight_offset", "silu_mul")
+        return _row(call, x, a, **{name: a[name] for name in names})
+    plain = a["trans_b"] and not (a["trans_a"] or a["silu_mul"]) and a["residual"] is a["out_scale"] is a["scale_a"] is None
+    return _row(call, x, a) if plain and a["out"].dtype is torch.bfloat16 else call
+
+
+def _row(call: Call, x: Any, given: dict[str, Any], **how: Any) -> Call:
+    rest: dict[str, Any] = dict.fromkeys(("residual", "weight", "onto", "new_residual"))
+    rest |= {"eps": 1e-6, "weight_offset": 0.0, "silu_mul": False, "out": given["out"], **how}  # without a norm nothing reads eps
+    return Call.of(call.name, row_product, x=x, b=given["b"], bias=given["bias"], **rest)
+
+
+# What neither call may ask for
+ABSENT = ("block_table", "k_scale", "v_scale", "rope_positions", "v_norm", "rotated", "kv_start", "sinks", "window", "softcap", "lse")
+
+
+def _few_keys(append: dict[str, Any], attend: dict[str, Any]) -> bool:
+    """Whether `append_attend` does what the two calls do."""
+    if any(given.get(name) is not None for given in (append, attend) for name in ABSENT):
+        return False
+    q, cache = append["q"], append["k_cache"]
+    if q is None or append["cos"] is None or append["interleaved"] or (append["q_norm"] is None) != (append["k_norm"] is None):
+        return False
+    keys, dim = cache.shape[2:]
+    few = keys & (keys - 1) == dim & (dim - 1) == 0 and dim >= 64 and 64 <= keys <= MOST_VALUES // dim
+    whole = 2 * append["cos"].shape[1] == dim == append["v"].shape[3] and q.dtype.itemsize == 2
+    return bool(few and whole and q.shape[0] == q.shape[2] == 1 and attend["q"].data_ptr() == q.data_ptr())
