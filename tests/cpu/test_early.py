@@ -10,10 +10,13 @@ from tilewright import attention_decode, kv_append
 from tilewright.compile.job import Job
 from tilewright.engine import Engine, early, programs
 from tilewright.engine.append_attend import append_attend
+from tilewright.engine.program import Call
 from tilewright.engine.row_product import row_product
 from tilewright.engine.sampling import LIKELIEST
 from tilewright.launch import Device, traced
 from tilewright.ops import rms_norm
+from tilewright.ops.matmul import matmul_out
+from tilewright.ops.rms_norm_matmul import rms_norm_matmul_out
 from tilewright.testing import assert_accurate
 
 H200, CPU = Device.named("H200"), torch.device("cpu")
@@ -114,6 +117,19 @@ def test_other_calls_stay_as_they_are(name: str, sizes: dict, how: dict) -> None
         calls = list(engine.decoder.body_calls(state.buffers(batch), state.tokens[:batch], state.caches))
         assert early.early(calls, H200) == calls
         assert early.early(calls, Device.named("B200")) == calls
+
+
+def test_a_sum_that_two_norms_read_is_left_to_them() -> None:
+    x, y, weight, w = randn(1, 512), torch.empty(1, 512, dtype=torch.bfloat16), randn(512), randn(512, 512)
+    norm = {"x": x, "b": w, "bias": None, "weight": weight, "residual": y, "new_residual": torch.empty_like(x), "silu_mul": False}
+    how = {"eps": 1e-6, "weight_offset": 0.0}
+    product = Call.of("down", matmul_out, a=x, b=w, out=y, trans_a=False, trans_b=True, tf32=False, silu_mul=False)
+    readers = [Call.of(name, rms_norm_matmul_out, **norm, **how, out=torch.empty_like(x)) for name in "ab"]
+    joined, reader = early.early([product, readers[0]], H200)
+    assert (joined.arguments["onto"] is x, reader.arguments["residual"]) == (True, None)
+    apart = early.early([product, *readers], H200)
+    assert [call.arguments["residual"] is y for call in apart] == [False, True, True]
+    assert apart[0].arguments["out"] is y
 
 
 def test_binaries_do_not_spill_and_wait_behind_their_first_loads() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..launch import Device
 from ..ops.attention_decode import attention_decode_out
@@ -23,13 +24,13 @@ def early(calls: Iterable[Call], device: Device) -> list[Call]:
     if device.arch not in ARCHS:
         return found
     for i in range(len(found) - 1, 0, -1):
-        found[i - 1 : i + 1] = _joined(found[i - 1], found[i])
+        found[i - 1 : i + 1] = _joined(found[i - 1], found[i], found[i + 1 :])
     return [_product(call) for call in found]
 
 
-def _joined(first: Call, second: Call) -> list[Call]:
+def _joined(first: Call, second: Call, rest: list[Call]) -> list[Call]:
     """An append and its attention as one call; a product and the norm that adds its result to the
-    stream so that the product adds it.
+    stream so that the product adds it, if none of `rest` reads that result too.
     """
     if first.op is kv_append_out and second.op is attention_decode_out and _few_keys(first.arguments, second.arguments):
         a, b = first.arguments, second.arguments
@@ -37,10 +38,20 @@ def _joined(first: Call, second: Call) -> list[Call]:
         return [Call.of(second.name, append_attend, **{name: a[name] for name in names}, out=b["out"], scale=b["scale"])]
     if second.op is rms_norm_matmul_out and first.op is matmul_out and _product(first) is not first:
         a, b = first.arguments, second.arguments
-        if b["residual"] is a["out"]:
+        if b["residual"] is a["out"] and not _reads(rest, a["out"]):
             summed = _row(first, a["a"], a, onto=b["x"], out=b["new_residual"])
             return [summed, second.replaced(x=b["new_residual"], residual=None, new_residual=None)]
     return [first, second]
+
+
+def _reads(calls: list[Call], y: Tensor) -> bool:
+    """Whether any of the calls reads y, before one of them writes it."""
+    memory = y.untyped_storage().data_ptr()
+    for call in calls:
+        touched = [i for i, x in enumerate(call.args) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory]
+        if touched:
+            return call.op not in (matmul_out, row_product) or len(touched) > 1 or call.arguments["out"] is not y
+    return False
 
 
 def _product(call: Call) -> Call:
