@@ -17,9 +17,9 @@ from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 
 H200 = Device.named("H200")
-LOADS, WEIGHTS = ("ct.load", "_groups", "load_masked", "vector_chunk"), {"words", "scales", "zeros", "norm", "ROUTER", "WEIGHT"}
+LOADS, WEIGHTS = ("ct.load", "_groups", "_columns", "load_masked", "vector_chunk"), {"words", "scales", "zeros", "norm", "ROUTER", "WEIGHT"}
 # which read and write no memory, or, as `weights` does, by calls that are looked at too
-NO_MEMORY = {"bid", "cdiv", "slice", "static_iter", "range", "astype", "reshape", "max", "min", "_steps", "weights"}
+NO_MEMORY = {"bid", "cdiv", "slice", "static_iter", "range", "astype", "reshape", "max", "min", "_steps", "grouped_tile", "weights"}
 
 
 def called(statement: ast.stmt) -> str:

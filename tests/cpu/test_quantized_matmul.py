@@ -132,22 +132,25 @@ def test_shares_of_k_that_end_unevenly_are_summed():
 def test_weights_that_come_ahead_change_no_bit():
     problem = Problem(3, 130, 640 + 128, bias=True)
     inputs = problem.inputs(torch.device("cpu"))
-    for runs, split, most in ((1, 4, 1), (2, 3, 1), (2, 1, 3), (1, 2, 2)):
+    for runs, split, most, pieces in ((1, 4, 1, True), (2, 3, 1, True), (2, 1, 3, True), (1, 2, 2, True), (2, 3, 1, False)):
         found = []
         for ahead in range(most + 1):
-            config = Config(4, 64, runs, split, pieces=True, ahead=ahead)
+            config = Config(4, 64, runs, split, pieces=pieces, ahead=ahead)
             with forced_config(op.plan, config), interpret.checking(races=True), counted() as launches:
                 found.append(quantized_matmul(**inputs))
             assert launches["quantized_matmul_sum_kernel"] == (split > 1)
         assert all(torch.equal(found[0], other) for other in found[1:])
     device = Device.named("H200")
-    assert {c.ahead for c in op.space(problem, device) if c.pieces} == {0, 1}
+    assert {(c.pieces, c.ahead) for c in op.space(problem, device).legal if c.tile_m <= 64} == {(True, 0), (True, 1), (False, 0), (False, 1)}
     # One row of 6144 x 4096 with a norm, H200: four shares whose first half comes ahead cost least
     # where a reader sums them; two where a launch does.
     for shares, parts in ((0, 2), (LEFT, 4), (4, 4)):
         wide = Problem(1, 6144, 4096, norm=True, residual=True, shares=shares, given=2 * (shares > 0))
         found, _ = op.DECISION.decide(wide, device)
         assert (found.parts(wide), found.ahead) == (parts, 1)
+    # A block that needs an SM for itself begins too late for that.
+    found, _ = op.DECISION.decide(Problem(1, 28672, 4096, "e4m3", norm=True, residual=True, shares=LEFT), device)
+    assert (found.tile_n, found.occupancy) == (64, 4)
     assert not op.CHOICES.legal(problem, Config(4, 64, 4, 2, pieces=True, ahead=2, occupancy=4), device)  # a share has one step
 
 

@@ -106,7 +106,7 @@ class Config:
     scale_sums: scales of groups multiply their sums, in fp32; else the weights. For groups of a run
         or longer.
     pieces: few rows: 8-bit products with pieces of x (ops/common/pieces.py).
-    ahead: with pieces, of how many first steps of a block the weights come while the launch before
+    ahead: of how many first steps of a block the weights come while the launch before
         ends.
     tma_scales: the scales of a step come as one tile by TMA; else each thread loads its own.
     band: tile rows of the tile order that share weights in L2.

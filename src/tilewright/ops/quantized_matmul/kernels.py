@@ -38,6 +38,7 @@ def quantized_matmul_kernel(
     TMA_SCALES: ct.Constant[bool],
     SHARES: ct.Constant[int],
     EVEN: ct.Constant[bool],
+    AHEAD: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
     """out [m, n] = x [m, k] @ weight [n, k].T, a tile of TILE_N rows of the weight to a block.
@@ -49,8 +50,9 @@ def quantized_matmul_kernel(
     SHARES: of k: with several, out [SHARES, m, n] takes the sums over each, the first with bias.
     SQUARES: squares [m, SQUARES or fewer], whose rows' sums are the means that a norm divides by.
     EVEN: the tiles end with the rows of the weight.
+    AHEAD: of so many steps the weights come while the launch before ends; each share has as many.
     """
-    pdl_overlap()
+    pdl_launch_dependents()
     tiles_m, tiles_n = ct.cdiv(x.shape[0], TILE_M), ct.cdiv(scales.shape[1], TILE_N)
     tile_m, tile_n = grouped_tile(ct.bid(0), tiles_m, tiles_n, BAND)
     RUN = WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
@@ -58,17 +60,30 @@ def quantized_matmul_kernel(
     GROUPS = max(1, DEEP // GROUP) if GROUP > 0 else 0  # of a step
     share = ct.bid(1)
     first, last = _steps(words, RUNS, share, SHARES)
-    acc = ct.zeros((TILE_N, TILE_M), ct.float32)
-    for step in range(first, last):
+
+    def weights(step):
         loaded = ct.load(words, (tile_n, step, 0, 0), (TILE_N // ROWS, RUNS, ROWS, WORDS), padding_mode=ZERO, latency=LATENCY)
-        rows = ct.load(x, (tile_m, step), (TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY)
         how = (GROUPS, GROUP, DEEP, TILE_N, TMA_SCALES, EVEN, LATENCY)
-        scale = _columns(scales, step, tile_n, how)
-        zero = _columns(zeros, step, tile_n, how) if ZEROS else ()
+        return loaded, _columns(scales, step, tile_n, how), _columns(zeros, step, tile_n, how) if ZEROS else ()
+
+    ready: tuple = ()
+    for i in ct.static_iter(range(AHEAD)):
+        ready = (*ready, weights(first + i))
+    pdl_wait()
+
+    def added(acc, step, loaded, scale, zero):
+        rows = ct.load(x, (tile_m, step), (TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY)
         for i in ct.static_iter(range(RUNS)):
             q = ct.extract(loaded, (0, i, 0, 0), (TILE_N // ROWS, 1, ROWS, WORDS)).reshape((TILE_N, WORDS))
             y = ct.extract(rows, (0, i), (TILE_M, RUN)).transpose()
             acc = add_product(acc, q, y, scale, zero, i, (GROUP, GROUPS), (RUN, RUNS, CODE), SCALE_SUMS)
+        return acc
+
+    acc = ct.zeros((TILE_N, TILE_M), ct.float32)
+    for i in ct.static_iter(range(AHEAD)):
+        acc = added(acc, first + i, *ready[i])
+    for step in range(first + AHEAD, last):
+        acc = added(acc, step, *weights(step))
     if GROUP == 0:
         scale = ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False)
         acc = acc * (scale.reshape((TILE_N, 1)) * unit(CODE))
