@@ -102,8 +102,12 @@ def add_products(acc, loaded, xs, factors, scale, zero, how):
 def summed(acc, PANEL, CODE):
     """[rows of weights, PANEL]: the sums over the columns of each row of x."""
     ROWS, WIDE = acc.shape
-    unit = 64.0 if CODE == E2M1 else 512.0 if CODE == INT4 else 1.0
-    return ct.sum(acc.reshape((ROWS, PANEL, WIDE // PANEL)), axis=2) * unit
+    return ct.sum(acc.reshape((ROWS, PANEL, WIDE // PANEL)), axis=2) * piece_unit(CODE)
+
+
+def piece_unit(CODE):
+    """What a unit of such sums stands for."""
+    return 64.0 if CODE == E2M1 else 512.0 if CODE == INT4 else 1.0
 
 
 def _of_columns(groups, over):

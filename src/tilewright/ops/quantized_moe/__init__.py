@@ -17,6 +17,9 @@ Bound     Few tokens: reading each chosen expert's words once. Many: the product
     quantized_moe_few_kernel        quantized_moe_kernel  act(gate, up)
     quantized_moe_few_kernel        quantized_moe_kernel  down
     moe_sum_kernel                  moe_sum_kernel        over k
+
+One token needs no lists: quantized_moe_row_kernel and quantized_moe_row_sum_kernel stand at the
+ends. Launches between them read its ids before the launch before has ended.
 """
 
 from typing import Optional

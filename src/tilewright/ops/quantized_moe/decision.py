@@ -13,7 +13,13 @@ from ..common.expert_lists import list_launches, sum_launch
 from ..common.expert_weights import QuantizedExperts
 from ..common.pieces import PIECES
 from ..common.weight_formats import FORMATS, INT4, PLANE, ROWS, WeightFormat
-from .kernels import quantized_moe_few_kernel, quantized_moe_kernel, quantized_moe_pieces_kernel
+from .kernels import (
+    quantized_moe_few_kernel,
+    quantized_moe_kernel,
+    quantized_moe_pieces_kernel,
+    quantized_moe_row_kernel,
+    quantized_moe_row_sum_kernel,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ class Config:
     pieces: few tokens: 8-bit products with pieces of x (ops/common/pieces.py); no lists.
     tile_n: rows of gate and of up that a block computes, 32 or 64; of down twice that.
     shares: with pieces, blocks that share the k of the second product.
-    runs: 16 words of each row of the weight, loaded in one step.
+    runs: 16 words of each row of the weight, of which a step has so many.
     scale_sums: without pieces, as in `quantized_matmul`.
     latency, occupancy, num_worker_warps: compiler hints.
     """
@@ -173,45 +179,40 @@ def _pieces_plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     shares = min(c.shares, -(-p.inter // of.run // c.runs))
     lists: dict[str, Any] = {"panels": ((1 + panels,), torch.int32), "rows": ((p.pairs * shares,), torch.int32)}
     lists["shared_weights"] = ((p.tokens, p.top_k * shares), torch.float32)
-    x, seen_x = _pieces_arrays(p, c, "x", panels, p.hidden)
+    x, seen_x = _pieces_arrays(p, c, "x", 1 if p.tokens == 1 else panels, p.hidden)
     h, seen_h = _pieces_arrays(p, c, "h", panels, p.inter)
     y = {"y": ((shares, rows, p.hidden), torch.float32)}
     runs = -(-p.hidden // of.run)
-    few = next_pow2(runs) if device.is_cpu else 4
-    constants = {"tile_p": next_pow2(p.pairs), "panel": c.tile_m, "shares": shares, "planes": planes}
+    few = next_pow2(runs) if device.is_cpu else 1
 
     def product(first: bool, source: str, out: str, tiles: int, **more: Any) -> Launch:
         renames, unused = _weights(p, "gate_up" if first else "down")
         renames |= {"codes": f"codes_{source}", "factors": f"factors_{source}", "out": out} | ({"next_factors": "factors_of_h"} if first else {})
         unused = unused if first else (*unused, "next_factors")
+        renames |= {"panels": "ids"} if p.tokens == 1 else {}
         own = 1 if first else shares
-        same = {"first": first, "panel": c.tile_m, "tile_n": c.tile_n if first else 2 * c.tile_n, "shares": own, **_meaning(p)}
+        same = {"first": first, "one": p.tokens == 1, "panel": c.tile_m, "tile_n": c.tile_n if first else 2 * c.tile_n, "shares": own, **_meaning(p)}
         return Launch.of(quantized_moe_few_kernel, (tiles, panels, own), p, c, same, pdl=True, renames=renames, unused=unused, **more)
 
-    return (
-        Launch.of(
-            quantized_moe_pieces_kernel,
-            (p.pairs, -(-runs // few)),
-            p,
-            c,
-            {**constants, "sums": of.code == INT4, "blocks": few * planes // 2},
-            occupancy=None,
-            num_worker_warps=4,
-            pdl=True,
-            scratch={**lists, **x},
-            views=seen_x,
-            renames={"codes": "codes_of_x", "factors": "factors_of_x"},
-        ),
+    products = (
         # Also the columns behind the last, up to whole runs: the second product reads them.
         product(True, "x", "codes_of_h", -(-p.inter // of.run) * of.run // c.tile_n, scratch=h, views=seen_h),
         product(False, "h", "y", -(-p.hidden // c.tile_n // 2), scratch=y),
-        sum_launch(
-            p,
-            device,
-            shares,
-            views={"rows_of_y": ("y", (shares * rows, p.hidden), (p.hidden, 1))},
-            renames={"y": "rows_of_y", "weights": "shared_weights"},
-        ),
+    )
+    made: dict[str, Any] = {"occupancy": None, "num_worker_warps": 4, "pdl": True}
+    pieces = {"sums": of.code == INT4, "blocks": few * planes // 2, "planes": planes}
+    seen: dict[str, Any] = {"views": seen_x, "renames": {"codes": "codes_of_x", "factors": "factors_of_x"}}
+    if p.tokens == 1:
+        row = Launch.of(quantized_moe_row_kernel, (-(-runs // few),), p, c, pieces, scratch=x, **made, **seen)
+        tile_n = next_pow2(p.hidden) if device.is_cpu else min(512, next_pow2(p.hidden))
+        summed = {"panel": c.tile_m, "shares": shares, "cols": p.hidden, "tile_n": tile_n, "loads": 8}
+        return row, *products, Launch.of(quantized_moe_row_sum_kernel, (-(-p.hidden // tile_n),), p, c, summed, **made)
+    constants = {"tile_p": next_pow2(p.pairs), "panel": c.tile_m, "shares": shares, **pieces}
+    rows_of_y = {"rows_of_y": ("y", (shares * rows, p.hidden), (p.hidden, 1))}
+    return (
+        Launch.of(quantized_moe_pieces_kernel, (p.pairs, -(-runs // few)), p, c, constants, scratch={**lists, **x}, **made, **seen),
+        *products,
+        sum_launch(p, device, shares, views=rows_of_y, renames={"y": "rows_of_y", "weights": "shared_weights"}),
     )
 
 
