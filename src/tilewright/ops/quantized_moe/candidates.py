@@ -20,7 +20,7 @@ MOST_COLUMNS = 8  # of scales and zero points of a step and part that stay in re
 # tile_n, runs, occupancy, latency, warps
 PIECES = ((32, 4, 3, 10, 4), (32, 2, 3, 10, 4), (32, 2, 4, 4, 4), (32, 1, 3, 10, 4), (64, 1, 2, 10, 8))
 # The same without pieces
-MANY = ((32, 1, 2, 4, 4), (32, 2, 4, 4, 4), (64, 1, 1, 5, 8), (32, 1, 2, 5, 4), (64, 1, 2, 5, 8), (32, 2, 2, 10, 4))
+MANY = ((32, 1, 2, 4, 4), (32, 2, 4, 4, 4), (64, 1, 1, 5, 8), (32, 1, 2, 5, 4), (64, 1, 2, 5, 8))
 BLACKWELL = ((32, 1, 2, 5, 4), (32, 1, 1, 5, 4))
 CONSUMER = ((32, 1, 2, 4, 4), (32, 2, 2, 4, 4))
 AMPERE = ((32, 1, 2, 3, 4), (32, 1, 1, 3, 4))
@@ -36,7 +36,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         if p.pairs <= MOST_PAIRS:
             runs = next_pow2(min(4, -(-max(p.hidden, p.inter) // p.format.run)))
             yield Config(min(4, next_pow2(p.tokens)), True, 32 if p.tokens % 2 else ROWS, 1 + p.tokens % 3, runs)
-        yield Config(min(64, max(2, next_pow2(-(-p.pairs // p.experts)))), False, 32 if p.tokens % 4 else ROWS, scale_sums=sums)
+        yield Config(min(64, max(2, next_pow2(-(-p.pairs // p.experts)))), False, 32 if p.tokens % 4 else ROWS, 1, 1 + p.tokens % 3, sums)
         return
     if p.pairs <= MOST_PAIRS:
         # Of equal prices the first counts: halves of k win where there are few blocks.

@@ -10,7 +10,7 @@ GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B = (4, 32, 2880, 2880), (4, 128, 2880, 2
 _OSS: dict[str, Any] = {"bias": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 
 small = [
-    Problem(1, 2, 3, 96, 64),
+    Problem(1, 3, 3, 96, 64, foreign=1),
     Problem(5, 2, 4, 64, 160, foreign=1, **_OSS),
     Problem(40, 3, 5, 160, 96, foreign=1, **_OSS),
     Problem(20, 2, 3, 64, 32, "int4-32-zeros"),
