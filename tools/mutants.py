@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant("engine/attention.py", "q[:, ::2] if self.gated", "q[:, : self.q_heads] if self.gated", STATES),
     Mutant("engine/mlp.py", "gate, (active[:, None], share[:, None])", "gate, (active[:1, None], share[:1, None])", "cpu/test_engine_families.py -k obey"),
     Mutant("engine/elementwise.py", "        gate = load_tile(GATE, (i, head, j)", "        gate = load_tile(GATE, (i, head, 0)", "cpu/test_engine_families.py -k gate"),
-    Mutant("engine/elementwise.py", "ct.store(G, at, decay * softplus(a + bias)", "ct.store(G, at, decay * ct.maximum(a + bias, 0.0)", STATES),
+    Mutant("engine/elementwise.py", "decay * softplus(a.astype(ct.float32) + bias)", "decay * ct.maximum(a.astype(ct.float32) + bias, 0.0)", STATES),
     # Models: files, patch, pages of codes
     Mutant("models/gguf_header.py", "if offset % alignment or start + offset + size > self.size:", "if offset % alignment or start + offset > self.size:", "cpu/test_hostile_files.py"),
     Mutant("models/gguf_header.py", "            if one.begin + one.size > after.begin:", "            if one.begin > after.begin:", "cpu/test_hostile_files.py"),

@@ -256,11 +256,18 @@ def test_an_activation_in_place_is_the_square_of_what_is_positive(rows: int, col
     torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("rows", [3, 70])
-def test_gates_of_the_delta_rule_are_those_of_its_definition(rows: int) -> None:
-    b, a = torch.randn(rows, 80)[:, 5:77].split((36, 36), 1)
+@pytest.mark.parametrize(("rows", "ordered"), [(3, False), (3, True), (70, True)])
+def test_gates_of_the_delta_rule_are_those_of_its_definition(rows: int, ordered: bool) -> None:
+    cols, heads = 1100, 36
+    x, order = torch.randn(rows, cols + 2 * heads), torch.randperm(cols + 2 * heads, dtype=torch.int32) if ordered else None
+    mixed, b, a = x.split((cols, heads, heads), 1)
     a[0, :3] = torch.tensor([30.0, -30.0, 0.0])
-    decay, bias, found = -torch.rand(36).exp(), torch.randn(36), torch.zeros(2, rows, 36)
-    elementwise.delta_gates(a, b, decay, bias, *found)
+    lying = x.clone()
+    if order is not None:
+        lying[:, order] = x
+    decay, bias, found = -torch.rand(heads).exp(), torch.randn(heads), torch.zeros(2, rows, heads)
+    out = None if order is None else torch.full((rows, cols), torch.nan)
+    elementwise.delta_gates(lying, order, decay, bias, out, *found)
     expected = decay.double() * torch.nn.functional.softplus(a.double() + bias.double()), b.double().sigmoid()
     torch.testing.assert_close(found, torch.stack(expected).float(), rtol=1e-5, atol=1e-30)
+    assert out is None or torch.equal(out, mixed)

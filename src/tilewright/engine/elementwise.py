@@ -79,31 +79,67 @@ def _relu_launches(device: Device, rows: int, cols: int) -> Bound:
 
 
 @ct.kernel
-def delta_gates_kernel(A: Any, B: Any, DECAY: Any, DT_BIAS: Any, G: Any, BETA: Any, TILE_M: ct.Constant[int], TILE_N: ct.Constant[int]) -> None:
-    """G = DECAY * softplus(A + DT_BIAS), BETA = sigmoid(B). Grid (tiles of rows,).
+def delta_gates_kernel(  # noqa: PLR0913 arrays and constants
+    X: Any,
+    ORDER: Any,
+    DECAY: Any,
+    DT_BIAS: Any,
+    OUT: Any,
+    G: Any,
+    BETA: Any,
+    ORDERED: ct.Constant[bool],
+    COLS: ct.Constant[int],
+    TILE_M: ct.Constant[int],
+    TILE_N: ct.Constant[int],
+    HEADS: ct.Constant[int],
+) -> None:
+    """G = DECAY * softplus(a + DT_BIAS) and BETA = sigmoid(b) of the last columns of X, b and a,
+    and with ORDERED the COLS before them into OUT. Grid (tiles of rows, 1 + tiles of OUT's
+    columns).
 
-    A, B: [rows, heads]. fp32: G, BETA [rows, heads]; DECAY, DT_BIAS [heads]. TILE_N: a power of
-        two, at least heads.
+    X: [rows, COLS + 2 * heads]. ORDER: [COLS + 2 * heads] int32, where each column is in X; without
+        ORDERED they lie so. OUT: [rows, COLS]. fp32: G, BETA [rows, heads]; DECAY, DT_BIAS [heads].
+    HEADS: a power of two, at least heads.
     """
     pdl_overlap()
-    at, shape = (ct.bid(0), 0), (TILE_M, TILE_N)
-    a = ct.load(A, at, shape, padding_mode=ZERO, allow_tma=False).astype(ct.float32)
-    decay = ct.load(DECAY, (0,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
-    bias = ct.load(DT_BIAS, (0,), (TILE_N,), padding_mode=ZERO, allow_tma=False)
-    ct.store(G, at, decay * softplus(a + bias), allow_tma=False)
-    ct.store(BETA, at, opened(ct.load(B, at, shape, padding_mode=ZERO, allow_tma=False), 1.0, True), allow_tma=False)
+    i, j = ct.bid(0), ct.bid(1)
+    rows = i * TILE_M + ct.arange(TILE_M, dtype=ct.int32)[:, None]
+
+    def columns_of(first: Any, end: Any, size: int) -> Any:
+        at = first + ct.arange(size, dtype=ct.int32)
+        if ORDERED:
+            at = ct.gather(ORDER, at, mask=at < end, padding_value=X.shape[1], check_bounds=False)
+        else:
+            at = ct.where(at < end, at, X.shape[1])
+        there = (rows < X.shape[0]) & (at[None, :] < X.shape[1])
+        return ct.gather(X, (rows, at[None, :]), mask=there, padding_value=0, check_bounds=False)
+
+    if j == 0:
+        heads = G.shape[1]
+        decay = ct.load(DECAY, (0,), (HEADS,), padding_mode=ZERO, allow_tma=False)
+        bias = ct.load(DT_BIAS, (0,), (HEADS,), padding_mode=ZERO, allow_tma=False)
+        b, a = columns_of(COLS, COLS + heads, HEADS), columns_of(COLS + heads, COLS + 2 * heads, HEADS)
+        ct.store(G, (i, 0), decay * softplus(a.astype(ct.float32) + bias), allow_tma=False)
+        ct.store(BETA, (i, 0), opened(b, 1.0, True), allow_tma=False)
+    else:
+        ct.store(OUT, (i, j - 1), columns_of((j - 1) * TILE_N, COLS, TILE_N), allow_tma=False)
 
 
-def delta_gates(a: Tensor, b: Tensor, decay: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
-    """What tokens keep of the states and write into them, [rows, heads]. No checks, no sync: safe
-    under graph capture.
+def delta_gates(x: Tensor, order: Tensor | None, decay: Tensor, dt_bias: Tensor, ordered: Tensor | None, g: Tensor, beta: Tensor) -> None:
+    """What tokens keep of the states and write into them, [rows, heads], and the other columns of
+    x in their order. No checks, no sync: safe under graph capture.
     """
-    _delta_launches(Device.of(a), *a.shape).run(a, b, decay, dt_bias, g, beta)
+    launches = _delta_launches(Device.of(x), *g.shape, x.shape[1], order is not None)
+    launches.run(x, order, decay, dt_bias, ordered, g, beta)
 
 
 @cache
-def _delta_launches(device: Device, rows: int, heads: int) -> Bound:
-    tile_n = next_pow2(heads)
-    tile_m = _tile_m(rows, tile_n)
-    launch = Launch(delta_gates_kernel, (-(-rows // tile_m),), {"tile_m": tile_m, "tile_n": tile_n}, pdl=rows <= MOST_PDL_ROWS)
-    return Bound([launch], ("a", "b", "decay", "dt_bias", "g", "beta"), device)
+def _delta_launches(device: Device, rows: int, heads: int, width: int, ordered: bool) -> Bound:
+    cols, across = width - 2 * heads, next_pow2(heads)
+    tile_n = min(next_pow2(cols), TILE)
+    tile_m = _tile_m(rows, max(tile_n, across) if ordered else across)
+    constants = {"ordered": ordered, "cols": cols, "tile_m": tile_m, "tile_n": tile_n, "heads": across}
+    grid = -(-rows // tile_m), 1 + ordered * -(-cols // tile_n)
+    unused = () if ordered else ("order", "out")
+    launch = Launch(delta_gates_kernel, grid, constants, pdl=rows <= MOST_PDL_ROWS, unused=unused)
+    return Bound([launch], ("x", "order", "decay", "dt_bias", "out", "g", "beta"), device)

@@ -254,7 +254,7 @@ def _delta_rule(module: Any, fusion: Fusion) -> DeltaRule:
         raise argument_error(f"a {type(module).__name__}", "one that gated_delta_rule computes", reason)
     order = None
     if hasattr(module, "in_proj_qkvz"):  # by heads of k: the module's own code says what is where
-        rows = [torch.arange(linear.out_features) for linear in (module.in_proj_qkvz, module.in_proj_ba)]
+        rows = [torch.arange(linear.out_features, dtype=torch.int32) for linear in (module.in_proj_qkvz, module.in_proj_ba)]
         rows[1] += len(rows[0])
         order = torch.cat([part.flatten() for part in module.fix_query_key_value_ordering(*(x[None, None] for x in rows))]).to(module.A_log.device)
         projection = fusion.stacked(module.in_proj_qkvz, module.in_proj_ba)

@@ -144,7 +144,7 @@ class DeltaRule:
     projection: rows of q, k and v, which the convolution takes, then of the gate, then of b and a,
         of which beta and g are made: [k_heads | k_heads | v_heads] * dim, v_heads * v_dim, v_heads,
         v_heads.
-    order: where these rows are in the projection; None if they lie so.
+    order: int32, where these rows are in the projection; None if they lie so.
     decay, dt_bias: fp32 [v_heads]: g = decay * softplus(a + dt_bias).
     norm: with a group for each head.
     """
@@ -171,16 +171,13 @@ class DeltaRule:
 
     def calls(self, name: str, buffers: StepBuffers, rows: Rows, y: Tensor, cache: tuple[Tensor, ...]) -> Emit:
         read, inner = self.k_heads * self.head_dim, self.v_heads * self.v_dim
-        widths = 2 * read + inner, inner, self.v_heads, self.v_heads
-        projected = buffers.tensor("state.projected", buffers.tokens, sum(widths))
+        widths = 2 * read + inner, inner
+        projected = buffers.tensor("state.projected", buffers.tokens, sum(widths) + 2 * self.v_heads)
         yield from rows.product(f"{name}.in", self.projection, projected)
-        if self.order is not None:
-            ordered = buffers.tensor("state.ordered", *projected.shape)
-            yield Call(f"{name}.order", torch_calls.select, (projected, self.order, ordered))
-            projected = ordered
-        mixed, gate, b, a = projected.split(widths, 1)
+        ordered = None if self.order is None else buffers.tensor("state.ordered", buffers.tokens, sum(widths))
         gates = buffers.tensor("state.gates", 2, buffers.tokens, self.v_heads, dtype=torch.float32)
-        yield Call(f"{name}.gates", delta_gates, (a, b, self.decay, self.dt_bias, *gates))
+        yield Call(f"{name}.gates", delta_gates, (projected, self.order, self.decay, self.dt_bias, ordered, *gates))
+        mixed, gate = (projected[:, : sum(widths)] if ordered is None else ordered).split(widths, 1)
         g, beta = gates.unflatten(1, (buffers.batch, buffers.q_len)).transpose(2, 3)
         taps, state = (buffers.held(x) for x in cache)
         seen = buffers.tensor("state.convolved", buffers.tokens, widths[0])

@@ -22,11 +22,6 @@ def scale(x: Tensor, factor: float, out: Tensor) -> None:
     torch.mul(x, factor, out=out)
 
 
-def select(x: Tensor, order: Tensor, out: Tensor) -> None:
-    """Columns of rows."""
-    torch.index_select(x, 1, order, out=out)
-
-
 def scale_columns(x: Tensor, factors: Tensor) -> None:
     x.mul_(factors)
 
