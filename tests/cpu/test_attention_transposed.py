@@ -26,7 +26,8 @@ def test_values_of_8_bits_by_rows_are_transposed_in_front_where_that_is_faster()
         config = space(problem, Device.named("H200"))[0]
         assert config.transpose_values is transposed, problem
         launches = plan(problem, config, Device.named("H200"))
-        assert [launch.name for launch in launches] == ["transpose_kernel"] * transposed + ["attention_kernel"]
+        merge = ["attention_decode_merge_kernel"] * (config.num_kv_splits > 1)
+        assert [launch.name for launch in launches] == ["transpose_kernel"] * transposed + ["attention_kernel"] + merge
     assert not space(Problem(4, 32, 32, 2048, 2048, 128, E4M3), Device.named("B200"))[0].transpose_values, "its MMA reads either layout"
 
 
