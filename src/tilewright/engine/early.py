@@ -14,6 +14,7 @@ from ..ops.rms_norm_matmul import rms_norm_matmul_out
 from .append_attend import MOST_VALUES, append_attend
 from .program import Call
 from .row_product import form_of, row_product
+from .shares import touching
 
 ARCHS = ("sm_90",)  # where these forms were timed
 
@@ -46,10 +47,8 @@ def _joined(first: Call, second: Call, rest: list[Call]) -> list[Call]:
 
 def _reads(calls: list[Call], y: Tensor) -> bool:
     """Whether any of the calls reads y, before one of them writes it."""
-    memory = y.untyped_storage().data_ptr()
     for call in calls:
-        touched = [i for i, x in enumerate(call.args) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory]
-        if touched:
+        if touched := touching(y, call):
             return call.op not in (matmul_out, row_product) or len(touched) > 1 or call.arguments["out"] is not y
     return False
 

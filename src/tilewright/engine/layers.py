@@ -332,10 +332,10 @@ class Decoder:
             yield from layer.mlp.calls(f"layers.{i}.mlp", buffers, stream, raw)
             yield from self._sum(f"layers.{i}.mlp", joined, raw, layer.mlp_post, y)
 
-    def _sum(self, name: str, joined: tuple[Callable[..., None], tuple[Any, ...]] | None, raw: Tensor, post: Norm | None, y: Tensor) -> Emit:
+    def _sum(self, name: str, joined: Callable[[Tensor], None] | None, raw: Tensor, post: Norm | None, y: Tensor) -> Emit:
         """From the ranks' terms to what is added to the stream."""
         if joined is not None:
-            yield Call(f"{name}.sum", *joined)
+            yield Call(f"{name}.sum", joined, (raw,))
         if post is not None:
             yield post.of(f"{name}.post", raw, y)
         elif raw is not y:

@@ -66,11 +66,11 @@ class Group:
         """This process's part of the model."""
         return Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
-    def sum_of(self, buffers: StepBuffers, y: Tensor) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """A call, and its arguments, that make y the sum of all ranks' y, equal bits on each."""
+    def sum_of(self, buffers: StepBuffers, y: Tensor) -> Callable[[Tensor], None]:
+        """What, called with y, makes it the sum of all ranks' y, equal bits on each."""
         if self.direct and buffers.q_len == 1 and y.nbytes <= MOST_DIRECT_BYTES and fits(y, self.shard.ranks):
-            return PeerSum(y, self.process_group), (y,)
-        return self._sum, (y,)
+            return PeerSum(y, self.process_group)
+        return self._sum
 
     def gather_calls(self, name: str, buffers: StepBuffers, part: Tensor, whole: Tensor) -> Emit:
         """whole [rows, columns of all ranks]: the parts [rows, columns] side by side."""

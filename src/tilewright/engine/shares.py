@@ -29,7 +29,7 @@ def in_shares(calls: Iterable[Call], buffers: StepBuffers) -> list[Call]:
 
 def _joined(product: Call, reader: Call, rest: list[Call], buffers: StepBuffers) -> tuple[Call, Call]:
     out: Tensor = product.arguments["out"]
-    reads = _touching(out, reader)
+    reads = touching(out, reader)
     if set(reads) not in READERS.get(reader.op, ()) or not _last_read(out, reader, reads, rest):
         return product, reader
     how = ("x", "norm", "residual", "up", "bias", "weight_offset", "gelu_tanh", "weight_format", "out")
@@ -51,7 +51,7 @@ def _joined(product: Call, reader: Call, rest: list[Call], buffers: StepBuffers)
     return product.replaced(out=wide), reader.replaced(**given)
 
 
-def _touching(out: Tensor, call: Call) -> dict[Any, Tensor]:
+def touching(out: Tensor, call: Call) -> dict[Any, Tensor]:
     """The arguments of a call that lie in the memory of `out`, of these ops by their names."""
     arguments: dict[Any, Any] = call.arguments if call.op in READERS else dict(enumerate(call.args))
     memory = out.untyped_storage().data_ptr()
@@ -66,7 +66,7 @@ def _last_read(out: Tensor, reader: Call, reads: dict[str, Tensor], rest: list[C
     if sum(x.numel() for x in reads.values()) != out.numel() or not out.is_contiguous():
         return False
     for call in rest:
-        touched = _touching(out, call)
+        touched = touching(out, call)
         if reader.op is kv_append_out and all(_same(x, reads["q"]) for x in touched.values()):
             continue  # the rotated queries
         if touched:

@@ -8,8 +8,7 @@ from ..common.attention_tiles import (
     normaliser_and_lse,
     packed_tile,
     softmax_over_keys,
-    store_partial,
-    store_rows,
+    store_result,
     summed_products,
     transposed_columns,
 )
@@ -137,12 +136,8 @@ def attention_kernel(
             normaliser = 1.0
         if SCALED:
             normaliser = normaliser * ct.load(V_SCALE, (kv_head,), ())
-        if SPLIT_KV:
-            store_partial(OUT, batch, part[0], head, tile, sums, normaliser, maximum, denominator, V_WIDTHS, TILE_M, V.shape[2 if KEYS_LAST else 3])
-        else:
-            store_rows(OUT, batch, head, tile, sums, normaliser, V_WIDTHS, TILE_M)
-            if RETURN_LSE:
-                ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
+        state, values = (maximum, denominator, lse), V.shape[2 if KEYS_LAST else 3]
+        store_result(OUT, LSE, batch, head, tile, sums, normaliser, state, V_WIDTHS, TILE_M, part, values, RETURN_LSE)
 
     if CAUSAL and not PERSISTENT:
         tile = tiles - 1 - tile  # the longest tiles first

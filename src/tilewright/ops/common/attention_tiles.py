@@ -265,3 +265,16 @@ def store_rows(OUT, batch, head, tile, sums, normaliser, WIDTHS, TILE_M):
     for i in ct.static_iter(range(len(sums))):
         out = (sums[i] * normaliser).astype(OUT.dtype).reshape((1, 1, TILE_M, WIDTHS[i]))
         ct.store(OUT, (batch, head, tile, WIDTHS[0] // WIDTHS[i] * i), out)
+
+
+def store_result(OUT, LSE, batch, head, tile, sums, normaliser, state, WIDTHS, TILE_M, part, columns, RETURN_LSE):
+    """The tile-th TILE_M rows; of a KV split, part[0] of part[1], their state in place of them.
+
+    state: maximum, denominator and lse.
+    """
+    if len(part) > 0:
+        store_partial(OUT, batch, part[0], head, tile, sums, normaliser, state[0], state[1], WIDTHS, TILE_M, columns)
+    else:
+        store_rows(OUT, batch, head, tile, sums, normaliser, WIDTHS, TILE_M)
+        if RETURN_LSE:
+            ct.store(LSE, (batch, head, tile), state[2].reshape((1, 1, TILE_M)))

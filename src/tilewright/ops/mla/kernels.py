@@ -7,8 +7,7 @@ from ..common.attention_tiles import (
     item_of_block,
     normaliser_and_lse,
     softmax_over_keys,
-    store_partial,
-    store_rows,
+    store_result,
     summed_products,
     transposed_columns,
 )
@@ -94,12 +93,8 @@ def mla_kernel(
             normaliser = 1.0
         if SCALED:
             normaliser = normaliser * ct.load(V_SCALE, (head,), ())
-        if SPLIT_KV:
-            store_partial(OUT, batch, part[0], head, tile, sums, normaliser, maximum, denominator, VALUES, TILE_M, V.shape[2 if KEYS_LAST else 3])
-        else:
-            store_rows(OUT, batch, head, tile, sums, normaliser, VALUES, TILE_M)
-            if RETURN_LSE:
-                ct.store(LSE, (batch, head, tile), lse.reshape((1, 1, TILE_M)))
+        state, values = (maximum, denominator, lse), V.shape[2 if KEYS_LAST else 3]
+        store_result(OUT, LSE, batch, head, tile, sums, normaliser, state, VALUES, TILE_M, part, values, RETURN_LSE)
 
     if CAUSAL and not PERSISTENT:
         tile = tiles - 1 - tile  # the longest tiles first
