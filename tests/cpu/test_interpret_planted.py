@@ -38,55 +38,6 @@ def write_after_read(x):
         ct.store(x, (0, 0), t)
 
 
-def readers_then_writer(x, flags, out, known: ct.Constant[int]):
-    """Block 3 waits for the readers in `known`, a mask, before it writes."""
-    b = ct.bid(0)
-    if b < 3:
-        ct.scatter(out, b, ct.gather(x, 0))
-        ct.atomic_xchg(flags, b, 1)
-    else:
-        for i in ct.static_iter(range(3)):
-            if known >> i & 1:
-                while ct.atomic_add(flags, i, 0) == 0:
-                    pass
-        ct.scatter(x, 0, 1.0)
-
-
-@pytest.mark.parametrize("forgotten", range(3))
-@pytest.mark.parametrize("order", ["forward", "reverse", 5])
-def test_one_of_three_readers_is_not_waited_for(forgotten, order):
-    kernel = ct.kernel(readers_then_writer)
-    with checking(races=True, order=order), pytest.raises(KernelError, match=rf"block \({forgotten}, 0, 0\)"):
-        interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7 & ~(1 << forgotten)))
-    with checking(races=True, order=order):
-        interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7))
-
-
-def adders_then_reader(count, flags, out, known: ct.Constant[int]):
-    """Block 3 waits for the adders in `known`, a mask, before it reads."""
-    b = ct.bid(0)
-    if b < 3:
-        ct.atomic_add(count, 0, 1, memory_order=RELAXED)
-        ct.atomic_xchg(flags, b, 1)
-    else:
-        for i in ct.static_iter(range(3)):
-            if known >> i & 1:
-                while ct.atomic_add(flags, i, 0) == 0:
-                    pass
-        ct.scatter(out, 0, ct.gather(count, 0))
-
-
-@pytest.mark.parametrize("forgotten", range(3))
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-def test_one_of_three_atomics_is_not_waited_for(forgotten, order):
-    """The one in the middle is the last in no order that is tried."""
-    kernel = ct.kernel(adders_then_reader)
-    with checking(races=True, order=order), pytest.raises(KernelError, match=rf"an atomic write by block \({forgotten}, 0, 0\)"):
-        interpret(kernel, (4,), (integers(1), integers(3), integers(1), 7 & ~(1 << forgotten)))
-    with checking(races=True, order=order):
-        interpret(kernel, (4,), (integers(1), integers(3), integers(1), 7))
-
-
 @planted(40, "write of element (0,) of x: float32[1] is not ordered after a read by block (0, 0, 0)", rows(1), ints(40), rows(40))
 def the_first_of_39_readers_is_forgotten(x, flags, out):
     b = ct.bid(0)

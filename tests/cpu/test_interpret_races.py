@@ -3,7 +3,7 @@
 import cuda.tile as ct
 import pytest
 import torch
-from kernel_bugs import bug, integers, zeros
+from kernel_bugs import RELAXED, bug, integers, zeros
 
 from tilewright.interpret import KernelError, checking, interpret
 
@@ -115,6 +115,57 @@ def test_arguments_that_share_memory_are_one_memory():
     bug((2,), kernel, (memory[:6], memory[3:]), "write of element (0,) of y: float32[5] is not ordered", (1, 0, 0), races=True)
     with checking(races=True):
         interpret(kernel, (2,), (memory[:4], memory[4:]))
+
+
+def wait_for(flags, known):
+    """Waits for those of three blocks that are in `known`, a mask."""
+    for i in ct.static_iter(range(3)):
+        if known >> i & 1:
+            while ct.atomic_add(flags, i, 0) == 0:
+                pass
+
+
+def readers_then_writer(x, flags, out, known: ct.Constant[int]):
+    """Block 3 waits for the readers in `known`, a mask, before it writes."""
+    b = ct.bid(0)
+    if b < 3:
+        ct.scatter(out, b, ct.gather(x, 0))
+        ct.atomic_xchg(flags, b, 1)
+    else:
+        wait_for(flags, known)
+        ct.scatter(x, 0, 1.0)
+
+
+@pytest.mark.parametrize("forgotten", range(3))
+@pytest.mark.parametrize("order", ["forward", "reverse", 5])
+def test_one_of_three_readers_is_not_waited_for(forgotten, order):
+    kernel = ct.kernel(readers_then_writer)
+    with checking(races=True, order=order), pytest.raises(KernelError, match=rf"block \({forgotten}, 0, 0\)"):
+        interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7 & ~(1 << forgotten)))
+    with checking(races=True, order=order):
+        interpret(kernel, (4,), (zeros(1), integers(3), zeros(3), 7))
+
+
+def adders_then_reader(count, flags, out, known: ct.Constant[int]):
+    """Block 3 waits for the adders in `known`, a mask, before it reads."""
+    b = ct.bid(0)
+    if b < 3:
+        ct.atomic_add(count, 0, 1, memory_order=RELAXED)
+        ct.atomic_xchg(flags, b, 1)
+    else:
+        wait_for(flags, known)
+        ct.scatter(out, 0, ct.gather(count, 0))
+
+
+@pytest.mark.parametrize("forgotten", range(3))
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_one_of_three_atomics_is_not_waited_for(forgotten, order):
+    """The one in the middle is the last in no order that is tried."""
+    kernel = ct.kernel(adders_then_reader)
+    with checking(races=True, order=order), pytest.raises(KernelError, match=rf"an atomic write by block \({forgotten}, 0, 0\)"):
+        interpret(kernel, (4,), (integers(1), integers(3), integers(1), 7 & ~(1 << forgotten)))
+    with checking(races=True, order=order):
+        interpret(kernel, (4,), (integers(1), integers(3), integers(1), 7))
 
 
 # --------------------------------------------------------------------------------- no false reports
