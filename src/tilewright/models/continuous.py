@@ -29,7 +29,7 @@ from .scope import with_our_function
 # be captured.
 PAGED = f"{NAME}_flash"
 SMALLEST_PAGE = 16
-MOST_GRAPHS = 64  # of each of transformers' two sets of inputs; CUDA keeps megabytes of host memory for one
+MOST_GRAPHS = 64  # of each of transformers' two sets of inputs; CUDA keeps host memory for each
 
 
 def paged_attention_forward(  # noqa: PLR0913 transformers names the arguments
