@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from . import cli_models  # noqa: F401 adds its verbs
-from ._starting import started
 from .cli_app import SUITES, DeviceName, Gpu, Jobs, Json, Ops, app, option, verb
 from .command_line import check_name, terminal
 from .command_line import refuse as _refuse
@@ -259,7 +258,6 @@ def main() -> None:
     # Imports and typed kernels make a million objects that stay: a tenth of a short run's time.
     gc.set_threshold(1_000_000, 20, 100)
     with terminal():
-        started()
         app()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import typer
 
+from ._starting import started
 from .launch.files import kind_of
 
 WRONG, CANNOT, STOPPED, UNREAD = 1, 2, 130, 141
@@ -37,6 +38,7 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
+        started()
         try:
             with json_on_stdout(kwargs):
                 code = function(*args, **kwargs)

@@ -1,5 +1,6 @@
 """What an adversary did to the command line: files that do not run, options that mean nothing."""
 
+import json
 import os
 import re
 import signal
@@ -70,6 +71,7 @@ def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: s
         (("verify", "--quick", "--fuzz", "0"), "--quick must come without --fuzz"),
         (("interpret", "k.py:k", "--block-order", "\u00b2"), "--block-order must be forward, reverse or a seed, got '\u00b2'"),
         (("learn", "attention", "--seq", "\u00b2"), "--seq must be lengths like 1024,2048, got '\u00b2'"),
+        (("learn", "attention", "--seq", str(1 << 64)), f"seq must be 1 to 2**31 - 1, got {1 << 64}"),
         (("tune", "--pack", "p", "--raw", "nowhere"), "--raw must be a folder of raw times, as --survey makes them, got nowhere"),
         (("difftest", "--schedule", "x"), "device must be one of A100, "),
         (("difftest", "--position", "-1"), "Invalid value for '--position'"),
@@ -223,6 +225,7 @@ def test_a_json_file_that_cannot_be_written_is_said_before_anything_runs(tmp_pat
         assert result.exit_code == 2
     with pytest.raises(OSError, match="fifo must be a regular file, got a FIFO"):
         replace_file(fifo, b"")
+    assert run("tune", "--export", fifo).stderr == f"error: {fifo} must be a regular file, got a FIFO\n"  # it waited for a reader
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,29 @@ def test_a_draw_is_checked_whoever_draws(option: str, value: str, tmp_path: Path
         result = run(*("generate", "--model", tmp_path, "--prompt", "x", "--device", "cpu", "--engine", engine, f"--{option}", value))
         assert result.exit_code == 2, result.output
         assert result.stderr.splitlines()[-1].startswith(f"error: {option.replace('-', '_')} must be ")
+
+
+def test_a_text_that_is_no_utf_8_and_a_tiny_temperature(tmp_path: Path) -> None:
+    """The first was named by a type of the tokenizer. transformers divided by the second, and drew
+    from infinities.
+    """
+    tiny_chat.write(tmp_path)
+    base = ("generate", "--model", tmp_path, "--device", "cpu", "--max-new-tokens", 2, "--json", "-")
+    result = run(*base, "--prompt", "\udcff")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, r"error: prompt must be UTF-8 text, got '\udcff'")
+    coldest, likeliest = (json.loads(run(*base, "--prompt", "x", "--temperature", each).stdout) for each in (1e-300, 0))
+    assert coldest["ours"]["tokens"] == likeliest["ours"]["tokens"]
+
+
+def test_ctrl_c_says_so_until_a_command_begins() -> None:
+    """Between its import and its function a command ended with 130, and without a word."""
+    code = (
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nsys.argv = ['/bin/tilewright', 'doctor']\n"
+        "from tilewright import cli\nfrom typer.main import TyperGroup\nmain = TyperGroup.main\n"
+        "TyperGroup.main = lambda *given, **more: (os.kill(os.getpid(), signal.SIGINT), main(*given, **more))\ncli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "stopped\n")
 
 
 def test_blocks_of_a_difftest_are_counted_before_they_are_planned() -> None:

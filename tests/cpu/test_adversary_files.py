@@ -49,6 +49,13 @@ def test_a_switch_of_a_config_is_true_or_false(key: str, tmp_path: Path) -> None
         load(hostile.write_folder(tmp_path, **{key: "x"}))
 
 
+@pytest.mark.parametrize("said", [{"rms_norm_eps": -1.0}, {"vision_config": {"norm_eps": -1e-9}}])
+def test_an_eps_below_zero_is_refused(said: dict, tmp_path: Path) -> None:
+    """The root of a negative number is NaN, and every token was 0."""
+    with pytest.raises(ModelFileError, match=r"config\.json must be a model whose \w*eps is not negative, got -1"):
+        load(hostile.write_folder(tmp_path, **said))
+
+
 def test_a_config_of_tuples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="return_dict false"):
         load(hostile.write_folder(tmp_path, return_dict=False))

@@ -436,7 +436,19 @@ def test_a_server_for_all_without_a_key_warns(capsys):
         assert "cache: 2 pages of 256 tokens, 0.001 GB" in said.out
 
 
-@pytest.mark.parametrize("option", [{"api_key": ""}, {"max_requests": 0}, {"max_body_bytes": -1}, {"cache_pages": 0}, {"max_batch_tokens": 0}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"api_key": ""},
+        {"api_key": "k\n"},  # as a file ends: no client could send it
+        {"max_requests": 0},
+        {"max_body_bytes": -1},
+        {"cache_pages": 0},
+        {"max_batch_tokens": 0},
+        {"port": -1},
+        {"port": 99999},  # listened on 34463
+    ],
+)
 def test_an_option_out_of_range_is_named(option):
     with pytest.raises(ValueError, match=next(iter(option))), serving(Loaded(None, tokenizer(), "tiny"), **option):
         pass

@@ -167,6 +167,25 @@ def test_what_the_codes_can_hold_survives_packing_exactly(columns):
     assert torch.equal(unpack_kv(pack_kv(unpack_kv(cache))), rows)
 
 
+@pytest.mark.parametrize("columns", [512, 576])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_group_of_codes_with_no_finite_scale_is_nan(columns, value):
+    """A power of two for a scale made 448 of an infinity."""
+    rows = torch.ones(1, 2, columns)
+    rows[0, 1, 3] = value
+    found, group = unpack_kv(pack_kv(rows)), 64 if columns == 512 else 128
+    assert found[0, 1, :group].isnan().all()
+    found[0, 1, :group] = 1
+    assert (found == 1).all()
+
+
+@pytest.mark.parametrize("function", [pack_kv, unpack_kv])
+@pytest.mark.parametrize("wrong", [None, [1.0], torch.ones(1, 2, 576, dtype=torch.complex64), torch.ones(1, 2, 576, dtype=torch.int32)])
+def test_only_rows_are_packed_and_only_codes_unpacked(function, wrong):
+    with pytest.raises((TypeError, ValueError), match=r"^(rows(\.dtype)?|cache) must be .*, got "):
+        function(wrong)
+
+
 def test_what_bf16_can_hold_of_a_narrow_cache_survives_once_more():
     rows = torch.randn(2, 6, 512) * torch.logspace(-4, 3, 12).view(2, 6, 1)
     values = unpack_kv(pack_kv(rows))

@@ -46,8 +46,8 @@ def _attention(seq_len: int, sizes: dict[str, int], causal: bool) -> Ladder:
     from . import attention
 
     for name, value in {"seq": seq_len, **sizes}.items():
-        if value < 1:
-            raise argument_error(name, "at least 1", value)
+        if not 1 <= value < 1 << 31:
+            raise argument_error(name, "1 to 2**31 - 1", value)
     batch, heads, head_dim = (sizes.get(name, default) for name, default in (("batch", 4), ("heads", 32), ("head_dim", 128)))
     if head_dim not in attention.HEAD_DIMS:
         raise argument_error("head_dim", f"one of {', '.join(map(str, attention.HEAD_DIMS))}", head_dim)

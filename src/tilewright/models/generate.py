@@ -83,6 +83,7 @@ class Draw:
 
 
 GREEDY = Draw()
+COLDEST = 1e-30  # with it a draw is as good as the likeliest token; transformers divides by less, which gives infinities
 _CHOICES = ("temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -124,6 +125,10 @@ def encode(loaded: Loaded, prompt: str, *, raw: bool = False) -> Tensor:
 
     Without a tokenizer: its UTF-8 bytes.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # half a character, as other bytes become on a command line
+        raise argument_error("prompt", "UTF-8 text", ascii(prompt)[:80]) from None
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         ids: Any = torch.tensor([list(prompt.encode())])
@@ -211,7 +216,7 @@ def choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
     _sampling(draw)
     return dict(
         do_sample=draw.temperature > 0,
-        temperature=draw.temperature or None,
+        temperature=max(draw.temperature, COLDEST) if draw.temperature else None,
         top_p=draw.top_p if draw.temperature and draw.top_p < 1 else None,
         top_k=draw.top_k if draw.temperature and draw.top_k else None,
         min_p=draw.min_p if draw.temperature and draw.min_p else None,

@@ -112,8 +112,12 @@ def serving(  # noqa: PLR0913 options by keyword
         if value is not None and value < 1:
             raise argument_error(name, "at least 1", value)
     check_bools(prefix_reuse=prefix_reuse)
+    if not 0 <= port < 1 << 16:  # the system takes the low 16 bits of another
+        raise argument_error("port", "0 to 65535", port)
     if api_key is not None and not api_key.strip():
         raise argument_error("api_key", "not empty", repr(api_key))
+    if api_key is not None and api_key != api_key.strip():  # no header can hold it
+        raise argument_error("api_key", "a text without blanks or line ends around it", "one with some")
     if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:
         raise ImportError(f"a server needs {', '.join(missing)}: pip install 'tilewright[serve]'")
     if tuple(map(int, version("transformers").split(".")[:2])) < TRANSFORMERS:

@@ -24,16 +24,19 @@ MORE_PARAMETERS = 1 << 11  # than the files have tensors: so many may be missing
 MOST_BUFFER_BYTES = 1 << 28  # tables of a rotation, masks
 DRAWN_BY = {"temperature": (0, 100), "top_k": (0, (1 << 31) - 1), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
 _LAYERS = re.compile(r"(\w+_)?(layers?|block_count)")
+_EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 
 
 def check_counts(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelFileError for a count that no model has, and for a window that is none.
+    """Raises ModelFileError for a count or a window that is none, and for a negative eps.
 
     A config makes lists as long as its counts before anybody looks at them.
     """
     for name, value in config.items():
         if name == "sliding_window" and value is not None and (type(value) is not int or value < 0):
             raise file_error(path, "a model whose sliding_window is a number of tokens, or null", repr(value)[:80])
+        if isinstance(value, int | float) and value < 0 and _EPSILON.fullmatch(name.rpartition(".")[2]):  # NaN for every small row
+            raise file_error(path, f"a model whose {name} is not negative", value)
         if isinstance(value, Mapping):
             check_counts(path, value)
         elif type(value) is int:

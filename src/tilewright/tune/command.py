@@ -18,7 +18,7 @@ from ..bench.report import case_name
 from ..bench.results import geomean
 from ..launch import Device, argument_error, decision_of, forget_plans, require_gpu
 from ..launch import table as tables
-from ..launch.files import write_json
+from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import op_name
 from ..testing.cases import cases
@@ -330,7 +330,7 @@ def export_command(path: Path, names: list[str] | None = None, *, console: Conso
     wanted = {decision_of(op).op for op in ops.named(names)}
     rows = [row for row in Store().rows() if row.op in wanted and state(row) == "holds"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded(rows))
+    replace_file(path, encoded(rows))
     console.print(f"{len(rows)} rows to {path}")
     return 0
 

@@ -175,7 +175,7 @@ def sample(
             to at least top_p, and all that equal the last. With 1 or more, keeps all; with 0 or
             less, the largest.
         min_p: [] or [rows] fp32; of these, keeps those at least min_p times as likely as the
-            likeliest. With 0 or less, keeps all.
+            likeliest. With 0 or less, keeps all; with 1 or more, the likeliest.
         out: where the result goes: contiguous, shape, dtype and device of the result, no element in
             common with an input; default a new tensor.
     Returns: [rows] int64. Empty for no rows, with nothing launched. 0 for a row of -inf.

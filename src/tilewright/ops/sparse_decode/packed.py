@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...launch import argument_error
+from ...launch import FLOATS, argument_error, check_tensor, dtype_name
 
 CODE = torch.float8_e4m3fn
 LARGEST = 448.0  # of the codes
@@ -51,9 +51,11 @@ def pack_kv(rows: Tensor) -> Tensor:
     Returns: uint8 [pages, page_size, 656 or 584] on the device of rows. In the 584-byte layout only
         pages are contiguous, not rows. The page stride is page_size * 584 bytes, rounded up to a
         multiple of 576. Scales: largest magnitude of the group / 448, in the 584-byte layout at
-        least 1e-4 and rounded up to a power of two.
-    Raises: ValueError naming the argument, what it must be, and what it was.
+        least 1e-4 and rounded up to a power of two. A group with a NaN or an infinity has NaN for
+        all its codes.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    check_tensor(rows, "rows", dtypes=(*FLOATS, torch.float64), any_strides=True)
     if rows.dim() != 3 or rows.shape[2] not in BYTES:
         raise argument_error("rows.shape", "(pages, page_size, 576 or 512)", tuple(rows.shape))
     pages, page_size, columns = rows.shape
@@ -64,7 +66,9 @@ def pack_kv(rows: Tensor) -> Tensor:
     cache = torch.zeros(pages, apart, dtype=torch.uint8, device=rows.device).as_strided((pages, page_size, width), (apart, width, 1))
     codes, scales, rope = parts(cache)
     groups = rows[..., :-ROPE].float().unflatten(-1, (-1, GROUP[width]))
-    scale = groups.abs().amax(-1) / LARGEST
+    largest = groups.abs().amax(-1, keepdim=True)
+    groups = groups.where(largest.isfinite(), torch.nan)  # a scale of 8 bits says neither
+    scale = largest[..., 0].nan_to_num(LARGEST, LARGEST) / LARGEST
     if width == NARROW:
         mantissa, exponent = torch.frexp(scale.clamp(min=1e-4))
         exponent = exponent - (mantissa == 0.5).int()
@@ -86,9 +90,13 @@ def unpack_kv(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         dtype: of the result; bf16 holds every column of the 584-byte layout exactly, but rounds
             those of the 656-byte layout.
     Returns: [pages, page_size, 576 or 512].
-    Raises: ValueError naming the argument, what it must be, and what it was.
+    Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
+    if not isinstance(cache, Tensor):
+        raise TypeError(f"cache must be a torch.Tensor, got {type(cache).__name__}")
     check_packed(cache, "cache")
+    if not dtype.is_floating_point:
+        raise argument_error("dtype", "floating point", dtype_name(dtype))
     codes, scales, rope = parts(cache)
     if cache.shape[2] == NARROW:
         scales = (scales[..., :-1].int() << 23).view(torch.float32)
