@@ -148,7 +148,7 @@ def verify(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of --fuzz: the same seed draws the same calls.")] = 0,
     case: Annotated[str, typer.Option("--case", metavar="FAMILY.CASE", help="With --fuzz: only this call.", show_default=False)] = "",
-    jobs: Annotated[int | None, option("--jobs", "Processes of --fuzz. Default: one; on a GPU up to 8.", min=1)] = None,
+    jobs: Annotated[int | None, option("--jobs", "Processes of --fuzz. Default: one; on a GPU up to 16.", min=1)] = None,
 ) -> int:
     """Check the accuracy of ops on this machine, one line per op; exit with 1 if any is wrong."""
     _refuse({"--quick must come without --fuzz": quick and fuzz is not None})

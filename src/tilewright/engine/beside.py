@@ -1,9 +1,10 @@
-"""The forms of a decode step's products: small blocks that lie beside those of the launch before.
+"""Small-block configs for products of a decode step: their blocks fit on an SM beside those of the
+previous launch.
 
-An op's own choice is the fastest launch alone: blocks that fill an SM. Between others, a block that
-finds room before the launch before has ended has its weights under way by then: an H200's step of
-Llama-3.2-1B takes 4.6 us less a layer with such blocks for `out` alone. Not so `rms_norm_matmul`,
-each block of which reads three rows beside its weights.
+An op chooses the config that is fastest alone: one block fills an SM. Between other launches, a
+smaller block can start, and load its weights, before the previous launch has ended: on an H200,
+such blocks for `out` alone save 4.6 us a layer in a step of Llama-3.2-1B. They do not help
+`rms_norm_matmul`, where each block reads three rows besides its weights.
 """
 
 from collections.abc import Iterator
@@ -13,15 +14,16 @@ from typing import Any
 from ..launch import Device, forced_config, next_pow2
 from ..ops import matmul
 
-# values of weights, occupancy, warps: all in registers, no spills (sm_90, tileiras 13.4)
+# weights of a block, occupancy, warps: all in registers, no spills (sm_90, tileiras 13.4)
 SHORT, LONG = (8192, 8, 4), (32768, 2, 8)
 MOST_SHORT, LONG_K = 2048, 8192
 
 
 def small_form(p: matmul.Problem, device: Device) -> Any:
-    """Of a product of one row, all of k at once; None for what else there is.
+    """The config of a product of one row, with all of k at once; None for any other problem.
 
-    None between the two lengths of k too, where the short form spills and the long one is untimed.
+    Also None for k between the two lengths: there the short form spills, and the long one is
+    untimed.
     """
     deep = next_pow2(p.k)
     if device.arch != "sm_90" or p.dtype.itemsize != 2 or not (deep <= MOST_SHORT or deep == LONG_K):
@@ -34,6 +36,6 @@ def small_form(p: matmul.Problem, device: Device) -> Any:
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Within the context products of one row take these forms."""
+    """Within the context, products of one row use these configs."""
     with forced_config(matmul.DECISION.plan, small_form):
         yield

@@ -1,8 +1,8 @@
 """The kernel of a sum over GPUs (peer_sum.py): an exchange of words through mailboxes.
 
-A mailbox has two slots, which calls take in turn. A rank writes a slot again two calls later. By
-then every other rank has sent its term of the call between, which it does only after its own launch
-before has ended, and with it the polls of that slot.
+A mailbox has two slots, which calls use in turn, so a rank overwrites a slot two calls later. That
+is safe: by then it has received every other rank's term of the call in between. A rank sends that
+term only after its previous launch has ended, and with it all polls of the slot.
 """
 
 import cuda.tile as ct
@@ -25,8 +25,8 @@ def peer_sum_kernel(
     TILE: ct.Constant[int],
     DTYPE: ct.Constant[int],
 ):
-    """TILE words of the sum, in place. Y [words] int32; MAIL [2, RANKS, words] int64, the terms of
-    all ranks in whole tiles; EPOCHS [blocks] int32, of each block's last call.
+    """Sums TILE words in place. Y [words] int32; MAIL [2, RANKS, words] int64, the terms of all
+    ranks, padded to whole tiles; EPOCHS [blocks] int32, the epoch of each block's last call.
 
     OTHERS: a tuple of the other ranks' mailboxes. DTYPE: which of DTYPES.
     """
@@ -37,15 +37,15 @@ def peer_sum_kernel(
     slot = epoch & 1
     for other in ct.static_iter(OTHERS):
         put(other, (slot, RANK, i), as_bits(own) | above(epoch), SYSTEM)
-    # Orders the stores above before the polls below. They are of different arrays, so the compiler
-    # would put the stores behind the loop, and all ranks would wait for ever.
+    # Orders the stores above before the polls below. They touch different arrays, so the compiler
+    # would move the stores after the loop, and all ranks would wait for ever.
     ct.atomic_xchg(EPOCHS, i, epoch, memory_order=ct.MemoryOrder.ACQ_REL, memory_scope=ct.MemoryScope.BLOCK)
 
     def term(rank):
-        """The words of a rank as soon as all have this epoch."""
+        """Polls until all words of a rank have this epoch; returns them."""
         words, missing = ct.zeros(TILE, ct.int64), 1
         while missing > 0:
-            # The 0 comes from the poll before: otherwise the compiler would merge the two.
+            # The 0 depends on the previous poll; otherwise the compiler would merge the two loads.
             words = look(MAIL, (slot + min(missing, 0), rank, i), (TILE,), SYSTEM)
             missing = ct.sum(ct.where(epoch_of(words) == epoch, 0, 1))
         return words.astype(ct.int32)

@@ -1,8 +1,8 @@
-"""The sum of a decode step over GPUs that reach each other's memory: one small launch.
+"""A decode step's sum over GPUs that can access each other's memory, in one small launch.
 
-Each rank pushes its term into a mailbox of every other rank, polls its own, and adds the terms in
-the order of the ranks, so that all get equal bits. Mailbox words are those of the megakernel
-(mega/words.py): a value with its epoch, so a term crosses the link once, with no flag behind it.
+Each rank publishes its term in a mailbox of every other rank, polls its own mailbox, and adds the
+terms in rank order, so that all ranks get equal bits. Mailbox words are those of the megakernel
+(mega/words.py): a value and its epoch. So a term crosses the link once, and no flag follows it.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from ..launch import Bound, Device, Launch, next_pow2
 from .peer_kernels import peer_sum_kernel
 
 MOST_RANKS = 8
-# Words of a block: at most 128 blocks, which all run at once, and two words a thread.
+# At most 128 blocks, so that all are resident, with at least two words for each thread.
 MOST_BLOCKS, FEWEST_WORDS, WARPS = 128, 256, 4
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those of the kernel, in order
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the kernel's dtypes, in its order
 ARGUMENTS = ("y", "mail", "epochs", "others")
 
 
 def fits(y: Tensor, ranks: int) -> bool:
-    """Whether y is whole words, of a dtype that the kernel adds."""
+    """Whether the kernel can sum y: contiguous, whole words, a dtype that it knows."""
     return y.dtype in DTYPES and y.is_contiguous() and y.nbytes % 4 == 0 and 1 < ranks <= MOST_RANKS
 
 
@@ -34,12 +34,12 @@ def launch_of(y: Tensor, rank: int, ranks: int) -> Launch:
 
 
 class PeerSum:
-    """Called, it makes y the sum of all ranks' y.
+    """A callable that replaces y by the sum of all ranks' y.
 
-    The ranks make the same sums, and call them in the same order on one stream.
+    All ranks create the same sums and call them in the same order, on one stream.
 
-    y: of this rank, on its GPU; it `fits`.
-    process_group: 2 to 8 ranks of this host, whose GPUs reach each other's memory; NCCL.
+    y: this rank's term, on its GPU; `fits(y)` is true.
+    process_group: NCCL, with 2 to 8 ranks on this host whose GPUs can access each other's memory.
     """
 
     def __init__(self, y: Tensor, process_group: Any) -> None:
@@ -52,7 +52,7 @@ class PeerSum:
         mail = symmetric.empty(shape, dtype=torch.int64, device=y.device).zero_()
         self._handle = symmetric.rendezvous(mail, process_group.group_name)
         torch.cuda.synchronize(y.device)
-        dist.barrier(process_group)  # before it, a mailbox may not be empty yet
+        dist.barrier(process_group)  # until then, another rank's mailbox may not be zeroed
         others = tuple(self._handle.get_buffer(other, shape, torch.int64) for other in range(ranks) if other != rank)
         self._boxes = mail, torch.zeros(blocks, dtype=torch.int32, device=y.device), others
         self._launch = Bound([launch], ARGUMENTS, Device.of(y))
