@@ -253,7 +253,7 @@ def test_errors_say_what_must_be(tmp_path):
         ladders("sorting")
     with pytest.raises(ValueError, match="only with attention"):
         ladders("gemm", [1024])
-    with pytest.raises(ValueError, match="seq must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"seq must be 1 to 2\*\*31 - 1, got 0"):
         ladders("attention", [0])
     with pytest.raises(ValueError, match="arch must be one of sm_80"):
         learn_command("attention", arch="cpu")
