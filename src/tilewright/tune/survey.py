@@ -26,7 +26,7 @@ from .search import Workbench, asked
 
 # Problems of a pass, by kind, and the most configs of one problem.
 PASS = {
-    "matmul": 10, "matmul few": 8, "matmul wave": 8, "matmul thin": 3, "matmul fp8": 8, "matmul fp8 deep": 4, "quantized_matmul": 4,
+    "matmul": 10, "matmul few": 8, "matmul wave": 8, "matmul thin": 3, "matmul heavy": 4, "matmul ragged": 6, "matmul fp8": 8, "matmul fp8 deep": 4, "quantized_matmul": 4,
     "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "softmax wide": 2,
     "quantize_fp8": 2, "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "attention_decode short": 2, "attention_decode long": 2, "attention_decode codes": 2,
@@ -36,7 +36,7 @@ PASS = {
     "quantize_mx": 1, "mx_matmul": 1, "gated_delta_rule": 2, "ssd": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 MOST = {
-    "matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul thin": 32, "matmul fp8": 24, "matmul fp8 deep": 32, "bmm": 24, "bmm wide": 24,
+    "matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul thin": 32, "matmul heavy": 32, "matmul ragged": 32, "matmul fp8": 24, "matmul fp8 deep": 32, "bmm": 24, "bmm wide": 24,
     "attention_decode": 24, "attention_decode short": 24, "attention_decode long": 24, "attention_decode codes": 24,
     "moe": 10, "quantized_matmul": 24,
 }  # fmt: skip
@@ -74,16 +74,17 @@ def candidates(op: ModuleType, problem: Any, device: Device) -> list[Any]:
 
 
 def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
-    """The first four, and others as long as there is room. Two thirds of these are the same for all
-    problems where they are legal, so that a binary is compiled once for many problems; a third are
-    drawn for each problem.
+    """The first half as the model has them, since where it is wrong about these it chooses wrongly,
+    and others. Half of those are the same for all problems where they are legal, so that a binary
+    is compiled once for many problems; half are drawn for each problem.
     """
     if len(configs) <= most:
         return list(configs)
-    usual = sorted(configs[4:], key=lambda config: zlib.crc32(str(config).encode()))
-    room = most - 4
-    anew = random.Random(seed).sample(usual[room * 2 // 3 :], room - room * 2 // 3)
-    return [*configs[:4], *usual[: room * 2 // 3], *anew]
+    first = most // 2
+    usual = sorted(configs[first:], key=lambda config: zlib.crc32(str(config).encode()))
+    same = (most - first) // 2
+    anew = random.Random(seed).sample(usual[same:], most - first - same)
+    return [*configs[:first], *usual[:same], *anew]
 
 
 def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FITTING_SEEDS) -> Iterator[Task]:

@@ -145,6 +145,22 @@ def drawn_thin(s: Sizes) -> Problem:
     return replace(drawn(s), m=s.rows(256), n=s.log(1024, 32_768, 8), k=s.log(64, 1024, 8))
 
 
+def drawn_heavy(s: Sizes) -> Problem:
+    """A decode step of several users with weights that are far larger than the L2 cache."""
+    while True:
+        p = drawn_fp8(s) if s.odds(0.25) else drawn(s)
+        if 80 << 20 <= p.n * p.k * p.dtype.itemsize <= 300 << 20:
+            return replace(p, m=s.log(9, 64))
+
+
+def drawn_ragged(s: Sizes) -> Problem:
+    """Rows that begin off multiples of 128 bytes, as adapters, heads and odd shares have them."""
+    while True:
+        p = replace(drawn(s), m=s.rows(512), n=s.log(256, 32_768, 8), k=s.log(256, 16_384, 8))
+        if p.k % 64:
+            return p
+
+
 def drawn_fp8_deep(s: Sizes) -> Problem:
     """Few rows and a long sum: the last layer of an MLP."""
     p = drawn_fp8(s)
