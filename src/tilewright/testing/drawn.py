@@ -44,8 +44,8 @@ WEIGHTS = {
 # Kinds of a survey: few rows, as in decode, decide most of what a user waits for; few tiles, short
 # sums and long ones, and narrow matrices are hard to choose for.
 SURVEYED = (
-    *WEIGHTS, "matmul few", "matmul wave", "matmul thin", "matmul heavy", "matmul ragged", "matmul fp8 deep", "bmm wide", "softmax wide",
-    "attention_decode short", "attention_decode long", "attention_decode codes",
+    *WEIGHTS, "matmul few", "matmul wave", "matmul thin", "matmul heavy", "matmul ragged", "matmul fp8 deep",
+    "bmm wide", "softmax wide", "quantized_matmul few", "attention_decode short", "attention_decode long", "attention_decode codes",
 )  # fmt: skip
 
 

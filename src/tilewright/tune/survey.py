@@ -26,7 +26,8 @@ from .search import Workbench, asked
 
 # Problems of a pass, by kind, and the most configs of one problem.
 PASS = {
-    "matmul": 10, "matmul few": 8, "matmul wave": 8, "matmul thin": 3, "matmul heavy": 4, "matmul ragged": 6, "matmul fp8": 8, "matmul fp8 deep": 4, "quantized_matmul": 4,
+    "matmul": 10, "matmul few": 8, "matmul wave": 8, "matmul thin": 3, "matmul heavy": 4, "matmul ragged": 6,
+    "matmul fp8": 8, "matmul fp8 deep": 4, "quantized_matmul": 4, "quantized_matmul few": 4,
     "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "softmax wide": 2,
     "quantize_fp8": 2, "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "attention_decode short": 2, "attention_decode long": 2, "attention_decode codes": 2,
@@ -36,9 +37,9 @@ PASS = {
     "quantize_mx": 1, "mx_matmul": 1, "gated_delta_rule": 2, "ssd": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 MOST = {
-    "matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul thin": 32, "matmul heavy": 32, "matmul ragged": 32, "matmul fp8": 24, "matmul fp8 deep": 32, "bmm": 24, "bmm wide": 24,
-    "attention_decode": 24, "attention_decode short": 24, "attention_decode long": 24, "attention_decode codes": 24,
-    "moe": 10, "quantized_matmul": 24,
+    "matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul thin": 32, "matmul heavy": 32, "matmul ragged": 32,
+    "matmul fp8": 24, "matmul fp8 deep": 32, "quantized_matmul": 24, "quantized_matmul few": 24, "bmm": 24, "bmm wide": 24,
+    "attention_decode": 24, "attention_decode short": 24, "attention_decode long": 24, "attention_decode codes": 24, "moe": 10,
 }  # fmt: skip
 MOST_CONFIGS = 12
 AHEAD = 40  # problems whose configs compile while others are timed

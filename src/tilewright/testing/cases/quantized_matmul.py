@@ -1,5 +1,6 @@
 """Problems of `quantized_matmul`."""
 
+from dataclasses import replace
 from itertools import product
 
 from ...ops.quantized_matmul import Problem
@@ -53,3 +54,8 @@ def drawn(s: Sizes) -> Problem:
     n, k = s.linear(multiple=128)
     name = s.one_of({"int4-128": 4, "int4-128-zeros": 2, "int4-64": 1, "int4-32": 1, "int8": 2, "e4m3": 2, "e4m3-128": 1, "mxfp4": 2, "nvfp4": 1})
     return Problem(m=s.rows(4096), n=n, k=k, weight_format=name, **s.some(bias=0.2))
+
+
+def drawn_few(s: Sizes) -> Problem:
+    """A decode step of up to 16 users."""
+    return replace(drawn(s), m=s.rows(16), weight_format=s.choice(("int4-128", "e4m3", "mxfp4")))
