@@ -102,14 +102,12 @@ def test_a_step_writes_the_tokens_of_the_plain_calls(monkeypatch: pytest.MonkeyP
     [
         ("llama", {"head_dim": 64}, {"cache": "paged"}),
         ("llama", {"head_dim": 64}, {"kv_dtype": "fp8"}),
-        ("llama", {"head_dim": 64}, {"max_len": 512}),
         ("llama", {"head_dim": 64}, {"max_batch": 2}),
         ("llama", {"head_dim": 32}, {}),
-        ("gpt_oss", {"head_dim": 64}, {}),
         ("gemma2", {"head_dim": 64}, {}),
         ("glm", {"head_dim": 64}, {}),
     ],
-    ids=["pages", "codes", "many keys", "two sequences", "short heads", "sinks", "a softcap", "half of the columns turned"],
+    ids=["pages", "codes", "two sequences", "short heads", "a softcap", "half of the columns turned"],
 )
 def test_other_calls_stay_as_they_are(name: str, sizes: dict, how: dict) -> None:
     with Engine(tiny(name, torch.bfloat16, **sizes), **{"max_len": 256, **how}) as engine:
@@ -117,6 +115,14 @@ def test_other_calls_stay_as_they_are(name: str, sizes: dict, how: dict) -> None
         calls = list(engine.decoder.body_calls(state.buffers(batch), state.tokens[:batch], state.caches))
         assert early.early(calls, H200) == calls
         assert early.early(calls, Device.named("B200")) == calls
+
+
+@pytest.mark.parametrize(("name", "max_len"), [("llama", 512), ("gpt_oss", 256)], ids=["many keys", "sinks"])
+def test_calls_that_are_attended_in_splits(name: str, max_len: int) -> None:
+    with Engine(tiny(name, torch.bfloat16, head_dim=64), max_len=max_len) as engine:
+        calls = engine.decoder.body_calls(engine._state.buffers(1), engine._state.tokens[:1], engine._state.caches)
+        found = [call.op.__name__ for call in early.early(calls, H200)]
+        assert (found.count("attend_splits"), found.count("append_attend")) == (len(engine.decoder.layers), 0)
 
 
 def test_a_sum_that_two_norms_read_is_left_to_them() -> None:

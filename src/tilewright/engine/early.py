@@ -11,6 +11,7 @@ from ..ops.attention_decode import attention_decode_out
 from ..ops.kv_append import kv_append_out
 from ..ops.matmul import matmul_out
 from ..ops.rms_norm_matmul import rms_norm_matmul_out
+from . import attend_splits
 from .append_attend import MOST_VALUES, append_attend
 from .program import Call
 from .row_product import form_of, row_product
@@ -25,18 +26,22 @@ def early(calls: Iterable[Call], device: Device) -> list[Call]:
     if device.arch not in ARCHS:
         return found
     for i in range(len(found) - 1, 0, -1):
-        found[i - 1 : i + 1] = _joined(found[i - 1], found[i], found[i + 1 :])
+        found[i - 1 : i + 1] = _joined(found[i - 1], found[i], found[i + 1 :], device)
     return [_product(call) for call in found]
 
 
-def _joined(first: Call, second: Call, rest: list[Call]) -> list[Call]:
+def _joined(first: Call, second: Call, rest: list[Call], device: Device) -> list[Call]:
     """An append and its attention as one call; a product and the norm that adds its result to the
     stream so that the product adds it, if none of `rest` reads that result too.
     """
-    if first.op is kv_append_out and second.op is attention_decode_out and _few_keys(first.arguments, second.arguments):
+    if first.op is kv_append_out and second.op is attention_decode_out:
         a, b = first.arguments, second.arguments
         names = ("q", "k", "v", "k_cache", "v_cache", "positions", "cos", "sin", "q_norm", "k_norm", "eps", "round_before_weight")
-        return [Call.of(second.name, append_attend, **{name: a[name] for name in names}, out=b["out"], scale=b["scale"])]
+        given = {name: a[name] for name in names} | {"out": b["out"], "scale": b["scale"]}
+        if _few_keys(a, b):
+            return [Call.of(second.name, append_attend, **given)]
+        if (form := _splits(a, b, device)) is not None:
+            return [Call.of(second.name, attend_splits.attend_splits, **given, sinks=b["sinks"], window=b["window"], form=form)]
     if second.op is rms_norm_matmul_out and first.op is matmul_out and _product(first) is not first:
         a, b = first.arguments, second.arguments
         if b["residual"] is a["out"] and not _reads(rest, a["out"]):
@@ -75,17 +80,36 @@ def _row(call: Call, x: Any, given: dict[str, Any], **how: Any) -> Call:
 
 
 # What neither call may ask for
-ABSENT = ("block_table", "k_scale", "v_scale", "rope_positions", "v_norm", "rotated", "kv_start", "sinks", "window", "softcap", "lse")
+ABSENT = ("block_table", "k_scale", "v_scale", "rope_positions", "v_norm", "rotated", "kv_start", "softcap", "lse", "denominator")
+# and `append_attend` not either
+ALSO_ABSENT = ("sinks", "window")
 
 
-def _few_keys(append: dict[str, Any], attend: dict[str, Any]) -> bool:
-    """Whether `append_attend` does what the two calls do."""
+def _one_token(append: dict[str, Any], attend: dict[str, Any]) -> bool:
+    """Whether the calls are of one token of one sequence, of whole heads that are rotated in
+    halves.
+    """
     if any(given.get(name) is not None for given in (append, attend) for name in ABSENT):
         return False
     q, cache = append["q"], append["k_cache"]
     if q is None or append["cos"] is None or append["interleaved"] or (append["q_norm"] is None) != (append["k_norm"] is None):
         return False
-    keys, dim = cache.shape[2:]
-    few = keys & (keys - 1) == dim & (dim - 1) == 0 and dim >= 64 and 64 <= keys <= MOST_VALUES // dim
-    whole = 2 * append["cos"].shape[1] == dim == append["v"].shape[3] and q.dtype.itemsize == 2
-    return bool(few and whole and q.shape[0] == q.shape[2] == 1 and attend["q"].data_ptr() == q.data_ptr())
+    dim = cache.shape[3]
+    whole = 2 * append["cos"].shape[1] == dim == append["v"].shape[3] and dim >= 64 and dim & (dim - 1) == 0
+    one = append["positions"].numel() == 1 and cache.dtype.itemsize == 2
+    return bool(whole and one and attend["q"].data_ptr() == q.data_ptr())
+
+
+def _few_keys(append: dict[str, Any], attend: dict[str, Any]) -> bool:
+    """Whether `append_attend` does what the two calls do."""
+    keys, dim = append["k_cache"].shape[2:]
+    few = keys & (keys - 1) == 0 and 64 <= keys <= MOST_VALUES // dim
+    return few and _one_token(append, attend) and all(given.get(name) is None for given in (append, attend) for name in ALSO_ABSENT)
+
+
+def _splits(append: dict[str, Any], attend: dict[str, Any], device: Device) -> attend_splits.Form | None:
+    """In which form `attend_splits` does what the two calls do; None if in none."""
+    if not _one_token(append, attend):
+        return None
+    _, kv_heads, keys, dim = append["k_cache"].shape
+    return attend_splits.form_of(kv_heads, keys, dim, attend["window"], device)
