@@ -24,8 +24,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf.quants import dequantize as gguf_wide
-from gguf.quants import quantize as gguf_small
+from gguf.quants import dequantize as gguf_wide, quantize as gguf_small
 from torch import Tensor
 from torch.ao.quantization import PerChannelMinMaxObserver
 

@@ -10,8 +10,7 @@ import typer
 
 from . import cli_models  # noqa: F401 adds its verbs
 from .cli_app import SUITES, DeviceName, Gpu, Jobs, Json, Ops, app, option, verb
-from .command_line import check_name, terminal
-from .command_line import refuse as _refuse
+from .command_line import check_name, refuse as _refuse, terminal
 
 
 @verb

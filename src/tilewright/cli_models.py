@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .cli_app import ENGINES, DeviceName, Dtype, Json, Trust, Weights, option, verb
-from .command_line import check_name, full_gpu_explained, prompts_of
-from .command_line import refuse as _refuse
+from .command_line import check_name, full_gpu_explained, prompts_of, refuse as _refuse
 
 
 @verb

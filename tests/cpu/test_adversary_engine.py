@@ -9,8 +9,7 @@ import torch
 from tiny_models import tiny
 
 import tilewright
-from tilewright.engine import Engine
-from tilewright.engine import Sampling as EngineSampling
+from tilewright.engine import Engine, Sampling as EngineSampling
 from tilewright.models import load
 from tilewright.models.server.sampling import SPARE, Sampling, Tables
 

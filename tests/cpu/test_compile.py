@@ -14,8 +14,17 @@ import toy_outer
 from rich.console import Console
 
 from tilewright import ops
-from tilewright.compile import ARCHS, Compiled, Resources, ResultCache, compile_launches, compile_ops, representative, static_ok
-from tilewright.compile import disassemble as disassembler
+from tilewright.compile import (
+    ARCHS,
+    Compiled,
+    Resources,
+    ResultCache,
+    compile_launches,
+    compile_ops,
+    disassemble as disassembler,
+    representative,
+    static_ok,
+)
 from tilewright.compile.command import as_json, compile_command, exit_code, print_rows, summary
 from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job, one_line

@@ -23,13 +23,11 @@ from tilewright.compile.ahead import Ahead
 from tilewright.engine import suite
 from tilewright.engine.keep_modes import keep
 from tilewright.launch import Device, forget_plans, table
-from tilewright.learn import command as learning
-from tilewright.learn import ladders
+from tilewright.learn import command as learning, ladders
 from tilewright.learn.ladder import Ladder
 from tilewright.models import Loaded
 from tilewright.ops import rms_norm
-from tilewright.tune import raw, workbench
-from tilewright.tune import survey as surveying
+from tilewright.tune import raw, survey as surveying, workbench
 from tilewright.tune.command import survey_command, tune_command
 from tilewright.tune.store import Store
 

@@ -13,8 +13,7 @@ import torch
 from forked import program
 
 from tilewright import interpret as package
-from tilewright.interpret import KernelError, checking, compiled_count, cutile, interpret, source, version
-from tilewright.interpret import threads as threads_module
+from tilewright.interpret import KernelError, checking, compiled_count, cutile, interpret, source, threads as threads_module, version
 from tilewright.interpret.run import _program as compiled
 
 

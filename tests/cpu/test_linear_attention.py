@@ -17,8 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from tilewright import causal_conv1d, gated_delta_rule, rms_norm_gated
 from tilewright.launch import Device, counted, forced_config
 from tilewright.models import kinds, patch
-from tilewright.ops import causal_conv1d as convolution
-from tilewright.ops import gated_delta_rule as rule
+from tilewright.ops import causal_conv1d as convolution, gated_delta_rule as rule
 
 pytestmark = pytest.mark.usefixtures("inference")
 CHUNKS = rule.Config(32, chunk=64)

@@ -13,8 +13,7 @@ from tilewright import interpret
 from tilewright.compile.disassemble import disassemble
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
-from tilewright.ops import bmm
-from tilewright.ops import matmul as op
+from tilewright.ops import bmm, matmul as op
 from tilewright.ops.common.scaling import FAST_SUM, Scaling
 from tilewright.ops.matmul import Config, Problem, matmul
 from tilewright.testing import check_op, run_op

@@ -8,8 +8,7 @@ import torch
 from tilewright import mx_matmul, quantize_mx
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
-from tilewright.ops import mx_matmul as product
-from tilewright.ops import quantize_mx as op
+from tilewright.ops import mx_matmul as product, quantize_mx as op
 from tilewright.ops.common.mx import E4M3, MX_FORMATS, dequantized
 
 BF16 = torch.bfloat16

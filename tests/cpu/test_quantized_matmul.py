@@ -9,8 +9,7 @@ import tilewright
 from tilewright import QuantizedWeight, interpret, quantized_matmul
 from tilewright.launch import Device, counted, forced_config
 from tilewright.models import quantized_tensors as tensors
-from tilewright.ops import quantized_matmul as op
-from tilewright.ops import quantized_moe as moe
+from tilewright.ops import quantized_matmul as op, quantized_moe as moe
 from tilewright.ops.common import weight_formats
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, pack, unpack
 from tilewright.ops.quantized_matmul import Config, Problem

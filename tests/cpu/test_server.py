@@ -15,8 +15,7 @@ import torch
 from tiny_models import tiny_model
 from tiny_server import CHAT, CONTEXT, JSON, LIMIT, PLAIN, call, chat, plain, refused, resident_bytes, server, wait_until
 
-from tilewright.engine import Engine
-from tilewright.engine import Sampling as EngineSampling
+from tilewright.engine import Engine, Sampling as EngineSampling
 from tilewright.models import Loaded, chat_template
 from tilewright.models.serve import _say, serving
 from tilewright.testing.tiny_chat import tokenizer

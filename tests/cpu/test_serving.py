@@ -5,13 +5,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from inherited_context import threads_inherit
 from tiny_models import TINY, tiny_model
 
 from tilewright.launch import counted
 from tilewright.models import Loaded, continuous, patch
 from tilewright.models.continuous_codes import KV_DTYPE, coded_allocators
 from tilewright.ops.quantize_fp8 import quantize_fp8
-from tilewright.testing.threads import threads_inherit
 from tilewright.testing.tiny_chat import tokenizer
 
 FAMILIES = {

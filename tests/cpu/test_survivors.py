@@ -16,9 +16,7 @@ from tilewright.interpret import interpret
 from tilewright.interpret.formats import round_to
 from tilewright.launch import Device, forced_config
 from tilewright.models import patch
-from tilewright.ops import attention as attention_op
-from tilewright.ops import attention_decode as decode_op
-from tilewright.ops import sample as sample_op
+from tilewright.ops import attention as attention_op, attention_decode as decode_op, sample as sample_op
 from tilewright.ops.attention import attention
 from tilewright.ops.attention_decode import attention_decode
 from tilewright.ops.moe_route import moe_route

@@ -7,8 +7,7 @@ import os
 
 import pytest
 import torch
-from tests.support.engine_models import RECURRENT, stock_tokens, tiny
-from tests.support.engine_models import prompts as short_prompts
+from tests.support.engine_models import RECURRENT, prompts as short_prompts, stock_tokens, tiny
 from transformers import CONFIG_MAPPING
 
 from tilewright.engine import Engine, Sampling

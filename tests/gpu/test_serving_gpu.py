@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
+from inherited_context import threads_inherit
 from test_engine_gpu import made, prompts  # noqa: F401  (a fixture)
 
 from tilewright import attention_decode, kv_append, patch
 from tilewright.engine import Engine
 from tilewright.launch import counted
 from tilewright.testing import assert_accurate
-from tilewright.testing.threads import threads_inherit
 
 PAGED = {"cache": "paged", "page_size": 64, "cache_tokens": 1024}
 

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from ..launch import next_pow2
-from . import flashinfer_calls as flashinfer
-from . import library_calls as calls
-from . import linear_peers as linear
+from . import flashinfer_calls as flashinfer, library_calls as calls, linear_peers as linear
 from .inputs import Applies, Inputs, all_of, half, one_token, without
 from .peers import Peer
 

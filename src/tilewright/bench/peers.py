@@ -16,11 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from ..ops import adjust_logits, argmax, layer_norm, quantize_mx, rms_norm_gated, silu_mul, softmax
 from ..ops.common.scaling import FAST_SUM
-from . import attention_peers as attention
-from . import linear_peers as linear
-from . import moe_peers as experts
-from . import mx_peers as mx
-from . import quantized_peers as quantized
+from . import attention_peers as attention, linear_peers as linear, moe_peers as experts, mx_peers as mx, quantized_peers as quantized
 from .inputs import Applies, Inputs, Result, all_of, kept, packed, without
 
 

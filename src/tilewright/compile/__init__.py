@@ -1,30 +1,9 @@
 """Compiles kernels for any architecture without a GPU: registers, spills and instruction mix."""
 
-from ..launch.identity import cache_folder
-from .build import compile_launches
-from .cache import ResultCache
-from .disassemble import Resources, ToolMissing, find_tool, require_tools
-from .job import Compiled
-from .own import KernelReport, compile_report
-from .report import ARCHS, Row, compile_ops, every_case, representative, static_ok
-from .signature import kernel_signature
-
-__all__ = [
-    "ARCHS",
-    "Compiled",
-    "KernelReport",
-    "Resources",
-    "ResultCache",
-    "Row",
-    "ToolMissing",
-    "cache_folder",
-    "compile_launches",
-    "compile_ops",
-    "compile_report",
-    "every_case",
-    "find_tool",
-    "kernel_signature",
-    "representative",
-    "require_tools",
-    "static_ok",
-]
+from .build import compile_launches as compile_launches
+from .cache import ResultCache as ResultCache
+from .disassemble import Resources as Resources, ToolMissing as ToolMissing, find_tool as find_tool, require_tools as require_tools
+from .job import Compiled as Compiled
+from .own import compile_report as compile_report
+from .report import ARCHS as ARCHS, compile_ops as compile_ops, representative as representative, static_ok as static_ok
+from .signature import kernel_signature as kernel_signature

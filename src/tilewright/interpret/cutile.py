@@ -19,11 +19,8 @@ from typing import Any
 import cuda.tile as ct
 import numpy as np
 import torch
-from cuda.tile import _annotated_function as annotated
-from cuda.tile import _compile as compiler
-from cuda.tile import compilation
-from cuda.tile._ir import ir
-from cuda.tile._ir import ops as ir_ops
+from cuda.tile import _annotated_function as annotated, _compile as compiler, compilation
+from cuda.tile._ir import ir, ops as ir_ops
 from cuda.tile._ir.ops import tile_impl_registry
 from cuda.tile._ir.type import ArrayValue, GatherScatterViewTy, ListValue, StridedViewTy, TensorLikeTy, TokenTy
 from cuda.tile._passes.ast2hir import HirMode, get_function_hir

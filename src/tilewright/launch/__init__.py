@@ -6,75 +6,39 @@ Written once, not per op.
 import os
 
 from .check import (
-    FLOATS,
-    HALVES,
-    argument_error,
-    as_rows,
-    check_apart,
-    check_bools,
-    check_finite,
-    check_integers,
-    check_number,
-    check_out,
-    check_positive,
-    check_tensor,
-    check_writable,
-    checked_device,
-    dtype_name,
-    each_out,
-    out_or_new,
-    overlap,
+    FLOATS as FLOATS,
+    HALVES as HALVES,
+    argument_error as argument_error,
+    as_rows as as_rows,
+    check_apart as check_apart,
+    check_bools as check_bools,
+    check_finite as check_finite,
+    check_integers as check_integers,
+    check_number as check_number,
+    check_out as check_out,
+    check_positive as check_positive,
+    check_tensor as check_tensor,
+    check_writable as check_writable,
+    checked_device as checked_device,
+    dtype_name as dtype_name,
+    each_out as each_out,
+    out_or_new as out_or_new,
+    overlap as overlap,
 )
-from .decision import Choice, Decision, decision_of, decisions, forced_config, forget_plans
-from .device import Cost, Device, chosen_device, require_gpu
+from .decision import (
+    Decision as Decision,
+    decision_of as decision_of,
+    decisions as decisions,
+    forced_config as forced_config,
+    forget_plans as forget_plans,
+)
+from .device import Cost as Cost, Device as Device, chosen_device as chosen_device, require_gpu as require_gpu
 from .environment import warn_of_unknown
-from .far import check_near
-from .launches import Launch, hints
-from .names import check_name, one_of
-from .run import Bound, Traced, counted, traced
-from .torch_op import torch_op
-
-__all__ = [
-    "FLOATS",
-    "HALVES",
-    "Bound",
-    "Choice",
-    "Cost",
-    "Decision",
-    "Device",
-    "Launch",
-    "Traced",
-    "argument_error",
-    "as_rows",
-    "check_apart",
-    "check_bools",
-    "check_finite",
-    "check_integers",
-    "check_name",
-    "check_near",
-    "check_number",
-    "check_out",
-    "check_positive",
-    "check_tensor",
-    "check_writable",
-    "checked_device",
-    "chosen_device",
-    "counted",
-    "decision_of",
-    "decisions",
-    "dtype_name",
-    "each_out",
-    "forced_config",
-    "forget_plans",
-    "hints",
-    "next_pow2",
-    "one_of",
-    "out_or_new",
-    "overlap",
-    "require_gpu",
-    "torch_op",
-    "traced",
-]
+from .far import check_near as check_near
+from .launches import Launch as Launch, hints as hints
+from .names import check_name as check_name, one_of as one_of
+from .run import Bound as Bound, Traced as Traced, counted as counted, traced as traced
+from .torch_op import torch_op as torch_op
 
 
 def next_pow2(n: int) -> int:

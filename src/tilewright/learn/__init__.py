@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from ..launch import argument_error, one_of
-from .ladder import Ladder, Step
-
-__all__ = ["SEQ_LENS", "Ladder", "Step", "ladders"]
+from .ladder import Ladder
 
 SEQ_LENS = (1024, 2048, 4096, 8192, 16384)  # of the published tables
 

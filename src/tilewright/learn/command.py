@@ -19,7 +19,8 @@ from ..bench.timer import ROUNDS
 from ..compile import Compiled, compile_launches, require_tools
 from ..launch import Device, argument_error, traced
 from ..testing import check_op, op_name, public_function, run_op
-from . import SEQ_LENS, Ladder, Step, ladders
+from . import SEQ_LENS, ladders
+from .ladder import Ladder, Step
 
 WIDTH = 100  # of the widest table; rich cuts cells that a narrower terminal or a pipe has no room for
 

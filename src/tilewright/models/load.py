@@ -17,10 +17,8 @@ from ..launch.names import nearest
 from ..ops.common.weight_formats import format_named
 from .configs import CONFIGS
 from .files import require_transformers
-from .folder import load_folder
-from .folder import read_config as folder_config
-from .gguf_file import OnProgress, load_gguf
-from .gguf_file import read_config as gguf_config
+from .folder import load_folder, read_config as folder_config
+from .gguf_file import OnProgress, load_gguf, read_config as gguf_config
 from .gguf_header import read_header as gguf_header
 from .hub import folder_of, is_name
 from .quantized import quantize

@@ -5,9 +5,7 @@ An op states `Choices`: candidates, what is legal, and the work of each; `ordere
 knows no op and launches nothing.
 """
 
-from .choose import Choices, Model, Ordered, forget, model_of, ordered
-from .cost import us
-from .rates import Rates, rates
-from .work import Work
-
-__all__ = ["Choices", "Model", "Ordered", "Rates", "Work", "forget", "model_of", "ordered", "rates", "us"]
+from .choose import Choices as Choices, forget as forget, model_of as model_of, ordered as ordered
+from .cost import us as us
+from .rates import rates as rates
+from .work import Work as Work

@@ -18,8 +18,7 @@ import torch
 from ..launch import Decision, Device, Launch
 from .cost import Array, Prices, Works, us
 from .neighbours import Neighbours, Place
-from .rates import Rates, data_of, rates
-from .rates import forget as forget_rates
+from .rates import Rates, data_of, forget as forget_rates, rates
 
 P = TypeVar("P")
 C = TypeVar("C")

@@ -2,20 +2,13 @@
 benchmark.
 """
 
-from .accuracy import Accuracy, accuracy, assert_accurate
-from .check import check_op, op_name, outputs, public_function, run_op, seeded_inputs
-from .poison import embed, poisoned_empty
-
-__all__ = [
-    "Accuracy",
-    "accuracy",
-    "assert_accurate",
-    "check_op",
-    "embed",
-    "op_name",
-    "outputs",
-    "poisoned_empty",
-    "public_function",
-    "run_op",
-    "seeded_inputs",
-]
+from .accuracy import Accuracy as Accuracy, accuracy as accuracy, assert_accurate as assert_accurate
+from .check import (
+    check_op as check_op,
+    op_name as op_name,
+    outputs as outputs,
+    public_function as public_function,
+    run_op as run_op,
+    seeded_inputs as seeded_inputs,
+)
+from .poison import embed as embed, poisoned_empty as poisoned_empty

@@ -16,8 +16,7 @@ from rich.table import Table
 from .. import ops
 from ..bench.report import case_name
 from ..bench.results import geomean
-from ..launch import Device, argument_error, decision_of, forget_plans, require_gpu
-from ..launch import table as tables
+from ..launch import Device, argument_error, decision_of, forget_plans, require_gpu, table as tables
 from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import op_name

@@ -2,6 +2,4 @@
 runs the same queues.
 """
 
-from .shape import Config, Dims, Schedule
-
-__all__ = ["Config", "Dims", "Schedule"]
+from .shape import Config as Config, Dims as Dims, Schedule as Schedule

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from ...launch import Decision, Device, argument_error, check_tensor
 from ...ops import attention as finished
-from .decision import Config, Problem, plan
-from .steps import STEPS
-
-__all__ = ["DECISION", "STEPS", "Config", "Problem", "attention", "plan", "reference", "space"]
+from .decision import Config as Config, Problem as Problem, plan as plan
+from .steps import STEPS as STEPS
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 64, 128, 256)

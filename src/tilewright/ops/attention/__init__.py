@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, check_bools, check_integers, check_out, check_tensor, next_pow2, torch_op
 from ...launch.values import Claims, positive, rising, spans
-from ..common.prefill import Config
+from ..common.prefill import Config as Config
 from ..common.scaling import FP8
 from ..common.sequences import near
 from ..common.softmax_tiles import (
@@ -45,10 +45,7 @@ from ..common.softmax_tiles import (
     no_keys,
 )
 from ..common.tiles import LOG2E
-from .decision import CHOICES, Problem, plan, space
-from .kernels import attention_kernel
-
-__all__ = ["CHOICES", "DECISION", "Config", "Problem", "attention", "attention_kernel", "attention_out", "plan", "reference", "space"]
+from .decision import CHOICES as CHOICES, Problem as Problem, plan as plan, space as space
 
 MAX_HEAD_DIM_EIGHT = 128  # in 8 bits each step's sums stand in registers beside the running ones
 Window = int | tuple[int | None, int | None] | None

@@ -25,22 +25,7 @@ from ...launch.values import Claims, pages, spans
 from ..common.softmax_tiles import FARTHEST, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from ..common.tiles import LOG2E
 from .calls import MOST_TOKENS, check_codes, check_decode, check_gathered, check_queries, tokens_by_launch
-from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
-from .kernels import attention_decode_kernel, attention_decode_merge_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "attention_decode",
-    "attention_decode_kernel",
-    "attention_decode_merge_kernel",
-    "attention_decode_out",
-    "plan",
-    "reference",
-    "space",
-]
+from .decision import ARGUMENTS, CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 
 def reference(

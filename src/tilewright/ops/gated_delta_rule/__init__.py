@@ -30,21 +30,7 @@ from torch import Tensor
 from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_out, check_positive, check_tensor, check_writable, torch_op
 from ...launch.values import Claim, Claims, rising
 from ..common.softmax_tiles import MAX_HEAD_DIM, check_heads, check_starts
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import recurrent_kernel as gated_delta_rule_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "gated_delta_rule",
-    "gated_delta_rule_kernel",
-    "gated_delta_rule_out",
-    "plan",
-    "reference",
-    "space",
-]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 EPS = 1e-6  # beside the squares of a row's length
 

@@ -22,25 +22,8 @@ from torch import Tensor
 from ...launch import FLOATS, HALVES, Device, argument_error, check_bools, check_integers, check_near, check_tensor, dtype_name, out_or_new, torch_op
 from ...launch.values import Claims, rising, within
 from ..common.scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 from .lists import launch_list
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "comparable",
-    "grouped_gemm",
-    "grouped_gemm_kernel",
-    "grouped_gemm_list",
-    "grouped_gemm_map_kernel",
-    "grouped_gemm_out",
-    "plan",
-    "reference",
-    "space",
-]
 
 MOST_GROUPS = 1024
 

@@ -34,21 +34,7 @@ from .. import rms_norm
 from ..common.fp8 import ROW, quantized
 from ..common.scaling import FP8
 from ..common.softmax_tiles import check_int32
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import kv_append_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "kv_append",
-    "kv_append_kernel",
-    "kv_append_out",
-    "plan",
-    "reference",
-    "space",
-]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 
 def reference(

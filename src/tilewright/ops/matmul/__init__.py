@@ -25,28 +25,8 @@ from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..common.scaling import FP8, dequantize, known_scaling, scale_views, scaling_of, torch_product
-from .candidates import CHOICES, DECISION, space
-from .decision import Config, Problem, plan
-from .fused_kernel import matmul_fused_kernel
-from .gathered_kernel import matmul_gathered_kernel
-from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "matmul",
-    "matmul_fused_kernel",
-    "matmul_gathered_kernel",
-    "matmul_kernel",
-    "matmul_out",
-    "matmul_reduce_kernel",
-    "matmul_uneven_kernel",
-    "plan",
-    "reference",
-    "space",
-]
+from .candidates import CHOICES as CHOICES, DECISION as DECISION, space as space
+from .decision import Config as Config, Problem as Problem, plan as plan
 
 DTYPES = (*FLOATS, *FP8)
 

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from ...launch import HALVES, Device, argument_error, check_bools, check_out, check_tensor, torch_op
 from ...launch.values import Claims, positive, spans
-from ..common.prefill import Config
+from ..common.prefill import Config as Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import check_int32, check_scale_and_window, check_scales, no_keys
 from ..common.tiles import LOG2E
-from .decision import CHOICES, Problem, plan, space
-from .kernels import mla_kernel
-
-__all__ = ["CHOICES", "DECISION", "Config", "Problem", "mla", "mla_kernel", "mla_out", "plan", "reference", "space"]
+from .decision import CHOICES as CHOICES, Problem as Problem, plan as plan, space as space
 
 DTYPES = (*HALVES, torch.float8_e4m3fn)
 MAX_DIM = 128  # of each of the three parts

@@ -38,27 +38,8 @@ from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.routing import MOST_EXPERTS
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
-from .choices import CHOICES, space
-from .decision import E4M3, Config, Problem, Product, plan
-from .kernels import moe_few_kernel, moe_kernel
-from .one import moe_one_down_kernel, moe_one_up_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "Product",
-    "moe",
-    "moe_few_kernel",
-    "moe_kernel",
-    "moe_one_down_kernel",
-    "moe_one_up_kernel",
-    "moe_out",
-    "plan",
-    "reference",
-    "space",
-]
+from .choices import CHOICES as CHOICES, space as space
+from .decision import E4M3, Config as Config, Problem as Problem, plan as plan
 
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
 

@@ -16,26 +16,7 @@ from torch import Tensor
 from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, each_out, out_or_new, torch_op
 from ...launch.values import Claims, positive
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, check_format, dequantized, quantized, results_for
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "comparable",
-    "plan",
-    "quantize_fp8",
-    "quantize_fp8_amax_kernel",
-    "quantize_fp8_given_out",
-    "quantize_fp8_kernel",
-    "quantize_fp8_out",
-    "quantize_fp8_rows_kernel",
-    "quantize_fp8_scaled_kernel",
-    "reference",
-    "space",
-]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 BLOCKS = (TENSOR, ROW, GROUPS, SQUARES)
 

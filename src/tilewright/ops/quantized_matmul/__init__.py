@@ -26,24 +26,8 @@ from ...launch import Bound, Device, argument_error, as_rows, check_bools, check
 from ...launch.values import Claims
 from .. import rms_norm, silu_mul
 from ..common.weight_formats import check_weight, dequantized, format_named, scale_claims
-from .candidates import CHOICES, DECISION, space
-from .decision import LEFT, Config, Problem, plan
-from .kernels import quantized_matmul_kernel, quantized_matmul_sum_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "launches_of",
-    "plan",
-    "quantized_matmul",
-    "quantized_matmul_kernel",
-    "quantized_matmul_out",
-    "quantized_matmul_sum_kernel",
-    "reference",
-    "space",
-]
+from .candidates import CHOICES as CHOICES, DECISION as DECISION, space as space
+from .decision import LEFT, Config as Config, Problem as Problem, plan as plan
 
 
 def reference(

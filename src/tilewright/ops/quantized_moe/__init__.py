@@ -33,22 +33,8 @@ from ..common.expert_ids import check_activation, check_choice, claims
 from ..common.expert_weights import QuantizedExperts, check_format
 from ..common.routing import MOST_EXPERTS
 from ..common.weight_formats import INT4, check_k, format_named, scale_claims
-from .candidates import CHOICES, DECISION, space
-from .decision import Config, Problem, plan
-from .kernels import quantized_moe_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "plan",
-    "quantized_moe",
-    "quantized_moe_kernel",
-    "quantized_moe_out",
-    "reference",
-    "space",
-]
+from .candidates import CHOICES as CHOICES, DECISION as DECISION, space as space
+from .decision import Config as Config, Problem as Problem, plan as plan
 
 MOST_TOKENS = (1 << 24) - 1  # blocks of a grid
 

@@ -21,22 +21,7 @@ from torch import Tensor
 from ...launch import Device, as_rows, check_bools, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from ..rms_norm import check_norm
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import rms_norm_quant_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "comparable",
-    "plan",
-    "reference",
-    "rms_norm_quant",
-    "rms_norm_quant_kernel",
-    "rms_norm_quant_out",
-    "space",
-]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 BLOCKS = (ROW, GROUPS)
 

@@ -23,22 +23,7 @@ from torch import Tensor
 from ...launch import HALVES, Device, argument_error, check_bools, check_finite, check_positive, check_tensor, each_out, out_or_new, torch_op
 from .. import rms_norm
 from ..common.routing import MOST_EXPERTS, check_routing, routed, scores_of
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import rms_norm_route_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "comparable",
-    "plan",
-    "reference",
-    "rms_norm_route",
-    "rms_norm_route_kernel",
-    "rms_norm_route_out",
-    "space",
-]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 MOST_TOKENS = 65535  # of a grid's second axis
 

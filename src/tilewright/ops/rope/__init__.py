@@ -16,25 +16,16 @@ import torch
 from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
-from .decision import CHOICES, Config, Problem, grid, lanes, plan, space, work
-from .kernels import rope_kernel, rope_positions_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "grid",
-    "lanes",
-    "plan",
-    "reference",
-    "rope",
-    "rope_kernel",
-    "rope_out",
-    "rope_positions_kernel",
-    "space",
-    "work",
-]
+from .decision import (
+    CHOICES as CHOICES,
+    Config as Config,
+    Problem as Problem,
+    grid as grid,
+    lanes as lanes,
+    plan as plan,
+    space as space,
+    work as work,
+)
 
 
 def reference(

@@ -31,10 +31,7 @@ from torch import Tensor
 from ...launch import FLOATS, Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, no_nan
 from ..common.philox import philox_reference, split_words
-from .decision import CHOICES, DECISION, Config, Problem, plan, space
-from .kernels import sample_kernel
-
-__all__ = ["CHOICES", "DECISION", "Config", "Problem", "comparable", "plan", "reference", "sample", "sample_kernel", "sample_out", "space"]
+from .decision import CHOICES as CHOICES, DECISION as DECISION, Config as Config, Problem as Problem, plan as plan, space as space
 
 
 def _scores(

@@ -19,23 +19,7 @@ from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, torch_op
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import silu_mul_quant_kernel, silu_mul_quant_rows_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "comparable",
-    "plan",
-    "reference",
-    "silu_mul_quant",
-    "silu_mul_quant_kernel",
-    "silu_mul_quant_out",
-    "silu_mul_quant_rows_kernel",
-    "space",
-]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 BLOCKS = (ROW, GROUPS)
 

@@ -24,26 +24,8 @@ from ...launch.values import Claims, within
 from .. import attention_decode as decode
 from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32, check_per_head
 from ..common.tiles import LOG2E
-from .decision import ARGUMENTS, CHOICES, Config, Problem, plan, space
-from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
-from .packed import CODE, COLUMNS, check_packed, pack_kv, parts, unpack_kv
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "pack_kv",
-    "plan",
-    "reference",
-    "refused_columns",
-    "space",
-    "sparse_decode",
-    "sparse_decode_gather_kernel",
-    "sparse_decode_kernel",
-    "sparse_decode_out",
-    "unpack_kv",
-]
+from .decision import ARGUMENTS, CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
+from .packed import CODE, COLUMNS, check_packed, pack_kv as pack_kv, parts, unpack_kv as unpack_kv
 
 MOST_TOKENS = 65535  # of a grid's second and third axis
 

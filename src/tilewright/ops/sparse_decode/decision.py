@@ -12,8 +12,7 @@ from torch import Tensor
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from .. import attention_decode as decode
-from ..attention_decode.decision import fitted
-from ..attention_decode.decision import work as attention_work
+from ..attention_decode.decision import fitted, work as attention_work
 from ..common.sequences import listed, sample
 from .kernels import sparse_decode_gather_kernel, sparse_decode_kernel
 from .packed import BYTES, GROUP, pack_kv, parts

@@ -20,23 +20,7 @@ from torch import Tensor
 from ...launch import FLOATS, Device, argument_error, check_integers, check_tensor, next_pow2, out_or_new, torch_op
 from ...launch.values import Claims, pages, spans
 from ..attention_decode.calls import check_decode
-from .decision import ARGUMENTS, CHOICES, CODE, Config, Problem, plan, space
-from .kernels import sparse_index_scores_kernel, sparse_index_select_kernel
-
-__all__ = [
-    "CHOICES",
-    "DECISION",
-    "Config",
-    "Problem",
-    "comparable",
-    "plan",
-    "reference",
-    "space",
-    "sparse_index",
-    "sparse_index_out",
-    "sparse_index_scores_kernel",
-    "sparse_index_select_kernel",
-]
+from .decision import ARGUMENTS, CHOICES as CHOICES, CODE, Config as Config, Problem as Problem, plan as plan, space as space
 
 MOST_HEADS, MOST_COLUMNS = 128, 256
 MOST_ROWS = 2**31 - 1

@@ -36,10 +36,7 @@ from ...launch import (
 )
 from ...launch.values import Claim, Claims, rising, within
 from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32
-from .decision import CHOICES, Config, Problem, plan, space
-from .kernels import recurrent_kernel as ssd_kernel
-
-__all__ = ["CHOICES", "DECISION", "Config", "Problem", "plan", "reference", "space", "ssd", "ssd_kernel", "ssd_out"]
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 
 def reference(

@@ -19,7 +19,7 @@ def threads_inherit() -> Iterator[None]:
 
     def inheriting(thread: threading.Thread) -> None:
         context, run = contextvars.copy_context(), thread.run
-        thread.run = lambda: context.run(run)  # type: ignore[method-assign]
+        thread.run = lambda: context.run(run)
         start(thread)
 
     with patch.object(threading.Thread, "start", inheriting):
