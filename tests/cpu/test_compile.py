@@ -23,7 +23,6 @@ from tilewright.compile import (
     compile_ops,
     disassemble as disassembler,
     representative,
-    static_ok,
 )
 from tilewright.compile.command import as_json, compile_command, exit_code, print_rows, summary
 from tilewright.compile.disassemble import usage
@@ -113,12 +112,13 @@ def test_workers_give_what_this_process_gives(cache, tmp_path):
     assert [(c.resources, c.error) for c in apart] == [(c.resources, c.error) for c in here]
 
 
-def test_static_ok_filters_a_spilling_config(cache, monkeypatch):
+def test_a_config_that_spills_is_not_ok(cache, monkeypatch):
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(cache.folder.parent / "own"))
     device = Device.for_arch("sm_90")
     for config, fine in ((FITS, True), (SPILLS, False), (BROKEN, False)):
         launch = launch_of(512, config)
-        assert static_ok(launch, device) is fine
+        (compiled,) = compile_launches([(launch, device.arch)], jobs=1)
+        assert compiled.ok is fine
 
 
 # -------------------------------------------------------------------------------------------- cache

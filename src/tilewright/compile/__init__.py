@@ -5,5 +5,5 @@ from .cache import ResultCache as ResultCache
 from .disassemble import Resources as Resources, ToolMissing as ToolMissing, find_tool as find_tool, require_tools as require_tools
 from .job import Compiled as Compiled
 from .own import compile_report as compile_report
-from .report import ARCHS as ARCHS, compile_ops as compile_ops, representative as representative, static_ok as static_ok
+from .report import ARCHS as ARCHS, compile_ops as compile_ops, representative as representative
 from .signature import kernel_signature as kernel_signature

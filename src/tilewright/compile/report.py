@@ -132,12 +132,6 @@ def representative(op: ModuleType, device: Device) -> list[Any]:
     return chosen
 
 
-def static_ok(launch: Traced, device: Device) -> bool:
-    """Whether one launch compiles for `device` without a spill. For many use `compile_launches`."""
-    (compiled,) = compile_launches([(launch, device.arch)], jobs=1)
-    return compiled.ok
-
-
 def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> Iterator[tuple[Row, Traced | None]]:
     """A row for each launch, not yet compiled; or one row with the error of the op's own code."""
     configs: list[Any] = [None]

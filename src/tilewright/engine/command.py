@@ -151,7 +151,6 @@ def measure_command(
 def tell(found: Measured, *, json_file: Path | None) -> int:
     """Prints the results. json_file: gets a line of JSON for each row. Returns the exit code."""
     if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(json_file, "".join(json.dumps(line) + "\n" for line in rows_of(found)).encode())
     # The table needs about 130 columns.
     _show(Console(highlight=False, width=None if Console(stderr=True).is_terminal else 160), found)

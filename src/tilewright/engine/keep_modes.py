@@ -23,7 +23,6 @@ def keep(source: Path, to: Path) -> int:
     """
     found = [{name: row.get(name) for name in KEPT} for row in rows(source) if row["op"] == "decode" and row["mode"] in ("graph", "mega")]
     old = [row for row in rows(to) if not any(_same(row, new) for new in found)]
-    to.parent.mkdir(parents=True, exist_ok=True)
     replace_file(to, "".join(json.dumps(row) + "\n" for row in (*found, *old)).encode())
     return len(found)
 

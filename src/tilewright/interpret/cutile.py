@@ -27,16 +27,6 @@ from cuda.tile._passes.ast2hir import HirMode, get_function_hir
 from cuda.tile._passes.hir2ir import hir2ir
 
 from . import front_end
-from .version import CUDA_TILE_VERSION
-
-__all__ = [
-    "CUDA_TILE_VERSION",
-    "MOST_BLOCKS",
-    "compiler_banner",
-    "constraints_of",
-    "python_function",
-    "typed_ir",
-]
 
 CALLING_CONVENTION = compilation.CallingConvention.cutile_python_v2()
 BYTECODE_VERSION = compiler._SUPPORTED_VERSIONS[-1]

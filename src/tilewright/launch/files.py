@@ -63,13 +63,14 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts a new file with `content` in the place of `path`.
+    """Puts a new file with `content` in the place of `path`, and makes its folder.
 
     The path names a whole file at every moment, and the new one is on disk when this returns. A
     link there is replaced, not followed. What a killed process left half written is removed.
 
     Raises: OSError for a device or the like, which root could replace.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISLNK(mode := path.lstat().st_mode):
             check_regular(path, mode)
@@ -105,6 +106,5 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Puts JSON into a file, whole or not at all, and makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Puts JSON into a file, whole or not at all."""
     replace_file(path, json.dumps(data, indent=1).encode() + b"\n")

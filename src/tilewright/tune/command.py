@@ -328,7 +328,6 @@ def export_command(path: Path, names: list[str] | None = None, *, console: Conso
     console = console or Console(soft_wrap=True, highlight=False)
     wanted = {decision_of(op).op for op in ops.named(names)}
     rows = [row for row in Store().rows() if row.op in wanted and state(row) == "holds"]
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, encoded(rows))
     console.print(f"{len(rows)} rows to {path}")
     return 0

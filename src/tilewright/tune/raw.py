@@ -99,7 +99,6 @@ def pack(source: Path, target: Path, gpu: str, op: str) -> tuple[int, int]:
     rows = {row.key: row for row in known}
     data = b"".join(msgspec.json.encode(rows[key]) + b"\n" for key in sorted(rows))
     path = _stem(target, gpu, op).with_suffix(".jsonl.gz")
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, gzip.compress(data, 9, mtime=0))
     path.with_suffix("").unlink(missing_ok=True)  # <op>.jsonl of the target, which is in the packed file now
     return len(rows), path.stat().st_size

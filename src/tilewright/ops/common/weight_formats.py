@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import argument_error, check_name, check_tensor, dtype_name
+from ...launch import argument_error, check_name, check_tensor
 from ...launch.values import Claims, within
 
 ROWS, WORDS = 64, 16  # of a panel: rows, and words of each row in a run
@@ -379,20 +379,3 @@ def check_weight(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Te
         check_tensor(zeros, "zeros", shape=shape_scales, dtypes=(torch.bfloat16, torch.float16), like=x)
     if factor is not None:
         check_tensor(factor, "factor", shape=(1,), dtypes=(torch.float32,), like=x)
-
-
-__all__ = [
-    "E2M1",
-    "E4M3",
-    "FORMATS",
-    "INT4",
-    "INT8",
-    "ROWS",
-    "WORDS",
-    "QuantizedWeight",
-    "WeightFormat",
-    "check_weight",
-    "dtype_name",
-    "format_named",
-    "scale_claims",
-]

@@ -11,11 +11,9 @@ from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import GROUPS, ROW, SQUARES, TENSOR, Block, largest_code
-from ..common.rows import Config
+from ..common.rows import Config as Config
 from ..common.scaling import GROUP
 from .kernels import quantize_fp8_amax_kernel, quantize_fp8_kernel, quantize_fp8_rows_kernel, quantize_fp8_scaled_kernel
-
-__all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
 OPERATIONS = 4  # on an element of a row
 # Of squares: persistent, latency, load_tma, occupancy, warps.

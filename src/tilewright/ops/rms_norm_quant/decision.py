@@ -12,11 +12,9 @@ from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import GROUPS, ROW, Block, largest_code
-from ..common.rows import Config
+from ..common.rows import Config as Config
 from ..common.scaling import GROUP
 from .kernels import rms_norm_quant_kernel
-
-__all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
 
 @dataclass(frozen=True, slots=True)

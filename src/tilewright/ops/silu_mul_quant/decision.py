@@ -12,11 +12,9 @@ from ...launch import Cost, Device, Launch
 from ...select import Choices, Work
 from ..common import rows
 from ..common.fp8 import ROW, Block, largest_code
-from ..common.rows import Config
+from ..common.rows import Config as Config
 from ..common.scaling import GROUP
 from .kernels import silu_mul_quant_kernel, silu_mul_quant_rows_kernel
-
-__all__ = ["CHOICES", "Config", "Problem", "plan", "space"]
 
 # Of whole rows beside those of rows.py, as whole_blocks takes them. The compiler gives registers to
 # as many blocks as keep the loads of an SM busy.
