@@ -90,10 +90,7 @@ class Rounds:
             ends = [min(len(mine) + rounds * wide, most) + wide - 1 for mine in tokens]  # a draft behind the last token that counts
             hold([len(row) + end if more else 0 for row, end, more in zip(rows, ends, left, strict=True)])
             for _ in range(rounds):
-                if self.graph is None:
-                    run(self.calls)
-                else:
-                    self.graph.replay()
+                run(self.calls, self.graph)
             counts = (self.verify.draws[0] - self.told).tolist()
             found = self.gained[: len(rows)].tolist()
             self.told.copy_(self.verify.draws[0])

@@ -10,7 +10,11 @@ from .program import Call, distinct
 OnCall = Callable[[int, int], None]
 
 
-def run(calls: list[Call]) -> None:
+def run(calls: list[Call], graph: torch.cuda.CUDAGraph | None = None) -> None:
+    """Call by call, or by the graph that has them."""
+    if graph is not None:
+        graph.replay()
+        return
     for call in calls:
         call()
 

@@ -57,10 +57,7 @@ class Prefill:
             self.ids.copy_(ids[:, start : start + q_len])
             self.buffers.positions.copy_(positions[:, start : start + q_len])
             self.buffers.kv_len.copy_(first + (start + q_len - padding).clamp(min=0))
-            if self.graph is None:
-                run(self.body)
-            else:
-                self.graph.replay()
+            run(self.body, self.graph)
         if into is not None:
             for name in ("x", "y"):
                 into.made(name).copy_(self.buffers.made(name).view(len(rows), q_len, -1)[:, -1])

@@ -74,12 +74,6 @@ class Verify:
             calls += state.choice.choose(logits[:, i], chosen[i], draws[i], sampling)
         return Verify(body, ids, draws, chosen, calls)
 
-    def run(self) -> None:
-        if self.graph is None:
-            run(self.calls)
-        else:
-            self.graph.replay()
-
     def fill(self, rows: list[list[int]], drafts: list[list[int]], prompts: list[int]) -> None:
         """rows: all tokens of each sequence so far. prompts: how many of them are its prompt's."""
         q_len, device = self.buffers.q_len, self.ids.device
@@ -130,6 +124,6 @@ def decode_with_drafts(
         drafts = [lookup(text, min(draft, more - 1)) if more else [] for text, more in zip(texts, left, strict=True)]
         hold([len(text) + draft if more else 0 for text, more in zip(texts, left, strict=True)])
         verify.fill(texts, drafts, [len(row) for row in rows])
-        verify.run()
+        run(verify.calls, verify.graph)
         found = verify.accepted(drafts)
         yield ending.extend(tokens, [new[:more] for new, more in zip(found, left, strict=True)]), 1
