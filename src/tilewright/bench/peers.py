@@ -67,17 +67,7 @@ def _plain_rms_norm(inputs: Inputs) -> bool:
     return inputs.get("residual") is None and not inputs.get("weight_offset")
 
 
-def _rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    positions: Tensor | None = None,
-    inv_freq: Tensor | None = None,
-    scaling: float = 1.0,
-    interleaved: bool = False,
-) -> Result:
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **unused: Any) -> Result:
     cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((sin, sin), -1)[:, None]
 
     def turned(x: Tensor) -> Tensor:
