@@ -115,6 +115,42 @@ def test_a_call_is_refused_in_our_words(op, name, wrong, message) -> None:
         public_function(module)(**{**inputs, name: wrong})
 
 
+E4M3 = torch.float8_e4m3fn
+CODES, MATRIX = torch.zeros(1, 1, 32, 64).to(E4M3), torch.zeros(2, 64)
+ROWS, ONE_ID = torch.zeros(2, 64).half(), {"weights": torch.ones(2, 1), "ids": torch.zeros(2, 1, dtype=torch.int64)}
+NEWEST, PLACE = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, dtype=torch.int32)
+IN_OUR_WORDS = [
+    (
+        lambda: tilewright.kv_append(NEWEST, NEWEST, CODES, CODES.clone(), positions=PLACE),
+        "k_scale must be given for a cache of float8_e4m3fn, as fp32 of shape (), one for all codes, or (1, 1, 32), ",
+    ),
+    (
+        lambda: tilewright.moe(ROWS, CODES[:, 0], CODES[0, :, :, :16], **ONE_ID),
+        "scale_gate_up must be given for a gate_up of float8_e4m3fn, got None",
+    ),
+    (
+        lambda: tilewright.mla_decode(NEWEST.half(), NEWEST[..., :24].half(), torch.zeros(1, 5, 88).half(), scale=0.1),
+        "q_rope.shape must be (1, 1, 1, rope), rope a power of two, at least 16 and less than 64, got (1, 1, 1, 24)",
+    ),
+    (lambda: tilewright.rope(NEWEST, NEWEST.clone(), MATRIX[None].double(), MATRIX[None]), "cos.dtype must be float32, got float64"),
+    (lambda: tilewright.softmax(torch.empty(2, 3, device="meta")), "device of the tensors must be cpu or cuda, got meta, which holds no values: "),
+    (lambda: tilewright.grouped_gemm_list(ROWS, [ROWS]), "a must be a list or tuple of tensors, got Tensor"),
+    (lambda: tilewright.grouped_gemm_list([ROWS], [ROWS.mT.contiguous()], out=ROWS), "out must be a list or tuple of tensors, got Tensor"),
+    (lambda: tilewright.QuantizedExperts.of(MATRIX, "int8"), "weight.dim() must be 4, got 2"),
+    (
+        lambda: tilewright.QuantizedExperts.of(torch.zeros(2, 3, 4, 16), "int8"),
+        "weight.shape must be [experts, parts, n, k], with 2 parts for gate and up, else 1, got (2, 3, 4, 16)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), IN_OUR_WORDS)
+def test_a_natural_mistake_is_answered_by_what_is_missing(call, message) -> None:
+    """Each of these blamed another argument, or said what no reader can use."""
+    with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(message)}"):
+        call()
+
+
 @pytest.mark.parametrize("op", [ops.mla_decode, ops.sparse_decode], ids=op_name)
 def test_a_required_scale_has_no_default(op) -> None:
     """None took head_dim ** -0.5, which is wrong for absorbed queries."""

@@ -324,7 +324,7 @@ def test_bad_packed_input_is_named(change, message):
 Q8, K8 = Q.to(torch.float8_e4m3fn), K.to(torch.float8_e4m3fn)
 SCALES = {"q_scale": torch.ones(4), "k_scale": torch.ones(2), "v_scale": torch.ones(2)}
 BAD_CODES = [
-    ({"q_scale": None}, TypeError, r"q_scale must be a torch.Tensor, got NoneType"),
+    ({"q_scale": None}, ValueError, r"q_scale must be given for float8_e4m3fn, as fp32 of shape \(4,\), got None"),
     ({"v_scale": torch.ones(4)}, ValueError, r"v_scale.shape must be \(2,\), got \(4,\)"),
     ({"q": torch.zeros(2, 4, 6, 192).to(torch.float8_e4m3fn)}, ValueError, r"q.shape\[-1\] must be in 1..128, got 192"),
     ({"v": K8.expand(2, 2, 9, 32).transpose(0, 1).contiguous().transpose(0, 1)[..., ::2]}, ValueError, r"v.stride\(-1\) must be 1, got 2"),

@@ -70,7 +70,7 @@ def test_a_step_over_pages_of_codes_compiles_to_one_graph():
 
 Q, K = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 8, dtype=E4M3)
 WRONG = [
-    ({"k": K, "v": K}, r"k_scale must be a torch.Tensor, got NoneType"),
+    ({"k": K, "v": K}, r"k_scale must be given for float8_e4m3fn, as fp32 of shape \(.*\), got None"),
     ({"k": K, "v": K, **ONE, "v_scale": torch.ones(1)}, r"v_scale.shape must be \(1, 1, 1\), got \(1,\)"),
     ({"k": K, "v": Q, **ONE}, r"v.dtype must be float8_e4m3fn, got bfloat16"),
     ({"k": Q, "v": Q, **ONE}, r"k_scale must be None for bfloat16, got Tensor"),

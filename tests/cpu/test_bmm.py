@@ -126,7 +126,7 @@ BAD = [
     ({"a": A[:1].expand(3, 4, 256)}, ValueError, r"b.shape\[0\] must be 1 or 3"),
     ({"b": B.mT}, ValueError, r"b.stride\(-1\) must be 1, got 8"),
     ({"out_dtype": torch.float16}, ValueError, r"out_dtype must be one of bfloat16, float32, got torch.float16"),
-    ({"scale_a": ONE, "scale_b": ONE}, ValueError, r"scale_a must be None for bfloat16 operands, got a tensor"),
+    ({"scale_a": ONE, "scale_b": ONE}, ValueError, r"scale_a must be None for bfloat16 operands, got Tensor"),
 ]
 FP8 = {"a": A8, "b": B8, "trans_b": True}
 BAD_SCALES = [

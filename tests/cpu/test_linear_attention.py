@@ -231,7 +231,7 @@ G = tokens(4)
 BAD_RULE = [
     ({"q": G["q"].double()}, r"q.dtype must be one of bfloat16, float16, float32, got float64"),
     ({"k": G["k"][..., :16]}, r"k.shape must be \(2, 1, 4, 32\), got \(2, 1, 4, 16\)"),
-    ({"v": G["v"][:, :, :3]}, r"v.shape must be \(2, 'v_heads', 4, 'v_dim'\), got \(2, 2, 3, 32\)"),
+    ({"v": G["v"][:, :, :3]}, r"v.shape must be \(2, v_heads, 4, v_dim\), got \(2, 2, 3, 32\)"),
     ({"g": G["g"].half()}, r"g.dtype must be float32, got float16"),
     ({"g": torch.zeros(2, 2, 4, 16)}, r"g.shape must be \(2, 2, 4, 32\), got \(2, 2, 4, 16\)"),
     ({"g": torch.zeros(2, 2, 32, 4).mT}, r"g.stride\(-1\) must be 1, got 4"),

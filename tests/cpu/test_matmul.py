@@ -206,7 +206,7 @@ def test_what_follows_the_product_when_k_is_0():
         ((A[None], B), {"trans_a": True}, r"a.dim\(\) must be 2 with trans_a, got 3"),
         ((torch.zeros(()), B), {}, r"a.dim\(\) must be at least 1, got 0"),
         ((A.half(), B.half()), {"trans_b": True, "tf32": True}, r"tf32 must be False for torch.float16, got True"),
-        ((A, B), {"trans_b": True, "scale_a": ONE, "scale_b": ONE}, r"scale_a must be None for float32 operands, got a tensor"),
+        ((A, B), {"trans_b": True, "scale_a": ONE, "scale_b": ONE}, r"scale_a must be None for float32 operands, got Tensor"),
         ((A8, B8), {"trans_b": True, "scale_a": ONE}, r"scale_b must be given together with the other operand's scale, got None"),
         ((A8, B8), {"trans_b": True, "scale_a": ONE.double(), "scale_b": ONE}, r"scale_a.dtype must be float32, got float64"),
         ((A8, B8), {"trans_b": True, "scale_a": torch.ones(5), "scale_b": torch.ones(6)}, r"scale_a.shape must be \(4,\) \(ROW.*got \(5,\)"),

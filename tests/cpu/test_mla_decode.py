@@ -57,7 +57,7 @@ def test_codes_with_a_scale_for_each_token_are_the_rows_they_stand_for(latent, c
 
 CODES = torch.zeros(1, 5, 80).to(torch.float8_e4m3fn)
 WRONG_CODES = [
-    ({"cache": CODES}, TypeError, "cache_scale must be a torch.Tensor, got NoneType"),
+    ({"cache": CODES}, ValueError, r"cache_scale must be given for float8_e4m3fn, as fp32 of shape \(1, 5\), got None"),
     ({"cache": CODES.half(), "cache_scale": torch.ones(1, 5)}, ValueError, "cache_scale must be None for float16, got Tensor"),
     ({"cache": CODES, "cache_scale": torch.ones(1, 4)}, ValueError, r"cache_scale.shape must be \(1, 5\), got \(1, 4\)"),
     ({"cache": torch.zeros(1, 5, 90).to(CODES.dtype)[..., 5:85], "cache_scale": torch.ones(1, 5)}, ValueError, "cache's strides and offset must be"),
@@ -134,7 +134,7 @@ BAD = [
     ({"q_latent": Q.float()}, ValueError, r"q_latent.dtype must be one of bfloat16, float16, got float32"),
     ({"q_latent": torch.zeros(2, 4, 1, 96).half()}, ValueError, r"q_latent.shape\[3\] must be 64, 128, 256 or 512, got 96"),
     ({"q_latent": torch.zeros(2, 4, 5, 64).half()}, ValueError, r"q_latent.shape\[2\] must be in 1..4, got 5"),
-    ({"q_rope": R[:1]}, ValueError, r"q_rope.shape must be \(2, 4, 1\) and a power of two, at least 16 and less than 64, got \(1, 4, 1, 16\)"),
+    ({"q_rope": R[:1]}, ValueError, r"q_rope.shape must be \(2, 4, 1, rope\), rope a power of two, at least 16 and less than 64, got \(1, 4, 1, 16\)"),
     ({"q_rope": R[..., :8]}, ValueError, r"q_rope.shape must be"),
     ({"cache": CACHE[..., :64]}, ValueError, r"cache.shape must be \(2, 32, 80\), got \(2, 32, 64\)"),
     ({"cache": CACHE[:, None]}, ValueError, r"cache.dim\(\) must be 3, got 4"),

@@ -356,11 +356,11 @@ def test_fp4_of_checkpoints():
         (lambda: QuantizedWeight.of(torch.zeros(4, 128), "int4-100"), r"weight_format must be .*one of int4-128, .*nvfp4, got 'int4-100'"),
         (
             lambda: QuantizedWeight.of(torch.zeros(4, 96), "int4-128"),
-            r"k of the weight must be a multiple of 128, the group of int4-128 \(formats for it: int4-32, .*mxfp4, nvfp4\), got 96",
+            r"k of the weight must be a multiple of 128, the group of int4-128 \(formats for this k: int4-32, .*mxfp4, nvfp4\), got 96",
         ),
         (
             lambda: QuantizedWeight.of(torch.zeros(4, 33), "int8"),
-            r"k of the weight must be a multiple of 16 for int8 \(formats for it: none\), got 33",
+            r"k of the weight must be a multiple of 16 for int8 \(no format takes this k\), got 33",
         ),
         (lambda: QuantizedWeight.of(torch.full((4, 32), torch.inf), "mxfp4"), r"weight must be finite"),
         (lambda: QuantizedWeight.of(torch.zeros(4, 32).double(), "mxfp4"), r"weight.dtype must be one of bfloat16, float16, float32, got float64"),

@@ -168,7 +168,7 @@ BAD = [
     ({"weights": WEIGHTS[:1]}, ValueError, r"weights.shape must be \(2, 1, 4\), got \(1, 1, 4\)"),
     ({"topk": 0}, ValueError, r"topk must be in 1\.\.2\*\*31 - 1, got 0"),
     ({"topk": 2.0}, TypeError, r"topk must be a Python integer, got 2.0"),
-    ({"cache_scale": torch.ones(2, 8)}, ValueError, r"cache_scale must be given for e4m3 keys, and None for others, got a tensor"),
+    ({"cache_scale": torch.ones(2, 8)}, ValueError, r"cache_scale must be given for e4m3 keys, and None for others, got Tensor"),
     ({"q": Q.to(CODE), "cache": CACHE.to(CODE)}, ValueError, r"cache_scale must be given for e4m3 keys, and None for others, got None"),
     ({"kv_len": int32(1)}, ValueError, r"kv_len.shape must be \(2,\), got \(1,\)"),
     ({"kv_start": torch.zeros(2)}, ValueError, r"kv_start.dtype must be int32, got float32"),

@@ -47,7 +47,8 @@ def check_tensor(
     if dtypes is None:
         dtypes = (tensor.dtype if like is None else like.dtype,)
     if tensor.dtype not in dtypes:
-        raise argument_error(f"{name}.dtype", "one of " * (len(dtypes) > 1) + ", ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype))
+        names = list(dict.fromkeys(map(dtype_name, dtypes)))  # "q's or float32" is one dtype for q in float32
+        raise argument_error(f"{name}.dtype", "one of " * (len(names) > 1) + ", ".join(names), dtype_name(tensor.dtype))
     if like is not None:
         if tensor.device != like.device:
             raise argument_error(f"{name}.device", like.device, tensor.device)
@@ -77,7 +78,7 @@ def _stride_error(tensor: Tensor, name: str, contiguous: bool) -> ValueError:
         return argument_error(name, "contiguous", f"strides {tensor.stride()} for shape {tuple(tensor.shape)}")
     mend = f": give {name}.contiguous(), a copy"
     if name in ("a", "b") and tensor.dim() >= 2 and tensor.stride(-2) == 1:  # the commonest mistake: matmul(x, weight.t())
-        mend = f", a transposed view: give {name}.mT instead, with trans_{name}=True where the op has it, or {name}.contiguous()"
+        mend = f", a transposed view: give {name}.contiguous(), a copy; or {name}.mT and the other trans_{name}, if the op has it"
     return argument_error(f"{name}.stride(-1)", 1, f"{tensor.stride(-1)}{mend}")
 
 

@@ -45,7 +45,10 @@ def traced_device() -> Any:
     """The device of meta tensors. Raises ValueError outside of `traced`."""
     context = CONTEXT.get()
     if context is None or context.device is None:
-        raise ValueError("device of a meta tensor must be given by `with traced(Device.named(...))`, got no such context")
+        raise ValueError(
+            "device of the tensors must be cpu or cuda, got meta, which holds no values: move them, "
+            'or call inside `with tilewright.launch.traced(Device.named("H200"))`, which only records the launches'
+        )
     return context.device
 
 

@@ -289,7 +289,9 @@ def adjust_logits(
             if value.dim() and value.shape != (rows,):
                 raise argument_error(f"{name}.shape", f"() or ({rows},)", tuple(value.shape))
     if (counts is None) != all(value is None for value in penalties.values()):
-        raise argument_error("counts", "given with repetition, presence or frequency, and only then", type(counts).__name__)
+        raise argument_error(
+            "counts", "given with repetition, presence or frequency, and only then", type(counts).__name__ if counts is not None else None
+        )
     out = out_or_new(out, (rows, cols), torch.float32, logits, counts, *penalties.values(), bias, mask)
     if rows:
         flat = (None if value is None else value.reshape(-1) for value in penalties.values())

@@ -210,7 +210,8 @@ def mla_decode(
     check_tensor(q_rope, "q_rope", ndim=4, like=q_latent)
     rope = q_rope.shape[3]
     if q_rope.shape[:3] != q_latent.shape[:3] or rope & (rope - 1) or not 16 <= rope < latent:
-        raise argument_error("q_rope.shape", f"{(batch, heads, q_len)} and a power of two, at least 16 and less than {latent}", tuple(q_rope.shape))
+        wanted = f"({batch}, {heads}, {q_len}, rope), rope a power of two, at least 16 and less than {latent}"
+        raise argument_error("q_rope.shape", wanted, tuple(q_rope.shape))
     stored = cache.dtype if isinstance(cache, Tensor) and cache.dtype is torch.float8_e4m3fn else q_latent.dtype
     check_tensor(cache, "cache", ndim=3, dtypes=(stored,), like=q_latent)
     if cache.shape[2] != latent + rope or (block_table is None and cache.shape[0] != batch):

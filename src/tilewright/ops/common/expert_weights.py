@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import argument_error
+from ...launch import FLOATS, argument_error, check_tensor
 from .weight_formats import FORMATS, QuantizedWeight, format_named
 
 
@@ -32,6 +32,9 @@ class QuantizedExperts:
 
         device: where the weights are rounded and kept; default their own.
         """
+        check_tensor(weight, "weight", ndim=4, dtypes=FLOATS, any_strides=True)
+        if not 1 <= weight.shape[1] <= 2 or not len(weight):
+            raise argument_error("weight.shape", "[experts, parts, n, k], with 2 parts for gate and up, else 1", tuple(weight.shape))
 
         def small(part: Tensor) -> QuantizedWeight:
             return QuantizedWeight.of(part.to(device or part.device).contiguous(), weight_format)

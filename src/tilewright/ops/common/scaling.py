@@ -74,7 +74,8 @@ def scaling_of(
     if scale_a is None and scale_b is None:
         return Scaling.NONE
     if a.dtype not in FP8:
-        raise argument_error("scale_a" if scale_a is not None else "scale_b", f"None for {dtype_name(a.dtype)} operands", "a tensor")
+        name, given = ("scale_a", scale_a) if scale_a is not None else ("scale_b", scale_b)
+        raise argument_error(name, f"None for {dtype_name(a.dtype)} operands", type(given).__name__)
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         _check_scale(a, name, scale)
     assert scale_a is not None

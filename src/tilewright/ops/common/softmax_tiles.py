@@ -187,7 +187,9 @@ def check_scales(like: Tensor, **given: tuple[Tensor | None, tuple[int, ...]]) -
             if tensor is not None:
                 raise argument_error(name, f"None for {dtype_name(like.dtype)}", type(tensor).__name__)
             continue
-        check_tensor(tensor, name, shape=shape, dtypes=(torch.float32,), like=like)  # type: ignore[arg-type]  # None: it says so
+        if tensor is None:
+            raise argument_error(name, f"given for {dtype_name(like.dtype)}, as fp32 of shape {shape}", None)
+        check_tensor(tensor, name, shape=shape, dtypes=(torch.float32,), like=like)
 
 
 def no_keys(out: Tensor, lse: Tensor | None, denominator: Tensor | None = None) -> None:

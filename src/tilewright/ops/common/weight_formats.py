@@ -130,7 +130,8 @@ def check_k(k: int, of: WeightFormat) -> None:
     if k <= 0 or k % of.multiple:
         what = f"a multiple of {of.multiple}" + (f", the group of {of.name}" if of.group else f" for {of.name}")
         fitting = [other.name for other in FORMATS.values() if k > 0 and k % other.multiple == 0]
-        raise argument_error("k of the weight", f"{what} (formats for it: {', '.join(fitting) or 'none'})", k)
+        others = f"formats for this k: {', '.join(fitting)}" if fitting else "no format takes this k"
+        raise argument_error("k of the weight", f"{what} ({others})", k)
 
 
 def step_weights(constants: Mapping[str, Any]) -> int:

@@ -179,7 +179,8 @@ def gated_delta_rule(
     check_tensor(v, "v", ndim=q.dim(), like=q)
     rows = [n for axis, n in enumerate(q.shape[:-1]) if axis != head]
     if [n for axis, n in enumerate(v.shape[:-1]) if axis != head] != rows:
-        raise argument_error("v.shape", (*q.shape[:head], "v_heads", *q.shape[head + 1 : -1], "v_dim"), tuple(v.shape))
+        wanted = ", ".join(map(str, (*q.shape[:head], "v_heads", *q.shape[head + 1 : -1], "v_dim")))
+        raise argument_error("v.shape", f"({wanted})", tuple(v.shape))
     check_heads(v, k, MAX_HEAD_DIM, "v")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise argument_error("q.shape[-1]", f"in 1..{MAX_HEAD_DIM}", q.shape[-1])

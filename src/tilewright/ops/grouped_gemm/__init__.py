@@ -223,6 +223,9 @@ def grouped_gemm_list(
         under graph capture.
     """
     check_bools(trans_b=trans_b)
+    for name, given in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("out", out)):
+        if not isinstance(given, (list, tuple)) and (given is not None or name in ("a", "b")):
+            raise TypeError(f"{name} must be a list or tuple of tensors, got {type(given).__name__}")
     if not a:
         raise argument_error("len(a)", "at least 1", 0)
     for name, others in (("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("out", out)):

@@ -298,9 +298,12 @@ def kv_append(
         check_writable(q, "q")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype in FP8:
+            if scale is None:
+                shapes = f"(), one for all codes, or {tuple(k_cache.shape[:3])}, one for each token and head"
+                raise argument_error(name, f"given for a cache of {dtype_name(k_cache.dtype)}, as fp32 of shape {shapes}", None)
             each = isinstance(k_scale, Tensor) and k_scale.dim() > 0
-            check_tensor(scale, name, shape=tuple(k_cache.shape[:3]) if each else (), dtypes=(torch.float32,), like=k)  # type: ignore[arg-type]
-            if each and scale is not None:
+            check_tensor(scale, name, shape=tuple(k_cache.shape[:3]) if each else (), dtypes=(torch.float32,), like=k)
+            if each:
                 check_writable(scale, name, None if name == "k_scale" else k_scale, "k_scale")
         elif scale is not None:
             raise argument_error(name, f"None for a cache of {dtype_name(k_cache.dtype)}", type(scale).__name__)

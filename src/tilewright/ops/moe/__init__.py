@@ -216,7 +216,9 @@ def moe(
     check_tensor(x, "x", ndim=2, dtypes=HALVES)
     tokens, hidden = x.shape
     scaled = scale_gate_up is not None or scale_down is not None
-    for name, matrix in (("gate_up", gate_up), ("down", down)):
+    for name, matrix, scale in (("gate_up", gate_up, scale_gate_up), ("down", down, scale_down)):
+        if not scaled and isinstance(matrix, Tensor) and matrix.dtype is E4M3:
+            raise argument_error(f"scale_{name}", f"given for a {name} of float8_e4m3fn", scale)
         check_tensor(matrix, name, dtypes=(E4M3,) if scaled else (x.dtype,), like=x)
     check_tensor(down, "down", ndim=3)
     experts, _, inter = down.shape

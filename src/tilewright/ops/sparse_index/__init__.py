@@ -205,7 +205,9 @@ def sparse_index(
         raise argument_error("cache.shape[0] * cache.shape[1]", f"at most {MOST_ROWS}", cache.shape[0] * cache.shape[1])
     check_decode(q, cache.shape[1], kv_len, block_table, kv_start, None)
     if (cache_scale is None) != (q.dtype != CODE):
-        raise argument_error("cache_scale", "given for e4m3 keys, and None for others", "None" if cache_scale is None else "a tensor")
+        raise argument_error(
+            "cache_scale", "given for e4m3 keys, and None for others", type(cache_scale).__name__ if cache_scale is not None else None
+        )
     check_tensor(weights, "weights", shape=tuple(q.shape[:3]), dtypes=(torch.float32,), like=q)
     if cache_scale is not None:
         check_tensor(cache_scale, "cache_scale", shape=tuple(cache.shape[:2]), dtypes=(torch.float32,), like=q)
