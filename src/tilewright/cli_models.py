@@ -93,7 +93,9 @@ def generate(  # noqa: PLR0913 an option each
             and (compiled or (compare and not prompt_tokens)),
             f"--device must be cuda or cpu with --tp, which takes the first GPUs, got {device!r}": tp > 1 and ":" in device,
             "--nccl must come with --tp 2 or more": nccl and tp == 1,
-            "--weights must come without --compare and --engine mega": weights is not None and (compare or engine == "mega"),
+            f"--weights must come without --compare, got {weights!r}: stock transformers does not multiply quantised weights": compare
+            and weights is not None,
+            f"--weights must be e4m3 with --engine mega, got {weights!r}": engine == "mega" and weights not in (None, "e4m3"),
             "--draft must come with --speculate of at least 1, and without --tp": bool(draft) and (speculate == 0 or tp > 1),
             "--speculate must come with --engine auto, graph or eager, and without --prompt-tokens": speculate > 0
             and (prompt_tokens > 0 or engine in ("transformers", "mega")),
@@ -203,7 +205,7 @@ def difftest(  # noqa: PLR0913 an option each
     blocks: Annotated[int, option("--blocks", "Blocks of the kernel. Default: one per SM.", min=0)] = 0,
     schedule: Annotated[str, option("--schedule", "Run the reference machine alone, with this GPU's schedule, e.g. GB10.", metavar="GPU")] = "",
     device: DeviceName = "",
-    dtype: Dtype = "",
+    dtype: Annotated[str, option("--dtype", "bfloat16 or float16. Default: bfloat16.")] = "",
     trust_remote_code: Trust = False,
     json_file: Json = None,
 ) -> int:
@@ -212,13 +214,13 @@ def difftest(  # noqa: PLR0913 an option each
     """
     from .engine.mega.difftest import difftest_command
     from .engine.mega.pack import decided
-    from .launch import Device
+    from .launch.device import KNOWN
     from .models import outline_of
     from .models.command import device_and_dtype, load_and_say
 
     where, number_type = device_and_dtype(device, dtype or "bfloat16")
     if schedule:
-        Device.named(schedule)  # before a model is built
+        check_name("--schedule", sorted(KNOWN), schedule)  # before a model is built
     whole = decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where, layers=layers)
     loaded = load_and_say(model, where, number_type, layers=layers or 0, trust_remote_code=trust_remote_code)
     return difftest_command(loaded.model, whole=whole, position=position, blocks=blocks, gpu=schedule, json_file=json_file)

@@ -69,7 +69,7 @@ def test_keys_of_a_model_that_also_keeps_states() -> None:
     ("name", "dtype", "options", "message"),
     [
         ("llama", torch.bfloat16, {"kv_dtype": "int8"}, r"kv_dtype must be None or \"fp8\", got 'int8'"),
-        ("llama", torch.float32, {"kv_dtype": "fp8"}, "of a model in bfloat16 or float16"),
+        ("llama", torch.float32, {"kv_dtype": "fp8"}, r"the model's dtype must be bfloat16 or float16 with kv_dtype \"fp8\", got float32"),
         ("nemotron_h", torch.bfloat16, {"kv_dtype": "fp8"}, "heads with a multiple of 4 elements, at most 256"),
         ("deepseek_v2", torch.bfloat16, {"kv_dtype": "fp8"}, "latents are cached in 16 bits"),
     ],

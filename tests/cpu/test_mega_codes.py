@@ -2,11 +2,15 @@
 two codes.
 """
 
+from pathlib import Path
+
 import cuda.tile as ct
 import pytest
 import torch
 from engine_models import NEW, prompts, stock_tokens, tiny
+from typer.testing import CliRunner
 
+from tilewright.cli import app
 from tilewright.engine import Engine
 from tilewright.engine.mega.pack import packed_bytes, two_codes
 from tilewright.engine.mega.shape import SECOND
@@ -36,6 +40,24 @@ def test_engine_writes_the_tokens_of_transformers_with_e4m3_weights() -> None:
     model.lm_head = other.model.layers[0].self_attn.q_proj
     with pytest.raises(ValueError, match=r"lm_head must be e4m3, and 16 bits in the head, .* got int4-32"):
         Engine(model, mode="mega")
+
+
+def test_generate_quantises_for_the_megakernel(tmp_path: Path) -> None:
+    """The command refused what `Engine` runs."""
+
+    def run(*arguments: object):
+        how = ("generate", "--model", tmp_path, "--prompt", "AB", "--raw", "--max-new-tokens", 3, "--device", "cpu")
+        return CliRunner().invoke(app, [str(a) for a in (*how, *arguments)])
+
+    tiny("llama", BF16, **SIZES).save_pretrained(tmp_path)
+    eager, mega = (run("--weights", "e4m3", "--engine", engine) for engine in ("eager", "mega"))
+    assert mega.exit_code == 0, mega.output
+    assert "mega_kernel" in mega.output
+    assert mega.output.splitlines()[1:3] == eager.output.splitlines()[1:3]  # the prompt and the tokens
+    refused = run("--weights", "int8", "--engine", "mega")
+    assert (refused.exit_code, refused.stderr) == (2, "error: --weights must be e4m3 with --engine mega, got 'int8'\n")
+    compared = run("--weights", "int8", "--compare")
+    assert compared.stderr.startswith("error: --weights must come without --compare, got 'int8': stock transformers")
 
 
 @ct.kernel

@@ -207,7 +207,7 @@ def test_a_cache_of_codes_is_refused_where_it_would_not_be_used() -> None:
     model = tiny_model(FAMILIES["llama"], torch.bfloat16)
     with pytest.raises(ValueError, match="kv_dtype must be None for a LlamaForCausalLM whose attention stays in PyTorch"):
         patch(model, skip=["attention"], kv_dtype="fp8")
-    with pytest.raises(ValueError, match="of a model in bfloat16 or float16"):
+    with pytest.raises(ValueError, match="dtype must be bfloat16 or float16 with kv_dtype"):
         patch(tiny_model(FAMILIES["llama"]), kv_dtype="fp8")
     with patch(model):
         pass  # unchanged

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..interpret.threads import choose_threads_once
 from ..launch import argument_error, check_name, chosen_device
 from ..launch.files import write_json
-from ..ops.common.weight_formats import format_named
+from ..ops.common.weight_formats import FORMATS
 from . import chat_template
 from .generate import GREEDY, Comparison, Draw, compare, encode
 from .load import DTYPES, Loaded, load
@@ -28,11 +28,13 @@ from .shard import shard_of
 
 
 def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tuple[torch.device, torch.dtype]:
-    """Parses --device and --dtype.
+    """Parses --device and --dtype, and checks --weights.
 
     Default: a GPU if there is one, and the dtype that suits it, or --weights. Raises ValueError on
     anything else.
     """
+    if weights is not None:
+        check_name("--weights", (*FORMATS, "gguf"), weights)
     where = chosen_device(device)
     dtype = dtype or ("float32" if where.type == "cpu" and weights is None else "bfloat16")
     check_name("--dtype", DTYPES, dtype)
@@ -154,7 +156,7 @@ def refuse_comparison(loaded: Loaded) -> None:
 
 def quantize_command(model: str, where: torch.device, weight_format: str, out: Path, *, trust_remote_code: bool = False) -> int:
     """Loads, quantises, writes, and says how many bytes that saved."""
-    format_named(weight_format)
+    check_name("--format", FORMATS, weight_format)
     check_output(out)
     loaded = load_and_say(model, torch.device("cpu"), torch.bfloat16, trust_remote_code=trust_remote_code)
     before = weight_bytes(loaded.model)

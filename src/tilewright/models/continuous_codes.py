@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import argument_error
+from ..launch import argument_error, dtype_name
 from ..ops.common.fp8 import ROW
 from ..ops.quantize_fp8 import quantize_fp8
 from .scope import with_our_functions
@@ -31,10 +31,11 @@ def check_kv_dtype(kv_dtype: str | None, model: Any) -> None:
         return
     if kv_dtype != "fp8":
         raise argument_error("kv_dtype", 'None or "fp8"', repr(kv_dtype))
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        raise argument_error("the model's dtype", 'bfloat16 or float16 with kv_dtype "fp8"', dtype_name(model.dtype))
     head_dims = {getattr(module, "head_dim", 0) for name, module in model.named_modules() if name.endswith("self_attn") or hasattr(module, "k_proj")}
     for rule, kept in (
         ("of a model with keys and values of heads, as latents are cached in 16 bits", not hasattr(model.config, "kv_lora_rank")),
-        ("of a model in bfloat16 or float16", model.dtype in (torch.bfloat16, torch.float16)),
         ("of heads with a multiple of 4 elements, at most 256", all(n % 4 == 0 and n <= 256 for n in head_dims)),
     ):
         if not kept:
