@@ -126,11 +126,57 @@ def models(rows: list[dict]) -> str:
         if r["op"] == "start":
             more.append(f"- Time from loaded weights to the second token, {r['case']}: {r['start_s']:.1f} s.")
     for r in rows:
+        if r["op"] == "parallel":
+            step = {name: f"{us / 1e3:.2f} ms" for name, us in r["step_us"].items()}
+            times = f"{step['direct']} where ranks write to each other: **{r['speedup']['direct']:.2f}x**; {step['nccl']} with NCCL alone"
+            more.append(f"- A step on several GPUs, {r['case']}: {times}; {step['one']} on one.")
+    for r in rows:
         if r["op"] == "agreement":
             ties = sum(found["tie"] for found in r["parted"])
             same = f"equal to transformers' for {r['equal']} of {r['prompts']} prompts; {ties} differ after a tie in bf16"
             more.append(f"- Greedy tokens, {r['case']}: {same}.")
     return "\n".join([*lines, "", prose(note), *([""] if more else []), *(prose(line, "  ") for line in more)])
+
+
+def modes(rows: list[dict]) -> str:
+    """A step of one sequence in each mode of the engine: rows of the suite "decode"."""
+    steps: dict[tuple, dict[str, dict]] = {}
+    for r in rows:
+        if r["op"] == "decode":
+            steps.setdefault((r["gpu"], r["case"].rpartition(" mode=")[0].replace(" batch=1", "")), {})[r["mode"]] = r
+    shown = ("eager", "graph", "mega")
+    lines = ["| model | keys | eager | graph | mega | of the floor, the fastest |", "|---|---|---|---|---|---|"]
+    for (_, case), found in steps.items():
+        best = min(found.values(), key=lambda r: r["time_us"])
+        times = [f"{found[mode]['time_us']:.0f} us" if mode in found else "-" for mode in shown]
+        cells = [f"**{cell}**" if mode == best["mode"] else cell for mode, cell in zip(shown, times, strict=True)]
+        lines.append(f"| {case} | {best['keys']} | {' | '.join(cells)} | {best['floor_pct']:.0f} % |")
+    gpus, dates = (sorted({r[name] for found in steps.values() for r in found.values()}) for name in ("gpu", "date"))
+    note = f"{', '.join(gpus)}, {', '.join(dates)}, `tilewright bench --suite decode`. keys: in the cache, on average. In bold: the fastest."
+    return "\n".join([*lines, "", prose(note)])
+
+
+def cascade(rows: list[dict]) -> str:
+    """Keys that a batch shares, read once, beside `attention_decode` over all keys of each user."""
+    lines = []
+    for r in rows:
+        if r["op"] == "cascade_decode":
+            ours, plain = r["us"]["cascade_decode"], r["us"]["attention_decode"]
+            what = f"{r['case']}: {ours:.0f} us, `attention_decode` over all keys {plain:.0f} us: **{r['ratio']:.2f}x**"
+            lines.append(prose(f"- {r['gpu']}, {r['date']}, {what} (`{r['command']}`).", "  "))
+    return "\n".join(lines)
+
+
+def load_test(rows: list[dict]) -> str:
+    """The last load test of each kind."""
+    lines = []
+    for r in rows:
+        if r["op"] == "serve_load":
+            told = f"{r['told']['answered']:,} answers, {r['wrong']} wrong, {r['lost']} lost"
+            first, whole = (f"p50 {r[f'{what}_p50_s']:.2f} s, p99 {r[f'{what}_p99_s']:.2f} s" for what in ("first", "whole"))
+            times = f"first token {first}; whole answer {whole}"
+            lines.append(prose(f"- {r['gpu']}, {r['date']}, {r['case']}: {told}; {times} (`{r['command']}`).", "  "))
+    return "\n".join(lines)
 
 
 def megakernel(rows: list[dict]) -> str:
@@ -295,7 +341,9 @@ BLOCKS = {
     "docs/bench.md": {"numbers": table, "drawn": drawn, "peers": peers, "platforms": platforms},
     "docs/tune.md": {"tuned": tuned},
     "docs/learn.md": {"ladder": ladder, **{f"{name} steps": partial(explained, name) for name in ("attention", "gemm", "decode")}},
-    "docs/engine.md": {"models": models},
+    "docs/decode.md": {"cascade": cascade},
+    "docs/engine.md": {"modes": modes, "models": models},
+    "docs/serving.md": {"load test": load_test},
     "docs/models.md": {"kept": kept},
     "docs/megakernel.md": {"megakernel": megakernel},
 }

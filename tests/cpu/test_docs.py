@@ -24,6 +24,7 @@ import tilewright
 from tilewright import QuantizedWeight, ops
 from tilewright.bench.report import case_name
 from tilewright.cli import app
+from tilewright.launch.environment import KNOWN
 from tilewright.models import CONFIGS
 from tilewright.ops.common.weight_formats import FORMATS
 from tilewright.testing import op_name
@@ -65,6 +66,21 @@ def test_the_page_of_the_ops_has_the_errors_of_its_formats():
 def test_pages_name_files_that_exist(page):
     for path in re.findall(r"\b((?:docs|notes|tests|tools|benchmarks|src)/[\w/.-]+\.(?:md|py|jsonl|txt))\b", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize(
+    ("page", "folder"), [("engine.md", "engine"), ("megakernel.md", "engine/mega"), ("architecture.md", "ops/common")], ids=lambda name: name
+)
+def test_a_table_of_files_names_each_file_of_its_folder(page, folder):
+    text = (ROOT / "docs" / page).read_text()
+    files = [file.name for file in (ROOT / "src" / "tilewright" / folder).glob("*.py") if file.name != "__init__.py"]
+    assert files
+    assert not [name for name in files if not re.search(rf"[`/]{name}`", text)]
+
+
+def test_every_environment_variable_is_explained():
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    assert set(re.findall(r"^\| `(TILEWRIGHT_\w+)` \|", text, re.MULTILINE)) == set(KNOWN)
 
 
 def test_the_source_names_pages_that_exist():

@@ -4,7 +4,7 @@
     weight[n, k] = (value(code[n, k]) - zero[k / group, n]) * scale[k / group, n] * factor
 
     name            code   bits  group           scales       zero
-    int4-G          0..15  4     32, 64, 128     bf16         8
+    int4-G          0..15  4     32, 64, 128     bf16, fp16   8
     int4-G-zeros    0..15  4     32, 64, 128     bf16, fp16   bf16, fp16
     int8            bytes  8     a row           fp32         128
     int8-G          bytes  8     16, 32          fp16         128
@@ -268,7 +268,10 @@ def nearest_codes(scaled: Tensor, code: int) -> Tensor:
 class QuantizedWeight:
     """A quantised weight [n, k], packed for `quantized_matmul`.
 
-    weight_format: a name of `FORMATS`. words, scales, zeros, factor: as the module says.
+    weight_format: a name that `quantized_matmul` takes. k: of the weight.
+    words: int32 [ceil(n / 64), runs, 64, 16], the codes of panels of 64 rows.
+    scales, zeros: [groups along k, n], one group if a row has one scale. factor: fp32 [1], of
+        nvfp4.
     """
 
     weight_format: str
