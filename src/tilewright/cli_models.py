@@ -51,7 +51,9 @@ def generate(  # noqa: PLR0913 an option each
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="Draw tokens with this temperature; 0 takes the likeliest.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of --temperature: the same seed writes the same text.")] = 0,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from the K likeliest tokens; 0 draws from all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Draw from the fewest tokens whose probabilities sum to at least P.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0, max=1, help="Draw from the fewest tokens whose probabilities sum to at least P, above 0.")
+    ] = 1.0,
     min_p: Annotated[float, typer.Option("--min-p", min=0, max=1, help="Draw from tokens at least P times as likely as the likeliest.")] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", help="Penalty for tokens of the prompt or the answer; 1 for none.")
@@ -101,6 +103,8 @@ def generate(  # noqa: PLR0913 an option each
             and (prompt_tokens > 0 or engine in ("transformers", "mega")),
             "--kv-dtype must come with --engine graph, eager or auto, and without --compare but for times": kv_dtype is not None
             and (engine in ("transformers", "mega") or (compare and not prompt_tokens)),
+            f"--top-p must be above 0 and at most 1, got {top_p}": top_p <= 0,
+            f"--repetition-penalty must be positive, got {repetition_penalty}": not repetition_penalty > 0,
             "--temperature must be 0 with --compare and --prompt-tokens": temperature > 0 and (compare or prompt_tokens > 0),
         }
     )
@@ -110,7 +114,7 @@ def generate(  # noqa: PLR0913 an option each
     from .models.batch import Questions, answers_command
     from .models.command import Question, answer_command, device_and_dtype, load_and_say
 
-    where, number_type = device_and_dtype(device, dtype, weights)
+    where, number_type = device_and_dtype(device, dtype, weights, kv_dtype)
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
     if engine == "mega":
@@ -173,7 +177,7 @@ def serve(  # noqa: PLR0913 an option each
     from .models.command import device_and_dtype, load_and_say
     from .models.serve import serve_command
 
-    loaded = load_and_say(model, *device_and_dtype(device, dtype, weights), trust_remote_code=trust_remote_code, weights=weights)
+    loaded = load_and_say(model, *device_and_dtype(device, dtype, weights, kv_dtype), trust_remote_code=trust_remote_code, weights=weights)
     limits = {"max_requests": max_requests, "max_body_bytes": max_body_bytes, "max_batch_tokens": max_batch_tokens, "cache_pages": cache_pages}
     how: Any = {"prefix_reuse": prefix_reuse, "kv_dtype": kv_dtype}
     return serve_command(loaded, drain_seconds=drain_seconds, host=host, port=port, api_key=api_key, **how, **limits)

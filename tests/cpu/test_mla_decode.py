@@ -134,7 +134,11 @@ BAD = [
     ({"q_latent": Q.float()}, ValueError, r"q_latent.dtype must be one of bfloat16, float16, got float32"),
     ({"q_latent": torch.zeros(2, 4, 1, 96).half()}, ValueError, r"q_latent.shape\[3\] must be 64, 128, 256 or 512, got 96"),
     ({"q_latent": torch.zeros(2, 4, 5, 64).half()}, ValueError, r"q_latent.shape\[2\] must be in 1..4, got 5"),
-    ({"q_rope": R[:1]}, ValueError, r"q_rope.shape must be \(2, 4, 1, rope\), rope a power of two, at least 16 and less than 64, got \(1, 4, 1, 16\)"),
+    (
+        {"q_rope": R[:1]},
+        ValueError,
+        r"q_rope.shape must be \(2, 4, 1, rope\), rope a power of two, at least 16 and less than 64, got \(1, 4, 1, 16\)",
+    ),
     ({"q_rope": R[..., :8]}, ValueError, r"q_rope.shape must be"),
     ({"cache": CACHE[..., :64]}, ValueError, r"cache.shape must be \(2, 32, 80\), got \(2, 32, 64\)"),
     ({"cache": CACHE[:, None]}, ValueError, r"cache.dim\(\) must be 3, got 4"),

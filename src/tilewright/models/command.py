@@ -27,8 +27,8 @@ from .quantized_folder import check_output, save_quantized
 from .shard import shard_of
 
 
-def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tuple[torch.device, torch.dtype]:
-    """Parses --device and --dtype, and checks --weights.
+def device_and_dtype(device: str, dtype: str, weights: str | None = None, kv_dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """Parses --device and --dtype, and checks --weights and --kv-dtype, before a model is loaded.
 
     Default: a GPU if there is one, and the dtype that suits it, or --weights. Raises ValueError on
     anything else.
@@ -38,6 +38,10 @@ def device_and_dtype(device: str, dtype: str, weights: str | None = None) -> tup
     where = chosen_device(device)
     dtype = dtype or ("float32" if where.type == "cpu" and weights is None else "bfloat16")
     check_name("--dtype", DTYPES, dtype)
+    if kv_dtype is not None:
+        check_name("--kv-dtype", ("fp8",), kv_dtype)
+        if dtype == "float32":
+            raise argument_error("--dtype", "bfloat16 or float16 with --kv-dtype fp8", dtype)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
