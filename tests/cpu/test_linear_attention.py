@@ -250,7 +250,8 @@ BAD_RULE = [
 ]
 BAD_CONVOLUTION = [
     ({"weight": torch.ones(8, 9)}, r"weight.shape must be \(8, 2..8\), got \(8, 9\)"),
-    ({"weight": torch.ones(7, 4)}, r"weight.shape must be \(8, 2..8\), got \(7, 4\)"),
+    ({"weight": torch.ones(7, 4)}, r"weight.shape must be \(8, 2..8\), got \(7, 4\): channels are the last axis of x"),
+    ({"weight": torch.ones(8, 1, 4)}, r"weight.shape must be \(8, 2..8\), got \(8, 1, 4\): give a Conv1d's weight\[:, 0\]"),
     ({"state": torch.ones(2, 2, 8)}, r"state.shape must be \(2, 3, 8\), got \(2, 2, 8\)"),
     ({"state": torch.ones(2, 3, 8).half()}, r"state.dtype must be float32, got float16"),
     ({"bias": torch.ones(9)}, r"bias.shape must be \(8,\), got \(9,\)"),

@@ -427,9 +427,10 @@ def causal_conv1d(
     """
     check_bools(silu=silu)
     check_tensor(x, "x", ndim=3 if cu_seqlens is None else 2, dtypes=FLOATS)
-    check_tensor(weight, "weight", ndim=2, like=x)
-    if weight.shape[0] != (channels := x.shape[-1]) or not 2 <= weight.shape[1] <= WIDEST:
-        raise argument_error("weight.shape", f"({channels}, 2..{WIDEST})", tuple(weight.shape))
+    check_tensor(weight, "weight", like=x)
+    if weight.dim() != 2 or weight.shape[0] != (channels := x.shape[-1]) or not 2 <= weight.shape[1] <= WIDEST:
+        mend = "give a Conv1d's weight[:, 0]" if weight.dim() == 3 else "channels are the last axis of x"
+        raise argument_error("weight.shape", f"({x.shape[-1]}, 2..{WIDEST})", f"{tuple(weight.shape)}: {mend}")
     if bias is not None:
         check_tensor(bias, "bias", shape=(channels,), like=x)
     batch = x.shape[0] if cu_seqlens is None else check_starts(cu_seqlens, "cu_seqlens", x)
