@@ -369,3 +369,21 @@ def test_numbers_of_numpy_are_pythons(op) -> None:
     }
     function = public_function(getattr(ops, op))
     assert torch.equal(function(**inputs | {name: np.float64(inputs[name]) for name in ("alpha", "limit", "up_offset")}), function(**inputs))
+
+
+def test_one_graph_under_a_default_device() -> None:
+    """A method of torch.Tensor that is written in Python cannot be traced there."""
+    problem = next(p for p in cases(ops.moe, "small") if p.bias)
+    q, k, prefix = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 8, 16)
+    packed = tilewright.pack_kv(torch.randn(2, 2, 576))
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (tilewright.moe, (), seeded_inputs(ops.moe, problem, CPU)),
+        (cascade_decode, (q, prefix, prefix, k, k), {}),
+        (tilewright.pack_kv, (torch.randn(2, 2, 512),), {}),
+        (tilewright.unpack_kv, (packed,), {}),
+    ]
+    expected = [function(*given, **options) for function, given, options in calls]
+    torch._dynamo.reset()
+    with torch.device(META):
+        found = [torch.compile(function, fullgraph=True, backend="eager")(*given, **options) for function, given, options in calls]
+    assert all(map(torch.equal, found, expected))

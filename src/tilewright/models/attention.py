@@ -197,7 +197,8 @@ def _attend_latents(
     q_nope, q_rope = query.split((nope, rope), 3)
     # Of a float32 model the op's formula, for it has no such operands.
     product: Any = bmm if query.dtype in HALVES else _product
-    q_latent = product(q_nope.transpose(0, 1).flatten(1, 2), k_up).unflatten(1, (len(query), q_len)).transpose(0, 1)
+    # Not the method, a Python one: torch.compile cannot trace that under torch.set_default_device.
+    q_latent = torch.unflatten(product(q_nope.transpose(0, 1).flatten(1, 2), k_up), 1, (len(query), q_len)).transpose(0, 1)
     rows = torch.cat((latents, k_rope), 3)[:, 0]  # transformers keeps them apart
     assert scaling is not None
     found: Any
@@ -207,8 +208,7 @@ def _attend_latents(
         absorbed = torch.cat((q_latent.transpose(1, 2), q_rope.transpose(1, 2)), 3).transpose(1, 2)
         found = sparse_decode(absorbed, rows, indices, scale=scaling, v_dim=latent)
     expanded: Tensor = product(found.transpose(0, 1).flatten(1, 2), v_up, trans_b=True)
-    by_token: Tensor = expanded.transpose(0, 1).unflatten(0, (len(query), q_len))
-    return by_token
+    return torch.unflatten(expanded.transpose(0, 1), 0, (len(query), q_len))
 
 
 def _product(a: Tensor, b: Tensor, *, trans_b: bool = False) -> Tensor:

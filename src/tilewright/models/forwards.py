@@ -170,7 +170,7 @@ def indexer(cls: type[nn.Module], rotation: str) -> Forward:
     ) -> Tensor:
         if attention_mask.dtype != torch.int32:  # somebody has selected another attention since
             return cls.forward(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values)  # type: ignore[no-any-return]
-        q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
+        q = torch.unflatten(self.wq_b(q_resid), -1, (self.n_heads, self.head_dim))  # as in models/attention.py
         k = self.k_norm(self.wk(hidden_states))[:, :, None]
         sizes = (self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim)
         (q_turned, q_rest), (k_turned, k_rest) = q.split(sizes, -1), k.split(sizes, -1)

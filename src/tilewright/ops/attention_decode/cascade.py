@@ -103,13 +103,14 @@ def cascade_decode(
     inputs = (q, prefix_k, prefix_v, k, v, kv_len, prefix_len, block_table, prefix_table)
     out = out_or_new(out, (*q.shape[:3], columns), q.dtype, *inputs)
     table = None if prefix_table is None else prefix_table[None]
-    rows = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # [kv_heads, batch, heads of a key head, q_len, head_dim]
+    # Not the method, a Python one: torch.compile cannot trace that under torch.set_default_device.
+    rows = torch.unflatten(q, 1, (kv_heads, -1)).transpose(0, 1)  # [kv_heads, batch, heads of a key head, q_len, head_dim]
     how: dict[str, Any] = {"scale": scale, "return_lse": True}
     states = q.new_empty(2, *out.shape)
     own = attention_decode(q, k, v, kv_len, block_table=block_table, out=states[1], **how)  # first: it checks what is left to check
     shared = attention_decode(rows.reshape(1, -1, 1, head_dim), prefix_k, prefix_v, prefix_len, block_table=table, **how)
     first, first_lse = (x.view(*rows.shape[:4], *x.shape[3:]).transpose(0, 1) for x in shared)
-    states[0].unflatten(1, (kv_heads, -1)).copy_(first)
+    torch.unflatten(states[0], 1, (kv_heads, -1)).copy_(first)
     lse = torch.stack((first_lse.flatten(1, 2), own[1]))
     found = merge_states(states, lse, out=(out, torch.empty_like(own[1])))
     return found if return_lse else found[0]

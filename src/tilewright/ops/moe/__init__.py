@@ -246,7 +246,8 @@ def moe(
         return out
     if inter == 0:
         return out.zero_()
-    gate_up = gate_up if gate_up.dim() == 4 else gate_up.unflatten(1, (2, inter))
+    # Not the method, a Python one: torch.compile cannot trace that under torch.set_default_device.
+    gate_up = gate_up if gate_up.dim() == 4 else torch.unflatten(gate_up, 1, (2, inter))
     moe_out(x, gate_up, down, weights, ids.reshape(-1), *optional, alpha, limit, up_offset, out)
     return out
 
@@ -264,8 +265,7 @@ def _check_biases(x: Tensor, bias_gate_up: Tensor | None, bias_down: Tensor | No
         check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2, inter), like=x, any_strides=True)
         return bias_gate_up
     check_tensor(bias_gate_up, "bias_gate_up", shape=(experts, 2 * inter), like=x)
-    paired: Tensor = bias_gate_up.unflatten(1, (2, inter))
-    return paired
+    return torch.unflatten(bias_gate_up, 1, (2, inter))
 
 
 def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, inter: int, scaled: bool) -> None:

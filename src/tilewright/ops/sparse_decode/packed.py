@@ -37,7 +37,8 @@ def parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if width == WIDE:
         return cache[..., :512].view(CODE), cache[..., 512:528].view(torch.float32), cache[..., 528:].view(torch.bfloat16)
     data = cache.as_strided((pages, page_size, DATA), (cache.stride(0), DATA, 1))
-    scales = cache.as_strided((pages, page_size, 8), (cache.stride(0), 8, 1), cache.storage_offset() + page_size * DATA)
+    # A page as rows of 8 bytes, the last of them scales. No storage_offset(): a trace may lack it.
+    scales = cache.as_strided((pages, page_size * (DATA // 8 + 1), 8), (cache.stride(0), 8, 1))[:, page_size * (DATA // 8) :]
     return data[..., :512].view(CODE), scales, data[..., 448:].view(torch.bfloat16)
 
 
@@ -65,7 +66,8 @@ def pack_kv(rows: Tensor) -> Tensor:
     apart = -(-page_size * width // DATA) * DATA if width == NARROW else page_size * width
     cache = torch.zeros(pages, apart, dtype=torch.uint8, device=rows.device).as_strided((pages, page_size, width), (apart, width, 1))
     codes, scales, rope = parts(cache)
-    groups = rows[..., :-ROPE].float().unflatten(-1, (-1, GROUP[width]))
+    # Not the method, a Python one: torch.compile cannot trace that under torch.set_default_device.
+    groups = torch.unflatten(rows[..., :-ROPE].float(), -1, (-1, GROUP[width]))
     largest = groups.abs().amax(-1, keepdim=True)
     groups = groups.where(largest.isfinite(), torch.nan)  # a scale of 8 bits says neither
     scale = largest[..., 0].nan_to_num(LARGEST, LARGEST) / LARGEST
@@ -102,7 +104,7 @@ def unpack_kv(cache: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         scales = (scales[..., :-1].int() << 23).view(torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
     codes = codes[..., : COLUMNS[cache.shape[2]] - ROPE]
-    columns = codes.float().to(wide).unflatten(-1, (-1, GROUP[cache.shape[2]])) * scales.to(wide)[..., None]
+    columns = torch.unflatten(codes.float().to(wide), -1, (-1, GROUP[cache.shape[2]])) * scales.to(wide)[..., None]
     return torch.cat((columns.flatten(-2).to(dtype), rope.to(dtype)), -1)
 
 
