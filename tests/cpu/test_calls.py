@@ -3,6 +3,7 @@ numbers that mean nothing, products of nothing.
 """
 
 import copy
+import importlib
 import io
 import mmap
 import re
@@ -155,6 +156,22 @@ def test_autocast_changes_no_bit(op, dtype):
         assert same(called(op, inputs), expected)
     finally:
         torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("mx_format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_flushed_denormals_change_no_code(mx_format):
+    """The interpreter's e2m1 codes are numbers below the normal ones: half of them were others."""
+    x = torch.randn(4, 64) * torch.tensor([1.0, 1e-38, 1e-40, 0.0])[:, None]
+    calls = (tilewright.quantize_mx, importlib.import_module("tilewright.ops.quantize_mx").reference)
+    expected = [called(x, mx_format=mx_format) for called in calls]
+    torch.set_flush_denormal(True)
+    try:
+        found = [called(x, mx_format=mx_format) for called in calls]
+        assert (x[2] * 1).count_nonzero() == 0  # the flag stays the caller's
+    finally:
+        torch.set_flush_denormal(False)
+    for ours, right in zip(found, expected, strict=True):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, right, strict=True))
 
 
 def test_autocast_leaves_queries_of_another_half():

@@ -16,6 +16,7 @@ from .allocations import Allocations, Unwritten
 from .arrays import Array, Buffer
 from .checks import Watch
 from .codegen import compile_program
+from .denormals import denormals_kept
 from .errors import KernelError
 from .formats import CONTAINER
 from .memory import Machine
@@ -296,7 +297,7 @@ def _run(
         machine.watch = Recorder(trace, program, axes, buffers, machine.watch)
     try:
         # Not under the caller's autocast: it would change the dtype of products behind our back.
-        with np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
+        with np.errstate(all="ignore"), denormals_kept(), torch.autocast("cpu", enabled=False):
             if program.cooperative:
                 Schedule(program, machine, values, options.order, options.steps).run(_enter)
             else:
