@@ -39,11 +39,11 @@ def generate(  # noqa: PLR0913 an option each
             "--model", metavar="MODEL", help="A Hugging Face folder, org/name on the hub, a .gguf file, or the name of a config (random weights)."
         ),
     ],
-    prompt: Annotated[str, option("--prompt", "The prompt itself.")] = "",
+    prompt: Annotated[str | None, option("--prompt", "The prompt itself.")] = None,
     prompt_file: Annotated[
         Path | None, option("--prompt-file", "A file with the prompt, or with --batch one prompt per line; - reads stdin.", metavar="FILE")
     ] = None,
-    prompt_tokens: Annotated[int, option("--prompt-tokens", "Instead, time random prompts of N tokens.", metavar="N")] = 0,
+    prompt_tokens: Annotated[int, option("--prompt-tokens", "Instead, time random prompts of N tokens.", metavar="N", min=0)] = 0,
     batch: Annotated[
         int | None, option("--batch", "Number of prompts at once: lines of --prompt-file, or random prompts of --prompt-tokens.", metavar="N", min=1)
     ] = None,
@@ -84,9 +84,13 @@ def generate(  # noqa: PLR0913 an option each
     bandwidth floor.
     """
     check_name("--engine", ENGINES, engine)
+    given = [
+        name for name, one in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--prompt-tokens", prompt_tokens or None)) if one is not None
+    ]
     _refuse(
         {
-            "exactly one of --prompt, --prompt-file and --prompt-tokens must be given": bool(prompt) + bool(prompt_file) + (prompt_tokens > 0) != 1,
+            f"exactly one of --prompt, --prompt-file and --prompt-tokens must be given, got {' and '.join(given) or 'none'}": len(given) != 1,
+            "--prompt must be a text that is not empty, got '': give one, or a file by --prompt-file": prompt == "",
             f"--batch must be 1 with --engine mega, got {batch}": engine == "mega" and batch not in (None, 1),
             "--compiled must come with --compare and --prompt-tokens": compiled and not (compare and prompt_tokens),
             "--batch must come with --prompt-file, one prompt per line, or with --prompt-tokens": batch is not None and bool(prompt),
@@ -108,7 +112,7 @@ def generate(  # noqa: PLR0913 an option each
             "--temperature must be 0 with --compare and --prompt-tokens": temperature > 0 and (compare or prompt_tokens > 0),
         }
     )
-    texts = prompts_of(prompt_file, lines=batch is not None) if prompt_file else [prompt]
+    texts = prompts_of(prompt_file, lines=batch is not None) if prompt_file else [prompt or ""]
     from .engine.mega.pack import decided
     from .models import Draw, outline_of
     from .models.batch import Questions, answers_command

@@ -159,7 +159,12 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
     ("arguments", "message"),
     [
         (("generate", "--model", "nowhere", "--prompt", "x"), "error: model must be a folder with config.json"),
-        (("generate", "--model", "nowhere"), "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given"),
+        (("generate", "--model", "nowhere"), "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given, got none"),
+        (("generate", "--model", "nowhere", "--prompt", ""), "error: --prompt must be a text that is not empty, got '': give one, or a file by"),
+        (
+            ("generate", "--model", "nowhere", "--prompt", "x", "--prompt-tokens", "4"),
+            "error: exactly one of --prompt, --prompt-file and --prompt-tokens must be given, got --prompt and --prompt-tokens",
+        ),
         (("generate", "--model", "x", "--prompt", "x", "--batch", "2"), "error: --batch must come with --prompt-file, one prompt per line, or"),
         (
             ("generate", "--model", "nowhere", "--prompt-file", "/dev/null"),
