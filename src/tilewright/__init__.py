@@ -19,11 +19,12 @@ Ops take tensors on a GPU or on the CPU. They return new tensors unless `out=` i
 `python -m tilewright -h` lists the commands.
 """
 
+from . import _starting  # noqa: F401 first: Ctrl-C may come while the others are imported
+
+# isort: split
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from . import _starting  # noqa: F401 first: Ctrl-C may come while the others import torch
 
 if _find_spec("cuda") is None or _find_spec("cuda.tile") is None:
     raise ImportError("tilewright's kernels are written in cuda-tile, with or without a GPU: pip install 'cuda-tile==1.7.*'")

@@ -1,22 +1,21 @@
 """Ctrl-C while the command line imports torch, which takes seconds.
 
-The package imports this first. A program that imports the package keeps its own handler.
+The package imports this first, and this imports as little as it can: until the handler is there,
+Python prints where it was. A program that imports the package keeps its own handler.
 """
 
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 
 def _is_command() -> bool:
     """Whether `tilewright` or `python -m tilewright` runs, and not a program that uses it."""
-    name = Path(sys.argv[0]).stem if sys.argv else ""
+    name = os.path.basename(sys.argv[0]).partition(".")[0] if sys.argv else ""
     return name == "tilewright" or (name == "-m" and "tilewright" in sys.orig_argv)
 
 
-def _stop(*signal_and_frame: Any) -> None:
+def _stop(*signal_and_frame: object) -> None:
     os.write(2, b"stopped\n")
     os._exit(130)  # STOPPED of command_line.py, which imports typer
 

@@ -173,12 +173,13 @@ def test_compilers_are_started_before_ctrl_c_stops_their_parent(monkeypatch: pyt
 
 
 INTERRUPTED = """
-import importlib.abc, os, signal, sys
-class AtTorch(importlib.abc.MetaPathFinder):
+import os, signal, sys
+class AtImport:
     def find_spec(self, name, *more):
-        if name == "torch":
+        if name == sys.argv[2]:
             os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, AtTorch())
+sys.meta_path.insert(0, AtImport())
+sys.modules.pop(sys.argv[2], None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv[0] = sys.argv[1]
 import tilewright
@@ -186,11 +187,16 @@ import tilewright
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "said"), [("/bin/tilewright", 130, r"stopped\n"), ("/bin/other", -2, r"Traceback(.|\n)*KeyboardInterrupt\n")]
+    ("program", "module", "code", "said"),
+    [
+        ("/bin/tilewright", "torch", 130, r"stopped\n"),
+        ("/bin/tilewright", "typing", 130, r"stopped\n"),  # the first
+        ("/bin/other", "torch", -2, r"Traceback(.|\n)*KeyboardInterrupt\n"),
+    ],
 )
-def test_ctrl_c_stops_the_command_line_while_it_imports_torch(program, code, said) -> None:
+def test_ctrl_c_stops_the_command_line_while_it_imports_others(program, module, code, said) -> None:
     """It printed a traceback. A program that imports the package has its own way."""
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, program], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, program, module], capture_output=True, text=True)
     assert ended.returncode == code
     assert re.fullmatch(said, ended.stderr)
 
