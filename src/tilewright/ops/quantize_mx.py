@@ -28,7 +28,10 @@ from .common.tiles import each_tile, load_masked, of_width
 
 def reference(x: Tensor, *, mx_format: str = "mxfp8", factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The definition, at least in fp32. In float64 the codes are not rounded."""
-    return quantized(x.to(torch.promote_types(x.dtype, torch.float32)), MX_FORMATS[mx_format], factor)
+    from ..interpret.denormals import denormals_kept  # loaded with the first definition, not by the import
+
+    with denormals_kept():
+        return quantized(x.to(torch.promote_types(x.dtype, torch.float32)), MX_FORMATS[mx_format], factor)
 
 
 def comparable(result: tuple[Tensor, Tensor], **inputs: Any) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...interpret.denormals import denormals_kept
 from ...launch import argument_error, check_name, check_tensor
 from .fp8 import APPROX, TINY, codes_of, power_of_two, scale_of
 from .weight_formats import E2M1, FORMATS, LARGEST, nearest_codes, values
@@ -113,7 +112,6 @@ def bits_of(scale: Tensor) -> Tensor:
 # --- the definition, in plain torch
 
 
-@denormals_kept()
 def quantized(x: Tensor, of: MxFormat, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes and scales of fp32 or float64 values [.., k].
 
