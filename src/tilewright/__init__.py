@@ -19,7 +19,7 @@ Ops take tensors on a GPU or on the CPU. They return new tensors unless `out=` i
 `python -m tilewright -h` lists the commands.
 """
 
-from . import _starting  # noqa: F401 first: Ctrl-C may come while the others are imported
+from . import _starting  # first: Ctrl-C may come while the others are imported
 
 # isort: split
 from importlib import import_module as _import_module
@@ -27,7 +27,9 @@ from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _find_spec("cuda") is None or _find_spec("cuda.tile") is None:
-    raise ImportError("tilewright's kernels are written in cuda-tile, with or without a GPU: pip install 'cuda-tile==1.7.*'")
+    _starting.refuse("tilewright's kernels are written in cuda-tile, with or without a GPU: pip install 'cuda-tile==1.7.*'")
+if __doc__ is None:
+    _starting.refuse("Python must keep docstrings, which cuda-tile adds to: take -O or PYTHONOPTIMIZE=1, got -OO or PYTHONOPTIMIZE=2")
 
 from .ops.adjust_logits import adjust_logits
 from .ops.argmax import argmax

@@ -20,6 +20,14 @@ def _stop(*signal_and_frame: object) -> None:
     os._exit(130)  # STOPPED of command_line.py, which imports typer
 
 
+def refuse(message: str) -> None:
+    """An error of the command line in one line, else an ImportError."""
+    if _is_command():
+        os.write(2, f"error: {message}\n".encode())
+        os._exit(2)  # CANNOT
+    raise ImportError(message)
+
+
 def started() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _stop:

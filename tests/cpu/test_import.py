@@ -15,7 +15,7 @@ import torch
 import tilewright
 import tilewright.cli
 from tilewright import ops
-from tilewright.launch.environment import KNOWN, warn_of_unknown
+from tilewright.launch.environment import KNOWN, warn_of_unknown, warn_of_value
 from tilewright.testing import public_function
 
 BESIDE_OPS = {"Engine", "QuantizedExperts", "QuantizedWeight", "__version__", "compile_report", "interpret", "load", "patch", "testing"}
@@ -64,6 +64,31 @@ def test_variables_that_are_none_are_one_warning():
         warn_of_unknown([*known, "tilewright_show_plan", "TILEWRIGHT_ZZZ"])
     assert len(told) == 1
     assert "is called TILEWRIGHT_ZZZ, tilewright_show_plan (TILEWRIGHT_SHOW_PLANS is one); they are" in str(told[0].message)
+
+
+def test_a_value_that_means_nothing_is_a_warning(monkeypatch):
+    """`off` switched the checks on, without a word."""
+    ids, weight = torch.tensor([0]), torch.ones(2, 8)
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("TILEWRIGHT_CHECK", value)
+        tilewright.embedding(ids, weight)
+    monkeypatch.setenv("TILEWRIGHT_CHECK", "off")
+    with pytest.warns(RuntimeWarning, match="TILEWRIGHT_CHECK must be 0 or 1, got 'off', which counts as 1"):
+        tilewright.embedding(ids, weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_value("TILEWRIGHT_SHOW_PLANS", "log")
+    with pytest.warns(RuntimeWarning, match="TILEWRIGHT_SHOW_PLANS must be 0, 1 or log, got 'LOG', which counts as 1"):
+        warn_of_value("TILEWRIGHT_SHOW_PLANS", "LOG")
+
+
+def test_a_python_without_docstrings_is_one_sentence():
+    """cuda-tile adds to its own, and raised a TypeError."""
+    for given, mode in (("import tilewright", []), ("tilewright", ["-m"])):
+        ended = subprocess.run([sys.executable, "-OO", *(mode or ["-c"]), given], capture_output=True, text=True)
+        last = ended.stderr.splitlines()[-1]
+        assert "Python must keep docstrings, which cuda-tile adds to: take -O or PYTHONOPTIMIZE=1, got -OO or PYTHONOPTIMIZE=2" in last
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) if mode else last.startswith("ImportError")
 
 
 def test_interpret_is_a_package_that_can_be_called():

@@ -23,6 +23,7 @@ import torch
 
 from .._forks import held_over_forks
 from .device import Device
+from .environment import warn_of_value
 from .files import append_line, read_regular
 from .identity import cache_folder, compiler, launches_digest
 
@@ -249,6 +250,7 @@ def show(op: str, problem: Any, device: Device, config: Any, source: str) -> Non
     wanted = os.environ.get("TILEWRIGHT_SHOW_PLANS", "")
     if wanted in ("", "0"):
         return
+    warn_of_value("TILEWRIGHT_SHOW_PLANS", wanted)
     try:
         if wanted == "log":
             line = {"op": op, "problem": plain(problem), "gpu": device.name, "config": plain(config), "source": source}

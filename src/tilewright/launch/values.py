@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .check import LARGEST, argument_error
+from .environment import warn_of_value
 
 VARIABLE = "TILEWRIGHT_CHECK"
 KEY = os.fsencode(VARIABLE) if os.name == "posix" else VARIABLE
@@ -81,8 +82,11 @@ def wanted(x: Tensor) -> bool:
     """Whether TILEWRIGHT_CHECK asks for checks, and a call with x can wait for them."""
     # `os.environ` itself takes 20 times as long to say that there is no such variable.
     values: Any = getattr(os.environ, "_data", os.environ)
-    if values.get(KEY) in (None, b"0", "0", b"", ""):
+    value = values.get(KEY)
+    if value in (None, b"0", "0", b"", ""):
         return False
+    if value not in (b"1", "1"):
+        warn_of_value(VARIABLE, os.fsdecode(value))
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         warnings.warn(f"{VARIABLE} checks no value under graph capture, nor when the graph is replayed", RuntimeWarning, stacklevel=4)
         return False
