@@ -154,6 +154,16 @@ def _with_a_file_outside(path: Path) -> None:
     (path / "part-0.safetensors").rename(path.parent / outside)
 
 
+def hostile_windows() -> Iterator[tuple[str, str, str]]:
+    """Likewise."""
+    for value in ("x", [], {}, 1.5, -1):
+        yield f"window {value}", "sliding_window", json.dumps(CONFIG | {"sliding_window": value})
+    for kind, key in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+        layers = {"layer_types": [kind] * CONFIG["num_hidden_layers"]}
+        for given in ({}, {key: None}, {key: 0}):
+            yield f"{kind} {given}", key, json.dumps(CONFIG | layers | given)
+
+
 def hostile_configs() -> Iterator[tuple[str, str, str | bytes]]:
     """Name, word of the reason, content of config.json."""
     for name, text in {"empty": "", "a list": "[]", "null": "null", "a string": '"llama"', "a number": "1", "open": "{", "NUL": "\0" * 100}.items():
@@ -163,8 +173,7 @@ def hostile_configs() -> Iterator[tuple[str, str, str | bytes]]:
     yield "deep lists", "JSON", "[" * 100_000
     yield "many digits", "JSON", json.dumps(CONFIG)[:-1] + ', "hidden_size": ' + "9" * 100_000 + "}"
     yield "huge", "at most", json.dumps(CONFIG) + " " * (1 << 24)
-    for value in ("x", [], {}, 1.5, -1):
-        yield f"window {value}", "sliding_window", json.dumps(CONFIG | {"sliding_window": value})
+    yield from hostile_windows()
     for value in (math.nan, math.inf, -math.inf):
         yield f"epsilon {value}", "finite", json.dumps(CONFIG | {"rms_norm_eps": value})
     yield "epsilon 1e999", "finite", json.dumps(CONFIG).replace("1e-05", "1e999")

@@ -28,6 +28,7 @@ _NOT_SUPPORTED = {  # keys of config.json by which it names other files or repla
 }
 _SWITCHES = ("output_attentions", "output_hidden_states", "return_dict", "use_cache")  # which nothing looks at before a forward
 _BESIDE = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "processor_config.json")
+_SPANS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # what a kind of layers needs
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -47,7 +48,12 @@ def read_config(folder: Path, *, layers: int = 0, trust_remote_code: bool = Fals
         changes["layer_types"] = plain["layer_types"][:layers]
     path = folder / "config.json"
     with read_by_others(path, "a config that transformers takes"):
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **changes)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **changes)
+        kinds, spans = getattr(config, "layer_types", None) or (), {kind: getattr(config, key, None) for kind, key in _SPANS.items()}
+    for kind, span in spans.items():
+        if kind in kinds and (type(span) is not int or span < 1):
+            raise file_error(path, f"a config whose {_SPANS[kind]} is at least 1 token for its layers of {kind}", span)
+    return config
 
 
 def load_folder(

@@ -6,6 +6,7 @@ for more than its files hold is refused before anything is allocated.
 
 import re
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,8 @@ def outline(path: Path, config: Any, dtype: torch.dtype, *, stored: int | None =
     from transformers import AutoModelForCausalLM
 
     budget = None if stored is None else 2 * stored + MORE_PARAMETERS
-    with read_by_others(path, "a model that its config describes"), torch.device("meta"), _at_most(path, budget):
+    with read_by_others(path, "a model that its config describes"), torch.device("meta"), _at_most(path, budget), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # their shapes are compared below, and named
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
         model.tie_weights()
     buffers = sum(buffer.nbytes for buffer in model.buffers())
