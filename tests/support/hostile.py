@@ -156,12 +156,20 @@ def _with_a_file_outside(path: Path) -> None:
 
 def hostile_windows() -> Iterator[tuple[str, str, str]]:
     """Likewise."""
-    for value in ("x", [], {}, 1.5, -1):
+    for value in ("x", [], {}, 1.5, -1, 0):
         yield f"window {value}", "sliding_window", json.dumps(CONFIG | {"sliding_window": value})
     for kind, key in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
         layers = {"layer_types": [kind] * CONFIG["num_hidden_layers"]}
         for given in ({}, {key: None}, {key: 0}):
             yield f"{kind} {given}", key, json.dumps(CONFIG | layers | given)
+
+
+def hostile_choices() -> Iterator[tuple[str, str, str]]:
+    """Likewise: experts, groups and numbers that loaded, and then raised inside of transformers."""
+    for key, values in {"num_experts_per_tok": (-1, 9), "n_group": (0, -1, 3, 1 << 63), "topk_group": (-1, 5)}.items():
+        for value in values:
+            yield f"{key} {value}", key, json.dumps(CONFIG | {"n_routed_experts": 8, "n_group": 4} | {key: value})
+    yield "a large limit", "fp32", json.dumps(CONFIG | {"swiglu_limit": 1e300})
 
 
 def hostile_configs() -> Iterator[tuple[str, str, str | bytes]]:
@@ -174,6 +182,7 @@ def hostile_configs() -> Iterator[tuple[str, str, str | bytes]]:
     yield "many digits", "JSON", json.dumps(CONFIG)[:-1] + ', "hidden_size": ' + "9" * 100_000 + "}"
     yield "huge", "at most", json.dumps(CONFIG) + " " * (1 << 24)
     yield from hostile_windows()
+    yield from hostile_choices()
     for value in (math.nan, math.inf, -math.inf):
         yield f"epsilon {value}", "finite", json.dumps(CONFIG | {"rms_norm_eps": value})
     yield "epsilon 1e999", "finite", json.dumps(CONFIG).replace("1e-05", "1e999")

@@ -4,6 +4,7 @@ The config's modules are made on the meta device, where they take no memory. So 
 for more than its files hold is refused before anything is allocated.
 """
 
+import math
 import re
 import threading
 import warnings
@@ -19,23 +20,30 @@ from .files import file_error, read_by_others, some
 
 Shape = tuple[int, ...]
 
+LARGEST = torch.finfo(torch.float32).max
 MOST_COUNTED = 1 << 16  # heads, experts, labels
 MOST_LAYERS = 1 << 12
 MORE_PARAMETERS = 1 << 11  # than the files have tensors: so many may be missing and still be named
 MOST_BUFFER_BYTES = 1 << 28  # tables of a rotation, masks
 DRAWN_BY = {"temperature": (0, 100), "top_k": (0, (1 << 31) - 1), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100)}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LAYERS = re.compile(r"(\w+_)?(layers?|block_count)")
 _EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 
 
 def check_counts(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelFileError for a count or a window that is none, and for a negative eps.
+    """Raises ModelFileError for a count or a window that is none, a negative eps, a choice of
+    experts that cannot be made, and a number that fp32 cannot hold.
 
     A config makes lists as long as its counts before anybody looks at them.
     """
+    _check_choice(path, config)
     for name, value in config.items():
-        if name == "sliding_window" and value is not None and (type(value) is not int or value < 0):
+        least = 0 if config.get("use_sliding_window") is False else 1
+        if name == "sliding_window" and value is not None and (type(value) is not int or value < least):
             raise file_error(path, "a model whose sliding_window is a number of tokens, or null", repr(value)[:80])
+        if isinstance(value, float) and LARGEST < abs(value) < math.inf:
+            raise file_error(path, f"a model whose {name} fits fp32", value)
         if isinstance(value, int | float) and value < 0 and _EPSILON.fullmatch(name.rpartition(".")[2]):  # NaN for every small row
             raise file_error(path, f"a model whose {name} is not negative", value)
         if isinstance(value, Mapping):
@@ -45,6 +53,18 @@ def check_counts(path: Path, config: Mapping[str, Any]) -> None:
             most = MOST_LAYERS if layers else MOST_COUNTED if name.startswith("num_") else value
             if value > most or (layers and value < 0):
                 raise file_error(path, f"a model whose {name} is at most {most} and not negative", value)
+
+
+def _check_choice(path: Path, config: Mapping[str, Any]) -> None:
+    """Of experts and groups of them: a router chooses at most as many as there are."""
+    experts = next((config[name] for name in _EXPERTS if type(config.get(name)) is int), 0)
+    chosen, groups, kept = (config.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
+    if type(chosen) is int and (chosen < 0 or chosen > experts > 0):
+        raise file_error(path, f"a model whose num_experts_per_tok is in 0..{experts}, its experts", chosen)
+    if type(groups) is int and (groups < 1 or (experts > 0 and experts % groups)):
+        raise file_error(path, f"a model whose n_group divides its {experts} experts", groups)
+    if type(kept) is int and (kept < 0 or (type(groups) is int and kept > groups)):
+        raise file_error(path, f"a model whose topk_group is in 0..{groups}, its n_group", kept)
 
 
 def outline(path: Path, config: Any, dtype: torch.dtype, *, stored: int | None = None, trust_remote_code: bool = False) -> Any:
