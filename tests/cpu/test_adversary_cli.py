@@ -240,15 +240,22 @@ def test_a_json_file_that_cannot_be_written_is_said_before_anything_runs(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("temperature", "inf"), ("repetition-penalty", "inf"), ("seed", str(2**63)), ("top-k", str(2**31)), ("top-p", "0")]
+    ("option", "value", "named"),
+    [
+        ("temperature", "inf", "temperature"),
+        ("repetition-penalty", "inf", "repetition_penalty"),
+        ("seed", str(2**63), "seed"),
+        ("top-k", str(2**31), "top_k"),
+        ("top-p", "0", "--top-p"),
+    ],
 )
-def test_a_draw_is_checked_whoever_draws(option: str, value: str, tmp_path: Path) -> None:
+def test_a_draw_is_checked_whoever_draws(option: str, value: str, named: str, tmp_path: Path) -> None:
     """transformers divided by an infinite temperature, and the engine refused it."""
     tiny_chat.write(tmp_path)
     for engine in ("eager", "transformers"):
         result = run(*("generate", "--model", tmp_path, "--prompt", "x", "--device", "cpu", "--engine", engine, f"--{option}", value))
         assert result.exit_code == 2, result.output
-        assert result.stderr.splitlines()[-1].startswith(f"error: {option.replace('-', '_')} must be ")
+        assert result.stderr.splitlines()[-1].startswith(f"error: {named} must be ")
 
 
 def test_a_text_that_is_no_utf_8_and_a_tiny_temperature(tmp_path: Path) -> None:

@@ -147,9 +147,10 @@ def test_weights_that_come_ahead_change_no_bit():
         wide = Problem(1, 6144, 4096, norm=True, residual=True, shares=shares, given=2 * (shares > 0))
         found, _ = op.DECISION.decide(wide, device)
         assert (found.parts(wide), found.ahead) == (parts, 1)
-    # A block that needs an SM for itself begins too late for that.
-    found, _ = op.DECISION.decide(Problem(1, 28672, 4096, "e4m3", norm=True, residual=True, shares=LEFT), device)
-    assert (found.tile_n, found.occupancy) == (64, 4)
+    # A block that needs an SM for itself begins too late for that, whoever reads the result.
+    for shares in (0, LEFT):
+        found, _ = op.DECISION.decide(Problem(1, 28672, 4096, "e4m3", norm=True, residual=True, shares=shares), device)
+        assert (found.tile_n, found.occupancy, found.ahead) == (64, 4, 1)
     assert not op.CHOICES.legal(problem, Config(4, 64, 4, 2, pieces=True, ahead=2, occupancy=4), device)  # a share has one step
 
 
@@ -218,7 +219,7 @@ def test_what_x_cannot_become_is_named(given, message):
 FAST = {
     (1, "int4-128"): [(8, 128, 1, 8, 4), (8, 64, 2, 4, 4)],
     (16, "int4-128"): [(16, 64, 1, 4, 4), (16, 64, 2, 4, 4), (16, 64, 4, 4, 4), (16, 128, 1, 4, 2), (16, 64, 2, 2, 2)],
-    (64, "int4-128"): [(64, 64, 2, 2, 2), (64, 128, 1, 4, 2)],
+    (64, "int4-128"): [(64, 64, 2, 2, 2), (64, 128, 1, 4, 2), (64, 128, 2, 2, 1)],
     (512, "int4-128"): [(256, 128, 1, 1, 1)],
     (4096, "int4-128"): [(256, 128, 1, 1, 1)],
     (1, "e4m3"): [(8, 64, 2, 2, 4), (8, 64, 2, 4, 4), (8, 64, 4, 4, 4), (8, 128, 1, 4, 2), (8, 128, 1, 8, 4)],
@@ -233,10 +234,9 @@ def test_the_model_takes_a_config_that_was_fast(timed):
     m, name = timed
     found = op.space(Problem(m, 8192, 8192, name), Device.named("H200"))[0]
     assert (found.tile_m, found.tile_n, found.runs, found.split_k, found.occupancy) in FAST[timed]
-    # 8192 x 8192, by TMA and without: one row, not pipelined, 15.7 and 14.0 us; 64 rows, pipelined,
-    # 22.0 and 26.3.
+    # 8192 x 8192, scales by TMA and without: one row 15.7 and 14.0 us, 64 rows 22.0 and 26.3.
     assert found.pieces == (timed == (1, "mxfp4"))
-    assert found.tma_scales == (found.latency >= 5 and Problem(m, 8192, 8192, name).format.group > 0)
+    assert found.tma_scales == (m > 1 and Problem(m, 8192, 8192, name).format.group > 0)
 
 
 def test_panels_of_an_expert_stand_side_by_side():

@@ -123,16 +123,17 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """Bytes of the weights, and x once for each tile of them. Pieces, and what else becomes of x,
     are made by a small launch.
 
-    Sums that are left cost their bytes, and no launch; and steps that come ahead are not waited
-    for, as their weights come while that small launch runs. Not those of a block that needs an SM
-    for itself: it begins when the launch before has left (gate and up of Llama-3.1-8B, e4m3, H200:
-    33.7 us, four blocks an SM 29.1). Where x stays what it is, pieces of it would need a launch of
-    their own: there measured times agree with prices as of lone calls.
+    Sums that are left cost their bytes, and no launch. Steps that come ahead are not waited for, as
+    their weights come while that small launch runs. Not those of a block that needs an SM for
+    itself: it begins when the launch before has left (gate and up of Llama-3.1-8B, e4m3, H200: 33.7
+    us, four blocks an SM 29.1). Where x stays what it is, pieces of it would need a launch of their
+    own: there, and with a launch for the sums, measured times agree with prices as of lone calls.
     """
     of, parts, tiles = p.format, c.parts(p), c.tiles(p)
     each = -(-(-(-p.runs // c.runs)) // parts)
     left = p.shares != 0 and p.before
-    steps = each - min(c.ahead, each - 1) if left and c.occupancy > 1 else each
+    early = p.before and (left or parts == 1) and c.occupancy > 1
+    steps = each - min(c.ahead, each - 1) if early else each
     sums = 8.0 * parts * p.m * p.n if parts > 1 else 0.0
     deep = c.runs * of.run
     # Of a run: words out of shared memory, then numbers, then products of each panel. Products of
