@@ -109,6 +109,8 @@ class Worker:
             raise argument_error("the cache", "one that fits the memory", self._manager.background_thread_status.fatal_error)
         cache = self._manager.batch_processor.cache
         self._search, cache.search_prefix_match = cache.search_prefix_match, self._reused
+        self._scheduler = self._manager.batch_processor.scheduler
+        self._clear, self._scheduler.clear_cancelled_requests = self._scheduler.clear_cancelled_requests, self._cancelled
         self.pages, self.cache_bytes = cache.num_blocks, cache.cache_tensor.nbytes
         self.share = "as told" if given else f"{CPU_SHARE:.0%} of the available memory at most" if on_cpu else "what is free on the GPU"
         self.longest = min(infer_max_single_request_tokens(cache), context_tokens(model))
@@ -185,6 +187,17 @@ class Worker:
         if job is not None:
             self.reused_tokens += found - job.reused_tokens.get(name, 0)
             job.reused_tokens[name] = found
+        return found
+
+    def _cancelled(self) -> list[Any]:  # in the worker's thread
+        """transformers' removal of cancelled requests. One that ran gives its pages back, as one
+        that finishes does. transformers lets waiting ones in again only for the latter: they would
+        wait for ever where a full cache had put them back, and the last one that ran was cancelled.
+        """
+        running = len(self._scheduler.active_requests)
+        found: list[Any] = self._clear()
+        if len(self._scheduler.active_requests) < running:
+            self._scheduler.block_new_requests = False
         return found
 
     def _step(self, processor: Any, bootstrapping: bool) -> bool:  # in the worker's thread
