@@ -1,5 +1,6 @@
 """Small GGUF files, a sound one and hostile ones that differ from it in one thing."""
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ class Gguf:
             parts += [text(tensor["name"]), struct.pack("<I", tensor.get("axes", len(dims))), struct.pack(f"<{len(dims)}Q", *dims)]
             parts += [struct.pack("<I", tensor["kind"]), struct.pack("<Q", tensor["offset"])]
         header = b"".join(parts)
-        self.marks = [sum(map(len, parts[:i])) for i in range(len(parts) + 1)]
+        self.marks = [0, *itertools.accumulate(map(len, parts))]
         data = bytearray()
         for tensor in self.stored:
             data += b"\0" * (tensor["offset"] - len(data)) + tensor["values"]
@@ -156,6 +157,7 @@ def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
         yield f"architecture {value[:9]!r}", "", put("general.architecture", STRING, text(value))
     yield "architecture a number", "architecture", put("general.architecture", U32, number(U32, 1))
     yield "key twice", "again", lambda file: file.keys.append(file.keys[1])
+    yield "60,000 keys", "number of keys", lambda file: file.keys.extend((f"k{i}", (U8, b"\0")) for i in range(60_000))
     yield "empty key", "empty key", lambda file: file.keys.append(("", (U8, b"\0")))
     yield "key type", "known type", put("general.x", 13, b"\0" * 8)
     yield "nested list", "list of", put("general.x", LIST, struct.pack("<IQIQ", LIST, 1, U8, 0))

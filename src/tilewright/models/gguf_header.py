@@ -15,7 +15,8 @@ from typing import Any
 from ..launch.files import open_regular
 from .files import ModelFileError, file_error
 
-MOST_ENTRIES = 1 << 16  # keys, and tensors; large models have about 2000
+MOST_TENSORS = 1 << 16  # large models have about 2000
+MOST_KEYS = 1 << 12  # they have about 50; transformers compares each with all, three times over
 MOST_ITEMS = 1 << 20  # of a list; the largest vocabularies have 2**18 tokens and twice as many merges
 LONGEST_NAME = (1 << 16) - 1
 MOST_DIMS = 4
@@ -73,7 +74,7 @@ class _Reader:
             raise file_error(self.path, "a GGUF file, which begins with GGUF", repr(self.data[:4]))
         if (version := self.number("I", "the version")) not in (2, 3):
             raise file_error(self.path, "a little-endian GGUF file of version 2 or 3", f"version {version}")
-        tensors, keys = (self.count("Q", MOST_ENTRIES, what) for what in ("number of tensors", "number of keys"))
+        tensors, keys = self.count("Q", MOST_TENSORS, "number of tensors"), self.count("Q", MOST_KEYS, "number of keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self.text("a key", LONGEST_NAME)
