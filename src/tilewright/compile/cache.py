@@ -34,7 +34,7 @@ class ResultCache:
     def get(self, job: Job) -> Compiled | None:
         try:
             found = msgspec.json.decode(read_regular(self._path(job), LONGEST), type=Compiled)
-        except (OSError, ValueError):  # also what msgspec raises
+        except (OSError, ValueError, RecursionError):  # also what msgspec raises
             return None
         return dataclasses.replace(found, cached=True)
 
@@ -46,8 +46,13 @@ class ResultCache:
         part = path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(compiled))
-            part.replace(path)
+            part.unlink(missing_ok=True)
+            try:
+                with part.open("xb") as file:  # follows no link, and waits for no FIFO
+                    file.write(msgspec.json.encode(compiled))
+                part.replace(path)
+            except OSError:
+                part.unlink(missing_ok=True)  # of a full disk
 
     def _path(self, job: Job) -> Path:
         digest = hashlib.sha256()

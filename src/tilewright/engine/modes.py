@@ -4,6 +4,7 @@ The table has rows of `tilewright bench --suite decode --json FILE`, cut down by
 """
 
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,25 @@ def own_table() -> Path:
     return cache_folder() / "modes.jsonl"
 
 
+def own_rows() -> list[Row]:
+    """The rows of `own_table`; none, with a warning, if it cannot be read or holds anything else:
+    no engine fails for a file that only makes it faster.
+    """
+    path = own_table()
+    try:
+        found = rows(path)
+        if not all(isinstance(row, dict) and isinstance(row.get("mode"), str) and _numbers(row) for row in found):
+            raise ValueError("a line that is no measured mode")
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"{path} must be a file of measured modes, got {error}; it is not used", stacklevel=2)
+        return []
+    return found
+
+
+def _numbers(row: Row) -> bool:
+    return type(row.get("keys")) is int and type(row.get("time_us")) in (int, float)
+
+
 def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, small: bool, beyond: bool) -> Mode:
     """The mode that "auto" stands for. "graph" where nothing was measured; "eager" on a CPU.
 
@@ -45,7 +65,7 @@ def auto_mode(model: Any, max_batch: int, max_len: int, group: Group | None, sma
         return "graph"
     if packed_bytes(model.config, device, small) > torch.cuda.mem_get_info(model.device)[0]:
         return "graph"
-    return faster(model.config, device, model.dtype, max_len, [*rows(own_table()), *rows(SHIPPED)], CODES if small else None)
+    return faster(model.config, device, model.dtype, max_len, [*own_rows(), *rows(SHIPPED)], CODES if small else None)
 
 
 def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table: Iterable[Row], weights: str | None = None) -> Mode:

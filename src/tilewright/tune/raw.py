@@ -9,6 +9,7 @@ Those that ship are in `SHIPPED`; the user's are in the cache folder.
 """
 
 import gzip
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,12 @@ def read(folder: Path, gpu: str, op: str) -> list[Timed]:
     for path in (stem.with_suffix(".jsonl.gz"), stem.with_suffix(".jsonl")):
         if path.exists():
             with open_regular(path) as file:
-                data = gzip.decompress(file.read()) if path.suffix == ".gz" else file.read()
+                data = file.read()
+            if path.suffix == ".gz":
+                try:
+                    data = gzip.decompress(data)
+                except (OSError, EOFError, zlib.error) as error:
+                    raise ValueError(f"{path} must be a whole gzip file of raw times, got one that does not unpack: {error}") from None
             rows += _decoded(path, data[: data.rfind(b"\n") + 1])  # behind the last newline: a row that was being written
     return rows
 
@@ -124,6 +130,6 @@ def _decoded(path: Path, data: bytes) -> list[Timed]:
     for number, line in enumerate(data.splitlines(), 1):
         try:
             rows.append(decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path}:{number} must be a row of raw times, got one that does not decode: {error}") from None
     return rows
