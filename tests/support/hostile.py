@@ -101,6 +101,8 @@ def hostile_safetensors() -> Iterator[tuple[str, str, bytes]]:
     yield "many digits", "JSON", safetensors_content(tensors, b'{"a":' + b"9" * 100_000 + b"}")
     yield "NaN", "JSON", safetensors_content(tensors, b'{"a": NaN}')
     yield "name twice", "twice", safetensors_content(tensors, json.dumps(sound).encode()[:-1] + f', "{first}": {json.dumps(sound[first])}}}'.encode())
+    names = ", ".join(f'"{i}": 0' for i in (*range(20_000), 19_999))
+    yield "the last of many names twice", "twice", safetensors_content(tensors, f"{{{names}}}".encode())
     yield "trailing bytes", "bytes of data", whole + b"x"
     for dtype in ("evil", "", None, 1, ["F32"], "F64", "BF16"):
         yield f"dtype {dtype}", first, changed(dtype=dtype)

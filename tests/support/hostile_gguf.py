@@ -100,6 +100,14 @@ def factors(file: Gguf) -> None:
     file.tensors.append({"name": "rope_freqs.weight", "dims": [8], "kind": 0, "offset": last["offset"] + len(last["values"])})
 
 
+def _by_scores(file: Gguf, tokens: list[str]) -> None:
+    """A vocabulary of sentencepiece's, which has no merges."""
+    file.keys = [entry for entry in file.keys if not entry[0].endswith("merges")]
+    file.put("tokenizer.ggml.model", STRING, text("llama"))
+    file.put("tokenizer.ggml.tokens", LIST, strings(tokens))
+    file.put("tokenizer.ggml.scores", LIST, struct.pack(f"<IQ{len(tokens)}f", 6, len(tokens), *[0.0] * len(tokens)))
+
+
 def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
     """Name, word of the reason, and change."""
 
@@ -158,6 +166,9 @@ def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
     yield "architecture a number", "architecture", put("general.architecture", U32, number(U32, 1))
     yield "key twice", "again", lambda file: file.keys.append(file.keys[1])
     yield "60,000 keys", "number of keys", lambda file: file.keys.extend((f"k{i}", (U8, b"\0")) for i in range(60_000))
+    for key in ("llama.x", "tokenizer.x"):
+        lists = [(f"{key}{i}", (LIST, struct.pack("<IQ", U8, 1 << 13) + b"\0" * (1 << 13))) for i in range(9)]
+        yield f"long lists {key}", "beside its vocabulary", lambda file, lists=lists: file.keys.extend(lists)
     yield "empty key", "empty key", lambda file: file.keys.append(("", (U8, b"\0")))
     yield "key type", "known type", put("general.x", 13, b"\0" * 8)
     yield "nested list", "list of", put("general.x", LIST, struct.pack("<IQIQ", LIST, 1, U8, 0))
@@ -181,6 +192,8 @@ def changed_gguf() -> Iterator[tuple[str, str, Callable[[Gguf], None]]]:
     yield "tokens are numbers", "tokenizer", put("tokenizer.ggml.tokens", LIST, struct.pack("<IQ2I", U32, 2, 2, 2))
     yield "merges without a space", "tokenizer", put("tokenizer.ggml.merges", LIST, strings(["ab"]))
     yield "merges of unknown tokens", "tokenizer", put("tokenizer.ggml.merges", LIST, strings(["q \u00e9\u00e9"]))
+    yield "more tokens than rows", "at most 64 tokens", put("tokenizer.ggml.tokens", LIST, strings([f"<{i}>" for i in range(65)]))
+    yield "long tokens without merges", "at most 512 bytes", lambda file: _by_scores(file, ["a" * (i * 20 + 1) for i in range(64)])
     yield "tokenizer unknown", "tokenizer", put("tokenizer.ggml.model", STRING, text("evil"))
     yield "no tokenizer", "tokenizer", lambda file: file.__setattr__("keys", [k for k in file.keys if not k[0].startswith("tokenizer")])
     yield "stop token text", "", put("tokenizer.ggml.eos_token_id", STRING, text("two"))

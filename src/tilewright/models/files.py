@@ -6,6 +6,7 @@ size and with the model that its config describes.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -96,8 +97,8 @@ def json_object(path: Path, content: bytes, *, once: bool = False) -> dict[str, 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in found if names.count(name) > 1)!r} appears twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{next(name for name in found if counts[name] > 1)!r} appears twice")
     return found
 
 

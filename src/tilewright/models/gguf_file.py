@@ -28,6 +28,7 @@ OnProgress = Callable[[int, int], None]
 
 _TYPES = {int: 11, float: 12, bool: 7, str: 8, bytes: 8}  # GGUFValueType
 AT_ONCE = 1 << 17  # elements that are expanded together, of whole blocks: gguf itself takes 16 rows, which may be short
+LONGEST_TOKEN = 512  # bytes, where there are no merges; sentencepiece makes none of more than 64
 ROPE_FACTORS = "rope_freqs.weight"
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -76,6 +77,7 @@ def load_gguf(
     config = read_config(path, header, layers=layers)
     tensors = {tensor: parameter_name(tensor.name) for tensor in header.tensors if not (layers and _beyond(tensor.name, layers))}
     _compare(path, outline(path, config, dtype, stored=len(tensors)), tensors)
+    _check_tokens(path, header.metadata, config.vocab_size)
     with read_by_others(path, "a GGUF file whose tokenizer transformers takes"), _read_before(header):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     with read_by_others(path, "a GGUF file of a model of the llama kind"), no_init_weights():
@@ -169,6 +171,20 @@ def _compare(path: Path, empty: Any, tensors: dict[GgufTensor, str]) -> None:
     refuse_other_weights(path, empty.config.model_type, weights.keys() - found.keys(), found.keys() - weights.keys(), misshapen)
     if len(found) < len(tensors):
         raise file_error(path, "a GGUF file with one tensor for each weight", "two for one")
+
+
+def _check_tokens(path: Path, metadata: dict[str, Any], rows: int) -> None:
+    """Raises for a token that the model has no row for, and for ones that nobody could read in
+    time: where a file has no merges, transformers tries all cuts of each token.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        return  # transformers says so
+    if len(tokens) > rows:
+        raise file_error(path, f"a GGUF file with at most {rows} tokens, the rows of its model", len(tokens))
+    longest = max((len(token) for token in tokens if isinstance(token, bytes)), default=0)
+    if "tokenizer.ggml.merges" not in metadata and longest > LONGEST_TOKEN:
+        raise file_error(path, f"a GGUF file whose tokens have at most {LONGEST_TOKEN} bytes, for it has no merges", longest)
 
 
 def _small(model: Any, tensors: dict[GgufTensor, str]) -> dict[str, str]:

@@ -18,9 +18,11 @@ from .files import ModelFileError, file_error
 MOST_TENSORS = 1 << 16  # large models have about 2000
 MOST_KEYS = 1 << 12  # they have about 50; transformers compares each with all, three times over
 MOST_ITEMS = 1 << 20  # of a list; the largest vocabularies have 2**18 tokens and twice as many merges
+MOST_OTHERS = 1 << 16  # of all lists that are no vocabulary; models have one item a layer
 LONGEST_NAME = (1 << 16) - 1
 MOST_DIMS = 4
 EXPANDED_KINDS = "a GGUF file of F32, F16, BF16, Q4_0 to Q8_0, K, IQ, TQ, MXFP4 or NVFP4 tensors, which the gguf package expands"
+VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges", "precompiled_charsmap")}
 _STRING, _LIST = 8, 9
 _LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -68,6 +70,7 @@ class _Reader:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at, self.size = path, data, 0, len(data)
+        self.others = 0  # items of lists that are no vocabulary
 
     def header(self) -> GgufHeader:
         if self.take(4, "the magic") != b"GGUF":
@@ -124,6 +127,12 @@ class _Reader:
 
     def list_of(self, key: str) -> list[Any]:
         kind, count = self.number("I", f"the type in the list {key}"), self.count("Q", MOST_ITEMS, f"length of the list {key}")
+        if key not in VOCABULARY:  # of which transformers makes Python's objects, one by one
+            self.others += count
+            if self.others > MOST_OTHERS:
+                raise file_error(
+                    self.path, f"a GGUF file with lists of at most {MOST_OTHERS} items beside its vocabulary", f"{self.others} up to {key}"
+                )
         if kind in _SCALARS:
             numbers = f"<{count}{_SCALARS[kind]}"
             return list(struct.unpack(numbers, self.take(struct.calcsize(numbers), f"the list {key}")))
