@@ -354,25 +354,6 @@ def test_a_client_that_leaves_frees_its_slot_and_pages(running, port):
         wait_until(lambda: pages_in_use(running) == 0, 5.0)
 
 
-def test_who_waits_for_pages_is_not_lost_when_the_one_that_runs_leaves(running, port):
-    """A full cache had put one of two back, and nobody was let in any more."""
-    scheduler, whole = running.worker._manager.batch_processor.scheduler, [chat(messages=[{"role": "user", "content": end * 240}]) for end in "bc"]
-    right, clients = [call(port, CHAT, one | {"max_tokens": 100})[1]["choices"] for one in whole], {}
-    for body in whole:
-        before = set(running.worker._jobs)
-        client = http.client.HTTPConnection("localhost", port, timeout=20)
-        client.request("POST", CHAT, json.dumps(body | {"max_tokens": 100}), JSON)
-        wait_until(lambda before=before: set(running.worker._jobs) - before)
-        clients[(set(running.worker._jobs) - before).pop()] = client
-    wait_until(lambda: scheduler.block_new_requests)
-    (runs,), (waits,) = scheduler.active_requests, scheduler.waiting_requests
-    clients[runs].close()
-    with closing(clients[waits]) as client:
-        answer = json.loads(client.getresponse().read())
-    assert answer["choices"] == right[list(clients).index(waits)]
-    assert answer["usage"]["completion_tokens"] == 100
-
-
 def test_more_requests_than_the_queue_holds_are_told_to_wait():
     with server(max_requests=2) as running:
         port = running.address[1]
