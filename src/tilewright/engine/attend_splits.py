@@ -115,8 +115,8 @@ def attend_splits_kernel(
         return (a * cos - b * sin).astype(DTYPE), (b * cos + a * sin).astype(DTYPE)
 
     def step(j, tiles, q, state, MASKED):
-        """The state with the j-th tile of keys, of which MASKED hides the new one, those behind it,
-        those before the window, and all if the tile is not of this split.
+        """The state with the j-th tile of keys, of which MASKED hides the new one, those behind it
+        and those before the window.
         """
         sums, maximum, denominator = state
         v = tiles[2]
@@ -125,7 +125,7 @@ def attend_splits_kernel(
             scores = ct.mma(q[i], ct.transpose(tiles[i]), scores)
         if MASKED:
             key = j * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
-            seen = (key < position) & (j >= first)
+            seen = key < position
             if WINDOW:
                 seen = seen & (key >= begin)
             scores = ct.where(ct.expand_dims(seen, 0), scores, -math.inf)
