@@ -14,6 +14,7 @@ from torch import Tensor
 from ..launch import Bound, Device, Launch
 from ..ops.common.pdl import pdl_launch_dependents, pdl_wait
 from ..ops.common.tiles import LOG2E
+from .head_tiles import norm_weight, rotation, turned
 
 APPROX = ct.RoundingMode.APPROX
 HIDDEN = -1e30  # the score of no key; finite, so that its distance to itself is a number
@@ -53,14 +54,7 @@ def append_attend_kernel(
     pdl_launch_dependents()
     batch = ct.bid(1)
     position = ct.load(POSITIONS, (batch, 0), ())
-    row = max(0, min(position, COS.shape[0] - 1))
-    cos = ct.load(COS, (row, 0), (1, HALF), check_bounds=False, allow_tma=False).astype(ct.float32)
-    sin = ct.load(SIN, (row, 0), (1, HALF), check_bounds=False, allow_tma=False).astype(ct.float32)
-
-    def norm_weight(A):
-        first = ct.load(A, (0,), (HALF,), check_bounds=False, allow_tma=False)
-        second = ct.load(A, (1,), (HALF,), check_bounds=False, allow_tma=False)
-        return first.astype(ct.float32).reshape((1, HALF)), second.astype(ct.float32).reshape((1, HALF))
+    cos, sin = rotation(COS, SIN, position, HALF)
 
     def halves(A, h):
         first = ct.load(A, (batch, h, 0, 0), (1, 1, 1, HALF), check_bounds=False, allow_tma=False)
@@ -71,25 +65,14 @@ def append_attend_kernel(
         for i in ct.static_iter(range(2)):
             ct.store(A, (batch, h, row, i), x[i].astype(A.dtype).reshape((1, 1, 1, HALF)), check_bounds=False, allow_tma=False)
 
-    def turned(x, weight):
-        """A head, normed and rotated."""
-        a, b = x[0].astype(ct.float32), x[1].astype(ct.float32)
-        if NORMS:
-            rstd = 1.0 / ct.sqrt(ct.sum(a * a + b * b, axis=1, keepdims=True) * (0.5 / HALF) + eps)
-            a, b = a * rstd, b * rstd
-            if ROUND:
-                a, b = a.astype(K.dtype).astype(ct.float32), b.astype(K.dtype).astype(ct.float32)
-            a, b = a * weight[0], b * weight[1]
-        return (a * cos - b * sin).astype(K.dtype), (b * cos + a * sin).astype(K.dtype)
-
     def append(kv):
         weight: tuple = ()
         if NORMS:
-            weight = norm_weight(K_WEIGHT)
+            weight = norm_weight(K_WEIGHT, HALF)
         pdl_wait()
         k, v = halves(K, kv), halves(V, kv)
         if position >= 0 and position < K_CACHE.shape[2]:
-            store_halves(K_CACHE, kv, position, turned(k, weight))
+            store_halves(K_CACHE, kv, position, turned(k, weight, cos, sin, eps, NORMS, ROUND, HALF, K.dtype))
             store_halves(V_CACHE, kv, position, v)
 
     def attend(head):
@@ -109,10 +92,10 @@ def append_attend_kernel(
         q_weight: tuple = ()
         k_weight: tuple = ()
         if NORMS:
-            q_weight, k_weight = norm_weight(Q_WEIGHT), norm_weight(K_WEIGHT)
+            q_weight, k_weight = norm_weight(Q_WEIGHT, HALF), norm_weight(K_WEIGHT, HALF)
         pdl_wait()
         q, k, v = halves(Q, head), halves(K, kv), halves(V, kv)
-        q, k = turned(q, q_weight), turned(k, k_weight)
+        q, k = turned(q, q_weight, cos, sin, eps, NORMS, ROUND, HALF, K.dtype), turned(k, k_weight, cos, sin, eps, NORMS, ROUND, HALF, K.dtype)
         products = ct.zeros((KEYS, HALF), ct.float32)
         for i in ct.static_iter(range(2)):  # the new key stands where it will be
             products = products + ct.where(own, k[i], keys[i]).astype(ct.float32) * q[i].astype(ct.float32)

@@ -20,6 +20,7 @@ from ..ops.attention_decode.decision import Problem, with_merge
 from ..ops.common.pdl import pdl_launch_dependents, pdl_wait
 from ..ops.common.softmax_tiles import FLOOR, sink_factor, softmax_step
 from ..ops.common.tiles import LOG2E, ZERO
+from .head_tiles import norm_weight, rotation, turned
 
 
 @ct.kernel
@@ -86,11 +87,6 @@ def attend_splits_kernel(
     def tiles_of(j, LATE):
         return cached(K_CACHE, j, 0, HALF, LATE), cached(K_CACHE, j, 1, HALF, LATE), cached(V_CACHE, j, 0, 2 * HALF, LATE)
 
-    def norm_weight(A):
-        one = ct.load(A, (0,), (HALF,), check_bounds=False, allow_tma=False)
-        other = ct.load(A, (1,), (HALF,), check_bounds=False, allow_tma=False)
-        return one.astype(ct.float32).reshape((1, HALF)), other.astype(ct.float32).reshape((1, HALF))
-
     def new_row(A, i, COLUMNS):
         """The i-th COLUMNS of this key head's row of K or V."""
         return ct.load(A, (0, kv, 0, i), (1, 1, 1, COLUMNS), check_bounds=False, allow_tma=False).reshape((1, COLUMNS))
@@ -102,17 +98,6 @@ def attend_splits_kernel(
         else:
             tile = ct.load(heads, (0, 0, 0, i), (1, ROWS, 1, HALF), padding_mode=ZERO, allow_tma=False)
         return tile.reshape((ROWS, HALF))
-
-    def turned(x, weight, cos, sin):
-        """Heads, normed and rotated."""
-        a, b = x[0].astype(ct.float32), x[1].astype(ct.float32)
-        if NORMS:
-            rstd = 1.0 / ct.sqrt(ct.sum(a * a + b * b, axis=1, keepdims=True) * (0.5 / HALF) + eps)
-            a, b = a * rstd, b * rstd
-            if ROUND:
-                a, b = a.astype(DTYPE).astype(ct.float32), b.astype(DTYPE).astype(ct.float32)
-            a, b = a * weight[0], b * weight[1]
-        return (a * cos - b * sin).astype(DTYPE), (b * cos + a * sin).astype(DTYPE)
 
     def step(j, tiles, q, state, MASKED):
         """The state with the j-th tile of keys, of which MASKED hides the new one, those behind it
@@ -172,18 +157,16 @@ def attend_splits_kernel(
 
     if first <= last:
         ahead = tiles_of(last, False)
-        row = max(0, min(position, COS.shape[0] - 1))
-        cos = ct.load(COS, (row, 0), (1, HALF), check_bounds=False, allow_tma=False).astype(ct.float32)
-        sin = ct.load(SIN, (row, 0), (1, HALF), check_bounds=False, allow_tma=False).astype(ct.float32)
+        cos, sin = rotation(COS, SIN, position, HALF)
         q_weight: tuple = ()
         k_weight: tuple = ()
         if NORMS:
-            q_weight, k_weight = norm_weight(Q_WEIGHT), norm_weight(K_WEIGHT)
+            q_weight, k_weight = norm_weight(Q_WEIGHT, HALF), norm_weight(K_WEIGHT, HALF)
         pdl_wait()
         q = queries(0), queries(1)
         new = new_row(K, 0, HALF), new_row(K, 1, HALF), new_row(V, 0, 2 * HALF)
-        q = turned(q, q_weight, cos, sin)
-        new = (*turned(new, k_weight, cos, sin), new[2])
+        q = turned(q, q_weight, cos, sin, eps, NORMS, ROUND, HALF, DTYPE)
+        new = (*turned(new, k_weight, cos, sin, eps, NORMS, ROUND, HALF, DTYPE), new[2])
         state = step(last, ahead, q, begun(q, new), True)
         if last == own_tile:
             append(new)

@@ -34,13 +34,14 @@ def _joined(first: Call, second: Call, rest: list[Call], device: Device) -> list
     """An append and its attention as one call; a product and the norm that adds its result to the
     stream so that the product adds it, if none of `rest` reads that result too.
     """
-    if first.op is kv_append_out and second.op is attention_decode_out:
+    if first.op is kv_append_out and second.op is attention_decode_out and _one_token(first.arguments, second.arguments):
         a, b = first.arguments, second.arguments
         names = ("q", "k", "v", "k_cache", "v_cache", "positions", "cos", "sin", "q_norm", "k_norm", "eps", "round_before_weight")
         given = {name: a[name] for name in names} | {"out": b["out"], "scale": b["scale"]}
-        if _few_keys(a, b):
+        _, kv_heads, keys, dim = a["k_cache"].shape
+        if b["sinks"] is b["window"] is None and keys & (keys - 1) == 0 and 64 <= keys <= MOST_VALUES // dim:
             return [Call.of(second.name, append_attend, **given)]
-        if (form := _splits(a, b, device)) is not None:
+        if (form := attend_splits.form_of(kv_heads, keys, dim, b["window"], device)) is not None:
             return [Call.of(second.name, attend_splits.attend_splits, **given, sinks=b["sinks"], window=b["window"], form=form)]
     if second.op is rms_norm_matmul_out and first.op is matmul_out and _product(first) is not first:
         a, b = first.arguments, second.arguments
@@ -81,8 +82,6 @@ def _row(call: Call, x: Any, given: dict[str, Any], **how: Any) -> Call:
 
 # What neither call may ask for
 ABSENT = ("block_table", "k_scale", "v_scale", "rope_positions", "v_norm", "rotated", "kv_start", "softcap", "lse", "denominator")
-# and `append_attend` not either
-ALSO_ABSENT = ("sinks", "window")
 
 
 def _one_token(append: dict[str, Any], attend: dict[str, Any]) -> bool:
@@ -98,18 +97,3 @@ def _one_token(append: dict[str, Any], attend: dict[str, Any]) -> bool:
     whole = 2 * append["cos"].shape[1] == dim == append["v"].shape[3] and dim >= 64 and dim & (dim - 1) == 0
     one = append["positions"].numel() == 1 and cache.dtype.itemsize == 2
     return bool(whole and one and attend["q"].data_ptr() == q.data_ptr())
-
-
-def _few_keys(append: dict[str, Any], attend: dict[str, Any]) -> bool:
-    """Whether `append_attend` does what the two calls do."""
-    keys, dim = append["k_cache"].shape[2:]
-    few = keys & (keys - 1) == 0 and 64 <= keys <= MOST_VALUES // dim
-    return few and _one_token(append, attend) and all(given.get(name) is None for given in (append, attend) for name in ALSO_ABSENT)
-
-
-def _splits(append: dict[str, Any], attend: dict[str, Any], device: Device) -> attend_splits.Form | None:
-    """In which form `attend_splits` does what the two calls do; None if in none."""
-    if not _one_token(append, attend):
-        return None
-    _, kv_heads, keys, dim = append["k_cache"].shape
-    return attend_splits.form_of(kv_heads, keys, dim, attend["window"], device)
