@@ -269,6 +269,18 @@ def test_neighbours_say_what_was_measured_and_less_far_off():
         assert [known.near(one) for one in (asked[0], asked[2])] == [2, 0]
 
 
+@pytest.mark.parametrize("regimes_too", [True, False])
+def test_launches_of_one_regime_err_alike(regimes_too):
+    """A second wave that is nearly empty takes longer than modelled; so it does with far sizes."""
+    config = matmul.Config(128, 128, 64, num_ctas=1, num_worker_warps=4)
+    empty, full = (Work(blocks, 132, steps=64, flops=1e6, dram=1e8) for blocks in (140, 260))
+    places = [(Problem(m, 4096, 4096), config, work, "") for m in (1024, 1280, 1536) for work in (empty, full)]
+    found = Neighbours.solved(places, np.log([1.5, 1.0] * 3), regimes_too=regimes_too)
+    for known in (found, Neighbours.read(json.loads(json.dumps(found.plain())))):
+        (slow, fast), _ = known.say([(Problem(1 << 30, 8, 8), config, work, "") for work in (empty, full)])
+        assert slow - fast > 0.1 if regimes_too else slow == pytest.approx(fast)
+
+
 def test_8_bit_operands_need_a_device_that_takes_them():
     assert matmul.space(Problem(64, 4096, 4096, torch.float8_e4m3fn, scaling=Scaling.TENSOR), Device.named("A100")) == []
 

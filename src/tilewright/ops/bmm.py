@@ -149,7 +149,7 @@ def family(p: Problem, c: Config) -> str:
     return gemm_choices.family(p.gemm, c)
 
 
-CHOICES = Choices("bmm", candidates, legal, work, family, like="matmul")
+CHOICES = Choices("bmm", candidates, legal, work, family, like="matmul", regimes_too=True)
 space = CHOICES.space
 
 

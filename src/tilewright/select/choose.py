@@ -47,6 +47,8 @@ class Choices(Generic[P, C]):
         by default each problem is its own.
     timed_as: the problem and config by whose timings others are judged, for options that no timings
         have yet; by default themselves.
+    regimes_too: timings of far problems count where their launches stand alike between their bounds
+        (`neighbours.regime`). For ops with many timings: of few it makes noise.
     """
 
     op: str
@@ -59,6 +61,7 @@ class Choices(Generic[P, C]):
     like: str = ""
     bucket: Callable[[P, Device], P] | None = None
     timed_as: Callable[[P, C], tuple[P, C]] | None = None
+    regimes_too: bool = False
 
     def family_of(self, problem: P, config: C) -> str:
         return self.family(problem, config) if self.family else str(config)

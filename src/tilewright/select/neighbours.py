@@ -2,8 +2,9 @@
 timings of an op.
 
 Two launches err alike as far as their problems' sizes, options, kinds of launch and configs are
-near (`covariance`): a Gaussian process. `tune/fit.py` solves for the weight of each timing and the
-data keeps these, so that a call only sums them up.
+near, and where launches of near configs stand alike between their bounds (`regime`), whatever the
+problem (`covariance`): a Gaussian process. `tune/fit.py` solves for the weight of each timing and
+the data keeps these, so that a call only sums them up.
 """
 
 import math
@@ -20,6 +21,7 @@ from .work import Work
 
 Array = np.ndarray
 Place = tuple[Any, Any, Works, str]  # problem, config, the work of both, their family
+COLUMNS = "problem", "kind", "family", "config"  # of a timing, positions in tables
 
 # Chosen by cross-validation over the problems of 8 ops (notes/LOG.md): the result is flat around
 # them.
@@ -30,7 +32,12 @@ SAME_FAMILY = 0.3  # share of the likeness of configs that is being of one famil
 # Variances: that near problems share whatever the config (large, so that no config is praised for
 # its problem), that launches of one kind share there, that a config has there, and everywhere.
 OF_PROBLEM, OF_KIND, OF_BOTH, OF_CONFIG = 0.1, 0.02, 0.03, 0.01
+OF_REGIME = 0.02  # variance that near configs share in one regime
+# A standard deviation of the likeness of regimes, by number: the first four are logarithms.
+WAVES, TAIL, DEPTH, INTENSITY, PARTS, OFF = 1.0, 0.2, 1.5, 1.0, 1.0, 1.0
+FINE = 2  # numbers of a regime are rounded to so many in a standard deviation: many launches share one
 NOISE = 0.002  # variance of a timing
+ALIGNED = {128: 0, 64: 1, 32: 1}  # by the bytes that rows begin at multiples of; fewer: 2
 MOST = 0.7  # a residual beyond says no more
 HALF = 0.5  # how alike a timing must be to count as near
 UNTIMED = 0.1  # doubt about a config that is far from all timed ones, in the logarithm; half of it for a near one of a far problem
@@ -38,16 +45,18 @@ UNTIMED = 0.1  # doubt about a config that is far from all timed ones, in the lo
 
 @dataclass(frozen=True)
 class Places:
-    """Problems and configs as numbers. problem, kind, family, config: of each place, positions in
-    the tables behind them.
+    """Problems and configs as numbers. problem, kind, family, config, regime: of each place,
+    positions in the tables behind them.
 
     where, option: of each problem the logarithms of its sizes, and the position of its options.
+    regimes: numbers of each regime, none where they are not looked at.
     """
 
     problem: Array
     kind: Array
     family: Array
     config: Array
+    regime: Array
     where: Array
     option: Array
     options: Sequence[str]
@@ -55,28 +64,28 @@ class Places:
     families: Sequence[str]
     names: Sequence[str]
     configs: Array
+    regimes: Array
 
     @classmethod
-    def of(cls, places: Sequence[Place]) -> "Places":
-        tables: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
-        rows = [
-            [table.setdefault(value, len(table)) for table, value in zip(tables, (problem, kind(work), family, config), strict=True)]
-            for problem, config, work, family in places
-        ]
-        problems, kinds, families, configs = tables
+    def of(cls, places: Sequence[Place], regimes_too: bool) -> "Places":
+        tables: tuple[dict[Any, int], ...] = ({}, {}, {}, {}, {})
+        found_at = ((problem, kind(work), family, config, regime(work) if regimes_too else ()) for problem, config, work, family in places)
+        rows = [[table.setdefault(value, len(table)) for table, value in zip(tables, values, strict=True)] for values in found_at]
+        problems, kinds, families, configs, regimes = tables
         options: dict[str, int] = {}
         option = np.array([options.setdefault(options_of(problem), len(options)) for problem in problems], int)
         found = [numbers(config) for config in configs]
         names = sorted({name for of in found for name in of})
         table = np.array([[of.get(name, 0.0) for name in names] for of in found], float)
         where = np.array([sizes(problem) for problem in problems])
-        problem, of_kind, of_family, of_config = np.array(rows, int).T
-        return cls(problem, of_kind, of_family, of_config, where, option, list(options), list(kinds), list(families), names, table)
+        problem, of_kind, of_family, of_config, of_regime = np.array(rows, int).T
+        tables_of = list(options), list(kinds), list(families), names, table, np.array(list(regimes), float)
+        return cls(problem, of_kind, of_family, of_config, of_regime, where, option, *tables_of)
 
 
-def covariance(problems: Array, kinds: Array, configs: Array) -> Array:
+def covariance(problems: Array, kinds: Array, configs: Array, regimes: Array) -> Array:
     """Of the residuals of two launches that are so much alike."""
-    return OF_CONFIG * configs + problems * (OF_PROBLEM + kinds * (OF_KIND + OF_BOTH * configs))
+    return configs * (OF_CONFIG + OF_REGIME * regimes) + problems * (OF_PROBLEM + kinds * (OF_KIND + OF_BOTH * configs))
 
 
 @dataclass(frozen=True)
@@ -87,15 +96,15 @@ class Neighbours:
     weights: Array
 
     @classmethod
-    def solved(cls, places: Sequence[Place], residuals: Array) -> "Neighbours":
-        """residuals: log(measured / modelled)."""
-        known = Places.of(places)
+    def solved(cls, places: Sequence[Place], residuals: Array, *, regimes_too: bool = False) -> "Neighbours":
+        """residuals: log(measured / modelled). regimes_too: see `Choices`."""
+        known = Places.of(places, regimes_too)
         blank = cls(known, np.zeros(len(places)))
         near = np.array([blank._near(problem) for problem in dict.fromkeys(problem for problem, *_ in places)])
         of_pair = dict(zip(blank._pair.tolist(), places, strict=True))
         alike = np.array([blank._alike(of_pair[i][1], of_pair[i][3]) for i in range(len(of_pair))])
-        kinds = blank._kinds_alike(known.kinds)
-        tables = (near, known.problem), (kinds, known.kind), (alike, blank._pair)
+        kinds, regimes = blank._kinds_alike(known.kinds), blank._regimes_alike(known.regimes)
+        tables = (near, known.problem), (kinds, known.kind), (alike, blank._pair), (regimes, known.regime)
         own = covariance(*(table[of][:, of] for table, of in tables))
         own[np.diag_indices_from(own)] += NOISE
         return cls(known, np.linalg.solve(own, np.clip(residuals, -MOST, MOST)))
@@ -109,6 +118,13 @@ class Neighbours:
         known, pairs = self.places, len(self._pairs)
         alike = np.array([self._alike(config, family) for _, config, _, family in places])  # of each place and pair
         residual, doubt = OF_CONFIG * (alike @ self._everywhere), np.empty(len(alike))
+        if known.regimes.size:
+            regimes: dict[Any, int] = {}
+            of_regime = [regimes.setdefault(regime(work), len(regimes)) for _, _, work, _ in places]
+            weights = self._regimes_alike(np.array(list(regimes)))[self._regime_by_pair]
+            weights *= self._weight_by_pair  # in place: half of the time
+            table = np.add.reduceat(weights, self._first_of_pair)  # of each pair and regime that occurs
+            residual += OF_REGIME * (alike * table.T[of_regime]).sum(1)
         of = [problem for problem, *_ in places]
         for problem in dict.fromkeys(of):
             here = np.array([i for i, other in enumerate(of) if other is problem or other == problem])
@@ -140,6 +156,13 @@ class Neighbours:
 
     def _kinds_alike(self, kinds: Sequence[str]) -> Array:
         return np.array([[1.0 if a == b else OTHER_KIND for b in self.places.kinds] for a in kinds])
+
+    def _regimes_alike(self, regimes: Array) -> Array:
+        """How alike each known regime is to each of these, from 0 to 1; 0 if none is known."""
+        known = self.places.regimes
+        apart = np.square(known).sum(1)[:, None] - 2 * known @ regimes.T + np.square(regimes).sum(1)
+        found: Array = np.exp(apart / (-2 * FINE**2)) * (known.size > 0)
+        return found
 
     def _alike(self, config: Any, family: str) -> Array:
         """How alike a config of a family is to each pair of config and family. Kept: sizes have no
@@ -180,6 +203,16 @@ class Neighbours:
         return found
 
     @cached_property
+    def _regime_by_pair(self) -> Array:
+        found: Array = self.places.regime[self._order]
+        return found
+
+    @cached_property
+    def _weight_by_pair(self) -> Array:
+        found: Array = self.weights[self._order, None]
+        return found
+
+    @cached_property
     def _first_of_pair(self) -> Array:
         return np.searchsorted(self._pair[self._order], np.arange(len(self._pairs)))
 
@@ -202,29 +235,51 @@ class Neighbours:
         """As JSON types; the inverse of `read`."""
         p = self.places
         sizes_of = [[round(math.exp(x)) for x in where] for where in p.where.tolist()]
-        columns = (p.problem.tolist(), p.kind.tolist(), p.family.tolist(), p.config.tolist(), [float(f"{w:.4g}") for w in self.weights])
+        standing = {"regimes": p.regimes.astype(int).tolist()} if p.regimes.size else {}
+        columns = [getattr(p, name).tolist() for name in (*COLUMNS, *("regime" for _ in standing))]
         return {
             **{name: getattr(p, name) for name in ("options", "kinds", "families", "names")},
             "problems": [[*of, option] for of, option in zip(sizes_of, p.option.tolist(), strict=True)],
             "configs": np.round(p.configs, 3).tolist(),
-            "rows": list(map(list, zip(*columns, strict=True))),
+            **standing,
+            "rows": list(map(list, zip(*columns, [float(f"{w:.4g}") for w in self.weights], strict=True))),
         }
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> "Neighbours":
         rows, problems = np.array(data["rows"], float), np.array(data["problems"], float)
         where, option = np.log(np.maximum(problems[:, :-1], 1)), problems[:, -1].astype(int)
-        tables = data["options"], data["kinds"], data["families"], data["names"], np.array(data["configs"], float)
-        problem, of_kind, family, config = rows[:, :-1].astype(int).T
-        return cls(Places(problem, of_kind, family, config, where, option, *tables), rows[:, -1])
+        regimes = np.array(data.get("regimes", [[]]), float)
+        tables = data["options"], data["kinds"], data["families"], data["names"], np.array(data["configs"], float), regimes
+        problem, of_kind, family, config, *more = rows[:, :-1].astype(int).T
+        of_regime = more[0] if more else np.zeros_like(problem)
+        return cls(Places(problem, of_kind, family, config, of_regime, where, option, *tables), rows[:, -1])
 
 
 def kind(work: Works) -> str:
     """What tells launches apart: waves (1, 2, 3, more), alignment, parts, second launch."""
     parts = (work,) if isinstance(work, Work) else work
     waves = sum(-(-part.blocks // part.resident) for part in parts)
-    flags = {128: "", 64: "u", 32: "u"}.get(parts[0].aligned, "o") + ("r" if parts[-1].partial else "") + ("t" if len(parts) > 1 else "")
+    flags = ("", "u", "o")[ALIGNED.get(parts[0].aligned, 2)] + ("r" if parts[-1].partial else "") + ("t" if len(parts) > 1 else "")
     return f"{min(waves, 4)}{flags}"
+
+
+def regime(work: Works) -> tuple[int, ...]:
+    """Where a launch stands between its bounds: its waves, how empty the last one is, the steps of
+    a block, operations for each byte, parts, alignment. FINE apart is a standard deviation.
+    """
+    parts = (work,) if isinstance(work, Work) else work
+    waves = sum(part.blocks for part in parts) / parts[0].resident
+    flops, moved = sum(part.flops * part.steps * part.blocks for part in parts), sum(part.dram for part in parts)
+    found = (
+        math.log(waves) / WAVES,
+        math.log(math.ceil(waves) / waves) / TAIL,
+        math.log(max(parts[-1].steps, 1)) / DEPTH,
+        math.log1p(flops / max(moved, 1)) / INTENSITY,
+        (parts[-1].partial > 0) / PARTS,
+        ALIGNED.get(parts[0].aligned, 2) / OFF,
+    )
+    return tuple([round(FINE * number) for number in found])
 
 
 def sizes(problem: Any) -> tuple[float, ...]:

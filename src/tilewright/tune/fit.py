@@ -171,7 +171,7 @@ def _tile_kind(work: Works) -> str:
 def neighbours(op: Choices[Any, Any], timed: Sequence[Timed], works: Sequence[Works], constants: Rates) -> Neighbours:
     """The regression on measured over modelled times."""
     residuals = np.log([one.time_us for one in timed]) - np.log(Prices(works).us(constants))
-    return Neighbours.solved(places(op, timed, works), residuals)
+    return Neighbours.solved(places(op, timed, works), residuals, regimes_too=op.regimes_too)
 
 
 def places(op: Choices[Any, Any], timed: Sequence[Timed], works: Sequence[Works]) -> list[Place]:

@@ -181,7 +181,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     return replace(found, flops=found.flops * SINGLE_COST) if c.tf32x3 else found
 
 
-CHOICES = Choices("attention", candidates, prefill.legal, work, prefill.family)
+CHOICES = Choices("attention", candidates, prefill.legal, work, prefill.family, regimes_too=True)
 space = CHOICES.space
 
 

@@ -304,7 +304,7 @@ def family(p: Problem, c: Config) -> str:
     return f"{1 if p.codes else p.dtype.itemsize}{how} {next_pow2(p.head_dim)} {c.tile_n}{'k' if c.keys_first else 'q'}{options} {hints}"
 
 
-CHOICES = Choices("attention_decode", candidates, legal, work, family)
+CHOICES = Choices("attention_decode", candidates, legal, work, family, regimes_too=True)
 space = CHOICES.space
 
 

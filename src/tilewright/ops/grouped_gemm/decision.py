@@ -159,7 +159,7 @@ def family(p: Problem, c: Config) -> str:
     return f"{gemm_choices.family(p.gemm, c)}{'' if c.group == 8 else f' {c.group}'}"
 
 
-CHOICES = Choices("grouped_gemm", candidates, legal, work, family)
+CHOICES = Choices("grouped_gemm", candidates, legal, work, family, regimes_too=True)
 space = CHOICES.space
 
 

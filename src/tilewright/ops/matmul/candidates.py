@@ -69,7 +69,7 @@ def family(p: Problem, c: Config) -> str:
     return gemm_choices.family(p.gemm, c)
 
 
-CHOICES = Choices("matmul", candidates, legal, work, family)
+CHOICES = Choices("matmul", candidates, legal, work, family, regimes_too=True)
 space = CHOICES.space
 
 
