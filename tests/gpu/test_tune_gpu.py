@@ -1,7 +1,6 @@
 """The tuner on a GPU: its choice against the whole space; a call then takes it."""
 
 import os
-import statistics
 import time
 
 import pytest
@@ -44,12 +43,8 @@ def test_the_choice_is_within_two_percent_of_the_whole_space(op, problem, gpu):
     whole = {str(config): lambda config=config, **kw: run_op(op, kw, config) for config in op.space(problem, here)}
     times = {name: time_interleaved({name: call}, sets, rounds=3)[name].time_us for name, call in whole.items()}
     best = min(times, key=lambda name: times[name])
-    ratios = []
-    for _ in range(3):  # two captures of a kernel may differ by 2 %, and two sets of inputs by more
-        sets = input_sets(lambda: problem.inputs(gpu), problem.cost().size_bytes, here.l2_bytes)
-        final = time_interleaved({"best": whole[best], "chosen": whole[str(chosen)]}, sets)
-        ratios.append(final["chosen"].time_us / final["best"].time_us)
-    assert statistics.median(ratios) <= 1.02
+    final = time_interleaved({"best": whole[best], "chosen": whole[str(chosen)]}, sets)
+    assert final["chosen"].time_us <= 1.02 * final["best"].time_us
 
 
 @pytest.mark.alone
