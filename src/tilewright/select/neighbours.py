@@ -21,7 +21,6 @@ from .work import Work
 
 Array = np.ndarray
 Place = tuple[Any, Any, Works, str]  # problem, config, the work of both, their family
-COLUMNS = "problem", "kind", "family", "config"  # of a timing, positions in tables
 
 # Chosen by cross-validation over the problems of 8 ops (notes/LOG.md): the result is flat around
 # them.
@@ -235,13 +234,16 @@ class Neighbours:
         """As JSON types; the inverse of `read`."""
         p = self.places
         sizes_of = [[round(math.exp(x)) for x in where] for where in p.where.tolist()]
-        standing = {"regimes": p.regimes.astype(int).tolist()} if p.regimes.size else {}
-        columns = [getattr(p, name).tolist() for name in (*COLUMNS, *("regime" for _ in standing))]
+        columns = [getattr(p, name).tolist() for name in ("problem", "kind", "family", "config")]
+        regimes = {}
+        if p.regimes.size:
+            columns.append(p.regime.tolist())
+            regimes["regimes"] = p.regimes.astype(int).tolist()
         return {
             **{name: getattr(p, name) for name in ("options", "kinds", "families", "names")},
             "problems": [[*of, option] for of, option in zip(sizes_of, p.option.tolist(), strict=True)],
             "configs": np.round(p.configs, 3).tolist(),
-            **standing,
+            **regimes,
             "rows": list(map(list, zip(*columns, [float(f"{w:.4g}") for w in self.weights], strict=True))),
         }
 
