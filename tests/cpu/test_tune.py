@@ -56,6 +56,28 @@ def test_a_tie_goes_to_the_default():
     assert search(rms_norm, PROBLEM, MadeUp({0: 4.05, 3: 4.0})).row.config == plain(SPACE[3])
 
 
+def test_a_crowd_near_the_best_is_thinned_by_times_taken_in_turn():
+    """Rough times are good to 5 %: the fastest of 20 may look like the slowest of them."""
+
+    class Crowd(MadeUp):
+        def rough(self, config, give_up_us):
+            i = self.space.index(config)
+            self.roughly.append(i)
+            return 10.0 + 0.05 * i if i < 20 else 20.0
+
+        def many(self, configs):
+            self.passed = [self.space.index(config) for config in configs]
+            return super().many(configs)
+
+    problem = matmul.Problem(512, 4096, 4096, torch.bfloat16, out_dtype=torch.bfloat16)
+    space = matmul.space(problem, H200)
+    bench = Crowd({**{i: 10.0 + 0.01 * i for i in range(20)}, 19: 9.5}, fails=(7,))
+    assert search(matmul, problem, bench).row.config == plain(space[19])
+    assert sorted(bench.passed) == list(range(20))
+    assert len(bench.raced[0]) == 16
+    assert 7 not in bench.raced[0], "a config that cannot run in the passes is out"
+
+
 def test_configs_that_are_close_race_once_more():
     """Two captures of one kernel may differ by 2 %: the first race alone would take config 2."""
 

@@ -2,6 +2,7 @@
 
     ready     every config compiled, in the background; dropped before it runs if it spills much
      `- rough    timed as it gets ready, in short replays; a loser only by its first two calls
+         `- passes   only if many are near: all of them in turn, which tells the best few
          `- race     the best few beside the default, interleaved, on inputs that are not in the L2
              |       cache; the closest ones twice
              `- check    the winner under the accuracy rule; if it is wrong the next takes its place
@@ -28,7 +29,7 @@ from ..launch.table import Row, digest_of, plain
 from ..testing import Accuracy, op_name, run_op
 
 LOSER = 2.0  # times the best so far: not timed further
-MARGIN = 1.12  # of the best rough time: within it a config enters the race. A rough time is good to 5 %, the race to 1 %
+MARGIN = 1.12  # of the best rough time: within it a config is near. A rough time is good to 5 %, the race to 1 %
 FINALISTS = 16
 CLOSE = 1.03  # of the best time of the race: within it a config is timed again, since two captures of a kernel may differ by 2 %
 TIE = 1.005  # a win by less does not count: the config that stands first in the space, with the default as the very first, wins
@@ -154,7 +155,7 @@ def search(
                     dropped[i] = one_line(error)
             on_config(done, len(configs))
         while rough:
-            times = _raced(clock, configs, _finalists(rough))
+            times = _raced(clock, configs, _finalists(clock, configs, rough))
             order = _ranking(times)
             try:
                 found = bench.check(op, problem, configs[order[0]])
@@ -188,10 +189,17 @@ def search(
     raise RuntimeError(f"{name} must have one config that compiles, runs and is right, got none of {len(configs)}: {reasons}")
 
 
-def _finalists(rough: dict[int, float]) -> list[int]:
-    """Those near the best rough time, best first; and the default, to know the gain."""
+def _finalists(clock: Clock, configs: Sequence[Any], rough: dict[int, float]) -> list[int]:
+    """The best of those near the best rough time; and the default, to know the gain.
+
+    Rough times are taken one by one while others compile, so where more are near than can race,
+    passes over all of them choose.
+    """
     best = min(rough.values())
-    near = sorted((i for i in rough if rough[i] <= MARGIN * best), key=lambda i: rough[i])[:FINALISTS]
+    near = sorted((i for i in rough if rough[i] <= MARGIN * best), key=lambda i: rough[i])
+    if len(near) > FINALISTS:
+        passes = dict(zip(near, clock.many([configs[i] for i in near]), strict=True))
+        near = sorted(near, key=lambda i: t.time_us if isinstance(t := passes[i], Timing) else math.inf)[:FINALISTS]
     return near if 0 in near or 0 not in rough else [*near, 0]
 
 
