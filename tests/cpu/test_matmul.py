@@ -90,6 +90,38 @@ def test_a_split_uneven_tile_may_be_cut_anywhere():
         check_op(op, Problem(m, n, 200, BF16, bias=True), CPU, config)
 
 
+MOVED = {
+    "whole": Config(16, 32, 32, group=2, moved=True),
+    "weights first": Config(16, 32, 32, swap_ab=True, moved=True),
+    "uneven": Config(16, 32, 32, group=2, extra_n=16, moved=True),
+    "uneven, weights first": Config(16, 32, 32, extra_n=8, swap_ab=True, moved=True),
+    "three sums": Config(16, 16, 32, group=2, extra_n=24, moved=True),
+}
+
+
+@pytest.mark.parametrize("config", MOVED.values(), ids=MOVED)
+@pytest.mark.parametrize(("trans_a", "trans_b"), LAYOUTS)
+def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, trans_b):
+    """Sizes that hang over in one direction and in both, by a whole UNIT and not, and that fit one
+    tile; an element that two blocks write is a race.
+    """
+    sizes = ((37, 80), (24, 112), (50, 176), (26, 64), (55, 208))
+    problems = [Problem(m, n, 70, BF16, trans_a, trans_b, bias=m > 20) for m, n in sizes]
+    problems = [problem for problem in problems if op.CHOICES.legal(problem, config, Device.named("CPU"))]
+    assert len(problems) > 2
+    for problem in problems:
+        with interpret.checking(races=True, unwritten=True, order=3):
+            check_op(op, problem, CPU, config)
+
+
+def test_tiles_move_where_rows_hang_over_on_a_gpu_with_tma():
+    long, even = Problem(418, 4096, 3424), Problem(512, 4096, 3424)
+    assert [c for c in op.space(long, H200) if c.moved]
+    assert not [c for c in op.space(even, H200) if c.moved and 512 % c.tile_shape[0] == 0]
+    assert not [c for c in op.space(long, Device.named("A100")) if c.moved], "its loads leave out what is not there"
+    assert not [c for c in op.space(replace(long, n=4100), H200) if c.moved], "stores of rows off 32 bytes are narrow"
+
+
 @pytest.mark.parametrize("config", [Config(64, 64, 128, extra_n=64), Config(64, 64, 128, extra_n=64, split_k=3), Config(32, 128, 256)])
 @pytest.mark.parametrize(("m", "n"), [(64, 128), (70, 300), (3, 65)])
 def test_block_scales_of_two_halves_and_of_two_groups_in_a_step(m, n, config):

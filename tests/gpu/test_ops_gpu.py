@@ -39,6 +39,19 @@ def test_real_shapes_are_as_accurate_as_torch(op, problem, gpu):
     check_op(op, problem, gpu)
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [ops.matmul.Problem(300, 1040, 520, torch.bfloat16, bias=True), ops.matmul.Problem(77, 208, 1000, torch.float16, trans_b=False)],
+    ids=["weights", "columns"],
+)
+def test_products_whose_last_tiles_begin_earlier(problem, gpu):
+    device = Device.of(torch.empty(0, device=gpu))
+    configs = [config for config in ops.matmul.CHOICES.candidates(problem, device) if config.moved]
+    assert configs or not device.has_pdl
+    for config in configs[::3]:
+        check_op(ops.matmul, problem, gpu, config)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_same_bits_on_another_stream_and_twice(op, gpu):
     problem = cases(op, "small")[0]

@@ -43,8 +43,11 @@ def test_the_choice_is_within_two_percent_of_the_whole_space(op, problem, gpu):
     whole = {str(config): lambda config=config, **kw: run_op(op, kw, config) for config in op.space(problem, here)}
     times = {name: time_interleaved({name: call}, sets, rounds=3)[name].time_us for name, call in whole.items()}
     best = min(times, key=lambda name: times[name])
-    final = time_interleaved({"best": whole[best], "chosen": whole[str(chosen)]}, sets)
-    assert final["chosen"].time_us <= 1.02 * final["best"].time_us
+    # Captures of one config differed by 8 % in one race (25.0 and 27.2 us), so each side has three.
+    sides = {"best": whole[best], "chosen": whole[str(chosen)]}
+    final = time_interleaved({f"{side} {i}": call for i in range(3) for side, call in sides.items()}, sets)
+    least = {side: min(final[f"{side} {i}"].time_us for i in range(3)) for side in sides}
+    assert least["chosen"] <= 1.02 * least["best"]
 
 
 @pytest.mark.alone

@@ -17,6 +17,7 @@ from ...launch import Device, next_pow2
 from ...select import Work
 from . import gemm_tiles as known
 from .scaling import FP8, GROUP, Scaling
+from .tiles import UNIT
 
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -74,6 +75,11 @@ class Tile:
     @property
     def runs(self) -> bool:
         """Whether fp32 adds runs of sums of the tensor core."""
+        return False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the last tiles begin earlier, so that they end with the output (`tile_start`)."""
         return False
 
     def split_tiles(self, g: "Gemm", device: Device) -> int:
@@ -229,6 +235,15 @@ def use_pdl(g: Gemm, c: Tile, device: Device, blocks: int, parts: int = 1) -> bo
     return flops * device.memory_gbs > g.size_bytes * device.tflops * 1e3
 
 
+def may_move(g: Gemm, c: Tile, device: Device) -> bool:
+    """Whether the last rows of tiles hang over the end, where a TMA unit fills in zeros, and could
+    begin earlier (`tile_start`). Columns that hang over cost nothing: few blocks have them (H200).
+    """
+    by_tma = device.is_cpu or (device.has_pdl and g.loads_wide(device))
+    rows, columns = c.tile_shape
+    return by_tma and g.m > rows and -g.m % rows >= UNIT and rows % UNIT == 0 and columns % UNIT == 0
+
+
 # ------------------------------------------------------------------------------------------- tables
 C = TypeVar("C", bound=Tile)
 FLAGS = {"b": "swap_ab", "d": "dot", "g": "gathered", "r": "fast_runs"}
@@ -382,12 +397,16 @@ def tile_name(c: Tile) -> str:
     return f"{rows}x{c.tile_n}+{c.extra}x{c.tile_k} {c.num_ctas or 1}{c.occupancy}{c.num_worker_warps or 0}{c.latency}{how}"
 
 
-def work(g: Gemm, c: Tile, device: Device, spill: int = 0) -> tuple[Work, ...]:
-    """What a launch asks for: whole tiles, then those that are split."""
+def work(g: Gemm, c: Tile, device: Device, spill: int = 0, *, tails: bool = False) -> tuple[Work, ...]:
+    """What a launch asks for: whole tiles, then those that are split. tails: with what the last
+    ones of several tiles hang over the end.
+    """
     kinds, flops = _of_tile(c, g.dtype, g.scaling, g.fast, g.tf32, g.gated)
     size, ctas = g.dtype.itemsize, c.num_ctas or 1
     tile_m, tile_n = c.tile_shape
-    filled = min(tile_m, g.m)
+    filled_m, filled_n = float(min(tile_m, g.m)), float(tile_n)
+    if tails and not c.moves:
+        filled_m, filled_n = g.m / -(-g.m // tile_m), g.n / -(-g.n // tile_n)
     step_bytes = (tile_m + tile_n) * c.tile_k * size // ctas
     one_b = g.n * g.k * size
     size_b = one_b * (g.matrices_b or g.batch)
@@ -403,10 +422,10 @@ def work(g: Gemm, c: Tile, device: Device, spill: int = 0) -> tuple[Work, ...]:
         "sms": ctas,
         "flops": flops,
         "kinds": kinds,
-        "fill": (filled + tile_n) * c.tile_k * size / ctas * (1.25 if ctas > 1 else 1.0),
-        "padding": max(0, tile_m - g.m) * c.tile_k * size / ctas,
+        "fill": (filled_m + filled_n) * c.tile_k * size / ctas * (1.25 if ctas > 1 else 1.0),
+        "padding": (tile_m + tile_n - filled_m - filled_n) * c.tile_k * size / ctas,
         "aligned": min(pitches),
-        "unaligned": (filled * (pitches[0] < 128) + tile_n * (pitches[1] < 128)) / (filled + tile_n),
+        "unaligned": (filled_m * (pitches[0] < 128) + filled_n * (pitches[1] < 128)) / (filled_m + filled_n),
         "serial": float(g.scaling is Scaling.BLOCK),
         "out": tile_m * tile_n / ctas,
         "persistent": c.persistent,

@@ -48,6 +48,28 @@ def rows_from(array, axis, first, end):
     return array.slice(axis, ct.astype(first, ct.int64), end)
 
 
+UNIT = 8  # elements: where a moved tile may begin
+
+
+def tile_start(tile, SIZE, extent):
+    """Where the tile-th tile of SIZE elements of an axis begins, if the last one begins earlier
+    rather than hang over the end, at a multiple of UNIT.
+
+    For an element that is not there the TMA unit takes five times as long as for one that is.
+    """
+    return min(tile * SIZE, max(0, (extent + UNIT - 1) // UNIT * UNIT - SIZE))
+
+
+def store_own(out, tile, row, own_row, column, own_column):
+    """Writes the elements of a tile that are its own, in a matrix: it begins at (row, column), and
+    what lies before (own_row, own_column) belongs to the tiles in front of it.
+    """
+    rows = ct.expand_dims(row + ct.arange(tile.shape[0], dtype=ct.int32), 1)
+    columns = ct.expand_dims(column + ct.arange(tile.shape[1], dtype=ct.int32), 0)
+    own = (rows >= own_row) & (rows < out.shape[0]) & (columns >= own_column) & (columns < out.shape[1])
+    ct.scatter(out, (rows, columns), tile.astype(out.dtype), mask=own, check_bounds=False)
+
+
 def load_tile(array, index, shape, padding, whole, latency, tma):
     """A tile of an array. whole: it lies inside, so nothing is checked or padded (tileiras 13.4
     fails if given a padding it does not need).

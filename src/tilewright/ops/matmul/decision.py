@@ -15,6 +15,7 @@ from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, ran
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel, matmul_uneven_persistent_kernel
+from .moved_kernel import matmul_moved_kernel
 
 REDUCE_TILE, REDUCE_SIDE = 1024, 32  # elements of the output that one block of the reduce kernel sums, and of a side where it transposes
 
@@ -117,6 +118,7 @@ class Config(Split):
         bits.
     fast_runs: the tensor core sums 8-bit products, 8192 of k at a time; fp32 adds these sums. For
         bf16 outputs and longer k.
+    moved: the last tiles begin earlier, so that they end with the output.
     gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows
         that begin off multiples of 128 bytes.
     """
@@ -124,6 +126,7 @@ class Config(Split):
     dot: bool = False
     fast_runs: bool = False
     gathered: bool = False
+    moved: bool = False
 
     @property
     def form(self) -> str:
@@ -134,6 +137,11 @@ class Config(Split):
     def runs(self) -> bool:
         """See Tile."""
         return self.fast_runs
+
+    @property
+    def moves(self) -> bool:
+        """See Tile."""
+        return self.moved
 
     def whole(self, p: Problem) -> bool:
         """A block has one row's k at once: its weights can come while the launch before ends."""
@@ -170,9 +178,11 @@ def _product(p: Problem, c: Config, split: bool) -> tuple[Any, dict[str, Any], d
     if c.gathered:
         return matmul_gathered_kernel, given, used
     scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), **used}
+    first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
+    sides = {"first": first, "second": second}
+    if c.moved:
+        return matmul_moved_kernel, sides, {"bias": p.bias}
     if c.extra_n:
-        first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
-        sides = {"first": first, "second": second}
         if c.persistent:
             return matmul_uneven_persistent_kernel, sides, {"bias": p.bias}
         return matmul_uneven_kernel, {**given, **sides, "scaling": int(p.scaling), "even": p.m % c.tile_m == 0}, scaled

@@ -1,0 +1,83 @@
+"""Tile code of `matmul` for sizes that tiles do not divide: the last ones begin earlier."""
+
+import cuda.tile as ct
+
+from ..common.pdl import pdl_overlap
+from ..common.tiles import UNIT, ZERO, grouped_tile, store_own, tile_start, widths_of, zeros_of
+
+
+@ct.kernel
+def matmul_moved_kernel(
+    a,
+    b,
+    bias,
+    out,
+    FIRST: ct.Constant[int],
+    SECOND: ct.Constant[int],
+    EXTRA: ct.Constant[int],
+    TILE_K: ct.Constant[int],
+    GROUP: ct.Constant[int],
+    SWAP_AB: ct.Constant[bool],
+    TRANS_A: ct.Constant[bool],
+    TRANS_B: ct.Constant[bool],
+    BIAS: ct.Constant[bool],
+    LATENCY: ct.Constant[int],
+):
+    """out [m, n] = a @ b + bias, a tile to a block, as in `matmul_uneven_kernel`; EXTRA may be 0.
+
+    Tiles of the last row and column end with `out` (`tile_start`). Of what they share with the ones
+    in front of them, they write nothing.
+    """
+    pdl_overlap()
+    STEP = SECOND + EXTRA
+    first, second, TRANS_1, TRANS_2 = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
+    # `first` is [rows, k] unless TRANS_1, `second` [k, rows] unless TRANS_2.
+    AXIS_1, AXIS_2 = 1 if TRANS_1 else 0, 0 if TRANS_2 else 1
+    rows_1, rows_2 = first.shape[AXIS_1], second.shape[AXIS_2]
+    if SWAP_AB:
+        tile_2, tile_1 = grouped_tile(ct.bid(0), ct.cdiv(rows_2, STEP), ct.cdiv(rows_1, FIRST), GROUP)
+    else:
+        tile_1, tile_2 = grouped_tile(ct.bid(0), ct.cdiv(rows_1, FIRST), ct.cdiv(rows_2, STEP), GROUP)
+    start_1, start_2 = tile_start(tile_1, FIRST, rows_1), tile_start(tile_2, STEP, rows_2)
+
+    long = _rows(first, 0, FIRST, TILE_K, TRANS_1)
+    sides: tuple = ()
+    START = 0
+    for ROWS in ct.static_iter(widths_of(SECOND, EXTRA)):
+        sides = (*sides, (_rows(second, START, ROWS, TILE_K, not TRANS_2), START))
+        START = START + ROWS
+    accs = zeros_of(FIRST, widths_of(SECOND, EXTRA))
+    for step in range(ct.cdiv(first.shape[1 - AXIS_1], TILE_K)):
+        x = _tile(long, start_1, step, TRANS_1, LATENCY)
+        found: tuple = ()
+        for i in ct.static_iter(range(len(accs))):
+            y = _tile(sides[i][0], start_2, step, not TRANS_2, LATENCY)
+            found = (*found, ct.mma(x, y.transpose(), accs[i]))
+        accs = found
+    for i in ct.static_iter(range(len(accs))):
+        acc, START = accs[i], sides[i][1]
+        if SWAP_AB:
+            acc = acc.transpose()
+        row, column = (start_2 + START, start_1) if SWAP_AB else (start_1, start_2 + START)
+        if BIAS:
+            # The tile of a bias begins where `column` says, a multiple of UNIT.
+            strip = bias.tiled_view((acc.shape[1],), padding_mode=ZERO, traversal_steps=(UNIT,))
+            acc = acc + strip.load((column // UNIT,), allow_tma=False).astype(ct.float32)
+        own_row, own_column = (tile_2 * STEP, tile_1 * FIRST) if SWAP_AB else (tile_1 * FIRST, tile_2 * STEP)
+        store_own(out, acc, row, own_row, column, own_column)
+
+
+def _rows(matrix, START, ROWS, TILE_K, TRANSPOSED):
+    """A view of a matrix [rows, k], or TRANSPOSED, from row START on: tiles of ROWS rows that begin
+    at every UNIT.
+    """
+    if TRANSPOSED:
+        return matrix.slice(1, START, matrix.shape[1]).tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, UNIT))
+    return matrix.slice(0, START, matrix.shape[0]).tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(UNIT, TILE_K))
+
+
+def _tile(view, start, step, TRANSPOSED, LATENCY):
+    """[rows, TILE_K]: the tile of a view of `_rows` that begins at `start`."""
+    if TRANSPOSED:
+        return view.load((step, start // UNIT), latency=LATENCY).transpose()
+    return view.load((start // UNIT, step), latency=LATENCY)
