@@ -11,7 +11,7 @@ import torch
 from ...launch import Device
 from ...select import Choices, Work
 from ..common import gemm_choices
-from ..common.gemm_choices import begins_all, changed, may_move, tiles_for
+from ..common.gemm_choices import MOST_FEW_WAVES, begins_all, changed, may_move, tiles_for
 from ..common.pdl import whole_tiles
 from ..common.scaling import FAST_SUM, FP8, GROUP, Scaling
 from .decision import Config, Problem, plan
@@ -24,9 +24,12 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """The tiles of every product, moved too, and one row with all of k in a step."""
     if p.m == 1 and p.k <= 4096 and p.trans_b and not p.trans_a and p.dtype.itemsize == 2 and not device.is_cpu:  # as in rms_norm_matmul
         yield from (Config(1, n, k, dot=True, latency=8, num_ctas=1, occupancy=o, num_worker_warps=4) for n, k, o in whole_tiles(p.k))
-    for c in tiles_for(p.gemm, device, Config):
+    g = p.gemm
+    for c in tiles_for(g, device, Config):
         yield c
-        if legal(p, moved := changed(c, moved=True), device):
+        # In more waves others hide a slow tile, and each pays for the stores (H200, notes/LOG.md).
+        few = device.is_cpu or g.tiles(c) <= MOST_FEW_WAVES * c.resident(device)
+        if few and may_move(g, c, device) and legal(p, moved := changed(c, moved=True), device):
             yield moved
 
 
