@@ -102,8 +102,8 @@ MOVED = {
 @pytest.mark.parametrize("config", MOVED.values(), ids=MOVED)
 @pytest.mark.parametrize(("trans_a", "trans_b"), LAYOUTS)
 def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, trans_b):
-    """Sizes that hang over in one direction and in both, by a whole UNIT and not, and that fit one
-    tile; an element that two blocks write is a race.
+    """Sizes that hang over in one direction and in both, by a multiple of START_UNIT and not; an
+    element that two blocks write is a race.
     """
     sizes = ((37, 80), (24, 112), (50, 176), (26, 64), (55, 208))
     problems = [Problem(m, n, 70, BF16, trans_a, trans_b, bias=m > 20) for m, n in sizes]

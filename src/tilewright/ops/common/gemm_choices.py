@@ -17,7 +17,7 @@ from ...launch import Device, next_pow2
 from ...select import Work
 from . import gemm_tiles as known
 from .scaling import FP8, GROUP, Scaling
-from .tiles import UNIT
+from .tiles import START_UNIT
 
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -75,11 +75,6 @@ class Tile:
     @property
     def runs(self) -> bool:
         """Whether fp32 adds runs of sums of the tensor core."""
-        return False
-
-    @property
-    def moves(self) -> bool:
-        """Whether the last tiles begin earlier, so that they end with the output (`tile_start`)."""
         return False
 
     def split_tiles(self, g: "Gemm", device: Device) -> int:
@@ -241,7 +236,7 @@ def may_move(g: Gemm, c: Tile, device: Device) -> bool:
     """
     by_tma = device.is_cpu or (device.has_pdl and g.loads_wide(device))
     rows, columns = c.tile_shape
-    return by_tma and g.m > rows and -g.m % rows >= UNIT and rows % UNIT == 0 and columns % UNIT == 0
+    return by_tma and g.m > rows and -g.m % rows >= START_UNIT and rows % START_UNIT == 0 and columns % START_UNIT == 0
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -399,13 +394,13 @@ def tile_name(c: Tile) -> str:
 
 def work(g: Gemm, c: Tile, device: Device, spill: int = 0, *, tails: bool = False) -> tuple[Work, ...]:
     """What a launch asks for: whole tiles, then those that are split. tails: with what the last
-    ones of several tiles hang over the end.
+    ones hang over the end.
     """
     kinds, flops = _of_tile(c, g.dtype, g.scaling, g.fast, g.tf32, g.gated)
     size, ctas = g.dtype.itemsize, c.num_ctas or 1
     tile_m, tile_n = c.tile_shape
     filled_m, filled_n = float(min(tile_m, g.m)), float(tile_n)
-    if tails and not c.moves:
+    if tails:
         filled_m, filled_n = g.m / -(-g.m // tile_m), g.n / -(-g.n // tile_n)
     step_bytes = (tile_m + tile_n) * c.tile_k * size // ctas
     one_b = g.n * g.k * size

@@ -48,16 +48,16 @@ def rows_from(array, axis, first, end):
     return array.slice(axis, ct.astype(first, ct.int64), end)
 
 
-UNIT = 8  # elements: where a moved tile may begin
+START_UNIT = 8  # elements: a moved tile begins at a multiple
 
 
 def tile_start(tile, SIZE, extent):
     """Where the tile-th tile of SIZE elements of an axis begins, if the last one begins earlier
-    rather than hang over the end, at a multiple of UNIT.
+    rather than hang over the end, at a multiple of START_UNIT.
 
     For an element that is not there the TMA unit takes five times as long as for one that is.
     """
-    return min(tile * SIZE, max(0, (extent + UNIT - 1) // UNIT * UNIT - SIZE))
+    return min(tile * SIZE, max(0, ct.cdiv(extent, START_UNIT) * START_UNIT - SIZE))
 
 
 def store_own(out, tile, row, own_row, column, own_column):

@@ -74,7 +74,7 @@ def spill(p: Problem, c: Config, device: Device) -> int:
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """What the launch asks for."""
-    return gemm_choices.work(p.gemm, c, device, spill(p, c, device), tails=True)
+    return gemm_choices.work(p.gemm, c, device, spill(p, c, device), tails=not c.moved)
 
 
 def family(p: Problem, c: Config) -> str:

@@ -138,11 +138,6 @@ class Config(Split):
         """See Tile."""
         return self.fast_runs
 
-    @property
-    def moves(self) -> bool:
-        """See Tile."""
-        return self.moved
-
     def whole(self, p: Problem) -> bool:
         """A block has one row's k at once: its weights can come while the launch before ends."""
         return self.dot and p.m == 1 and self.tile_k >= p.k and p.trans_b and not (p.trans_a or self.persistent or self.split_k > 1 or p.fused)

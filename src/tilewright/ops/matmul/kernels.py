@@ -189,7 +189,7 @@ def matmul_uneven_kernel(
         tile, begin, end, is_part, part, shared = split_work(ct.bid(0), tiles_1 * tiles_2, steps, partial)
     else:
         tile, begin, end = ct.bid(0), 0, steps
-    tile_1, tile_2 = _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB)
+    tile_1, tile_2 = of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB)
     runs = _runs(second, out, tile_2, SECOND, EXTRA, FIRST, TILE_K, TRANS_SECOND, SWAP_AB)
     accs = zeros_of(FIRST, widths_of(SECOND, EXTRA))
     if SCALING == BLOCK:
@@ -252,7 +252,7 @@ def matmul_uneven_persistent_kernel(
     tiles_1, tiles_2 = ct.cdiv(first.shape[1 if TRANS_FIRST else 0], FIRST), ct.cdiv(second.shape[0 if TRANS_SECOND else 1], length)
 
     def one_tile(tile):
-        tile_1, tile_2 = _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB)
+        tile_1, tile_2 = of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB)
         runs = _runs(second, out, tile_2, SECOND, EXTRA, FIRST, TILE_K, TRANS_SECOND, SWAP_AB)
 
         def summed(step, accs):
@@ -272,7 +272,7 @@ def matmul_uneven_persistent_kernel(
         one_tile(tile)
 
 
-def _of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB):
+def of_order(tile, tiles_1, tiles_2, GROUP, SWAP_AB):
     """A tile's index along the first operand of the MMA, and along the second."""
     if SWAP_AB:
         tile_2, tile_1 = grouped_tile(tile, tiles_2, tiles_1, GROUP)

@@ -3,7 +3,8 @@
 import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
-from ..common.tiles import UNIT, ZERO, grouped_tile, store_own, tile_start, widths_of, zeros_of
+from ..common.tiles import START_UNIT, ZERO, store_own, tile_start, widths_of, zeros_of
+from .kernels import of_order
 
 
 @ct.kernel
@@ -34,10 +35,7 @@ def matmul_moved_kernel(
     # `first` is [rows, k] unless TRANS_1, `second` [k, rows] unless TRANS_2.
     AXIS_1, AXIS_2 = 1 if TRANS_1 else 0, 0 if TRANS_2 else 1
     rows_1, rows_2 = first.shape[AXIS_1], second.shape[AXIS_2]
-    if SWAP_AB:
-        tile_2, tile_1 = grouped_tile(ct.bid(0), ct.cdiv(rows_2, STEP), ct.cdiv(rows_1, FIRST), GROUP)
-    else:
-        tile_1, tile_2 = grouped_tile(ct.bid(0), ct.cdiv(rows_1, FIRST), ct.cdiv(rows_2, STEP), GROUP)
+    tile_1, tile_2 = of_order(ct.bid(0), ct.cdiv(rows_1, FIRST), ct.cdiv(rows_2, STEP), GROUP, SWAP_AB)
     start_1, start_2 = tile_start(tile_1, FIRST, rows_1), tile_start(tile_2, STEP, rows_2)
 
     long = _rows(first, 0, FIRST, TILE_K, TRANS_1)
@@ -60,24 +58,24 @@ def matmul_moved_kernel(
             acc = acc.transpose()
         row, column = (start_2 + START, start_1) if SWAP_AB else (start_1, start_2 + START)
         if BIAS:
-            # The tile of a bias begins where `column` says, a multiple of UNIT.
-            strip = bias.tiled_view((acc.shape[1],), padding_mode=ZERO, traversal_steps=(UNIT,))
-            acc = acc + strip.load((column // UNIT,), allow_tma=False).astype(ct.float32)
+            # The tile of a bias begins where `column` says, a multiple of START_UNIT.
+            strip = bias.tiled_view((acc.shape[1],), padding_mode=ZERO, traversal_steps=(START_UNIT,))
+            acc = acc + strip.load((column // START_UNIT,), allow_tma=False).astype(ct.float32)
         own_row, own_column = (tile_2 * STEP, tile_1 * FIRST) if SWAP_AB else (tile_1 * FIRST, tile_2 * STEP)
         store_own(out, acc, row, own_row, column, own_column)
 
 
 def _rows(matrix, START, ROWS, TILE_K, TRANSPOSED):
     """A view of a matrix [rows, k], or TRANSPOSED, from row START on: tiles of ROWS rows that begin
-    at every UNIT.
+    at every START_UNIT.
     """
     if TRANSPOSED:
-        return matrix.slice(1, START, matrix.shape[1]).tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, UNIT))
-    return matrix.slice(0, START, matrix.shape[0]).tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(UNIT, TILE_K))
+        return matrix.slice(1, START, matrix.shape[1]).tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, START_UNIT))
+    return matrix.slice(0, START, matrix.shape[0]).tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(START_UNIT, TILE_K))
 
 
 def _tile(view, start, step, TRANSPOSED, LATENCY):
     """[rows, TILE_K]: the tile of a view of `_rows` that begins at `start`."""
     if TRANSPOSED:
-        return view.load((step, start // UNIT), latency=LATENCY).transpose()
-    return view.load((start // UNIT, step), latency=LATENCY)
+        return view.load((step, start // START_UNIT), latency=LATENCY).transpose()
+    return view.load((start // START_UNIT, step), latency=LATENCY)
