@@ -313,10 +313,10 @@ MUTANTS = [
     Mutant("ops/sparse_index/decision.py", "(c.num_kv_splits, -(-p.q_len // c.tile_t), p.batch)", "(c.num_kv_splits, p.q_len // c.tile_t, p.batch)", of_op("sparse_index")),
     Mutant("ops/rms_norm_matmul.py", "if p.residual and not c.persistent else 0", "if False else 0", of_op("rms_norm_matmul")),
     # Choosing
-    Mutant("launch/decision.py", "legal, device) or (configs[0],", "legal, device) or (configs[-1],", "cpu/test_select.py cpu/test_launch.py cpu/test_tune.py"),
+    Mutant("launch/decision.py", "legal, device) or (configs[0],", "legal, device) or (configs[-1],", "cpu/test_select.py cpu/test_launch.py cpu/test_tune.py cpu/test_tune_lookup.py"),
     Mutant("select/choose.py", "key=lambda i: (prices[i], i)", "key=lambda i: (-prices[i], i)", "cpu/test_select.py"),
     Mutant("select/choose.py", "    return device.has_fp8 or not any(", "    return True or not any(", "cpu/test_moe.py cpu/test_matmul.py cpu/test_select.py"),
-    Mutant("launch/decision.py", 'if callable(forced) else forced, "forced"', 'if callable(forced) else None, "forced"', "cpu/test_launch.py cpu/test_tune.py"),
+    Mutant("launch/decision.py", 'if callable(forced) else forced, "forced"', 'if callable(forced) else None, "forced"', "cpu/test_launch.py cpu/test_tune.py cpu/test_tune_lookup.py"),
     # Tuner, engine, megakernel, server
     Mutant("launch/files.py", "            os.fsync(file.fileno())\n", "            pass\n", SURVIVED),
     Mutant("tune/store.py", "            self.path.replace(aside)\n", "            pass\n", "cpu/test_tune_store.py"),
