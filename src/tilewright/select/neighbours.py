@@ -9,9 +9,9 @@ the data keeps these, so that a call only sums them up.
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ WAVES, TAIL, DEPTH, INTENSITY, PARTS, OFF = 1.0, 0.2, 1.5, 1.0, 1.0, 1.0
 FINE = 2  # numbers of a regime are rounded to so many in a standard deviation: many launches share one
 NOISE = 0.002  # variance of a timing
 ALIGNED = {128: 0, 64: 1, 32: 1}  # by the bytes that rows begin at multiples of; fewer: 2
+MOST_REGIMES = 512  # whose sums are kept, of 20 KB each
 MOST = 0.7  # a residual beyond says no more
 HALF = 0.5  # how alike a timing must be to count as near
 UNTIMED = 0.1  # doubt about a config that is far from all timed ones, in the logarithm; half of it for a near one of a far problem
@@ -108,50 +109,57 @@ class Neighbours:
         own[np.diag_indices_from(own)] += NOISE
         return cls(known, np.linalg.solve(own, np.clip(residuals, -MOST, MOST)))
 
-    def say(self, places: Sequence[Place]) -> tuple[Array, Array]:
+    def say(self, places: Sequence[Place]) -> Array:
         """Of each of the places: what to add to the logarithm of the modelled time, and the doubt
         that is left.
 
         The sum of `covariance` times weight over all timings, of one kind and config together.
         """
-        known, pairs = self.places, len(self._pairs)
-        alike = np.array([self._alike(config, family) for _, config, _, family in places])  # of each place and pair
-        residual, doubt = OF_CONFIG * (alike @ self._everywhere), np.empty(len(alike))
-        if known.regimes.size:
-            regimes: dict[Any, int] = {}
-            of_regime = [regimes.setdefault(regime(work), len(regimes)) for _, _, work, _ in places]
-            weights = self._regimes_alike(np.array(list(regimes)))[self._regime_by_pair]
-            weights *= self._weight_by_pair  # in place: half of the time
-            table = np.add.reduceat(weights, self._first_of_pair)  # of each pair and regime that occurs
-            residual += OF_REGIME * (alike * table.T[of_regime]).sum(1)
-        of = [problem for problem, *_ in places]
+        found, of = np.empty((2, len(places))), [problem for problem, *_ in places]
         for problem in dict.fromkeys(of):
-            here = np.array([i for i, other in enumerate(of) if other is problem or other == problem])
-            of_problem = self._near(problem)
-            weights = self.weights * of_problem[known.problem]
-            table = np.bincount(self._kind_and_pair, weights, len(known.kinds) * pairs).reshape(-1, pairs)
-            kinds: dict[str, int] = {}
-            of_kind = [kinds.setdefault(kind(places[i][2]), len(kinds)) for i in here]
-            near = self._kinds_alike(list(kinds)) @ table  # of each kind that occurs and each pair
-            residual[here] += OF_PROBLEM * weights.sum() + OF_KIND * near.sum(1)[of_kind] + OF_BOTH * (alike[here] * near[of_kind]).sum(1)
-            nearest = np.maximum.reduceat(of_problem[self._problem_by_pair], self._first_of_pair)
-            doubt[here] = UNTIMED * (1 - (alike[here] * (1 + nearest)).max(1) / 2)
-        return residual, doubt
+            here = [i for i, other in enumerate(of) if other is problem or other == problem]
+            found[:, here] = self._say(problem, [places[i] for i in here])
+        return found
+
+    def _say(self, problem: Any, places: Sequence[Place]) -> tuple[Array, Array]:
+        """The same for places of one problem."""
+        of_problem = self._near(problem)
+        weights = self.weights * of_problem[self.places.problem]
+        of_kinds = np.bincount(self._kind_and_pair, weights, len(self.places.kinds) * len(self._pairs)).reshape(len(self.places.kinds), -1)
+        kinds: dict[str, int] = {}
+        of_kind = [kinds.setdefault(kind(work), len(kinds)) for _, _, work, _ in places]
+        near = self._kinds_alike(list(kinds)) @ of_kinds  # of each kind that occurs and each pair
+        shared = (OF_BOTH * near + OF_CONFIG * self._everywhere)[of_kind]  # of each place and pair: by as much as their configs are alike
+        if self.places.regimes.size:
+            shared += [self._of_regime(regime(work)) for _, _, work, _ in places]
+        alike = np.array([self._alike(config, family) for _, config, _, family in places])
+        residual = OF_PROBLEM * weights.sum() + OF_KIND * near.sum(1)[of_kind] + np.einsum("ij,ij->i", alike, shared)
+        nearest = np.maximum.reduceat(of_problem[self._problem_by_pair], self._first_of_pair)
+        alike *= 1 + nearest
+        return residual, UNTIMED * (1 - alike.max(1) / 2)
 
     def near(self, place: Place) -> int:
         """How many timings are near the place."""
         problem, config, work, family = place
         known, alike = self.places, self._alike(config, family)
-        both = alike[self._pair] * self._near(problem)[known.problem] * self._kinds_alike([kind(work)])[0, known.kind]
+        near = np.flatnonzero((alike > HALF)[self._pair])  # no factor is above 1
+        both = alike[self._pair[near]] * self._near(problem)[known.problem[near]] * self._kinds_alike([kind(work)])[0, known.kind[near]]
         return int((both > HALF).sum())
 
-    def _near(self, problem: Any) -> Array:
+    @cached_property
+    def _near(self) -> Callable[[Any], Array]:
         """How alike a problem is to each of the known ones, from 0 to 1."""
         known = self.places
-        apart = np.square(np.array(sizes(problem)) - known.where).sum(1)
-        options = np.where(np.array(known.options) == options_of(problem), 1.0, OTHER_OPTIONS)
-        found: Array = np.exp(apart / (-2 * REACH**2)) * options[known.option]
-        return found
+        position = {options: i for i, options in enumerate(known.options)}
+
+        @lru_cache(maxsize=8)  # asked for again by `near`
+        def alike(problem: Any) -> Array:
+            apart = np.square(np.array(sizes(problem)) - known.where).sum(1)
+            mine = known.option == position.get(options_of(problem), -1)
+            found: Array = np.exp(apart / (-2 * REACH**2)) * np.where(mine, 1.0, OTHER_OPTIONS)
+            return found
+
+        return alike
 
     def _kinds_alike(self, kinds: Sequence[str]) -> Array:
         return np.array([[1.0 if a == b else OTHER_KIND for b in self.places.kinds] for a in kinds])
@@ -162,6 +170,18 @@ class Neighbours:
         apart = np.square(known).sum(1)[:, None] - 2 * known @ regimes.T + np.square(regimes).sum(1)
         found: Array = np.exp(apart / (-2 * FINE**2)) * (known.size > 0)
         return found
+
+    @cached_property
+    def _of_regime(self) -> Callable[[tuple[int, ...]], Array]:
+        """Of each pair, what its timings share with a launch of a regime and of a like config.
+        Kept: sizes near each other have few regimes.
+        """
+
+        def summed(mine: tuple[int, ...]) -> Array:
+            alike = self._regimes_alike(np.array([mine]))[:, 0]
+            return np.bincount(self._pair, OF_REGIME * self.weights * alike[self.places.regime], len(self._pairs))
+
+        return lru_cache(maxsize=MOST_REGIMES)(summed)
 
     def _alike(self, config: Any, family: str) -> Array:
         """How alike a config of a family is to each pair of config and family. Kept: sizes have no
@@ -199,16 +219,6 @@ class Neighbours:
     @cached_property
     def _problem_by_pair(self) -> Array:
         found: Array = self.places.problem[self._order]
-        return found
-
-    @cached_property
-    def _regime_by_pair(self) -> Array:
-        found: Array = self.places.regime[self._order]
-        return found
-
-    @cached_property
-    def _weight_by_pair(self) -> Array:
-        found: Array = self.weights[self._order, None]
         return found
 
     @cached_property
@@ -271,14 +281,18 @@ def regime(work: Works) -> tuple[int, ...]:
     a block, operations for each byte, parts, alignment. FINE apart is a standard deviation.
     """
     parts = (work,) if isinstance(work, Work) else work
-    waves = sum(part.blocks for part in parts) / parts[0].resident
-    flops, moved = sum(part.flops * part.steps * part.blocks for part in parts), sum(part.dram for part in parts)
+    blocks = flops = moved = 0.0
+    for part in parts:
+        blocks += part.blocks
+        flops += part.flops * part.steps * part.blocks
+        moved += part.dram
+    waves, last = blocks / parts[0].resident, parts[-1]
     found = (
         math.log(waves) / WAVES,
         math.log(math.ceil(waves) / waves) / TAIL,
-        math.log(max(parts[-1].steps, 1)) / DEPTH,
+        math.log(max(last.steps, 1)) / DEPTH,
         math.log1p(flops / max(moved, 1)) / INTENSITY,
-        (parts[-1].partial > 0) / PARTS,
+        (last.partial > 0) / PARTS,
         ALIGNED.get(parts[0].aligned, 2) / OFF,
     )
     return tuple([round(FINE * number) for number in found])

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a new size makes a hundred, and a frozen one takes four times as long
 class Work:
     """The counts of one launch, or of one part of it (whole waves, then a last wave that is split).
-    Sizes in bytes.
+    Sizes in bytes. Nothing changes one once it is made.
 
     blocks: units of work: tiles, times the parts of a tile where k or the keys are split. A
         persistent block takes several.

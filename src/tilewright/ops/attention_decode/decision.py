@@ -325,7 +325,8 @@ def fitted(p: Problem, c: Config) -> Config:
     """With no more splits than the cache has tiles of keys: a tuned config may be that of a longer
     one. By the bucket of its length, which a call asks for: times are of the length itself.
     """
-    return replace(c, num_kv_splits=min(c.num_kv_splits, max(1, -(-next_pow2(p.max_len) // c.tile_n))))
+    most = max(1, -(-next_pow2(p.max_len) // c.tile_n))
+    return c if c.num_kv_splits <= most else replace(c, num_kv_splits=most)
 
 
 ARGUMENTS = (
