@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from speed import slower
 
 from tilewright.bench import command, libraries, measure, timer
 from tilewright.bench.ceilings import Ceilings, check_sums
@@ -167,7 +168,7 @@ def test_every_suite_is_made_of_problems_that_an_h200_can_run():
     of_engine("SmolLM2-135M", H200)  # imports transformers, which takes as long as the listing
     start = time.process_time()
     tasks = of_all(H200)
-    assert time.process_time() - start < 10, "the suites are cheap to list"
+    assert time.process_time() - start < 8 * slower(), "the suites are cheap to list"
     assert len(tasks) > 300, "each of them was decided, so has a space"
     assert all(op.space(problem, H200) for op, problem in seeds())
     matrix = {"attention", "mla", "mla_decode", "matmul", "bmm", "grouped_gemm", "rms_norm", "rope", "silu_mul", "softmax", "dropout"}
