@@ -291,10 +291,23 @@ def test_the_verb_interprets_a_kernel_of_a_file(tmp_path):
     assert result.exit_code == 0, result.output
     assert "nothing wrong was found (checked: bounds, races)" in result.output
     assert page.exists()
-    result = run("interpret", write(tmp_path, RACE, "racy.py"), "--json", file)
+    result = run("interpret", write(tmp_path, RACE, "racy.py"), "--json", file, "--trace", page)
     assert result.exit_code == 1
     assert "race between blocks" in result.output
+    assert f"drawn in {page}, up to the error" in result.output
     assert json.loads(file.read_text())["error"]["block"] == [1, 0, 0]
+
+
+def test_the_verb_shows_a_kernel_that_does_not_type_without_a_traceback(tmp_path):
+    file = tmp_path / "found.json"
+    result = run("interpret", write(tmp_path, "t = ct.load(x, (0,), (6,))"), "--json", file)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "not a power of two" in result.output.splitlines()[0]
+    assert "Traceback" not in result.output
+    assert "t = ct.load(x, (0,), (6,))" in result.output  # the line of the kernel
+    error = json.loads(file.read_text())["error"]
+    assert error["block"] is None
+    assert error["places"][0][1:] == [8, "total"]
 
 
 def test_the_verb_compiles_a_kernel_of_a_file(tmp_path):

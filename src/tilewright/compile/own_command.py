@@ -74,7 +74,9 @@ def _module(path: Path) -> Any:
 
 
 def interpret_command(name: str, *, json_file: Path | None = None, trace: Path | None = None, **options: Any) -> int:
-    """Runs a kernel of a file without a GPU. Returns 1 if it did something undefined, else 0.
+    """Runs a kernel of a file without a GPU.
+
+    Returns 1 if it does something undefined or is no cuTile code, else 0.
 
     options: those of `interpret`.
     """
@@ -84,18 +86,27 @@ def interpret_command(name: str, *, json_file: Path | None = None, trace: Path |
     error = None
     try:
         recorded = interpret(kernel, grid, args, trace=trace or False, **options)
-    except KernelError as found:
+    except (KernelError, ct.TileError) as found:
         error = found
-        console.print(str(found), style="red")
+        console.print(str(found).rstrip(), style="red")
+        if trace and isinstance(found, KernelError):
+            console.print(f"drawn in {trace}, up to the error")
     else:
         console.print(f"{name}: all blocks of grid {grid} ran; nothing wrong was found (checked: {', '.join(['bounds', *looked])})")
         if recorded is not None:
             console.print(str(recorded))
             console.print(f"drawn in {trace}")
     if json_file:
-        wrong = None if error is None else {"what": error.what, "block": error.block, "places": error.places}
-        write_json(json_file, {"kernel": name, "grid": grid, "looked_for": looked, "error": wrong})
+        write_json(json_file, {"kernel": name, "grid": grid, "looked_for": looked, "error": None if error is None else _as_json(error)})
     return 0 if error is None else 1
+
+
+def _as_json(error: KernelError | ct.TileError) -> dict[str, Any]:
+    """what, and where: the block that ran, if one did, and places in the source."""
+    if isinstance(error, KernelError):
+        return {"what": error.what, "block": error.block, "places": error.places}
+    loc = error.loc
+    return {"what": error.message, "block": None, "places": [] if loc.is_unknown() else [(loc.filename, loc.line, loc.function.name)]}
 
 
 def compile_own_command(names: Sequence[str], *, archs: Sequence[str], json_file: Path | None = None) -> int:
