@@ -222,3 +222,59 @@ def test_what_does_not_type_is_the_front_ends_error():
         interpret(changes_type, (1,), (zeros(12), zeros(4)))
     with pytest.raises(ct.TileTypeError, match="not a power of two"):
         interpret(odd_shape, (1,), (zeros(12), zeros(12)))
+
+
+def _remainder(x):
+    quotient, remainder = divmod(x, x)
+    return quotient + remainder
+
+
+def _rounded_up(x):
+    return ct.cdiv(x, 2.0)
+
+
+def _angle(x):
+    return ct.atan2(x, x)
+
+
+def _square(x):
+    return x**x
+
+
+def _quotient(x):
+    return x // x
+
+
+def _narrow_comparison(x):
+    return x.astype(ct.tfloat32) > x.astype(ct.tfloat32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function", "message"),
+    [
+        (torch.int32, _square, "operands of pow must be floats, got int32"),
+        (torch.int32, _angle, "operands of atan2 must be floats, got int32"),
+        (torch.float32, _rounded_up, r"operands of cdiv must be integers, got float32: write ct.ceil\(x / y\)"),
+        (torch.uint32, _quotient, "must be signed integers or floats, got uint32"),
+        (torch.uint8, _remainder, "must be signed integers or floats, got uint8"),
+        (torch.float8_e4m3fn, ct.isnan, "operands of comparisons and isnan must be .* or float64, got float8_e4m3fn"),
+        (torch.float8_e5m2, ct.negative, "operands of neg must be .* or float64, got float8_e5m2"),
+        (torch.float32, _narrow_comparison, "got tfloat32"),
+    ],
+)
+def test_what_types_but_has_no_code_on_any_gpu(dtype, function, message):
+    @ct.kernel
+    def kernel(x, out):
+        ct.store(out, (0,), function(ct.load(x, (0,), (4,))).astype(ct.float32))
+
+    with pytest.raises(ct.TileUnsupportedFeatureError, match=message):
+        interpret(kernel, (1,), (torch.ones(4).to(dtype), zeros(4)))
+
+
+def test_integers_are_padded_with_zeros_only():
+    @ct.kernel
+    def kernel(x, out):
+        ct.store(out, (0,), ct.load(x, (0,), (8,), padding_mode=ct.PaddingMode.NEG_INF))
+
+    with pytest.raises(ct.TileUnsupportedFeatureError, match="must be ZERO or UNDETERMINED for an array of int32, got NEG_INF"):
+        interpret(kernel, (1,), (torch.ones(8, dtype=torch.int32), torch.ones(8, dtype=torch.int32)))
