@@ -223,11 +223,15 @@ def interpret(
 def learn(  # noqa: PLR0913 an option each
     subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What to learn about: attention, gemm or decode.")],
     seq: Annotated[str, option("--seq", "Sequence lengths of attention. Default: 2048, with --plot 1024 to 16384.", metavar="N,N,...")] = "",
-    batch: Annotated[int, option("--batch", "Batch of attention. Default: 4, as published.", metavar="N", min=0)] = 0,
-    heads: Annotated[int, option("--heads", "Heads of attention. Default: 32.", metavar="N", min=0)] = 0,
-    head_dim: Annotated[int, option("--head-dim", "Head dimension of attention: 16, 32, 64, 128 or 256. Default: 128.", metavar="N", min=0)] = 0,
+    batch: Annotated[int | None, option("--batch", "Batch of attention. Default: 4, as published.", metavar="N", min=1)] = None,
+    heads: Annotated[int | None, option("--heads", "Heads of attention. Default: 32.", metavar="N", min=1)] = None,
+    head_dim: Annotated[
+        int | None, option("--head-dim", "Head dimension of attention: 16, 32, 64, 128 or 256. Default: 128.", metavar="N", min=1)
+    ] = None,
     non_causal: Annotated[bool, typer.Option("--non-causal", help="Attention without a causal mask: every query sees all keys.")] = False,
-    iterations: Annotated[int, option("--iterations", "Rounds of timing, of which the median counts. Default: 15.", metavar="N", min=0)] = 0,
+    iterations: Annotated[
+        int | None, option("--iterations", "Rounds of timing, of which the median counts. Default: 15.", metavar="N", min=1)
+    ] = None,
     arch: Annotated[str, option("--arch", "Time nothing; show the resources for this target.", metavar="ARCH")] = "",
     plot: Annotated[Path | None, option("--plot", "Draw rates over sequence lengths, as PNG.", metavar="FILE")] = None,
     json_file: Json = None,
@@ -240,9 +244,9 @@ def learn(  # noqa: PLR0913 an option each
     words = [word.strip() for word in seq.split(",")] if seq else []
     if not all(word.isdecimal() for word in words):
         raise ValueError(f"--seq must be lengths like 1024,2048, got {seq!r}")
-    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "causal": not non_causal}
+    sizes = {"batch": batch or 0, "heads": heads or 0, "head_dim": head_dim or 0, "causal": not non_causal}
     how: Any = {"sizes": sizes, "seq_lens": [int(word) for word in words]}
-    return learn_command(subject, **how, iterations=iterations, arch=arch, json_file=json_file, plot=plot)
+    return learn_command(subject, **how, iterations=iterations or 0, arch=arch, json_file=json_file, plot=plot)
 
 
 @verb

@@ -55,6 +55,13 @@ def test_a_file_that_does_not_run_is_one_line(verb: str, code: bytes, message: s
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--batch", "--heads", "--head-dim", "--iterations"])
+def test_a_size_of_0_is_no_default(option: str) -> None:
+    result = run("learn", "attention", option, "0")
+    assert result.exit_code == 2
+    assert "greater than or equal to 1" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
