@@ -135,6 +135,25 @@ def test_memory_allocated_inside_the_context():
     interpret(add_one, (2,), (torch.empty(8), torch.empty(8)))
 
 
+def test_pytorch_writes_to_named_memory_too():
+    x, fresh = torch.empty(8), torch.empty(8)
+    with checking(uninitialised=(x,)):
+        x[:4] = 1
+        interpret(add_one, (1,), (x, torch.empty(8)))
+        with pytest.raises(KernelError, match=r"read of uninitialised memory: element \(4,\) of x"):
+            interpret(add_one, (2,), (x, torch.empty(8)))
+        interpret(add_one, (2,), (torch.empty_like(fresh), torch.empty(8)))  # only x is watched
+        mark_uninitialised(fresh)
+        fresh.zero_()
+        interpret(add_one, (2,), (fresh, torch.empty(8)))
+
+
+@pytest.mark.parametrize("steps", [0, -1, "x", 2.5])
+def test_steps_are_at_least_1(steps):
+    with pytest.raises(ValueError, match="steps must be an int of at least 1, got "), checking(steps=steps):
+        pass
+
+
 def test_marks_need_a_context():
     with pytest.raises(RuntimeError, match="with checking"):
         mark_uninitialised(torch.empty(4))

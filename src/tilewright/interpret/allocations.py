@@ -58,7 +58,8 @@ class Unwritten:
 
 
 class Allocations(TorchFunctionMode):
-    """Marks what torch.empty and similar functions return while the mode is on.
+    """Marks what torch.empty and similar functions return while the mode is on, if `early` or
+    `missing` is given.
 
     Elements that PyTorch itself writes later count as written.
     """
@@ -74,7 +75,7 @@ class Allocations(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self.FRESH:
             result = func(*args, **kwargs)
-            if result.device.type == "cpu" and result.numel():
+            if (self.early or self.missing) and result.device.type == "cpu" and result.numel():
                 self.marks.append(Unwritten(result, early=self.early, missing=self.missing))
             return result
         written = self._written(func, args, kwargs)

@@ -46,7 +46,7 @@ def interpret(  # noqa: PLR0913 an option each
             int, float.
         races: raise if two blocks access the same element with no order between them.
         block_order: "forward", "reverse", or a seed that shuffles the blocks.
-        uninitialised: tensors whose elements must not be read before a kernel has written them.
+        uninitialised: tensors whose elements must not be read before the kernel has written them.
             True: all that torch.empty returns during the call.
         unwritten: tensors whose every element must be written by the end. True: every array among
             `args` that the kernel may write.

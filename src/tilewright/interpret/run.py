@@ -76,9 +76,10 @@ def checking(
             them.
         order: of blocks: "forward", "reverse", or a seed that shuffles the blocks and their turns
             at waiting points.
-        uninitialised: tensors whose elements must not be read before a kernel has written them (see
-            also `mark_uninitialised`). True: all that torch.empty and similar functions return
-            inside the context, in ops too. They are kept until its end.
+        uninitialised: tensors whose elements must not be read before a kernel or PyTorch has
+            written them inside the context (see also `mark_uninitialised`). True: all that
+            torch.empty and similar functions return inside the context, in ops too. They are kept
+            until its end.
         unwritten: tensors whose every element must be written by the end of the context; otherwise
             it raises KernelError. True: all that torch.empty and similar functions return inside
             the context, if a kernel may write to them and they still exist at the end.
@@ -100,6 +101,8 @@ def checking(
     for name in ("races", "strict", "strict_bounds", "debug"):
         if given[name] is not None and not isinstance(given[name], bool):
             raise ValueError(f"{name} must be True, False or None, got {given[name]!r:.80}")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps must be an int of at least 1, got {steps!r:.80}")
     early, missing = _tensors("uninitialised", uninitialised), _tensors("unwritten", unwritten)
     if marks is None or early or missing:
         named = {id(tensor): tensor for tensor in (*early, *missing)}
@@ -109,7 +112,7 @@ def checking(
     token = _options.set(replace(changed, marks=marks))
     watched = uninitialised is True or unwritten is True
     try:
-        with Allocations(marks, early=uninitialised is True, missing=unwritten is True) if watched or missing else nullcontext():
+        with Allocations(marks, early=uninitialised is True, missing=unwritten is True) if watched or early or missing else nullcontext():
             yield
     finally:
         _options.reset(token)
@@ -124,6 +127,8 @@ def checking(
 def mark_uninitialised(*tensors: torch.Tensor) -> None:
     """Until the surrounding `checking` ends, reading an element of these tensors that no kernel
     wrote raises KernelError.
+
+    What PyTorch writes counts too if `checking` was given `uninitialised` or `unwritten`.
     """
     options = _options.get()
     if options.marks is None:
