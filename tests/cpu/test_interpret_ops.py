@@ -68,6 +68,12 @@ def test_integer_division_rounds_down_and_the_remainder_takes_the_divisors_sign(
     torch.testing.assert_close(binary(ct.cdiv, x, y), -torch.div(-x, y, rounding_mode="floor"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_a_power_keeps_the_parity_of_a_large_exponent(dtype):
+    x, n = torch.tensor([-1, -1, 2, -2], dtype=dtype), torch.tensor([2**24 + 1, 2**31 - 1, -3, 3], dtype=torch.int32)
+    torch.testing.assert_close(binary(ct.pow, x, n), torch.tensor([-1, -1, 0.125, -8], dtype=dtype), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("op", ["eq", "ne", "lt", "le", "gt", "ge"])
 def test_comparisons_with_nan(op):
     x = torch.tensor([1.0, 2.0, torch.nan, torch.nan, -0.0, torch.inf, 3.0, 1.0])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .errors import KernelError
-from .formats import CONTAINER, SMALL, Value, array, is_float, round_to, tensor
+from .formats import SMALL, Value, array, is_float, round_to, tensor
 
 Body = Callable[..., Any]
 TINY = np.float32(2.0**-126)
@@ -109,7 +109,8 @@ def fma(a: Value, b: Value, c: Value, dtype: str, mode: str = "RN", flushed: boo
 
 
 def power_of_integer(base: Value, exponent: Value, dtype: str) -> Value:
-    return binary("pow", base, np.asarray(exponent).astype(CONTAINER[dtype]), dtype)
+    """In float64, which holds every exponent: a rounded one may be even where it was odd."""
+    return round_to(_power(np.float64(base), np.float64(exponent)), dtype)
 
 
 # ----------------------------------------------------------------------------------------- matrices
