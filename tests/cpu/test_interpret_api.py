@@ -149,7 +149,7 @@ def test_tensors_that_need_a_gradient_are_read():
 def test_empty_arrays_and_scalars_of_rank_zero():
     @ct.kernel
     def kernel(x, y):
-        ct.store(y, (), ct.load(y, (), ()) + ct.num_tiles(x, 0, (4,)).astype(ct.float32))
+        ct.scatter(y, (), ct.gather(y, ()) + ct.num_tiles(x, 0, (4,)).astype(ct.float32))
 
     y = torch.tensor(3.0)
     interpret(kernel, (1,), (torch.empty(0), y))

@@ -290,10 +290,26 @@ def test_what_types_but_has_no_code_on_any_gpu(dtype, function, message):
         interpret(kernel, (1,), (torch.ones(4).to(dtype), zeros(4)))
 
 
-def test_integers_are_padded_with_zeros_only():
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.int32, "must be ZERO or UNDETERMINED for an array of int32, got NEG_INF"),
+        (torch.float8_e4m3fn, "must be a value of float8_e4m3fn, which has no infinity, got NEG_INF"),
+    ],
+)
+def test_padding_is_a_value_of_the_array(dtype, message):
     @ct.kernel
     def kernel(x, out):
         ct.store(out, (0,), ct.load(x, (0,), (8,), padding_mode=ct.PaddingMode.NEG_INF))
 
-    with pytest.raises(ct.TileUnsupportedFeatureError, match="must be ZERO or UNDETERMINED for an array of int32, got NEG_INF"):
-        interpret(kernel, (1,), (torch.ones(8, dtype=torch.int32), torch.ones(8, dtype=torch.int32)))
+    with pytest.raises(ct.TileUnsupportedFeatureError, match=message):
+        interpret(kernel, (1,), (torch.ones(8).to(dtype), torch.ones(8).to(dtype)))
+
+
+def test_a_tile_has_an_axis_where_it_is_loaded():
+    @ct.kernel
+    def kernel(x):
+        ct.scatter(x, (), ct.load(x, (), ()))
+
+    with pytest.raises(ct.TileUnsupportedFeatureError, match=r"must have at least one axis, got none: write ct.gather\(x, \(\)\)"):
+        interpret(kernel, (1,), (torch.tensor(1.0),))

@@ -36,15 +36,20 @@ def _of_narrow_floats(name: str, dtype: str) -> str:
     return f"operands of {name} must be {', '.join(COMPUTED[:-1])} or {COMPUTED[-1]}, got {dtype}: {CAST}"
 
 
-def _padding(op: Any) -> str:
-    mode, dtype = cutile.view_of(op.result_vars[0])["padding"], str(op.array.get_type().dtype.name)
-    if mode in ("UNDETERMINED", "ZERO") or formats.is_float(dtype):
-        return ""
-    return f"padding_mode must be ZERO or UNDETERMINED for an array of {dtype}, got {mode}"
+def _view(op: Any) -> str:
+    view, dtype = cutile.view_of(op.result_vars[0]), str(op.array.get_type().dtype.name)
+    mode = view["padding"]
+    if not view["shape"]:
+        return "an array that is loaded or stored must have at least one axis, got none: write ct.gather(x, ()) or ct.scatter(x, (), tile)"
+    if mode not in ("UNDETERMINED", "ZERO") and not formats.is_float(dtype):
+        return f"padding_mode must be ZERO or UNDETERMINED for an array of {dtype}, got {mode}"
+    if mode in ("POS_INF", "NEG_INF") and dtype == "float8_e4m3fn":
+        return f"padding_mode must be a value of {dtype}, which has no infinity, got {mode}"
+    return ""
 
 
 CHECKS = {
     "raw_binary_arith": _arithmetic,
     "raw_cmp": lambda op: _of_narrow_floats("comparisons and isnan", cutile.dtype_of(op.lhs)) if not cutile.is_pointer(op.lhs) else "",
     "unaryop": lambda op: _of_narrow_floats(op.fn, cutile.dtype_of(op.operand)),
-} | dict.fromkeys(("make_partition_view", "make_strided_view", "make_gather_scatter_view"), _padding)
+} | dict.fromkeys(("make_partition_view", "make_strided_view", "make_gather_scatter_view"), _view)
