@@ -188,6 +188,15 @@ def test_leading_axes_and_a_vector():
     torch.testing.assert_close(matmul(a[:, :, 1:3], b, trans_b=True), a[:, :, 1:3] @ b.T)  # leading axes that do not fold
 
 
+def test_pairs_of_columns_compile_for_any_sizes():
+    """torch.compile takes no divmod of sizes that it traces."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, b: matmul(a, b, trans_b=True, silu_mul=True), fullgraph=True, backend="eager", dynamic=True)
+    with torch.inference_mode(False), torch.no_grad():
+        a, b = torch.randn(3, 16), torch.randn(20, 16)
+        assert torch.equal(compiled(a, b), matmul(a, b, trans_b=True, silu_mul=True))
+
+
 def test_rows_with_a_stride_are_read_in_place():
     wide, weights = torch.randn(12, 96), torch.randn(40, 128)
     a, b = wide[:, 16:64], weights[:, 32:80]

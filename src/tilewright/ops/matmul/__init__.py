@@ -173,11 +173,9 @@ def matmul(
         stored = out_dtype
     else:
         raise argument_error("out_dtype", "one of bfloat16, float16, float32", out_dtype)
-    columns = n
-    if silu_mul:
-        columns, odd = divmod(n, 2)
-        if odd:
-            raise argument_error("n of b", "even with silu_mul", n)
+    if silu_mul and n % 2:
+        raise argument_error("n of b", "even with silu_mul", n)
+    columns = n // 2 if silu_mul else n
     shape = (sizes[1], columns) if trans_a else (*sizes[:-1], columns)
     out = out_or_new(out, shape, stored, a, b, bias, scale_a, scale_b, residual, out_scale)
     if scale_a is not None or scale_b is not None:
