@@ -7,7 +7,7 @@ import torch
 
 from tilewright import argmax, sample
 from tilewright.launch import Device, counted, forced_config, traced
-from tilewright.ops import sample as op
+from tilewright.ops import adjust_logits, sample as op
 
 SEED = torch.tensor(7)
 
@@ -152,3 +152,13 @@ def test_bad_input_is_named_and_nothing_is_launched(change, error, message):
     with counted() as counts, pytest.raises(error, match=message):
         sample(**{"logits": X, "seed": SEED, **change})
     assert not counts
+
+
+def test_a_penalty_of_infinity_is_of_the_answers_tokens_alone():
+    """The definition made a NaN of every other logit."""
+    logits, counts, infinite = torch.randn(2, 40), torch.zeros(2, 40, dtype=torch.int32), torch.tensor(torch.inf)
+    counts[:, 3], counts[:, 5] = 2, adjust_logits.PROMPT
+    expected = logits.clone()
+    expected[:, 3] = -torch.inf
+    for function in (adjust_logits.adjust_logits, adjust_logits.reference):
+        assert torch.equal(function(logits, counts, presence=infinite), expected)

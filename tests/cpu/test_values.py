@@ -141,6 +141,7 @@ WRONG = {
     "temperature[1] must be a number, got nan": lambda: draw(temperature=torch.tensor([1.0, NAN])),
     "top_p[0] must be a number, got nan": lambda: draw(top_p=torch.tensor(NAN)),
     "repetition[1] must be positive and finite, got 0.0": lambda: adjust(torch.ones(2, 8).int(), repetition=torch.tensor([1.0, 0.0])),
+    "frequency[0] must be finite, got inf": lambda: adjust(torch.ones(2, 8).int(), frequency=torch.tensor(torch.inf)),
     "bias[0, 3] must be a number, got nan": lambda: adjust(bias=torch.tensor([[0.0, 0, 0, NAN, 0, 0, 0, 0]])),
     "scale.view(1, 1)[0, 0] must be positive and finite, got -2.0": lambda: tilewright.quantize_fp8(randn(2, 8), scale=-2 * ONE),
 }

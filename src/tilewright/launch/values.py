@@ -58,6 +58,12 @@ def positive(name: str, values: Tensor | None) -> Claims:
         yield Claim(name, values, (values > 0) & (values <= LARGEST), "positive and finite")
 
 
+def finite(name: str, values: Tensor | None) -> Claims:
+    """Each is neither a NaN nor an infinity."""
+    if values is not None:
+        yield Claim(name, values, values.isfinite(), "finite")
+
+
 def no_nan(name: str, values: Tensor | None) -> Claims:
     """Each is a number."""
     if values is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..launch import FLOATS, Cost, Device, Launch, argument_error, check_tensor, next_pow2, out_or_new, torch_op
-from ..launch.values import Claims, no_nan, positive
+from ..launch.values import Claims, finite, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
@@ -54,9 +54,9 @@ def reference(
         if repetition is not None:
             x = torch.where(counts == 0, x, torch.where(x > 0, x / column(repetition), x * column(repetition)))
         if presence is not None:
-            x = x - column(presence) * (times > 0)
+            x = torch.where(times > 0, x - column(presence), x)
         if frequency is not None:
-            x = x - column(frequency) * times
+            x = torch.where(times > 0, x - column(frequency) * times, x)
     if bias is not None:
         x = x + bias
     if mask is not None:
@@ -216,8 +216,9 @@ DECISION = CHOICES.decision(Problem, plan, ("logits", "counts", *GIVEN, "out"))
 
 def _claims(repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None, bias: Tensor | None) -> Claims:
     yield from positive("repetition", repetition)
-    for name, given in (("presence", presence), ("frequency", frequency), ("bias", bias)):
-        yield from no_nan(name, given)
+    yield from no_nan("presence", presence)
+    yield from finite("frequency", frequency)
+    yield from no_nan("bias", bias)
 
 
 @torch_op(mutates=("out",), claims=_claims)
@@ -262,7 +263,7 @@ def adjust_logits(
         repetition: [] or [rows] fp32, above 0: for tokens in the prompt or the answer, divides
             positive logits and multiplies negative ones.
         presence: [] or [rows] fp32: subtracted from the logits of tokens in the answer.
-        frequency: [] or [rows] fp32: subtracted once for each occurrence in the answer.
+        frequency: [] or [rows] fp32, finite: subtracted once for each occurrence in the answer.
         bias: [1 or rows, cols] fp32, stride 1 in the last axis: added.
         mask: [1 or rows, ceil(cols / 32)] int32, stride 1 in the last axis: the logit of a token
             becomes -inf if its bit is 0.
