@@ -276,8 +276,8 @@ def attention(
         window: a query sees at most this many keys, its own included. A window as long as the keys
             has no effect. Without causal, also (before, behind): how many keys before and behind
             its own key a query sees; None for all.
-        kv_start: [batch] int32; the first key of each sequence (left padding). Queries before it
-            see nothing.
+        kv_start: [batch] int32; the first key of each sequence (left padding). With causal, queries
+            before it see nothing; otherwise they see what all others do.
         kv_len: [batch] int32; where the keys of each sequence end, at most max_len; default
             max_len. Memory past it may hold anything.
         cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32, where each sequence begins and the last
