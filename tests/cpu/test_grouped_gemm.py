@@ -178,6 +178,21 @@ def test_lists_with_scales(scaling):
         assert_accurate(out, theirs, dequantize(x.double(), sx.double()) @ dequantize(w.double(), sw.double()).T)
 
 
+def test_a_list_compiles_to_one_graph():
+    """torch.compile followed the call into the launch, and without a GPU into the interpreter."""
+    torch._dynamo.reset()
+    compiled = torch.compile(grouped_gemm_list, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.inference_mode(False), torch.no_grad():
+        a, b = [torch.randn(m, 16).half() for m in (3, 0, 5)], [torch.randn(16, n).half() for n in (8, 4, 9)]
+        assert all(map(torch.equal, compiled(a, b), grouped_gemm_list(a, b)))
+
+
+def test_a_list_inside_of_a_transform_is_named():
+    a, b = torch.randn(2, 3, 16).half(), torch.randn(16, 8).half()
+    with pytest.raises(ValueError, match=r"^a must be a tensor outside of torch\.func's transforms"):
+        torch.func.vmap(lambda x: grouped_gemm_list([x], [b])[0])(a)
+
+
 def test_a_list_plans_for_a_gpu():
     with traced(H200) as launches:
         grouped_gemm_list(*([torch.empty(1024, 1024, dtype=torch.float16, device="meta")] * 4 for _ in "ab"), trans_b=True)

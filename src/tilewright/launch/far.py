@@ -38,7 +38,7 @@ def with_int64_indices(kernel: Any, args: Values) -> tuple[Any, Values]:
 
 def is_far(value: Any) -> bool:
     """Whether it is an array whose shape or strides do not fit 32 bits."""
-    return isinstance(value, Tensor) and max((*value.shape, *value.stride()), default=0) > INT32_MAX
+    return isinstance(value, Tensor) and any(n > INT32_MAX for n in (*value.shape, *value.stride()))
 
 
 def check_lengths(names: Iterable[str], args: Values) -> None:

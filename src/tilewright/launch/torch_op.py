@@ -72,13 +72,14 @@ def _refuse_transformed(function: Callable[..., None], args: tuple[Any, ...]) ->
     has no memory to write to; or with a tangent, which would be lost, or stay as it was where an op
     writes in place.
     """
-    for name, x in zip(inspect.signature(function).parameters, args, strict=True):
-        if not isinstance(x, torch.Tensor):
-            continue
-        if _functorch.is_functorch_wrapped_tensor(x):
-            raise argument_error(name, "a tensor outside of torch.func's transforms: this op has no rule for them", "one inside")
-        if forward_ad.unpack_dual(x).tangent is not None:
-            raise argument_error(name, "without a tangent: this op has no forward-mode derivative", "one with a tangent")
+    for name, given in zip(inspect.signature(function).parameters, args, strict=True):
+        for x in given if isinstance(given, list) else (given,):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if _functorch.is_functorch_wrapped_tensor(x):
+                raise argument_error(name, "a tensor outside of torch.func's transforms: this op has no rule for them", "one inside")
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise argument_error(name, "without a tangent: this op has no forward-mode derivative", "one with a tangent")
 
 
 def _with_claims(function: Callable[..., None], claims: Callable[..., Iterator[Claim]]) -> Callable[..., None]:

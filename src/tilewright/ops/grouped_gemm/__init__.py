@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...launch import FLOATS, HALVES, Device, argument_error, check_bools, check_integers, check_near, check_tensor, dtype_name, out_or_new, torch_op
 from ...launch.values import Claims, rising, within
-from ..common.scaling import FP8, dequantize, known_scaling, scale_view, scaling_of
+from ..common.scaling import FP8, Scaling, dequantize, known_scaling, scale_view, scaling_of
 from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
-from .lists import launch_list
+from .lists import grouped_gemm_list_out
 
 MOST_GROUPS = 1024
 
@@ -233,7 +233,8 @@ def grouped_gemm_list(
             raise argument_error(f"len({name})", len(a), len(others))
     scales_a, scales_b = ([None] * len(a) if s is None else s for s in (scale_a, scale_b))
     out_dtype = _out_dtype(a[0], out_dtype)
-    kinds, results = set(), list[Tensor]()
+    kinds: set[Scaling] = set()
+    results: list[Tensor] = []
     for i, (x, w, sa, sb) in enumerate(zip(a, b, scales_a, scales_b, strict=True)):
         check_tensor(x, f"a[{i}]", ndim=2, like=a[0])
         check_tensor(w, f"b[{i}]", ndim=2, like=a[0])
@@ -255,8 +256,7 @@ def grouped_gemm_list(
         def chosen(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[i] for i in work]
 
-        scales = None if scale_a is None or scale_b is None else (chosen(scale_a), chosen(scale_b))
-        launch_list(chosen(a), chosen(b), scales, chosen(results), trans_b, kinds.pop())
+        grouped_gemm_list_out(chosen(a), chosen(b), *(chosen(scales) if scales else [] for scales in (scale_a, scale_b)), trans_b, chosen(results))
     return results
 
 

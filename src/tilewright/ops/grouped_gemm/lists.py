@@ -13,10 +13,10 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Bound, Device, Launch, argument_error, hints
+from ...launch import Bound, Device, Launch, argument_error, hints, torch_op
 from ...select import rates, us
 from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tables, tiles_of, work
-from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, Scaling, add_scaled, block_scales, group_scales, row_scales, scale_view, scaled
+from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, Scaling, add_scaled, block_scales, group_scales, known_scaling, row_scales, scale_view, scaled
 from ..common.tiles import ZERO
 from .candidates import TABLES
 
@@ -106,21 +106,18 @@ def tile_list(shapes: Sequence[tuple[int, int, int]], tile_m: int, tile_n: int, 
     return torch.cat(parts).to(device)
 
 
-def launch_list(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: tuple[Sequence[Tensor], Sequence[Tensor]] | None,
-    out: Sequence[Tensor],
-    trans_b: bool,
-    scaling: Scaling,
-) -> None:
-    """All products, none of them empty, in one launch."""
+@torch_op(mutates=("out",))
+def grouped_gemm_list_out(a: list[Tensor], b: list[Tensor], scale_a: list[Tensor], scale_b: list[Tensor], trans_b: bool, out: list[Tensor]) -> None:
+    """`grouped_gemm_list` into `out`: all products, none of them empty, in one launch. Without
+    scales these lists are empty.
+    """
     if a[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise argument_error("grouped_gemm_list", "called outside of graph capture: it copies a list of tiles from the host", "a call under capture")
     shapes = [(*o.shape, x.shape[1]) for x, o in zip(a, out, strict=True)]
+    scaling = known_scaling(scale_a[0]) if scale_a else Scaling.NONE
     device = Device.of(a[0])
     launch = list_plan(shapes, a[0].dtype, trans_b, scaling, device)
     tiles = tile_list(shapes, launch.constants["tile_m"], launch.constants["tile_n"], a[0].device)
-    scale_a, scale_b = ([scale_view(s, scaling, False) for s in each] for each in scales) if scales else (None, None)
+    views = ([scale_view(scale, scaling, False) for scale in scales] or None for scales in (scale_a, scale_b))
     arguments = ("tiles", "a_list", "b_list", "scale_a_list", "scale_b_list", "out_list")
-    Bound((launch,), arguments, device).run(tiles, list(a), list(b), scale_a, scale_b, list(out))
+    Bound((launch,), arguments, device).run(tiles, list(a), list(b), *views, list(out))
