@@ -106,11 +106,17 @@ def tune(  # noqa: PLR0913 an option each
     """Find the fastest config of each problem on this GPU and store it for all later calls."""
     from .tune import command
 
-    if sum(map(bool, (show, export, import_file, prune, survey, pack, fit))) > 1:
-        raise ValueError("at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given")
-    _refuse({"--json must come with --show": bool(json_file) and not show, "--again must come without --show": again and show})
-    if raw and not (survey or pack or fit):
-        raise ValueError("--raw must come with --survey, --pack or --fit")
+    modes = {"--show": show, "--export": export, "--import": import_file, "--prune": prune, "--survey": survey, "--pack": pack, "--fit": fit}
+    chosen = " and ".join(name for name, given in modes.items() if given)
+    tuning = {"--model": model, "--shapes": shapes, "--from-log": from_log, "--configs": configs, "--top": top, "--again": again}
+    _refuse(
+        {
+            "at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given": " and " in chosen,
+            "--json must come with --show": bool(json_file) and not show,
+            "--raw must come with --survey, --pack or --fit": bool(raw) and not (survey or pack or fit),
+            **{f"{name} must come without {chosen}": bool(chosen and given) for name, given in tuning.items()},
+        }
+    )
     if survey:
         return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device, seed=seed)
     if pack:
@@ -178,7 +184,13 @@ def compile(
     exits with 1 if a default config spills.
     """
     own = [name for name in ops or () if ".py" in name]
-    _refuse({f"ops and kernels of files must be compiled apart, got {', '.join(ops or ())}": 0 < len(own) < len(ops or ())})
+    _refuse(
+        {
+            f"ops and kernels of files must be compiled apart, got {', '.join(ops or ())}": 0 < len(own) < len(ops or ()),
+            "--defaults must come with ops: others have one config": defaults and bool(own or ops == ["mega"]),
+            "--jobs must come with ops or mega": bool(own and jobs),
+        }
+    )
     if own:
         from .compile.own_command import compile_own_command
 
