@@ -104,6 +104,30 @@ def test_latent_attention_is_refused() -> None:
         generate_batch(model)
 
 
+@pytest.mark.parametrize(
+    ("family", "got"),
+    [
+        ({"model_type": "bloom", "n_layer": 1, "n_head": 4}, "bloom, with attention of its own"),
+        ({"model_type": "mamba"}, "mamba, with layers of linear_attention"),
+        ({"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 48}, "llama4_text, with layers of chunked_attention"),
+    ],
+)
+def test_a_model_whose_requests_would_read_each_other_is_not_served(family: dict, got: str) -> None:
+    """A BLOOM took a step's prompts for one text, and answered 200. A Mamba was a traceback."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tilewright.models.serve import serving
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes | family)).eval()
+    with (
+        pytest.raises(ValueError, match=f"layers all call an attention that transformers selects.*got {got}"),
+        serving(Loaded(model, tokenizer(), "here"), port=0),
+    ):
+        pass
+    assert "tilewright_report" not in model.__dict__
+
+
 def test_openai_clients_are_served_at_once() -> None:
     openai = pytest.importorskip("openai", reason="pip install 'tilewright[serve]'")
     pytest.importorskip("starlette", reason="pip install 'tilewright[serve]'")
@@ -148,6 +172,17 @@ def test_a_model_without_a_tokenizer_is_not_served() -> None:
     from tilewright.models.serve import serving
 
     with pytest.raises(ValueError, match="model must be one with a tokenizer"), serving(Loaded(None, None, "here")):
+        pass
+
+
+def test_a_tokenizer_in_python_is_refused_at_the_start() -> None:
+    """Every request got 500, and took a place that was never free again."""
+    from transformers import ByT5Tokenizer
+
+    from tilewright.models.serve import serving
+
+    loaded = Loaded(None, ByT5Tokenizer(), "here")
+    with pytest.raises(ValueError, match=r"tokenizer must be one with a tokenizer\.json.*got ByT5Tokenizer"), serving(loaded):
         pass
 
 

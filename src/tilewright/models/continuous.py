@@ -22,6 +22,7 @@ from ..ops.attention_decode import attention_decode
 from ..ops.common.sequences import near
 from ..ops.kv_append import kv_append
 from .continuous_codes import KV_DTYPE, Pages, coded_batch_processor
+from .kinds import asks_for_attention
 from .method import NAME
 from .scope import with_our_function
 
@@ -107,6 +108,23 @@ def init_continuous_batching(model_class: type) -> Callable[..., Any]:
     return with_our_function(stock, "ContinuousBatchingManager", _manager_class())
 
 
+def check_pages(model: Any) -> None:
+    """Raises ValueError for a model whose layers cannot all keep what they keep in transformers'
+    pages. Without them a step's requests are one text: each reads the others.
+    """
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+
+    config = model.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None):
+        wanted = "one whose values are as wide as its keys: transformers' paged cache holds no others, such as MLA's"
+        raise argument_error("the model", wanted, config.model_type)
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - ATTN_TYPE_TO_ALLOCATOR.keys())
+    asking = sum(map(asks_for_attention, model.modules()))
+    if kinds or asking < config.num_hidden_layers:
+        wanted = "one whose layers all call an attention that transformers selects: its paged cache holds keys and values of no other"
+        raise argument_error("the model", wanted, f"{config.model_type}, with " + (f"layers of {kinds[0]}" if kinds else "attention of its own"))
+
+
 @cache
 def _manager_class() -> type:
     """transformers' manager with another choice of attention and of block tables."""
@@ -117,11 +135,7 @@ def _manager_class() -> type:
         def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None) -> None:
             if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
                 raise argument_error("transformers", "5.23 or newer for continuous batching", transformers.__version__)
-            if getattr(model.config, "kv_lora_rank", None):
-                kind = model.config.model_type
-                raise argument_error(
-                    "the model", "one whose values are as wide as its keys: transformers' paged cache holds no others, such as MLA's", kind
-                )
+            check_pages(model)
             before = model.config._attn_implementation
             try:
                 super().__init__(model, generation_config, continuous_batching_config, workload_hints)

@@ -238,11 +238,15 @@ def _names(code: CodeType) -> list[str]:
     return [*dict.fromkeys((*code.co_names, *inside))]
 
 
+def asks_for_attention(module: nn.Module) -> bool:
+    """Whether its forward calls an attention that transformers selects, by AttentionInterface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not {"ALL_ATTENTION_FUNCTIONS", "get_interface"}.isdisjoint(code.co_names)
+
+
 def attention(module: Any) -> Verdict:
     """A forward that asks transformers which attention to call."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or not {"ALL_ATTENTION_FUNCTIONS", "get_interface"} & set(code.co_names):
+    if not asks_for_attention(module):
         return None
     config = getattr(module, "config", None)
     if config is None:

@@ -99,10 +99,9 @@ def serving(  # noqa: PLR0913 options by keyword
         prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
         kv_dtype: as in `patch`.
     Raises: ImportError: the packages of a server are missing. ValueError: the model has no
-        tokenizer, or is none that `patch` knows; an argument.
+        tokenizer, or one in Python, or is none that `patch` knows; an argument.
     """
-    if loaded.tokenizer is None:
-        raise argument_error("model", "one with a tokenizer", loaded.source)
+    tokenizer = _checked_tokenizer(loaded)
     for name, value in (
         ("max_batch_tokens", max_batch_tokens),
         ("cache_pages", cache_pages),
@@ -129,13 +128,13 @@ def serving(  # noqa: PLR0913 options by keyword
     from .server.connection import Connection
     from .server.worker import Worker
 
-    if loaded.tokenizer.chat_template:
+    if tokenizer.chat_template:
         chat_template.begin()
     with patch(loaded.model, kv_dtype=kv_dtype):
         worker = Worker(loaded.model, most_requests=max_requests, batch_tokens=max_batch_tokens, pages=cache_pages, prefix_reuse=prefix_reuse)
         try:
             names = (served_name(loaded), loaded.source)
-            answers = Answers(worker, loaded.model, loaded.tokenizer, names)
+            answers = Answers(worker, loaded.model, tokenizer, names)
             app = application(answers, api_key=api_key, most_bytes=max_body_bytes, most_inside=2 * max_requests + 64)
             how: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "timeout_graceful_shutdown": CLOSE_SECONDS}
             config = uvicorn.Config(app, host=host, port=port, http=Connection, ws="none", **how)
@@ -153,6 +152,15 @@ def serving(  # noqa: PLR0913 options by keyword
                 thread.join()
         finally:
             worker.stop()
+
+
+def _checked_tokenizer(loaded: Loaded) -> Any:
+    if loaded.tokenizer is None:
+        raise argument_error("model", "one with a tokenizer", loaded.source)
+    if not hasattr(loaded.tokenizer, "backend_tokenizer"):  # of the library tokenizers, which decodes a text while it is written
+        kind = type(loaded.tokenizer).__name__
+        raise argument_error("the model's tokenizer", "one with a tokenizer.json (save_pretrained of a fast one writes it)", f"{kind}, in Python")
+    return loaded.tokenizer
 
 
 def _run(server: "uvicorn.Server", worker: "Worker") -> None:

@@ -174,8 +174,8 @@ class Answers:
         most = [self._room(prompt, asked.longest, default, param) for prompt in prompts for _ in range(asked.choices)]
         rows = [prompt for prompt in prompts for _ in range(asked.choices)]
         samplings = [self._sampling(asked, i % asked.choices) for i in range(len(rows))]
-        job = self.worker.submit(rows, most, samplings, stream=bool(asked.stream or asked.stops))
         choices = [Choice(Text(self.tokenizer, asked.stops), longest) for longest in most]
+        job = self.worker.submit(rows, most, samplings, stream=bool(asked.stream or asked.stops))
         head = {"id": f"{style.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
         usage = partial(_usage, job, asked.choices, choices)
         if asked.stream:

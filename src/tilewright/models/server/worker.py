@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...launch import argument_error
-from ..continuous import captured_steps
+from ..continuous import captured_steps, check_pages
 from .protocol import Refusal
 from .room import CPU_BATCH_TOKENS, CPU_SHARE, PAGE, context_tokens, pages_on_cpu
 from .sampling import Draws, Sampling, Tables
@@ -71,6 +71,7 @@ class Worker:
         from transformers import ContinuousBatchingConfig, GenerationConfig
         from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
+        check_pages(model)
         on_cpu, given = model.device.type == "cpu", pages is not None
         if on_cpu:
             pages = pages_on_cpu(model, most_requests) if pages is None else pages
