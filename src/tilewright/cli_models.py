@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .cli_app import ENGINES, DeviceName, Dtype, Json, Trust, Weights, option, verb
-from .command_line import check_name, full_gpu_explained, prompts_of, refuse as _refuse
+from .command_line import check_name, full_memory_explained, prompts_of, refuse as _refuse
 
 
 @verb
@@ -131,7 +131,7 @@ def generate(  # noqa: PLR0913 an option each
         answer = partial(answer_command, question=Question(texts[0], max_new_tokens, draw, **how), **kept)
     else:
         answer = partial(answers_command, questions=Questions(tuple(texts), batch, max_new_tokens, draw, **how), **kept)
-    with full_gpu_explained():
+    with full_memory_explained():
         if not prompt_tokens and tp == 1:
             return answer(None, where, model, number_type)
         from .engine.command import Sizes, measure_command, measure_rank, tell

@@ -198,11 +198,13 @@ def refuse(rules: dict[str, bool]) -> None:
 
 
 @contextlib.contextmanager
-def full_gpu_explained() -> Iterator[None]:
+def full_memory_explained() -> Iterator[None]:
     import torch
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        lower = "lower --batch, --prompt-tokens or --max-new-tokens, or take a smaller model or --weights"
-        raise MemoryError(f"{str(error).splitlines()[0]} {lower}") from error
+    except RuntimeError as error:  # of the CPU's allocator it has no type of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        lower = "Lower --batch, --prompt-tokens or --max-new-tokens, or take a smaller model or --weights"
+        raise MemoryError(f"{str(error).splitlines()[0].removesuffix('.')}. {lower}") from error

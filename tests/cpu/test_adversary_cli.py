@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from tilewright import cli
@@ -275,6 +276,31 @@ def test_a_text_that_is_no_utf_8_and_a_tiny_temperature(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, r"error: prompt must be UTF-8 text, got '\udcff'")
     coldest, likeliest = (json.loads(run(*base, "--prompt", "x", "--temperature", each).stdout) for each in (1e-300, 0))
     assert coldest["ours"]["tokens"] == likeliest["ours"]["tokens"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
+def test_a_text_beyond_the_models_positions_is_refused(family: str, tmp_path: Path) -> None:
+    """It was an IndexError after half of an answer, and on a GPU an assertion of the device."""
+    tiny_chat.write(tmp_path / "m")  # its tokenizer
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 97}
+    more = {"opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gptj": {"rotary_dim": 4}}.get(family, {})
+    config = AutoConfig.for_model(family, **sizes, **more, bos_token_id=1, eos_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    (tmp_path / "prompts").write_text("hello\nhi\n")
+    base = ("generate", "--model", tmp_path / "m", "--device", "cpu", "--max-new-tokens")
+    for how in (("--prompt", "hello"), ("--prompt-file", tmp_path / "prompts", "--batch", 2), ("--prompt-tokens", 5)):
+        result = run(*base, 13, *how)
+        said = "error: a prompt with its answer must be at most 17 tokens: all but the last need one of the model's 16 positions, got 5 + 13"
+        assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, said)
+    assert run(*base, 12, "--prompt", "hello").exit_code == 0
+
+
+def test_a_prompt_that_fits_no_memory_is_one_line(tmp_path: Path) -> None:
+    """torch's allocator of a CPU raises a RuntimeError, which was a traceback."""
+    tiny_chat.write(tmp_path)
+    result = run("generate", "--model", tmp_path, "--device", "cpu", "--prompt-tokens", 10**14)
+    assert result.exit_code == 2, result.output
+    assert re.search(r"^error: .*can't allocate memory.*\. Lower --batch, --prompt-tokens", result.stderr.splitlines()[-1])
 
 
 def test_ctrl_c_says_so_until_a_command_begins() -> None:

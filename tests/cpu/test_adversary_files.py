@@ -132,6 +132,23 @@ def test_texts_of_a_batch_end_at_the_same_text(engine: str, tmp_path: Path) -> N
     assert [one["tokens"] for one in ended] == [one["stock"] for one in ended] == [whole[0]["tokens"][:4], whole[1]["tokens"]]
 
 
+@pytest.mark.parametrize("engine", ["eager", "transformers"])
+def test_a_text_that_begins_in_the_prompt_ends_no_answer(engine: str, tmp_path: Path) -> None:
+    """transformers' answer ended at it, and the engine's went on."""
+    tiny_chat.write(tmp_path / "m")
+    base = ("generate", "--model", tmp_path / "m", "--prompt", "Hello", "--max-new-tokens", 4, "--device", "cpu", "--engine", engine, "--json", "-")
+
+    def text(*more: object) -> str:
+        result = CliRunner().invoke(app, [str(x) for x in (*base, *more)])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["ours"]["text"]
+
+    whole = text()
+    assert len(whole) == 4
+    assert text("--stop", f"o{whole[0]}") == whole
+    assert text("--stop", whole[1:3]) == whole[:3]
+
+
 @pytest.mark.parametrize("about", [5, [], {"format": 1}, {"a": {"b": "c"}}])
 def test_texts_about_a_safetensors_file_are_texts(about: object, tmp_path: Path) -> None:
     """Else its own reader raises an error of its own, which a folder of small weights did not

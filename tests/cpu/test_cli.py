@@ -221,7 +221,7 @@ def test_a_full_gpu_is_one_line_that_says_what_to_lower(folder: Path, monkeypatc
     monkeypatch.setattr(tilewright.engine.command, "measure_command", full)
     result = run("generate", "--model", folder, "--prompt-tokens", 5, "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: CUDA out of memory. Tried to allocate 20.00 GiB. lower --batch")
+    assert result.stderr.startswith("error: CUDA out of memory. Tried to allocate 20.00 GiB. Lower --batch")
     assert result.stderr.count("\n") == 1
 
 

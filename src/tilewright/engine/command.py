@@ -25,6 +25,7 @@ from ..launch import Device, argument_error
 from ..launch.files import replace_file
 from ..models import Loaded, load, patch
 from ..models.command import refuse_comparison
+from ..models.generate import check_positions
 from ..models.quantized import weight_formats
 from .engine import Engine, OnProgress
 from .measure import Run, run_engine, run_transformers
@@ -118,6 +119,7 @@ def measure_command(
     baselines: which of "eager" and "compiled" (static cache, on a GPU) to run.
     """
     _check_sizes(*sizes)
+    check_positions(loaded.model, sizes.prompt_tokens, sizes.max_new_tokens)
     if baselines:
         refuse_comparison(loaded)
     model, device = loaded.model, loaded.model.device

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch import counted
 from ..launch.files import write_json
 from .command import console_of, opened
-from .generate import Draw, choices_of, encode, engine_choices_of, stop_tokens, text_of, tokens_alone
+from .generate import Draw, check_positions, choices_of, encode, engine_choices_of, stop_tokens, stops_of, text_of, tokens_alone
 from .load import Loaded
 from .patch import patch
 
@@ -127,6 +127,7 @@ def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: i
     for i, row in enumerate(rows):
         ids[i, width - row.shape[1] :] = row[0]
         mask[i, width - row.shape[1] :] = 1
+    check_positions(loaded.model, width, max_new_tokens)
     if draw.temperature:
         torch.manual_seed(draw.seed)
     with torch.inference_mode(), tokens_alone(loaded.model):
@@ -134,7 +135,8 @@ def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: i
             ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
-            **choices_of(loaded, draw),
+            **choices_of(draw),
+            **stops_of(loaded, draw, ids),
             pad_token_id=padding,
         )
     tokens: list[list[int]] = [[] for _ in rows]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..launch import argument_error, counted
 from . import chat_template
@@ -159,6 +159,16 @@ def stop_tokens(loaded: Loaded) -> list[int]:
     return [] if found is None else found if isinstance(found, list) else [found]
 
 
+def check_positions(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raises ValueError for a text longer than a model's table of positions, if it has one."""
+    most, words = getattr(model.config.get_text_config(), "max_position_embeddings", None), model.get_input_embeddings()
+    tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
+    tables += [table for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's angles
+    if most and prompt_tokens + max_new_tokens > most + 1 and any(0 <= len(table) - most <= 2 for table in tables):  # OPT has two rows more
+        wanted = f"at most {most + 1} tokens: all but the last need one of the model's {most} positions"
+        raise argument_error("a prompt with its answer", wanted, f"{prompt_tokens} + {max_new_tokens}")
+
+
 class _Stream:
     """transformers' streamer protocol: `put` gets the prompt, then each chosen token."""
 
@@ -208,21 +218,45 @@ def tokens_alone(model: Any) -> Iterator[None]:
         model.generation_config = said
 
 
-def choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
-    """What transformers' `generate` is told of how tokens are chosen, and where a text ends.
+def choices_of(draw: Draw) -> dict[str, Any]:
+    """What transformers' `generate` is told of how tokens are chosen.
 
     Raises: as `engine.Sampling`; transformers itself takes an infinite temperature.
     """
     _sampling(draw)
-    return dict(
-        do_sample=draw.temperature > 0,
-        temperature=max(draw.temperature, COLDEST) if draw.temperature else None,
-        top_p=draw.top_p if draw.temperature and draw.top_p < 1 else None,
-        top_k=draw.top_k if draw.temperature and draw.top_k else None,
-        min_p=draw.min_p if draw.temperature and draw.min_p else None,
-        repetition_penalty=draw.repetition_penalty,
-        **({"stop_strings": list(draw.stop), "tokenizer": loaded.tokenizer} if draw.stop else {}),
-    )
+    return {
+        "do_sample": draw.temperature > 0,
+        "temperature": max(draw.temperature, COLDEST) if draw.temperature else None,
+        "top_p": draw.top_p if draw.temperature and draw.top_p < 1 else None,
+        "top_k": draw.top_k if draw.temperature and draw.top_k else None,
+        "min_p": draw.min_p if draw.temperature and draw.min_p else None,
+        "repetition_penalty": draw.repetition_penalty,
+    }
+
+
+def stops_of(loaded: Loaded, draw: Draw, prompts: Tensor) -> dict[str, Any]:
+    """What it is told of the texts that end an answer. Its own `stop_strings` may begin in the
+    prompt.
+
+    prompts: what `generate` reads, [batch, tokens].
+    """
+    from transformers import StoppingCriteriaList
+
+    from ..engine.ending import Ending
+
+    if not draw.stop:
+        return {}
+    ending = Ending(len(prompts), (), draw.stop, getattr(loaded.tokenizer, "decode", None))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    seen = prompts.shape[1]
+
+    def ended(ids: Tensor, scores: object, **_: object) -> Tensor:
+        nonlocal seen
+        ending.extend(tokens, ids[:, seen:].tolist())
+        seen = ids.shape[1]
+        return torch.tensor(ending.ended, device=ids.device)
+
+    return {"stopping_criteria": StoppingCriteriaList([ended])}  # type: ignore[list-item]
 
 
 def _sampling(draw: Draw) -> Any:
@@ -235,7 +269,8 @@ def generate(loaded: Loaded, prompt_ids: Tensor, *, max_new_tokens: int, draw: D
     """The continuation of [1, prompt_tokens]. on_text: called with each new piece of text."""
     if max_new_tokens < 1:
         raise argument_error("max_new_tokens", "at least 1", max_new_tokens)
-    stream, choices = _Stream(loaded.tokenizer, on_text), choices_of(loaded, draw)
+    check_positions(loaded.model, prompt_ids.shape[1], max_new_tokens)
+    stream, choices = _Stream(loaded.tokenizer, on_text), choices_of(draw) | stops_of(loaded, draw, prompt_ids)
     if draw.temperature:
         torch.manual_seed(draw.seed)
     start = time.perf_counter()
