@@ -143,7 +143,8 @@ def test_another_model_or_path_is_not_found(port):
     assert [row["id"] for row in call(port, "/v1/models")[1]["data"]] == ["tiny"]
     assert call(port, "/v1/models/tiny")[1]["id"] == "tiny"
     assert call(port, CHAT, chat(model="some/folder/tiny"))[1]["model"] == "some/folder/tiny"  # as the command named it
-    for path, status in {"/v1/models/another": 404, "/": 404, "/reset": 404, "/load_model": 404, CHAT: 405, "/docs": 404}.items():
+    paths = {"/v1/models/another": 404, "/": 404, "/reset": 404, "/load_model": 404, CHAT: 405, "/docs": 404, "/health/": 404, f"{CHAT}/": 404}
+    for path, status in paths.items():  # the last two were sent to where the Host of the request says
         found, answer, _ = call(port, path)
         assert found == status, path
         assert "error" in answer

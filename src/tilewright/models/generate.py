@@ -256,7 +256,7 @@ def stops_of(loaded: Loaded, draw: Draw, prompts: Tensor) -> dict[str, Any]:
         seen = ids.shape[1]
         return torch.tensor(ending.ended, device=ids.device)
 
-    return {"stopping_criteria": StoppingCriteriaList([ended])}  # type: ignore[list-item]
+    return {"stopping_criteria": StoppingCriteriaList([ended])}
 
 
 def _sampling(draw: Draw) -> Any:

@@ -299,4 +299,6 @@ def application(answers: Answers, **limits: Any) -> Gate:
         Route("/health", answers.health),
     ]
     handlers: dict[Any, Any] = dict.fromkeys((Refusal, HTTPException, _Gone, Exception), refused)
-    return Gate(Starlette(routes=routes, exception_handlers=handlers), **limits)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to where the client's Host says, and with no error in the body
+    return Gate(app, **limits)
