@@ -189,8 +189,27 @@ def test_a_hook_on_an_activation_is_called_with_what_the_model_computes() -> Non
     model, inputs, seen = tiny(), left_padded(*FEW), []
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, given, found: seen.append(found.shape))
     logits(model, inputs)
+    stock = seen.copy()
     with patch(model) as report:
+        seen.clear()  # of the tokens that `patch` tries, unless another test has had them tried
         logits(model, inputs)
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
+    assert seen == stock
+    assert len(seen) == 1
     assert [line.reason for line in report.kept if line.module == "LlamaMLP"] == ["silu_mul: a module in it has a hook, which would not be called"]
+
+
+@pytest.mark.parametrize("when", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_an_activation_gets_later_is_called(when: str) -> None:
+    """What it made of the activation was lost without a word."""
+    model, inputs = tiny(), left_padded(*FEW)
+    hook = getattr(model.model.layers[0].mlp.act_fn, when)
+    with patch(model):
+        before = logits(model, inputs)
+        handle = hook(lambda module, given, *found: 2 * (*found, *given)[0])
+        ours = logits(model, inputs)
+        handle.remove()
+        assert torch.equal(logits(model, inputs), before)
+    hook(lambda module, given, *found: 2 * (*found, *given)[0])
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(ours[real], logits(model, inputs)[real], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours[real], before[real], atol=1e-2)

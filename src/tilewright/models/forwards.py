@@ -103,14 +103,20 @@ def number_of(module: Any, name: str | float) -> float:
 
 @cache
 def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, up_first: bool, drops: bool) -> Forward:
-    """drops: the module's own code computes something else in training."""
+    """drops: the module's own code computes something else in training. It also runs where the
+    activation has got a hook, which would not be called.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if drops and self.training:
+        if (drops and self.training) or any(_watched(part) for name, part in self._modules.items() if name not in names):
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return gated_mlp(lambda name: getattr(self, name), x, names, gelu, up_first)
 
     return with_options(cls, forward)
+
+
+def _watched(module: nn.Module | None) -> bool:
+    return module is not None and bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def gated_mlp(part: Callable[[str], Any], x: Tensor, names: tuple[str, ...], gelu: bool, up_first: bool) -> Tensor:
