@@ -197,6 +197,34 @@ def test_an_engine_refuses_what_it_would_compute_otherwise(name, changes, messag
     assert "tilewright_engine" not in model.__dict__
 
 
+def test_an_engine_refuses_code_that_it_would_not_call() -> None:
+    """A hook, another forward or a class of somebody's own was passed over without a word."""
+
+    class Louder(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(ids)
+
+    def replaced(model: nn.Module) -> None:
+        model.model.layers[0].forward = lambda *given, **named: given
+
+    changes = {
+        lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *given: None): r"model.layers.0.mlp must be .* got one with a hook",
+        lambda model: model.lm_head.register_forward_pre_hook(lambda *given: None): "lm_head must be .* got one with a hook",
+        lambda model: setattr(model.model.embed_tokens, "__class__", Louder): r"model.embed_tokens must be .* got test_adversary_models\..*Louder",
+        replaced: r"model.layers.0 must be .* got one whose forward is replaced",
+    }
+    for change, message in changes.items():
+        model = tiny("llama", num_hidden_layers=1)
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            Engine(model, max_len=16)
+        assert "tilewright_engine" not in model.__dict__
+    model = tiny("llama", num_hidden_layers=1)
+    logits(model, IDS, output_hidden_states=True)  # leaves hooks of transformers' own
+    with patch(model), Engine(model, max_len=16) as engine:
+        assert engine.generate([[5]], 2).tokens
+
+
 @pytest.mark.parametrize(("groups", "kept"), [(2, 1), (4, 2)])
 def test_experts_of_kept_groups_win_with_any_bias(groups, kept) -> None:
     """Biased scores below 0 would lose against masks of 0. The stock router is what counts."""

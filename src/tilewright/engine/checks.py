@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..launch import Device, argument_error, check_integers
 from ..models import continuous_codes, linear_attention
 from ..models.files import require_transformers
 from ..models.quantized import check_dtype, is_quantized
+from ..models.saved import METHODS
 from ..models.shard import Shard, shard_of
 from .cost import memory
 from .mega.pack import CODES, refuse_model
@@ -184,6 +185,24 @@ class Held:
 
     def __reduce__(self) -> Any:
         return Held, ()
+
+
+def check_code(name: str, module: nn.Module) -> None:
+    """Raises ValueError for a module that may compute something else than transformers' class of
+    the family: an engine reads its weights and calls none of its code.
+    """
+    own, kind = "one whose code an engine may replace by its own", type(module)
+    if not _known(kind):
+        raise argument_error(name, f"{own}, of a class of transformers (patch() tries others)", f"{kind.__module__}.{kind.__qualname__}")
+    if not all(map(_known, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        raise argument_error(name, f"{own}, without hooks, which would not be called (patch() calls them)", "one with a hook")
+    if "forward" in module.__dict__ and METHODS not in module.__dict__ and not _known(module.__dict__["forward"]):  # a shard's raises
+        raise argument_error(name, f"{own} (patch() leaves others alone)", "one whose forward is replaced")
+
+
+def _known(code: Any) -> bool:
+    """Whether a class or a function is of a library whose code an engine replaces."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in ("torch", "transformers", "tilewright")
 
 
 class Lone:

@@ -12,6 +12,7 @@ from ..models import linear_attention
 from ..models.quantized import QuantizedLinear, QuantizedMixture
 from ..models.shard import DIVIDED
 from .attention import GroupedAttention, LatentAttention
+from .checks import check_code
 from .families import (
     Ropes,
     gated_norm_of,
@@ -133,6 +134,8 @@ def _check(model: Any, stem: nn.Module, config: Any, max_len: int) -> None:
         raise argument_error("the model's parameters", "of one dtype", sorted(map(str, dtypes)))
     _check_config(config, max_len, *dtypes)
     for name, module in model.named_modules():
+        if module in parts or module is model:
+            check_code(name or "model", module)
         if module in parts and isinstance(module, nn.Linear) and (type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor)):
             raise argument_error(name, "a plain torch.nn.Linear", f"{type(module).__name__} of {type(module.weight).__name__}")
     _check_experts(stem, config, *dtypes)
