@@ -213,3 +213,14 @@ def test_a_hook_that_an_activation_gets_later_is_called(when: str) -> None:
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(ours[real], logits(model, inputs)[real], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(ours[real], before[real], atol=1e-2)
+
+
+def test_an_activation_that_is_replaced_later_is_what_the_model_computes() -> None:
+    model, inputs = tiny(), left_padded(*FEW)
+    with patch(model):
+        before = logits(model, inputs)
+        model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+        ours = logits(model, inputs)
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(ours[real], logits(model, inputs)[real], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours[real], before[real], atol=1e-2)

@@ -102,21 +102,23 @@ def number_of(module: Any, name: str | float) -> float:
 
 
 @cache
-def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, up_first: bool, drops: bool) -> Forward:
-    """drops: the module's own code computes something else in training. It also runs where the
-    activation has got a hook, which would not be called.
+def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, up_first: bool, drops: bool, beside: tuple[tuple[str, str], ...]) -> Forward:
+    """drops: the module's own code computes something else in training. beside: names and classes
+    of the parts that are not called, such as the activation.
+
+    The module's own code also runs where one of these is another now, or has got a hook.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if (drops and self.training) or any(_watched(part) for name, part in self._modules.items() if name not in names):
+        if (drops and self.training) or any(_changed(self._modules.get(name), kind) for name, kind in beside):
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return gated_mlp(lambda name: getattr(self, name), x, names, gelu, up_first)
 
     return with_options(cls, forward)
 
 
-def _watched(module: nn.Module | None) -> bool:
-    return module is not None and bool(module._forward_hooks or module._forward_pre_hooks)
+def _changed(part: nn.Module | None, kind: str) -> bool:
+    return type(part).__name__ != kind or part is None or bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 def gated_mlp(part: Callable[[str], Any], x: Tensor, names: tuple[str, ...], gelu: bool, up_first: bool) -> Tensor:

@@ -159,15 +159,15 @@ ACTIVATIONS: dict[bool, Callable[[Tensor], Tensor]] = {False: F.silu, True: lamb
 def mlp(module: Any) -> Verdict:
     """down(act(gate(x)) * up(x)), with matrices for gate and up or one for both."""
     linears: dict[str, Any] = {name: m for name, m in module._modules.items() if isinstance(m, nn.Linear | QuantizedLinear)}
-    others = [child for name, child in module._modules.items() if name not in linears and child is not None]
+    others = {name: child for name, child in module._modules.items() if name not in linears and child is not None}
     own = any(x is not None for x in module._parameters.values())
-    if own or len(linears) not in (2, 3) or any(True for other in others for _ in other.parameters()) or not _takes_one(module):
+    if own or len(linears) not in (2, 3) or any(True for other in others.values() for _ in other.parameters()) or not _takes_one(module):
         return None
     candidates = [names for hidden in {m.in_features for m in linears.values()} for names in _gated(linears, hidden)]
     place = place_of(module)
     if not candidates or place is None:
         return None
-    if any(part._forward_hooks or part._forward_pre_hooks for other in others for part in other.modules()):
+    if any(part._forward_hooks or part._forward_pre_hooks for other in others.values() for part in other.modules()):
         return "silu_mul: a module in it has a hook, which would not be called"
     for names in candidates:
         sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.rows(probe.WIDTHS[0])
@@ -180,7 +180,8 @@ def mlp(module: Any) -> Verdict:
                 truth = _mlp_of({n: m.double() for n, m in _parts(linears, names, *place).items()}, names, act, rows.double(), up_first)
                 how = {"names": names, "gelu": gelu, "up_first": up_first}
                 reason = probe.why_not(lambda parts=parts, how=how, rows=rows: gated_mlp(parts.__getitem__, rows, **how), theirs, truth)  # type: ignore[misc]
-                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (*how.items(), ("drops", drops)))
+                beside = tuple((name, type(part).__name__) for name, part in others.items())
+                return f"silu_mul: {reason}" if reason else Method("silu_mul", "mlp", (*how.items(), ("drops", drops), ("beside", beside)))
     return "silu_mul: it computes no down(act(gate) * up) with SiLU or tanh-GELU"
 
 
