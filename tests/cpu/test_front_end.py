@@ -1,5 +1,6 @@
 """What interpret/front_end.py spares cuda-tile changes no program and no error."""
 
+import contextlib
 import gc
 import re
 import signal
@@ -99,6 +100,26 @@ def test_an_integer_and_a_float_that_are_equal_stay_two_numbers():
     interpret.interpret(equal_numbers, (1,), (x, y))
     assert x.item() == -(2**31)
     assert y.item() == 2**31
+
+
+@contextlib.contextmanager
+def counted_twice(x, n):
+    ct.scatter(x, n, n)
+    yield n + 1
+    ct.scatter(x, n + 1, ct.gather(x, n + 1) + 10)
+
+
+@ct.kernel
+def with_a_context(x):
+    with counted_twice(x, 2) as n:
+        ct.scatter(x, n, 5)
+
+
+def test_a_context_manager_is_entered_once():
+    """Its choice of overload marks it as entered: made twice, it was refused as used again."""
+    x = torch.zeros(4, dtype=torch.int32)
+    interpret.interpret(with_a_context, (1,), (x,))
+    assert x.tolist() == [0, 0, 2, 15]
 
 
 def helper(x):

@@ -196,7 +196,8 @@ def _called_at_once(call: hir.Call, scope: Any, registry: Any, builder: Any) -> 
     if implementation is None or not is_function_allowed_in(function, builder.ir_ctx.execution_space):
         return False
     overloads = _overloads_of(implementation) if implementation._is_coroutine else None
-    if implementation._is_coroutine and overloads is None:
+    # Where it chooses an overload of enter_context, it marks the manager as entered: only once.
+    if implementation._is_coroutine and (overloads is None or function is hir_stubs.enter_context):
         return False
     kwargs = {}
     for x in call.args:
