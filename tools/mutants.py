@@ -358,7 +358,7 @@ MUTANTS = [
     Mutant("_forks.py", "after_in_child=release", "after_in_child=lambda: None", "cpu/test_front_end.py -k forked"),
     Mutant("bench/linear_peers.py", "bool(inputs[\"g\"].dim() < inputs[\"k\"].dim())", "inputs[\"x\"] is None", "cpu/test_bench_peers.py -k knows_its_peers"),
     Mutant("ops/quantize_mx.py", "stored = x.new_empty(shape, dtype=of.stored_dtype)", "stored = x.new_empty(shape, dtype=of.scale_dtype)", "cpu/test_ops.py -k one_graph"),
-    Mutant("engine/command.py", "kv_dtype and f\"kv={kv_dtype}\"", "\"\"", "cpu/test_cli.py -k weights_and_the_cache"),
+    Mutant("engine/command.py", "kv_dtype and f\"kv={kv_dtype}\"", "\"\"", "cpu/test_cli_generate.py -k weights_and_the_cache"),
     Mutant("engine/modes.py", "bool(reached) and max_len <= REACH * max(pairs)", "bool(reached)", "cpu/test_mega.py -k auto"),
 ]  # fmt: skip
 

@@ -161,10 +161,13 @@ def stop_tokens(loaded: Loaded) -> list[int]:
 
 def check_positions(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     """Raises ValueError for a text longer than a model's table of positions, if it has one."""
-    most, words = getattr(model.config.get_text_config(), "max_position_embeddings", None), model.get_input_embeddings()
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not most or prompt_tokens + max_new_tokens <= most + 1:
+        return
+    words = model.get_input_embeddings()
     tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
     tables += [table for name, table in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's angles
-    if most and prompt_tokens + max_new_tokens > most + 1 and any(0 <= len(table) - most <= 2 for table in tables):  # OPT has two rows more
+    if any(0 <= len(table) - most <= 2 for table in tables):  # OPT has two rows more
         wanted = f"at most {most + 1} tokens: all but the last need one of the model's {most} positions"
         raise argument_error("a prompt with its answer", wanted, f"{prompt_tokens} + {max_new_tokens}")
 
