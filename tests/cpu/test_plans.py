@@ -13,6 +13,7 @@ from itertools import product
 import cuda.tile as ct
 import pytest
 import torch
+from speed import slower
 
 from tilewright import ops
 from tilewright.interpret import interpret
@@ -28,7 +29,7 @@ META = torch.device("meta")
 DEVICES = ("H200", "B200", "RTX5090", "CPU")
 SIZES = (2**20, 2**25, 2**28, 2**31 - 1)
 MORE = ("q_len", "window", "longest", "shared", "expected_rows")  # sizes that may be left out
-SECONDS = 0.05  # of the processor: other programs may hold it meanwhile
+SECONDS = 0.04  # of a quiet core
 
 
 def stretched(small, double, times: int):
@@ -104,7 +105,7 @@ def test_any_size_is_planned_in_no_time_or_refused_by_name(op):
                         forget_plans()
                         plan(op, inputs, device)
                     what = f"{axis} = {large} of {problem} on {device.name}: {error}"
-                    assert seconds < SECONDS, what
+                    assert seconds < SECONDS or seconds < SECONDS * slower(), what
                     subject, _, rest = error.partition(" must be ")
                     assert not error or (names & set(re.findall(r"\w+", subject)) and ", got " in rest), what
 
