@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-QUIET_S = 4.6e-3  # of `_work`, on a machine where a decision of a new size takes 1.4 ms
+QUIET_S = 4.6e-3  # of `_work`: of the 11.5 ms on a slow core, by the ratio of a decision's time there and on a quiet one
 
 
 def slower() -> float:
