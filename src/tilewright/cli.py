@@ -107,14 +107,14 @@ def tune(  # noqa: PLR0913 an option each
     from .tune import command
 
     modes = {"--show": show, "--export": export, "--import": import_file, "--prune": prune, "--survey": survey, "--pack": pack, "--fit": fit}
-    chosen = " and ".join(name for name, given in modes.items() if given)
+    chosen = [name for name, given in modes.items() if given]
     tuning = {"--model": model, "--shapes": shapes, "--from-log": from_log, "--configs": configs, "--top": top, "--again": again}
     _refuse(
         {
-            "at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given": " and " in chosen,
+            "at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given": len(chosen) > 1,
             "--json must come with --show": bool(json_file) and not show,
             "--raw must come with --survey, --pack or --fit": bool(raw) and not (survey or pack or fit),
-            **{f"{name} must come without {chosen}": bool(chosen and given) for name, given in tuning.items()},
+            **{f"{name} must come without {' and '.join(chosen)}": bool(chosen and given) for name, given in tuning.items()},
         }
     )
     if survey:
@@ -256,9 +256,9 @@ def learn(  # noqa: PLR0913 an option each
     words = [word.strip() for word in seq.split(",")] if seq else []
     if not all(word.isdecimal() for word in words):
         raise ValueError(f"--seq must be lengths like 1024,2048, got {seq!r}")
-    sizes = {"batch": batch or 0, "heads": heads or 0, "head_dim": head_dim or 0, "causal": not non_causal}
+    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "causal": not non_causal}
     how: Any = {"sizes": sizes, "seq_lens": [int(word) for word in words]}
-    return learn_command(subject, **how, iterations=iterations or 0, arch=arch, json_file=json_file, plot=plot)
+    return learn_command(subject, **how, iterations=iterations, arch=arch, json_file=json_file, plot=plot)
 
 
 @verb

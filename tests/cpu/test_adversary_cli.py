@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from shell import run
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner, Result
 
-from tilewright import cli
 from tilewright.compile.build import worker_pool
 from tilewright.engine.mega.pack import decided
 from tilewright.engine.mega.shape import schedule_of
@@ -28,10 +27,6 @@ from tilewright.ops.common.weight_formats import format_named
 from tilewright.testing import command, tiny_chat
 
 HEAD = "import cuda.tile as ct\n@ct.kernel\ndef k(X): pass\n"
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, list(map(str, arguments)))
 
 
 @pytest.mark.parametrize("verb", ["interpret", "compile"])

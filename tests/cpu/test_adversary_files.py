@@ -9,10 +9,9 @@ import hostile
 import hostile_gguf
 import pytest
 import torch
+from shell import run
 from tiny_models import tiny
-from typer.testing import CliRunner
 
-from tilewright.cli import app
 from tilewright.engine.measure import run_transformers
 from tilewright.models import ModelFileError, load
 from tilewright.models.generate import encode, generate
@@ -121,7 +120,7 @@ def test_texts_of_a_batch_end_at_the_same_text(engine: str, tmp_path: Path) -> N
     base = ("generate", "--model", tmp_path / "m", "--prompt-file", tmp_path / "prompts", "--batch", 2, "--max-new-tokens", 6, "--device", "cpu")
 
     def answers(*more: object) -> list[dict]:
-        result = CliRunner().invoke(app, [str(x) for x in (*base, "--engine", engine, "--json", "-", *more)])
+        result = run(*base, "--engine", engine, "--json", "-", *more)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["answers"]
 
@@ -139,7 +138,7 @@ def test_a_text_that_begins_in_the_prompt_ends_no_answer(engine: str, tmp_path: 
     base = ("generate", "--model", tmp_path / "m", "--prompt", "Hello", "--max-new-tokens", 4, "--device", "cpu", "--engine", engine, "--json", "-")
 
     def text(*more: object) -> str:
-        result = CliRunner().invoke(app, [str(x) for x in (*base, *more)])
+        result = run(*base, *more)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["ours"]["text"]
 

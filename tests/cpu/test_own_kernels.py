@@ -10,10 +10,9 @@ import cuda.tile as ct
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from shell import run
 
 import tilewright
-from tilewright.cli import app
 from tilewright.compile import ToolMissing, disassemble
 from tilewright.interpret import KernelError, Trace, checking
 
@@ -261,10 +260,6 @@ def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------- the verbs
-def run(*arguments: object):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
 FILE = """
     import cuda.tile as ct
     import torch

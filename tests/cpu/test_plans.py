@@ -105,7 +105,7 @@ def test_any_size_is_planned_in_no_time_or_refused_by_name(op):
                         forget_plans()
                         plan(op, inputs, device)
                     what = f"{axis} = {large} of {problem} on {device.name}: {error}"
-                    assert seconds < SECONDS or seconds < SECONDS * slower(), what
+                    assert seconds < SECONDS or seconds < SECONDS * slower(), what  # asked only then: it takes 0.1 s
                     subject, _, rest = error.partition(" must be ")
                     assert not error or (names & set(re.findall(r"\w+", subject)) and ", got " in rest), what
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..launch import Device, argument_error, check_integers
 from ..models import continuous_codes, linear_attention
 from ..models.files import require_transformers
+from ..models.probe import hooks_of
 from ..models.quantized import check_dtype, is_quantized
 from ..models.saved import METHODS
 from ..models.shard import Shard, shard_of
@@ -194,7 +195,7 @@ def check_code(name: str, module: nn.Module) -> None:
     own, kind = "one whose code an engine may replace by its own", type(module)
     if not _known(kind):
         raise argument_error(name, f"{own}, of a class of transformers (patch() tries others)", f"{kind.__module__}.{kind.__qualname__}")
-    if not all(map(_known, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+    if not all(map(_known, hooks_of(module))):
         raise argument_error(name, f"{own}, without hooks, which would not be called (patch() calls them)", "one with a hook")
     if "forward" in module.__dict__ and METHODS not in module.__dict__ and not _known(module.__dict__["forward"]):  # a shard's raises
         raise argument_error(name, f"{own} (patch() leaves others alone)", "one whose forward is replaced")

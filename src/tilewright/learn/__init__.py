@@ -9,7 +9,13 @@ SEQ_LENS = (1024, 2048, 4096, 8192, 16384)  # of the published tables
 
 
 def ladders(
-    subject: str, seq_lens: Sequence[int] = (), *, batch: int = 0, heads: int = 0, head_dim: int = 0, causal: bool = True
+    subject: str,
+    seq_lens: Sequence[int] = (),
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    causal: bool = True,
 ) -> tuple[Ladder, ...]:
     """The ladders of a subject.
 
@@ -17,13 +23,13 @@ def ladders(
         subject: "attention", "gemm" or "decode".
         seq_lens: makes a ladder of attention for each; by default one of 2048, the length in every
             published table.
-        batch, heads, head_dim: sizes of attention instead of the published 4, 32 and 128; 0 keeps
-            these.
+        batch, heads, head_dim: sizes of attention instead of the published 4, 32 and 128; None
+            keeps these.
         causal: False lets every query of attention see all keys.
     Raises: KeyError that names the subjects; ValueError for lengths or sizes below 1, for a
         head_dim that the steps do not take, or for any of these with another subject.
     """
-    sizes = {name: value for name, value in (("batch", batch), ("heads", heads), ("head_dim", head_dim)) if value}
+    sizes = {name: value for name, value in (("batch", batch), ("heads", heads), ("head_dim", head_dim)) if value is not None}
     if subject == "attention":
         return tuple(_attention(seq_len, sizes, causal) for seq_len in seq_lens or (2048,))
     if subject not in ("gemm", "decode"):

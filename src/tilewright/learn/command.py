@@ -30,7 +30,7 @@ def learn_command(
     *,
     seq_lens: Sequence[int] = (),
     sizes: Mapping[str, Any] | None = None,
-    iterations: int = 0,
+    iterations: int | None = None,
     arch: str = "",
     json_file: Path | None = None,
     plot: Path | None = None,
@@ -44,7 +44,7 @@ def learn_command(
         subject: see `ladders`.
         seq_lens: see `ladders`; with `plot` all of SEQ_LENS by default.
         sizes: batch, heads, head_dim and causal, see `ladders`.
-        iterations: rounds of the timing, of which the median counts; 0 for the benchmark's own.
+        iterations: rounds of the timing, of which the median counts; None for the benchmark's own.
         arch: a target ("sm_121"): show its resources instead of times, also on a machine with a
             GPU.
         json_file: gets a row for each timed step. plot: gets a PNG of rates over lengths.

@@ -19,6 +19,7 @@ from ..ops.sparse_index import sparse_index
 from .experts import route
 from .linear_attention import with_our_functions
 from .method import NAME
+from .probe import hooks_of
 from .rotations import ROTATIONS
 from .scope import with_our_function
 
@@ -118,7 +119,7 @@ def mlp(cls: type[nn.Module], names: tuple[str, ...], gelu: bool, up_first: bool
 
 
 def _changed(part: nn.Module | None, kind: str) -> bool:
-    return type(part).__name__ != kind or part is None or bool(part._forward_hooks or part._forward_pre_hooks)
+    return part is None or type(part).__name__ != kind or bool(hooks_of(part))
 
 
 def gated_mlp(part: Callable[[str], Any], x: Tensor, names: tuple[str, ...], gelu: bool, up_first: bool) -> Tensor:

@@ -243,12 +243,12 @@ def stops_of(loaded: Loaded, draw: Draw, prompts: Tensor) -> dict[str, Any]:
 
     prompts: what `generate` reads, [batch, tokens].
     """
+    if not draw.stop:
+        return {}
     from transformers import StoppingCriteriaList
 
     from ..engine.ending import Ending
 
-    if not draw.stop:
-        return {}
     ending = Ending(len(prompts), (), draw.stop, getattr(loaded.tokenizer, "decode", None))
     tokens: list[list[int]] = [[] for _ in prompts]
     seen = prompts.shape[1]

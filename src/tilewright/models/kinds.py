@@ -167,7 +167,7 @@ def mlp(module: Any) -> Verdict:
     place = place_of(module)
     if not candidates or place is None:
         return None
-    if any(part._forward_hooks or part._forward_pre_hooks for other in others.values() for part in other.modules()):
+    if any(probe.hooks_of(part) for other in others.values() for part in other.modules()):
         return "silu_mul: a module in it has a hook, which would not be called"
     for names in candidates:
         sharp, x = _parts(linears, names, torch.float64, "cpu"), probe.rows(probe.WIDTHS[0])

@@ -66,8 +66,13 @@ def looks(module: nn.Module) -> tuple[Any, ...]:
     held = tuple(
         (name, type(x), x.dtype, x.shape, x.device) for group in (module._parameters, module._buffers) for name, x in group.items() if x is not None
     )
-    hooks = tuple(_Is(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    hooks = tuple(map(_Is, hooks_of(module)))
     return type(module), own, held, hooks, tuple((name, looks(child)) for name, child in module._modules.items() if child is not None)
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """What PyTorch calls before and after the module's forward."""
+    return *module._forward_pre_hooks.values(), *module._forward_hooks.values()
 
 
 _PLAIN = (str, int, float, bool, torch.dtype, torch.device, type(None))
