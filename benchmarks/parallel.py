@@ -3,7 +3,7 @@
     python benchmarks/parallel.py Qwen2-7B:16 Llama-3.1-8B:1 [--ranks 2] [--json F]
 
 Models have random weights; the number behind the colon is the batch. Engines capture their steps.
-Prints a row for each form: `one` GPU, `direct` sums (engine/peer_sum.py), `nccl`. Terms are rounded
+Prints a row for each form: `one` GPU, `direct` sums (engine/peers.py), `nccl`. Terms are rounded
 before they are added, so tokens are those of one GPU up to near ties; the forms of several GPUs add
 the same terms.
 """

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,27 @@ def rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["nccl", "direct"])
-def test_two_gpus_choose_the_tokens_of_one(gpu: torch.device, direct: bool) -> None:
+@cache
+def alone() -> tuple[list[dict[str, Any]], dict[str, tuple[torch.Tensor, float]]]:
+    """What one GPU finds, and the distances."""
+    gpu = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode(False):
-        one, expected = found(None, gpu), distances(gpu)
-    two = run_ranks(found, ranks=2, direct=direct)
-    for a, b in zip(two[0::2], two[1::2], strict=True):  # eager and graph
+        return found(None, gpu), distances(gpu)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("direct", [False, True], ids=["nccl", "direct"])
+def test_several_gpus_choose_the_tokens_of_one(direct: bool, ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    one, expected = alone()
+    several = run_ranks(found, ranks=ranks, direct=direct)
+    for a, b in zip(several[0::2], several[1::2], strict=True):  # eager and graph
         assert (a["greedy"], a["drawn"]) == (b["greedy"], b["drawn"])
         assert torch.equal(a["logits"], b["logits"])
-    for mine, alone in zip(two, one, strict=True):
+    for mine, whole in zip(several, one, strict=True):
         if mine["name"] in DENSE:  # in fp32, where near-ties are rare
-            assert mine["greedy"] == alone["greedy"]
+            assert mine["greedy"] == whole["greedy"]
         truth, theirs = expected[mine["name"]]
         assert rms(mine["logits"].double() - truth) <= 2 * theirs
 

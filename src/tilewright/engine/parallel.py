@@ -7,7 +7,7 @@ others.
 
 Sums go through NCCL (gloo on CPUs). Those of a decode step have a few hundred kilobytes at most, so
 their time is waiting. If the GPUs reach each other's memory, each rank gets all parts itself and
-adds them in the order of the ranks, in one launch (peer_sum.py).
+adds them in the order of the ranks, in one launch; another gathers the logits (peers.py).
 """
 
 from collections.abc import Callable
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from ..launch import argument_error
 from ..models.shard import Shard
-from .peer_sum import PeerSum, fits
+from .peers import PeerGather, PeerSum, fits
 from .program import Call, Emit, StepBuffers
 
 # Larger sums go through NCCL, because its ranks send less. The limit is an estimate, not measured:
 # each of 4 GPUs sends 3 x 1 MiB of words, in 8 us at 400 GB/s, as long as NCCL waits.
 MOST_DIRECT_BYTES = 512 * 1024
+MOST_GATHERED_BYTES = 4 * 1024 * 1024  # of a rank's logits, likewise: twice as many bytes on the link as NCCL
 # torch 2.13 has another name for it and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -75,6 +76,9 @@ class Group:
     def gather_calls(self, name: str, buffers: StepBuffers, part: Tensor, whole: Tensor) -> Emit:
         """whole [rows, columns of all ranks]: the parts [rows, columns] side by side."""
         ranks = self.shard.ranks
+        if self.direct and buffers.q_len == 1 and part.nbytes <= MOST_GATHERED_BYTES and fits(part, ranks):
+            yield Call(f"{name}.gather", PeerGather(part, self.process_group), (part, whole))
+            return
         gathered = buffers.tensor(f"{name}.gathered", ranks, *part.shape, dtype=part.dtype)
         yield Call(f"{name}.gather", self._gather, (part, gathered))
         yield Call(f"{name}.arrange", _arrange, (gathered.transpose(0, 1), whole.unflatten(1, (ranks, -1))))
