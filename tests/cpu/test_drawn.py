@@ -51,6 +51,12 @@ def test_drawn_problems_are_small_new_and_planned_on_an_h200(seed):
         assert launches, f"{op_name(op)} {problem}"
 
 
+def test_the_room_of_drawn_experts_is_checked_in_float64():
+    problems = [problem for seed in range(60, 100) for problem in draw("grouped_gemm", 6, seed) if problem.masked]
+    assert max(problem.groups * problem.rows * problem.n for problem in problems) < 1.2 * 2**30
+    assert all(problem.rows >= 2 * problem.expected_rows for problem in problems)
+
+
 def test_input_bytes_are_those_of_the_tensors():
     problem = matmul.Problem(3, 5, 7, torch.bfloat16, bias=True)
     assert input_bytes(problem) == 2 * (3 * 7 + 5 * 7 + 5)

@@ -128,6 +128,13 @@ def test_a_survey_ends_in_time_and_by_ctrl_c(tmp_path, capsys):
     assert "12 timings kept" in capsys.readouterr().out
 
 
+def test_a_problem_that_is_drawn_twice_is_timed_once(tmp_path):
+    """Its configs are asked for once, so a second wait for them would find none."""
+    (task,) = some_tasks(1)
+    assert survey(iter([task, *some_tasks(2), task]), MadeUp(delay_s=0.05), tmp_path, quiet(), until=time.monotonic() + 60) == 0
+    assert len(raw.read(tmp_path, "H200", "rms_norm")) == 12
+
+
 def test_what_compiles_first_is_timed_first(tmp_path):
     class Slow(MadeUp):
         def done(self, op, problem):

@@ -32,7 +32,7 @@ PASS = {
     "quantize_fp8": 2, "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "attention_decode short": 2, "attention_decode long": 2, "attention_decode codes": 2,
     "mla_decode": 1, "mla": 1, "bmm": 2, "bmm wide": 2,
-    "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1,
+    "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1, "quantized_moe": 1, "sparse_index": 1,
     "moe_route": 1, "rms_norm_route": 1, "sample": 1, "dropout": 1,
     "quantize_mx": 1, "mx_matmul": 1, "gated_delta_rule": 2, "ssd": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
@@ -117,6 +117,8 @@ def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Conso
                 name = decision_of(task.op).op
                 if name not in known:
                     known[name] = {row.key for row in raw.read(folder, bench.device.name, name)}
+                if any((t.op, t.problem) == (task.op, task.problem) for t, _ in waiting):
+                    continue
                 todo = [config for config in task.configs if _row(task, config, bench).key not in known[name]]
                 if todo:
                     bench.prepare(task.op, task.problem, todo)
