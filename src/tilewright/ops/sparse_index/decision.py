@@ -131,7 +131,7 @@ SCORING = ((1, 128, 4, 4), (2, 128, 4, 8), (4, 128, 4, 8), (1, 64, 4, 4), (2, 64
 # select, ways, select_latency. Not in clusters: the lists of 8 blocks that share one were wrong
 # (H200, tileiras 13.4). The compiler unrolls loops by the latency: at 4 it takes half a minute
 # (sm_90).
-SELECTING = ((1024, 3, 2), (1024, 7, 2), (2048, 3, 1))
+SELECTING = ((2048, 3, 1), (4096, 3, 1), (8192, 3, 1))
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -191,8 +191,8 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, Work]:
     length = pairs / tokens
     select = Work(
         blocks=tokens,
-        resident=device.sms * 4,
-        per_sm=4,
+        resident=device.sms,
+        per_sm=1,
         steps=passes * max(1.0, length / c.select),
         exponentials=c.select * c.ways / 4,
         fill=4 * c.select,
