@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tilewright import matmul, rms_norm, rms_norm_matmul
-from tilewright.launch import Device, counted
+from tilewright.launch import Device, counted, forced_config
 from tilewright.ops import rms_norm_matmul as op
+from tilewright.testing import assert_accurate
 from tilewright.testing.cases.rms_norm_matmul import real
 
 H200, BF16 = Device.named("H200"), torch.bfloat16
@@ -39,6 +40,22 @@ def test_zeros_and_large_values():
     out = rms_norm_matmul(x / 2, torch.ones(64, dtype=BF16), torch.eye(64, dtype=BF16))
     assert out[0].eq(0).all()
     assert out[1].eq(0).all()  # the root is infinite, as in rms_norm
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_large_rows_of_fp16_do_not_overflow_on_the_tensor_cores(residual):
+    """The weighted row would, before the division by its root."""
+    x, weight, b = (torch.randn(s) for s in ((5, 96), (96,), (34, 96)))
+    x, weight, b = (x * 2e4).clamp(-6e4, 6e4).half(), (weight * 30).half(), b.half()
+    added = {"residual": torch.zeros_like(x)} if residual else {}
+    configs = [c for c in op.space(op.Problem(5, 34, 96, torch.float16, residual=residual), Device.of(x)) if c.mma]
+    assert configs
+    for config in configs:
+        with forced_config(op.plan, config):
+            out = rms_norm_matmul(x, weight, b, **added)
+        found = out[0] if residual else out
+        truth = op.reference(x.double(), weight.double(), b.double())
+        assert_accurate(found, matmul(rms_norm(x, weight), b, trans_b=True), truth)
 
 
 def test_nothing_to_do_launches_nothing():

@@ -11,8 +11,8 @@ for a norm.
 Source    rms_norm (arXiv:1910.07467, eq. 4) and matmul; the factor of a row taken out of the sum.
 Numerics  Products and sums in fp32, rounded once at the end; x + residual is rounded to the dtype,
           and is what is normalised. One row: on the CUDA cores, the normed row is not rounded.
-          Several bf16 rows on sm_90: on the tensor cores, for which weight * x is rounded; not in
-          fp16, where it could overflow before the division.
+          Several rows on sm_90: on the tensor cores, for which weight * x is rounded. In fp16 that
+          could overflow before the division, so there it is the normed row that is rounded.
 Bound     Memory: b read once, on the CUDA cores for further rows from L2. The rows of x come from
           L2 for each tile of columns.
 """
@@ -144,8 +144,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """On the tensor cores weight * x is rounded, which fp16 could overflow in."""
-    return not c.mma or (1 < p.rows <= MOST_MMA_ROWS and p.dtype is torch.bfloat16)
+    """The tensor cores take operands of 16 bits."""
+    return not c.mma or (1 < p.rows <= MOST_MMA_ROWS and p.dtype.itemsize == 2)
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
@@ -170,7 +170,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     if not c.mma:
         return (Launch.of(rms_norm_matmul_kernel, (blocks,), p, c, {**constants, "whole": c.whole(p)}, optional=optional, pdl=pdl),)
     pieces = -(-p.k // c.tile_k) if p.residual and not c.persistent else 0  # blocks of their own for the sum
-    constants["rows"] = max(8, next_pow2(p.rows))
+    constants |= {"rows": max(8, next_pow2(p.rows)), "normed": p.dtype is torch.float16}
     return (Launch.of(rms_norm_matmul_rows_kernel, (blocks + pieces,), p, c, constants, optional=optional, pdl=pdl),)
 
 
@@ -288,6 +288,7 @@ def rms_norm_matmul_rows_kernel(
     SILU_MUL: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     ROWS: ct.Constant[int],
+    NORMED: ct.Constant[bool],
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     LATENCY: ct.Constant[int],
@@ -296,7 +297,8 @@ def rms_norm_matmul_rows_kernel(
     B's rows on the long side of the MMA.
 
     Arrays as in rms_norm_matmul_kernel. Not PERSISTENT, and ADD: the blocks behind those with a
-    tile write a piece of the sum each.
+    tile write a piece of the sum each. NORMED: rows are divided by their root before the product,
+    for which they are read twice.
     """
     pdl_overlap(PERSISTENT)
     steps, tiles = ct.cdiv(X.shape[1], TILE_K), ct.cdiv(B.shape[0], TILE_N)
@@ -304,18 +306,33 @@ def rms_norm_matmul_rows_kernel(
     def rows_tile(step):
         return _rows_tile(X, RESIDUAL, (0, step), (ROWS, TILE_K), ADD, LATENCY)
 
+    def root(squares):
+        return 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
+
+    before = ct.ones((ROWS, 1), ct.float32)
+    if NORMED:
+        squares = ct.zeros((ROWS, TILE_K), ct.float32)
+        for step in range(steps):
+            x = rows_tile(step).astype(ct.float32)
+            squares = squares + x * x
+        before = root(squares)
+
     def column_tile(tile_n):
         acc = ct.zeros((TILE_N, ROWS), ct.float32)
         squares = ct.zeros((ROWS, TILE_K), ct.float32)
         for step in range(steps):
             x = rows_tile(step).astype(ct.float32)
-            squares = squares + x * x
+            if NORMED:
+                x = x * before
+            else:
+                squares = squares + x * x
             weight = ct.load(WEIGHT, (step,), (TILE_K,), padding_mode=ZERO, latency=LATENCY).astype(ct.float32) + weight_offset
             scaled = (x * weight.reshape((1, TILE_K))).astype(B.dtype)
             b = ct.load(B, (tile_n, step), (TILE_N, TILE_K), padding_mode=ZERO, latency=LATENCY)
             acc = ct.mma(b, scaled.transpose(), acc)
-        rstd = 1.0 / ct.sqrt(ct.sum(squares, axis=1, keepdims=True) / X.shape[1] + eps)  # rsqrt is 2 ulp off in fp32
-        y = acc.transpose() * rstd
+        y = acc.transpose()
+        if not NORMED:
+            y = y * root(squares)
         y = _behind_product(y, BIAS, tile_n, TILE_N, ADD_BIAS, SILU_MUL)
         ct.store(OUT, (0, tile_n), y.astype(OUT.dtype), allow_tma=False)
 
