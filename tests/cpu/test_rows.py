@@ -119,6 +119,15 @@ def test_blocks_share_the_rows_where_they_are_wide_and_few(rows, cols, dtype, ct
     assert (config.num_ctas, config.split) == (ctas, split)
 
 
+def test_two_blocks_share_a_row_of_single_loads_where_sms_are_left():
+    def most(rows, cols):
+        return max(c.num_ctas for c in rms_norm.space(rms_norm.Problem(rows, cols, BF16), Device.named("H200")))
+
+    assert [most(rows, 19_407) for rows in (1, 66, 300)] == [2, 2, 1]
+    assert most(1, 2047) == most(1, 19_408) == 1
+    assert most(500, 40_000) > 2
+
+
 def test_rows_of_more_tiles_than_a_block_can_merge_are_not_split():
     device = Device.named("H200")
     for cols, split in ((1 << 22, True), ((1 << 22) + 1, False), (1 << 31, False)):

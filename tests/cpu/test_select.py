@@ -202,7 +202,7 @@ def test_rows_of_fields_that_have_gone_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("op", "p90", "regret", "worst"), [(rms_norm, 0.31, 1.025, 1.25), (attention_decode, 0.17, 1.035, 1.45)], ids=["rms_norm", "attention_decode"]
+    ("op", "p90", "regret", "worst"), [(rms_norm, 0.31, 1.03, 1.45), (attention_decode, 0.17, 1.035, 1.45)], ids=["rms_norm", "attention_decode"]
 )
 def test_the_model_predicts_held_out_problems(op, p90, regret, worst):
     """Errors of times of problems that the fit never saw; regret of the choice among the timed

@@ -27,12 +27,16 @@ WIDE_KEPT = 112  # of a persistent block on 8 warps
 LEAST_BYTES_PER_LOAD = 8  # of a thread, where rows begin at multiples of 16
 LONG_ROW = 16_384  # bytes; from here on reading a row twice may win
 WIDE = 32_768  # elements of a row; beyond, several blocks may share it
-MOST_CLUSTER = 8  # of them
+SHARED = 4096  # likewise, if a load brings one of them and half of the SMs have no row
+MOST_CLUSTER = 8  # blocks that share a row
 CPU_TILE = 1 << 20  # elements; the interpreter is fastest with few large tiles
 THREADS, REGISTERS, BLOCKS = 2048, 65_536, 32  # of an SM
 OWN_REGISTERS = 24  # of a thread, beside its share of the row
 MOST_REGISTERS = 200  # of a thread by that count, which leaves out what an expression takes
 OPERATIONS = 8  # on an element of a row
+# Latencies of a tile of a row with narrow loads: the compiler loads its weights behind the
+# reduction, and each piece of them behind the store of the one before (sm_90, tileiras 13.4).
+LATE = 1.0
 OF_BLOCK, OF_LOAD, OF_MASK = 60, 12, 4  # of a thread: once, of a load with its store, of their masks
 OF_SUM = 12, 20  # of a thread: to reduce a row within a warp, and across warps
 HELD = 0.7  # of the L2, by rows that wait to be read again
@@ -121,8 +125,7 @@ def candidates(p: Any, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         yield from _cpu_configs(p, 1)
         return
-    clusters = (2, 4, MOST_CLUSTER) if device.arch in CLUSTER_ARCHS and p.cols > WIDE else ()
-    many = p.rows > 2 * device.sms
+    many, clusters = p.rows > 2 * device.sms, _clusters(p, device)
     for tile_n, warps in product(_column_tiles(p), (4, 8)):
         least = max(1, NARROW_TILE // tile_n)
         for tile_m in [least << i for i in range(5)] if many else (1,):
@@ -134,10 +137,20 @@ def candidates(p: Any, device: Device) -> Iterator[Config]:
         yield from (Config(1, tile_n, num_ctas=ctas, num_worker_warps=warps) for ctas in clusters)
     if p.cols * p.dtype.itemsize >= LONG_ROW:
         yield from whole_blocks(LONG)
-        if clusters:
+        if clusters and p.cols > WIDE:
             yield from whole_blocks(LONG_CLUSTERS)
         elif many:
             yield Config(1, 1024, persistent=True, occupancy=2, num_worker_warps=8)
+
+
+def _clusters(p: Any, device: Device) -> tuple[int, ...]:
+    """How many blocks may share a row."""
+    if device.arch not in CLUSTER_ARCHS:
+        return ()
+    if p.cols > WIDE:
+        return 2, 4, MOST_CLUSTER
+    # With wider loads one block is as fast (H200).
+    return (2,) if p.cols >= SHARED and vector(p) == 1 and 2 * p.rows <= device.sms else ()
 
 
 def whole_blocks(table: Iterable[tuple[int, bool, int, int | None]]) -> Iterator[Config]:
@@ -191,6 +204,8 @@ def legal(p: Any, c: Config, device: Device, *, vectors: Vectors = none) -> bool
     """
     if device.is_cpu or not launchable(c, cdiv(p.rows, c.tile_m), device):
         return device.is_cpu
+    if c.num_ctas > 1 and c.num_ctas not in _clusters(p, device):
+        return False
     size = p.dtype.itemsize
     kept = c.kept(p.cols)
     # Persistent loops keep vectors: 320 bytes of a thread fit, and half where 16 warps share an SM
@@ -217,6 +232,7 @@ def work(p: Any, c: Config, device: Device, *, chain: float = 0.0, operations: f
     size, again, warps = p.dtype.itemsize, not c.keep_row, c.threads // 32
     # A row of a tile that one load of a warp covers is reduced without the others.
     across = c.tile_m % warps > 0 or c.tile_n > 32 * vector(p)
+    late = LATE * (c.padded(p.cols) // c.tile_n) / c.num_ctas if vectors(p) and vector(p) * size < 16 else 0.0
     found = stream(
         p,
         c,
@@ -231,7 +247,7 @@ def work(p: Any, c: Config, device: Device, *, chain: float = 0.0, operations: f
         once=OF_BLOCK + (1 + chain) * OF_SUM[across] * (c.tile_m if across else c.tile_m / warps),
         reads=1 + again / 2,
         passes=1 + again,
-        chain=1 + chain + (not c.persistent) + again + (c.num_ctas > 1),
+        chain=1 + chain + (not c.persistent) + again + (c.num_ctas > 1) + late,
     )
     # Rows that the L2 does not hold until they are read again come from memory: half of the bytes.
     lost = beyond_l2(min(found.blocks, found.resident) * c.tile_m * p.cols * size, device)

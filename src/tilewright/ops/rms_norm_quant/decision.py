@@ -62,7 +62,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     """That of rows. A row is reduced twice, for its root and for its maximum; loads that are
     checked wait for each other.
     """
-    return rows.work(p, c, device, chain=1, operations=2 * rows.OPERATIONS)
+    return rows.work(p, c, device, chain=1, operations=2 * rows.OPERATIONS, vectors=lambda p: 1)
 
 
 def family(p: Problem, c: Config) -> str:
