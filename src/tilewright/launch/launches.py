@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -69,11 +69,13 @@ class Launch:
         how: other fields; a hint takes the place of the config's.
         """
         found = {}
-        for name, kind in _parameters(kernel):
-            if kind == "constant" and name not in constants:
-                owner = next((owner for owner in (config, problem) if hasattr(owner, name)), None)
-                if owner is not None:
-                    found[name] = getattr(owner, name)
+        for name in _constants(kernel):
+            if name not in constants:
+                value = getattr(config, name, MISSING)
+                if value is MISSING:
+                    value = getattr(problem, name, MISSING)
+                if value is not MISSING:
+                    found[name] = value
         absent = tuple(name for name, there in optional.items() if not there)
         return cls(kernel, grid, {**constants, **found}, **{**hints(config), "unused": absent, **how})
 
@@ -103,11 +105,12 @@ class Launch:
 
 
 HINTS = ("num_ctas", "occupancy", "num_worker_warps")
+MISSING = object()
 
 
 def hints(config: Any) -> dict[str, Any]:
     """The compiler hints that a config has, as keywords of `Launch`."""
-    return {name: getattr(config, name) for name in HINTS if hasattr(config, name)}
+    return {name: value for name in HINTS if (value := getattr(config, name, MISSING)) is not MISSING}
 
 
 @cache
@@ -165,8 +168,7 @@ def bind(launches: Sequence[Launch], arguments: Sequence[str]) -> tuple[list[Ste
     for name, (source, _, _) in views:
         if source not in index:
             raise argument_error(f"view {name!r}", f"of a scratch array, {', '.join(index) or 'of which there is none'}", repr(source))
-    places = {name: i for i, name in enumerate(names)}
-    steps = [_step(launch, places, made) for launch in launches]
+    steps = [_step(launch, tuple(names), tuple(made)) for launch in launches]
     taken = {source for launch in launches for source in _sources(launch)} | {source for _, (source, _, _) in views}
     for name in made:
         if name not in taken:
@@ -210,61 +212,77 @@ def _parameters(kernel: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name.lower(), kind) for name, kind in parameter_kinds(kernel).items())
 
 
-def _step(launch: Launch, places: Mapping[str, int], made: Sequence[str]) -> Step:
+@cache
+def _constants(kernel: Any) -> tuple[str, ...]:
+    return tuple(name for name, kind in _parameters(kernel) if kind == "constant")
+
+
+def _step(launch: Launch, names: Values, made: Values) -> Step:
+    """names: of all that a kernel may take, in order. made: those of them that the call makes."""
+    own = launch.kernel, tuple(launch.constants), tuple(launch.renames.items()), tuple(launch.unused)
+    pick, parameters = _placed(*own, names, made)
+    for name, value in launch.constants.items():
+        if isinstance(value, torch.Tensor):
+            raise argument_error(f"constant {name!r} of {launch.name}", "a number, or no ct.Constant in the kernel", "a tensor")
+    return Step(launch, launch.hinted_kernel, launch.grid, pick, tuple([launch.constants[name] for name in _constants(launch.kernel)]), parameters)
+
+
+@lru_cache(4096)
+def _placed(
+    kernel: Any, constants: Values, renames: tuple[tuple[str, str], ...], unused: Values, names: Values, made: Values
+) -> tuple[Callable[[Values], Values], tuple[str, ...]]:
+    """What picks a kernel's arguments from the values of `names`, and the kernel's parameters."""
     from ..interpret.cutile import parameter_kinds
 
-    parameters = _parameters(launch.kernel)
+    parameters, renamed, own = _parameters(kernel), dict(renames), str(kernel._pyfunc.__name__)
     runtime = [(name, kind) for name, kind in parameters if kind != "constant"]
-    constant = [name for name, kind in parameters if kind == "constant"]
+    constant = _constants(kernel)
     for name, kind in runtime:
         if [other for other, _ in runtime].count(name) > 1:
-            raise argument_error(f"{kind} {name!r} of {launch.name}", "unique among its parameters in lower case", "a name of two parameters")
-    _check_names(launch, dict(runtime), constant)
+            raise argument_error(f"{kind} {name!r} of {own}", "unique among its parameters in lower case", "a name of two parameters")
+    _check_names(own, constants, renamed, unused, dict(runtime), constant)
     if parameters[len(runtime) :] != tuple((name, "constant") for name in constant):
-        raise argument_error(f"constants of {launch.name}", "its last parameters", ", ".join(name for name, _ in parameters))
+        raise argument_error(f"constants of {own}", "its last parameters", ", ".join(name for name, _ in parameters))
     found: list[int | None] = []
     for name, kind in runtime:
-        source = launch.renames.get(name, name)
-        if name in launch.unused:
+        source = renamed.get(name, name)
+        if name in unused:
             found.append(None)
-        elif source not in places:
-            was = "a constant: annotate the parameter with ct.Constant" if name in launch.constants else f"{source!r}, not one of {', '.join(places)}"
-            raise argument_error(f"{kind} {name!r} of {launch.name}", "an argument, a scratch array, or listed in renames or unused", was)
+        elif source not in names:
+            was = "a constant: annotate the parameter with ct.Constant" if name in constants else f"{source!r}, not one of {', '.join(names)}"
+            raise argument_error(f"{kind} {name!r} of {own}", "an argument, a scratch array, or listed in renames or unused", was)
         elif source in made and kind == "scalar":
-            raise argument_error(f"scalar {name!r} of {launch.name}", "a scalar argument", f"scratch array {source!r}")
+            raise argument_error(f"scalar {name!r} of {own}", "a scalar argument", f"scratch array {source!r}")
         else:
-            found.append(places[source])
+            found.append(names.index(source))
     stand_in = next((i for i, (_, kind) in zip(found, runtime, strict=True) if i is not None and kind == "array"), None)
     if stand_in is None:
-        raise argument_error(f"unused of {launch.name}", "without at least one of its arrays, to stand in for the others", launch.unused)
-    indices = [stand_in if i is None else i for i in found]
-    constants = tuple(launch.constants[name] for name in constant)
-    names = tuple(parameter_kinds(launch.kernel))
-    return Step(launch, launch.hinted_kernel, launch.grid, _picker(indices), constants, names)
+        raise argument_error(f"unused of {own}", "without at least one of its arrays, to stand in for the others", unused)
+    return _picker([stand_in if i is None else i for i in found]), tuple(parameter_kinds(kernel))
 
 
-def _check_names(launch: Launch, runtime: Mapping[str, str], constant: Sequence[str]) -> None:
+def _check_names(
+    own: str, constants: Values, renames: Mapping[str, str], unused: Values, runtime: Mapping[str, str], constant: Sequence[str]
+) -> None:
     """Raises ValueError unless all constants are there.
 
     Constants, renames and unused must name parameters of their kind.
     """
-    for name, value in launch.constants.items():
+    for name in constants:
         if name not in constant:
             was = f"{'an' if runtime[name] == 'array' else 'a'} {runtime[name]} parameter: pass it as an argument" if name in runtime else "unknown"
-            raise argument_error(f"constant {name!r} of {launch.name}", f"one of {', '.join(constant) or 'none'}", was)
-        if isinstance(value, torch.Tensor):
-            raise argument_error(f"constant {name!r} of {launch.name}", "a number, or no ct.Constant in the kernel", "a tensor")
+            raise argument_error(f"constant {name!r} of {own}", f"one of {', '.join(constant) or 'none'}", was)
     for name in constant:
-        if name not in launch.constants:
-            raise argument_error(f"constant {name!r} of {launch.name}", "given by plan", ", ".join(launch.constants) or "no constants")
-    for name in launch.renames:
+        if name not in constants:
+            raise argument_error(f"constant {name!r} of {own}", "given by plan", ", ".join(constants) or "no constants")
+    for name in renames:
         if name not in runtime:
-            raise argument_error(f"renames of {launch.name}", f"of its parameters {', '.join(runtime)}", repr(name))
-    for name in launch.unused:
+            raise argument_error(f"renames of {own}", f"of its parameters {', '.join(runtime)}", repr(name))
+    for name in unused:
         if runtime.get(name) != "array":
-            raise argument_error(f"unused of {launch.name}", f"of its arrays {', '.join(n for n in runtime if runtime[n] == 'array')}", repr(name))
-        if name in launch.renames:
-            raise argument_error(f"{name!r} of {launch.name}", "in renames or in unused", "in both")
+            raise argument_error(f"unused of {own}", f"of its arrays {', '.join(n for n in runtime if runtime[n] == 'array')}", repr(name))
+        if name in renames:
+            raise argument_error(f"{name!r} of {own}", "in renames or in unused", "in both")
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Values], Values]:

@@ -11,7 +11,8 @@ Bound     Memory: x read once, out written once.
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import cuda.tile as ct
@@ -60,11 +61,12 @@ class Config(rows.Config):
 
 MOST_TILES = 1024  # of a row that is split; each block of the second launch reads what all have found
 SPLIT_TILE = 4096  # columns
+_fields = attrgetter(*(field.name for field in fields(rows.Config)))
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
     """Rows in blocks; wide ones also, or only, in tiles."""
-    whole = (Config(*astuple(c)) for c in rows.candidates(p, device))
+    whole = (Config(*_fields(c)) for c in rows.candidates(p, device))
     if device.is_cpu:
         yield from whole
         yield Config(1, max(1, next_pow2(p.cols) // 4), keep_row=False, split=True)
