@@ -10,6 +10,7 @@ A global score alone does not see one wrong 16x16 tile; the second line does.
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,7 @@ def _judged(ours: Tensor, theirs: Tensor, truth: Tensor) -> Accuracy:
     # float64 holds every position; one copy, so that a GPU is waited for once
     there = [x.flatten()[worst].double() for x in (ratio, ours, truth)]
     rms_ratio, at, worst_ratio, own, true = torch.stack([torch.where(rms != 0, rms / rms_bound, 0.0), worst.double(), *there]).tolist()
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(int(at)), truth.shape))
+    index = tuple(int(i) for i in np.unravel_index(int(at), truth.shape))  # torch's would import sympy
     return Accuracy(rms_ratio, worst_ratio, index, own, true)
 
 
