@@ -24,7 +24,7 @@ from cuda.tile._ir.arithmetic_ops import dtype_constructor
 from cuda.tile._ir.core_ops import TypedConst, store_var, sym2var
 from cuda.tile._ir.scope import Scope
 from cuda.tile._ir.type import BoundMethodTy, DTypeConstructor, FunctionTy, InvalidType, ModuleTy
-from cuda.tile._passes import hir2ir
+from cuda.tile._passes import dataflow_analysis, hir2ir
 
 from .._forks import held_over_forks
 
@@ -359,6 +359,26 @@ def nested_blocks(operation: Any) -> tuple[Any, ...]:
     return tuple([getattr(operation, name) for name in names]) if names else ()
 
 
+def all_inputs(operation: Any) -> Iterator[Any]:
+    found: list[Any] = []
+    for name in operation._operand_names:
+        operand = getattr(operation, name)
+        if type(operand) is tuple:
+            found += operand
+        elif operand is not None:
+            found.append(operand)
+    return iter(found)
+
+
+def update(tracker: Any, variable: Any, predicate: Any) -> None:
+    """What is known of a value already, which a second pass over a program finds for nearly all,
+    is not joined with itself.
+    """
+    known = tracker._predicates.get(variable.name)
+    if known is not predicate and (known is None or known != predicate):
+        UNCHANGED[dataflow_analysis._Tracker, "update"](tracker, variable, predicate)
+
+
 def find_overload(registry: Any, stub: Any, overload: tuple[Any, ...]) -> Any:
     known = vars(registry).setdefault("_found", {})
     try:
@@ -382,6 +402,8 @@ OURS: dict[tuple[Any, str], Any] = {
     (hir2ir, "retarget_loc"): retarget_loc,
     (ir.Operation, "__post_init__"): lambda operation: None,  # asserts what all callers see to
     (ir.Operation, "nested_blocks"): property(nested_blocks),
+    (ir.Operation, "all_inputs"): all_inputs,
+    (dataflow_analysis._Tracker, "update"): update,
     (op_impl.ImplRegistry, "_find_overload"): find_overload,
 }
 UNCHANGED = {(owner, name): vars(owner)[name] for owner, name in OURS}
