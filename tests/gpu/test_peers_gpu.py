@@ -1,65 +1,19 @@
-"""What ranks exchange, with the ranks as streams of one GPU: their kernels run side by side and
-wait for each other's words, as they do on several GPUs.
-"""
+"""The exchanges of ranks, on one GPU (ranks_as_streams.py)."""
 
-from typing import Any
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from tilewright.engine.peers import GATHER, GATHERED_WORDS, SUM, gather_launch, sum_launch, words_of
-from tilewright.launch import Bound, Device, Launch
-
-CALLS = 7  # both slots, more than once
-SHAPES = [(2, torch.bfloat16, (1, 4096)), (2, torch.bfloat16, (16, 3584)), (4, torch.float16, (3, 2880)), (3, torch.float32, (5, 1024))]
+SECONDS = 120
 
 
-def exchange(launches: list[Launch], names: tuple[str, ...], tiles: int, given: list[list[tuple[Any, ...]]]) -> None:
-    """Runs the calls of each rank on a stream of its own.
-
-    tiles: of a rank in a mailbox. given: of each rank, what its calls take in turn.
+@pytest.mark.alone
+def test_ranks_as_streams_exchange_what_they_should() -> None:
+    """In a process of its own, and beside no other: with 13 others on the GPU the kernels of two
+    streams waited for ever.
     """
-    device, ranks, (blocks,) = given[0][0][0].device, len(launches), launches[0].grid
-    mails = torch.zeros(ranks, 2, ranks, tiles * launches[0].constants["tile"], dtype=torch.int64, device=device)
-    epochs = torch.zeros(ranks, blocks, dtype=torch.int32, device=device)
-    boxes = [(mails[rank], epochs[rank], tuple(mails[other] for other in range(ranks) if other != rank)) for rank in range(ranks)]
-    bounds = [Bound([launch], names, Device.of(mails)) for launch in launches]
-    # A kernel is compiled and loaded when it is first launched, which may wait for those that run.
-    # So each runs once alone, with all that it waits for in its mailbox. Arrays of all calls are
-    # aligned alike, so there is no other binary.
-    for bound, box, calls in zip(bounds, boxes, given, strict=True):
-        mails[:, 1] = 1 << 32
-        bound.run(*(x.clone() if isinstance(x, torch.Tensor) else x for x in calls[0]), *box)
-    mails.zero_(), epochs.zero_()
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(device) for _ in launches]
-    for call in zip(*given, strict=True):
-        for bound, box, stream, values in zip(bounds, boxes, streams, call, strict=True):
-            with torch.cuda.stream(stream):
-                bound.run(*values, *box)
-        # A rank's next launches would be resident too, and leave no room for the other ranks.
-        torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize(("ranks", "dtype", "shape"), SHAPES)
-def test_sums_of_ranks(gpu: torch.device, ranks: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    ys = [[torch.randn(shape, device=gpu).to(dtype) for _ in range(CALLS)] for _ in range(ranks)]
-    totals = [sum(y.float() for y in call).to(dtype) for call in zip(*ys, strict=True)]
-    launches = [sum_launch(ys[0][0], rank, ranks) for rank in range(ranks)]
-    exchange(launches, SUM, launches[0].grid[0], [[(words_of(y.view(-1)),) for y in mine] for mine in ys])
-    for mine in ys:
-        for y, total in zip(mine, totals, strict=True):
-            assert torch.equal(y, total)
-
-
-@pytest.mark.parametrize(("ranks", "shape"), [(2, (16, 76032)), (4, (3, 38016)), (2, (1, 130))])
-def test_rows_side_by_side(gpu: torch.device, ranks: int, shape: tuple[int, int]) -> None:
-    rows, cols = shape
-    parts = [[torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(CALLS)] for _ in range(ranks)]
-    wholes = [[torch.empty(rows, ranks, cols, dtype=torch.bfloat16, device=gpu) for _ in range(CALLS)] for _ in range(ranks)]
-    tiles = rows * -(-words_of(parts[0][0]).shape[1] // GATHERED_WORDS)
-    given = [[(words_of(part), words_of(whole)) for part, whole in zip(*each, strict=True)] for each in zip(parts, wholes, strict=True)]
-    exchange([gather_launch(parts[0][0], rank, ranks) for rank in range(ranks)], GATHER, tiles, given)
-    for mine in wholes:
-        for whole, call in zip(mine, zip(*parts, strict=True), strict=True):
-            assert torch.equal(whole, torch.stack(call, 1))
+    script = Path(__file__).with_name("ranks_as_streams.py")
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert found.returncode == 0, found.stderr
