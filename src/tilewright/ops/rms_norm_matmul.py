@@ -1,20 +1,16 @@
 """RMSNorm and the matrix product after it in one launch, for one token or a few: out = f(rms_norm(x
 + residual) @ b.T + bias)
 
-    rms_norm(x)[k] = weight[k] * x[k] / r, so sum over k of b[n, k] * rms_norm(x)[k] = (sum over k
-    of b[n, k] * weight[k] * x[k]) / r
+    sum over k of b[n, k] * rms_norm(x)[k] = (sum over k of b[n, k] * weight[k] * x[k]) / root of x
 
 f is the identity or, for silu_mul, silu(even column) * odd column. Each block sums the squares of x
-beside its own products and divides by the root at the end, so that no launch, and no block, waits
-for a norm.
+beside its own products and divides by the root at the end, so no launch waits for a norm.
 
 Source    rms_norm (arXiv:1910.07467, eq. 4) and matmul; the factor of a row taken out of the sum.
 Numerics  Products and sums in fp32, rounded once at the end; x + residual is rounded to the dtype,
-          and is what is normalised. One row: on the CUDA cores, the normed row is not rounded.
-          Several rows on sm_90: on the tensor cores, for which weight * x is rounded. In fp16 that
-          could overflow before the division, so there it is the normed row that is rounded.
-Bound     Memory: b read once, on the CUDA cores for further rows from L2. The rows of x come from
-          L2 for each tile of columns.
+          and is what is normalised. For the tensor cores (several rows of 16 bits, sm_90) weight *
+          x is rounded; in fp16, where that could overflow, the normed row.
+Bound     Memory: b read once; x, and b for further rows on the CUDA cores, come from L2.
 """
 
 from collections.abc import Iterator
@@ -49,9 +45,7 @@ def reference(
     residual: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition; the norm at least in fp32, and rounded before the product as its own op
-    would.
-    """
+    """The definition; the norm in fp32 at least, and rounded before the product, as of its op."""
     found = rms_norm.reference(x, weight, eps, weight_offset=weight_offset, residual=residual)
     normed, *total = found if isinstance(found, tuple) else (found,)
     out = F.linear(normed, b, bias)
@@ -132,8 +126,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             yield from (Config(tile_n, tile_k, mma=mma), Config(min(32, tile_n), min(64, tile_k), persistent=True, mma=mma))
         return
     shapes = [(False, shape) for shape in (LARGE if device.arch in ("sm_90", "sm_100", "sm_103") else SMALL)]
-    if device.arch == "sm_90":
-        shapes += [(True, shape) for shape in ROWS]
+    shapes += [(True, shape) for shape in ROWS if device.arch == "sm_90"]
     for mma, (n, k, latency, occupancy, warps) in shapes:
         c = Config(n, k, False, mma, latency, occupancy, warps)
         yield c
@@ -415,8 +408,8 @@ def rms_norm_matmul(
     silu_mul: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm followed by a matrix product, in one launch. It is for one token or, in bf16, a few:
-    for many, `rms_norm` and `matmul` are faster.
+    """RMSNorm followed by a matrix product, in one launch. It is for one token, or a few of 16
+    bits: for many, `rms_norm` and `matmul` are faster.
 
     Args:
         x: [..., k]; bf16, fp16 or fp32; stride 1 in the last axis. Copied if its leading axes do
