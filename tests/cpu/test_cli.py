@@ -229,11 +229,12 @@ def test_options_that_exclude_each_other_are_refused(arguments, message):
 
 
 # ------------------------------------------------------------------ what all verbs have in common
-def test_the_package_is_a_program_with_versions_and_help() -> None:
+def test_the_package_is_a_program_with_versions_and_help(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, "-m", "tilewright", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"tilewright {tilewright.__version__}, cuda-tile 1.")
     assert "Exit codes: 0 fine; 1 something is wrong; 2 it cannot run" in run("-h").output
     assert run("verify", "-h").exit_code == 0
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # else that of the parent process, which may be none
     assert "complete" in run("--show-completion", "bash").output.lower()
 
 
