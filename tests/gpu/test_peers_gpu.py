@@ -11,9 +11,7 @@ SECONDS = 120
 
 @pytest.mark.alone
 def test_ranks_as_streams_exchange_what_they_should() -> None:
-    """In a process of its own, and beside no other: with 13 others on the GPU the kernels of two
-    streams waited for ever.
-    """
+    """In a process of its own, and beside no other: a run with 13 others on the GPU did not end."""
     script = Path(__file__).with_name("ranks_as_streams.py")
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert found.returncode == 0, found.stderr
