@@ -10,16 +10,7 @@ from sass import sass
 from tilewright import compile_report
 from tilewright.compile import ARCHS
 from tilewright.compile.job import binary
-from tilewright.engine.peers import (
-    DTYPES,
-    GATHER,
-    GATHERED_WORDS,
-    SUM,
-    fits,
-    gather_launch,
-    sum_launch,
-    words_of,
-)
+from tilewright.engine.peers import DTYPES, GATHER, GATHERED_WORDS, SUM, fits, gather_launch, gathered_tiles, sum_launch, words_of
 from tilewright.interpret.errors import Deadlock
 from tilewright.launch import Bound, Device, Launch
 from tilewright.testing import assert_accurate
@@ -87,8 +78,7 @@ def test_all_ranks_get_the_sum_in_equal_bits(dtype: torch.dtype, ranks: int, sha
 def test_all_ranks_get_all_rows_side_by_side(dtype: torch.dtype, ranks: int, shape: tuple[int, int], before: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("tilewright.engine.peers.MOST_BLOCKS", 2)  # so that a block takes more than one tile
     parts = [torch.empty(shape, dtype=dtype) for _ in range(ranks)]
-    tiles = shape[0] * -(-words_of(parts[0]).shape[1] // GATHERED_WORDS)
-    peers = Ranks([gather_launch(part, rank, ranks) for rank, part in enumerate(parts)], GATHER, tiles, before)
+    peers = Ranks([gather_launch(part, rank, ranks) for rank, part in enumerate(parts)], GATHER, gathered_tiles(parts[0]), before)
     for epoch in three_epochs(before):
         for part in parts:
             part.copy_(torch.randn(shape))
@@ -141,9 +131,8 @@ def sum_of(y: torch.Tensor) -> Given:
 
 def gather_of(y: torch.Tensor) -> Given:
     launch = gather_launch(y, 1, 2)
-    tiles = len(y) * -(-words_of(y).shape[1] // GATHERED_WORDS)
     whole = words_of(torch.empty(len(y), 2, y.shape[1], dtype=y.dtype, device="meta"))
-    return launch, (words_of(y), whole, *boxes(launch, tiles), *launch.constants.values())
+    return launch, (words_of(y), whole, *boxes(launch, gathered_tiles(y)), *launch.constants.values())
 
 
 COMPILED = [

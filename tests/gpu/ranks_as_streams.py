@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.engine.peers import GATHER, GATHERED_WORDS, SUM, gather_launch, sum_launch, words_of
+from tilewright.engine.peers import GATHER, SUM, gather_launch, gathered_tiles, sum_launch, words_of
 from tilewright.launch import Bound, Device, Launch
 
 CALLS = 7  # both slots, more than once
@@ -57,9 +57,8 @@ def gathers(gpu: torch.device, ranks: int, shape: tuple[int, int]) -> None:
     rows, cols = shape
     parts = [[torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(CALLS)] for _ in range(ranks)]
     wholes = [[torch.empty(rows, ranks, cols, dtype=torch.bfloat16, device=gpu) for _ in range(CALLS)] for _ in range(ranks)]
-    tiles = rows * -(-words_of(parts[0][0]).shape[1] // GATHERED_WORDS)
     given = [[(words_of(part), words_of(whole)) for part, whole in zip(*each, strict=True)] for each in zip(parts, wholes, strict=True)]
-    exchange([gather_launch(parts[0][0], rank, ranks) for rank in range(ranks)], GATHER, tiles, given)
+    exchange([gather_launch(parts[0][0], rank, ranks) for rank in range(ranks)], GATHER, gathered_tiles(parts[0][0]), given)
     for mine in wholes:
         for whole, call in zip(mine, zip(*parts, strict=True), strict=True):
             assert torch.equal(whole, torch.stack(call, 1)), f"the rows of {ranks} ranks, {shape}"

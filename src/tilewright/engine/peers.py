@@ -42,9 +42,14 @@ def sum_launch(y: Tensor, rank: int, ranks: int) -> Launch:
     return Launch(peer_sum_kernel, (-(-words // tile),), constants, num_worker_warps=WARPS, pdl=True)
 
 
-def gather_launch(part: Tensor, rank: int, ranks: int) -> Launch:
+def gathered_tiles(part: Tensor) -> int:
+    """Tiles of a rank's rows, none of which hold words of two."""
     rows, cols = part.shape
-    blocks = min(MOST_BLOCKS, rows * -(-cols * part.itemsize // (4 * GATHERED_WORDS)))
+    return rows * -(-cols * part.itemsize // (4 * GATHERED_WORDS))
+
+
+def gather_launch(part: Tensor, rank: int, ranks: int) -> Launch:
+    blocks = min(MOST_BLOCKS, gathered_tiles(part))
     constants = {"rank": rank, "ranks": ranks, "tile": GATHERED_WORDS, "blocks": blocks}
     return Launch(peer_gather_kernel, (blocks,), constants, num_worker_warps=WARPS, pdl=True)
 
@@ -62,8 +67,8 @@ class Mailbox:
     handle: Any
 
     @staticmethod
-    def of(words: int, blocks: int, device: torch.device, process_group: Any) -> "Mailbox":
-        """For `words` of each rank.
+    def of(launch: Launch, tiles: int, device: torch.device, process_group: Any) -> "Mailbox":
+        """For so many tiles of each rank.
 
         process_group: NCCL, with 2 to 8 ranks on this host whose GPUs can access each other's
             memory.
@@ -71,13 +76,13 @@ class Mailbox:
         import torch.distributed._symmetric_memory as symmetric
 
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        shape = (2, ranks, words)
+        shape = (2, ranks, tiles * launch.constants["tile"])
         mail = symmetric.empty(shape, dtype=torch.int64, device=device).zero_()
         handle = symmetric.rendezvous(mail, process_group.group_name)
         torch.cuda.synchronize(device)
         dist.barrier(process_group)  # until then, another rank's mailbox may not be zeroed
         others = tuple(handle.get_buffer(other, shape, torch.int64) for other in range(ranks) if other != rank)
-        return Mailbox(mail, torch.zeros(blocks, dtype=torch.int32, device=device), others, handle)
+        return Mailbox(mail, torch.zeros(launch.grid, dtype=torch.int32, device=device), others, handle)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -98,8 +103,8 @@ class PeerSum:
 
     def __init__(self, y: Tensor, process_group: Any) -> None:
         launch = sum_launch(y, dist.get_rank(process_group), dist.get_world_size(process_group))
-        (blocks,) = launch.grid
-        self._mailbox = Mailbox.of(blocks * launch.constants["tile"], blocks, y.device, process_group)
+        (tiles,) = launch.grid
+        self._mailbox = Mailbox.of(launch, tiles, y.device, process_group)
         self._launch = Bound([launch], SUM, Device.of(y))
 
     def __call__(self, y: Tensor) -> None:
@@ -114,9 +119,7 @@ class PeerGather:
 
     def __init__(self, part: Tensor, process_group: Any) -> None:
         launch = gather_launch(part, dist.get_rank(process_group), dist.get_world_size(process_group))
-        (blocks,), rows = launch.grid, len(part)
-        across = -(-part.shape[1] * part.itemsize // (4 * GATHERED_WORDS))
-        self._mailbox = Mailbox.of(rows * across * GATHERED_WORDS, blocks, part.device, process_group)
+        self._mailbox = Mailbox.of(launch, gathered_tiles(part), part.device, process_group)
         self._launch = Bound([launch], GATHER, Device.of(part))
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:

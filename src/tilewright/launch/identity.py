@@ -22,7 +22,7 @@ from typing import Any
 import cuda.tile as ct
 import platformdirs
 
-from ..interpret.cutile import compiler_banner, parameter_kinds, parameters_of, python_function
+from ..interpret.cutile import compiler_banner, parameters_of, python_function
 
 
 def cache_folder() -> Path:
@@ -49,13 +49,8 @@ def launches_digest(launches: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for launch in launches:
         how = (launch.grid, launch.num_ctas, launch.occupancy, launch.num_worker_warps, launch.pdl)
-        digest.update(f"{kernel_digest(launch.kernel)} {_constants(launch)} {how}".encode())
+        digest.update(f"{kernel_digest(launch.kernel)} {launch.values} {how}".encode())
     return digest.hexdigest()[:16]
-
-
-def _constants(launch: Any) -> tuple[Any, ...]:
-    """Values in the order of the kernel's parameters, whose names may change."""
-    return tuple(launch.constants[name.lower()] for name, kind in parameter_kinds(launch.kernel).items() if kind == "constant")
 
 
 # ------------------------------------------------------------------------------------------ kernels

@@ -71,10 +71,10 @@ class Launch:
         found = {}
         for name in _constants(kernel):
             if name not in constants:
-                value = getattr(config, name, MISSING)
-                if value is MISSING:
-                    value = getattr(problem, name, MISSING)
-                if value is not MISSING:
+                value = getattr(config, name, _MISSING)
+                if value is _MISSING:
+                    value = getattr(problem, name, _MISSING)
+                if value is not _MISSING:
                     found[name] = value
         absent = tuple(name for name, there in optional.items() if not there)
         return cls(kernel, grid, {**constants, **found}, **{**hints(config), "unused": absent, **how})
@@ -91,6 +91,11 @@ class Launch:
         return str(self.kernel._pyfunc.__name__)
 
     @property
+    def values(self) -> Values:
+        """Of its constants, in the order of the kernel's parameters, whose names may change."""
+        return tuple([self.constants[name] for name in _constants(self.kernel)])
+
+    @property
     def compiled(self) -> Values:
         """What the compiler sees: kernel, constants, hints. Who shares it shares a binary."""
         return self.kernel, tuple(self.constants.items()), self.num_ctas, self.occupancy, self.num_worker_warps
@@ -105,12 +110,12 @@ class Launch:
 
 
 HINTS = ("num_ctas", "occupancy", "num_worker_warps")
-MISSING = object()
+_MISSING = object()
 
 
 def hints(config: Any) -> dict[str, Any]:
     """The compiler hints that a config has, as keywords of `Launch`."""
-    return {name: value for name in HINTS if (value := getattr(config, name, MISSING)) is not MISSING}
+    return {name: value for name in HINTS if (value := getattr(config, name, _MISSING)) is not _MISSING}
 
 
 @cache
@@ -224,7 +229,7 @@ def _step(launch: Launch, names: Values, made: Values) -> Step:
     for name, value in launch.constants.items():
         if isinstance(value, torch.Tensor):
             raise argument_error(f"constant {name!r} of {launch.name}", "a number, or no ct.Constant in the kernel", "a tensor")
-    return Step(launch, launch.hinted_kernel, launch.grid, pick, tuple([launch.constants[name] for name in _constants(launch.kernel)]), parameters)
+    return Step(launch, launch.hinted_kernel, launch.grid, pick, launch.values, parameters)
 
 
 @lru_cache(4096)
