@@ -200,6 +200,9 @@ def test_scratch_passes_from_launch_to_launch_and_may_be_viewed():
         Bound([first, scale(renames={"x": "line"})], ARGUMENTS, CPU).run(x, bias, out, 2.0)
     assert torch.equal(out, 2 * (2 * x + 1) + 1)
     assert counts == {"scale_kernel": 2}
+    second = scale(renames={"x": "line"}).with_others({"line": "x", "out": "bias", "nothing": "y"})
+    assert second == scale(renames={"x": "x", "out": "bias"})
+    assert scale(unused=("bias",)).with_others({"bias": "x"}) == scale(unused=("bias",))
 
 
 @pytest.mark.parametrize(

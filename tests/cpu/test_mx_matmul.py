@@ -10,6 +10,7 @@ from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import mx_matmul as product, quantize_mx as op
 from tilewright.ops.common.mx import E4M3, MX_FORMATS, dequantized
+from tilewright.testing.check import check_op
 
 BF16 = torch.bfloat16
 EACH = pytest.mark.parametrize("name", MX_FORMATS)
@@ -81,22 +82,29 @@ def test_a_group_with_a_nan_or_an_infinity_is_nan_and_no_other(name):
     assert torch.equal(dequantized(codes, scale).isnan(), expected.repeat_interleave(of.group, 1))
 
 
+FORMS = {
+    "native": product.Config(16, 64, 64),
+    "decoding": product.Config(16, 64, 64, native=False),
+    "shares": product.Config(16, 64, 32, native=False, split_k=2),
+    "decoded": product.Config(16, 128, 128, native=False, decoded=True),
+}
+
+
 @EACH
-@pytest.mark.parametrize("native", [False, True])
-def test_every_code_and_scale_is_exact_in_the_product(name, native):
+@pytest.mark.parametrize("form", FORMS)
+def test_every_code_and_scale_is_exact_in_the_product(name, form):
     """A product with 6 times the identity, e8m0 scales at both ends and NaN among them."""
-    of, k = MX_FORMATS[name], 64
+    of, k = MX_FORMATS[name], 128
     codes = torch.arange(256).repeat(k // 4).view(-1, k * of.bits // 8).to(torch.uint8)
     if name == "mxfp8":
         codes = torch.where(codes & 127 == 127, 0, codes).view(E4M3)
     scale = torch.tensor([0.0078125, 1.0, 2.0, 0.5]) if name == "nvfp4" else torch.tensor([2.0**-100, 2.0**90])
-    scale = scale.to(of.scale_dtype).repeat(len(codes), 1)
+    scale = scale.to(of.scale_dtype).repeat(len(codes), 2)
     scale[1], scale[2, 0] = (2.0**-9, torch.nan) if name == "nvfp4" else (2.0**-127, torch.nan)
     eye, ones = quantize_mx(6 * torch.eye(k), mx_format=name)
     expected = 6 * dequantized(codes, scale)
     expected[2] = torch.nan  # times 0
-    config = product.Config(16, 64, 64, native=native)
-    with forced_config(product.plan, config):
+    with forced_config(product.plan, FORMS[form]):
         out = mx_matmul(codes, eye, scale, ones, out_dtype=torch.float32)
         (a, broken), (b, whole) = (quantize_mx(torch.ones(2, k), mx_format=name) for _ in range(2))
         broken[1, 1] = torch.nan  # not an infinity, which it would be as an exponent
@@ -111,9 +119,29 @@ def test_who_scales_and_who_is_refused():
             found = product.space(product.Problem(512, 4096, 4096, name), Device.named(gpu))
             assert found
             assert {c.native for c in found} == {native}
+            assert {c.decoded for c in found} == {not native}  # 512 rows
     a100 = Device.named("A100")  # no 8-bit floats
     assert not product.space(product.Problem(512, 4096, 4096, "mxfp4"), a100)
     assert not op.space(op.Problem(512, 4096, BF16, "mxfp4"), a100)
+
+
+@pytest.mark.parametrize(("name", "most"), [("mxfp8", 128), ("mxfp4", 64), ("nvfp4", 64)])
+def test_operands_of_many_rows_are_decoded_before_the_product(name, most):
+    h200 = Device.named("H200")
+    for rows, names in ((most, "mx_matmul_kernel"), (most + 1, "mx_decode_kernel")):
+        problem = product.Problem(rows, 4096, 4096, name, bias=True, out_scale=True)
+        for config in product.space(problem, h200):
+            launches = product.plan(problem, config, h200)
+            assert launches[0].name == names
+            assert config.decoded == (names == "mx_decode_kernel")
+            assert launches[-1].name == "mx_sum_kernel" or (config.split_k == 1 and not config.decoded)
+
+
+@EACH
+def test_blocks_that_decode_several_tiles_decode_all(name):
+    """More than two blocks of tiles of 128 bytes, and part of one."""
+    problem = product.Problem(5, 20, 1312 * 8 // MX_FORMATS[name].bits, name)
+    check_op(product, problem, torch.device("cpu"), FORMS["decoded"])
 
 
 @pytest.mark.parametrize(("name", "gpu", "instruction"), [("mxfp8", "B200", "UTCQMMA"), ("mxfp4", "B300", "UTCOMMA"), ("nvfp4", "RTX5090", "OMMA")])

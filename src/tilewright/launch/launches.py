@@ -1,7 +1,7 @@
 """One kernel launch as data, by names, and what binds it to the arguments of an op."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from operator import itemgetter
 from types import MappingProxyType
@@ -78,6 +78,13 @@ class Launch:
                     found[name] = value
         absent = tuple(name for name, there in optional.items() if not there)
         return cls(kernel, grid, {**constants, **found}, **{**hints(config), "unused": absent, **how})
+
+    def with_others(self, others: Mapping[str, str]) -> "Launch":
+        """The launch with other arrays in place of some: argument or scratch array -> what it
+        takes.
+        """
+        taken = {name: others[source] for name, source in _sources(self).items() if source in others}
+        return replace(self, renames={**self.renames, **taken})
 
     def __hash__(self) -> int:
         return hash((self.compiled, self.grid))
@@ -174,7 +181,7 @@ def bind(launches: Sequence[Launch], arguments: Sequence[str]) -> tuple[list[Ste
         if source not in index:
             raise argument_error(f"view {name!r}", f"of a scratch array, {', '.join(index) or 'of which there is none'}", repr(source))
     steps = [_step(launch, tuple(names), tuple(made)) for launch in launches]
-    taken = {source for launch in launches for source in _sources(launch)} | {source for _, (source, _, _) in views}
+    taken = {source for launch in launches for source in _sources(launch).values()} | {source for _, (source, _, _) in views}
     for name in made:
         if name not in taken:
             raise argument_error(
@@ -205,8 +212,10 @@ def check_grid(launch: Launch) -> None:
         raise GridError(*argument_error(f"grid of {launch.name}", be, launch.grid).args)
 
 
-def _sources(launch: Launch) -> list[str]:
-    return [launch.renames.get(name, name) for name, kind in _parameters(launch.kernel) if kind != "constant" and name not in launch.unused]
+def _sources(launch: Launch) -> dict[str, str]:
+    """Parameter -> the argument or scratch array that it takes."""
+    taken = (name for name, kind in _parameters(launch.kernel) if kind != "constant" and name not in launch.unused)
+    return {name: launch.renames.get(name, name) for name in taken}
 
 
 @cache

@@ -213,8 +213,8 @@ def plain_operand(codes, scale):
     """
     wide = _wide_scale(scale)
     if codes.dtype == ct.uint8:
-        fours = codes.astype(ct.int32)
-        return _times(_of_fours(fours & 15), wide), _times(_of_fours(fours >> 4), wide)
+        pairs = codes.astype(ct.int32)
+        return _times(_of_fours(pairs, 0), wide), _times(_of_fours(pairs, 4), wide)
     else:
         return (_times(codes.astype(ct.float32), wide),)
 
@@ -224,8 +224,9 @@ def _times(x, scale):
     return (x.reshape((ROWS, GROUPS, N // GROUPS)) * scale.reshape((ROWS, GROUPS, 1))).reshape((ROWS, N)).astype(ct.bfloat16)
 
 
-def _of_fours(codes):
-    return ct.bitcast((codes & 7) << 22 | (codes & 8) << 28, ct.float32) * 2.0**126
+def _of_fours(pairs, FIRST):
+    """The values of the e2m1 codes whose first bit is FIRST."""
+    return ct.bitcast((pairs << (22 - FIRST)) & 0x1C00000 | (pairs << (28 - FIRST)) & -(1 << 31), ct.float32) * 2.0**126
 
 
 def _wide_scale(scale):
