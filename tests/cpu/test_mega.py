@@ -80,11 +80,12 @@ def cache_of(d: Dims, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Te
 )
 def test_many_tokens_a_launch_in_any_order_race_for_nothing(family: str, changes: dict, blocks: int, dtype: torch.dtype) -> None:
     model = tiny(family, dtype, **(SIZES | changes))
-    prompt = prompts()[1][:6]
+    splits = family == "llama" and not changes
+    prompt = prompts()[1][: 6 if splits else 3]
     expected = stock_tokens(model, prompt, 4)
     weights, where = weights_of(model), clocks()
     step = Mega(weights, where, cache_of(weights.dims, dtype), blocks=blocks, config=SMALL, spin_limit=3000)
-    assert step.schedule.splits(8) == (family == "llama" and not changes)
+    assert step.schedule.splits(8) == splits
     with checking(races=True, order=blocks):
         for token in prompt:
             where.tokens[0] = token
@@ -121,7 +122,7 @@ def test_logits_and_sampling_are_those_of_the_eager_engine(small) -> None:
     assert found[1][1] == found[0][1]
 
 
-@pytest.mark.parametrize(("position", "changes", "small"), [(0, {}, False), (21, {}, False), (61, {}, False), (21, ODD, True)])
+@pytest.mark.parametrize(("position", "changes", "small"), [(0, {}, False), (61, {}, False), (21, ODD, True)])
 def test_every_value_is_within_the_noise_band(position: int, changes: dict, small: bool) -> None:
     model = tiny("llama", BF16, **(SIZES | {"num_hidden_layers": 2} | changes))
     if small:
@@ -282,8 +283,11 @@ def test_every_element_is_packed_once(small, blocks: int) -> None:
     assert sorted(columns[columns < 128].tolist()) == list(range(128))
 
 
-@pytest.mark.parametrize("sms", [132, 148, 160, 48, 170])
-@pytest.mark.parametrize("name", MODELS)
+SMS = (132, 148, 160, 48, 170)
+DEALT = [(name, SMS[(i + more) % len(SMS)]) for i, name in enumerate(MODELS) for more in (range(5) if name == "Llama-3.2-1B" else (0, 2))]
+
+
+@pytest.mark.parametrize(("name", "sms"), DEALT)
 def test_every_row_is_dealt_once(name: str, sms: int) -> None:
     d, device = MODELS[name], replace(Device.named({48: "GB10", 170: "RTX5090"}.get(sms, "H200")), sms=sms)
     schedule = schedule_of(d, device)

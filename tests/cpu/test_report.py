@@ -94,21 +94,31 @@ def test_the_page_is_well_formed_self_contained_and_has_no_script(committed):
         assert part in text
 
 
-def test_numbers_on_the_page_are_those_of_the_rows(tmp_path):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The page of a few rows of two ops and of a model."""
+    folder = tmp_path_factory.mktemp("small")
     new = [row("a", peers={"torch.eager": 4.0}), row("b", 20.0, peers={"torch.eager": 1.0}, warm_us=7.7), row("<c&>", clocks="1755..1980 MHz, 612 W")]
-    file = written(tmp_path / "new.jsonl", *new)
-    report_command([file], out=tmp_path / "out", console=Console(quiet=True))
-    text = (tmp_path / "out" / "index.html").read_text()
+    shares = [row(case, roof_pct=share, op="rope") for case, share in zip("abcd", (10.0, 30.0, 51.0, 90.0), strict=True)]
+    model = {
+        "op": "generate", "case": "Qwen2-7B batch=16 prompt=32 new=50 mode=graph", "problem": {}, "gpu": "H200", "date": "2026-11-21",
+        "tokens_per_s": 2500.0, "ttft_ms": 11.0, "tpot_ms": 6.4, "floor_pct": 49.0, "memory_gb": 17.5, "time_us": 6400.0,
+        "peers": {"transformers": 1.2},
+    }  # fmt: skip
+    report_command([written(folder / "r.jsonl", *new, *shares, model)], out=folder / "out", console=Console(quiet=True))
+    return (folder / "out" / "index.html").read_text()
+
+
+def test_numbers_on_the_page_are_those_of_the_rows(small):
+    text = small
     assert 'torch.eager <span class="good">2.00x</span>' in text  # geomean of 4, 1, 2
     for part in ("7.7", "1755..1980 MHz, 612 W", "&lt;c&amp;&gt;"):
         assert part in text
     assert "<c&>" not in text
 
 
-def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two(tmp_path):
-    file = written(tmp_path / "r.jsonl", *(row(case, roof_pct=share) for case, share in zip("abcd", (10.0, 30.0, 51.0, 90.0), strict=True)))
-    report_command([file], out=tmp_path / "out", console=Console(quiet=True))
-    assert "<td>40 %" in re.sub(r"<td[^>]*>", "<td>", (tmp_path / "out" / "index.html").read_text())
+def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two(small):
+    assert "<td>40 %" in re.sub(r"<td[^>]*>", "<td>", small)
 
 
 def test_changes_fall_into_three_zones_by_time_and_spread():
@@ -120,7 +130,7 @@ def test_changes_fall_into_three_zones_by_time_and_spread():
     assert next(iter(zones)) == "c", "slowest first"
 
 
-def test_a_newer_file_is_compared_with_what_it_replaces_or_with_the_file_named(tmp_path):
+def test_a_newer_file_is_compared_with_what_it_replaces_or_with_the_file_named(tmp_path, monkeypatch):
     old, new = written(tmp_path / "1.jsonl", row("a", 20.0), row("b", 10.0)), written(tmp_path / "2.jsonl", row("a", 10.0), row("b", 10.1))
     for options in ({"paths": [old, new]}, {"paths": [new], "against": [old]}):
         report_command(out=tmp_path / "out", console=Console(quiet=True), **options)
@@ -128,20 +138,14 @@ def test_a_newer_file_is_compared_with_what_it_replaces_or_with_the_file_named(t
         assert "0 slower, 1 same, 1 faster" in text
         assert (tmp_path / "out" / "regression.png").exists()
         assert '<span class="good">2.00x</span>' in text
+        monkeypatch.setattr(figures, "png", lambda drawing: b"")  # they are the same again
 
 
-def test_whole_models_have_their_own_table(tmp_path):
-    model = {
-        "op": "generate", "case": "Qwen2-7B batch=16 prompt=32 new=50 mode=graph", "problem": {}, "gpu": "H200", "date": "2026-11-21",
-        "tokens_per_s": 2500.0, "ttft_ms": 11.0, "tpot_ms": 6.4, "floor_pct": 49.0, "memory_gb": 17.5, "time_us": 6400.0,
-        "peers": {"transformers": 1.2},
-    }  # fmt: skip
-    report_command([written(tmp_path / "r.jsonl", row(), model)], out=tmp_path / "out", console=Console(quiet=True))
-    text = (tmp_path / "out" / "index.html").read_text()
-    assert "Whole models" in text
-    assert "2,500.0" in text
+def test_whole_models_have_their_own_table(small):
+    assert "Whole models" in small
+    assert "2,500.0" in small
     for figure in ("257.3 tokens/s", "51,151 ms", "13.9x", ">0.125<"):
-        assert figure in text, "the published figure stands beside it"
+        assert figure in small, "the published figure stands beside it"
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "[\n", "[" * 100_000, '{"op": "x", "case": "y"}\n'], ids=range(5))

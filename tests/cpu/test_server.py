@@ -33,6 +33,15 @@ def running():
         yield found
 
 
+SESAME = {**JSON, "authorization": "Bearer sesame"}
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with server(api_key="sesame", max_requests=2, prefix_reuse=False) as found:
+        yield found
+
+
 @pytest.fixture
 def port(running):
     yield running.address[1]
@@ -289,7 +298,7 @@ def test_penalties_and_biases_are_those_of_the_engine(port):
     assert answers[3] == free
 
 
-def test_a_prompt_that_begins_alike_is_not_read_again(running, port):
+def test_a_prompt_that_begins_alike_is_not_read_again(running, guarded, port):
     long = [7 + i % 40 for i in range(300)]
     whole, again = (call(port, PLAIN, plain(prompt=[*long, 9], max_tokens=3))[1] for _ in range(2))
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -298,11 +307,10 @@ def test_a_prompt_that_begins_alike_is_not_read_again(running, port):
     before = call(port, "/health")[1]["reused_tokens"]
     other = call(port, PLAIN, plain(prompt=[*long, 3, 5], n=2, max_tokens=3))[1]
     assert call(port, "/health")[1]["reused_tokens"] == before + 512
-    with server(prefix_reuse=False) as fresh:
-        for _ in range(2):
-            found = call(fresh.address[1], PLAIN, plain(prompt=[*long, 3, 5], max_tokens=3))[1]
-            assert found["choices"][0] == other["choices"][0]
-            assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    for _ in range(2):
+        found = call(guarded.address[1], PLAIN, plain(prompt=[*long, 3, 5], max_tokens=3), headers=SESAME)[1]
+        assert found["choices"][0] == other["choices"][0]
+        assert found["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def events(port, path, body):
@@ -354,27 +362,25 @@ def test_a_client_that_leaves_frees_its_slot_and_pages(running, port):
         wait_until(lambda: pages_in_use(running) == 0, 5.0)
 
 
-def test_more_requests_than_the_queue_holds_are_told_to_wait():
-    with server(max_requests=2) as running:
-        port = running.address[1]
-        refused(port, CHAT, chat(n=3), "n")  # waiting would not help
-        long = threading.Thread(target=call, args=(port, CHAT, chat(max_tokens=100, n=2)))
-        long.start()
-        wait_until(lambda: running.worker.open == 2)
-        error, headers = refused(port, CHAT, chat(), None, 429)
-        assert error["code"] == "queue_full"
-        assert int(headers["retry-after"]) >= 1
-        long.join()
-        assert call(port, CHAT, chat())[0] == 200
+def test_more_requests_than_the_queue_holds_are_told_to_wait(guarded):
+    port = guarded.address[1]
+    refused(port, CHAT, chat(n=3), "n", headers=SESAME)  # waiting would not help
+    long = threading.Thread(target=call, args=(port, CHAT, chat(max_tokens=100, n=2)), kwargs={"headers": SESAME})
+    long.start()
+    wait_until(lambda: guarded.worker.open == 2)
+    error, headers = refused(port, CHAT, chat(), None, 429, headers=SESAME)
+    assert error["code"] == "queue_full"
+    assert int(headers["retry-after"]) >= 1
+    long.join()
+    assert call(port, CHAT, chat(), headers=SESAME)[0] == 200
 
 
-def test_a_key_is_asked_for():
-    with server(api_key="sesame") as running:
-        port = running.address[1]
-        for key in (None, "Bearer", "Bearer ", "Bearer sesam", "Bearer sesame2", "Basic sesame", "sesame", "Bearer \u00e9"):
-            given = {} if key is None else {"authorization": key}
-            for path, body in ((CHAT, chat()), ("/v1/models", None), (CHAT, b"{"), ("/nothing", None)):
-                error, _ = refused(port, path, body, None, 401, headers={**JSON, **given})
-                assert "sesame" not in error["message"]
-        assert call(port, CHAT, chat(), headers={**JSON, "authorization": "Bearer sesame"})[0] == 200
-        assert call(port, "/health")[0] == 200
+def test_a_key_is_asked_for(guarded):
+    port = guarded.address[1]
+    for key in (None, "Bearer", "Bearer ", "Bearer sesam", "Bearer sesame2", "Basic sesame", "sesame", "Bearer \u00e9"):
+        given = {} if key is None else {"authorization": key}
+        for path, body in ((CHAT, chat()), ("/v1/models", None), (CHAT, b"{"), ("/nothing", None)):
+            error, _ = refused(port, path, body, None, 401, headers={**JSON, **given})
+            assert "sesame" not in error["message"]
+    assert call(port, CHAT, chat(), headers=SESAME)[0] == 200
+    assert call(port, "/health")[0] == 200

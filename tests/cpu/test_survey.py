@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet  # noqa: F401  (a fixture)
+from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, stored_times  # noqa: F401  (a fixture)
 from rich.console import Console
 
 from tilewright.launch.table import plain
@@ -17,7 +17,6 @@ from tilewright.testing import op_name
 from tilewright.testing.drawn import FITTING_SEEDS
 from tilewright.tune import raw
 from tilewright.tune.command import pack_command, survey_command, tune
-from tilewright.tune.fit import stored_times
 from tilewright.tune.store import Store
 from tilewright.tune.survey import PASS, Task, drawn_tasks, sampled, survey
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, row_for  # noqa: F401  (a fixture)
+from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, row_for, stored_times  # noqa: F401  (a fixture)
 from rich.console import Console
 
 from tilewright import ops
@@ -26,7 +26,6 @@ from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 from tilewright.testing.problems import of_file
 from tilewright.tune.command import config_filter, export_command, import_command, prune_command, show_command, state, tune
-from tilewright.tune.fit import stored_times
 from tilewright.tune.search import asked, search
 from tilewright.tune.store import Store
 from tilewright.tune.workbench import Gpu, unfit
