@@ -105,7 +105,7 @@ def test_generate_exits_with_1_where_tokens_differ(folder: Path, monkeypatch: py
 
 def test_a_temperature_draws_tokens_that_a_seed_repeats(folder: Path) -> None:
     def tokens(*more: object) -> list[int]:
-        arguments = ("generate", "--model", folder, "--prompt", "Hi", "--max-new-tokens", 6, "--device", "cpu", "--json", "-", *more)
+        arguments = ("generate", "--model", folder, "--prompt", "Hi", "--max-new-tokens", 3, "--device", "cpu", "--json", "-", *more)
         return json.loads(run(*arguments).stdout)["ours"]["tokens"]
 
     greedy = tokens()

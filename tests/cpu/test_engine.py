@@ -18,10 +18,10 @@ from tilewright.testing import assert_accurate
 def test_the_order_and_number_of_prompts_change_nothing() -> None:
     model = tiny()
     with Engine(model, max_batch=8, max_len=64) as engine:
-        forward = engine.generate(prompts(), NEW).tokens
-        assert engine.generate(prompts()[::-1], NEW).tokens == forward[::-1]
-        assert engine.generate(prompts() * 2, NEW).tokens == forward * 2
-        assert engine.generate(torch.tensor([prompts()[1]] * 5), NEW).tokens == forward[1:2] * 5
+        forward = engine.generate(prompts(), 4).tokens
+        assert engine.generate(prompts()[::-1], 4).tokens == forward[::-1]
+        assert engine.generate(prompts() * 2, 4).tokens == forward * 2
+        assert engine.generate(torch.tensor([prompts()[1]] * 5), 4).tokens == forward[1:2] * 5
 
 
 def test_a_stop_token_ends_a_sequence_and_tokens_arrive_in_blocks() -> None:
@@ -87,10 +87,10 @@ def test_the_floor_counts_weights_once_and_the_keys() -> None:
 
 def test_256_steps_compile_nothing_new() -> None:
     model = tiny(num_hidden_layers=1)
-    with Engine(model, max_batch=2, max_len=300, check_every=8) as engine:
-        engine.warm_up(2, 5)
+    with Engine(model, max_batch=1, max_len=300, check_every=8) as engine:
+        engine.warm_up(1, 5)
         counts: list[int] = []
-        engine.generate([[3, 4, 5, 6, 7]] * 2, 1 + 256, on_tokens=lambda _: counts.append(interpret.compiled_count()))
+        engine.generate([[3, 4, 5, 6, 7]], 1 + 256, on_tokens=lambda _: counts.append(interpret.compiled_count()))
     assert len(set(counts)) == 1
     assert len(counts) == -(-257 // 8)
 
@@ -107,26 +107,26 @@ def test_warm_up_compiles_all_that_a_call_needs() -> None:
 def test_sampling_is_seeded_and_temperature_0_is_greedy() -> None:
     model = tiny()
     with Engine(model, max_batch=3, max_len=64) as engine:
-        greedy = engine.generate(prompts(), NEW).tokens
-        assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=0)).tokens == greedy
-        drawn = [engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, seed=seed)).tokens for seed in (1, 1, 2)]
+        greedy = engine.generate(prompts(), 4).tokens
+        assert engine.generate(prompts(), 4, sampling=Sampling(temperature=0)).tokens == greedy
+        drawn = [engine.generate(prompts(), 4, sampling=Sampling(temperature=2.0, seed=seed)).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1]
         assert drawn[0] != drawn[2]
-        assert engine.generate(prompts(), NEW, sampling=Sampling(top_k=1, temperature=5.0)).tokens == greedy
-        assert engine.generate(prompts(), NEW, sampling=Sampling(top_p=1e-6, temperature=5.0)).tokens == greedy
+        assert engine.generate(prompts(), 4, sampling=Sampling(top_k=1, temperature=5.0)).tokens == greedy
+        assert engine.generate(prompts(), 4, sampling=Sampling(top_p=1e-6, temperature=5.0)).tokens == greedy
 
 
 def test_an_interrupt_leaves_the_engine_usable() -> None:
     model = tiny()
     with Engine(model, max_batch=3, max_len=64, check_every=2) as engine:
-        expected = engine.generate(prompts(), NEW).tokens
+        expected = engine.generate(prompts(), 4).tokens
 
         def interrupt(_: object) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompts(), NEW, on_tokens=interrupt)
-        assert engine.generate(prompts(), NEW).tokens == expected
+            engine.generate(prompts(), 4, on_tokens=interrupt)
+        assert engine.generate(prompts(), 4).tokens == expected
 
 
 def test_a_step_of_few_keys_reads_a_cache_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +315,6 @@ def test_a_text_ends_a_sequence_whose_tokens_spell_it() -> None:
 
 def test_min_p_leaves_what_is_likely_enough() -> None:
     with Engine(tiny(), max_batch=3, max_len=64) as engine:
-        likeliest = engine.generate(prompts(), NEW).tokens
-        assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, min_p=1.0, seed=1)).tokens == likeliest
-        assert engine.generate(prompts(), NEW, sampling=Sampling(temperature=2.0, min_p=0.01, seed=1)).tokens != likeliest
+        likeliest = engine.generate(prompts(), 4).tokens
+        assert engine.generate(prompts(), 4, sampling=Sampling(temperature=2.0, min_p=1.0, seed=1)).tokens == likeliest
+        assert engine.generate(prompts(), 4, sampling=Sampling(temperature=2.0, min_p=0.01, seed=1)).tokens != likeliest

@@ -28,7 +28,7 @@ def test_prefill_logits_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close(ours[seen], stock[seen], atol=1e-4, rtol=1e-4)
 
 
-# In turn, so that either kind of cache has layers that see all tokens, windows, latents and experts.
+# In turn: either kind of cache has layers that see all tokens, windows, latents and experts.
 CACHES = dict(zip(MODELS, itertools.cycle((None, "static")), strict=False))
 
 

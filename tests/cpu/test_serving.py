@@ -39,25 +39,20 @@ def generate_batch(model, page_size: int = 16, new: int = NEW, **options: object
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_of_continuous_batching_are_those_of_transformers(name: str) -> None:
+    """And the model generates as before once a manager has stopped."""
     model = tiny_model(FAMILIES[name])
-    stock = generate_batch(model)
-    assert [len(tokens) for tokens in stock] == [NEW] * 4
-    with patch(model), counted() as launches, threads_inherit():
-        assert generate_batch(model) == stock
-    assert launches["attention_kernel"]
-    assert bool(launches["attention_decode_kernel"]) == (name == "llama")  # a sliding window's pages have no block table
-
-
-def test_the_model_generates_as_before_once_a_manager_has_stopped() -> None:
-    model = tiny_model(FAMILIES["llama"])
     ids = torch.tensor([prompts()[0]])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
-    stock = model.generate(ids, **options)
+    stock, alone = generate_batch(model), model.generate(ids, **options)
+    assert [len(tokens) for tokens in stock] == [NEW] * 4
     with patch(model):
-        generate_batch(model)
-        assert torch.equal(model.generate(ids, **options), stock)
+        with counted() as launches, threads_inherit():
+            assert generate_batch(model) == stock
+        assert torch.equal(model.generate(ids, **options), alone)
     assert "init_continuous_batching" not in model.__dict__
-    assert torch.equal(model.generate(ids, **options), stock)
+    assert torch.equal(model.generate(ids, **options), alone)
+    assert launches["attention_kernel"]
+    assert bool(launches["attention_decode_kernel"]) == (name == "llama")  # a sliding window's pages have no block table
 
 
 def test_a_server_of_any_steps_captures_few_of_them(monkeypatch) -> None:

@@ -18,15 +18,17 @@ class Done(NamedTuple):
     stderr: str
 
 
-def program(main: Callable[[], Any], *arguments: str, folder: Path = Path(), given: str = "") -> Done:
-    """What a call of main leaves. arguments: sys.argv. given: what it can read."""
+def program(main: Callable[[], Any], *arguments: str, folder: Path = Path(), given: str = "", out: int | None = None) -> Done:
+    """What a call of main leaves. arguments: sys.argv. given: what it can read. out: another file
+    that it writes to.
+    """
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
         files[0].write(given)
         files[0].seek(0)
         child = os.fork()
         if not child:
-            os._exit(_run(main, list(arguments), folder, files))
+            os._exit(_run(main, list(arguments), folder, files, out))
         _, status = os.waitpid(child, 0)
         for file in files:
             file.seek(0)
@@ -43,9 +45,11 @@ def script(path: Path, **how: Any) -> Done:
     return program(main, str(path), **how)
 
 
-def _run(main: Callable[[], Any], arguments: list[str], folder: Path, files: list[Any]) -> int:
+def _run(main: Callable[[], Any], arguments: list[str], folder: Path, files: list[Any], out: int | None) -> int:
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)
+    if out is not None:
+        os.dup2(out, 1)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(120)
@@ -59,6 +63,10 @@ def _run(main: Callable[[], Any], arguments: list[str], folder: Path, files: lis
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # as Python ends then
+        code = 120
+        print(f"Exception ignored on flushing sys.stdout:\n{type(error).__name__}: {error}", file=sys.stderr)
     sys.stderr.flush()
     return code if isinstance(code, int) else int(code is not None)
