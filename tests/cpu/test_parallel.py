@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,31 @@ def found_by_all(group: Group, device: torch.device) -> list[dict[str, Any]]:
     return gathered
 
 
+def one_and_two() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What one process finds, then two that are forked from it: they have its kernels."""
+    torch.set_num_threads(1)  # threads would not be there in a fork
+    one: dict[str, Any] = {name: found(None, name) for name in CASES} | {name: found_small(None, name) for name in SMALL}
+    return one, run_ranks(found_by_all, ranks=2, device="cpu", start="fork")
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return on_two(found_by_all)
+def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        return pool.submit(one_and_two).result()
 
 
-def test_two_ranks_choose_the_tokens_of_one(ranks: list[dict[str, Any]]) -> None:
-    one = found(None, "llama-tied-bias")
+@pytest.fixture(scope="module")
+def ranks(both: tuple[dict[str, Any], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return both[1]
+
+
+@pytest.fixture(scope="module")
+def alone(both: tuple[dict[str, Any], list[dict[str, Any]]]) -> dict[str, Any]:
+    return both[0]
+
+
+def test_two_ranks_choose_the_tokens_of_one(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    one = alone["llama-tied-bias"]
     for rank in ranks:
         greedy, drawn, logits, step_bytes = rank["llama-tied-bias"]
         assert greedy == one[0]
@@ -124,8 +143,8 @@ def test_experts_and_latent_heads_obey_the_accuracy_rule(ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_ranks_of_small_weights_choose_the_tokens_of_one(ranks: list[dict[str, Any]], name: str) -> None:
-    tokens, logits, step_bytes = found_small(None, name)
+def test_ranks_of_small_weights_choose_the_tokens_of_one(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
+    tokens, logits, step_bytes = alone[name]
     for rank in ranks:
         assert rank[name][0] == tokens
         assert (rank[name][1] - logits).norm() < 0.02 * logits.norm()  # terms are rounded to bf16 before they are added
