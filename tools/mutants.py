@@ -364,26 +364,36 @@ MUTANTS = [
 
 
 def run(mutant: Mutant) -> dict[str, object]:
-    """verdict: "killed", "survived", or "broken": pytest could not run. by: what found it."""
+    """verdict: "killed", "survived", or "broken": pytest could not run, or a test fails without the
+    mutant too. by: what found it.
+    """
     start = time.perf_counter()
-    by = "time"
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "benchmarks"))
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "results"))
         file = tree / "src/tilewright" / mutant.file
-        file.write_text(file.read_text().replace(mutant.old, mutant.new))
-        environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+        whole = file.read_text()
+        file.write_text(whole.replace(mutant.old, mutant.new))
         paths, _, chosen = mutant.tests.partition(" -k ")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{path}" for path in paths.split())]
-        command += ["-k", chosen] if chosen else []
-        try:
-            done = subprocess.run(command, cwd=tree, env=environment, timeout=IDLE * SECONDS, preexec_fn=bounded, capture_output=True, text=True)
-            code = done.returncode
-            by = next((line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))), f"exit code {code}")
-        except subprocess.TimeoutExpired:
-            code = 1
-    verdict = "killed" if code < 0 else {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken")
-    return {"verdict": verdict, "by": by if code else "", "seconds": round(time.perf_counter() - start)}
+        code, by = tested(tree, [*(f"tests/{path}" for path in paths.split()), *(["-k", chosen] if chosen else [])])
+        verdict = "killed" if code < 0 else {0: "survived", 1: "killed", 2: "killed"}.get(code, "broken")
+        if code == 1 and "::" in by:
+            file.write_text(whole)
+            if tested(tree, [by])[0] == 1:
+                verdict = "broken"
+    return {"verdict": verdict, "by": by, "seconds": round(time.perf_counter() - start)}
+
+
+def tested(tree: Path, what: list[str]) -> tuple[int, str]:
+    """The exit code of tests in a copy of the tree, and the test that failed, or what else did."""
+    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *what]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, timeout=IDLE * SECONDS, preexec_fn=bounded, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return 1, "time"
+    failed = (line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+    return done.returncode, next(failed, f"exit code {done.returncode}" if done.returncode else "")
 
 
 def bounded() -> None:
