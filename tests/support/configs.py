@@ -2,7 +2,7 @@
 
 from tilewright.launch import Device, forced_config
 
-ROWS = (*range(1, 65), *range(65, 3000, 13))  # of decode steps all; of prompts all remainders of 16
+ROWS = (*range(1, 34), 63, 64, *range(65, 3000, 61))  # of decode steps and of prompts all remainders of 16
 
 
 def forced_each(op, configs):
