@@ -36,8 +36,7 @@ def test_values_that_codes_can_stand_for_come_back(block, dtype):
         assert torch.equal(found.float() * 2.0**-5, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize(("power", "dtype"), [(False, torch.float32), (True, torch.float16), (False, BF16)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_bits_are_those_of_the_definition(block, power, dtype):
     x = (torch.randn(140, 300) * torch.exp2(3 * torch.randn(140, 1))).to(dtype)
@@ -71,8 +70,7 @@ def test_powers_of_two_are_the_next_ones_up():
     assert torch.equal(codes[[0, 3]].float(), torch.full((2, 1), 448.0))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize(("power", "dtype"), [(False, E4M3), (True, E5M2)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_zeros_nan_and_infinities(block, power, dtype):
     """Zeros: codes 0 and the smallest normal scale.

@@ -29,8 +29,7 @@ def shares(logits, count, **options):
     return torch.bincount(draws(logits, count, **options), minlength=logits.shape[-1]).double() / count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [None, 0.5, 2.0])
+@pytest.mark.parametrize(("temperature", "dtype"), [(None, torch.bfloat16), (0.5, torch.float32), (2.0, torch.bfloat16)])
 def test_each_comes_as_often_as_the_softmax_says(dtype, temperature):
     logits = torch.tensor([0.3, -1.0, 2.0, 1.0, -torch.inf, 0.0, 1.5]).to(dtype)
     found = shares(logits, 4000, temperature=None if temperature is None else f32(temperature))
@@ -40,16 +39,16 @@ def test_each_comes_as_often_as_the_softmax_says(dtype, temperature):
 
 
 def test_top_k_keeps_equal_logits_and_top_p_the_fewest_that_reach_it():
-    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, -1.0, 0.0])
-    kept = [set(draws(logits, 200, top_k=i32(k)).tolist()) for k in (1, 2, 3, 4, 0, 100)]
+    logits = torch.tensor([0.5, 1.5, 1.0, 1.0, -0.5, 0.0])
+    kept = [set(draws(logits, 90, top_k=i32(k)).tolist()) for k in (1, 2, 3, 4, 0, 100)]
     assert kept == [{1}, {1, 2, 3}, {1, 2, 3}, {0, 1, 2, 3}, *[set(range(6))] * 2]
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    kept = [set(draws(logits, 200, top_p=f32(p)).tolist()) for p in (0.0, 0.49, 0.51, 0.79, 0.81, 0.96, 1.0)]
+    kept = [set(draws(logits, 90, top_p=f32(p)).tolist()) for p in (0.0, 0.49, 0.51, 0.79, 0.81, 0.96, 1.0)]
     assert kept == [{0}, {0}, {0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}]
     # after top_k the rest is a distribution of its own: 0.5 / 0.8 is more than 0.6
-    assert set(draws(logits, 200, top_k=i32(2), top_p=f32(0.6)).tolist()) == {0}
+    assert set(draws(logits, 90, top_k=i32(2), top_p=f32(0.6)).tolist()) == {0}
     # temperature comes first: at 4 the four are nearly equal
-    assert set(draws(logits, 200, temperature=f32(4.0), top_p=f32(0.51)).tolist()) == {0, 1}
+    assert set(draws(logits, 90, temperature=f32(4.0), top_p=f32(0.51)).tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -73,11 +72,13 @@ def test_kept_sets_are_exact_and_no_tile_changes_a_draw(cols, dtype):
         "top_k": torch.linspace(0, cols + 3, rows).to(torch.int32).flip(0),
         "top_p": torch.linspace(0.05, 1.1, rows),
     }
-    for given in (set(), {"top_p"}, set(options)):
+    for turn, given in enumerate((set(), {"top_p"}, set(options))):
         chosen = {name: value for name, value in options.items() if name in given}
         expected = op.reference(logits, SEED, **chosen)
         problem = op.Problem(rows, cols, dtype, *(name in given for name in options), False)
-        for config in (op.space(problem, Device.named("CPU"))[0], op.space(problem, Device.named("H200"))[-1], op.Config(64, 5)):
+        configs = (op.space(problem, Device.named("CPU"))[0], op.space(problem, Device.named("H200"))[-1], op.Config(64, 5))
+        every = cols > 5 and dtype is torch.float32  # the others take turns
+        for config in configs if every else configs[turn : turn + 1]:
             with forced_config(op.plan, config):
                 assert torch.equal(sample(logits, SEED, **chosen), expected), (given, config)
 
