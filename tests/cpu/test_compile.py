@@ -354,8 +354,8 @@ def test_a_spill_shows_without_the_instructions():
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op_name(op)) for op in ops.ALL])
 def test_what_an_op_would_launch_has_a_signature(op):
-    """On one architecture of a family: the test above asks for one on each."""
-    for arch in ("sm_80", "sm_90", "sm_100", "sm_120"):
+    """On an architecture of two of the four families. The test above asks for one on each."""
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120")[ops.ALL.index(op) % 2 :: 2]:
         device = Device.for_arch(arch)
         for problem in representative(op, device):
             with traced(device) as launches, torch.inference_mode():
