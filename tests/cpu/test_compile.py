@@ -344,9 +344,9 @@ def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(o
     not, what the other does not launch. Instructions are left out, because printing them takes
     longest.
     """
-    jobs = default_jobs(op, arch)
-    other = "sm_120" if arch == "sm_121" else TURNS[ops.ALL.index(op) % 2] if arch in TURNS else arch
-    for key in jobs.keys() - (default_jobs(op, other).keys() if other != arch else ()):
+    jobs, turn = default_jobs(op, arch), ops.ALL.index(op) % 2
+    other = {"sm_121": "sm_120", TURNS[1 - turn]: TURNS[turn]}.get(arch)
+    for key in jobs.keys() - (default_jobs(op, other).keys() if other else ()):
         job, name = jobs[key]
         found = usage(job.build())
         assert not found.spills, f"{name}: {found}"

@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from configs import interpreted
 
 from tilewright import interpret, ops
 from tilewright.launch import Bound, Device, Launch, counted, decision_of, forced_config, traced
@@ -233,12 +234,6 @@ def of_gpus(op, problem, number):
         configs = op.space(problem, Device.named(name))
         more = (len(configs) // 2, -1)[number // len(GPUS) % 2]
         yield from (configs[i] for i in ((0,) if turn else (0, more)) if configs)
-
-
-def interpreted(op, problem, config):
-    """What of a config the interpreter can tell apart."""
-    main = op.plan(problem, config, Device.named("CPU"))[0]
-    return main.name, str({name: value for name, value in main.constants.items() if name != "latency"})
 
 
 @cache

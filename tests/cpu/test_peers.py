@@ -138,7 +138,7 @@ def gather_of(y: torch.Tensor) -> Given:
 COMPILED = [
     (sum_of, 1, 4096, ARCHS),
     (sum_of, 64, 4096, ("sm_90",)),
-    (gather_of, 16, 76032, ("sm_90", "sm_120")),
+    (gather_of, 16, 76032, ARCHS),
 ]
 
 

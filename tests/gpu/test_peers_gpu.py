@@ -11,7 +11,9 @@ SECONDS = 120
 
 @pytest.mark.alone
 def test_ranks_as_streams_exchange_what_they_should() -> None:
-    """In a process of its own, and beside no other: a run with 13 others on the GPU did not end."""
+    """In a process of its own, which ends even if they wait for ever, and beside no other: what
+    waits for each other must be resident together.
+    """
     script = Path(__file__).with_name("ranks_as_streams.py")
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert found.returncode == 0, found.stderr

@@ -24,3 +24,9 @@ def compiled_kernels(op, problems, device):
     for problem in problems:
         found.update(launch.compiled for launch in op.plan(problem, op.space(problem, device)[0], device))
     return found
+
+
+def interpreted(op, problem, config):
+    """What of a config the interpreter can tell apart."""
+    main = op.plan(problem, config, Device.named("CPU"))[0]
+    return main.name, main.grid, str({name: value for name, value in main.constants.items() if name != "latency"})

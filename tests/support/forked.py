@@ -63,10 +63,6 @@ def _run(main: Callable[[], Any], arguments: list[str], folder: Path, files: lis
     except BaseException:
         traceback.print_exc()
         code = 1
-    try:
-        sys.stdout.flush()
-    except OSError as error:  # as Python ends then
-        code = 120
-        print(f"Exception ignored on flushing sys.stdout:\n{type(error).__name__}: {error}", file=sys.stderr)
+    sys.stdout.flush()
     sys.stderr.flush()
     return code if isinstance(code, int) else int(code is not None)
