@@ -239,13 +239,18 @@ def test_block_scales_compile_in_rooms_of_any_size(rows):
     assert all(made.ok for made in compile_launches([(launch, H200.arch) for launch in launches]))
 
 
-def test_block_scales_compile_with_fp32_outputs():
-    """tileiras 13.4 fails for persistent tiles of 128 x 64 that the TMA unit writes in fp32."""
-    problem = Problem(8, 128, 4096, 512, E4M3, masked=True, trans_b=True, scaling=Scaling.BLOCK, out_dtype=torch.float32)
-    narrow = [c for c in op.space(problem, H200) if c.persistent and (c.tile_m, c.tile_n) == (128, 64)]
-    assert narrow
+@pytest.mark.parametrize(
+    ("problem", "tile"),
+    [
+        (Problem(8, 128, 4096, 512, E4M3, masked=True, trans_b=True, scaling=Scaling.BLOCK, out_dtype=torch.float32), (128, 64)),
+        (Problem(4, 45, 4, 89, BF16, out_dtype=torch.float32), (64, 64)),
+    ],
+)
+def test_persistent_tiles_of_64_columns_compile_with_fp32_outputs(problem, tile):
+    """tileiras 13.4 fails for these where the TMA unit writes them."""
+    config = next(c for c in op.space(problem, H200) if c.persistent and (c.tile_m, c.tile_n) == tile)
     with traced(H200) as launches:
-        run_op(op, problem.inputs(torch.device("meta")), narrow[0])
+        run_op(op, problem.inputs(torch.device("meta")), config)
     assert all(made.ok for made in compile_launches([(launch, H200.arch) for launch in launches]))
 
 
