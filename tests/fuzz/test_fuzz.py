@@ -186,6 +186,32 @@ def test_sums_of_codes_have_the_error_that_an_h200_showed(k, fresh, least, most)
     assert least < error < most
 
 
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "on_h200"),
+    [
+        ("float8_e4m3fn", "b0ad233a2a29abb8b3b0bc352c34281c32", "98053a3729b6c1a92727a92eacb0ab38b8", 1.6766357421875),
+        (
+            "float8_e4m3fn",
+            "ae3db23635382a1d3a3a39ae33380a3cc137c140b8bf1d3db2bbc22f2632acb98f3e3034b2ac33a8bbb8beb6a1bf39b2",
+            "38b1be163021249b3c24b234afb587992b9c36110bb438413939bdbbbd16213c25bc36293d3c8485ae1f2d39a13ca72e",
+            -6.39013671875,
+        ),
+        (
+            "float8_e5m2",
+            "b0b63938bf2836acb43b32b8bac03a3b3f9fbdbdbd3da9b8b5b435b8bb2aa93d",
+            "c0b6b53b35b4a03d3dbb38383db2b5b23ab4b5b52f3929adbf2a3db8a8c03ab8",
+            1.0343017578125,
+        ),
+        ("float8_e5m2", "838b000320038080818080001a000b0017", "a00080330580803602029225008b91a400", 1.0836869478225708e-05),
+    ],
+    ids=["e4m3-17", "e4m3-48", "e5m2-32", "subnormal"],
+)
+def test_sums_of_codes_are_those_of_an_h200_bit_for_bit(dtype, a, b, on_h200):
+    """tests/gpu compares more of them."""
+    a, b = (torch.frombuffer(bytearray.fromhex(codes), dtype=torch.uint8).view(getattr(torch, dtype))[None] for codes in (a, b))
+    assert code_sums(a, b).item() == on_h200
+
+
 @pytest.mark.parametrize(("planted", "right"), [({}, True), ({"kv_len": -1}, False), ({"scale": 1.01}, False), ({"k_scale": 1.005}, False)])
 def test_scores_of_codes_are_bound_by_the_same_sums(monkeypatch, planted, right):
     """One sum in some thousands loses ten times what others lose, on a GPU and here."""

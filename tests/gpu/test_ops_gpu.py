@@ -7,6 +7,8 @@ from tilewright import ops
 from tilewright.launch import Device
 from tilewright.testing import check_op, op_name, outputs, public_function, run_op, seeded_inputs
 from tilewright.testing.cases import cases
+from tilewright.testing.definitions.products import code_sums
+from tilewright.testing.definitions.rows import FP8
 
 OPS = [pytest.param(op, id=op_name(op)) for op in ops.ALL]
 SMALL = [pytest.param(op, p, id=f"{op_name(op)}-{i}") for op in ops.ALL for i, p in enumerate(cases(op, "small"))]
@@ -50,6 +52,17 @@ def test_products_whose_last_tiles_begin_earlier(problem, gpu):
     assert configs or not device.has_pdl
     for config in configs[::3]:
         check_op(ops.matmul, problem, gpu, config)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 0 or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("k", [6, 17, 32, 48, 112, 128])
+def test_sums_of_codes_are_the_definition_bit_for_bit(k, dtype, gpu):
+    """So that a bound is what the tensor core itself loses; of subnormal codes too."""
+    torch.manual_seed(k)
+    a, b = ((torch.randn(64, k, device=gpu) * torch.rand(64, k, device=gpu) ** 12).to(dtype) for _ in range(2))
+    found = ops.matmul.matmul(a, b, trans_b=True, out_dtype=torch.float32)
+    assert torch.equal(found, code_sums(a, b, fresh=128 if k % 16 == 0 else 32))
 
 
 @pytest.mark.parametrize("op", OPS)

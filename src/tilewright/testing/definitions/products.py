@@ -11,6 +11,9 @@ from .rows import FP8, Results, activated, coded, defines, normed, spread, value
 
 FEW_ROWS = 16
 MOST_TERMS = 1 << 24  # in memory at a time
+CODE_BITS = 14  # of a sum of 8-bit codes
+NO_EXPONENT = -400  # below that of any product
+LEAST_EXPONENTS = {FP8[0]: -5, FP8[1]: -13}  # of the formats, as frexp counts; a subnormal code has it too
 
 
 def cut_sums(a: Tensor, b: Tensor, step: int, bits: int, total: Tensor | None = None) -> Tensor:
@@ -33,8 +36,9 @@ half_sums = partial(cut_sums, step=16, bits=24)
 
 
 def code_sums(a: Tensor, b: Tensor, fresh: int = 128) -> Tensor:
-    """a [.., m, k] times b [.., n, k] of 8-bit codes in fp32, as Hopper's tensor cores add them up:
-    32 products and the sum before them, each cut to 14 bits of the largest.
+    """a [.., m, k] times b [.., n, k] of 8-bit codes in fp32, bit for bit as Hopper's tensor cores
+    add them up: 32 products and the sum before them, each cut to 14 bits of the one with the
+    largest exponent; then the new sum is cut to 14 bits. a, b: codes, or what they stand for.
 
     Few sums lose much, those that were large on their way. So a bound needs the same sums to lose
     it: as many others as there are do not say what one of them may.
@@ -47,14 +51,19 @@ def code_sums(a: Tensor, b: Tensor, fresh: int = 128) -> Tensor:
 
 def _sums_of_rows(a: Tensor, b: Tensor, fresh: int) -> Tensor:
     total = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2], dtype=torch.float32)
+    x, w = a.double()[..., :, None, :], b.double()[..., None, :, :]
+    of_x, of_w = (torch.frexp(t)[1].clamp(min=LEAST_EXPONENTS.get(codes.dtype, NO_EXPONENT)) for t, codes in ((x, a), (w, b)))
     for first in range(0, a.shape[-1], fresh):
         part = total.new_zeros(total.shape).double()
         for i in range(first, min(first + fresh, a.shape[-1]), 32):
             end = min(i + 32, first + fresh)
-            terms = a.double()[..., :, None, i:end] * b.double()[..., None, :, i:end]
-            terms = torch.cat((terms, part[..., None]), -1)
-            unit = torch.frexp(terms.abs().amax(-1, keepdim=True))[1] - 14
-            part = torch.ldexp(torch.ldexp(terms, -unit).trunc().sum(-1, keepdim=True), unit)[..., 0]
+            terms = torch.cat((x[..., i:end] * w[..., i:end], part[..., None]), -1)
+            # Of a product the exponents of its factors count, which may be one less than its own.
+            exponents = torch.cat((of_x[..., i:end] + of_w[..., i:end] - 1, torch.frexp(part)[1][..., None]), -1)
+            exponents = exponents.masked_fill(terms == 0, NO_EXPONENT)
+            unit = exponents.amax(-1, keepdim=True) - CODE_BITS
+            mantissa, exponent = torch.frexp(torch.ldexp(terms, -unit).trunc().sum(-1))
+            part = torch.ldexp((mantissa * 2**CODE_BITS).trunc(), exponent - CODE_BITS + unit[..., 0])
         total += part.float()
     return total
 
@@ -74,8 +83,8 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
     """
     if not exact and a.dtype in FP8:
         later = scale_a is not None and scale_b is not None and scale_a.dim() < a.dim()
-        x, w = (t.float() if later else values_of(t, scale, exact) for t, scale in ((a, scale_a), (b, scale_b)))
-        y = code_sums(x, w) if a.is_cuda and stored is not torch.bfloat16 else summed(x, w.mT)
+        x, w = (t if later else values_of(t, scale, exact) for t, scale in ((a, scale_a), (b, scale_b)))
+        y = code_sums(x, w) if a.is_cuda and stored is not torch.bfloat16 else summed(x.float(), w.float().mT)
         if scale_a is not None and scale_b is not None and later:
             y = y * spread(scale_a, tuple(a.shape)) * spread(scale_b, tuple(b.shape)).mT
         return y
