@@ -2,8 +2,9 @@
 
 p: blocks may be persistent. n: likewise, but the result may not be written by TMA. With other tiles
 tileiras 13.4 fails, spills, or waits for each MMA. y: also where rows of the result are no multiple
-of 16 bytes, which TMA can't write (sm_90). m: only where each group has room of its own for a whole
-number of tiles. A tile_m of 0: as many rows as a group has.
+of 16 bytes, which TMA can't write (sm_90). w: TMA may not write a result of fp32 (sm_90). m: only
+where each group has room of its own for a whole number of tiles. A tile_m of 0: as many rows as a
+group has.
 """
 
 from ..common.gemm_tiles import ANY, Tables, TilesByRows
@@ -34,7 +35,7 @@ HOPPER_FP8_FAST = f"128x256x128 8w 6l p, 128x128x128 4w 6l p, 256x128x128 8w 4l 
 HOPPER_FP8_ROW = f"128x256x128 8w 6l p, 128x128x128 8w 6l p, 256x128x128 8w 4l py, {_LOW}"  # on 4 warps the scales of rows spill
 # Latency 8 keeps six steps in flight; any other leaves two, spills, or waits
 # (ops/common/scaling.py).
-HOPPER_BLOCK = "128x128x128 8w 8l pm, 256x128x128 8w 2c 8l, 64x128x128 4w 8l ny, 128x64x128 8w 8l p"
+HOPPER_BLOCK = "128x128x128 8w 8l pm, 256x128x128 8w 2c 8l, 64x128x128 4w 8l ny, 128x64x128 8w 8l pw"
 BLACKWELL = "256x256x64 2c 5l n, 128x256x64 5l, 256x128x64 2c 5l n, 128x128x64 5l n, 128x128x128 5l n, 128x64x128 5l p"
 BLACKWELL_FP8 = "128x128x128 5l, 256x128x128 2c 5l, 128x64x128 5l n, 64x128x128 5l"
 BLACKWELL_BLOCK = "128x128x128 5l p, 256x128x128 2c 5l p, 128x64x128 5l p, 64x128x128 5l"
@@ -42,7 +43,7 @@ AMPERE = "128x128x32 3l p, 64x128x64 2o 3l p, 128x64x64 2o 3l p, 64x64x64 2o 3l"
 CONSUMER = "128x128x32 3l, 64x128x64 2o 3l, 128x64x64 2o 3l p, 64x64x64 2o 3l p"
 CONSUMER_FP8 = "64x128x128 3l, 64x64x128 2o 3l, 128x64x128 3l"
 TURNED_FP8 = "64x64x64 3l, 64x32x64 3l"  # operands without k last are transposed on the way to the tensor cores
-NARROW = "64x64x32 1l py, 32x32x64 1l py"  # rows that begin off 16 bytes: an element at a time
+NARROW = "64x64x32 1l pyw, 32x32x64 1l py"  # rows that begin off 16 bytes: an element at a time
 NARROW_FP8 = "64x64x32 1l, 32x32x64 1l"
 FEW = 32  # rows of a group
 

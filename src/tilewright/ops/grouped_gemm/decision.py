@@ -126,8 +126,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             yield from (c, Config(min(c.tile_m, 32), min(c.tile_n, 64), min(c.tile_k, 64)))
         return
     rows, by_tma = next_pow2(g.m), device.arch != "sm_90" or p.n * p.out_dtype.itemsize % 16 == 0
-    # tileiras 13.4 fails for some fp32 tiles of 64 columns that the TMA unit writes.
-    fp32, block = device.arch == "sm_90" and p.out_dtype is torch.float32, p.scaling is Scaling.BLOCK
+    fp32 = device.arch == "sm_90" and p.out_dtype is torch.float32
     found = []
     for tile, how in tiles_of(tables(g, device, TABLES), Config):
         if tile.swap_ab:
@@ -137,8 +136,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
             ]
         elif tile.tile_m <= max(128, rows):
             if ("p" in how or "n" in how) and (by_tma or "y" in how) and (p.whole_panels(tile.tile_m) or "m" not in how):
-                fails = fp32 and tile.tile_n == 64 and (block or tile.num_worker_warps is None)
-                found.append(replace(tile, persistent=True, store_tma="p" in how and not fails))
+                found.append(replace(tile, persistent=True, store_tma="p" in how and not (fp32 and "w" in how)))
             found.append(tile)
     yield from found
     yield from (replace(c, group=group) for c in found if not c.swap_ab for group in (4, 16))
