@@ -179,8 +179,10 @@ MUTANTS = [
     # Kernels: small codes
     Mutant("ops/common/mx.py", "codes = (bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22", "codes = (bits + 0x200000) >> 22", "cpu/test_mx_matmul.py"),
     Mutant("ops/common/mx.py", "    return (low | high << 4).reshape((M, N)).astype(ct.uint8)", "    return (high | low << 4).reshape((M, N)).astype(ct.uint8)", "cpu/test_mx_matmul.py"),
-    Mutant("ops/common/mx.py", "ct.where(byte == 255, 0x7FC00000, ct.where(byte == 0, 0x400000, byte << 23))", "ct.where(byte == 255, 0x7FC00000, byte << 23)", "cpu/test_mx_matmul.py"),
-    Mutant("ops/common/mx.py", "ct.where(byte == 255, 0x7FC00000, ct.where", "ct.where(byte == 256, 0x7FC00000, ct.where", "cpu/test_mx_matmul.py"),
+    Mutant("ops/common/mx.py", "ct.where(byte == 255, 0x7FC0, ct.where(byte == 0, 0x40, byte << 7))", "ct.where(byte == 255, 0x7FC0, byte << 7)", "cpu/test_mx_matmul.py"),
+    Mutant("ops/common/mx.py", "ct.where(byte == 255, 0x7FC0, ct.where", "ct.where(byte == 256, 0x7FC0, ct.where", "cpu/test_mx_matmul.py"),
+    Mutant("ops/common/mx.py", "x * (1.125 * 2.0**119) * 0.0 + x", "x", "cpu/test_mx_matmul.py"),
+    Mutant("ops/common/mx.py", "(q << 8, q << 2)", "(q << 8, q << 3)", "cpu/test_mx_matmul.py"),
     Mutant("ops/common/mx.py", "+ amax * 0.0).astype(scale_dtype)", ").astype(scale_dtype)", "cpu/test_mx_matmul.py"),
     Mutant("ops/common/weight_tiles.py", "            _pairs(q & 0x00F000F0) * 2.0**123 - zero,", "            _pairs(q & 0x00F000F0) * 2.0**122 - zero,", "cpu/test_quantized_matmul.py"),
     Mutant("ops/common/weight_tiles.py", "    return 0.125 if CODE == INT4 else 2.0", "    return 0.125", "cpu/test_quantized_matmul.py"),

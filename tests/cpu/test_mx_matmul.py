@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilewright import mx_matmul, quantize_mx
+from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import mx_matmul as product, quantize_mx as op
@@ -113,6 +114,17 @@ def test_every_code_and_scale_is_exact_in_the_product(name, form):
     assert torch.equal(torch.where(small, 0, out).nan_to_num(7), torch.where(small, 0, expected).nan_to_num(7))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_code_that_is_nan_makes_its_row_nan_and_no_other(form):
+    """Wherever it stands in a word of four codes, and with either sign."""
+    a, scale = quantize_mx(torch.ones(16, 128), mx_format="mxfp8")
+    for row in range(8):
+        a.view(torch.uint8)[row, 64 + row % 4] = 0x7F if row < 4 else 0xFF
+    with forced_config(product.plan, FORMS[form]):
+        out = mx_matmul(a, a[8:], scale, scale[8:], out_dtype=torch.float32)
+    assert torch.equal(out.isnan(), (torch.arange(16) < 8)[:, None].expand(16, 8))
+
+
 def test_who_scales_and_who_is_refused():
     for gpu, native in (("B200", True), ("B300", True), ("RTX5090", True), ("H200", False)):
         for name in MX_FORMATS:
@@ -135,6 +147,17 @@ def test_operands_of_many_rows_are_decoded_before_the_product(name, most):
             assert launches[0].name == names
             assert config.decoded == (names == "mx_decode_kernel")
             assert launches[-1].name == "mx_sum_kernel" or (config.split_k == 1 and not config.decoded)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_the_widest_tiles_that_decode_do_not_spill(rows):
+    """Pairs need the most registers; 128 columns with 256 values of each spill from 32 rows on."""
+    h200 = Device.named("H200")
+    problem = product.Problem(rows, 4096, 8192, "mxfp4")
+    widest = max(product.space(problem, h200), key=lambda c: (c.swap_ab, c.tile_n * c.tile_k, c.tile_n, -c.split_k))
+    with traced(h200) as launches, forced_config(product.plan, widest):
+        mx_matmul(**problem.inputs(torch.device("meta")))
+    assert not usage(Job.of(launches[0], h200.arch).build()).spills
 
 
 @EACH

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...launch import argument_error, check_name, check_tensor
 from .fp8 import APPROX, TINY, codes_of, power_of_two, scale_of
 from .weight_formats import E2M1, FORMATS, LARGEST, nearest_codes, values
+from .weight_tiles import E2M1_REST, SIGNS, _pairs, e4m3_planes
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 LEAST_SCALE = 2.0**-9  # of nvfp4, the least e4m3 number: a group of zeros has it
@@ -208,31 +209,38 @@ def scaled_operand(codes, scale):
 
 
 def plain_operand(codes, scale):
-    """The values of a tile in bf16, which has all their bits, as one tile or two: the first and the
-    second values of pairs.
+    """The values of a tile in bf16, which has all their bits, as tiles of those columns whose codes
+    have one place in 32-bit words: two of e4m3, four of pairs.
     """
     wide = _wide_scale(scale)
+    q = ct.unpack_from_bytes(ct.pack_to_bytes(codes), ct.int32)  # no instruction, as in _pairs
+    q = q.reshape((codes.shape[0], codes.shape[1] // 4))
     if codes.dtype == ct.uint8:
-        pairs = codes.astype(ct.int32)
-        return _times(_of_fours(pairs, 0), wide), _times(_of_fours(pairs, 4), wide)
-    else:
-        return (_times(codes.astype(ct.float32), wide),)
+        # A sign at bit 15 and the rest at bits 6 to 8 are value * 2**-126.
+        found: tuple = ()
+        for sign, rest in ct.static_iter(((q << 12, q << 6), (q << 8, q << 2), (q << 4, q >> 2), (q, q >> 6))):
+            found = (*found, _times(_pairs(sign & SIGNS | rest & E2M1_REST) * 2.0**126, wide))
+        return found
+    even, odd = e4m3_planes(q, ct.bfloat16)
+    return _times(_with_nan(even * 2.0**120), wide), _times(_with_nan(odd * 2.0**120), wide)
+
+
+def _with_nan(x):
+    """480, which stands where e4m3 has its NaN, as NaN: times this it is an infinity, and 448, the
+    largest number, is finite.
+    """
+    return x * (1.125 * 2.0**119) * 0.0 + x
 
 
 def _times(x, scale):
     (ROWS, N), GROUPS = x.shape, scale.shape[1]
-    return (x.reshape((ROWS, GROUPS, N // GROUPS)) * scale.reshape((ROWS, GROUPS, 1))).reshape((ROWS, N)).astype(ct.bfloat16)
-
-
-def _of_fours(pairs, FIRST):
-    """The values of the e2m1 codes whose first bit is FIRST."""
-    return ct.bitcast((pairs << (22 - FIRST)) & 0x1C00000 | (pairs << (28 - FIRST)) & -(1 << 31), ct.float32) * 2.0**126
+    return (x.reshape((ROWS, GROUPS, N // GROUPS)) * scale.reshape((ROWS, GROUPS, 1))).reshape((ROWS, N))
 
 
 def _wide_scale(scale):
-    """fp32. An e8m0 byte is an exponent, 0 that of a number below the normal ones, 255 a NaN."""
+    """bf16. An e8m0 byte is an exponent, 0 that of a number below the normal ones, 255 a NaN."""
     if scale.dtype == ct.uint8:
         byte = scale.astype(ct.int32)
-        return ct.bitcast(ct.where(byte == 255, 0x7FC00000, ct.where(byte == 0, 0x400000, byte << 23)), ct.float32)
+        return ct.bitcast(ct.where(byte == 255, 0x7FC0, ct.where(byte == 0, 0x40, byte << 7)).astype(ct.uint16), ct.bfloat16)
     else:
-        return scale.astype(ct.float32)
+        return scale.astype(ct.bfloat16)

@@ -24,8 +24,16 @@ from .kernels import mx_decode_kernel, mx_matmul_kernel, mx_sum_kernel
 BLACKWELL = "128x128x128 4l p, 256x256x128 2c 3l p, 256x128x128 2c 4l p, 128x256x128 3l, 128x64x128 4l p, 64x128x128 4l b, 64x128x256 3l b"
 CONSUMER = "128x128x128 8w 3l, 128x64x128 3l, 64x128x128 3l, 64x64x128 3l, 32x64x128 3l b, 8x64x128 3l b"
 TILES = {"sm_100": BLACKWELL, "sm_103": BLACKWELL, "sm_120": CONSUMER, "sm_121": CONSUMER}  # whose tensor cores take scales
-# Elsewhere: a kernel that decodes both operands, for few rows.
-DECODING = "0x64x64 4w 4o 3l b, 0x64x64 4w 2o 5l b, 0x64x128 4w 2o 3l b, 0x128x64 4w 2o 3l b, 64x128x64 8w 3l,128x128x64 8w 3l"
+# Elsewhere: a kernel that decodes both operands, for few rows: by the most rows. Wider tiles of
+# more rows spill.
+_FEW = "0x64x128 4w 2o 3l b, 0x64x256 4w 2o 3l b"
+_MORE = "64x128x64 8w 3l, 128x128x64 8w 3l"
+DECODING = {
+    16: f"{_FEW}, 0x128x128 4w 2o 3l b, 0x64x64 4w 4o 3l b, {_MORE}",
+    32: f"{_FEW}, {_MORE}",
+    64: f"0x64x128 4w 2o 3l b, {_MORE}",
+    128: _MORE,
+}
 MOST_DECODING = {8: 128, 4: 64}  # rows of a that it is for, by the bits of a code; more are decoded first
 # Rows, bytes of codes, and tiles of them that a block decodes. 32 rows take 1.05 to 2 times as
 # long, 8 tiles up to 1.1 (H200).
@@ -131,7 +139,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
                     yield changed(c, persistent=True)
         return
     if p.m <= MOST_DECODING[p.format.bits]:
-        for c, how in tiles_of(DECODING, Config):
+        for c, how in tiles_of(next(tiles for most, tiles in DECODING.items() if p.m <= most), Config):
             c = changed(fitted_to(c, how, p.m, p.n) or c, native=False)
             yield c
             yield from (changed(c, split_k=parts) for parts in PARTS if parts * p.gemm.tiles(c) <= c.resident(device) and parts * LEAST_PART <= p.k)

@@ -56,8 +56,8 @@ def mx_matmul_kernel(
             if NATIVE:
                 acc = ct.mma_scaled(first[0], first[1], second[0].transpose(), second[1].transpose(), acc)
             else:
-                for half in ct.static_iter(range(len(first))):
-                    acc = ct.mma(first[half], second[half].transpose(), acc)
+                for part in ct.static_iter(range(len(first))):
+                    acc = ct.mma(first[part], second[part].transpose(), acc)
         y = acc.transpose() if SWAP_AB else acc
         if SHARES > 1:
             ct.store(out, (ct.bid(1), tile_m, tile_n), y.reshape((1, TILE_M, TILE_N)), allow_tma=False)
@@ -101,17 +101,17 @@ def mx_decode_kernel(
     """bf16 values [rows, columns] of codes [rows, bytes] and scales [rows, bytes / GROUP], STEPS
     tiles of a row of tiles in a block.
 
-    Of pairs, the first values of TILE_K bytes come before the second ones: a product of two
-    operands in the same order is the same. Columns beyond the codes become zeros.
+    Of TILE_K bytes the values come in the order of `plain_operand`: a product of two operands in
+    the same order is the same. Columns beyond the codes become zeros.
     """
     pdl_overlap()
     row, first = ct.bid(0), ct.bid(1) * STEPS
     for column in range(first, min(first + STEPS, ct.cdiv(codes.shape[1], TILE_K))):
         x = ct.load(codes, (row, column), (TILE_M, TILE_K), padding_mode=ZERO, latency=LATENCY)
         s = ct.load(scale, (row, column), (TILE_M, TILE_K // GROUP), padding_mode=ZERO, latency=LATENCY)
-        halves = plain_operand(x, s)
-        for half in ct.static_iter(range(len(halves))):
-            ct.store(values, (row, column * len(halves) + half), halves[half])
+        parts = plain_operand(x, s)
+        for i in ct.static_iter(range(len(parts))):
+            ct.store(values, (row, column * len(parts) + i), parts[i])
 
 
 @ct.kernel
