@@ -149,11 +149,13 @@ def test_operands_of_many_rows_are_decoded_before_the_product(name, most):
             assert launches[-1].name == "mx_sum_kernel" or (config.split_k == 1 and not config.decoded)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_the_widest_tiles_that_decode_do_not_spill(rows):
-    """Pairs need the most registers; 128 columns with 256 values of each spill from 32 rows on."""
+@pytest.mark.parametrize(("rows", "k"), [(16, 8192), (16, 576), (64, 8192)])
+def test_the_widest_tiles_that_decode_do_not_spill(rows, k):
+    """Pairs need the most registers. Scales of 18 bytes a row come one by one, and with them tiles
+    of 64 x 256 of 32 rows spill; those of 128 columns and 128 bytes do so with any scales.
+    """
     h200 = Device.named("H200")
-    problem = product.Problem(rows, 4096, 8192, "mxfp4")
+    problem = product.Problem(rows, 4096, k, "mxfp4")
     widest = max(product.space(problem, h200), key=lambda c: (c.swap_ab, c.tile_n * c.tile_k, c.tile_n, -c.split_k))
     with traced(h200) as launches, forced_config(product.plan, widest):
         mx_matmul(**problem.inputs(torch.device("meta")))

@@ -26,14 +26,8 @@ CONSUMER = "128x128x128 8w 3l, 128x64x128 3l, 64x128x128 3l, 64x64x128 3l, 32x64
 TILES = {"sm_100": BLACKWELL, "sm_103": BLACKWELL, "sm_120": CONSUMER, "sm_121": CONSUMER}  # whose tensor cores take scales
 # Elsewhere: a kernel that decodes both operands, for few rows: by the most rows. Wider tiles of
 # more rows spill.
-_FEW = "0x64x128 4w 2o 3l b, 0x64x256 4w 2o 3l b"
-_MORE = "64x128x64 8w 3l, 128x128x64 8w 3l"
-DECODING = {
-    16: f"{_FEW}, 0x128x128 4w 2o 3l b, 0x64x64 4w 4o 3l b, {_MORE}",
-    32: f"{_FEW}, {_MORE}",
-    64: f"0x64x128 4w 2o 3l b, {_MORE}",
-    128: _MORE,
-}
+_MORE = "0x64x128 4w 2o 3l b, 64x128x64 8w 3l, 128x128x64 8w 3l"
+DECODING = {16: f"0x64x256 4w 2o 3l b, 0x128x128 4w 2o 3l b, 0x64x64 4w 4o 3l b, {_MORE}", 64: _MORE, 128: "64x128x64 8w 3l, 128x128x64 8w 3l"}
 MOST_DECODING = {8: 128, 4: 64}  # rows of a that it is for, by the bits of a code; more are decoded first
 # Rows, bytes of codes, and tiles of them that a block decodes. 32 rows take 1.05 to 2 times as
 # long, 8 tiles up to 1.1 (H200).
