@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import signal
 import types
 
@@ -10,6 +11,7 @@ import torch
 
 from tilewright.interpret import front_end
 
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # 12 s of the suite; before torch._dynamo is imported
 gc.disable()  # until all tests are collected: what is imported stays
 atexit.register(gc.freeze)  # what is left at the end goes with the process
 
