@@ -209,8 +209,8 @@ def scaled_operand(codes, scale):
 
 
 def plain_operand(codes, scale):
-    """The values of a tile in bf16, which has all their bits, as tiles of those columns whose codes
-    have one place in 32-bit words: two of e4m3, four of pairs.
+    """The values of a tile in bf16, which has all their bits: a tile for each place that a code has
+    in half of a 32-bit word, two of e4m3, four of pairs. Each has half as many columns as bytes.
     """
     wide = _wide_scale(scale)
     q = ct.unpack_from_bytes(ct.pack_to_bytes(codes), ct.int32)  # no instruction, as in _pairs

@@ -24,10 +24,11 @@ from .kernels import mx_decode_kernel, mx_matmul_kernel, mx_sum_kernel
 BLACKWELL = "128x128x128 4l p, 256x256x128 2c 3l p, 256x128x128 2c 4l p, 128x256x128 3l, 128x64x128 4l p, 64x128x128 4l b, 64x128x256 3l b"
 CONSUMER = "128x128x128 8w 3l, 128x64x128 3l, 64x128x128 3l, 64x64x128 3l, 32x64x128 3l b, 8x64x128 3l b"
 TILES = {"sm_100": BLACKWELL, "sm_103": BLACKWELL, "sm_120": CONSUMER, "sm_121": CONSUMER}  # whose tensor cores take scales
-# Elsewhere: a kernel that decodes both operands, for few rows: by the most rows. Wider tiles of
-# more rows spill.
-_MORE = "0x64x128 4w 2o 3l b, 64x128x64 8w 3l, 128x128x64 8w 3l"
-DECODING = {16: f"0x64x256 4w 2o 3l b, 0x128x128 4w 2o 3l b, 0x64x64 4w 4o 3l b, {_MORE}", 64: _MORE, 128: "64x128x64 8w 3l, 128x128x64 8w 3l"}
+# Elsewhere: a kernel that decodes both operands, for few rows: by the most rows that tiles are for,
+# which would spill with more.
+_ANY_ROWS = "64x128x64 8w 3l, 128x128x64 8w 3l"
+_SOME_ROWS = f"0x64x128 4w 2o 3l b, {_ANY_ROWS}"
+DECODING = {16: f"0x64x256 4w 2o 3l b, 0x128x128 4w 2o 3l b, 0x64x64 4w 4o 3l b, {_SOME_ROWS}", 64: _SOME_ROWS, 128: _ANY_ROWS}
 MOST_DECODING = {8: 128, 4: 64}  # rows of a that it is for, by the bits of a code; more are decoded first
 # Rows, bytes of codes, and tiles of them that a block decodes. 32 rows take 1.05 to 2 times as
 # long, 8 tiles up to 1.1 (H200).
