@@ -26,9 +26,14 @@ def cut_sums(a: Tensor, b: Tensor, step: int, bits: int, total: Tensor | None = 
     a, b = a.double(), b.double()
     total = a.new_zeros(*a.shape[:-1], b.shape[-2]) if total is None else total
     for i in range(0, a.shape[-1], step):
-        mantissa, exponent = torch.frexp(total + a[..., i : i + step] @ b[..., i : i + step].mT)
-        total = torch.ldexp((mantissa * 2**bits).trunc(), exponent - bits)
+        total = _cut(total + a[..., i : i + step] @ b[..., i : i + step].mT, bits)
     return total
+
+
+def _cut(x: Tensor, bits: int) -> Tensor:
+    """The first bits of each number."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**bits).trunc(), exponent - bits)
 
 
 tf32_sums = partial(cut_sums, step=8, bits=24)
@@ -62,8 +67,8 @@ def _sums_of_rows(a: Tensor, b: Tensor, fresh: int) -> Tensor:
             exponents = torch.cat((of_x[..., i:end] + of_w[..., i:end] - 1, torch.frexp(part)[1][..., None]), -1)
             exponents = exponents.masked_fill(terms == 0, NO_EXPONENT)
             unit = exponents.amax(-1, keepdim=True) - CODE_BITS
-            mantissa, exponent = torch.frexp(torch.ldexp(terms, -unit).trunc().sum(-1))
-            part = torch.ldexp((mantissa * 2**CODE_BITS).trunc(), exponent - CODE_BITS + unit[..., 0])
+            terms = torch.ldexp(torch.ldexp(terms, -unit).trunc(), unit)
+            part = _cut(terms.sum(-1), CODE_BITS)
         total += part.float()
     return total
 
