@@ -100,6 +100,7 @@ def tune(  # noqa: PLR0913 an option each
     ] = False,
     raw: Annotated[Path | None, option("--raw", "Folder of the raw times, for --survey, --pack and --fit.", metavar="FOLDER")] = None,
     seed: Annotated[int, option("--seed", "The first seed of a survey, 1000 to 1999.", metavar="FIRST")] = 1000,
+    processes: Annotated[int | None, typer.Option("--processes", min=1, metavar="N", help="Processes of a survey, which share the GPU.")] = None,
     pack: Annotated[Path | None, option("--pack", "Pack the raw times into FOLDER, to hand in.", metavar="FOLDER")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the cost model to raw times, by default those that ship; needs no GPU.")] = False,
 ) -> int:
@@ -113,12 +114,13 @@ def tune(  # noqa: PLR0913 an option each
         {
             "at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given": len(chosen) > 1,
             "--json must come with --show": bool(json_file) and not show,
+            "--processes must come with --survey": bool(processes) and not survey,
             "--raw must come with --survey, --pack or --fit": bool(raw) and not (survey or pack or fit),
             **{f"{name} must come without {' and '.join(chosen)}": bool(chosen and given) for name, given in tuning.items()},
         }
     )
     if survey:
-        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device, seed=seed)
+        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device, seed=seed, processes=processes)
     if pack:
         return command.pack_command(pack, folder=raw)
     if fit:

@@ -215,6 +215,7 @@ def test_suites_of_the_engine_come_from_the_engine(monkeypatch: pytest.MonkeyPat
         (("tune", "--shapes", "F", "--show"), "--shapes must come without --show"),
         (("compile", "F.py:K", "--defaults"), "--defaults must come with ops"),
         (("compile", "F.py:K", "--jobs", "2"), "--jobs must come with ops or mega"),
+        (("tune", "--processes", "2"), "--processes must come with --survey"),
         (("tune", "--raw", "folder"), "--raw must come with --survey, --pack or --fit"),
         (("bench", "--suite", "all"), "--suite must be one of playbook, llm, seeds, decode, got 'all'"),
         (("bench", "--suite", "decode", "--draw", "3"), "--draw and --seed must come together, and without --suite"),

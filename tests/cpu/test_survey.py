@@ -2,7 +2,9 @@
 made-up times.
 """
 
+import contextlib
 import dataclasses
+import multiprocessing
 import os
 import time
 
@@ -15,10 +17,10 @@ from tilewright.launch.table import plain
 from tilewright.ops import ALL, matmul, named, rms_norm
 from tilewright.testing import op_name
 from tilewright.testing.drawn import FITTING_SEEDS
-from tilewright.tune import raw
+from tilewright.tune import raw, survey as surveying
 from tilewright.tune.command import pack_command, survey_command, tune
 from tilewright.tune.store import Store
-from tilewright.tune.survey import PASS, Task, drawn_tasks, sampled, survey
+from tilewright.tune.survey import PASS, Part, Task, drawn_tasks, in_parts, sampled, survey
 
 
 def timed(rows: int, us: float | None, **more) -> raw.Timed:
@@ -56,6 +58,54 @@ def test_raw_times_change_no_other_file_and_wait_for_none(tmp_path):
     for call in (lambda: log.add([timed(1, 2.5)]), lambda: raw.read(tmp_path, "H200", "rms_norm")):
         with pytest.raises(OSError, match="must be a regular file, got a FIFO"):
             call()
+
+
+def test_processes_append_whole_rows(tmp_path):
+    """Each cuts off what a killed process left behind the last newline, which is another's row
+    while that is being written.
+    """
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=append_rows, args=(tmp_path, first)) for first in (0, 1000)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert sorted(row.problem["rows"] for row in raw.read(tmp_path, "H200", "rms_norm")) == [*range(200), *range(1000, 1200)]
+
+
+def append_rows(folder, first):
+    log = raw.Log(folder, "H200", "rms_norm")
+    for i in range(first, first + 200):
+        log.add([timed(i, 1.0)])
+
+
+class Noted(Part):
+    """Notes who it is, and ends with the code of its index."""
+
+    def run(self, console):
+        (self.folder / str(self.index)).write_text(str(self.parts))
+        return self.index
+
+
+def test_a_survey_in_parts_ends_with_the_worst_code(tmp_path, monkeypatch):
+    whole = Noted(["rope"], range(1000, 1001), tmp_path, torch.device("cpu"), 1, 0.0)
+    assert in_parts(whole, 3, quiet()) == 2
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
+
+
+def test_the_parts_of_a_survey_share_its_problems(tmp_path, monkeypatch):
+    timed_by: list[list[object]] = []
+    monkeypatch.setattr(surveying, "Gpu", lambda where, **how: contextlib.nullcontext(MadeUp()))
+    monkeypatch.setattr(surveying, "survey", lambda tasks, *rest, **options: timed_by.append([task.problem for task in tasks]) or 0)
+    whole = Part(["rope", "matmul"], range(1000, 1001), tmp_path, torch.device("cpu"), 1, 0.0)
+    whole.run(quiet())
+    for index in range(3):
+        monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
+        dataclasses.replace(whole, index=index, parts=3).run(quiet())
+    alone, *parts = timed_by
+    assert len(alone) == PASS["rope"] + PASS["matmul"]
+    assert sorted(map(str, alone)) == sorted(str(problem) for part in parts for problem in part)
 
 
 def test_packing_is_deterministic_small_and_keeps_the_last_time(tmp_path, capsys):

@@ -16,6 +16,7 @@ from rich.table import Table
 from .. import ops
 from ..bench.report import case_name
 from ..bench.results import geomean
+from ..interpret.threads import cores
 from ..launch import Device, argument_error, decision_of, forget_plans, require_gpu, table as tables
 from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
@@ -26,9 +27,10 @@ from ..testing.problems import Task, of_file
 from . import raw
 from .search import Found, Workbench, asked, row_key, search
 from .store import Store, encoded
-from .survey import PASS, drawn_tasks, survey
+from .survey import PASS, Part, in_parts
 from .workbench import Gpu
 
+MOST_PROCESSES, CORES_EACH = 4, 4  # of a survey, by default
 AHEAD = 2  # problems whose configs compile while another is timed
 
 
@@ -90,12 +92,15 @@ def survey_command(
     jobs: int | None = None,
     device: str = "cuda",
     seed: int = FITTING_SEEDS[0],
+    processes: int | None = None,
     console: Console | None = None,
 ) -> int:
     """Times many configs of drawn problems of `names` (all ops by default) and keeps every time.
 
     names: of ops, or of kinds of problems such as "matmul few".
-    folder: of the raw times; by default the user's. seconds, jobs: as in `tune_command`.
+    folder: of the raw times; by default the user's. seconds: as in `tune_command`.
+    processes: that share the GPU and take turns on it; by default one for every four cores, four at
+        most. jobs: compiler processes of each; by default its share of the cores.
     seed: the first of FITTING_SEEDS to draw with. To add to the times that ship, begin behind
         theirs.
     Returns: as `tune_command`.
@@ -108,11 +113,9 @@ def survey_command(
     kinds = [kind for kind in PASS if not names or kind in names or kind.partition(" ")[0] in names]
     if seed not in FITTING_SEEDS:
         raise ValueError(f"--seed must be one of {FITTING_SEEDS[0]} to {FITTING_SEEDS[-1]}, which nothing is judged by, got {seed}")
-    where = _gpu(device)
-    with Gpu(where, jobs=jobs) as bench:
-        console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}")
-        tasks = drawn_tasks(kinds, bench.device, range(seed, FITTING_SEEDS.stop))
-        return survey(tasks, bench, folder or raw.user_folder(), console, until=until)
+    whole = Part(kinds, range(seed, FITTING_SEEDS.stop), folder or raw.user_folder(), _gpu(device), jobs, until)
+    parts = processes or max(1, min(MOST_PROCESSES, cores() // CORES_EACH))
+    return whole.run(console) if parts == 1 else in_parts(whole, parts, console)
 
 
 def _gpu(device: str) -> torch.device:

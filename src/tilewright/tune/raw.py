@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from filelock import FileLock
 
 from ..launch.files import open_regular, open_to_append, replace_file
 from ..launch.identity import cache_folder
@@ -62,9 +63,11 @@ class Log:
         self.path = _stem(folder, gpu, op).with_suffix(".jsonl")
 
     def add(self, rows: Iterable[Timed]) -> None:
-        """Appends rows; when this returns they are in the file."""
+        """Appends rows; when this returns they are in the file. Several processes may do so."""
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
-        with open_to_append(self.path) as file:
+        lock = cache_folder() / f"raw-{self.path.parent.name}-{self.path.stem}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock), open_to_append(self.path) as file:
             _cut(file)
             file.write(lines)
 

@@ -7,22 +7,29 @@ compile; the first to be compiled is timed next. The last line says where the ti
 """
 
 import dataclasses
+import multiprocessing
 import random
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from ..interpret.threads import cores
 from ..launch import Device, decision_of
+from ..launch.parent import end_with_parent
 from ..launch.table import digest_of, plain
 from ..select.neighbours import size_names
 from ..testing.drawn import FITTING_SEEDS, draw, mixed, op_of_kind
 from . import raw
 from .search import Workbench, asked
+from .workbench import Gpu
 
 # Problems of a pass, by kind, and the most configs of one problem.
 PASS = {
@@ -98,6 +105,56 @@ def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FIT
             if configs:
                 chosen = sampled(configs, MOST.get(kind, MOST_CONFIGS), f"{seed} {wanted}")
                 yield Task(kind, op, problem, wanted, chosen, frozenset(chosen) - frozenset(op.space(wanted, device)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one of `parts` processes does of a survey: every parts-th problem from the index-th on.
+
+    A config's first call keeps its process busy for some 0.3 s. So one process times three configs
+    a second, and four, which take turns on the GPU, fourteen (H200).
+
+    where: the GPU. jobs: compiler processes, None for a share of the cores. until: on
+        time.monotonic; nothing is begun later.
+    """
+
+    kinds: Sequence[str]
+    seeds: range
+    folder: Path
+    where: torch.device
+    jobs: int | None
+    until: float
+    index: int = 0
+    parts: int = 1
+
+    def run(self, console: Console) -> int:
+        """Times it, here. Returns the exit code of `survey`."""
+        if self.index:  # a child begins with the first GPU
+            torch.cuda.set_device(self.where)
+        jobs = self.jobs or max(1, (cores() - 1) // self.parts)
+        with Gpu(self.where, jobs=jobs, sharers=self.parts - 1) as bench:
+            if self.index == 0:
+                console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}, in {self.parts} processes")
+            tasks = islice(drawn_tasks(self.kinds, bench.device, self.seeds), self.index, None, self.parts)
+            return survey(tasks, bench, self.folder, console, until=self.until)
+
+    def run_as_child(self) -> None:
+        """Times it in a process that ends with its parent."""
+        end_with_parent()
+        sys.exit(self.run(Console(soft_wrap=True, highlight=False)))
+
+
+def in_parts(whole: Part, parts: int, console: Console) -> int:
+    """A survey in so many processes, this one among them. Returns the worst exit code."""
+    context = multiprocessing.get_context("spawn")  # not by fork: this process may hold a CUDA context
+    mine, *others = (dataclasses.replace(whole, index=i, parts=parts) for i in range(parts))
+    children = [context.Process(target=other.run_as_child) for other in others]
+    for child in children:
+        child.start()
+    found = mine.run(console)
+    for child in children:
+        child.join()
+    return max(found, *(1 if (child.exitcode or 0) < 0 else child.exitcode or 0 for child in children), 0)
 
 
 def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Console, *, until: float) -> int:

@@ -42,10 +42,12 @@ class Gpu:
 
     submit: runs a function in the background, as `ProcessPoolExecutor.submit` does. By default in
         one process per core but one.
+    sharers: processes that share the GPU's memory with this one.
     """
 
-    def __init__(self, where: torch.device, *, jobs: int | None = None, submit: Callable[..., Built] | None = None) -> None:
+    def __init__(self, where: torch.device, *, jobs: int | None = None, submit: Callable[..., Built] | None = None, sharers: int = 0) -> None:
         self.where = where
+        self._kept_bytes = KEPT_BYTES // (1 + sharers)
         self.device = Device.of(torch.empty(0, device=where))
         self._ahead = Ahead(self.device, jobs=jobs, submit=submit)
         self.compiler = compiler()
@@ -95,7 +97,7 @@ class Gpu:
         alone = FileLock(folder / f"timing-{torch.cuda.get_device_properties(self.where).uuid}.lock")
         with torch.inference_mode():
             yield GpuClock(op, problem, self.where, self.device, alone)
-        if torch.cuda.memory_reserved(self.where) > KEPT_BYTES:
+        if torch.cuda.memory_reserved(self.where) > self._kept_bytes:
             torch.cuda.empty_cache()
 
     def check(self, op: ModuleType, problem: Any, config: Any) -> list[Accuracy]:
