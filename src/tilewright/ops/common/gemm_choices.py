@@ -17,7 +17,6 @@ from ...launch import Device, next_pow2
 from ...select import Work
 from . import gemm_tiles as known
 from .scaling import FP8, GROUP, Scaling
-from .tiles import START_UNIT
 
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
 PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -228,15 +227,6 @@ def use_pdl(g: Gemm, c: Tile, device: Device, blocks: int, parts: int = 1) -> bo
         return True
     flops = 2.0 * g.batch * g.m * g.n * g.k * g.dtype.itemsize / 2  # 8-bit operands take half of the time
     return flops * device.memory_gbs > g.size_bytes * device.tflops * 1e3
-
-
-def may_move(g: Gemm, c: Tile, device: Device) -> bool:
-    """Whether the last rows of tiles hang over the end, where a TMA unit fills in zeros, and could
-    begin earlier (`tile_start`). Columns that hang over cost nothing: few blocks have them (H200).
-    """
-    by_tma = device.is_cpu or (device.has_pdl and g.loads_wide(device))
-    rows, columns = c.tile_shape
-    return by_tma and g.m > rows and -g.m % rows >= START_UNIT and rows % START_UNIT == 0 and columns % START_UNIT == 0
 
 
 # ------------------------------------------------------------------------------------------- tables

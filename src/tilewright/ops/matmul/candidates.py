@@ -11,13 +11,12 @@ import torch
 from ...launch import Device
 from ...select import Choices, Work
 from ..common import gemm_choices
-from ..common.gemm_choices import MOST_FEW_WAVES, begins_all, changed, may_move, tiles_for
+from ..common.gemm_choices import begins_all, tiles_for
+from ..common.moved_tiles import may_move, with_moved
 from ..common.pdl import whole_tiles
 from ..common.scaling import FAST_SUM, FP8, GROUP, Scaling
 from .decision import Config, Problem, plan
 from .gathered_kernel import UNIT
-
-WIDE_STORES = 16  # elements: the rows of an output that moved tiles write many elements of at once
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -25,23 +24,15 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if p.m == 1 and p.k <= 4096 and p.trans_b and not p.trans_a and p.dtype.itemsize == 2 and not device.is_cpu:  # as in rms_norm_matmul
         yield from (Config(1, n, k, dot=True, latency=8, num_ctas=1, occupancy=o, num_worker_warps=4) for n, k, o in whole_tiles(p.k))
     g = p.gemm
-    for c in tiles_for(g, device, Config):
-        yield c
-        # In more waves others hide a slow tile, and each pays for the stores (H200, notes/LOG.md).
-        few = device.is_cpu or g.tiles(c) <= MOST_FEW_WAVES * c.resident(device)
-        if few and may_move(g, c, device) and legal(p, moved := changed(c, moved=True), device):
-            yield moved
+    yield from with_moved(tiles_for(g, device, Config), g, device, lambda c: legal(p, c, device))
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """What the kernels can do: see their docstrings."""
     if p.dtype in FP8 and c.dot:
         return False
-    if c.moved:
-        # Stores of a cluster that shares rows are narrow, and spill.
-        other = p.fused or c.dot or c.gathered or c.persistent or c.split_k > 1 or ((c.num_ctas or 1) > 1 and not c.swap_ab)
-        if other or p.dtype.itemsize != 2 or p.n % WIDE_STORES or not may_move(p.gemm, c, device):
-            return False
+    if c.moved and (p.fused or c.dot or c.gathered or c.split_k > 1 or not may_move(p.gemm, c, device)):
+        return False
     if c.extra_n and (p.has_epilogue or not begins_all(p.gemm, c)):
         return False
     if p.scaling is Scaling.BLOCK:
