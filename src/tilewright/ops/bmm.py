@@ -141,7 +141,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """What the launch asks for."""
-    return gemm_choices.work(p.gemm, c, device)
+    return gemm_choices.work(p.gemm, c, device, tails=True)
 
 
 def family(p: Problem, c: Config) -> str:
