@@ -1,19 +1,23 @@
 """Tests special to `bmm`: layouts, broadcasting, scales, messages."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from tilewright import bmm
-from tilewright.launch import Device, counted
+from tilewright import bmm, interpret
+from tilewright.compile.disassemble import disassemble
+from tilewright.compile.job import Job
+from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import bmm as op
 from tilewright.ops.bmm import Config, Problem
 from tilewright.ops.common.scaling import Scaling, dequantize, empty_scales, random_scales, scale_shapes, scaling_of
-from tilewright.testing import check_op
+from tilewright.testing import check_op, run_op
 
 CPU = torch.device("cpu")
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+H200 = Device.named("H200")
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 KINDS = (Scaling.TENSOR, Scaling.ROW, Scaling.BLOCK)
 
 
@@ -36,6 +40,84 @@ def test_an_uneven_tile_may_be_cut_anywhere(trans_a, trans_b, persistent, swap_a
         check_op(op, Problem(2, m, n, 52, BF16, trans_a, trans_b, one_b=m == 28), CPU, config)
     assert not op.legal(Problem(2, 16, 32, 52), config, Device.named("H200"))
     assert not op.legal(Problem(2, 64, 64, 64, E4M3, trans_b=True, scaling=Scaling.ROW), config, Device.named("H200"))
+
+
+MOVED = {
+    "whole": Config(16, 32, 32, group=2, moved=True),
+    "weights first": Config(16, 32, 32, swap_ab=True, moved=True),
+    "uneven": Config(16, 32, 32, group=2, extra_n=16, moved=True),
+    "uneven, weights first": Config(16, 32, 32, extra_n=8, swap_ab=True, moved=True),
+    "three sums": Config(16, 16, 32, group=2, extra_n=24, moved=True),
+}
+
+
+@pytest.mark.parametrize("config", MOVED.values(), ids=MOVED)
+@pytest.mark.parametrize(("trans_a", "trans_b"), list(product((False, True), repeat=2)))
+def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, trans_b):
+    """Sizes that hang over in one direction and in both, by a multiple of START_UNIT and not; one
+    matrix for all. An element that two blocks write, also one of the next matrix, is a race.
+    """
+    sizes = ((37, 80), (24, 112), (50, 176), (26, 64), (55, 208))
+    problems = [Problem(3, m, n, 70, BF16, trans_a, trans_b, one_a=m == 37, one_b=m == 50, out_dtype=FP32 if m > 37 else BF16) for m, n in sizes]
+    problems = [problem for problem in problems if op.legal(problem, config, Device.named("CPU"))]
+    assert len(problems) > 2
+    for problem in problems:
+        with interpret.checking(races=True, unwritten=True, order=3):
+            check_op(op, problem, CPU, config)
+
+
+def test_moved_tiles_write_an_output_whose_axes_lie_in_any_order():
+    inputs = Problem(3, 37, 80, 70, BF16).inputs(CPU)
+    out = torch.empty(37, 3, 80, dtype=BF16).transpose(0, 1)
+    with forced_config(op.plan, MOVED["uneven"]), interpret.checking(races=True, unwritten=True, order=3):
+        bmm(**inputs, out=out)
+    torch.testing.assert_close(out, bmm(**inputs))
+
+
+def test_tiles_move_where_rows_hang_over_on_a_gpu_with_tma():
+    long, even = Problem(9, 336, 416, 1920), Problem(9, 384, 416, 1920)
+    assert [c for c in op.space(long, H200) if c.moved]
+    assert not [c for c in op.space(even, H200) if c.moved and 384 % c.tile_shape[0] == 0]
+    assert not [c for c in op.space(long, Device.named("A100")) if c.moved], "its loads leave out what is not there"
+    assert not [c for c in op.CHOICES.candidates(replace(long, n=424), H200) if c.moved], "stores of rows off 32 bytes are narrow"
+    assert not [c for c in op.CHOICES.candidates(replace(long, batch=900), H200) if c.moved], "in many waves others hide a slow tile"
+    assert not [c for c in op.CHOICES.candidates(replace(long, dtype=E4M3, trans_b=True, scaling=Scaling.ROW), H200) if c.moved]
+    plain = Config(128, 128, 64, num_ctas=1, moved=True)
+    assert op.legal(long, plain, H200)
+    for choices in ({"persistent": True}, {"num_ctas": 2}, {"tile_m": 64, "extra_n": 4}, {"tile_m": 512}):
+        assert not op.legal(long, replace(plain, **choices), H200), choices
+
+
+def test_wide_moved_tiles_of_fp32_spill_and_are_not_legal():
+    problem, widest = Problem(5, 600, 384, 1000, torch.float16, out_dtype=FP32), Config(128, 256, 64, extra_n=128, moved=True)
+    assert not op.legal(problem, widest, H200)
+    assert op.legal(replace(problem, out_dtype=torch.float16), widest, H200)
+    wide = replace(widest, extra_n=0)
+    assert op.legal(problem, wide, H200)
+    assert not op.legal(problem, wide, Device.named("B200"))
+
+
+@pytest.mark.parametrize(
+    ("config", "out_dtype"),
+    [
+        (Config(128, 128, 64, num_ctas=1, num_worker_warps=4, moved=True), BF16),
+        (Config(128, 256, 64, num_ctas=1, num_worker_warps=8, latency=4, moved=True), FP32),
+        (Config(128, 128, 64, num_ctas=1, num_worker_warps=4, extra_n=16, swap_ab=True, moved=True), BF16),
+        (Config(128, 256, 64, num_ctas=1, num_worker_warps=8, latency=4, extra_n=16, moved=True), FP32),
+    ],
+    ids=["plain", "fp32", "uneven, weights first", "uneven, fp32"],
+)
+def test_moved_tiles_keep_tma_and_wide_stores_and_do_not_spill(config, out_dtype):
+    problem = Problem(4, 344, 528, 1000, out_dtype=out_dtype)
+    assert op.legal(problem, config, H200)
+    with traced(H200) as launches:
+        run_op(op, problem.inputs(torch.device("meta")), config)
+    found = disassemble(Job.of(launches[0], "sm_90").build())
+    assert not found.spills
+    assert found.count("UTMALDG") >= 2
+    assert not found.count("LDG")
+    tile_m, tile_n = config.tile_shape
+    assert found.count("STG") <= tile_m * tile_n * out_dtype.itemsize // (16 * 32 * config.num_worker_warps)  # of 16 bytes a thread
 
 
 @pytest.mark.parametrize("scaling", KINDS)

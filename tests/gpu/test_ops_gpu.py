@@ -42,16 +42,22 @@ def test_real_shapes_are_as_accurate_as_torch(op, problem, gpu):
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [ops.matmul.Problem(300, 1040, 520, torch.bfloat16, bias=True), ops.matmul.Problem(77, 208, 1000, torch.float16, trans_b=False)],
-    ids=["weights", "columns"],
+    ("op", "problem"),
+    [
+        (ops.matmul, ops.matmul.Problem(300, 1040, 520, torch.bfloat16, bias=True)),
+        (ops.matmul, ops.matmul.Problem(77, 208, 1000, torch.float16, trans_b=False)),
+        (ops.bmm, ops.bmm.Problem(3, 300, 1040, 544, torch.bfloat16, trans_b=True, one_b=True)),
+        (ops.bmm, ops.bmm.Problem(9, 77, 208, 992, torch.float16, one_a=True, out_dtype=torch.float32)),
+        (ops.bmm, ops.bmm.Problem(5, 608, 384, 992, torch.float16, trans_a=True, out_dtype=torch.float16)),
+    ],
+    ids=["weights", "columns", "bmm-weights", "bmm-columns", "bmm-rows"],
 )
-def test_products_whose_last_tiles_begin_earlier(problem, gpu):
+def test_products_whose_last_tiles_begin_earlier(op, problem, gpu):
     device = Device.of(torch.empty(0, device=gpu))
-    configs = [config for config in ops.matmul.CHOICES.candidates(problem, device) if config.moved]
+    configs = [config for config in op.CHOICES.candidates(problem, device) if config.moved]
     assert configs or not device.has_pdl
     for config in configs[::3]:
-        check_op(ops.matmul, problem, gpu, config)
+        check_op(op, problem, gpu, config)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0 or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")

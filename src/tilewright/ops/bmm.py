@@ -22,6 +22,7 @@ from ..launch import FLOATS, HALVES, Cost, Device, Launch, argument_error, check
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
+from .common.moved_tiles import may_move, with_moved
 from .common.pdl import pdl_overlap
 from .common.scaling import (
     BLOCK,
@@ -46,7 +47,11 @@ from .common.scaling import (
     scaling_of,
     torch_product,
 )
-from .common.tiles import ZERO, grouped_tile, widths_of, zeros_of
+from .common.tiles import START_UNIT, ZERO, grouped_tile, store_own_of, tile_start, widths_of, zeros_of
+
+# Bytes that a block writes of a moved tile, by architecture. With more, which fp32 outputs have,
+# tileiras 13.4 spills, and on sm_90 loads without TMA.
+MOST_MOVED, MOST_MOVED_ELSEWHERE = {"sm_90": 160 << 10}, 64 << 10
 
 
 def reference(
@@ -124,16 +129,31 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config(Uneven):
-    """One way to compute it: a tile; `group` is inside one matrix of the batch."""
+    """One way to compute it: a tile; `group` is inside one matrix of the batch.
+
+    moved: the last tiles of a matrix begin earlier, so that they end with it.
+    """
+
+    moved: bool = False
+
+    def bytes_of(self, dtype: torch.dtype) -> int:
+        """Of what a block writes of a tile."""
+        tile_m, tile_n = self.tile_shape
+        return tile_m * tile_n * dtype.itemsize // (self.num_ctas or 1)
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    """The tiles of every product."""
-    return tiles_for(p.gemm, device, Config)
+    """The tiles of every product, moved too."""
+    g = p.gemm
+    yield from with_moved(tiles_for(g, device, Config), g, device, lambda c: legal(p, c, device))
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """Block scales: a step lies in one group of k. Uneven: there is something for both parts."""
+    if c.moved:
+        fits = c.bytes_of(p.out_dtype) <= MOST_MOVED.get(device.arch, MOST_MOVED_ELSEWHERE)
+        if not fits or not may_move(p.gemm, c, device):
+            return False
     if c.extra_n and (p.scaling or not begins_all(p.gemm, c)):
         return False
     return p.scaling is not Scaling.BLOCK or c.tile_k <= GROUP
@@ -141,7 +161,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     """What the launch asks for."""
-    return gemm_choices.work(p.gemm, c, device, tails=True)
+    return gemm_choices.work(p.gemm, c, device, tails=not c.moved)
 
 
 def family(p: Problem, c: Config) -> str:
@@ -191,6 +211,7 @@ def bmm_kernel(
     FAST_ACC: ct.Constant[bool],
     EVEN_M: ct.Constant[bool],
     EVEN_N: ct.Constant[bool],
+    MOVED: ct.Constant[bool],
     PERSISTENT: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
@@ -207,32 +228,38 @@ def bmm_kernel(
         with SWAP_AB than TILE_M, and an accumulator for each power of two of them; without SCALING.
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b, and BLOCK scales may be loaded
         unchecked.
+    MOVED: tiles of the last row and column of a matrix end with it (`tile_start`), and write
+        nothing of what they share with the ones in front of them; without SCALING, not PERSISTENT.
     """
     pdl_overlap(PERSISTENT)
     first, second, TRANS_1, TRANS_2 = (b, a, not TRANS_B, not TRANS_A) if SWAP_AB else (a, b, TRANS_A, TRANS_B)
     FIRST, SECOND = (TILE_N, TILE_M) if SWAP_AB else (TILE_M, TILE_N)
     AXIS, length = 1 if SWAP_AB else 2, SECOND + EXTRA  # of out, the side of the second operand
-    tiles_m, tiles_n = ct.cdiv(out.shape[1], length if SWAP_AB else TILE_M), ct.cdiv(out.shape[2], TILE_N if SWAP_AB else length)
-    rows_1 = _rows(first, 0, FIRST, TILE_K, TRANS_1, FIRST)
+    height, width = (length, TILE_N) if SWAP_AB else (TILE_M, length)
+    tiles_m, tiles_n = ct.cdiv(out.shape[1], height), ct.cdiv(out.shape[2], width)
+    rows_1 = _rows(first, 0, FIRST, TILE_K, TRANS_1, START_UNIT if MOVED else FIRST)
     views: tuple = ()
     START = 0
     for ROWS in ct.static_iter(widths_of(SECOND, EXTRA)):
-        views = (*views, (_rows(second, START, ROWS, TILE_K, not TRANS_2, length), START, ROWS))
+        views = (*views, (_rows(second, START, ROWS, TILE_K, not TRANS_2, START_UNIT if MOVED else length), START, ROWS))
         START = START + ROWS
 
     def one_tile(index):
         i = index // (tiles_m * tiles_n)
         tile_m, tile_n = grouped_tile(index - i * (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         tile_1, tile_2 = (tile_n, tile_m) if SWAP_AB else (tile_m, tile_n)
+        start_1, start_2 = tile_start(tile_1, FIRST, out.shape[3 - AXIS]), tile_start(tile_2, length, out.shape[AXIS])  # if MOVED
+        at_1, at_2 = (start_1 // START_UNIT, start_2 // START_UNIT) if MOVED else (tile_1, tile_2)  # in the views
         i_1, i_2 = min(i, first.shape[0] - 1), min(i, second.shape[0] - 1)
 
         def summed(step, accs):
-            x = _operand(rows_1, i_1, tile_1, step, FIRST, TILE_K, TRANS_1, LATENCY)
+            x = _operand(rows_1, i_1, at_1, step, FIRST, TILE_K, TRANS_1, LATENCY)
             found: tuple = ()
             for j in ct.static_iter(range(len(accs))):
                 view, START, ROWS = views[j]
-                tile = min(tile_2, ct.cdiv(out.shape[AXIS] - START, length) - 1) if START else tile_2  # the last tile may be cut before this part
-                y = _operand(view, i_2, tile, step, ROWS, TILE_K, not TRANS_2, LATENCY).transpose()
+                # The last tile may be cut before this part.
+                at = min(at_2, ct.cdiv(out.shape[AXIS] - START, length) - 1) if START and not MOVED else at_2
+                y = _operand(view, i_2, at, step, ROWS, TILE_K, not TRANS_2, LATENCY).transpose()
                 if SCALING == BLOCK:
                     group = step * TILE_K // GROUP
                     rows = group_scales(scale_a, min(i, a.shape[0] - 1), group, tile_m, TILE_M, LATENCY, EVEN_M)
@@ -258,7 +285,10 @@ def bmm_kernel(
                 acc = scaled(acc, *((columns, rows) if SWAP_AB else (rows, columns)))
             if SWAP_AB:
                 acc = acc.transpose()
-            if EXTRA:
+            if MOVED:
+                row, column = (start_2 + views[j][1], start_1) if SWAP_AB else (start_1, start_2 + views[j][1])
+                store_own_of(out, i, acc, row, tile_m * height, column, tile_n * width)
+            elif EXTRA:
                 _store_strip(out, i, tile_m, tile_n, acc, AXIS, views[j][1], length)
             else:
                 ct.store(out, (i, tile_m, tile_n), acc.astype(out.dtype).reshape((1, TILE_M, TILE_N)))
@@ -272,7 +302,7 @@ def bmm_kernel(
 
 def _rows(matrix, START, ROWS, TILE_K, TRANSPOSED, STRIDE):
     """A view of a matrix [batch, rows, k], or TRANSPOSED [batch, k, rows]: tiles of ROWS rows that
-    begin at row START and are STRIDE rows apart.
+    begin at row START and every STRIDE rows from there.
     """
     if TRANSPOSED:
         part = matrix.slice(2, START, matrix.shape[2])

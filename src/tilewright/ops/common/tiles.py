@@ -70,6 +70,14 @@ def store_own(out, tile, row, own_row, column, own_column):
     ct.scatter(out, (rows, columns), tile.astype(out.dtype), mask=own, check_bounds=False)
 
 
+def store_own_of(out, i, tile, row, own_row, column, own_column):
+    """As `store_own`, in the i-th matrix of `out`."""
+    rows = ct.expand_dims(row + ct.arange(tile.shape[0], dtype=ct.int32), 1)
+    columns = ct.expand_dims(column + ct.arange(tile.shape[1], dtype=ct.int32), 0)
+    own = (rows >= own_row) & (rows < out.shape[1]) & (columns >= own_column) & (columns < out.shape[2])
+    ct.scatter(out, (i, rows, columns), tile.astype(out.dtype), mask=own, check_bounds=False)
+
+
 def load_tile(array, index, shape, padding, whole, latency, tma):
     """A tile of an array. whole: it lies inside, so nothing is checked or padded (tileiras 13.4
     fails if given a padding it does not need).
