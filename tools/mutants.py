@@ -286,7 +286,7 @@ MUTANTS = [
     Mutant("ops/bmm.py", "blocks = min(tiles, c.resident(device)) if c.persistent else tiles\n", "blocks = min(tiles, c.resident(device)) if c.persistent else tiles - 1 or 1\n", of_op("bmm")),
     Mutant("ops/bmm.py", "if START and not MOVED else at_2", "if START else at_2", "cpu/test_bmm.py"),
     Mutant("ops/common/tiles.py", "(columns >= own_column) & (columns < out.shape[2])", "(columns < out.shape[2])", "cpu/test_bmm.py"),
-    Mutant("ops/common/moved_tiles.py", "-g.m % rows >= START_UNIT and", "", "cpu/test_matmul.py cpu/test_bmm.py"),
+    Mutant("ops/common/gemm_candidates.py", "-g.m % rows >= START_UNIT and", "", "cpu/test_matmul.py cpu/test_bmm.py"),
     Mutant("ops/grouped_gemm/decision.py", '{"panels": ((3, 1 + panels), torch.int32)}', '{"panels": ((3, panels), torch.int32)}', of_op("grouped_gemm")),
     Mutant("ops/grouped_gemm/decision.py", "tiles = panels * -(-p.n // c.tile_n)", "tiles = panels * (p.n // c.tile_n or 1)", of_op("grouped_gemm")),
     Mutant("ops/grouped_gemm/__init__.py", "return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)", "return torch.bfloat16 if a.dtype in FP8 else a.dtype", of_op("grouped_gemm")),

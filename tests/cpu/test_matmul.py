@@ -115,12 +115,50 @@ def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, 
             check_op(op, problem, CPU, config)
 
 
+@pytest.mark.parametrize("scaling", [Scaling.NONE, Scaling.TENSOR, Scaling.ROW])
+@pytest.mark.parametrize("config", [*MOVED.values(), Config(16, 32, 1024, moved=True, fast_runs=True)], ids=[*MOVED, "runs"])
+def test_the_last_tiles_of_codes_begin_earlier(config, scaling):
+    k = 9000 if config.fast_runs else 112
+    problems = [Problem(m, n, k, torch.float8_e4m3fn, bias=m > 20, scaling=scaling) for m, n in ((37, 80), (24, 112), (55, 208))]
+    problems = [problem for problem in problems if op.CHOICES.legal(problem, config, Device.named("CPU"))]
+    assert problems
+    for problem in problems:
+        with interpret.checking(races=True, unwritten=True, order=3):
+            check_op(op, problem, CPU, config)
+
+
+@pytest.mark.parametrize("extra_n", [0, 16])
+def test_blocks_that_share_a_long_k_of_codes_sum_in_the_tensor_core(extra_n):
+    """8-bit products have short sums there, which are enough up to 8192 of k; fp32 adds the
+    shares.
+    """
+    long = Problem(40, 512, 16000, torch.float8_e4m3fn, scaling=Scaling.ROW)
+    config = Config(32, 128, 256, swap_ab=True, extra_n=extra_n, split_k=2)
+
+    def sums(problem, split_k, device=H200):
+        return op.plan(problem, replace(config, split_k=split_k), device)[0].constants["fast_acc"]
+
+    assert sums(long, 2)
+    assert not sums(long, 1)
+    assert not sums(replace(long, k=20000), 2)
+    assert sums(replace(long, k=20000), 3)
+    assert not sums(replace(long, out_dtype=FP32), 2)
+    assert not sums(replace(long, n=128 * 140), 2), "a tile in front of the last wave has all of k"
+    assert any(c.split_k > 1 and c.share(long.gemm, H200) <= 8192 for c in op.space(long, H200))
+    with interpret.checking(races=True, order=3):
+        check_op(op, replace(long, n=128), CPU, replace(config, split_k=3))
+
+
 def test_tiles_move_where_rows_hang_over_on_a_gpu_with_tma():
     long, even = Problem(418, 4096, 3424), Problem(512, 4096, 3424)
     assert [c for c in op.space(long, H200) if c.moved]
     assert not [c for c in op.space(even, H200) if c.moved and 512 % c.tile_shape[0] == 0]
     assert not [c for c in op.space(long, Device.named("A100")) if c.moved], "its loads leave out what is not there"
     assert not [c for c in op.space(replace(long, n=4100), H200) if c.moved], "stores of rows off 32 bytes are narrow"
+    codes = replace(long, dtype=torch.float8_e4m3fn, scaling=Scaling.ROW)
+    assert [c for c in op.space(codes, H200) if c.moved]
+    assert not [c for c in op.space(replace(codes, scaling=Scaling.BLOCK), H200) if c.moved]
+    assert not [c for c in op.space(replace(codes, trans_b=False), H200) if c.moved]
 
 
 @pytest.mark.parametrize("config", [Config(64, 64, 128, extra_n=64), Config(64, 64, 128, extra_n=64, split_k=3), Config(32, 128, 256)])

@@ -5,6 +5,7 @@ import torch
 
 from tilewright import ops
 from tilewright.launch import Device
+from tilewright.ops.common.scaling import Scaling
 from tilewright.testing import check_op, op_name, outputs, public_function, run_op, seeded_inputs
 from tilewright.testing.cases import cases
 from tilewright.testing.definitions.products import code_sums
@@ -46,11 +47,13 @@ def test_real_shapes_are_as_accurate_as_torch(op, problem, gpu):
     [
         (ops.matmul, ops.matmul.Problem(300, 1040, 520, torch.bfloat16, bias=True)),
         (ops.matmul, ops.matmul.Problem(77, 208, 1000, torch.float16, trans_b=False)),
+        (ops.matmul, ops.matmul.Problem(300, 1040, 528, torch.float8_e4m3fn, bias=True, scaling=Scaling.ROW)),
+        (ops.matmul, ops.matmul.Problem(340, 272, 8704, torch.float8_e5m2, scaling=Scaling.TENSOR)),
         (ops.bmm, ops.bmm.Problem(3, 300, 1040, 544, torch.bfloat16, trans_b=True, one_b=True)),
         (ops.bmm, ops.bmm.Problem(9, 77, 208, 992, torch.float16, one_a=True, out_dtype=torch.float32)),
         (ops.bmm, ops.bmm.Problem(5, 608, 384, 992, torch.float16, trans_a=True, out_dtype=torch.float16)),
     ],
-    ids=["weights", "columns", "bmm-weights", "bmm-columns", "bmm-rows"],
+    ids=["weights", "columns", "codes", "runs", "bmm-weights", "bmm-columns", "bmm-rows"],
 )
 def test_products_whose_last_tiles_begin_earlier(op, problem, gpu):
     device = Device.of(torch.empty(0, device=gpu))
@@ -58,6 +61,15 @@ def test_products_whose_last_tiles_begin_earlier(op, problem, gpu):
     assert configs or not device.has_pdl
     for config in configs[::3]:
         check_op(op, problem, gpu, config)
+
+
+@pytest.mark.parametrize(("m", "k"), [(3, 9000), (40, 16000), (130, 20000)])
+def test_products_of_codes_whose_blocks_share_a_long_k(m, k, gpu):
+    device, problem = Device.of(torch.empty(0, device=gpu)), ops.matmul.Problem(m, 512, k, torch.float8_e4m3fn, scaling=Scaling.ROW)
+    configs = [config for config in ops.matmul.CHOICES.candidates(problem, device) if problem.gemm.fast(config, device)]
+    assert configs or device.arch != "sm_90"
+    for config in configs[::3]:
+        check_op(ops.matmul, problem, gpu, config)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0 or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU")

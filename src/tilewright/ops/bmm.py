@@ -21,8 +21,8 @@ from torch import Tensor
 from ..launch import FLOATS, HALVES, Cost, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
-from .common.gemm_choices import Gemm, Uneven, begins_all, tiles_for, use_pdl
-from .common.moved_tiles import may_move, with_moved
+from .common.gemm_candidates import may_move, tiles_for, with_moved
+from .common.gemm_choices import Gemm, Uneven, begins_all, use_pdl
 from .common.pdl import pdl_overlap
 from .common.scaling import (
     BLOCK,
@@ -38,6 +38,7 @@ from .common.scaling import (
     fast_sum,
     group_scales,
     known_scaling,
+    most_fast,
     random_codes,
     random_scales,
     row_scales,
@@ -100,7 +101,7 @@ class Problem:
         """What it has in common with other products."""
         options: dict[str, Any] = {
             "scaling": self.scaling,
-            "fast": fast_sum(self.dtype, self.out_dtype, self.k),
+            "most_fast": most_fast(self.dtype, self.out_dtype),
             "matrices_b": 1 if self.one_b else self.batch,
         }
         size = self.m, self.n, self.k, self.dtype, self.cost().size_bytes
@@ -151,7 +152,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 def legal(p: Problem, c: Config, device: Device) -> bool:
     """Block scales: a step lies in one group of k. Uneven: there is something for both parts."""
     if c.moved:
-        fits = c.bytes_of(p.out_dtype) <= MOST_MOVED.get(device.arch, MOST_MOVED_ELSEWHERE)
+        fits = p.dtype.itemsize == 2 and c.bytes_of(p.out_dtype) <= MOST_MOVED.get(device.arch, MOST_MOVED_ELSEWHERE)
         if not fits or not may_move(p.gemm, c, device):
             return False
     if c.extra_n and (p.scaling or not begins_all(p.gemm, c)):

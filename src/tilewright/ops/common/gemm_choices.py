@@ -1,29 +1,22 @@
-"""What products have in common when a config is chosen: the fields of a tile, tables of tiles, and
-what a launch of them asks for.
+"""What products have in common when a config is chosen: the fields of a tile, and what a launch of
+tiles asks for.
 
-An op states its `Gemm` (the sizes) and its config, a `Tile` with further fields. `tiles_of` reads
-tables, `work` counts.
+An op states its `Gemm` (the sizes) and its config, a `Tile` with further fields. `work` counts;
+gemm_candidates.py lists tiles.
 """
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ...launch import Device, next_pow2
 from ...select import Work
-from . import gemm_tiles as known
-from .scaling import FP8, GROUP, Scaling
+from .scaling import FP8, Scaling
 
 STEPS_BYTES = 227 << 10  # of shared memory of an SM
-PARTS = (2, 3, 4, 5, 6, 8, 12, 16)
-LEAST_PART = 512  # of k
 WHOLE_GPCS = 7 / 8  # share of the SMs that clusters of more than two fill
-MOST_FEW_WAVES = 2
-MOST_SPLIT_WAVES = 8  # beyond, a last wave is not worth a second launch
 # A launch with PDL fills so much of the GPU's places, or its blocks read so few bytes (H200).
 FILLED, SHORT_READ = 0.95, 300 << 10
 AGAIN = 0.5  # share of a panel of b that comes from memory again for each further band of tile rows, where b does not fit L2
@@ -83,6 +76,10 @@ class Tile:
     def parts(self, g: "Gemm") -> int:
         """Blocks for a split tile, none of them without a step."""
         return 1
+
+    def share(self, g: "Gemm", device: Device) -> int:
+        """The most k that one block sums."""
+        return g.k
 
     def count(self, m: int, n: int) -> int:
         """Tiles of an output [m, n]."""
@@ -154,6 +151,12 @@ class Split(Uneven):
         """See Tile."""
         return filled_parts(-(-g.k // self.tile_k), self.split_k)
 
+    def share(self, g: "Gemm", device: Device) -> int:
+        """See Tile."""
+        if self.split_tiles(g, device) < g.tiles(self):
+            return g.k
+        return -(-(-(-g.k // self.tile_k)) // self.parts(g)) * self.tile_k
+
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
@@ -162,8 +165,8 @@ class Gemm:
 
     m: of unequal groups the mean. size_bytes: what the launch must move. matrices_b: how many b
         there are, `batch` by default.
-    fast: sums of 8-bit products stay in the tensor core. tf32: float32 operands are rounded for it.
-        gated: silu_mul stands behind.
+    most_fast: of how much k a sum of 8-bit products may stay in the tensor core. tf32: float32
+        operands are rounded for it. gated: silu_mul stands behind.
     """
 
     m: int
@@ -176,9 +179,15 @@ class Gemm:
     scaling: Scaling = Scaling.NONE
     trans_a: bool = False
     trans_b: bool = True
-    fast: bool = False
+    most_fast: int = 0
     tf32: bool = False
     gated: bool = False
+
+    def fast(self, c: Tile, device: Device) -> bool:
+        """Whether the sums of a block stay in the tensor core."""
+        if self.k <= self.most_fast or not self.most_fast or self.scaling is Scaling.BLOCK:
+            return self.k <= self.most_fast
+        return c.share(self, device) <= self.most_fast
 
     @property
     def k_major(self) -> bool:
@@ -229,117 +238,6 @@ def use_pdl(g: Gemm, c: Tile, device: Device, blocks: int, parts: int = 1) -> bo
     return flops * device.memory_gbs > g.size_bytes * device.tflops * 1e3
 
 
-# ------------------------------------------------------------------------------------------- tables
-C = TypeVar("C", bound=Tile)
-FLAGS = {"b": "swap_ab", "d": "dot", "g": "gathered", "r": "fast_runs"}
-HINTS = {"l": "latency", "c": "num_ctas", "o": "occupancy", "w": "num_worker_warps"}
-
-
-@cache
-def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
-    """Tiles like `128x256x64 8w 2c 2o 5l ps`: warps, blocks of a cluster, blocks an SM, latency;
-    then what may be done with it.
-
-    p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores, where k is the
-        last axis. g: gathered, where rows begin off 32 bytes. r: fast runs. f: only where all tiles
-        fit MOST_FEW_WAVES. o: only for one product, no batch. +16: extra_n.
-    b: swap_ab. A tile_m of 0 is as many rows as a has; u: rows, without b columns, are a sum of two
-        powers of two (`fitted_to`).
-    Left out: tiles with what `config` has no field for.
-    """
-    names, found = {field.name for field in fields(config)}, []
-    for entry in filter(None, (entry.split() for entry in text.split(","))):
-        size, *words = entry
-        how = next((word for word in words if word.isalpha()), "")
-        given: dict[str, Any] = {HINTS[word[-1]]: int(word[:-1]) for word in words if re.fullmatch(r"\d+[wcol]", word)}
-        given |= {"extra_n": int(word) for word in words if word.startswith("+")} | {FLAGS[letter]: True for letter in how if letter in FLAGS}
-        if given.keys() <= names:
-            tile_m, tile_n, tile_k = map(int, size.split("x"))
-            found.append((config(tile_m, tile_n, tile_k, **{"num_ctas": 1, **given}), how))
-    return tuple(found)
-
-
-def fitted_to(c: C, how: str, m: int, n: int) -> C | None:
-    """A tile_m of 0 becomes the rows there are, the next power of two, or with u half of it.
-
-    u: more rows beside them, without swap_ab columns, that pad least; None where tiles without pad
-    no more, and where columns fit one tile or are more than CUT.
-    """
-    if "u" not in how:
-        return c if c.tile_m else changed(c, tile_m=max(8, next_pow2(m)))
-    if not c.swap_ab and not c.tile_n < n <= known.CUT[1]:
-        return None
-    side, size, first = ("tile_m", m, c.tile_m or max(8, next_pow2(m)) // 2) if c.swap_ab else ("tile_n", n, c.tile_n)
-
-    def padded(length: int) -> int:
-        return -(-size // length) * length
-
-    more = min((16 << i for i in range(10) if 16 << i < first), key=lambda width: padded(first + width), default=first)
-    given: dict[str, Any] = {side: first, "extra_n": more}  # a config that has them: else `tiles_of` left it out
-    return changed(c, **given) if padded(first + more) < padded(first) else None
-
-
-@cache
-def changed(c: C, **fields_of: Any) -> C:
-    """`replace`, once for all problems: it takes half of the time of listing candidates."""
-    return replace(c, **fields_of)
-
-
-def tables(g: Gemm, device: Device, of: known.Tables = known.TABLES) -> str:
-    """The tiles that may be worth timing, as text: of the first kind of operands that the
-    architecture has tiles for.
-    """
-    kinds = ["gated", "wide"] if g.gated else ["wide"]
-    if g.dtype in FP8:
-        fast = "row" if g.scaling is Scaling.ROW else "fp8"
-        kinds = ["block" if g.scaling is Scaling.BLOCK else fast if g.fast else "precise", "fp8"] if g.k_major else ["turned"]
-    if g.dtype is torch.float32:
-        kinds = ["tf32" if g.tf32 else "float32"]
-    if not g.loads_wide(device):
-        kinds = [f"narrow {kinds[-1]}", "narrow"]
-    rows = next((of[device.arch][kind] for kind in kinds if kind in of[device.arch]), ())
-    return ", ".join(tiles for least, most, tiles in rows if least <= g.m <= most)
-
-
-def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
-    """The tiles of `tables` that fit the rows: each as it is, persistent where there is more than a
-    wave, and with the last wave split. On a CPU those of `cpu_tiles`.
-    """
-    if device.is_cpu:
-        yield from cpu_tiles(g, config)
-        return
-    tallest = max(64, next_pow2(g.m))
-    for found, how in tiles_of(tables(g, device), config):  # type: ignore[arg-type]  # a class is hashable
-        c = fitted_to(found, how, g.m, g.n)
-        if c is None or c.tile_m > tallest or (c.tile_shape[0] < g.m <= known.FEW and device.arch == "sm_90"):
-            continue
-        tiles, resident = g.tiles(c), c.resident(device)
-        if ("d" in how and not g.k_major) or ("g" in how and g.pitch % 32 == 0):
-            continue
-        if ("f" in how and tiles > MOST_FEW_WAVES * resident) or ("o" in how and g.batch > 1):
-            continue
-        yield c
-        # One row: its launch could not be early (a decode step of Llama-3.2-1B on an H200: 895 us,
-        # 957 with persistent blocks).
-        if "p" in how and g.m * g.batch > 1 and tiles > resident:
-            yield changed(c, persistent=True)
-        left = tiles % resident
-        if "s" in how and isinstance(c, Split) and left and tiles < MOST_SPLIT_WAVES * resident:
-            fitting = [parts for parts in PARTS if parts * left <= 2 * resident and parts * LEAST_PART <= g.k]
-            fitting.sort(key=lambda parts: -(-parts * left // resident) / parts)  # how long the last wave takes
-            yield from (changed(c, split_k=parts) for parts in fitting[:2])
-
-
-def cpu_tiles(g: Gemm, config: type[C]) -> Iterator[C]:
-    """Few, large tiles: each step of the interpreter is a numpy call, and padding is copied and
-    multiplied like data.
-    """
-    even = g.n & -g.n  # the largest power of two that divides n
-    tile_n = 4096 if g.n >= 1 << 14 else min(max(even, 128), 512)
-    tile_k = GROUP if g.scaling is Scaling.BLOCK else next_pow2(min(g.k, 2048))
-    yield config(next_pow2(min(g.m, 512)), min(tile_n, next_pow2(g.n)), tile_k, persistent=True)
-
-
 # ------------------------------------------------------------------------------------------- counts
 @cache
 def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bool, gated: bool) -> tuple[tuple[str, ...], float]:
@@ -369,7 +267,7 @@ def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bo
     more: tuple[str, ...] = ()
     if dtype in FP8:
         of_scaling = {Scaling.ROW: ("row",), Scaling.BLOCK: ("block",)}.get(scaling, ())
-        of_sums = () if fast or scaling is Scaling.BLOCK else ("runs",) if c.runs else ("precise",)
+        of_sums = ("runs",) if c.runs else () if fast or scaling is Scaling.BLOCK else ("precise",)
         more = ("fp8", *of_scaling, *of_sums)
     return (shape, *more, *(("gated",) if gated else ()), f"{size}{'b' if scaling is Scaling.BLOCK else ''} {tile_name(c)}"), flops
 
@@ -386,7 +284,7 @@ def work(g: Gemm, c: Tile, device: Device, spill: int = 0, *, tails: bool = Fals
     """What a launch asks for: whole tiles, then those that are split. tails: with what the last
     ones hang over the end.
     """
-    kinds, flops = _of_tile(c, g.dtype, g.scaling, g.fast, g.tf32, g.gated)
+    kinds, flops = _of_tile(c, g.dtype, g.scaling, g.fast(c, device), g.tf32, g.gated)
     size, ctas = g.dtype.itemsize, c.num_ctas or 1
     tile_m, tile_n = c.tile_shape
     filled_m, filled_n = float(min(tile_m, g.m)), float(tile_n)

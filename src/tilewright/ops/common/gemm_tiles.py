@@ -1,5 +1,5 @@
 """Tiles of products that compile well, by architecture and kind of operands, as text that
-`gemm_choices.tiles_of` reads.
+`gemm_candidates.tiles_of` reads.
 
 A latency that asks for as many steps as shared memory holds leaves no room for the step that the
 tensor cores still read: the compiler then waits for each step's MMAs (`DEPBAR.LE gsb0, 0x0`).

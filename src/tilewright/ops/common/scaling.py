@@ -96,13 +96,18 @@ def scaling_of(
 FAST_SUM = 8192  # products that one sum of 14 bits may have
 
 
-def fast_sum(dtype: torch.dtype, out_dtype: torch.dtype, k: int) -> bool:
-    """Whether sums may have the 14 bits that Hopper's tensor cores give 8-bit operands.
+def most_fast(dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+    """Of how much k a sum may have the 14 bits that Hopper's tensor cores give 8-bit operands.
 
     They are enough under the rounding of a bf16 output, up to 8192 of k. At 16384 the worst element
     of 29 million is 1.25 of what the accuracy rule allows.
     """
-    return dtype in FP8 and out_dtype is torch.bfloat16 and k <= FAST_SUM
+    return FAST_SUM if dtype in FP8 and out_dtype is torch.bfloat16 else 0
+
+
+def fast_sum(dtype: torch.dtype, out_dtype: torch.dtype, k: int) -> bool:
+    """Whether all of k may be one such sum."""
+    return k <= most_fast(dtype, out_dtype)
 
 
 def known_scaling(scale_a: Tensor | None, batch_a: bool = False) -> Scaling:

@@ -13,10 +13,11 @@ from torch import Tensor
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common import gemm_choices, groups
-from ..common.gemm_choices import Gemm, Tile, cpu_tiles, tables, tiles_of
+from ..common.gemm_candidates import cpu_tiles, tables, tiles_of
+from ..common.gemm_choices import Gemm, Tile
 from ..common.groups import expected_panels
 from ..common.rows import grid_fits
-from ..common.scaling import GROUP, Scaling, fast_sum, random_codes, random_scales, scale_shapes
+from ..common.scaling import GROUP, Scaling, fast_sum, most_fast, random_codes, random_scales, scale_shapes
 from .candidates import TABLES
 from .kernels import grouped_gemm_kernel, grouped_gemm_map_kernel
 
@@ -60,8 +61,8 @@ class Problem:
         """A product for each group, all of the mean number of rows."""
         rows = self.group_rows()
         size = self.groups * ((rows + self.n) * self.k * self.dtype.itemsize + rows * self.n * self.out_dtype.itemsize)
-        fast = fast_sum(self.dtype, self.out_dtype, self.k)
-        return Gemm(rows, self.n, self.k, self.dtype, size, batch=self.groups, scaling=self.scaling, trans_b=self.trans_b, fast=fast)
+        fast = most_fast(self.dtype, self.out_dtype)
+        return Gemm(rows, self.n, self.k, self.dtype, size, batch=self.groups, scaling=self.scaling, trans_b=self.trans_b, most_fast=fast)
 
     def group_sizes(self) -> tuple[int, ...]:
         """Rows of each group in `inputs`."""

@@ -11,8 +11,8 @@ import torch
 from ...launch import Device
 from ...select import Choices, Work
 from ..common import gemm_choices
-from ..common.gemm_choices import begins_all, tiles_for
-from ..common.moved_tiles import may_move, with_moved
+from ..common.gemm_candidates import may_move, tiles_for, with_moved
+from ..common.gemm_choices import begins_all
 from ..common.pdl import whole_tiles
 from ..common.scaling import FAST_SUM, FP8, GROUP, Scaling
 from .decision import Config, Problem, plan
@@ -31,8 +31,10 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     """What the kernels can do: see their docstrings."""
     if p.dtype in FP8 and c.dot:
         return False
-    if c.moved and (p.fused or c.dot or c.gathered or c.split_k > 1 or not may_move(p.gemm, c, device)):
-        return False
+    if c.moved:
+        plain = not p.fused or (p.dtype in FP8 and not p.has_epilogue)
+        if not plain or c.dot or c.gathered or c.split_k > 1 or not may_move(p.gemm, c, device):
+            return False
     if c.extra_n and (p.has_epilogue or not begins_all(p.gemm, c)):
         return False
     if p.scaling is Scaling.BLOCK:

@@ -11,7 +11,7 @@ import torch
 
 from ...launch import Cost, Device, Launch
 from ..common.gemm_choices import Gemm, Split, use_pdl
-from ..common.scaling import FAST_SUM, FP8, Scaling, fast_sum, random_codes, random_scales, scale_shapes
+from ..common.scaling import FAST_SUM, FP8, Scaling, most_fast, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
 from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel, matmul_uneven_persistent_kernel
@@ -59,14 +59,11 @@ class Problem:
         return self.residual or self.silu_mul or self.out_scale
 
     @property
-    def fast_acc(self) -> bool:
-        return fast_sum(self.dtype, self.stored, self.k)
-
-    @property
     @lru_cache(maxsize=64)  # once for all configs of a problem: they are priced one after the other
     def gemm(self) -> Gemm:
         """What it has in common with other products."""
-        options: dict[str, Any] = {"fast": self.fast_acc, "tf32": self.tf32, "gated": self.silu_mul, "scaling": self.scaling}
+        options: dict[str, Any] = {"tf32": self.tf32, "gated": self.silu_mul, "scaling": self.scaling}
+        options["most_fast"] = most_fast(self.dtype, self.stored)
         return Gemm(self.m, self.n, self.k, self.dtype, self.cost().size_bytes, trans_a=self.trans_a, trans_b=self.trans_b, **options)
 
     def cost(self) -> Cost:
@@ -118,7 +115,8 @@ class Config(Split):
         bits.
     fast_runs: the tensor core sums 8-bit products, 8192 of k at a time; fp32 adds these sums. For
         bf16 outputs and longer k.
-    moved: the last tiles begin earlier, so that they end with the output.
+    moved: the last tiles begin earlier, so that they end with the output. Of 16-bit operands, or of
+        8-bit ones with k last in both.
     gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows
         that begin off multiples of 128 bytes.
     """
@@ -147,7 +145,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """The product, and the sum of partial tiles where there are any."""
     tiles, split_tiles, parts = p.gemm.tiles(c), c.split_tiles(p.gemm, device), c.parts(p.gemm)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
-    kernel, constants, optional = _product(p, c, split_tiles > 0)
+    kernel, constants, optional = _product(p, c, split_tiles > 0, p.gemm.fast(c, device))
     pdl = not c.gathered and use_pdl(p.gemm, c, device, blocks, parts if split_tiles else 1)
     product = Launch.of(kernel, (blocks,), p, c, constants, optional=optional, pdl=pdl)
     if not split_tiles:
@@ -166,8 +164,10 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     )
 
 
-def _product(p: Problem, c: Config, split: bool) -> tuple[Any, dict[str, Any], dict[str, bool]]:
-    """The product's kernel, its constants, and which of its optional arrays it reads."""
+def _product(p: Problem, c: Config, split: bool, fast: bool) -> tuple[Any, dict[str, Any], dict[str, bool]]:
+    """The product's kernel, its constants, and which of its optional arrays it reads. fast: a
+    block's sums of 8-bit products stay in the tensor core.
+    """
     given: dict[str, Any] = {"split_k": split}
     used = {"bias": p.bias, "partial": split}
     if c.gathered:
@@ -175,17 +175,18 @@ def _product(p: Problem, c: Config, split: bool) -> tuple[Any, dict[str, Any], d
     scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), **used}
     first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     sides = {"first": first, "second": second}
+    sums = {"scaling": int(p.scaling), "fast_acc": fast}
+    run = FAST_SUM // c.tile_k if c.fast_runs else 0
     if c.moved:
-        return matmul_moved_kernel, sides, {"bias": p.bias}
+        return matmul_moved_kernel, {**sides, **sums, "run": run}, {"bias": p.bias, "scale_a": bool(p.scaling), "scale_b": bool(p.scaling)}
     if c.extra_n:
         if c.persistent:
             return matmul_uneven_persistent_kernel, sides, {"bias": p.bias}
-        return matmul_uneven_kernel, {**given, **sides, "scaling": int(p.scaling), "even": p.m % c.tile_m == 0}, scaled
+        return matmul_uneven_kernel, {**given, **sides, **sums, "even": p.m % c.tile_m == 0}, scaled
     if not p.fused:
         return matmul_kernel, {**given, "whole": c.whole(p)}, used
     # Unchecked loads of scales gain a tenth on 8 warps and lose a fifth on 4 (H200, 2026-11-21,
     # notes/LOG.md).
     unchecked = p.scaling is Scaling.BLOCK and c.num_worker_warps == 8
     given |= {"even_m": unchecked and p.m % c.tile_m == 0, "even_n": unchecked and p.n % c.tile_n == 0, "group_m": c.group}
-    given |= {"scaling": int(p.scaling), "run": FAST_SUM // c.tile_k if c.fast_runs else 0}
-    return matmul_fused_kernel, given, {**scaled, "residual": p.residual, "out_scale": p.out_scale}
+    return matmul_fused_kernel, {**given, **sums, "run": run}, {**scaled, "residual": p.residual, "out_scale": p.out_scale}

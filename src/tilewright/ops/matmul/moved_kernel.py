@@ -3,6 +3,7 @@
 import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
+from ..common.scaling import ROW, add_product, row_scales, scaled
 from ..common.tiles import START_UNIT, ZERO, store_own, tile_start, widths_of, zeros_of
 from .kernels import of_order
 
@@ -11,6 +12,8 @@ from .kernels import of_order
 def matmul_moved_kernel(
     a,
     b,
+    scale_a,
+    scale_b,
     bias,
     out,
     FIRST: ct.Constant[int],
@@ -21,10 +24,14 @@ def matmul_moved_kernel(
     SWAP_AB: ct.Constant[bool],
     TRANS_A: ct.Constant[bool],
     TRANS_B: ct.Constant[bool],
+    SCALING: ct.Constant[int],
+    FAST_ACC: ct.Constant[bool],
+    RUN: ct.Constant[int],
     BIAS: ct.Constant[bool],
     LATENCY: ct.Constant[int],
 ):
-    """out [m, n] = a @ b + bias, a tile to a block, as in `matmul_uneven_kernel`; EXTRA may be 0.
+    """out [m, n] = scales * (a @ b) + bias, a tile to a block, as in `matmul_uneven_kernel`; EXTRA
+    may be 0. RUN: as in `matmul_fused_kernel`; SCALING: not BLOCK.
 
     Tiles of the last row and column end with `out` (`tile_start`). Of what they share with the ones
     in front of them, they write nothing.
@@ -44,16 +51,34 @@ def matmul_moved_kernel(
     for ROWS in ct.static_iter(widths_of(SECOND, EXTRA)):
         sides = (*sides, (_rows(second, START, ROWS, TILE_K, not TRANS_2), START))
         START = START + ROWS
-    accs = zeros_of(FIRST, widths_of(SECOND, EXTRA))
-    for step in range(ct.cdiv(first.shape[1 - AXIS_1], TILE_K)):
+
+    def summed(accs, step, FAST):
         x = _tile(long, start_1, step, TRANS_1, LATENCY)
         found: tuple = ()
         for i in ct.static_iter(range(len(accs))):
             y = _tile(sides[i][0], start_2, step, not TRANS_2, LATENCY)
-            found = (*found, ct.mma(x, y.transpose(), accs[i]))
-        accs = found
+            found = (*found, add_product(x, y.transpose(), accs[i], FAST))
+        return found
+
+    steps = ct.cdiv(first.shape[1 - AXIS_1], TILE_K)
+    accs = zeros_of(FIRST, widths_of(SECOND, EXTRA))
+    if RUN:
+        for begin in range(0, steps, RUN):
+            parts = zeros_of(FIRST, widths_of(SECOND, EXTRA))
+            for step in range(begin, min(begin + RUN, steps)):
+                parts = summed(parts, step, True)
+            found: tuple = ()
+            for i in ct.static_iter(range(len(accs))):
+                found = (*found, accs[i] + parts[i])
+            accs = found
+    else:
+        for step in range(steps):
+            accs = summed(accs, step, FAST_ACC)
+    scale_1, scale_2 = (scale_b, scale_a) if SWAP_AB else (scale_a, scale_b)
     for i in ct.static_iter(range(len(accs))):
         acc, START = accs[i], sides[i][1]
+        if SCALING:
+            acc = scaled(acc, _scales(scale_1, start_1, FIRST, SCALING), _scales(scale_2, start_2 + START, acc.shape[1], SCALING))
         if SWAP_AB:
             acc = acc.transpose()
         row, column = (start_2 + START, start_1) if SWAP_AB else (start_1, start_2 + START)
@@ -72,6 +97,14 @@ def _rows(matrix, START, ROWS, TILE_K, TRANSPOSED):
     if TRANSPOSED:
         return matrix.slice(1, START, matrix.shape[1]).tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, START_UNIT))
     return matrix.slice(0, START, matrix.shape[0]).tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(START_UNIT, TILE_K))
+
+
+def _scales(scales, start, ROWS, SCALING):
+    """As `row_scales`, for ROWS rows from `start` on, a multiple of START_UNIT."""
+    if SCALING == ROW:
+        view = scales.tiled_view((1, 1, ROWS), padding_mode=ZERO, traversal_steps=(1, 1, START_UNIT))
+        return view.load((0, 0, start // START_UNIT), allow_tma=False).reshape((ROWS,))
+    return row_scales(scales, 0, 0, 1, SCALING)
 
 
 def _tile(view, start, step, TRANSPOSED, LATENCY):

@@ -1,4 +1,4 @@
-"""Tiles of `moe` worth timing, by architecture and weights: data for `gemm_choices.tiles_of`.
+"""Tiles of `moe` worth timing, by architecture and weights: data for `gemm_candidates.tiles_of`.
 
 Tile rows x rows of weights x k. The first product has half of the rows of weights from the gate's
 matrix and half from up's. Kinds:

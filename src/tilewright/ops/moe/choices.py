@@ -9,7 +9,8 @@ from itertools import product
 from ...launch import Device, next_pow2
 from ...select import Choices, Work
 from ..common import groups
-from ..common.gemm_choices import Gemm, Tile, tiles_of
+from ..common.gemm_candidates import tiles_of
+from ..common.gemm_choices import Gemm, Tile
 from ..common.groups import expected_panels
 from ..common.rows import grid_fits
 from ..common.scaling import GROUP, Scaling

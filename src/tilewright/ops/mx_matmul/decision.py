@@ -14,7 +14,8 @@ from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from .. import matmul
 from ..common import gemm_choices
-from ..common.gemm_choices import PARTS, Gemm, Tile, changed, cpu_tiles, filled_parts, fitted_to, tiles_of, use_pdl
+from ..common.gemm_candidates import PARTS, changed, cpu_tiles, fitted_to, tiles_of
+from ..common.gemm_choices import Gemm, Tile, filled_parts, use_pdl
 from ..common.gemm_tiles import FEW
 from ..common.mx import E4M3, MX_FORMATS, MxFormat, random_operand
 from .kernels import mx_decode_kernel, mx_matmul_kernel, mx_sum_kernel
@@ -58,7 +59,8 @@ class Problem:
     @lru_cache(maxsize=64)  # once for all configs of a problem
     def gemm(self) -> Gemm:
         """As a product of bytes: pairs of codes take the time of one code of 8 bits."""
-        return Gemm(self.m, self.n, self.format.row_bytes(self.k), E4M3, self.cost().size_bytes, fast=True)
+        k = self.format.row_bytes(self.k)
+        return Gemm(self.m, self.n, k, E4M3, self.cost().size_bytes, most_fast=k)
 
     @property
     def decoded(self) -> matmul.Problem:
