@@ -427,3 +427,12 @@ def test_named_outputs_must_be_written():
         scratch = torch.empty(8)
         interpret(next(p.values[1] for p in PLANTED if p.id == "the_last_tile_is_forgotten"), (1,), (scratch,))
         del scratch  # nobody holds it at the end: not an output
+
+
+def test_a_scalar_may_be_written_by_torch():
+    """A copy into one failed, because torch has no bytes of a tensor without axes."""
+    x = torch.empty(())
+    with checking(unwritten=(x,)):
+        x.copy_(torch.tensor(2.0))
+    with pytest.raises(KernelError, match=r"never written: 1 of 1 elements"), checking(unwritten=(x,)):
+        x.add_(1)

@@ -117,6 +117,6 @@ class Allocations(TorchFunctionMode):
             func(copy, *rest, **kwargs)
         if zeros.shape != target.shape or zeros.dtype != target.dtype:  # resize_, t_, ...: no element is written
             return np.zeros(target.shape, bool)
-        bits = [copy.contiguous().view(torch.uint8).reshape(*target.shape, -1) for copy in (zeros, ones)]
+        bits = [copy.contiguous()[..., None].view(torch.uint8).reshape(*target.shape, -1) for copy in (zeros, ones)]
         equal: np.ndarray = (bits[0] == bits[1]).all(-1).numpy()
         return equal
