@@ -13,6 +13,7 @@ import torch
 from made_up import COMPILER, H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, stored_times  # noqa: F401  (a fixture)
 from rich.console import Console
 
+from tilewright.compile.ahead import Ahead
 from tilewright.launch.table import plain
 from tilewright.ops import ALL, matmul, named, rms_norm
 from tilewright.testing import op_name
@@ -92,6 +93,28 @@ def test_a_survey_in_parts_ends_with_the_worst_code(tmp_path, monkeypatch):
     whole = Noted(["rope"], range(1000, 1001), tmp_path, torch.device("cpu"), 1, 0.0)
     assert in_parts(whole, 3, quiet()) == 2
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
+
+
+class Compiling(Part):
+    """Ends while its compilers are busy."""
+
+    def run(self, console):
+        with Ahead(H200, jobs=1) as ahead:
+            ahead._submit(time.sleep, 0).result()
+            for _ in range(4):
+                ahead._submit(time.sleep, 0.5)
+        return 0
+
+
+def test_a_part_of_a_survey_ends_though_its_compilers_are_busy(tmp_path):
+    """It waited for them, and they waited for more to do."""
+    part = Compiling(["rope"], range(1000, 1001), tmp_path, torch.device("cpu"), 1, 0.0, index=1, parts=2)
+    child = multiprocessing.get_context("spawn").Process(target=part.run_as_child)
+    child.start()
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
 
 
 def test_the_parts_of_a_survey_share_its_problems(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Kernels that calls will need, compiled in the background while the GPU is busy with others."""
 
+import multiprocessing
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from types import ModuleType
@@ -55,7 +56,9 @@ class Ahead:
 
     def __exit__(self, *unused: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            # A child process that ends closes the queue of its workers before they are told to end,
+            # and then waits for them for ever.
+            self._pool.shutdown(wait=multiprocessing.parent_process() is not None, cancel_futures=True)
 
     def ask(self, op: ModuleType, problem: Any, configs: Sequence[Any] = (None,)) -> list[list[Built] | str]:
         """Of each config the futures of its binaries, or why its launch cannot even be planned.
