@@ -188,17 +188,6 @@ def test_what_new_forms_need():
         assert not any(c.fast_runs for c in op.space(short, H200))
 
 
-@pytest.mark.parametrize("config", [Config(16, 32, 64, gathered=True), Config(16, 16, 32, gathered=True, split_k=3)], ids=["whole", "split"])
-def test_gathered_operands_end_anywhere(config):
-    """Rows, columns and k end inside a tile, at its end, and in its first 16 bytes.
-
-    Nothing is read beyond them.
-    """
-    for m, n, k in ((16, 32, 64), (37, 75, 72), (3, 5, 8), (17, 33, 200)):
-        with interpret.checking(races=True, order=5):
-            check_op(op, Problem(m, n, k, BF16, bias=m > 16), CPU, config)
-
-
 def test_a_split_gives_the_same_bits_in_any_block_order_and_has_no_race():
     problem, config = Problem(24, 80, 200, BF16, bias=True), Config(8, 16, 16, split_k=4)
     assert config.split_tiles(problem.gemm, Device.named("CPU"))

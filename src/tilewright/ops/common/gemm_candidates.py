@@ -23,7 +23,7 @@ MOST_FEW_WAVES = 2
 MOST_SPLIT_WAVES = 8  # beyond, a last wave is not worth a second launch
 WIDE_STORES = 16  # elements: the rows of an output that moved tiles write many elements of at once
 C = TypeVar("C", bound=Tile)
-FLAGS = {"b": "swap_ab", "d": "dot", "g": "gathered", "r": "fast_runs"}
+FLAGS = {"b": "swap_ab", "d": "dot", "r": "fast_runs"}
 HINTS = {"l": "latency", "c": "num_ctas", "o": "occupancy", "w": "num_worker_warps"}
 
 
@@ -33,8 +33,8 @@ def tiles_of(text: str, config: type[C]) -> tuple[tuple[C, str], ...]:
     then what may be done with it.
 
     p: blocks may be persistent. s: tiles may be split along k. d: on the CUDA cores, where k is the
-        last axis. g: gathered, where rows begin off 32 bytes. r: fast runs. f: only where all tiles
-        fit MOST_FEW_WAVES. o: only for one product, no batch. +16: extra_n.
+        last axis. r: fast runs. f: only where all tiles fit MOST_FEW_WAVES. o: only for one
+        product, no batch. +16: extra_n.
     b: swap_ab. A tile_m of 0 is as many rows as a has; u: rows, without b columns, are a sum of two
         powers of two (`fitted_to`).
     Left out: tiles with what `config` has no field for.
@@ -118,7 +118,7 @@ def _tiles_of_text(text: str, g: Gemm, device: Device, config: type[C], least: i
         if c is None or c.tile_m > tallest or (c.tile_shape[0] < g.m <= known.FEW and device.arch == "sm_90"):
             continue
         tiles, resident = g.tiles(c), c.resident(device)
-        if ("d" in how and not g.k_major) or ("g" in how and g.pitch % 32 == 0):
+        if "d" in how and not g.k_major:
             continue
         if ("f" in how and tiles > MOST_FEW_WAVES * resident) or ("o" in how and g.batch > 1):
             continue

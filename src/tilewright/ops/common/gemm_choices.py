@@ -59,7 +59,7 @@ class Tile:
 
     @property
     def form(self) -> str:
-        """Name of a formulation with an efficiency of its own: "dot", "gathered", "uneven"; else
+        """Name of a formulation with an efficiency of its own: "dot", "uneven"; else
         empty.
         """
         return ""

@@ -64,10 +64,6 @@ HOPPER_LONG = (
 # One warp group, whose next MMA starts before the last one ends: 175 x 2560 x 1024 takes 5.2 us, on
 # two 7.0 (H200).
 HOPPER_DEEP = "64x64x128 4w 4l s, 128x64x128 4w 3l s, 64x32x256 4w 3l s"
-HOPPER_GATHERED = (
-    "128x128x128 4w 3l gs, 128x128x64 4w 4l gs, 128x128x64 4w 2o 2l gs, 64x128x128 4w 4l gs, 64x128x128 4w 2o 2l gs, 64x64x128 4w 2o 3l gs,"
-    "128x256x64 8w 3l gs, 256x128x64 8w 4l gs"
-)
 HOPPER_FP8_FEW = (  # up to 192 rows
     "0x64x512 4w 2o 8l sb, 0x64x512 4w 4l sb, 0x64x256 4w 2o 3l sb, 0x128x256 8w 4l sb, 0x64x256 4w 2o 3l sbu +0, 0x64x256 4w 4l sbu +0,"
     "0x128x128 4w 5l sbu +0"
@@ -153,7 +149,6 @@ _HOPPER: dict[str, TilesByRows] = {
         (FEW + 1, ANY, HOPPER_WAVE),
         (33, ANY, HOPPER_DEEP),
         (FEW + 1, ANY, HOPPER_LONG),
-        (FEW + 1, ANY, HOPPER_GATHERED),
     ),
     "fp8": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8), (FEW + 1, ANY, HOPPER_FP8_WAVE), (FEW + 1, ANY, HOPPER_FP8_LONG)),
     "precise": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8_PRECISE), (FEW + 1, ANY, HOPPER_FP8_WAVE)),

@@ -16,7 +16,6 @@ from ..common.gemm_choices import begins_all
 from ..common.pdl import whole_tiles
 from ..common.scaling import FAST_SUM, FP8, GROUP, Scaling
 from .decision import Config, Problem, plan
-from .gathered_kernel import UNIT
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -33,7 +32,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
         return False
     if c.moved:
         plain = not p.fused or (p.dtype in FP8 and not p.has_epilogue)
-        if not plain or c.dot or c.gathered or c.split_k > 1 or not may_move(p.gemm, c, device):
+        if not plain or c.dot or c.split_k > 1 or not may_move(p.gemm, c, device):
             return False
     if c.extra_n and (p.has_epilogue or not begins_all(p.gemm, c)):
         return False
@@ -46,9 +45,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
         return False
     if c.extra_n and (c.fast_runs or (c.persistent and p.scaling)):
         return False
-    if c.split_k > 1 and (p.has_epilogue or not c.split_tiles(p.gemm, device)):
-        return False
-    return not (c.gathered and (p.fused or p.dtype.itemsize != 2 or p.k % UNIT or p.trans_a or not p.trans_b))
+    return not (c.split_k > 1 and (p.has_epilogue or not c.split_tiles(p.gemm, device)))
 
 
 def spill(p: Problem, c: Config, device: Device) -> int:

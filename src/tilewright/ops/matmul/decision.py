@@ -13,7 +13,6 @@ from ...launch import Cost, Device, Launch
 from ..common.gemm_choices import Gemm, Split, use_pdl
 from ..common.scaling import FAST_SUM, FP8, Scaling, most_fast, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
-from .gathered_kernel import matmul_gathered_kernel
 from .kernels import matmul_kernel, matmul_reduce_kernel, matmul_uneven_kernel, matmul_uneven_persistent_kernel
 from .moved_kernel import matmul_moved_kernel
 
@@ -117,19 +116,16 @@ class Config(Split):
         bf16 outputs and longer k.
     moved: the last tiles begin earlier, so that they end with the output. Of 16-bit operands, or of
         8-bit ones with k last in both.
-    gathered: the threads copy the operands into shared memory in place of the TMA unit: for rows
-        that begin off multiples of 128 bytes.
     """
 
     dot: bool = False
     fast_runs: bool = False
-    gathered: bool = False
     moved: bool = False
 
     @property
     def form(self) -> str:
         """See Tile."""
-        return "dot" if self.dot else "gathered" if self.gathered else "uneven" if self.extra_n else ""
+        return "dot" if self.dot else "uneven" if self.extra_n else ""
 
     @property
     def runs(self) -> bool:
@@ -146,7 +142,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     tiles, split_tiles, parts = p.gemm.tiles(c), c.split_tiles(p.gemm, device), c.parts(p.gemm)
     blocks = min(tiles, c.resident(device)) if c.persistent else tiles - split_tiles + split_tiles * parts
     kernel, constants, optional = _product(p, c, split_tiles > 0, p.gemm.fast(c, device))
-    pdl = not c.gathered and use_pdl(p.gemm, c, device, blocks, parts if split_tiles else 1)
+    pdl = use_pdl(p.gemm, c, device, blocks, parts if split_tiles else 1)
     product = Launch.of(kernel, (blocks,), p, c, constants, optional=optional, pdl=pdl)
     if not split_tiles:
         return (product,)
@@ -170,8 +166,6 @@ def _product(p: Problem, c: Config, split: bool, fast: bool) -> tuple[Any, dict[
     """
     given: dict[str, Any] = {"split_k": split}
     used = {"bias": p.bias, "partial": split}
-    if c.gathered:
-        return matmul_gathered_kernel, given, used
     scaled = {"scale_a": bool(p.scaling), "scale_b": bool(p.scaling), **used}
     first, second = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
     sides = {"first": first, "second": second}
