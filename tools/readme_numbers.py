@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tilewright import ops
-from tilewright.bench.drawn import judged
+from tilewright.bench.drawn import newest_seeds
 from tilewright.bench.published import SHEETS, Figure, best_row, figures
 from tilewright.bench.results import Judged, against_peers, geomean, judge, kernels, newest, read
 from tilewright.launch import Device
@@ -27,6 +27,7 @@ from tilewright.tune.command import gains_by_op
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE = ("", lambda r: True)
+LEAST_DRAWN = 10  # drawn problems of an op, from as few of its newest seeds as have so many
 # Of ops whose rows are unlike kinds: what each is called, and which rows it has.
 KINDS = {
     "matmul": (
@@ -218,15 +219,15 @@ def peers(rows: list[dict]) -> str:
 
 
 def drawn(rows: list[dict]) -> str:
-    """Each op on drawn problems: the fastest peer of each case over ours."""
-    found = [row for row in rows if row.get("draw_seed") is not None]
+    """Each op on its newest drawn problems: the fastest peer of each case over ours."""
     lines = ["| op | seeds | cases | with a peer | fastest peer over ours, geomean | worst |", "|---|---|---|---|---|---|"]
-    for of in judged(found):
-        seeds = sorted({str(row["draw_seed"]) for row in found if row["op"] == of.name.partition(" ")[0]})
+    found = newest_seeds((row for row in rows if row.get("draw_seed") is not None), LEAST_DRAWN)
+    for kind, mine in found.items():
+        of, seeds = judge(kind, mine), sorted({row["draw_seed"] for row in mine})
         ratios = f"**{of.mean:.2f}x** | {of.ratios[0]:.2f}x" if of.ratios else "- | -"
-        lines.append(f"| {of.name} | {', '.join(seeds)} | {of.cases} | {len(of.ratios)} | {ratios} |")
-    gpus, dates = (sorted({str(row[name]) for row in found}) for name in ("gpu", "date"))
-    return "\n".join([*lines, "", f"{', '.join(gpus)}, {', '.join(dates)}."])
+        lines.append(f"| {kind} | {', '.join(map(str, seeds))} | {of.cases} | {len(of.ratios)} | {ratios} |")
+    gpus, dates = (sorted({str(row[name]) for mine in found.values() for row in mine}) for name in ("gpu", "date"))
+    return "\n".join([*lines, "", prose(f"{', '.join(gpus)}, {', '.join(dates)}.")])
 
 
 def platforms(rows: list[dict]) -> str:

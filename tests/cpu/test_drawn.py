@@ -10,7 +10,7 @@ from made_up import row_for
 
 from tilewright import ops
 from tilewright.bench.command import bench_command
-from tilewright.bench.drawn import check_seeds, judged, lines
+from tilewright.bench.drawn import check_seeds, judged, lines, newest_seeds
 from tilewright.launch import Device, table, traced
 from tilewright.launch.table import shipped_file
 from tilewright.ops import matmul, rms_norm
@@ -135,3 +135,19 @@ def test_the_fastest_peer_of_each_case_judges():
     assert worst == "  0.50  m=1 (seed 3) | 10.0 us +-0.1, other 5.0 | Config() default"
     assert lines(eight) == ["matmul fp8: 1 cases, best peer over ours geomean 2.000x, worst 2.00x"]
     assert lines(judged([row(3, 10.0)])[0]) == ["matmul: 1 cases, no peer"]
+
+
+def test_the_newest_seeds_are_shown_whole_and_three_of_them():
+    def row(seed: int, date: str, op: str = "rope", **problem) -> dict:
+        return {"op": op, "draw_seed": seed, "date": date, "problem": problem}
+
+    old, new = "2026-11-20", "2026-11-22"
+    rows = [row(9, old), row(3, new), row(3, new), row(1, new), row(2, new), row(7, old)]
+    rows += [row(5, old, "matmul"), row(5, old, "matmul", scaling="ROW")]
+
+    def seeds(least: int) -> dict[str, list[int]]:
+        return {kind: [row["draw_seed"] for row in of] for kind, of in newest_seeds(rows, least).items()}
+
+    assert seeds(1) == {"rope": [3, 3, 2, 1], "matmul": [5], "matmul fp8": [5]}
+    assert seeds(5)["rope"] == [3, 3, 2, 1, 9]
+    assert seeds(99)["rope"] == [3, 3, 2, 1, 9, 7]

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from ..testing.drawn import FITTING_SEEDS, WEIGHTS
 from .results import Judged, Row, fastest, judge
 
+LEAST_SEEDS = 3
+
 
 def lines(of: Judged) -> list[str]:
     """Count, geometric mean and worst, then every loss, worst first."""
@@ -28,11 +30,31 @@ def check_seeds(seeds: Sequence[int]) -> None:
 
 def judged(rows: Iterable[Row]) -> list[Judged]:
     """Rows of drawn problems by op, in the order of `WEIGHTS`. Rows as a result file has them."""
+    return [judge(name, of) for name, of in _by_kind(rows).items() if of]
+
+
+def newest_seeds(rows: Iterable[Row], least: int) -> dict[str, list[Row]]:
+    """Of each kind of problem the rows of its newest seeds: three or more, as many as give so many
+    rows, or all. What an older tree measured goes, not what lost.
+    """
+    found: dict[str, list[Row]] = {}
+    for kind, of in _by_kind(rows).items():
+        seeds = {(max(row["date"] for row in of if row["draw_seed"] == seed), seed) for seed in {row["draw_seed"] for row in of}}
+        kept: list[Row] = []
+        for i, (_, seed) in enumerate(sorted(seeds, reverse=True)):
+            if i < LEAST_SEEDS or len(kept) < least:
+                kept += [row for row in of if row["draw_seed"] == seed]
+        if kept:
+            found[kind] = kept
+    return found
+
+
+def _by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
     groups: dict[str, list[Row]] = {name: [] for name in WEIGHTS}
     for row in rows:
         name = f"{row['op']} fp8" if row["problem"].get("scaling", "NONE") != "NONE" else row["op"]
         groups[name if name in groups else row["op"]].append(row)
-    return [judge(name, of) for name, of in groups.items() if of]
+    return groups
 
 
 def _loss(row: Row) -> str:
