@@ -58,7 +58,7 @@ def test_real_shapes_are_as_accurate_as_torch(op, problem, gpu):
 def test_products_whose_last_tiles_begin_earlier(op, problem, gpu):
     device = Device.of(torch.empty(0, device=gpu))
     configs = [config for config in op.CHOICES.candidates(problem, device) if config.moved]
-    assert configs or not device.has_pdl
+    assert configs or device.arch != "sm_90"  # others may have no such tile for these sizes
     for config in configs[::3]:
         check_op(op, problem, gpu, config)
 
