@@ -13,6 +13,7 @@ from tilewright import ops
 from tilewright.compile.job import Job
 from tilewright.launch import Device, Launch, traced
 from tilewright.ops import matmul, rms_norm_matmul
+from tilewright.ops.common.pdl import whole_tiles
 from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 
@@ -137,3 +138,9 @@ def test_blocks_that_leave_places_free_are_not_early_where_memory_binds(m, n, k,
     """Times: us on an H200."""
     problem = matmul.Problem(m, n, k, torch.bfloat16)
     assert matmul.plan(problem, config, H200)[0].pdl is early
+
+
+def test_all_of_k_in_one_step_is_for_rows_that_load_wide():
+    assert whole_tiles(2048)
+    assert whole_tiles(3600)
+    assert not whole_tiles(2104), "its rows begin at multiples of 8 elements"
