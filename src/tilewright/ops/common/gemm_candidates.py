@@ -103,11 +103,12 @@ def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
     if device.is_cpu:
         yield from cpu_tiles(g, config)
         return
-    known_ones = list(_tiles_of_text(tables(g, device), g, device, config))
-    yield from known_ones
+    whole = list(_tiles_of_text(tables(g, device), g, device, config))
+    yield from whole
     if g.k > g.most_fast > 0 and g.k_major and g.scaling is not Scaling.BLOCK:
         shared = _tiles_of_text(tables(g, device, fast=True), g, device, config, least=-(-g.k // g.most_fast))
-        yield from (c for c in shared if c.share(g, device) <= g.most_fast and c not in known_ones)
+        before = set(whole)
+        yield from (c for c in shared if c.share(g, device) <= g.most_fast and c not in before)
 
 
 def _tiles_of_text(text: str, g: Gemm, device: Device, config: type[C], least: int = 0) -> Iterator[C]:

@@ -59,9 +59,7 @@ class Tile:
 
     @property
     def form(self) -> str:
-        """Name of a formulation with an efficiency of its own: "dot", "uneven"; else
-        empty.
-        """
+        """Name of a formulation with an efficiency of its own: "dot", "uneven"; else empty."""
         return ""
 
     @property

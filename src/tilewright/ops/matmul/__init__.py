@@ -11,9 +11,10 @@ Source    Tiles in L2-sized bands. The tiles of the last wave are split along k,
 Numerics  Products and sums in fp32, partial tiles in fp32, everything behind the product in fp32,
           rounded once. float32 operands are multiplied exactly as float32 (CUDA cores); only
           `tf32=True` rounds them to TF32 (10-bit mantissa) for the tensor cores. 8-bit operands:
-          with a bf16 output and k up to 8192 Hopper's tensor cores sum them with about 14 bits, as
-          torch._scaled_mm does with use_fast_accum; else, and with block scales, a fresh sum for
-          each 128 of k is added in fp32: an rms error of 1.2e-4 (H200).
+          with a bf16 output Hopper's tensor cores sum up to 8192 of k with about 14 bits, as
+          torch._scaled_mm does with use_fast_accum. Of a longer k fp32 adds such sums (a share of a
+          block, or a run), or, as with block scales and other outputs, a fresh sum for each 128 of
+          k: an rms error of 1.2e-4 (H200).
 Bound     Compute from a few hundred rows on; below that memory: the weights are read once.
 """
 
