@@ -117,12 +117,15 @@ def generate(  # noqa: PLR0913 an option each
     from .models import Draw, outline_of
     from .models.batch import Questions, answers_command
     from .models.command import Question, answer_command, device_and_dtype, load_and_say
+    from .models.shard import check_ranks
 
     where, number_type = device_and_dtype(device, dtype, weights, kv_dtype)
     if engine == "graph" and where.type == "cpu":
         raise ValueError("--engine must be eager or transformers on a CPU: a CUDA graph needs an NVIDIA GPU, got 'graph'")
     if engine == "mega":
         decided(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), where)
+    if tp > 1:  # before there is a process for each part
+        check_ranks(outline_of(model, dtype=number_type, trust_remote_code=trust_remote_code), tp, weights)
     how: Any = {"raw": raw, "engine": engine, "stock": compare, "drafter": draft, "speculate": speculate, "kv_dtype": kv_dtype}
     draw = Draw(temperature, seed, top_k, top_p, min_p, repetition_penalty, tuple(stop or ()))
     kept: Any = {"json_file": json_file, "trust_remote_code": trust_remote_code, "weights": weights}

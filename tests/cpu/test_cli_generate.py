@@ -46,6 +46,13 @@ def test_generate_by_the_engine_writes_the_same_text(folder: Path) -> None:
     assert "rms_norm_matmul_kernel 13" in result.output  # qkv, gate and up, head of four tokens, and the head of the first
 
 
+def test_ranks_that_cannot_divide_a_model_are_refused_before_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewright.engine.ranks.run_ranks", lambda *unused, **also: pytest.fail("a rank was started"))
+    result = run("generate", "--model", "Llama-3.2-1B", "--prompt", "Hi", "--device", "cpu", "--engine", "eager", "--tp", 3)
+    assert result.exit_code == 2
+    assert "the number of ranks must be a divisor of 32: config.num_attention_heads, got 3" in result.output
+
+
 @pytest.mark.parametrize("engine", ["eager", "transformers"])
 def test_generate_measures_beside_transformers(folder: Path, engine: str) -> None:
     sizes = ("--batch", 2, "--prompt-tokens", 5, "--max-new-tokens", 3, "--device", "cpu", "--engine", engine, "--compare")

@@ -77,6 +77,16 @@ def shard_of(model: Any) -> Shard:
     return shard
 
 
+def check_ranks(model: Any, ranks: int, weights: str | None = None) -> list[tuple[str, nn.Module, str, nn.Module]]:
+    """What `cut` would quantise, once it is sure that each of so many ranks gets a part.
+
+    model: may be on the meta device. Raises: ValueError for sizes that cannot be divided.
+    """
+    coming = [] if weights is None else list(quantisable(model, weights))
+    _check_all(model, ranks, {} if weights is None else {module: format_named(weights) for *_, module in coming})
+    return coming
+
+
 def cut(
     model: Any,
     shard: Shard,
@@ -99,8 +109,7 @@ def cut(
         weights: quantise each module on `device` before it is divided, as `quantize` does.
     Raises: ValueError for sizes that cannot be divided, before anything changes.
     """
-    coming = [] if weights is None else list(quantisable(model, weights))
-    _check_all(model, shard.ranks, {} if weights is None else {module: format_named(weights) for *_, module in coming})
+    coming = check_ranks(model, shard.ranks, weights)
     # Tied parameters have the first one's values.
     names = {id(parameter): path for path, _, _, _, parameter in reversed(list(_parameters(model)))}
 
