@@ -134,9 +134,11 @@ class Part:
         jobs = self.jobs or max(1, (cores() - 1) // self.parts)
         with Gpu(self.where, jobs=jobs, sharers=self.parts - 1) as bench:
             if self.index == 0:
-                console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}, in {self.parts} processes")
+                together = f", in {self.parts} processes" if self.parts > 1 else ""
+                console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}{together}")
             tasks = islice(drawn_tasks(self.kinds, bench.device, self.seeds), self.index, None, self.parts)
-            return survey(tasks, bench, self.folder, console, until=self.until)
+            who = f"{self.index + 1} of {self.parts}: " if self.parts > 1 else ""
+            return survey(tasks, bench, self.folder, console, until=self.until, who=who)
 
     def run_as_child(self) -> None:
         """Times it in a process that ends with its parent."""
@@ -157,11 +159,11 @@ def in_parts(whole: Part, parts: int, console: Console) -> int:
     return max(found, *(1 if (child.exitcode or 0) < 0 else child.exitcode or 0 for child in children), 0)
 
 
-def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Console, *, until: float) -> int:
+def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Console, *, until: float, who: str = "") -> int:
     """Times what is not in the files of `folder` yet. Returns the exit code: 1 if the GPU broke,
     130 after Ctrl-C. All that was timed is kept.
 
-    until: on time.monotonic; nothing is begun later.
+    until: on time.monotonic; nothing is begun later. who: what its lines of progress begin with.
     """
     known: dict[str, set[bytes]] = {}
     right: dict[tuple[Any, ...], bool] = {}
@@ -201,13 +203,13 @@ def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Conso
                 return 1
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
-                console.print(f"{shown - began:.0f} s: {timed} timings of {problems} problems, {failed} configs refused")
+                console.print(f"{who}{shown - began:.0f} s: {timed} timings of {problems} problems, {failed} configs refused")
     except KeyboardInterrupt:
         console.print(f"stopped; {timed} timings kept. The same command goes on from here.")
         return 130
     took = time.monotonic() - began
     parts = ", ".join(f"{seconds:.0f} s {what}" for what, seconds in spent.items())
-    console.print(f"{timed} timings of {problems} problems in {took:.0f} s ({parts}), {failed} configs refused; raw times in {folder}")
+    console.print(f"{who}{timed} timings of {problems} problems in {took:.0f} s ({parts}), {failed} configs refused; raw times in {folder}")
     return 0
 
 
