@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from moved import SIZES, check_moved, moved_configs
 
 from tilewright import bmm, interpret
 from tilewright.compile.disassemble import disassemble
@@ -42,28 +43,16 @@ def test_an_uneven_tile_may_be_cut_anywhere(trans_a, trans_b, persistent, swap_a
     assert not op.legal(Problem(2, 64, 64, 64, E4M3, trans_b=True, scaling=Scaling.ROW), config, Device.named("H200"))
 
 
-MOVED = {
-    "whole": Config(16, 32, 32, group=2, moved=True),
-    "weights first": Config(16, 32, 32, swap_ab=True, moved=True),
-    "uneven": Config(16, 32, 32, group=2, extra_n=16, moved=True),
-    "uneven, weights first": Config(16, 32, 32, extra_n=8, swap_ab=True, moved=True),
-    "three sums": Config(16, 16, 32, group=2, extra_n=24, moved=True),
-}
+MOVED = moved_configs(Config)
 
 
 @pytest.mark.parametrize("config", MOVED.values(), ids=MOVED)
 @pytest.mark.parametrize(("trans_a", "trans_b"), list(product((False, True), repeat=2)))
 def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, trans_b):
-    """Sizes that hang over in one direction and in both, by a multiple of START_UNIT and not; one
-    matrix for all. An element that two blocks write, also one of the next matrix, is a race.
-    """
-    sizes = ((37, 80), (24, 112), (50, 176), (26, 64), (55, 208))
-    problems = [Problem(3, m, n, 70, BF16, trans_a, trans_b, one_a=m == 37, one_b=m == 50, out_dtype=FP32 if m > 37 else BF16) for m, n in sizes]
-    problems = [problem for problem in problems if op.legal(problem, config, Device.named("CPU"))]
-    assert len(problems) > 2
-    for problem in problems:
-        with interpret.checking(races=True, unwritten=True, order=3):
-            check_op(op, problem, CPU, config)
+    """Also with one matrix for all; an element of the next matrix is another block's, too."""
+    options = [{"one_a": m == 37, "one_b": m == 50, "out_dtype": FP32 if m > 37 else BF16} for m, _ in SIZES]
+    problems = [Problem(3, m, n, 70, BF16, trans_a, trans_b, **more) for (m, n), more in zip(SIZES, options, strict=True)]
+    check_moved(op, problems, config, least=3)
 
 
 def test_moved_tiles_write_an_output_whose_axes_lie_in_any_order():

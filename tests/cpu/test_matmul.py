@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from moved import SIZES, check_moved, moved_configs
 
 from tilewright import interpret
 from tilewright.compile.disassemble import disassemble
@@ -91,28 +92,13 @@ def test_a_split_uneven_tile_may_be_cut_anywhere():
         check_op(op, Problem(m, n, 200, BF16, bias=True), CPU, config)
 
 
-MOVED = {
-    "whole": Config(16, 32, 32, group=2, moved=True),
-    "weights first": Config(16, 32, 32, swap_ab=True, moved=True),
-    "uneven": Config(16, 32, 32, group=2, extra_n=16, moved=True),
-    "uneven, weights first": Config(16, 32, 32, extra_n=8, swap_ab=True, moved=True),
-    "three sums": Config(16, 16, 32, group=2, extra_n=24, moved=True),
-}
+MOVED = moved_configs(Config)
 
 
 @pytest.mark.parametrize("config", MOVED.values(), ids=MOVED)
 @pytest.mark.parametrize(("trans_a", "trans_b"), LAYOUTS)
 def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, trans_b):
-    """Sizes that hang over in one direction and in both, by a multiple of START_UNIT and not; an
-    element that two blocks write is a race.
-    """
-    sizes = ((37, 80), (24, 112), (50, 176), (26, 64), (55, 208))
-    problems = [Problem(m, n, 70, BF16, trans_a, trans_b, bias=m > 20) for m, n in sizes]
-    problems = [problem for problem in problems if op.CHOICES.legal(problem, config, Device.named("CPU"))]
-    assert len(problems) > 2
-    for problem in problems:
-        with interpret.checking(races=True, unwritten=True, order=3):
-            check_op(op, problem, CPU, config)
+    check_moved(op, [Problem(m, n, 70, BF16, trans_a, trans_b, bias=m > 20) for m, n in SIZES], config, least=3)
 
 
 @pytest.mark.parametrize("scaling", [Scaling.NONE, Scaling.TENSOR, Scaling.ROW])
@@ -120,11 +106,7 @@ def test_the_last_tiles_begin_earlier_and_write_what_is_theirs(config, trans_a, 
 def test_the_last_tiles_of_codes_begin_earlier(config, scaling):
     k = 9000 if config.fast_runs else 112
     problems = [Problem(m, n, k, torch.float8_e4m3fn, bias=m > 20, scaling=scaling) for m, n in ((37, 80), (24, 112), (55, 208))]
-    problems = [problem for problem in problems if op.CHOICES.legal(problem, config, Device.named("CPU"))]
-    assert problems
-    for problem in problems:
-        with interpret.checking(races=True, unwritten=True, order=3):
-            check_op(op, problem, CPU, config)
+    check_moved(op, problems, config, least=1)
 
 
 @pytest.mark.parametrize("extra_n", [0, 16])
