@@ -64,18 +64,23 @@ def store_own(out, tile, row, own_row, column, own_column):
     """Writes the elements of a tile that are its own, in a matrix: it begins at (row, column), and
     what lies before (own_row, own_column) belongs to the tiles in front of it.
     """
-    rows = ct.expand_dims(row + ct.arange(tile.shape[0], dtype=ct.int32), 1)
-    columns = ct.expand_dims(column + ct.arange(tile.shape[1], dtype=ct.int32), 0)
-    own = (rows >= own_row) & (rows < out.shape[0]) & (columns >= own_column) & (columns < out.shape[1])
+    rows, columns, own = own_elements(tile.shape, row, own_row, out.shape[0], column, own_column, out.shape[1])
     ct.scatter(out, (rows, columns), tile.astype(out.dtype), mask=own, check_bounds=False)
 
 
 def store_own_of(out, i, tile, row, own_row, column, own_column):
     """As `store_own`, in the i-th matrix of `out`."""
-    rows = ct.expand_dims(row + ct.arange(tile.shape[0], dtype=ct.int32), 1)
-    columns = ct.expand_dims(column + ct.arange(tile.shape[1], dtype=ct.int32), 0)
-    own = (rows >= own_row) & (rows < out.shape[1]) & (columns >= own_column) & (columns < out.shape[2])
+    rows, columns, own = own_elements(tile.shape, row, own_row, out.shape[1], column, own_column, out.shape[2])
     ct.scatter(out, (i, rows, columns), tile.astype(out.dtype), mask=own, check_bounds=False)
+
+
+def own_elements(SHAPE, row, own_row, height, column, own_column, width):
+    """Rows and columns of a tile in a matrix [height, width], and which of its elements `store_own`
+    writes.
+    """
+    rows = ct.expand_dims(row + ct.arange(SHAPE[0], dtype=ct.int32), 1)
+    columns = ct.expand_dims(column + ct.arange(SHAPE[1], dtype=ct.int32), 0)
+    return rows, columns, (rows >= own_row) & (rows < height) & (columns >= own_column) & (columns < width)
 
 
 def load_tile(array, index, shape, padding, whole, latency, tma):

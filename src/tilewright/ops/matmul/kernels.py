@@ -215,7 +215,7 @@ def matmul_uneven_kernel(
     for i in ct.static_iter(range(len(accs))):
         acc, (_, to, tile_of, is_there, START) = accs[i], runs[i]
         if SCALING and SCALING != BLOCK:
-            acc = scaled(acc, rows, _scales(scale_2, START, acc.shape[1], tile_of, length, SCALING))
+            acc = scaled(acc, rows, run_scales(scale_2, START, acc.shape[1], tile_of, length, SCALING))
         if BIAS and begin == 0:
             acc = acc + _bias(bias, START, acc.shape, length, tile_1, tile_of, SWAP_AB)
         if SPLIT_K and is_part:
@@ -336,7 +336,7 @@ def _store_run(to, tile_1, tile_2, is_there, START, acc, out, SWAP_AB):
             to.store((tile_1, tile_2), acc.astype(out.dtype))
 
 
-def _scales(scales, START, ROWS, tile, STEP, SCALING):
+def run_scales(scales, START, ROWS, tile, STEP, SCALING):
     """As `row_scales`, for the rows from START on of tiles that are STEP rows apart."""
     if SCALING == ROW:
         view = scales.slice(2, START, scales.shape[2]).tiled_view((1, 1, ROWS), padding_mode=ZERO, traversal_steps=(1, 1, STEP))

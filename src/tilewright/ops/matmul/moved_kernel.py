@@ -3,9 +3,9 @@
 import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
-from ..common.scaling import ROW, add_product, row_scales, scaled
+from ..common.scaling import add_product, scaled
 from ..common.tiles import START_UNIT, ZERO, store_own, tile_start, widths_of, zeros_of
-from .kernels import of_order
+from .kernels import of_order, run_scales
 
 
 @ct.kernel
@@ -78,7 +78,8 @@ def matmul_moved_kernel(
     for i in ct.static_iter(range(len(accs))):
         acc, START = accs[i], sides[i][1]
         if SCALING:
-            acc = scaled(acc, _scales(scale_1, start_1, FIRST, SCALING), _scales(scale_2, start_2 + START, acc.shape[1], SCALING))
+            of_1 = run_scales(scale_1, 0, FIRST, start_1 // START_UNIT, START_UNIT, SCALING)
+            acc = scaled(acc, of_1, run_scales(scale_2, START, acc.shape[1], start_2 // START_UNIT, START_UNIT, SCALING))
         if SWAP_AB:
             acc = acc.transpose()
         row, column = (start_2 + START, start_1) if SWAP_AB else (start_1, start_2 + START)
@@ -97,14 +98,6 @@ def _rows(matrix, START, ROWS, TILE_K, TRANSPOSED):
     if TRANSPOSED:
         return matrix.slice(1, START, matrix.shape[1]).tiled_view((TILE_K, ROWS), padding_mode=ZERO, traversal_steps=(TILE_K, START_UNIT))
     return matrix.slice(0, START, matrix.shape[0]).tiled_view((ROWS, TILE_K), padding_mode=ZERO, traversal_steps=(START_UNIT, TILE_K))
-
-
-def _scales(scales, start, ROWS, SCALING):
-    """As `row_scales`, for ROWS rows from `start` on, a multiple of START_UNIT."""
-    if SCALING == ROW:
-        view = scales.tiled_view((1, 1, ROWS), padding_mode=ZERO, traversal_steps=(1, 1, START_UNIT))
-        return view.load((0, 0, start // START_UNIT), allow_tma=False).reshape((ROWS,))
-    return row_scales(scales, 0, 0, 1, SCALING)
 
 
 def _tile(view, start, step, TRANSPOSED, LATENCY):
