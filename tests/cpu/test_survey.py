@@ -91,7 +91,7 @@ class Noted(Part):
         return self.index
 
 
-def test_a_survey_in_parts_ends_with_the_worst_code(tmp_path, monkeypatch):
+def test_a_survey_in_parts_ends_with_the_worst_code(tmp_path):
     whole = Noted(["rope"], range(1000, 1001), tmp_path, torch.device("cpu"), 1, 0.0)
     assert in_parts(whole, 2, quiet()) == 1
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2", "1": "2"}
@@ -124,9 +124,9 @@ def test_the_parts_of_a_survey_share_its_problems(tmp_path, monkeypatch):
     monkeypatch.setattr(surveying, "Gpu", lambda where, **how: contextlib.nullcontext(MadeUp()))
     monkeypatch.setattr(surveying, "survey", lambda tasks, *rest, **options: timed_by.append([task.problem for task in tasks]) or 0)
     whole = Part(["rope", "matmul"], range(1000, 1001), tmp_path, torch.device("cpu"), 1, 0.0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
     whole.run(quiet())
     for index in range(3):
-        monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
         dataclasses.replace(whole, index=index, parts=3).run(quiet())
     alone, *parts = timed_by
     assert len(alone) == PASS["rope"] + PASS["matmul"]

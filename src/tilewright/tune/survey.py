@@ -95,16 +95,16 @@ def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
     return [*configs[:first], *usual[:same], *anew]
 
 
-def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FITTING_SEEDS) -> Iterator[Task]:
-    """The problems of pass after pass, until the seeds end."""
-    for seed in seeds:
-        for kind, problem in mixed({kind: draw(kind, PASS[kind], seed) for kind in kinds}):
-            op = op_of_kind(kind)
-            wanted = asked(op, problem, device)
-            configs = candidates(op, wanted, device)
-            if configs:
-                chosen = sampled(configs, MOST.get(kind, MOST_CONFIGS), f"{seed} {wanted}")
-                yield Task(kind, op, problem, wanted, chosen, frozenset(chosen) - frozenset(op.space(wanted, device)))
+def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FITTING_SEEDS, *, index: int = 0, parts: int = 1) -> Iterator[Task]:
+    """The problems of pass after pass, until the seeds end: every parts-th from the index-th on."""
+    drawn = ((seed, *one) for seed in seeds for one in mixed({kind: draw(kind, PASS[kind], seed) for kind in kinds}))
+    for seed, kind, problem in islice(drawn, index, None, parts):
+        op = op_of_kind(kind)
+        wanted = asked(op, problem, device)
+        configs = candidates(op, wanted, device)
+        if configs:
+            chosen = sampled(configs, MOST.get(kind, MOST_CONFIGS), f"{seed} {wanted}")
+            yield Task(kind, op, problem, wanted, chosen, frozenset(chosen) - frozenset(op.space(wanted, device)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Part:
             if self.index == 0:
                 together = f", in {self.parts} processes" if self.parts > 1 else ""
                 console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}{together}")
-            tasks = islice(drawn_tasks(self.kinds, bench.device, self.seeds), self.index, None, self.parts)
+            tasks = drawn_tasks(self.kinds, bench.device, self.seeds, index=self.index, parts=self.parts)
             who = f"{self.index + 1} of {self.parts}: " if self.parts > 1 else ""
             return survey(tasks, bench, self.folder, console, until=self.until, who=who)
 
@@ -153,10 +153,12 @@ def in_parts(whole: Part, parts: int, console: Console) -> int:
     children = [context.Process(target=other.run_as_child) for other in others]
     for child in children:
         child.start()
-    found = mine.run(console)
+    codes = [mine.run(console)]
     for child in children:
         child.join()
-    return max(found, *(1 if (child.exitcode or 0) < 0 else child.exitcode or 0 for child in children), 0)
+        code = child.exitcode
+        codes.append(1 if code is None or code < 0 else code)  # below 0: killed by a signal
+    return max(codes)
 
 
 def survey(tasks: Iterator[Task], bench: Workbench, folder: Path, console: Console, *, until: float, who: str = "") -> int:
