@@ -39,11 +39,14 @@ def newest_seeds(rows: Iterable[Row], least: int) -> dict[str, list[Row]]:
     """
     found: dict[str, list[Row]] = {}
     for kind, of in _by_kind(rows).items():
-        seeds = {(max(row["date"] for row in of if row["draw_seed"] == seed), seed) for seed in {row["draw_seed"] for row in of}}
+        of_seed: dict[int, list[Row]] = {}
+        for row in of:
+            of_seed.setdefault(row["draw_seed"], []).append(row)
         kept: list[Row] = []
-        for i, (_, seed) in enumerate(sorted(seeds, reverse=True)):
+        newest = sorted(of_seed, key=lambda seed: (max(row["date"] for row in of_seed[seed]), seed), reverse=True)
+        for i, seed in enumerate(newest):
             if i < LEAST_SEEDS or len(kept) < least:
-                kept += [row for row in of if row["draw_seed"] == seed]
+                kept += of_seed[seed]
         if kept:
             found[kind] = kept
     return found

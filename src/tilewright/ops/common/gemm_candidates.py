@@ -77,15 +77,15 @@ def changed(c: C, **fields_of: Any) -> C:
     return replace(c, **fields_of)
 
 
-def tables(g: Gemm, device: Device, of: known.Tables = known.TABLES, *, fast: bool | None = None) -> str:
+def tables(g: Gemm, device: Device, of: known.Tables = known.TABLES, *, shared: bool = False) -> str:
     """The tiles that may be worth timing, as text: of the first kind of operands that the
-    architecture has tiles for. fast: for sums in the tensor core; by default where all of k may be
-    one.
+    architecture has tiles for. shared: k is short enough for sums in the tensor core because blocks
+    share it.
     """
     kinds = ["gated", "wide"] if g.gated else ["wide"]
     if g.dtype in FP8:
         short = "row" if g.scaling is Scaling.ROW else "fp8"
-        of_sums = short if (g.k <= g.most_fast if fast is None else fast) else "precise"
+        of_sums = short if shared or g.k <= g.most_fast else "precise"
         kinds = ["block" if g.scaling is Scaling.BLOCK else of_sums, "fp8"] if g.k_major else ["turned"]
     if g.dtype is torch.float32:
         kinds = ["tf32" if g.tf32 else "float32"]
@@ -103,12 +103,12 @@ def tiles_for(g: Gemm, device: Device, config: type[C]) -> Iterator[C]:
     if device.is_cpu:
         yield from cpu_tiles(g, config)
         return
-    whole = list(_tiles_of_text(tables(g, device), g, device, config))
-    yield from whole
+    usual = list(_tiles_of_text(tables(g, device), g, device, config))
+    yield from usual
     if g.k > g.most_fast > 0 and g.k_major and g.scaling is not Scaling.BLOCK:
-        shared = _tiles_of_text(tables(g, device, fast=True), g, device, config, least=-(-g.k // g.most_fast))
-        before = set(whole)
-        yield from (c for c in shared if c.share(g, device) <= g.most_fast and c not in before)
+        shared = _tiles_of_text(tables(g, device, shared=True), g, device, config, least=-(-g.k // g.most_fast))
+        known_ones = set(usual)
+        yield from (c for c in shared if c.share(g, device) <= g.most_fast and c not in known_ones)
 
 
 def _tiles_of_text(text: str, g: Gemm, device: Device, config: type[C], least: int = 0) -> Iterator[C]:

@@ -183,9 +183,8 @@ class Gemm:
 
     def fast(self, c: Tile, device: Device) -> bool:
         """Whether the sums of a block stay in the tensor core."""
-        if self.k <= self.most_fast or not self.most_fast or self.scaling is Scaling.BLOCK:
-            return self.k <= self.most_fast
-        return c.share(self, device) <= self.most_fast
+        short = self.k <= self.most_fast
+        return short or (self.most_fast > 0 and self.scaling is not Scaling.BLOCK and c.share(self, device) <= self.most_fast)
 
     @property
     def k_major(self) -> bool:
