@@ -285,7 +285,7 @@ def test_json_has_every_number_and_the_versions(cache):
         "per_weight",
     }
     assert set(first["compiled"]) == {"resources", "cubin_bytes", "compile_s", "error", "cached"}
-    assert set(first["compiled"]["resources"]) == {"registers", "stack_bytes", "local_bytes", "shared_bytes", "instructions", "loop"}
+    assert set(first["compiled"]["resources"]) == {"registers", "stack_bytes", "local_bytes", "shared_bytes", "instructions", "loop", "serial_loads"}
     assert plain["rows"][2]["compiled"]["resources"] is None
 
 

@@ -63,7 +63,7 @@ def waits_first(plan: Launch, final: set[str]) -> bool:
             body = body[0].orelse
         else:
             begin, *between = body[0].body[: [called(s) for s in body[0].body].index("pdl_wait")]
-            weights = {"ct.load": ("B", "WEIGHT"), "operand": ("b",)}
+            weights = {"ct.load": ("B",), "vector_masked": ("WEIGHT",), "operand": ("b",)}
             read = all(ast.unparse(s.value.args[0]) in weights[called(s)] for s in between)  # type: ignore[attr-defined]
             return called(begin) == "pdl_launch_dependents" and read
     if called(body[0]) == "pdl_launch_dependents":

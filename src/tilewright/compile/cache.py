@@ -17,7 +17,7 @@ from .disassemble import find_tool
 from .job import Compiled, Job
 
 LONGEST = 1 << 20  # bytes of a result: far more than one has
-FORMAT = "3"  # raise it when Resources, or the way of reading them, changes
+FORMAT = "4"  # raise it when Resources, or the way of reading them, changes
 
 
 class ResultCache:

@@ -23,6 +23,7 @@ MATRIX = re.compile(r"(UTC\w*MMA|[A-Z]*GMMA|[A-Z]MMA)(\d\w*)?")
 TOOLS = ("tileiras", "cuobjdump", "nvdisasm")
 # What a loop that computes is full of; loops that wait or copy are not.
 ARITHMETIC = frozenset(("FADD", "FFMA", "FMUL", "HADD2", "HFMA2", "HMUL2", "LOP3", "PRMT", "F2FP", "IMAD", "SHF"))
+SHORT = 16  # instructions that a branch around one load leads around, at most
 MOST_STACK = 64  # bytes of a thread that a config may spill and still be timed, or be a default
 
 
@@ -37,6 +38,8 @@ class Resources:
         KiB.
     instructions: how often each opcode occurs in the code, most frequent first.
     loop: instructions of the loop that computes most, 0 if there is none.
+    serial_loads: loads from global memory that each stand in a branch of their own, as checked ones
+        do: most wait for the one before.
     """
 
     registers: int
@@ -45,6 +48,7 @@ class Resources:
     shared_bytes: int
     instructions: dict[str, int]
     loop: int = 0
+    serial_loads: int = 0
 
     @property
     def spills(self) -> bool:
@@ -126,21 +130,23 @@ def _printed(command: list[str | Path], cubin: bytes, environ: Mapping[str, str]
 
 def parse(text: str) -> Resources:
     """The output of `cuobjdump -res-usage`, with or without `-sass`, on a cubin with one kernel."""
-    lines = USAGE.findall(text)
-    if not lines:
+    usages = USAGE.findall(text)
+    if not usages:
         raise ValueError("cuobjdump output must have a line 'REG:.. STACK:.. SHARED:..', got none")
     # A cubin may hold device functions too. The kernel is the one that needs most registers.
-    registers, stack, shared, local = (max(int(line[i]) for line in lines) for i in range(4))
+    registers, stack, shared, local = (max(int(of[i]) for of in usages) for i in range(4))
     mix = Counter(match["opcode"] for match in OPCODE.finditer(text))
-    return Resources(registers, stack, local, shared, dict(mix.most_common()), _hot_loop(text))
+    lines = [(int(line["at"], 16), line["opcode"], int(line["to"] or "0", 16)) for line in LINE.finditer(text)]
+    return Resources(registers, stack, local, shared, dict(mix.most_common()), _hot_loop(lines), _serial_loads(lines))
 
 
-def _hot_loop(text: str) -> int:
+def _hot_loop(lines: list[tuple[int, str, int]]) -> int:
     """Instructions of the shortest loop with at least half of the arithmetic that any loop has:
     one around it has little more, and those that wait inside of it have none. A jump back to
     behind one that led there is the end of what was moved out of the way.
+
+    lines: of each instruction its address, its opcode, and the address that it names or 0.
     """
-    lines = [(int(line["at"], 16), line["opcode"], int(line["to"] or "0", 16)) for line in LINE.finditer(text)]
     index = {at: i for i, (at, _, _) in enumerate(lines)}
     before = list(accumulate((opcode in ARITHMETIC or bool(MATRIX.fullmatch(opcode)) for _, opcode, _ in lines), initial=0))
     starts = ((index.get(to, i), i) for i, (_, opcode, to) in enumerate(lines) if opcode == "BRA")
@@ -151,3 +157,11 @@ def _hot_loop(text: str) -> int:
     ]
     most = max(loops, default=(0, 0))[0]
     return min((length for work, length in loops if work and 2 * work >= most), default=0)
+
+
+def _serial_loads(lines: list[tuple[int, str, int]]) -> int:
+    """Loads that a short branch leads around, each alone."""
+    index = {at: i for i, (at, _, _) in enumerate(lines)}
+    loads = list(accumulate((opcode == "LDG" for _, opcode, _ in lines), initial=0))
+    jumps = ((i, index.get(to, i)) for i, (_, opcode, to) in enumerate(lines) if opcode == "BRA")
+    return len({loads[i] for i, end in jumps if i < end <= i + SHORT and loads[end] - loads[i] == 1})

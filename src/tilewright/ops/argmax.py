@@ -223,11 +223,13 @@ def argmax_merge_kernel(PARTIAL, OUT, SPLITS: ct.Constant[int], TILE_S: ct.Const
     """
     pdl_overlap()
     i = ct.bid(0)
-    PARTIAL = PARTIAL.slice(2, 0, SPLITS)
-    both = ct.load(PARTIAL, (0, i, 0), (2, 1, TILE_S), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    inside = ct.arange(TILE_S, dtype=ct.int32).reshape((1, TILE_S)) < SPLITS
-    best = ct.where(inside, ct.bitcast(ct.extract(both, (0, 0, 0), (1, 1, TILE_S)).reshape((1, TILE_S)), ct.float32), -math.inf)
-    where = ct.where(inside, ct.extract(both, (1, 0, 0), (1, 1, TILE_S)).reshape((1, TILE_S)), NOWHERE)
+    split = ct.arange(TILE_S, dtype=ct.int32).reshape((1, TILE_S))
+    inside = split < SPLITS
+
+    def of(which, padding):  # gathered: the loads do not wait for one another
+        return ct.gather(PARTIAL, (which, i, split), mask=inside, padding_value=padding, check_bounds=False)
+
+    best, where = ct.where(inside, ct.bitcast(of(0, 0), ct.float32), -math.inf), of(1, NOWHERE)
     _, column = first_best(best, where)
     ct.store(OUT, (i,), column.reshape((1,)).astype(ct.int64), allow_tma=False)
 

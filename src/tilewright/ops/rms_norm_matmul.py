@@ -29,7 +29,7 @@ from . import rms_norm
 from .common import gemm_choices
 from .common.gemm_choices import Gemm, Tile
 from .common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait, use_pdl, whole_tiles
-from .common.tiles import rounded_sum, silu_mul_of_pairs
+from .common.tiles import load_masked, rounded_sum, silu_mul_of_pairs, vector_masked
 
 ZERO = ct.PaddingMode.ZERO  # k beyond the edge adds nothing to the sums
 
@@ -215,11 +215,11 @@ def rms_norm_matmul_kernel(
     if WHOLE:
         pdl_launch_dependents()
         b = ct.load(B, (ct.bid(0), 0), (TILE_N, TILE_K), padding_mode=ZERO, allow_tma=False)
-        weight = ct.load(WEIGHT, (0,), (TILE_K,), padding_mode=ZERO, allow_tma=False)
+        weight = vector_masked(WEIGHT, TILE_K)
         pdl_wait()
-        x = ct.load(X, (0, 0), (1, TILE_K), padding_mode=ZERO, allow_tma=False)
+        x = load_masked(X, (0, 0), (1, TILE_K), ZERO, False, None, False)
         if ADD:
-            x = rounded_sum(x, ct.load(RESIDUAL, (0, 0), (1, TILE_K), padding_mode=ZERO, allow_tma=False))
+            x = rounded_sum(x, load_masked(RESIDUAL, (0, 0), (1, TILE_K), ZERO, False, None, False))
             if ct.bid(0) == 0:
                 ct.store(SUM, (0, 0), x, allow_tma=False)
         x = x.astype(ct.float32)

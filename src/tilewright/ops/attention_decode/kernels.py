@@ -8,7 +8,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
 from ..common.softmax_tiles import FLOOR, LN2, merged, sink_factor, softmax_step
-from ..common.tiles import LOG2E, ZERO, load_tile, rows_from
+from ..common.tiles import LOG2E, ZERO, rows_from
 from ..common.weight_tiles import e4m3_planes, joined
 
 APPROX, FULL = ct.RoundingMode.APPROX, ct.RoundingMode.FULL
@@ -349,24 +349,25 @@ def attention_decode_merge_kernel(
     NORMALIZE: ct.Constant[bool],
     TILE_S: ct.Constant[int],
     TILE_V: ct.Constant[int],
-    WHOLE: ct.Constant[bool],
 ):
     """TILE_V columns of one row of the result from its partials, all of which are in one tile of
     TILE_S rows.
 
     Grid (q_heads * blocks of columns, q_len, batch). PARTIAL [batch, splits, q_heads, q_len,
-    columns of v + 2 + pad]; the others as in `attention_decode_kernel`. WHOLE: TILE_S splits and
-    whole tiles of columns; unchecked, the loads do not wait for one another.
+    columns of v + 2 + pad]; the others as in `attention_decode_kernel`.
     """
     pdl_overlap()
     columns = OUT.shape[3]
     blocks = ct.cdiv(columns, TILE_V)
     head, column_block, token, batch = ct.bid(0) // blocks, ct.bid(0) % blocks, ct.bid(1), ct.bid(2)
-    part, state = PARTIAL.slice(4, 0, columns), PARTIAL.slice(4, columns, columns + 2)
-    one, row = (1, TILE_S, 1, 1, 1), (1, TILE_S, 1, 1, TILE_V)
-    maxima = load_tile(state, (batch, 0, head, token, 0), one, ct.PaddingMode.NEG_INF, WHOLE, 1, False).reshape((TILE_S, 1))
-    denominators = load_tile(state, (batch, 0, head, token, 1), one, ZERO, WHOLE, 1, False).reshape((TILE_S, 1))
-    parts = load_tile(part, (batch, 0, head, token, column_block), row, ZERO, WHOLE, 1, False).reshape((TILE_S, TILE_V))
+    split = ct.arange(TILE_S, dtype=ct.int32).reshape((TILE_S, 1))
+    column = (ct.arange(TILE_V, dtype=ct.int32) + column_block * TILE_V).reshape((1, TILE_V))
+    there = split < PARTIAL.shape[1]
+
+    def of(columns_of, inside, padding):  # gathered: the loads do not wait for one another
+        return ct.gather(PARTIAL, (batch, split, head, token, columns_of), mask=inside, padding_value=padding, check_bounds=False, latency=1)
+
+    maxima, denominators, parts = of(columns, there, -math.inf), of(columns + 1, there, 0), of(column, there & (column < columns), 0)
     total, maximum, denominator = merged(parts, maxima, denominators, 1.0)
     index, tile = (batch, head, token), (1, 1, 1)
     _write(OUT, LSE, DENOMINATOR, SINKS, index, tile, column_block, (total,), maximum, denominator, HAS_SINKS, RETURN_LSE, NORMALIZE, False)

@@ -13,7 +13,7 @@ from ...launch import Device, Launch, next_pow2
 from .fp8 import group_codes
 from .pdl import pdl_overlap
 from .scaling import GROUP
-from .tiles import ZERO, gated
+from .tiles import ZERO, gated, load_masked
 
 LARGEST = 448  # of the codes of activations, e4m3
 MAP_WIDTH = 128  # panels that a block writes at once
@@ -43,7 +43,8 @@ def moe_count_kernel(ids, counts, ranks, TILE: ct.Constant[int]):
     total = ct.zeros((1,), ct.int32)
     for i in range(ct.cdiv(ids.shape[0], TILE)):
         pair = i * TILE + lanes
-        mine = (ct.load(ids, (i,), (TILE,), padding_mode=ZERO, allow_tma=False) == own) & (pair < ids.shape[0])
+        # Gathered: as in load_masked.
+        mine = ct.gather(ids, pair, mask=pair < ids.shape[0], padding_value=-1, check_bounds=False) == own
         one = mine.astype(ct.int32)
         ct.scatter(ranks, pair, total + ct.cumsum(one) - 1, mask=mine)
         total = total + ct.sum(one)
@@ -135,7 +136,7 @@ def moe_quantize_kernel(
     """
     i, j = ct.bid(0), ct.bid(1)
     if i < ct.gather(panels, 0) * (PANEL // TILE_M):
-        x = ct.load(h.slice(1, 0, COLS), (i, j), (TILE_M, TILE_N), padding_mode=ZERO, allow_tma=False)
+        x = load_masked(h.slice(1, 0, COLS), (i, j), (TILE_M, TILE_N), ZERO, COLS % TILE_N == 0, None, False)
         some, each = group_codes(x, codes.dtype, 1, GROUP, LARGEST, False)
         ct.store(codes.slice(1, 0, COLS), (i, j), some, allow_tma=False)
         ct.store(scale, (j, i), each, allow_tma=False)
@@ -168,7 +169,7 @@ def moe_sum_kernel(
             row, weight = ct.gather(rows, token * TOP_K + k), ct.gather(weights, (token, k))
             # Without an expert some row is read but not used, so that no branch separates the
             # loads.
-            parts = (*parts, (row, weight, ct.load(y, (max(row, 0), j), (1, TILE_N), padding_mode=ZERO, allow_tma=False)))
+            parts = (*parts, (row, weight, load_masked(y, (max(row, 0), j), (1, TILE_N), ZERO, COLS % TILE_N == 0, None, False)))
         for row, weight, part in ct.static_iter(parts):
             acc = ct.where(row >= 0, acc + weight * part.astype(ct.float32), acc)
     ct.store(out, (token, j), acc.astype(out.dtype), allow_tma=False)

@@ -252,8 +252,16 @@ def add_product(x, w, acc, FAST_ACC):
 def row_scales(scales, batch, tile, WIDTH, SCALING):
     """The scales of a tile of rows for the epilogue of TENSOR ([1]) or ROW ([WIDTH])."""
     if SCALING == ROW:
-        return ct.load(scales, (batch, 0, tile), (1, 1, WIDTH), padding_mode=ZERO, allow_tma=False).reshape((WIDTH,))
-    return ct.load(scales, (min(batch, scales.shape[0] - 1), 0, 0), (1, 1, 1), allow_tma=False).reshape((1,))
+        return scales_from(scales, batch, tile * WIDTH, WIDTH)
+    return ct.load(scales, (min(batch, scales.shape[0] - 1), 0, 0), (1, 1, 1), check_bounds=False, allow_tma=False).reshape((1,))
+
+
+def scales_from(scales, batch, first, WIDTH):
+    """[WIDTH] scales of rows from `first` on (ROW), zero behind the last; gathered: as in
+    `load_masked`.
+    """
+    rows = first + ct.arange(WIDTH, dtype=ct.int32)
+    return ct.gather(scales, (batch, 0, rows), mask=rows < scales.shape[2], padding_value=0, check_bounds=False)
 
 
 def group_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):

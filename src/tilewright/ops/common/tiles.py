@@ -112,6 +112,26 @@ def load_masked(matrix, at, shape, padding, whole, latency, tma):
     return ct.gather(matrix, (rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
 
 
+def matrix_tile(array, lead, at, shape, padding, whole, latency=None):
+    """[rows, columns]: tile `at` of the matrix array[lead], of an array of any rank. Loads of a
+    tile that does not lie inside run together, as in load_masked.
+
+    lead: indices of a tuple. whole: it lies inside. latency: as in ct.load.
+    """
+    ones: tuple = ()
+    for _ in ct.static_iter(lead):
+        ones = (*ones, 1)
+    if whole:
+        return ct.load(array, (*lead, *at), (*ones, *shape), check_bounds=False, latency=latency, allow_tma=False).reshape(shape)
+    rows = (ct.arange(shape[0], dtype=ct.int32) + at[0] * shape[0]).reshape((shape[0], 1))
+    columns = (ct.arange(shape[1], dtype=ct.int32) + at[1] * shape[1]).reshape((1, shape[1]))
+    inside = columns < array.shape[array.ndim - 1]
+    if shape[0] > 1:  # a tile of one row is not behind the end
+        inside = inside & (rows < array.shape[array.ndim - 2])
+    value = -math.inf if padding == ct.PaddingMode.NEG_INF else 0
+    return ct.gather(array, (*lead, rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
+
+
 def added_shares(array, at, shape, whole, SHARES, COLS=0):
     """A tile of a matrix [rows, columns], which is given as fp32 [SHARES, rows, columns] that add
     up to it and are rounded to bf16 then; as itself where SHARES is 0.
@@ -122,7 +142,7 @@ def added_shares(array, at, shape, whole, SHARES, COLS=0):
     if SHARES > 0:
         total = ct.zeros(shape, ct.float32)
         for i in ct.static_iter(range(SHARES)):
-            total = total + load_tile(given, (i, *at), (1, *shape), ZERO, whole, None, False).reshape(shape)
+            total = total + matrix_tile(given, (i,), at, shape, ZERO, whole)
         return total.astype(ct.bfloat16)
     else:
         return load_masked(given, at, shape, ZERO, whole, None, False)
@@ -196,6 +216,12 @@ def vector_chunk(VECTOR, j, COLS, TILE_N):
         return ct.load(VECTOR.slice(0, 0, COLS), (j,), (TILE_N,), check_bounds=False, allow_tma=False)
     columns = ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N  # gathered: as in load_masked
     return ct.gather(VECTOR, columns, mask=columns < COLS, check_bounds=False)
+
+
+def vector_masked(VECTOR, TILE_N, first=0):
+    """[TILE_N]: a vector from `first` on, and zeros behind its end; see load_masked."""
+    columns = ct.arange(TILE_N, dtype=ct.int32) + first
+    return ct.gather(VECTOR, columns, mask=columns < VECTOR.shape[0], padding_value=0, check_bounds=False)
 
 
 def rounded_sum(x, more):

@@ -293,14 +293,13 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch, or for chunks two: what needs no state, then what does."""
     of_heads = {"group": p.v_heads // p.k_heads, "tile_k": tile_k(p)}
-    of_state = {**of_heads, "blocks": _blocks(p, c)}
+    of_state = {**of_heads, "blocks": _blocks(p, c), "whole": p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0}
     lengths = {"cu_seqlens": p.varlen}
     optional = {"state": p.has_state, **lengths}
     grid = (_blocks(p, c) * p.v_heads * p.batch,)
     if not c.chunk:
         one = p.tokens == 1 and not p.varlen
-        whole = p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0
-        constants = {**of_state, "one": one, "whole": whole}
+        constants = {**of_state, "one": one}
         return (Launch.of(recurrent_kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
     if p.channels:
         return _with_channels(p, c, optional)

@@ -16,7 +16,7 @@ import cuda.tile as ct
 from ..common.attention_tiles import place_of
 from ..common.pdl import pdl_overlap
 from ..common.recurrence import FLOOR, FORGOTTEN, LEAST_DECAY, row_of
-from ..common.tiles import LOG2E, ZERO, load_tile, rows_from
+from ..common.tiles import LOG2E, ZERO, load_tile, matrix_tile, rows_from
 
 INTO, ONWARD, OUTWARD = 0, 1, 2  # rows of FACTORS
 
@@ -247,6 +247,7 @@ def scan_kernel(
     AHEAD: ct.Constant[bool],
     CARRY: ct.Constant[bool],
     SKIPS: ct.Constant[bool],
+    WHOLE: ct.Constant[bool],
     SEGMENT: ct.Constant[int],
     GROUP: ct.Constant[int],
     BLOCKS: ct.Constant[int],
@@ -265,6 +266,7 @@ def scan_kernel(
     from zero but for a sequence's first segment, and no result; otherwise a segment starts from the
     state behind the one before. The last segment's part of LOCAL keeps the initial state.
     SKIPS: CARRY begins behind the chunks that decays alone take below 2**FORGOTTEN of the state.
+    WHOLE: every tile of a state lies inside.
     TRANSPOSED: tiles have their columns of v as rows, so that wgmma takes them from registers; it
     needs 64 of these.
     AHEAD: a chunk's decay is a number, loaded one step ahead; otherwise it comes by TMA, as the
@@ -310,8 +312,7 @@ def scan_kernel(
 
     def columns_of(X, index):
         """The block's columns of a state."""
-        tile = ct.load(X, (index, h, 0, j), (1, 1, TILE_K, TILE_V), padding_mode=ZERO, allow_tma=False)
-        return turned(tile.reshape((TILE_K, TILE_V)))
+        return turned(matrix_tile(X, (index, h), (0, j), (TILE_K, TILE_V), ZERO, WHOLE))
 
     def forgotten(begin, end):
         """Chunks of a segment that its end has forgotten."""

@@ -9,7 +9,7 @@ all it loads comes by TMA, `gates_kernel` first writes the gates of a chunk as r
 import cuda.tile as ct
 
 from ..common.recurrence import LEAST_DECAY, chunk_of
-from ..common.tiles import LOG2E, ZERO, rows_from
+from ..common.tiles import LOG2E, ZERO, matrix_tile, rows_from
 from .kernels import INTO, ONWARD, OUTWARD, nothing
 
 SUM, BETA_OF = 0, 1  # rows of GATES
@@ -40,8 +40,8 @@ def gates_kernel(
         G, BETA = rows_from(G, 2, first, end), rows_from(BETA, 2, first, end)
         b = 0
     shape = (GATE_HEADS, CHUNK)
-    beta = ct.load(BETA, (b, h, c), (1, GATE_HEADS, CHUNK), padding_mode=ZERO, allow_tma=False).reshape(shape).astype(ct.float32)
-    g = ct.load(G, (b, h, c), (1, GATE_HEADS, CHUNK), padding_mode=ZERO, allow_tma=False).reshape(shape).astype(ct.float32)
+    beta = matrix_tile(BETA, (b,), (h, c), shape, ZERO, False).astype(ct.float32)
+    g = matrix_tile(G, (b,), (h, c), shape, ZERO, False).astype(ct.float32)
     g = ct.maximum(g * LOG2E, LEAST_DECAY, propagate_nan=True)
     decay = ct.exp2(ct.sum(g, 1))
     g = ct.cumsum(g, 1)

@@ -32,7 +32,7 @@ def grouped_gemm_map_kernel(
     """
     own = ct.bid(0)
     index = ct.arange(GROUPS, dtype=ct.int32)
-    ends = min(max(ct.load(sizes, (0,), (GROUPS,), padding_mode=ZERO, allow_tma=False), 0), rows)
+    ends = min(max(ct.gather(sizes, index, padding_value=0), 0), rows)
     starts = ct.zeros((GROUPS,), dtype=ct.int32)
     if not MASKED:
         before = ct.gather(sizes, max(index - 1, 0), padding_value=0)

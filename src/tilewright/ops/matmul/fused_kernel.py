@@ -6,7 +6,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
 from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
-from ..common.tiles import grouped_tile, silu_mul_of_pairs
+from ..common.tiles import grouped_tile, silu_mul_of_pairs, vector_masked
 from .kernels import operand, split_work
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
@@ -111,7 +111,7 @@ def matmul_fused_kernel(
             rows, cols = row_scales(scale_a, 0, tile_m, TILE_M, SCALING), row_scales(scale_b, 0, tile_n, TILE_N, SCALING)
             acc = scaled(acc, cols, rows) if SWAP_AB else scaled(acc, rows, cols)
         if BIAS and first == 0:
-            row = ct.load(bias, index=(tile_n,), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+            row = vector_masked(bias, TILE_N, tile_n * TILE_N).astype(ct.float32)
             acc += row.reshape((TILE_N, 1)) if SWAP_AB else row
         return acc
 
@@ -122,7 +122,7 @@ def matmul_fused_kernel(
             width = TILE_N // 2
             y = silu_mul_of_pairs(y)
         if OUT_SCALE:
-            y = y * ct.load(out_scale, (0,), (1,), allow_tma=False)
+            y = y * ct.load(out_scale, (0,), (1,), check_bounds=False, allow_tma=False)
         if RESIDUAL:
             y = y + ct.load(residual, (tile_m, tile_n), (TILE_M, width), padding_mode=ZERO).astype(ct.float32)
         ct.store(out, index=(tile_m, tile_n), tile=y.astype(out.dtype))

@@ -3,8 +3,8 @@
 import cuda.tile as ct
 
 from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
-from ..common.scaling import BLOCK, ROW, add_product, block_scales, fresh_product, group_scales, row_scales, scaled
-from ..common.tiles import grouped_tile, widths_of, zeros_of
+from ..common.scaling import BLOCK, ROW, add_product, block_scales, fresh_product, group_scales, row_scales, scaled, scales_from
+from ..common.tiles import grouped_tile, load_masked, vector_masked, widths_of, zeros_of
 
 ZERO = ct.PaddingMode.ZERO  # rows, columns and k beyond the edge add nothing
 
@@ -48,10 +48,10 @@ def matmul_kernel(
         pdl_launch_dependents()
         w = operand(b, ct.bid(0), 0, TILE_N, TILE_K, False, LATENCY, False)
         pdl_wait()
-        x = operand(a, 0, 0, 1, TILE_K, False, LATENCY, False)
+        x = load_masked(a, (0, 0), (1, TILE_K), ZERO, False, LATENCY, False)
         acc = ct.sum(x.astype(ct.float32) * w.astype(ct.float32), axis=1).reshape((1, TILE_N))
         if BIAS:
-            acc = acc + ct.load(bias, index=(ct.bid(0),), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+            acc = acc + vector_masked(bias, TILE_N, ct.bid(0) * TILE_N).astype(ct.float32)
         ct.store(out, index=(0, ct.bid(0)), tile=acc.astype(out.dtype), allow_tma=False)
     else:
         pdl_overlap(PERSISTENT)
@@ -133,7 +133,7 @@ def _accumulated(a, b, bias, tile_m, tile_n, first, last, how):
     if DOT:
         acc = ct.sum(acc, axis=2)
     if BIAS and first == 0:
-        row = ct.load(bias, index=(tile_n,), shape=(TILE_N,), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        row = vector_masked(bias, TILE_N, tile_n * TILE_N).astype(ct.float32)
         acc += row.reshape((TILE_N, 1)) if SWAP_AB else row
     return acc
 
@@ -322,9 +322,8 @@ def _summed(x, runs, accs, step, TRANS_SECOND, FAST_ACC, LATENCY):
 def _bias(bias, START, SHAPE, STEP, tile_1, tile_2, SWAP_AB):
     """fp32 bias of an accumulator's rows, with SWAP_AB, or of its columns."""
     if SWAP_AB:
-        return ct.load(bias, (tile_1,), (SHAPE[0],), padding_mode=ZERO, allow_tma=False).astype(ct.float32).reshape((SHAPE[0], 1))
-    strip = bias.slice(0, START, bias.shape[0]).tiled_view((SHAPE[1],), padding_mode=ZERO, traversal_steps=(STEP,))
-    return strip.load((tile_2,), allow_tma=False).astype(ct.float32)
+        return vector_masked(bias, SHAPE[0], tile_1 * SHAPE[0]).astype(ct.float32).reshape((SHAPE[0], 1))
+    return vector_masked(bias, SHAPE[1], START + tile_2 * STEP).astype(ct.float32)
 
 
 def _store_run(to, tile_1, tile_2, is_there, START, acc, out, SWAP_AB):
@@ -339,8 +338,7 @@ def _store_run(to, tile_1, tile_2, is_there, START, acc, out, SWAP_AB):
 def run_scales(scales, START, ROWS, tile, STEP, SCALING):
     """As `row_scales`, for the rows from START on of tiles that are STEP rows apart."""
     if SCALING == ROW:
-        view = scales.slice(2, START, scales.shape[2]).tiled_view((1, 1, ROWS), padding_mode=ZERO, traversal_steps=(1, 1, STEP))
-        return view.load((0, 0, tile), allow_tma=False).reshape((ROWS,))
+        return scales_from(scales, 0, START + tile * STEP, ROWS)
     return row_scales(scales, 0, 0, 1, SCALING)
 
 

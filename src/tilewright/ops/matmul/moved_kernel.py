@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_overlap
 from ..common.scaling import add_product, scaled
-from ..common.tiles import START_UNIT, ZERO, store_own, tile_start, widths_of, zeros_of
+from ..common.tiles import START_UNIT, ZERO, store_own, tile_start, vector_masked, widths_of, zeros_of
 from .kernels import of_order, run_scales
 
 
@@ -85,8 +85,7 @@ def matmul_moved_kernel(
         row, column = (start_2 + START, start_1) if SWAP_AB else (start_1, start_2 + START)
         if BIAS:
             # The tile of a bias begins where `column` says, a multiple of START_UNIT.
-            strip = bias.tiled_view((acc.shape[1],), padding_mode=ZERO, traversal_steps=(START_UNIT,))
-            acc = acc + strip.load((column // START_UNIT,), allow_tma=False).astype(ct.float32)
+            acc = acc + vector_masked(bias, acc.shape[1], column // START_UNIT * START_UNIT).astype(ct.float32)
         own_row, own_column = (tile_2 * STEP, tile_1 * FIRST) if SWAP_AB else (tile_1 * FIRST, tile_2 * STEP)
         store_own(out, acc, row, own_row, column, own_column)
 

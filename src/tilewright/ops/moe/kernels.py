@@ -205,7 +205,7 @@ def moe_few_kernel(
     pdl_overlap()
     tile_n, pair = ct.bid(0), ct.bid(1)
     wide = PARTS * TILE_N
-    own = ct.gather(ids, pair)
+    own = ct.gather(ids, pair, check_bounds=False)
     mine = (own >= 0) & (own < w.shape[0])
     if PARTS == 2:
         index = ct.arange(TILE_P, dtype=ct.int32)
@@ -214,7 +214,7 @@ def moe_few_kernel(
             ct.scatter(rows, pair, ct.where(mine, leader * TILE_M + pair // TOP_K, -1))
         mine = mine & (leader == pair)
     else:
-        mine = ct.gather(rows, pair) // TILE_M == pair
+        mine = ct.gather(rows, pair, check_bounds=False) // TILE_M == pair
     if mine:
         expert = own.astype(ct.int32)
         matrix = 0 if PARTS == 2 else pair

@@ -25,8 +25,9 @@ def _scales(scale_w, expert, part, tile_n, step, TILE_N, TILE_K, SCALING):
     """BLOCK: [groups in TILE_K] of a tile of weights; else ones [1]."""
     if SCALING != BLOCK:
         return ct.ones((1,), ct.float32)
-    where = (expert, part, tile_n // (GROUP // TILE_N), step)
-    return ct.load(scale_w, where, (1, 1, 1, TILE_K // GROUP), padding_mode=ZERO, allow_tma=False).reshape((TILE_K // GROUP,))
+    groups = step * (TILE_K // GROUP) + ct.arange(TILE_K // GROUP, dtype=ct.int32)
+    where = (expert, part, tile_n // (GROUP // TILE_N), groups)
+    return ct.gather(scale_w, where, mask=groups < scale_w.shape[3], padding_value=0, check_bounds=False)  # as in load_masked
 
 
 def _own_choices(ids, w, TOP_K, TILE_P):
@@ -187,7 +188,7 @@ def moe_one_down_kernel(
 
     def place(unit):
         slot = unit // steps
-        own = ct.gather(ids, slot)
+        own = ct.gather(ids, slot, check_bounds=False)
         return slot, unit - slot * steps, ct.where((own >= 0) & (own < w.shape[0]), own, instead).astype(ct.int32)
 
     if SHARED:

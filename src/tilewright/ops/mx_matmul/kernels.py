@@ -4,7 +4,7 @@ import cuda.tile as ct
 
 from ..common.mx import plain_operand, scaled_operand
 from ..common.pdl import pdl_overlap
-from ..common.tiles import grouped_tile
+from ..common.tiles import grouped_tile, matrix_tile
 
 ZERO = ct.PaddingMode.ZERO  # rows and columns beyond the edge add nothing; as e8m0 it is 2**-127
 
@@ -131,5 +131,5 @@ def mx_sum_kernel(
     at = ct.bid(0), ct.bid(1)
     y = ct.zeros((TILE_M, TILE_N), ct.float32)
     for i in ct.static_iter(range(SHARES)):
-        y = y + ct.load(partial, (i, *at), (1, TILE_M, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_M, TILE_N))
+        y = y + matrix_tile(partial, (i,), at, (TILE_M, TILE_N), ZERO, False)
     ct.store(out, at, _finished(y, bias, out_scale, at[1], BIAS, OUT_SCALE).astype(out.dtype), allow_tma=False)

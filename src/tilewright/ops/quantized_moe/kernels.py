@@ -8,7 +8,7 @@ import cuda.tile as ct
 from ..common.expert_lists import activated
 from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
 from ..common.pieces import PIECES, add_products, piece_unit, store_pieces, summed
-from ..common.tiles import ZERO
+from ..common.tiles import ZERO, load_masked, matrix_tile
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, add_product, unit
 
@@ -164,7 +164,7 @@ def quantized_moe_pieces_kernel(
     pdl_overlap()
     pair, part = ct.bid(0), ct.bid(1)
     # In flight while ranks are counted.
-    some = ct.load(x, (pair // TOP_K, part), (1, 64 * BLOCKS), padding_mode=ZERO, allow_tma=False)
+    some = load_masked(x, (pair // TOP_K, part), (1, 64 * BLOCKS), ZERO, False, None, False)
     index = ct.arange(TILE_P, dtype=ct.int32)
     ids_all = ct.gather(ids, index, padding_value=-1).astype(ct.int32)
     known = (ids_all >= 0) & (ids_all < EXPERTS)
@@ -210,7 +210,7 @@ def quantized_moe_row_kernel(
     pdl_wait()
     pdl_launch_dependents()
     part = ct.bid(0)
-    some = ct.load(x, (0, part), (1, 64 * BLOCKS), padding_mode=ZERO, allow_tma=False)
+    some = load_masked(x, (0, part), (1, 64 * BLOCKS), ZERO, False, None, False)
     store_pieces(codes, factors, some.astype(ct.float32).reshape((1, BLOCKS, 2, 32)), (0, 0), part, 0, PLANES, SUMS)
 
 
@@ -244,8 +244,8 @@ def quantized_moe_row_sum_kernel(
     for first in ct.static_iter(range(0, TOP_K * SHARES, LOADS)):
         parts: tuple = ()
         for i in ct.static_iter(range(first, min(first + LOADS, TOP_K * SHARES))):
-            part = ct.load(y, (i % SHARES, i // SHARES * PANEL, j), (1, 1, TILE_N), padding_mode=ZERO, allow_tma=False)
-            parts = (*parts, (*chosen[i // SHARES], part.reshape((1, TILE_N))))
+            part = matrix_tile(y, (i % SHARES,), (i // SHARES * PANEL, j), (1, TILE_N), ZERO, COLS % TILE_N == 0)
+            parts = (*parts, (*chosen[i // SHARES], part))
         for there, weight, part in ct.static_iter(parts):
             acc = ct.where(there, acc + weight * part, acc)
     ct.store(out.slice(1, 0, COLS), (0, j), acc.astype(out.dtype), allow_tma=False)

@@ -7,7 +7,7 @@ import cuda.tile as ct
 from ..common.first_best import empty_best, first_best, take_better
 from ..common.pdl import pdl_overlap
 from ..common.philox import low_high, one_of_four, philox
-from ..common.tiles import LOG2E, add_each, load_tile, of_width
+from ..common.tiles import LOG2E, add_each, load_masked, load_tile, of_width
 
 NEG_INF = ct.PaddingMode.NEG_INF
 SMALL = 2.0**-10  # below it three terms of -log(1 - v) are exact in fp32, and 1 - v is not
@@ -73,7 +73,12 @@ def sample_kernel(
             return ct.load(ARRAY, (min(row, ARRAY.shape[0] - 1),), ())
 
         def logits(j):
-            x = load_tile(LOGITS, (row, j), shape, NEG_INF, COLS % TILE_N == 0, LATENCY, False).astype(ct.float32)
+            at, whole = (row, j), COLS % TILE_N == 0
+            if HAS_TOP_K or HAS_TOP_P:
+                x = load_masked(LOGITS, at, shape, NEG_INF, whole, LATENCY, False)
+            else:  # which is in flight early; with this latency a gather would go through shared memory
+                x = load_tile(LOGITS, at, shape, NEG_INF, whole, LATENCY, False)
+            x = x.astype(ct.float32)
             return ct.where(ct.isnan(x), -math.inf, x)
 
         temperature = 1.0
