@@ -142,11 +142,12 @@ def test_weights_that_come_ahead_change_no_bit():
     device = Device.named("H200")
     assert {(c.pieces, c.ahead) for c in op.space(problem, device).legal if c.tile_m <= 64} == {(True, 0), (True, 1), (False, 0), (False, 1)}
     # One row of 6144 x 4096 with a norm, H200: four shares whose first half comes ahead cost least
-    # where a reader sums them; two where a launch does.
-    for shares, parts in ((0, 2), (LEFT, 4), (4, 4)):
+    # where a reader sums them, and where a launch does, since that loads them at once (without a
+    # norm 7.5 us; of two shares, summed one after the other, 8.9).
+    for shares in (0, LEFT, 4):
         wide = Problem(1, 6144, 4096, norm=True, residual=True, shares=shares, given=2 * (shares > 0))
         found, _ = op.DECISION.decide(wide, device)
-        assert (found.parts(wide), found.ahead) == (parts, 1)
+        assert (found.parts(wide), found.ahead) == (4, 1)
     # A block that needs an SM for itself begins too late for that, whoever reads the result.
     for shares in (0, LEFT):
         found, _ = op.DECISION.decide(Problem(1, 28672, 4096, "e4m3", norm=True, residual=True, shares=shares), device)

@@ -169,12 +169,7 @@ def family(p: Problem, c: Config) -> str:
     return f"{how} {c.tile_m}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}{'p' * c.pieces}"
 
 
-def timed_as(p: Problem, c: Config) -> tuple[Problem, Config]:
-    """The product alone, as it was timed: what was built since has no timings."""
-    return Problem(p.m, p.n, p.k, p.weight_format, p.bias, p.dtype), replace(c, ahead=0)
-
-
-CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE, timed_as=timed_as)
+CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE)
 space = CHOICES.space
 
 _ARGUMENTS = ("x", "words", "scales", "zeros", "factor", "bias", "out", "norm", "residual", "up", "new_residual", "eps", "weight_offset")
