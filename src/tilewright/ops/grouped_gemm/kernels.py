@@ -2,8 +2,17 @@
 
 import cuda.tile as ct
 
-from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, row_scales, scaled
+from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, add_product, add_scaled, block_scales, group_scales, scaled
 from ..common.tiles import ZERO, grouped_tile, rows_from
+
+
+def row_scales(scales, batch, tile, WIDTH, SCALING):
+    """As that of ops/common/scaling.py, but checked: of a gather in the loop over tiles the
+    compiler makes a pipeline through shared memory.
+    """
+    if SCALING == ROW:
+        return ct.load(scales, (batch, 0, tile), (1, 1, WIDTH), padding_mode=ZERO, allow_tma=False).reshape((WIDTH,))
+    return ct.load(scales, (min(batch, scales.shape[0] - 1), 0, 0), (1, 1, 1), allow_tma=False).reshape((1,))
 
 
 @ct.kernel

@@ -17,9 +17,10 @@ from ...launch import Bound, Device, Launch, argument_error, hints, torch_op
 from ...select import rates, us
 from ..common.gemm_candidates import cpu_tiles, tables, tiles_of
 from ..common.gemm_choices import Gemm, Tile, work
-from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, Scaling, add_scaled, block_scales, group_scales, known_scaling, row_scales, scale_view, scaled
+from ..common.scaling import BLOCK, GROUP, ROW, TENSOR, Scaling, add_scaled, block_scales, group_scales, known_scaling, scale_view, scaled
 from ..common.tiles import ZERO
 from .candidates import TABLES
+from .kernels import row_scales
 
 
 @ct.kernel
