@@ -246,7 +246,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     # 33.7; 93.9 and 73.6).
     if c.keys_first and rows > 16:
         return False
-    gathers = 0 < p.page_size < 64 and c.keys_first and rows <= 16
+    gathers = 0 < p.page_size < 64 and c.keys_first
     narrow = c.keys_first and p.head_dim <= 64 and first_masked
     # Two blocks of eight warps gather keys page by page as fast as memory gives them; others do
     # not.
