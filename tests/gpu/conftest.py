@@ -1,5 +1,6 @@
 import fcntl
 import os
+import sys
 import tempfile
 
 import pytest
@@ -16,6 +17,33 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/gpu" in item.nodeid or "gpu" in str(item.path):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A fault of a GPU fails every later test of its process, so that process ends here.
+
+    One of several (`-n`) ends as a crash in this test, and another process takes the rest.
+    """
+    report = yield
+    if not faulted():
+        return report
+    what = f"{item.nodeid}: a fault of a GPU, after which this process can run nothing\n{report.longreprtext}"
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.exit(what, returncode=1)
+    with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(what, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def faulted() -> bool:
+    """Whether a GPU met one. Waits for all, so that it is this test's."""
+    try:
+        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            torch.cuda.synchronize(index)
+    except RuntimeError:
+        return True
+    return False
 
 
 @pytest.fixture

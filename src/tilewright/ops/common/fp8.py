@@ -107,7 +107,8 @@ def quantized(values: Tensor, block: Block, dtype: torch.dtype, power_of_two_sca
 def power_of_two(scale: Tensor) -> Tensor:
     """Rounded up to one."""
     mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    with torch.cuda.device_of(scale):  # torch.ldexp launches on the current one (pytorch issue 189567)
+        return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
 def dequantized(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
