@@ -26,12 +26,18 @@ def bench(  # noqa: PLR0913 an option each
     seconds: Annotated[float, option("--seconds", "Begin no case after this many seconds; finished cases are kept.", min=0)] = float("inf"),
     draw: Annotated[int, option("--draw", "Draw N problems with each --seed, instead of the listed ones.", metavar="N", min=0)] = 0,
     seed: Annotated[list[int] | None, option("--seed", "Seed of --draw, not 1000 to 1999. May be repeated.", metavar="S")] = None,
+    jobs: Annotated[int, option("--jobs", "Check all cases and compile for them in N processes, before any is timed.", metavar="N", min=1)] = 1,
     device: Gpu = "cuda",
 ) -> int:
     """Time ops on a GPU, one line per case; --json appends JSON lines."""
     if suite:
         check_name("--suite", SUITES, suite)
-    _refuse({"--draw and --seed must come together, and without --suite": bool(suite and (draw or seed))})
+    _refuse(
+        {
+            "--draw and --seed must come together, and without --suite": bool(suite and (draw or seed)),
+            "--jobs must come without --suite decode": jobs > 1 and suite == "decode",
+        }
+    )
     how: Any = {"json_file": json_file, "case": case, "peers": peers, "seconds": seconds, "device": device}
     if suite == "decode":
         from .engine.suite import decode_command
@@ -42,8 +48,8 @@ def bench(  # noqa: PLR0913 an option each
     if suite == "llm":
         from .engine.problems import of_all
 
-        return bench_command(ops, problems=of_all, defaults=defaults, **how)
-    return bench_command(ops, suite=suite, draw=draw, draw_seeds=seed or (), defaults=defaults, **how)
+        return bench_command(ops, problems=of_all, defaults=defaults, jobs=jobs, **how)
+    return bench_command(ops, suite=suite, draw=draw, draw_seeds=seed or (), defaults=defaults, jobs=jobs, **how)
 
 
 @verb

@@ -1,9 +1,11 @@
 """The benchmark without a GPU: suites, published figures, clocks, rows."""
 
 import json
+import pickle
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from rich.console import Console
 from speed import slower
 
-from tilewright.bench import command, libraries, measure, timer
+from tilewright.bench import command, libraries, measure, prepare, timer
 from tilewright.bench.ceilings import Ceilings, check_sums
 from tilewright.bench.command import _Run, bench_command
 from tilewright.bench.measure import Setup
@@ -25,7 +27,7 @@ from tilewright.bench.timer import Timing, input_sets
 from tilewright.engine.problems import of_all, of_engine
 from tilewright.launch import Device
 from tilewright.ops import softmax
-from tilewright.testing import op_name
+from tilewright.testing import check_op, op_name
 
 H200 = Device.named("H200")
 CEILINGS = Ceilings(copy_gbs=4200.0, read_gbs=4600.0, tflops=780.0, launch_us=1.0)
@@ -155,6 +157,31 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch, made_up):
     assert made_up == []
 
 
+def test_processes_check_every_case_before_one_is_timed(monkeypatch, made_up, capsys):
+    """A wrong case is told and not timed; one that they could not check is checked by the run."""
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", lambda jobs, context, initializer: ThreadPoolExecutor(1))
+    small, wrong, large = (softmax.Problem(rows, 70, torch.float32) for rows in (33, 34, 35))
+    checks = []
+
+    def checked(op, problem, device, config=None):
+        checks.append(problem)
+        if problem == wrong:
+            raise AssertionError("3 of the bound")
+        if problem == large and checks.count(large) == 1:
+            raise torch.OutOfMemoryError("others have it")
+        return check_op(op, problem, device, config)
+
+    monkeypatch.setattr(prepare, "check_op", checked)
+    monkeypatch.setattr(measure, "check_op", checked)
+    run = _Run(Console(width=300), SETUP, False, None, "", jobs=2)
+    run.all([(softmax, problem) for problem in (small, wrong, large)])
+    assert sorted(problem.rows for problem in checks) == [33, 34, 35, 35]
+    assert [row.problem["rows"] for row in run.rows] == [33, 35]
+    assert run.wrong == 1
+    assert "WRONG, not timed: 3 of the bound" in capsys.readouterr().out
+    assert pickle.loads(pickle.dumps((small, SETUP.device))) == (small, SETUP.device), "as other processes get them"
+
+
 # ------------------------------------------------------------------------------------------- suites
 def test_an_unknown_suite_names_the_known():
     with pytest.raises(ValueError, match="--suite must be one of playbook, seeds, got 'all'"):
@@ -195,12 +222,12 @@ def test_a_playbook_run_prints_tables_and_what_is_not_built(monkeypatch, capsys)
     monkeypatch.setattr(command, "measure_case", timed)
     run = _Run(Console(width=300), SETUP, False, None, "")
     first = playbook()[0]
-    run.table(first)
+    run.tables([first])
     out = capsys.readouterr().out
     assert first.title + ":" in out
     assert "✓ PASSED: bench_fused_attention.py" in out
     assert "58.19 TFLOP/s published for DGX Spark (cutile-playbook.md)" in out
-    run.table(Table("mla-TFLOPS", "bench_mla.py", "no_such_op", "N_CTX", "TFLOPS", ((1, {}),)))
+    run.tables([Table("mla-TFLOPS", "bench_mla.py", "no_such_op", "N_CTX", "TFLOPS", ((1, {}),))])
     assert "mla-TFLOPS: not built (no op no_such_op)" in capsys.readouterr().out
 
 

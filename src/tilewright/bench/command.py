@@ -26,6 +26,7 @@ from .ceilings import measure_ceilings
 from .drawn import check_seeds, judged, lines
 from .measure import Setup, measure_case
 from .meter import meter_of
+from .prepare import Found, prepared
 from .published import beside
 from .report import Row, append_jsonl, case_name, summary, versions
 from .stopwatch import Stopwatch, told, total
@@ -41,6 +42,7 @@ def bench_command(  # noqa: PLR0913 an option each
     peers: bool = True,
     defaults: bool = False,
     seconds: float = math.inf,
+    jobs: int = 1,
     device: str = "cuda",
     draw: int = 0,
     draw_seeds: Sequence[int] = (),
@@ -55,6 +57,7 @@ def bench_command(  # noqa: PLR0913 an option each
         peers: other libraries are timed too.
         defaults: use the default configs, whatever the tables hold.
         seconds: no case is begun after this many.
+        jobs: processes that first check all cases and compile for them.
         draw: how many problems to draw with each of `draw_seeds` instead; not FITTING_SEEDS.
         problems: makes the cases for the GPU.
     Returns: the exit code: 1 when an answer was wrong, 2 without a GPU.
@@ -72,16 +75,14 @@ def bench_command(  # noqa: PLR0913 an option each
     here = Device.of(torch.empty(0, device=where))
     with torch.inference_mode(), meter_of(f"GPU-{torch.cuda.get_device_properties(where).uuid}") as meter:
         setup = dataclasses.replace(setup, meter=meter, peers=peers, warm=not draw)
-        run = _Run(console, setup, defaults, json_file, case, began + seconds)
+        run = _Run(console, setup, defaults, json_file, case, jobs, began + seconds)
         if suite == "playbook":
-            for table in playbook():
-                if (table.op in {op_name(op) for op in chosen} or not names) and time.monotonic() < run.until:
-                    run.table(table)
+            run.tables([table for table in playbook() if table.op in {op_name(op) for op in chosen} or not names])
         elif draw:
             run.drawn([(seed, *task) for seed in draw_seeds for task in draw_all([op_name(op) for op in chosen], draw, seed)], here)
         else:
             tasks = problems(here) if problems else seeds() if suite == "seeds" else [(op, p) for op in chosen for p in cases(op, "bench")]
-            run.all((op, problem) for op, problem in tasks if op in chosen)
+            run.all([(op, problem) for op, problem in tasks if op in chosen])
     for line in [line for of in judged(map(dataclasses.asdict, run.rows)) for line in lines(of)] if draw else summary(run.rows):
         console.print(line, markup=False)
     console.print(told(total([run.watch.seconds, *(row.took_s for row in run.rows)]), time.monotonic() - began))
@@ -117,25 +118,39 @@ class _Run:
     defaults: bool
     json_file: Path | None
     case: str
+    jobs: int = 1
     until: float = math.inf  # on time.monotonic
     rows: list[Row] = dataclasses.field(default_factory=list)
     wrong: int = 0
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    found: dict[tuple[str, Any], Found] = dataclasses.field(default_factory=dict)
 
     def all(self, tasks: Iterable[tuple[ModuleType, Any]]) -> None:
-        for op, problem in tasks:
-            if self.case in f"{op_name(op)} {case_name(problem)}":
-                if time.monotonic() > self.until:
-                    self.console.print("out of time; the rest is not measured")
-                    return
-                self.one(op, problem)
+        wanted = [(op, problem) for op, problem in tasks if self.case in f"{op_name(op)} {case_name(problem)}"]
+        self.prepare(wanted)
+        for op, problem in wanted:
+            if time.monotonic() > self.until:
+                self.console.print("out of time; the rest is not measured")
+                return
+            self.one(op, problem)
+
+    def prepare(self, tasks: Iterable[tuple[ModuleType, Any]]) -> None:
+        """In several processes, if the run has them."""
+        if self.jobs > 1:
+            with self.watch.phase(f"checks and compilers in {self.jobs} processes"):
+                self.found = prepared([(op, problem, self.config(op, problem)) for op, problem in tasks], self.setup, self.jobs)
+
+    def config(self, op: ModuleType, problem: Any) -> Any:
+        """The one to force, None for that of a user's call."""
+        return op.space(problem, Device.of(torch.empty(0, device=self.setup.device)))[0] if self.defaults else None
 
     def drawn(self, tasks: Sequence[tuple[int, ModuleType, Any]], here: Device) -> None:
         """Measures drawn problems, each with its seed. All kernels compile in the background."""
         wanted = [task for task in tasks if self.case in f"{op_name(task[1])} {case_name(task[2])}"]
+        self.prepare(task[1:] for task in wanted)
         with Ahead(here) as ahead:
             with self.watch.phase("planning"):
-                asked = [ahead.ask(op, problem, [op.space(problem, here)[0] if self.defaults else None])[0] for _, op, problem in wanted]
+                asked = [ahead.ask(op, problem, [self.config(op, problem)])[0] for _, op, problem in wanted]
             for (seed, op, problem), futures in zip(wanted, asked, strict=True):
                 if time.monotonic() > self.until:
                     self.console.print("out of time; the rest is not measured")
@@ -152,11 +167,11 @@ class _Run:
 
     def one(self, op: ModuleType, problem: Any, seed: int | None = None) -> Row | None:
         """Measures, prints and keeps one case; None for a wrong answer. seed: it was drawn with."""
-        config = None
+        found = self.found.get((op_name(op), problem))
         try:
-            if self.defaults:
-                config = op.space(problem, Device.of(torch.empty(0, device=self.setup.device)))[0]
-            row = measure_case(op, problem, self.setup, config=config)
+            if isinstance(found, AssertionError):
+                raise found
+            row = measure_case(op, problem, self.setup, config=self.config(op, problem), found=found)
         except AssertionError as error:
             self.console.print(f"{op_name(op)} {case_name(problem)} | WRONG, not timed: {error}", style="red")
             self.wrong += 1
@@ -172,13 +187,24 @@ class _Run:
         torch.cuda.empty_cache()
         return row
 
-    def table(self, table: Table) -> None:
-        """Measures a table of the playbook and prints it as the playbook does, with our peers."""
+    def tables(self, tables: Sequence[Table]) -> None:
+        """Measures tables of the playbook, while there is time."""
+        built = [(table, self.built(table)) for table in tables]
+        self.prepare(task[1:] for _, problems in built for task in problems)
+        for table, problems in built:
+            if problems and time.monotonic() < self.until:
+                self.table(table, problems)
+
+    def built(self, table: Table) -> list[tuple[int, ModuleType, Any]]:
+        """Its problems; none, and says so, where our ops have no such problem."""
         try:
-            problems = table.problems()
+            return table.problems()
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             self.console.print(f"{table.title}: not built ({error})\n")
-            return
+            return []
+
+    def table(self, table: Table, problems: Sequence[tuple[int, ModuleType, Any]]) -> None:
+        """Measures a table of the playbook and prints it as the playbook does, with our peers."""
         columns: dict[str, dict[int, float]] = {"Tilewright": {}}
         passed = True
         for x, op, problem in problems:

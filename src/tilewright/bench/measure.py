@@ -9,6 +9,7 @@ import torch
 
 from ..launch import Device, decisions
 from ..testing import check_op, op_name, outputs, run_op, seeded_inputs
+from ..testing.accuracy import Accuracy
 from .ceilings import Ceilings
 from .libraries import LIBRARIES, backend_of, library_peers, strays
 from .meter import Meter
@@ -35,15 +36,24 @@ class Setup:
     rounds: int = ROUNDS
 
 
-def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = None, beside: Sequence[Peer] = ()) -> Row:
+def measure_case(
+    op: ModuleType,
+    problem: Any,
+    setup: Setup,
+    *,
+    config: Any = None,
+    beside: Sequence[Peer] = (),
+    found: list[Accuracy] | None = None,
+) -> Row:
     """Measures one problem. If its answer is wrong, raises AssertionError and measures nothing.
 
     config: None for the one that a user's call would take, from a table or the default.
-    beside: contenders of our own, timed like peers.
+    beside: contenders of our own, timed like peers. found: of its check, if that was made.
     """
     device, watch = setup.device, Stopwatch()
-    with watch.phase("check"):
-        found = check_op(op, problem, device, config)
+    if found is None:
+        with watch.phase("check"):
+            found = check_op(op, problem, device, config)
     with watch.phase("inputs"):
         inputs = seeded_inputs(op, problem, device)
         here = Device.of(next(value for value in inputs.values() if isinstance(value, torch.Tensor)))
@@ -55,7 +65,7 @@ def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = No
     contenders: dict[str, Callable[..., Any]] = {"ours": lambda **kw: run_op(op, kw, config)}
     absent: dict[str, str] = {}
     backends: dict[str, str] = {}
-    for peer in [*peers_of(op_name(op), inputs), *library_peers(op_name(op), inputs), *beside] if setup.peers else []:
+    for peer in [*all_peers(op, inputs), *beside] if setup.peers else []:
         with watch.phase(f"first call of {peer.name}"):
             # Inputs of its own: a call may overwrite them, as rope does q and k.
             why = _unable(peer, seeded_inputs(op, problem, device), ours)
@@ -76,6 +86,11 @@ def measure_case(op: ModuleType, problem: Any, setup: Setup, *, config: Any = No
     source = "search" if decision.source == "forced" else decision.source
     known: Any = {"absent": absent, "clocks": clocks[0], "backends": backends, "took_s": watch.seconds}
     return make_row(op_name(op), problem, here.name, setup.ceilings, Measured(times, warm, written, decision.config, source, found, **known))
+
+
+def all_peers(op: ModuleType, inputs: dict[str, Any]) -> list[Peer]:
+    """What computes the same on these inputs: PyTorch and the libraries that are installed."""
+    return [*peers_of(op_name(op), inputs), *library_peers(op_name(op), inputs)]
 
 
 def _unable(peer: Peer, inputs: dict[str, Any], ours: list[torch.Tensor]) -> str:
