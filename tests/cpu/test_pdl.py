@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import textwrap
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from tilewright import ops
 from tilewright.compile.job import Job
 from tilewright.launch import Device, Launch, traced
-from tilewright.ops import matmul, rms_norm_matmul
-from tilewright.ops.common.pdl import whole_tiles
+from tilewright.ops import attention_decode, matmul, rms_norm_matmul, softmax
+from tilewright.ops.common.pdl import pdl_behind, whole_tiles
 from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 
@@ -138,6 +139,30 @@ def test_blocks_that_leave_places_free_are_not_early_where_memory_binds(m, n, k,
     """Times: us on an H200."""
     problem = matmul.Problem(m, n, k, torch.bfloat16)
     assert matmul.plan(problem, config, H200)[0].pdl is early
+
+
+DECODE = partial(attention_decode.Problem, head_dim=128, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "early"),
+    [
+        (DECODE(1, 64, 8, 16_384), {"tile_n": 128, "num_kv_splits": 16}, False),  # 64 behind 128: 22.9 us, early ones 26.0
+        (DECODE(1, 16, 2, 16_384), {"tile_n": 128, "num_kv_splits": 16}, True),  # 32 behind 32: 7.3 us, later ones 7.3
+        (softmax.Problem(1, 196_608, torch.bfloat16), {"tile_m": 1, "tile_n": 2048, "split": True}, False),  # 96 each: 4.0, 4.7
+    ],
+)
+def test_a_few_blocks_do_not_share_what_the_launch_before_leaves_free(problem, config, early):
+    """Times: us on an H200."""
+    op = softmax if isinstance(problem, softmax.Problem) else attention_decode
+    first, behind = op.plan(problem, op.Config(**config), H200)
+    assert first.pdl
+    assert behind.pdl is early
+
+
+@pytest.mark.parametrize(("blocks", "before", "early"), [(100, 32, True), (101, 32, False), (1, 132, False), (500, 128, False), (529, 128, True)])
+def test_blocks_that_get_an_sm_each_or_are_very_many_begin_early(blocks, before, early):
+    assert pdl_behind(blocks, before, H200) is early
 
 
 def test_all_of_k_in_one_step_is_for_rows_that_load_wide():

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_tensor, next_pow2, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import rows
-from .common.pdl import pdl_overlap
+from .common.pdl import pdl_behind, pdl_overlap
 from .common.rows import MOST_CLUSTER, OPERATIONS, WIDE, grid_fits, stream, vector
 from .common.tiles import LOG2E, Rows, each_row_tile, load_masked, of_width
 
@@ -129,7 +129,8 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         tiles = ct.cdiv(p.cols, c.tile_n)
         found = {name: ((p.rows, tiles), torch.float32) for name in ("top", "total")}
         first = Launch.of(softmax_split_kernel, (tiles, p.rows), p, c, pdl=True, scratch=found)
-        return first, Launch.of(softmax_scale_kernel, (tiles, p.rows), p, c, {"width": next_pow2(tiles)}, pdl=True)
+        pdl = pdl_behind(tiles * p.rows, tiles * p.rows, device)
+        return first, Launch.of(softmax_scale_kernel, (tiles, p.rows), p, c, {"width": next_pow2(tiles)}, pdl=pdl)
     kernel = softmax_kernel if c.keep_row else softmax_reread_kernel
     return (Launch.of(kernel, c.blocks(ct.cdiv(p.rows, c.tile_m), device), p, c),)
 

@@ -5,12 +5,14 @@ to.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
+from ..common.pdl import pdl_behind
 from ..common.sequences import later, listed, sample
 from .calls import TMA_BYTES
 from .candidates import TABLES
@@ -387,11 +389,13 @@ def with_merge(attend: Launch, p: Problem, splits: int, device: Device) -> tuple
     # Behind each row of sums its maximum and denominator; padded to whole 16 bytes.
     partial = ((p.batch, splits, p.q_heads, p.q_len, -(-(p.columns + 2) // 4) * 4), torch.float32)
     attend = replace(attend, scratch={"partial": partial}, renames={**attend.renames, "out": "partial"})
-    return attend, merge(p, splits, device)
+    return attend, merge(p, splits, prod(attend.grid), device)
 
 
-def merge(p: Problem, splits: int, device: Device) -> Launch:
-    """The launch that merges the scratch array `partial` of so many KV splits."""
+def merge(p: Problem, splits: int, before: int, device: Device) -> Launch:
+    """The launch that merges the scratch array `partial` of so many KV splits, behind one of
+    `before` blocks.
+    """
     tile_s, tile_v = next_pow2(splits), next_pow2(p.columns)
     # Columns of a block: all while that makes two blocks for every SM, and no more than fit in
     # registers.
@@ -400,7 +404,8 @@ def merge(p: Problem, splits: int, device: Device) -> Launch:
     constants = {"has_sinks": p.sinks, "tile_s": tile_s, "tile_v": tile_v}
     untouched = tuple(name for name in unused(p) if name in ("lse", "denominator", "sinks"))
     grid = p.q_heads * -(-p.columns // tile_v), p.q_len, p.batch
-    return Launch.of(attention_decode_merge_kernel, grid, p, None, constants, pdl=True, unused=untouched)
+    pdl = pdl_behind(prod(grid), before, device)
+    return Launch.of(attention_decode_merge_kernel, grid, p, None, constants, pdl=pdl, unused=untouched)
 
 
 def unused(p: Problem) -> tuple[str, ...]:
