@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tilewright import argmax, sample
+from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import adjust_logits, sample as op
+from tilewright.testing import run_op
 
 SEED = torch.tensor(7)
 
@@ -163,3 +165,13 @@ def test_a_penalty_of_infinity_is_of_the_answers_tokens_alone():
     expected[:, 3] = -torch.inf
     for function in (adjust_logits.adjust_logits, adjust_logits.reference):
         assert torch.equal(function(logits, counts, presence=infinite), expected)
+
+
+@pytest.mark.parametrize("problem", [op.Problem(64, 151_936, torch.float32), op.Problem(226, 131_072, torch.bfloat16)], ids=["fp32", "bf16"])
+def test_two_blocks_share_an_sm_where_rows_need_it(problem):
+    """As the model counts: with what the compiler takes for a block alone, they took two waves."""
+    with traced(Device.named("H200")) as launches, torch.inference_mode():
+        run_op(op, problem.inputs(torch.device("meta")))
+    found = Job.of(launches[0], "sm_90").run().resources
+    assert found.registers <= 128
+    assert found.stack_bytes == 0

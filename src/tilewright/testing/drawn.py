@@ -45,7 +45,8 @@ WEIGHTS = {
 # sums and long ones, and narrow matrices are hard to choose for.
 SURVEYED = (
     *WEIGHTS, "matmul few", "matmul wave", "matmul thin", "matmul heavy", "matmul ragged", "matmul fp8 deep",
-    "bmm wide", "softmax wide", "quantized_matmul few", "attention_decode short", "attention_decode long", "attention_decode codes",
+    "bmm wide", "softmax wide", "softmax large", "rms_norm large", "layer_norm large", "rope large", "quantized_matmul few",
+    "attention_decode short", "attention_decode long", "attention_decode codes",
 )  # fmt: skip
 
 

@@ -85,6 +85,7 @@ EXPERTS = (
     Experts(4, 16, 6144, 10_752),  # DBRX
     Experts(8, 256, 7168, 2048),  # DeepSeek-V3
 )
+LARGE = 1 << 24  # elements
 NORMED = (768, 1024, 1280, 1600, 2560, 3072, 4096, 4544, 5120, 6144, 7168, 8192, 12_288)  # widths of models with layer norms: GPT-2, Whisper, Falcon
 
 
@@ -110,6 +111,10 @@ class Sizes(random.Random):
         """
         drawn = self.log(1, most)
         return 1 << (drawn.bit_length() - 1) if self.odds(0.2) else drawn
+
+    def large_rows(self, cols: int) -> int:
+        """So many rows of these columns that they come from memory."""
+        return self.log(max(1, LARGE // cols), 8 * LARGE // cols)
 
     def width(self, usual: Sequence[int]) -> int:
         """Columns: of a published model, in a tenth of the draws any number, odd ones too."""

@@ -36,6 +36,7 @@ PASS = {
     "matmul": 10, "matmul few": 8, "matmul wave": 8, "matmul thin": 3, "matmul heavy": 4, "matmul ragged": 6,
     "matmul fp8": 8, "matmul fp8 deep": 4, "quantized_matmul": 4, "quantized_matmul few": 4,
     "rope": 3, "rms_norm": 2, "layer_norm": 2, "silu_mul": 2, "softmax": 2, "softmax wide": 2,
+    "rope large": 3, "rms_norm large": 3, "layer_norm large": 2, "softmax large": 2,
     "quantize_fp8": 2, "rms_norm_quant": 1, "silu_mul_quant": 1, "embedding": 1, "argmax": 1, "kv_append": 1, "rms_norm_matmul": 1, "merge_states": 1,
     "attention": 3, "attention_decode": 3, "attention_decode short": 2, "attention_decode long": 2, "attention_decode codes": 2,
     "mla_decode": 1, "mla": 1, "bmm": 2, "bmm wide": 2,
@@ -47,6 +48,7 @@ MOST = {
     "matmul": 32, "matmul few": 40, "matmul wave": 40, "matmul thin": 32, "matmul heavy": 32, "matmul ragged": 32,
     "matmul fp8": 24, "matmul fp8 deep": 32, "quantized_matmul": 24, "quantized_matmul few": 24, "bmm": 24, "bmm wide": 24,
     "attention_decode": 24, "attention_decode short": 24, "attention_decode long": 24, "attention_decode codes": 24, "moe": 10,
+    "rope large": 16, "rms_norm large": 20, "layer_norm large": 20, "softmax large": 20,
 }  # fmt: skip
 MOST_CONFIGS = 12
 AHEAD = 40  # problems whose configs compile while others are timed

@@ -35,8 +35,9 @@ OWN_REGISTERS = 24  # of a thread, beside its share of the row
 MOST_REGISTERS = 200  # of a thread by that count, which leaves out what an expression takes
 OPERATIONS = 8  # on an element of a row
 # Latencies of a tile of a row with narrow loads: the compiler loads its weights behind the
-# reduction, and each piece of them behind the store of the one before (sm_90, tileiras 13.4).
-LATE = 1.0
+# reduction, and each piece of them behind the store of the one before; a residual is stored too
+# (sm_90, tileiras 13.4).
+LATE = 1.0, 3.0  # without one, and with one
 OF_BLOCK, OF_LOAD, OF_MASK = 60, 12, 4  # of a thread: once, of a load with its store, of their masks
 OF_SUM = 12, 20  # of a thread: to reduce a row within a warp, and across warps
 HELD = 0.7  # of the L2, by rows that wait to be read again
@@ -232,7 +233,7 @@ def work(p: Any, c: Config, device: Device, *, chain: float = 0.0, operations: f
     size, again, warps = p.dtype.itemsize, not c.keep_row, c.threads // 32
     # A row of a tile that one load of a warp covers is reduced without the others.
     across = c.tile_m % warps > 0 or c.tile_n > 32 * vector(p)
-    late = LATE * (c.padded(p.cols) // c.tile_n) / c.num_ctas if vectors(p) and vector(p) * size < 16 else 0.0
+    late = LATE[getattr(p, "residual", False)] * (c.padded(p.cols) // c.tile_n) / c.num_ctas if vectors(p) and vector(p) * size < 16 else 0.0
     found = stream(
         p,
         c,

@@ -1,5 +1,6 @@
 """Problems of `layer_norm`."""
 
+from dataclasses import replace
 from itertools import product
 
 from ...ops.layer_norm import Problem
@@ -46,3 +47,10 @@ def drawn(s: Sizes) -> Problem:
     cols = s.width(NORMED)
     rows = s.rows(min(1 << 17, (1 << 28) // cols))
     return Problem(rows=rows, cols=cols, dtype=FP32 if s.odds(0.1) else s.dtype(), bias=not s.odds(0.2))
+
+
+def drawn_large(s: Sizes) -> Problem:
+    """A long prompt, that memory bounds."""
+    p = drawn(s)
+    cols = s.width(NORMED)
+    return replace(p, rows=s.large_rows(cols), cols=cols)

@@ -1,5 +1,6 @@
 """Problems of `rms_norm`."""
 
+from dataclasses import replace
 from itertools import product
 
 from ...ops.rms_norm import Problem
@@ -47,3 +48,10 @@ def drawn(s: Sizes) -> Problem:
     cols = s.choice((64, 96, 128, 256)) if s.odds(0.1) else s.hidden()
     rows = s.rows(min(1 << 17, (1 << 28) // cols))
     return Problem(rows=rows, cols=cols, dtype=s.dtype(), **s.some(residual=0.3, round_before_weight=0.4))
+
+
+def drawn_large(s: Sizes) -> Problem:
+    """A long prompt, that memory bounds; rows of an MLP's width too."""
+    p = drawn(s)
+    cols = s.model().inter if s.odds(0.4) else s.hidden()
+    return replace(p, rows=s.large_rows(cols), cols=cols)

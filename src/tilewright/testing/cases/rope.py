@@ -4,7 +4,7 @@ from itertools import product
 from typing import Any
 
 from ...ops.rope import Problem
-from ..sizes import BF16, FP16, FP32, Sizes
+from ..sizes import BF16, FP16, FP32, LARGE, Sizes
 
 small = [
     Problem(1, 1, 1, 1, 2, FP32),
@@ -61,3 +61,11 @@ def drawn(s: Sizes) -> Problem:
     options: dict[str, Any] = s.some(from_positions=0.1, interleaved=0.05) | ({"rotary_dim": head_dim // 2} if s.odds(0.05) else {})
     shape: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "seq_len": seq_len, "head_dim": head_dim, "dtype": s.dtype()}
     return Problem(**shape, heads_inside=not s.odds(0.1), **options)
+
+
+def drawn_large(s: Sizes) -> Problem:
+    """Long prompts, that memory bounds."""
+    while True:
+        p = drawn(s)
+        if p.batch * p.seq_len * (p.q_heads + p.kv_heads) * p.head_dim >= LARGE:
+            return p

@@ -1,5 +1,6 @@
 """Problems of `softmax`."""
 
+from dataclasses import replace
 from itertools import product
 
 from ...ops.softmax import Problem
@@ -38,6 +39,14 @@ def drawn(s: Sizes) -> Problem:
     cols = s.model().vocab if s.odds(0.25) else s.log(100, 32_768)
     rows = s.rows(min(1 << 17, (1 << 28) // cols))
     return Problem(rows=rows, cols=cols, dtype=FP32 if s.odds(0.3) else s.dtype())
+
+
+def drawn_large(s: Sizes) -> Problem:
+    """Many long rows, that memory bounds."""
+    cols = s.log(512, 32_768)
+    p = drawn(s)
+    cols = 1 << (cols.bit_length() - 1) if s.odds(0.3) else cols
+    return replace(p, rows=s.large_rows(cols), cols=cols)
 
 
 def drawn_wide(s: Sizes) -> Problem:
