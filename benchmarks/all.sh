@@ -12,6 +12,7 @@ folder=${1:-benchmarks/results}
 gpu=${GPU:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | tr 'A-Z ' 'a-z-' | sed 's/nvidia-//')}
 gpus=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
 [ -n "$gpu" ] || { echo "all.sh needs an NVIDIA GPU: nvidia-smi found none" >&2; exit 2; }
+jobs=$(($(nproc) < 16 ? $(nproc) : 16)) # processes that check and compile
 state=$folder/.all-$gpu rows=$folder/$(date +%F)-$gpu-all.jsonl failed=0
 
 keep() { # the rows of a step
@@ -44,7 +45,7 @@ step() { # NAME SECONDS COMMAND...; FILE in the command is where its rows go
 ops() { # NAME SECONDS OP...: their listed cases, beside every peer that is installed
     local name=$1 seconds=$2
     shift 2
-    step "$name" "$((seconds + 20))" tilewright bench "$@" --seconds "$seconds" --json FILE
+    step "$name" "$((seconds + 20))" tilewright bench "$@" --jobs "$jobs" --seconds "$seconds" --json FILE
 }
 
 generate() { # NAME SECONDS OPTION...
