@@ -298,7 +298,7 @@ MUTANTS = [
     Mutant("ops/common/prefill.py", " or p.kv_len % c.tile_n != 0,", ",", of_op("attention")),
     Mutant("ops/common/prefill.py", "((plain or not c.persistent) and", "(", SURVIVED),
     Mutant("ops/attention/decision.py", "group=p.q_heads // p.kv_heads,", "group=1,", of_op("attention")),
-    Mutant("ops/attention_decode/decision.py", "return attend, merge(p, splits, device)", "return (attend,)", of_op("attention_decode")),
+    Mutant("ops/attention_decode/decision.py", "return attend, merge(p, splits, prod(attend.grid), device)", "return (attend,)", of_op("attention_decode")),
     Mutant("ops/attention_decode/decision.py", "grid = (c.num_kv_splits * column_blocks *", "grid = ((c.num_kv_splits - 1 or 1) * column_blocks *", of_op("attention_decode")),
     Mutant("ops/attention_decode/decision.py", "-(-(p.columns + 2) // 4) * 4)", "-(-(p.columns + 1) // 4) * 4)", SURVIVED),
     Mutant("ops/attention_decode/kernels.py", "there = split < PARTIAL.shape[1]", "there = split < TILE_S", of_op("attention_decode")),

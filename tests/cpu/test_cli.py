@@ -133,6 +133,7 @@ def test_unknown_options_and_verbs_exit_with_2() -> None:
                     "draw_seeds": (),
                     "peers": False,
                     "defaults": False,
+                    "jobs": 1,
                     "seconds": math.inf,
                     "device": "cuda:1",
                 },
@@ -220,6 +221,7 @@ def test_suites_of_the_engine_come_from_the_engine(monkeypatch: pytest.MonkeyPat
         (("bench", "--suite", "all"), "--suite must be one of playbook, llm, seeds, decode, got 'all'"),
         (("bench", "--suite", "decode", "--draw", "3"), "--draw and --seed must come together, and without --suite"),
         (("bench", "--draw", "3"), "--draw and --seed must come together, and without --suite"),
+        (("bench", "--suite", "decode", "--jobs", "2"), "--jobs must come without --suite decode"),
         (("bench", "--draw", "3", "--seed", "1000"), "--seed must not be one of 1000 to 1999"),
     ],
 )
