@@ -7,9 +7,10 @@ import torch
 from configs import forced_each
 
 from tilewright import softmax
-from tilewright.launch import Device, counted
+from tilewright.compile.job import Job
+from tilewright.launch import Device, counted, traced
 from tilewright.ops import softmax as op
-from tilewright.testing import assert_accurate
+from tilewright.testing import assert_accurate, run_op
 
 INF = math.inf
 
@@ -83,3 +84,15 @@ def test_bad_input_is_named_and_nothing_is_launched(x, error, message):
     with counted() as counts, pytest.raises(error, match=message):
         softmax(x)
     assert not counts
+
+
+def test_two_blocks_share_an_sm_with_rows_of_112_elements_a_thread():
+    """1024 x 28672: 44.1 us with one, 34.3 with two (H200)."""
+    problem, device = op.Problem(1024, 28_672, torch.bfloat16), Device.named("H200")
+    config = op.space(problem, device)[0]
+    assert (config.occupancy, config.kept(problem.cols)) == (2, 112)
+    with traced(device) as launches, torch.inference_mode():
+        run_op(op, problem.inputs(torch.device("meta")))
+    found = Job.of(launches[0], "sm_90").run().resources
+    assert found.registers <= 128
+    assert found.stack_bytes <= 8

@@ -32,6 +32,7 @@ MOST_CLUSTER = 8  # blocks that share a row
 CPU_TILE = 1 << 20  # elements; the interpreter is fastest with few large tiles
 THREADS, REGISTERS, BLOCKS = 2048, 65_536, 32  # of an SM
 OWN_REGISTERS = 24  # of a thread, beside its share of the row
+SPARED = 8  # of those, where two blocks with a row each share an SM: 112 elements fit 128 (sm_90)
 MOST_REGISTERS = 200  # of a thread by that count, which leaves out what an expression takes
 OPERATIONS = 8  # on an element of a row
 # Latencies of a tile of a row with narrow loads: the compiler loads its weights behind the
@@ -223,6 +224,8 @@ def legal(p: Any, c: Config, device: Device, *, vectors: Vectors = none) -> bool
     # tile; of a single piece it spills (sm_90, tileiras 13.4).
     late = vectors(p) > 1 and c.occupancy is not None and not c.persistent and c.tile_m == 1 and loaded > vector(p)
     registers = c.registers(p, 0 if late else vectors(p))
+    if c.tile_m == 1 and c.occupancy == 2 and c.num_worker_warps == 8 and not c.persistent:
+        registers -= SPARED
     return registers <= MOST_REGISTERS and (c.occupancy is None or c.occupancy * c.threads * registers <= REGISTERS)
 
 
