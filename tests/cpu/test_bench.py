@@ -6,6 +6,7 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
@@ -180,6 +181,17 @@ def test_processes_check_every_case_before_one_is_timed(monkeypatch, made_up, ca
     assert run.wrong == 1
     assert "WRONG, not timed: 3 of the bound" in capsys.readouterr().out
     assert pickle.loads(pickle.dumps((small, SETUP.device))) == (small, SETUP.device), "as other processes get them"
+
+
+def test_a_run_goes_on_where_a_process_is_killed(monkeypatch, made_up, capsys):
+    def killed(*args):
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(command, "prepared", killed)
+    run = _Run(Console(width=300), SETUP, False, None, "", jobs=2)
+    run.all([(softmax, softmax.Problem(33, 70, torch.float32))])
+    assert len(run.rows) == 1
+    assert "one of the processes of --jobs was killed" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------- suites

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -136,9 +137,13 @@ class _Run:
 
     def prepare(self, tasks: Iterable[tuple[ModuleType, Any]]) -> None:
         """In several processes, if the run has them."""
-        if self.jobs > 1:
-            with self.watch.phase(f"checks and compilers in {self.jobs} processes"):
+        if self.jobs == 1:
+            return
+        with self.watch.phase(f"checks and compilers in {self.jobs} processes"):
+            try:
                 self.found = prepared([(op, problem, self.config(op, problem)) for op, problem in tasks], self.setup, self.jobs)
+            except BrokenProcessPool:
+                self.console.print("one of the processes of --jobs was killed, perhaps for lack of memory; each case is checked before it is timed")
 
     def config(self, op: ModuleType, problem: Any) -> Any:
         """The one to force, None for that of a user's call."""

@@ -25,6 +25,8 @@ def prepared(tasks: Iterable[tuple[ModuleType, Any, Any]], setup: Setup, jobs: i
     """What the checks of problems found, by op and problem, each made with a config, None for that
     of a user's call. Without those that could not be made here, as where several processes need
     more memory than the GPU has.
+
+    Raises: BrokenProcessPool where a process is killed.
     """
     wanted = [(op_name(op), problem, config, setup.device, setup.peers) for op, problem, config in tasks]
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
@@ -49,5 +51,6 @@ def _prepare(name: str, problem: Any, config: Any, device: torch.device, peers: 
         return None
     finally:
         if on_gpu:
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # where the GPU is lost to this process
+                torch.cuda.empty_cache()
     return found
