@@ -96,25 +96,18 @@ def load_tile(array, index, shape, padding, whole, latency, tma):
 
 def load_masked(matrix, at, shape, padding, whole, latency, tma):
     """As `load_tile`, of a matrix [rows, columns]; the loads of a tile that does not lie inside run
-    together too.
-
-    It is gathered, because the compiler makes predicates of a gather's masks. The TMA unit checks
-    for free, but pads with zeros only.
+    together too. The TMA unit checks for free, but pads with zeros only.
     """
     if whole or (tma and padding == ct.PaddingMode.ZERO):
         return load_tile(matrix, at, shape, padding, whole, latency, tma)
-    rows = (ct.arange(shape[0], dtype=ct.int32) + at[0] * shape[0]).reshape((shape[0], 1))
-    columns = (ct.arange(shape[1], dtype=ct.int32) + at[1] * shape[1]).reshape((1, shape[1]))
-    inside = columns < matrix.shape[1]
-    if shape[0] > 1:  # a tile of one row is not behind the end
-        inside = inside & (rows < matrix.shape[0])
-    value = -math.inf if padding == ct.PaddingMode.NEG_INF else 0
-    return ct.gather(matrix, (rows, columns), mask=inside, padding_value=value, check_bounds=False, latency=latency)
+    return matrix_tile(matrix, (), at, shape, padding, False, latency)
 
 
 def matrix_tile(array, lead, at, shape, padding, whole, latency=None):
-    """[rows, columns]: tile `at` of the matrix array[lead], of an array of any rank. Loads of a
-    tile that does not lie inside run together, as in load_masked.
+    """[rows, columns]: tile `at` of the matrix array[lead], of an array of any rank.
+
+    A tile that does not lie inside is gathered: the compiler makes predicates of a gather's masks,
+    so its loads run together; those of a checked load wait for one another.
 
     lead: indices of a tuple. whole: it lies inside. latency: as in ct.load.
     """
