@@ -126,7 +126,8 @@ def test_a_decision_for_a_new_size_takes_a_few_milliseconds():
         ordered(matmul.CHOICES, Problem(next(sizes), 4096, 4096), H200)
         return time.perf_counter() - began
 
-    assert min(once() for _ in range(30)) < 3e-3 * slower()
+    # Another process can hold a core for longer than 30 decisions take.
+    assert any(min(once() for _ in range(30)) < 3e-3 * slower() for _ in range(3))
 
 
 # ------------------------------------------------------------------------------------------ sources
