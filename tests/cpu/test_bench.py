@@ -29,6 +29,7 @@ from tilewright.engine.problems import of_all, of_engine
 from tilewright.launch import Device
 from tilewright.ops import softmax
 from tilewright.testing import check_op, op_name
+from tilewright.testing.accuracy import Accuracy
 
 H200 = Device.named("H200")
 CEILINGS = Ceilings(copy_gbs=4200.0, read_gbs=4600.0, tflops=780.0, launch_us=1.0)
@@ -181,6 +182,16 @@ def test_processes_check_every_case_before_one_is_timed(monkeypatch, made_up, ca
     assert run.wrong == 1
     assert "WRONG, not timed: 3 of the bound" in capsys.readouterr().out
     assert pickle.loads(pickle.dumps((small, SETUP.device))) == (small, SETUP.device), "as other processes get them"
+
+
+def test_drawn_cases_that_processes_prepared_are_not_compiled_again(monkeypatch, made_up):
+    found = [Accuracy(0.1, 0.2, (0,), 1.0, 1.0)]
+    problem = softmax.Problem(33, 70, torch.float32)
+    monkeypatch.setattr(command, "prepared", lambda *args: {("softmax", problem): found})
+    monkeypatch.setattr(command, "Ahead", lambda here: pytest.fail("compilers were started"))
+    run = _Run(Console(width=300), SETUP, False, None, "", jobs=2)
+    run.drawn([(7, softmax, problem)], H200)
+    assert [row.draw_seed for row in run.rows] == [7]
 
 
 def test_a_run_goes_on_where_a_process_is_killed(monkeypatch, made_up, capsys):

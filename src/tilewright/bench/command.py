@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,7 +84,7 @@ def bench_command(  # noqa: PLR0913 an option each
             run.drawn([(seed, *task) for seed in draw_seeds for task in draw_all([op_name(op) for op in chosen], draw, seed)], here)
         else:
             tasks = problems(here) if problems else seeds() if suite == "seeds" else [(op, p) for op in chosen for p in cases(op, "bench")]
-            run.all([(op, problem) for op, problem in tasks if op in chosen])
+            run.all((op, problem) for op, problem in tasks if op in chosen)
     for line in [line for of in judged(map(dataclasses.asdict, run.rows)) for line in lines(of)] if draw else summary(run.rows):
         console.print(line, markup=False)
     console.print(told(total([run.watch.seconds, *(row.took_s for row in run.rows)]), time.monotonic() - began))
@@ -150,12 +151,14 @@ class _Run:
         return op.space(problem, Device.of(torch.empty(0, device=self.setup.device)))[0] if self.defaults else None
 
     def drawn(self, tasks: Sequence[tuple[int, ModuleType, Any]], here: Device) -> None:
-        """Measures drawn problems, each with its seed. All kernels compile in the background."""
+        """Measures drawn problems, each with its seed. What no process of `prepare` has compiled
+        compiles in the background.
+        """
         wanted = [task for task in tasks if self.case in f"{op_name(task[1])} {case_name(task[2])}"]
         self.prepare(task[1:] for task in wanted)
-        with Ahead(here) as ahead:
+        with Ahead(here) if not self.found else nullcontext() as ahead:
             with self.watch.phase("planning"):
-                asked = [ahead.ask(op, problem, [self.config(op, problem)])[0] for _, op, problem in wanted]
+                asked = [ahead.ask(op, problem, [self.config(op, problem)])[0] if ahead else () for _, op, problem in wanted]
             for (seed, op, problem), futures in zip(wanted, asked, strict=True):
                 if time.monotonic() > self.until:
                     self.console.print("out of time; the rest is not measured")
