@@ -102,7 +102,7 @@ def tune(  # noqa: PLR0913 an option each
     import_file: Annotated[Path | None, option("--import", "Add the rows of FILE.", metavar="FILE")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove rows whose kernel or compiler has changed.")] = False,
     survey: Annotated[
-        bool, typer.Option("--survey", help="Time many configs of drawn problems and keep every time; resumes. No row is stored.")
+        bool, typer.Option("--survey", help="Keep the times of many configs of drawn problems, or of those of --shapes; resumes. No row is stored.")
     ] = False,
     raw: Annotated[Path | None, option("--raw", "Folder of the raw times, for --survey, --pack and --fit.", metavar="FOLDER")] = None,
     seed: Annotated[int, option("--seed", "The first seed of a survey, 1000 to 1999.", metavar="FIRST")] = 1000,
@@ -115,7 +115,7 @@ def tune(  # noqa: PLR0913 an option each
 
     modes = {"--show": show, "--export": export, "--import": import_file, "--prune": prune, "--survey": survey, "--pack": pack, "--fit": fit}
     chosen = [name for name, given in modes.items() if given]
-    tuning = {"--model": model, "--shapes": shapes, "--from-log": from_log, "--configs": configs, "--top": top, "--again": again}
+    tuning = {"--model": model, "--shapes": shapes and not survey, "--from-log": from_log, "--configs": configs, "--top": top, "--again": again}
     _refuse(
         {
             "at most one of --show, --export, --import, --prune, --survey, --pack and --fit must be given": len(chosen) > 1,
@@ -126,7 +126,7 @@ def tune(  # noqa: PLR0913 an option each
         }
     )
     if survey:
-        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device, seed=seed, processes=processes)
+        return command.survey_command(ops, folder=raw, seconds=seconds, jobs=jobs, device=device, seed=seed, shapes=shapes, processes=processes)
     if pack:
         return command.pack_command(pack, folder=raw)
     if fit:

@@ -4,6 +4,7 @@ made-up times.
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import os
 import time
@@ -15,13 +16,13 @@ from rich.console import Console
 
 from tilewright.compile.ahead import Ahead
 from tilewright.launch.table import plain
-from tilewright.ops import ALL, matmul, named, rms_norm
+from tilewright.ops import ALL, matmul, named, rms_norm, rope, softmax
 from tilewright.testing import op_name
 from tilewright.testing.drawn import FITTING_SEEDS
 from tilewright.tune import raw, survey as surveying
 from tilewright.tune.command import pack_command, survey_command, tune
 from tilewright.tune.store import Store
-from tilewright.tune.survey import PASS, Part, Task, drawn_tasks, in_parts, sampled, survey
+from tilewright.tune.survey import PASS, Part, Task, drawn_tasks, in_parts, listed_tasks, sampled, survey
 
 
 def timed(rows: int, us: float | None, **more) -> raw.Timed:
@@ -267,6 +268,20 @@ def test_a_pass_is_mixed_and_drawn_with_fitting_seeds():
         survey_command(["rope"], seed=11)
     with pytest.raises(ValueError, match="tune needs a CUDA GPU"):
         survey_command(["rope"], console=quiet())
+
+
+def test_a_survey_of_a_file_times_its_problems(tmp_path):
+    """Such as the rows of a benchmark in which a peer was ahead; of other ops than asked none."""
+    rows = [("rope", rope.Problem(1, 4, 2, 16, 64, torch.bfloat16)), ("softmax", softmax.Problem(3, 500, torch.float32))]
+    shapes = tmp_path / "rows.jsonl"
+    shapes.write_text("".join(json.dumps({"op": op, "problem": plain(problem), "time_us": 1.0}) + "\n" for op, problem in rows))
+    both = list(listed_tasks(shapes, list(PASS), H200))
+    assert [(task.kind, task.problem) for task in both] == rows
+    assert both[1].configs[0] == softmax.space(both[1].asked, H200)[0]
+    assert [task.kind for task in listed_tasks(shapes, ["softmax", "softmax wide"], H200)] == ["softmax"]
+    assert [task.kind for index in range(2) for task in listed_tasks(shapes, list(PASS), H200, index=index, parts=2)] == ["rope", "softmax"]
+    with pytest.raises(ValueError, match=r"must have a problem of matmul.*, and has none"):
+        survey_command(["matmul"], shapes=shapes)
 
 
 def test_a_sample_has_the_first_ones_and_is_the_same_again():

@@ -84,7 +84,7 @@ def tune_command(  # noqa: PLR0913 an option each
         return tune(tasks, bench, store, console, wanted=wanted, top=top, again=again, until=began + seconds)
 
 
-def survey_command(
+def survey_command(  # noqa: PLR0913 an option each
     names: list[str] | None = None,
     *,
     folder: Path | None = None,
@@ -92,6 +92,7 @@ def survey_command(
     jobs: int | None = None,
     device: str = "cuda",
     seed: int = FITTING_SEEDS[0],
+    shapes: Path | None = None,
     processes: int | None = None,
     console: Console | None = None,
 ) -> int:
@@ -102,7 +103,8 @@ def survey_command(
     processes: that share the GPU and take turns on it; by default one for every four cores, four at
         most. jobs: compiler processes of each; by default its share of the cores.
     seed: the first of FITTING_SEEDS to draw with. To add to the times that ship, begin behind
-        theirs.
+        theirs. shapes: a file of JSON lines, each with op and problem, to time in place of drawn
+        ones.
     Returns: as `tune_command`.
     """
     console = console or Console(soft_wrap=True, highlight=False)
@@ -113,7 +115,9 @@ def survey_command(
     kinds = [kind for kind in PASS if not names or kind in names or kind.partition(" ")[0] in names]
     if seed not in FITTING_SEEDS:
         raise ValueError(f"--seed must be one of {FITTING_SEEDS[0]} to {FITTING_SEEDS[-1]}, which nothing is judged by, got {seed}")
-    whole = Part(kinds, range(seed, FITTING_SEEDS.stop), folder or raw.user_folder(), _gpu(device), jobs, until)
+    if shapes and not {op_name(op) for op, _ in of_file(shapes)} & set(kinds):
+        raise ValueError(f"{shapes} must have a problem of {', '.join(kinds)}, and has none")
+    whole = Part(kinds, range(seed, FITTING_SEEDS.stop), folder or raw.user_folder(), _gpu(device), jobs, until, shapes=shapes)
     parts = processes or max(1, min(MOST_PROCESSES, cores() // CORES_EACH))
     return whole.run(console) if parts == 1 else in_parts(whole, parts, console)
 

@@ -2,8 +2,9 @@
 `--fit` fits the cost model to them.
 
 Each pass draws a few problems of each kind with the next fitting seed, in an order that leaves a
-balanced sample whenever it is stopped. While one problem is timed, the configs of the next ones
-compile; the first to be compiled is timed next. The last line says where the time went.
+balanced sample whenever it is stopped; a file of problems is taken as it is. While one problem is
+timed, the configs of the next ones compile; the first to be compiled is timed next. The last line
+says where the time went.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,9 @@ from ..launch import Device, decision_of
 from ..launch.parent import end_with_parent
 from ..launch.table import digest_of, plain
 from ..select.neighbours import size_names
+from ..testing import op_name
 from ..testing.drawn import FITTING_SEEDS, draw, mixed, op_of_kind
+from ..testing.problems import of_file
 from . import raw
 from .search import Workbench, asked
 from .workbench import Gpu
@@ -100,8 +103,20 @@ def sampled(configs: Sequence[Any], most: int, seed: str) -> list[Any]:
 def drawn_tasks(kinds: Sequence[str], device: Device, seeds: Sequence[int] = FITTING_SEEDS, *, index: int = 0, parts: int = 1) -> Iterator[Task]:
     """The problems of pass after pass, until the seeds end: every parts-th from the index-th on."""
     drawn = ((seed, *one) for seed in seeds for one in mixed({kind: draw(kind, PASS[kind], seed) for kind in kinds}))
-    for seed, kind, problem in islice(drawn, index, None, parts):
-        op = op_of_kind(kind)
+    return _tasks(((seed, kind, op_of_kind(kind), problem) for seed, kind, problem in islice(drawn, index, None, parts)), device)
+
+
+def listed_tasks(shapes: Path, kinds: Sequence[str], device: Device, *, index: int = 0, parts: int = 1) -> Iterator[Task]:
+    """Likewise the problems of a file, of ops among `kinds`, such as the rows of a benchmark in
+    which a peer was ahead.
+    """
+    listed = ((0, op_name(op), op, problem) for op, problem in of_file(shapes) if op_name(op) in kinds)
+    return _tasks(islice(listed, index, None, parts), device)
+
+
+def _tasks(problems: Iterable[tuple[int, str, ModuleType, Any]], device: Device) -> Iterator[Task]:
+    """problems: seed, kind, op and problem of each."""
+    for seed, kind, op, problem in problems:
         wanted = asked(op, problem, device)
         configs = candidates(op, wanted, device)
         if configs:
@@ -117,7 +132,7 @@ class Part:
     a second, and four, which take turns on the GPU, fourteen (H200).
 
     where: the GPU. jobs: compiler processes, None for a share of the cores. until: on
-        time.monotonic; nothing is begun later.
+        time.monotonic; nothing is begun later. shapes: a file of problems, in place of drawn ones.
     """
 
     kinds: Sequence[str]
@@ -128,6 +143,7 @@ class Part:
     until: float
     index: int = 0
     parts: int = 1
+    shapes: Path | None = None
 
     def run(self, console: Console) -> int:
         """Times it, here. Returns the exit code of `survey`."""
@@ -138,7 +154,11 @@ class Part:
             if self.index == 0:
                 together = f", in {self.parts} processes" if self.parts > 1 else ""
                 console.print(f"survey of {bench.device.name} ({bench.device.arch}), {bench.compiler}{together}")
-            tasks = drawn_tasks(self.kinds, bench.device, self.seeds, index=self.index, parts=self.parts)
+            share = {"index": self.index, "parts": self.parts}
+            if self.shapes:
+                tasks = listed_tasks(self.shapes, self.kinds, bench.device, **share)
+            else:
+                tasks = drawn_tasks(self.kinds, bench.device, self.seeds, **share)
             who = f"{self.index + 1} of {self.parts}: " if self.parts > 1 else ""
             return survey(tasks, bench, self.folder, console, until=self.until, who=who)
 
