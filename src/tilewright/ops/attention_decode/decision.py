@@ -262,9 +262,9 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     """What the launch over KV splits, and the merge, ask for."""
     c = fitted(p, c)
     _, rows = rows_of(p, c)
-    size, mean, longest = _reach(p)
+    size, tiles, longest = _reach(p, c.tile_n)
     blocks, resident = _blocks(p, c) * c.num_kv_splits, _resident(c, device)
-    steps, even, one_wave = -(-max(1, -(-longest // c.tile_n)) // c.num_kv_splits), max(1.0, mean / c.tile_n / c.num_kv_splits), blocks <= resident
+    steps, even, one_wave = -(-longest // c.num_kv_splits), max(1.0, tiles / c.num_kv_splits), blocks <= resident
     columns_k, columns_v = sum(_column_tiles(p)), c.columns or next_pow2(p.columns)
     tile_bytes = c.tile_n * p.key_bytes(p.head_dim + (0 if p.shared else min(columns_v, p.columns)))
     return Work(
@@ -293,10 +293,10 @@ def work(p: Problem, c: Config, device: Device) -> Work:
 
 
 @lru_cache(maxsize=256)
-def _reach(p: Problem) -> tuple[int, float, int]:
-    """Bytes that a call moves; keys that a sequence sees, mean and longest."""
-    seen = p.seen()
-    return p.cost().size_bytes, sum(n * count for n, count in seen) / p.batch, max(n for n, _ in seen)
+def _reach(p: Problem, tile_n: int) -> tuple[int, float, int]:
+    """Bytes that a call moves; tiles of keys that a sequence sees, mean and most."""
+    tiles = [(max(1, -(-n // tile_n)), count) for n, count in p.seen()]
+    return p.cost().size_bytes, sum(n * count for n, count in tiles) / p.batch, max(n for n, _ in tiles)
 
 
 def family(p: Problem, c: Config) -> str:
