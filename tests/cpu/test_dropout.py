@@ -9,6 +9,7 @@ from tilewright import dropout
 from tilewright.launch import Device, counted, forced_config
 from tilewright.ops import dropout as op
 from tilewright.ops.common.philox import philox_reference
+from tilewright.testing.definitions import DEFINITIONS
 
 
 def int64(value):
@@ -39,6 +40,13 @@ def test_same_bits_as_the_definition_whatever_the_tile(seed, offset):
         for config in op.space(op.Problem(x.numel(), x.dtype), Device.named(name)):
             with forced_config(op.plan, config):
                 assert torch.equal(dropout(x, 0.37, int64(seed), offset), expected)
+
+
+def test_a_word_just_below_the_limit_is_dropped():
+    """2**31 - 14, in fp32 2**31: definitions that compared it with p * 2.0**32 kept the element."""
+    x, seed, offset = torch.ones(4), int64(0x0123_4567_89AB_CDEF), int64(2**32 - 5 + 20_349_355 // 4)
+    for found in (dropout(x, 0.5, seed, offset), op.reference(x, 0.5, seed, offset), *DEFINITIONS["dropout"](x, 0.5, seed, offset)):
+        assert found.tolist() == [0.0, 2.0, 2.0, 0.0]
 
 
 def test_backward_is_dropout_of_the_gradient():

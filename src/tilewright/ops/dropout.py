@@ -35,7 +35,8 @@ def reference(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -
     # [4, x.numel()]
     words = torch.stack(philox_reference((*split_words(counter), zero, zero), split_words(seed)))
     word = words.gather(0, (index % 4)[None]).view(x.shape)
-    return torch.where(word >= p * 2.0**32, x * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
+    # By integers: beside a float the words would be rounded to fp32, and 2**31 - 14 be 2**31.
+    return torch.where(word >= math.ceil(p * 2.0**32), x * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

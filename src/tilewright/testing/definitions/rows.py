@@ -142,7 +142,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, offset: Tensor | None = None) -> 
     nothing, low = torch.zeros_like(counter), 0xFFFFFFFF
     words = philox([counter & low, (counter >> 32) & low, nothing, nothing], [seed & low, (seed >> 32) & low])
     word = torch.stack(words, -1).gather(-1, (index % 4)[:, None])[:, 0].view(x.shape)
-    return [torch.where(word >= p * 2.0**32, wide(x) * (1 / (1 - p) if p < 1 else 0.0), 0.0).to(x.dtype)]
+    return [torch.where(word >= math.ceil(p * 2.0**32), wide(x) * (1 / (1 - p) if p < 1 else 0.0), 0.0).to(x.dtype)]
 
 
 # ----------------------------------------------------------------------------------- 8-bit numbers
