@@ -1,7 +1,10 @@
 """How a server starts: the memory of its cache, options out of range, what it says."""
 
+import logging
+
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from tiny_models import tiny_model
 from tiny_server import CHAT, call, chat, server
 
@@ -55,6 +58,23 @@ def test_a_transformers_that_is_too_old_is_named(monkeypatch):
 def test_a_cache_that_does_not_fit_is_an_error_at_the_start():
     with pytest.raises(ValueError, match="the cache must be one that fits the memory"), server(cache_pages=10**12):
         pass
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("doge", "tensor a"),  # its mask is made of the values of all keys, and it sees its step's
+        ("stablelm", "cache must be transformers' paged cache"),  # its layers do not pass on where the pages are
+        ("gpt2", "shape"),  # its config has a head_dim, and its layers have another
+    ],
+)
+def test_a_model_whose_steps_fail_is_refused_at_the_start(family, why, caplog):
+    """Every request got 500."""
+    loaded = Loaded(tiny_model({"model_type": family, **ARCHITECTURES[family]}), tokenizer(), "tiny")
+    caplog.set_level(logging.ERROR, "tilewright")
+    with pytest.raises(ValueError, match=f"continuous batching runs, got {family}, of which a step fails: .*{why}"), serving(loaded, port=0):
+        pass
+    assert not caplog.records  # the error says it, in one line
 
 
 def test_a_server_for_all_without_a_key_warns(capsys):

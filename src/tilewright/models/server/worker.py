@@ -8,6 +8,7 @@ error with every request. A step that fails ends the requests that are there, an
 import asyncio
 import itertools
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,6 +90,8 @@ class Worker:
         self.most_requests = most_requests
         self.failure: BaseException | None = None
         self.prompt_tokens = self.reused_tokens = self.failed_steps = 0
+        self._tried = False  # whether the model is known to run
+        self._failed: BaseException | None = None  # why it is known not to
         self._jobs: dict[str, Job] = {}  # by the name of a sequence
         self._tickets: dict[str, int] = {}  # likewise, of those with penalties or biases
         self._tables = Tables(most_requests, model.config.get_text_config().vocab_size, model.device)
@@ -115,6 +118,31 @@ class Worker:
         self.pages, self.cache_bytes = cache.num_blocks, cache.cache_tensor.nbytes
         self.share = "as told" if given else f"{CPU_SHARE:.0%} of the available memory at most" if on_cpu else "what is free on the GPU"
         self.longest = min(infer_max_single_request_tokens(cache), context_tokens(model))
+        try:
+            self._try(model)
+        except BaseException:  # also Ctrl-C
+            self.stop()
+            raise
+
+    def _try(self, model: Any) -> None:
+        """Has the model write two tokens to each of two texts before anybody asks, so that one
+        whose steps fail is no server that answers 500 to everybody. Its config does not tell: a
+        layer may not pass on where keys lie (StableLM), or need the others' keys (Doge).
+        """
+        router, outputs = self._manager.output_router, queue.SimpleQueue[list[Any]]()
+        router.deliver_batch = outputs.put
+        names = {f"trial{tokens}" for tokens in (1, 2)}
+        for tokens, name in enumerate(sorted(names), 1):
+            self._manager.add_request([0] * tokens, request_id=name, max_new_tokens=2, eos_token_id=-1, sampling=Sampling(0.0, 1.0, 0, 0))
+        while names and self._thread.is_alive():
+            with suppress(queue.Empty):
+                names -= {output.request_id for output in outputs.get(timeout=0.02)}
+        router.deliver_batch = self._arrived
+        error = self._failed or self._manager.background_thread_status.fatal_error
+        if error is not None:
+            wanted, said = "one that transformers' continuous batching runs", (str(error).splitlines() or [type(error).__name__])[0]
+            raise argument_error("the model", wanted, f"{model.config.model_type}, of which a step fails: {said}") from error
+        self._tried = True
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Lets outputs arrive on a loop. All other methods but `stop` are for that loop."""
@@ -213,8 +241,11 @@ class Worker:
         except Exception as error:  # whatever a model's code and our kernels may raise
             if not usable(self._device):
                 raise
-            self.failed_steps += 1
-            _log.error("a step failed, and %d requests with it", self.open, exc_info=error)
+            if self._tried:
+                self.failed_steps += 1
+                _log.error("a step failed, and %d requests with it", self.open, exc_info=error)
+            else:
+                self._failed = error
             processor.fail_all_requests(error)
             processor.reset()
         while processor.use_async_batching and not bootstrapping and self._step(processor, True):
