@@ -91,6 +91,8 @@ def test_a_size_of_0_is_no_default(option: str) -> None:
         (("difftest", "--position", str(1 << 20)), "Invalid value for '--position'"),
         (("generate", "--model", "Llama-3.2-1B", "--prompt", "x", "--device", "cpu", "--stop", ""), "stop must be texts that are not empty, got ''"),
         (("difftest", "--blocks", "-1"), "Invalid value for '--blocks'"),
+        (("compile", "rms_norm", "--arch", ","), "arch must be one of sm_80 (A100), "),
+        (("compile", "mega", "--arch", ","), "arch must be one of sm_80 (A100), "),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,9 @@ def test_tune_compiles_in_processes_times_checks_and_stores(pretend_gpu, tmp_pat
     out = capsys.readouterr().out
     assert "nothing is kept" in out
     assert "out of time, 1 problems left" in out
+    for names, case in ((["rms_norm"], "rows=nothing"), (["rope"], "")):  # 0, as if all were tuned
+        with pytest.raises(ValueError, match=rf"the problems must be at least one of \[OP\] .*, got none, with --case '{case}'"):
+            tune_command(names, shapes=shapes, case=case, console=console, jobs=1)
 
 
 def test_bench_prints_lines_and_appends_rows(pretend_gpu, tmp_path, capsys):

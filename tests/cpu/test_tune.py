@@ -270,7 +270,7 @@ def test_problems_of_a_file(tmp_path):
 # ---------------------------------------------------------------------------------------- the verbs
 def test_a_part_of_the_space_is_shown_and_not_stored(capsys):
     """`--configs` and `--top`."""
-    wanted = config_filter(f"tile_m={SPACE[1].tile_m},num_worker_warps={SPACE[1].num_worker_warps}")
+    wanted = config_filter(f"tile_m={SPACE[1].tile_m},num_worker_warps={SPACE[1].num_worker_warps}", [rms_norm])
     part = [c for c in SPACE[1:] if wanted(c)]
     assert 1 < len(part) < len(SPACE) - 1
     bench = MadeUp({0: 4.0, 1: 2.0}, dropped=(len(part),))
@@ -284,9 +284,12 @@ def test_a_part_of_the_space_is_shown_and_not_stored(capsys):
     assert "default" in lines[1]
     assert "dropped" in lines[2]
     assert Store().rows() == []
-    for text in ("tile_m", "=3", "tile_m="):
+    for text in ("tile_m", "=3", "tile_m=", ",", " "):
         with pytest.raises(ValueError, match="configs must be values like tile_m=128,latency=4"):
-            config_filter(text)
+            config_filter(text, [rms_norm])
+    with pytest.raises(ValueError, match=r"a field of --configs must be tile_m \(did you mean that\?\) or one of tile_m, .*, got 'tlie_m'"):
+        config_filter("tlie_m=4", [rms_norm])  # only the default was timed, as if no config had the value
+    assert config_filter("tile_k=64", ops.ALL)
 
 
 def test_no_problem_begins_after_the_time_that_was_given(capsys):

@@ -62,7 +62,7 @@ def compile_command(
     """
     console = console or Console(soft_wrap=True, highlight=False)
     require_tools()
-    archs = [name.strip() for name in arch.split(",") if name.strip()] or list(ARCHS)
+    archs = [name.strip() for name in arch.split(",") if name.strip()] or ([arch] if arch else list(ARCHS))  # "," is none of them, and not all
     chosen = all_ops.named(ops)
     for name in archs:
         Device.for_arch(name)

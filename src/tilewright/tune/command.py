@@ -1,8 +1,9 @@
 """`tilewright tune`: measures, stores, and shows what is stored."""
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from .. import ops
 from ..bench.report import case_name
 from ..bench.results import geomean
 from ..interpret.threads import cores
-from ..launch import Device, argument_error, decision_of, forget_plans, require_gpu, table as tables
+from ..launch import Device, argument_error, check_name, decision_of, forget_plans, require_gpu, table as tables
 from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import op_name
@@ -69,7 +70,8 @@ def tune_command(  # noqa: PLR0913 an option each
     if sum(map(bool, (problems, shapes, from_log))) > 1:
         raise ValueError("at most one of --model, --shapes and --from-log must be given")
     began = time.monotonic()
-    chosen, wanted = ops.named(names), config_filter(configs)
+    chosen = ops.named(names)
+    wanted = config_filter(configs, chosen)
     where = _gpu(device)
     with Gpu(where, jobs=jobs) as bench:
         tasks: Sequence[Task]
@@ -80,6 +82,8 @@ def tune_command(  # noqa: PLR0913 an option each
         else:
             tasks = [(op, problem) for op in chosen for problem in cases(op, "bench")]
         tasks = [(op, problem) for op, problem in tasks if op in chosen and case in f"{op_name(op)} {case_name(problem)}"]
+        if not tasks:  # 0 would say that they are tuned
+            raise argument_error("the problems", "at least one of [OP] with the text of --case in its name", f"none, with --case {case!r}")
         store = None if configs else Store()
         return tune(tasks, bench, store, console, wanted=wanted, top=top, again=again, until=began + seconds)
 
@@ -147,19 +151,24 @@ def pack_command(target: Path, *, folder: Path | None = None, console: Console |
     return 0
 
 
-def config_filter(text: str) -> Callable[[Any], bool]:
+def config_filter(text: str, chosen: Collection[ModuleType]) -> Callable[[Any], bool]:
     """Whether a config has the values of "tile_m=128,latency=4,latency=5".
 
-    Each field named must have one of its values. "" takes every config.
+    Each field named must have one of its values, and be one of a config of `chosen`: ops. "" takes
+    every config.
 
     Raises: ValueError for other text.
     """
     allowed: dict[str, set[str]] = {}
+    known = dict.fromkeys(field.name for op in chosen for field in dataclasses.fields(op.Config))
     for part in filter(None, text.split(",")):
         name, equals, value = part.strip().partition("=")
         if not (name and equals and value):
             raise argument_error("configs", "values like tile_m=128,latency=4", text)
+        check_name("a field of --configs", known, name)
         allowed.setdefault(name, set()).add(value)
+    if text and not allowed:
+        raise argument_error("configs", "values like tile_m=128,latency=4", text)
     return lambda config: all(str(getattr(config, name, "")) in values for name, values in allowed.items())
 
 

@@ -59,7 +59,7 @@ def compile_mega_command(*, arch: str = "", json_file: Path | None = None, jobs:
     require_tools()
     console, lines = Console(highlight=False, soft_wrap=True), Lines(Console(stderr=True))
     found: list[tuple[str, str, str, Traced]] = []
-    for target in [name.strip() for name in arch.split(",") if name.strip()] or ARCHS:
+    for target in [name.strip() for name in arch.split(",") if name.strip()] or ([arch] if arch else ARCHS):
         device = Device.for_arch(target)
         for name, fields in CONFIGS.items():
             config = AutoConfig.for_model(**fields)
