@@ -63,8 +63,11 @@ def terminal() -> Iterator[None]:
     """What a program does about its standard streams.
 
     One that is closed is /dev/null: else the next file opened would be it, and get what is printed.
-    If the reader of the output goes, the program ends without a word, as others do.
+    If the reader of the output goes, the program ends without a word, as others do. COLUMNS=0 means
+    a width that nobody knows, as elsewhere: rich would print nothing.
     """
+    if os.environ.get("COLUMNS", "").strip().strip("0") == "":
+        os.environ.pop("COLUMNS", None)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 for as long as the process is there

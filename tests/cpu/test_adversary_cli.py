@@ -238,6 +238,18 @@ def test_output_that_nobody_takes_is_no_failure(unread: int) -> None:
     assert program(cli.main, "/bin/tilewright", "--help", out=unread) == (141, "", "")
 
 
+@pytest.mark.parametrize("columns", ["0", ""])
+def test_a_width_that_nobody_knows_hides_no_output(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich printed nothing, and the exit code was 0."""
+    monkeypatch.setenv("COLUMNS", columns)
+
+    def run_it() -> None:
+        with terminal():
+            Console().print("an answer")
+
+    assert program(run_it, "/bin/tilewright").stdout == "an answer\n"
+
+
 def test_a_command_whose_reader_goes_ends_without_a_word(unread: int) -> None:
     """rich ends the process with 1; print raised, which was one line and 2."""
     for call in (lambda: print("x" * 100_000), lambda: Console().print("x " * 100_000)):
