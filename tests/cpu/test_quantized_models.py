@@ -176,6 +176,25 @@ def test_patch_quantises_and_undoes_it() -> None:
         assert_accurate(ours, *(widened(model, dtype)(ids).logits for dtype in (BF16, torch.float32)))
 
 
+def test_undo_puts_weights_where_the_model_is_by_then() -> None:
+    """A model that was patched and then moved had two devices after undo."""
+    model = small()
+    report = patch(model, weights="mxfp4")
+    model.to("meta")
+    report.undo()
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("which", [{"only": ["norms"]}, {"skip": ["linear"]}])
+def test_weights_of_kinds_that_are_left_alone_are_not_quantised(which: dict) -> None:
+    """They were, and the report said that no kernel of ours computes them."""
+    model = small()
+    before = state_of(model)
+    with pytest.raises(ValueError, match="weights must be None where the kind \"linear\" is left alone, got 'mxfp4'"):
+        patch(model, weights="mxfp4", **which)
+    assert state_of(model) == before
+
+
 MIXTURES = {
     "gpt_oss": ("mxfp4", {"hidden_size": 64, "intermediate_size": 96, "swiglu_limit": 1.0}),
     "qwen3_moe": ("int4-32", {"hidden_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}),

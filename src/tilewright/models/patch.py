@@ -126,7 +126,8 @@ def patch(
             all.
         skip: the kinds to leave alone.
         weights: quantise the model's Linear modules, except the head, to this format (`FORMATS`),
-            rounded to nearest. The originals are kept in host memory for `undo()`.
+            rounded to nearest. The originals are kept in host memory for `undo()`, which puts them
+            where the model is by then.
         kv_dtype: "fp8": the pages of continuous batching hold keys and values as e4m3, with a scale
             for each token and head (docs/serving.md). Caches of `generate` keep the model's dtype.
     Returns: what was replaced, what was not and why. Its `undo()` restores the model exactly.
@@ -144,6 +145,8 @@ def patch(
         raise argument_error("model", "one that has its weights", "weights on the meta device: load them first")
     kinds = _chosen(only, skip)
     check_kv_dtype(kv_dtype, model)
+    if weights is not None and "linear" not in kinds:  # they would be quantised all the same, and the report not say so
+        raise argument_error("weights", 'None where the kind "linear" is left alone', repr(weights))
     with _ALONE:
         if _MARK in model.__dict__:
             raise argument_error("model", "unpatched", "one that patch() has changed already: call undo() on its report first")

@@ -123,10 +123,11 @@ class Quantized:
     _replaced: list[tuple[nn.Module, str, nn.Module, torch.device]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """A second call does nothing."""
+        """A second call does nothing. A module goes to where the model is by now."""
         while self._replaced:
             parent, name, module, device = self._replaced.pop()
-            setattr(parent, name, module.to(device))
+            codes = next(getattr(parent, name).buffers(), None)
+            setattr(parent, name, module.to(device if codes is None else codes.device))
 
 
 def quantize(
