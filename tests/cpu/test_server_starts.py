@@ -1,6 +1,7 @@
 """How a server starts: the memory of its cache, options out of range, what it says."""
 
 import logging
+import socket
 
 import pytest
 import torch
@@ -55,9 +56,22 @@ def test_a_transformers_that_is_too_old_is_named(monkeypatch):
         pass
 
 
-def test_a_cache_that_does_not_fit_is_an_error_at_the_start():
+def test_a_cache_that_does_not_fit_is_an_error_at_the_start(caplog):
     with pytest.raises(ValueError, match="the cache must be one that fits the memory"), server(cache_pages=10**12):
         pass
+    assert not caplog.records  # transformers logged a traceback
+
+
+@pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "address already in use"), ("nowhere.invalid", r"\[Errno -\d\]")])
+def test_where_nobody_can_listen_is_one_line(host, why, capfd):
+    """uvicorn printed a second one, and a name that is none was one that is not free."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"free port, or port 0, got {host}:{port}: .*{why}"), server(host=host, port=port):
+            pass
+    assert "ERROR" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -97,6 +111,7 @@ def test_a_server_for_all_without_a_key_warns(capsys):
         {"max_body_bytes": -1},
         {"cache_pages": 0},
         {"max_batch_tokens": 0},
+        {"host": ""},  # listened on all addresses
         {"port": -1},
         {"port": 99999},  # listened on 34463
     ],

@@ -51,7 +51,7 @@ def plain(**fields):
 @contextmanager
 def server(dtype=torch.float32, **options):
     loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}, dtype), tokenizer(), "some/folder/tiny")
-    with serving(loaded, port=0, **{"max_batch_tokens": 64, "cache_pages": PAGES, "max_body_bytes": LIMIT, **options}) as running:
+    with serving(loaded, **{"port": 0, "max_batch_tokens": 64, "cache_pages": PAGES, "max_body_bytes": LIMIT, **options}) as running:
         yield running
 
 

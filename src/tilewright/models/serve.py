@@ -111,6 +111,8 @@ def serving(  # noqa: PLR0913 options by keyword
         if value is not None and value < 1:
             raise argument_error(name, "at least 1", value)
     check_bools(prefix_reuse=prefix_reuse)
+    if not host:  # all addresses of the machine, for uvicorn: --host "$NAME" of no value is no wish for that
+        raise argument_error("host", "localhost or another address; 0.0.0.0 for all of the machine", repr(host))
     if not 0 <= port < 1 << 16:  # the system takes the low 16 bits of another
         raise argument_error("port", "0 to 65535", port)
     if api_key is not None and not api_key.strip():
@@ -126,6 +128,7 @@ def serving(  # noqa: PLR0913 options by keyword
 
     from .server.app import Answers, application
     from .server.connection import Connection
+    from .server.unsaid import unsaid
     from .server.worker import Worker
 
     if tokenizer.chat_template:
@@ -142,10 +145,12 @@ def serving(  # noqa: PLR0913 options by keyword
             thread = threading.Thread(target=_run, args=(server, worker), name="server")
             thread.start()
             try:
-                while not server.started:
-                    thread.join(0.02)
-                    if not thread.is_alive():
-                        raise argument_error("host and port", "free to listen on", f"{host}:{port}")
+                with unsaid("uvicorn.error") as reasons:
+                    while not server.started:
+                        thread.join(0.02)
+                        if not thread.is_alive():
+                            why = "; ".join(record.getMessage() for record in reasons)
+                            raise argument_error("host and port", "an address of this machine with a free port, or port 0", f"{host}:{port}: {why}")
                 yield Running(server, worker)
             finally:
                 server.should_exit = True
@@ -168,7 +173,7 @@ def _run(server: "uvicorn.Server", worker: "Worker") -> None:
         worker.attach(asyncio.get_running_loop())
         await server.serve()
 
-    with suppress(SystemExit):  # uvicorn's, where it cannot listen; it has said why
+    with suppress(SystemExit):  # uvicorn's, where it cannot listen; it has logged why
         asyncio.run(main())
 
 

@@ -22,6 +22,7 @@ from ..continuous import captured_steps, check_pages
 from .protocol import Refusal
 from .room import CPU_BATCH_TOKENS, CPU_SHARE, PAGE, context_tokens, pages_on_cpu
 from .sampling import Draws, Sampling, Tables
+from .unsaid import unsaid
 
 BUSY_SECONDS = 1  # Retry-After
 FAILED = "the worker failed, and the server ends: its log says why"  # clients are not told more
@@ -104,13 +105,15 @@ class Worker:
         self._manager.output_router = _Router(self._arrived)
         self._device, self._stock_step = model.device, self._manager._generation_loop_body
         self._manager._generation_loop_body = self._step
-        self._manager.start()
-        self._thread: threading.Thread = self._manager._generation_thread
-        while self._manager.batch_processor is None and self._thread.is_alive():
-            self._thread.join(0.01)
-        if self._manager.batch_processor is None:
-            self._manager.stop(block=True)
-            raise argument_error("the cache", "one that fits the memory", self._manager.background_thread_status.fatal_error)
+        with unsaid("ContinuousBatchingLogger"):
+            self._manager.start()
+            self._thread: threading.Thread = self._manager._generation_thread
+            while self._manager.batch_processor is None and self._thread.is_alive():
+                self._thread.join(0.01)
+            if self._manager.batch_processor is None:
+                self._manager.stop(block=True)
+                error = self._manager.background_thread_status.fatal_error
+                raise argument_error("the cache", "one that fits the memory", error) from error
         cache = self._manager.batch_processor.cache
         self._search, cache.search_prefix_match = cache.search_prefix_match, self._reused
         self._scheduler = self._manager.batch_processor.scheduler
