@@ -1,6 +1,7 @@
 """Files of the cache folder that another program made: ignored, or one error that names them."""
 
 import gzip
+import json
 import multiprocessing
 import os
 import resource
@@ -9,6 +10,7 @@ import pytest
 
 from tilewright.compile import Compiled, Resources, ResultCache
 from tilewright.engine import modes
+from tilewright.launch import table
 from tilewright.tune import raw
 
 RESULT = Compiled(Resources(8, 0, 0, 1024, {}))
@@ -39,6 +41,21 @@ def test_raw_times_that_are_no_rows_are_named(tmp_path):
         if content:
             with pytest.raises(ValueError, match=r"rms_norm\.jsonl\.gz must be a whole gzip file"):
                 raw.read(tmp_path, "H200", "rms_norm")
+
+
+@pytest.mark.parametrize("field", ["time_us", "default_us", "runner_up_us"])
+@pytest.mark.parametrize("time", [0.0, -5.0])
+def test_times_that_are_none_are_named(field, time, tmp_path):
+    """`tune --show` divided by zero from then on, or took the logarithm of a negative ratio."""
+    row = {**json.loads((table.SHIPPED / "H200.json").read_bytes())[0], field: time}
+    (tmp_path / "edited.json").write_text(json.dumps([row]))
+    with pytest.raises(ValueError, match=rf"edited\.json must hold a JSON list of tuned problems, .* > 0.0 - at `\$\[0\]\.{field}`"):
+        table.read_rows(tmp_path / "edited.json")
+    log = raw.Log(tmp_path, "H200", "rms_norm").path
+    log.parent.mkdir(parents=True)
+    log.write_text(json.dumps({"p": {}, "c": {}, "k": "", "v": "", "t": time}) + "\n")
+    with pytest.raises(ValueError, match=r"rms_norm\.jsonl:1 must be a row of raw times, got one that does not decode: .* > 0\.0"):
+        raw.read(tmp_path, "H200", "rms_norm")
 
 
 def _compiles_on_a_full_disk(cache, job) -> None:

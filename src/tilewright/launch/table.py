@@ -30,6 +30,7 @@ from .identity import cache_folder, compiler, launches_digest
 SHIPPED = Path(__file__).resolve().parent.parent / "tune" / "tables"
 LARGEST = 1 << 28  # bytes of a file of rows; a row has about 500
 Plain = dict[str, Any]
+Time = typing.Annotated[float, msgspec.Meta(gt=0)]  # rows are compared by ratios and their logarithms
 Key = tuple[str, bytes, str, str, str]
 
 
@@ -50,11 +51,11 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     compiler: str
     digest: str
     config: Plain
-    time_us: float
+    time_us: Time
     spread_us: float
-    default_us: float | None = None
+    default_us: Time | None = None
     runner_up: Plain | None = None
-    runner_up_us: float | None = None
+    runner_up_us: Time | None = None
     tried: int = 1
     dropped: int = 0
     accuracy: dict[str, float] = {}

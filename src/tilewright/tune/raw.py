@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from ..launch.files import open_regular, open_to_append, replace_file
 from ..launch.identity import cache_folder
+from ..launch.table import Time
 
 SHIPPED = Path(__file__).resolve().parent / "raw"
 Plain = dict[str, Any]
@@ -41,7 +42,7 @@ class Timed(msgspec.Struct, frozen=True, omit_defaults=True, rename={
     config: Plain
     digest: str
     compiler: str
-    time_us: float | None = None
+    time_us: Time | None = None
     spread_us: float | None = None
     spill_bytes: int = 0
     error: str = ""
