@@ -267,6 +267,12 @@ NUMBERS = {
 }
 
 
+@pytest.mark.parametrize(("scale", "wanted"), [(1e300, "finite in float32"), (-1e300, "finite in float32"), (INF, "finite"), (NAN, "finite")])
+def test_a_number_that_only_float32_cannot_hold_is_not_told_to_be_finite(scale, wanted):
+    with pytest.raises(ValueError, match=f"^scale must be {wanted}, got {re.escape(str(scale))}"):
+        tilewright.moe_route(X, 1, scale=scale)
+
+
 @pytest.mark.parametrize("what", NUMBERS)
 def test_numbers_that_mean_nothing_are_refused(what):
     """The host knows them, so every call refuses them."""

@@ -2,6 +2,7 @@
 was.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -268,7 +269,7 @@ def check_finite(value: float, name: str) -> None:
     if type(value) is not float:
         check_number(value, name)
     if not -LARGEST <= value <= LARGEST:
-        raise argument_error(name, "finite", value)
+        raise argument_error(name, "finite in float32" if abs(value) < math.inf else "finite", value)
 
 
 def check_number(value: object, name: str) -> None:
