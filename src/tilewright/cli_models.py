@@ -182,10 +182,11 @@ def serve(  # noqa: PLR0913 an option each
 ) -> int:
     """Serve a model to many OpenAI clients: transformers' scheduler and pages, our kernels."""
     from .models.command import device_and_dtype, load_and_say
-    from .models.serve import serve_command
+    from .models.serve import check_options, serve_command
 
-    loaded = load_and_say(model, *device_and_dtype(device, dtype, weights, kv_dtype), trust_remote_code=trust_remote_code, weights=weights)
     limits = {"max_requests": max_requests, "max_body_bytes": max_body_bytes, "max_batch_tokens": max_batch_tokens, "cache_pages": cache_pages}
+    check_options(host=host, port=port, api_key=api_key, **limits)  # before the model is loaded
+    loaded = load_and_say(model, *device_and_dtype(device, dtype, weights, kv_dtype), trust_remote_code=trust_remote_code, weights=weights)
     how: Any = {"prefix_reuse": prefix_reuse, "kv_dtype": kv_dtype}
     return serve_command(loaded, drain_seconds=drain_seconds, host=host, port=port, api_key=api_key, **how, **limits)
 

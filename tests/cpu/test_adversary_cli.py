@@ -86,6 +86,8 @@ def test_a_size_of_0_is_no_default(option: str) -> None:
         (("generate", "--model", "Llama-3.2-1B", "--prompt", "x", "--repetition-penalty", "0"), "--repetition-penalty must be positive, got 0.0"),
         (("serve", "Llama-3.2-1B", "--kv-dtype", "fp8", "--device", "cpu"), "--dtype must be bfloat16 or float16 with --kv-dtype fp8, got float32"),
         (("serve", "Llama-3.2-1B", "--kv-dtype", "int8", "--device", "cpu"), "--kv-dtype must be one of fp8, got 'int8'"),
+        (("serve", "Llama-3.2-1B", "--device", "cpu", "--port", "70000"), "port must be 0 to 65535, got 70000"),
+        (("serve", "Llama-3.2-1B", "--device", "cpu", "--max-requests", "0"), "max_requests must be at least 1, got 0"),
         (("difftest", "--schedule", "x"), "--schedule must be one of A100, "),
         (("difftest", "--position", "-1"), "Invalid value for '--position'"),
         (("difftest", "--position", str(1 << 20)), "Invalid value for '--position'"),
@@ -96,7 +98,7 @@ def test_a_size_of_0_is_no_default(option: str) -> None:
     ],
 )
 def test_an_option_that_means_nothing_is_refused(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """difftest built a whole model first."""
+    """difftest and serve built a whole model first."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tilewright.models.command.load", lambda *given, **options: pytest.fail("made weights"))
     result = run(*arguments)

@@ -195,6 +195,23 @@ def test_a_fit_without_raw_times_is_an_error(tmp_path):
         fit.fit_command(folder=tmp_path)
 
 
+def test_a_fit_of_raw_times_of_one_op_leaves_the_others(tmp_path):
+    """It wrote a file with that op alone; and of rows that nobody can use, one with none."""
+    path, source = tmp_path / "H200.json", tmp_path / "raw"
+    path.write_text((DATA / "H200.json").read_text())
+    rows = raw.read(raw.SHIPPED, "H200", "merge_states")[:60]
+    raw.Log(source, "H200", "merge_states").add([msgspec.structs.replace(row, config={"gone": 1}) for row in rows])
+    before = read(path)
+    with pytest.raises(ValueError, match="must be raw times of H200 with a config that an op to be fitted has"):
+        fit.fit_command(folder=source, target=tmp_path)
+    assert read(path) == before
+    raw.Log(source, "H200", "merge_states").add(rows)
+    assert fit.fit_command(folder=source, target=tmp_path, console=Console(file=io.StringIO())) == 0
+    changed = {op for op, of in read(path)["rates"].items() if of != before["rates"][op]}
+    assert changed == {"merge_states"}
+    assert list(read(path)["rates"]) == list(before["rates"])
+
+
 def test_rows_of_fields_that_have_gone_are_counted(tmp_path):
     row = next(row for row in raw.read(raw.SHIPPED, "H200", "softmax") if row.config["keep_row"] and not row.config["split"])
     gone = msgspec.structs.replace(row, config={**row.config, "gone": 1})

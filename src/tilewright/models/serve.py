@@ -102,28 +102,16 @@ def serving(  # noqa: PLR0913 options by keyword
         tokenizer, or one in Python, or is none that `patch` knows; an argument.
     """
     tokenizer = _checked_tokenizer(loaded)
-    for name, value in (
-        ("max_batch_tokens", max_batch_tokens),
-        ("cache_pages", cache_pages),
-        ("max_requests", max_requests),
-        ("max_body_bytes", max_body_bytes),
-    ):
-        if value is not None and value < 1:
-            raise argument_error(name, "at least 1", value)
+    check_options(
+        host=host,
+        port=port,
+        api_key=api_key,
+        max_batch_tokens=max_batch_tokens,
+        cache_pages=cache_pages,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+    )
     check_bools(prefix_reuse=prefix_reuse)
-    if not host:  # all addresses of the machine, for uvicorn: --host "$NAME" of no value is no wish for that
-        raise argument_error("host", "localhost or another address; 0.0.0.0 for all of the machine", repr(host))
-    if not 0 <= port < 1 << 16:  # the system takes the low 16 bits of another
-        raise argument_error("port", "0 to 65535", port)
-    if api_key is not None and not api_key.strip():
-        raise argument_error("api_key", "not empty", repr(api_key))
-    if api_key is not None and api_key != api_key.strip():  # no header can hold it
-        raise argument_error("api_key", "a text without blanks or line ends around it", "one with some")
-    if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:
-        raise ImportError(f"a server needs {', '.join(missing)}: pip install 'tilewright[serve]'")
-    if tuple(map(int, version("transformers").split(".")[:2])) < TRANSFORMERS:
-        oldest = ".".join(map(str, TRANSFORMERS))
-        raise ImportError(f"a server needs transformers {oldest} or newer, got {version('transformers')}: pip install 'tilewright[serve]'")
     import uvicorn
 
     from .server.app import Answers, application
@@ -157,6 +145,30 @@ def serving(  # noqa: PLR0913 options by keyword
                 thread.join()
         finally:
             worker.stop()
+
+
+def check_options(*, host: str, port: int, api_key: str | None, **counts: int | None) -> None:
+    """What a server needs beside its model, which may take minutes to load.
+
+    counts: those of `serving`, by name.
+    Raises: ImportError: packages are missing. ValueError: an argument.
+    """
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise argument_error(name, "at least 1", value)
+    if not host:  # all addresses of the machine, for uvicorn: --host "$NAME" of no value is no wish for that
+        raise argument_error("host", "localhost or another address; 0.0.0.0 for all of the machine", repr(host))
+    if not 0 <= port < 1 << 16:  # the system takes the low 16 bits of another
+        raise argument_error("port", "0 to 65535", port)
+    if api_key is not None and not api_key.strip():
+        raise argument_error("api_key", "not empty", repr(api_key))
+    if api_key is not None and api_key != api_key.strip():  # no header can hold it
+        raise argument_error("api_key", "a text without blanks or line ends around it", "one with some")
+    if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise ImportError(f"a server needs {', '.join(missing)}: pip install 'tilewright[serve]'")
+    if tuple(map(int, version("transformers").split(".")[:2])) < TRANSFORMERS:
+        oldest = ".".join(map(str, TRANSFORMERS))
+        raise ImportError(f"a server needs transformers {oldest} or newer, got {version('transformers')}: pip install 'tilewright[serve]'")
 
 
 def _checked_tokenizer(loaded: Loaded) -> Any:

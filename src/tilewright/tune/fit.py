@@ -315,8 +315,8 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
     """Fits the cost model to raw times and shipped tables, writes a data file for each GPU, and
     prints how good it is. Returns the exit code.
 
-    names: ops to fit, all by default; the file keeps what it has of others. folder: of packed raw
-        times, by default those that ship.
+    names: ops to fit, all by default; the file keeps what it has of others, and of those without
+        raw times. folder: of packed raw times, by default those that ship.
     Raises: KeyError naming the known GPUs for another, ValueError without raw times.
     """
     console = console or Console(soft_wrap=True, highlight=False)
@@ -325,11 +325,13 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
         raise argument_error("--raw", "a folder of raw times, as `tilewright tune --pack` writes it", source)
     for name in raw.gpus_of(source):
         gpu, path = name.replace("_", " "), target / f"{name}.json"
-        data = fitted(gpu, wanted, [source])
-        if names and path.exists():
-            known = read(path)
-            data = {**data, **{part: {**known.get(part, {}), **data[part]} for part in ("rates", "points")}}
-        data = {**data, **{part: dict(sorted(data[part].items())) for part in ("rates", "points")}}
+        data = fitted(gpu, [op for op in wanted if raw.read(source, gpu, decision_of(op).op)], [source])
+        if not data["points"]:
+            raise argument_error("--raw", f"raw times of {gpu} with a config that an op to be fitted has", source)
+        known, there = read(path) if path.exists() else {}, set(map(op_name, ops.ALL))
+        for part in ("rates", "points"):
+            others = {op: of for op, of in known.get(part, {}).items() if op in there}
+            data = {**data, part: dict(sorted({**others, **data[part]}.items()))}
         path.write_text(encoded(data))
         select.forget()
         console.print(f"{gpu}: constants of {', '.join(op for op in data['points'])} to {path}")
