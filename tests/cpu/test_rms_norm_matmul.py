@@ -69,16 +69,17 @@ def test_nothing_to_do_launches_nothing():
 
 
 def test_every_sm_reads():
-    """If b is large enough to matter, each SM has a block; in several waves, the busiest SM has at
-    most a fifth more than its share. On the tensor cores half of the SMs are enough, because a
-    block keeps all of an SM's loads under way.
+    """If b is large enough to matter, five of six SMs have a block (114 of 132: 6.5 us, 228 blocks
+    of half the columns 6.7, for 1 x 3648 x 2048); in several waves, the busiest SM has at most a
+    fifth more than its share. On the tensor cores half of the SMs are enough, because a block keeps
+    all of an SM's loads under way.
     """
     for problem in real:
         config = op.space(problem, H200)[0]
         if problem.n * problem.k > 1 << 22:
             blocks = op.plan(problem, config, H200)[0].grid[0]
             at_once = blocks if config.persistent else H200.sms
-            assert blocks >= H200.sms / (2 if config.mma else 1)
+            assert blocks >= H200.sms * (1 / 2 if config.mma else 5 / 6)
             everything = config.tiles(problem) <= H200.sms * config.occupancy
             if config.persistent or not (config.mma or everything):
                 assert -(-config.tiles(problem) // at_once) * at_once <= 1.2 * config.tiles(problem)
