@@ -55,11 +55,8 @@ def rates(op: str, device: Device) -> Rates:
     found = {**data["rates"]["common"], **data["rates"].get(op, {})}
     found["flops"] = device.tflops * 1e6 / device.sms
     if data["gpu"] != device.name:
-        found["dram"] *= device.memory_gbs / data["memory_gbs"]
-        found["reduce_rate"] *= device.memory_gbs / data["memory_gbs"]
-        found["l2"] *= device.memory_gbs / data["memory_gbs"]
-        found["padding"] *= device.memory_gbs / data["memory_gbs"]
-        found["sectors"] *= device.memory_gbs / data["memory_gbs"]
+        for name in ("dram", "reduce_rate", "l2", "padding", "sectors"):
+            found[name] *= device.memory_gbs / data["memory_gbs"]
         found["reach"] *= device.l2_bytes / data["l2_bytes"]
     return found
 
