@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from .._forks import held_over_forks
+from .check import dtype_name
 from .device import Device
 from .environment import warn_of_value
 from .files import append_line, read_regular
@@ -103,7 +104,7 @@ def digest_of(decision: Any, problem: Any, config: Any, device: Device) -> str:
 def plain(value: Any) -> Any:
     """A dataclass, dtype, enum or tuple as JSON types."""
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (tuple, list)):
@@ -225,14 +226,14 @@ def _file(path: Path) -> _File:
     """A file, read once a process."""
     with _lock:
         if path not in _loaded:
+            rows: list[Row] = []
             try:
-                _loaded[path] = _File(path, read_rows(path))
+                rows = read_rows(path)
             except ValueError as error:
                 warnings.warn(f"{error}; it is not used, and `tilewright tune` will set it aside", stacklevel=2)
-                _loaded[path] = _File(path, ())
             except OSError as error:
                 warnings.warn(f"{error}; it is not used", stacklevel=2)
-                _loaded[path] = _File(path, ())
+            _loaded[path] = _File(path, rows)
         return _loaded[path]
 
 
