@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..bench.ceilings import measure_ceilings
 from ..bench.report import command, versions
-from ..launch import Device, argument_error
+from ..launch import Device, argument_error, dtype_name
 from ..launch.files import replace_file
 from ..models import Loaded, load, patch
 from ..models.command import refuse_comparison
@@ -75,7 +75,7 @@ class Measured:
 
     @staticmethod
     def of(loaded: Loaded, sizes: Sizes, copy_gbs: float | None, kv_dtype: str | None = None, **more: Any) -> "Measured":
-        gpu, dtype = Device.of(next(loaded.model.parameters())).name, str(loaded.model.dtype).removeprefix("torch.")
+        gpu, dtype = Device.of(next(loaded.model.parameters())).name, dtype_name(loaded.model.dtype)
         return Measured(case_of(loaded, *sizes, kv_dtype), sizes, dtype, gpu, copy_gbs, more)
 
     def run_modes(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..launch import Device
+from ..launch import Device, dtype_name
 from ..launch.identity import cache_folder
 from .mega.pack import CODES, dims_of_config, packed_bytes, refuse_model
 from .parallel import Group
@@ -74,7 +74,7 @@ def faster(config: Any, device: Device, dtype: torch.dtype, max_len: int, table:
     "graph" too where max_len is far beyond all measured keys: attention over many keys is what the
     megakernel is slower at.
     """
-    wanted = {"gpu": device.name, "dtype": str(dtype).removeprefix("torch."), "sizes": asdict(dims_of_config(config)), "weights": weights}
+    wanted = {"gpu": device.name, "dtype": dtype_name(dtype), "sizes": asdict(dims_of_config(config)), "weights": weights}
     times: dict[tuple[str, int], float] = {}
     for row in table:
         if all(row.get(name) == value for name, value in wanted.items()):

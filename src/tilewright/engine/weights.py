@@ -19,10 +19,6 @@ class Matrix:
     weight: Tensor
     bias: Tensor | None = None
 
-    @staticmethod
-    def of(linear: nn.Linear) -> "Matrix":
-        return Matrix(linear.weight.data, None if linear.bias is None else linear.bias.data)
-
     @property
     def rows(self) -> int:
         return len(self.weight)
@@ -88,9 +84,8 @@ def plain(matrix: AnyMatrix) -> Tensor:
 
 def matrix_of(linear: nn.Linear | QuantizedLinear) -> Matrix | SmallMatrix:
     """A module's weight as it lies."""
-    if isinstance(linear, QuantizedLinear):
-        return SmallMatrix(linear.quantized, None if linear.bias is None else linear.bias.data, linear.order)
-    return Matrix.of(linear)
+    bias = None if linear.bias is None else linear.bias.data
+    return SmallMatrix(linear.quantized, bias, linear.order) if isinstance(linear, QuantizedLinear) else Matrix(linear.weight.data, bias)
 
 
 def without_inference_tensors(model: nn.Module) -> None:
@@ -133,10 +128,8 @@ class Fusion:
         small = [module for module in linears if isinstance(module, QuantizedLinear)]
         if small:
             return self._joined(small) if len(small) == len(linears) and _can_join(small) else Parts(tuple(matrix_of(m) for m in linears))
-        return self._stacked(*(module for module in linears if isinstance(module, nn.Linear)))
-
-    def _stacked(self, *linears: nn.Linear) -> Matrix:
-        return self._fused(linears, lambda parts: torch.cat(parts), lambda whole: list(whole.split([m.out_features for m in linears])))
+        own = [module for module in linears if isinstance(module, nn.Linear)]
+        return self._fused(own, lambda parts: torch.cat(parts), lambda whole: list(whole.split([m.out_features for m in own])))
 
     def alternating(self, first: nn.Linear, second: nn.Linear) -> Matrix:
         """One matrix with interleaved rows: even rows from `first`, odd rows from `second`."""

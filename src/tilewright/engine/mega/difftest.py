@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ...launch import Device, argument_error
+from ...launch import Device, argument_error, dtype_name
 from ...launch.files import write_json
 from ...testing import Accuracy, accuracy
 from ..read import read
@@ -90,7 +90,7 @@ def differences(
     on_progress(f"kernel: done after {perf_counter() - began:.1f} s")
     machines = []
     for dtype in (like.dtype, torch.float64):
-        on_progress(f"machine in {str(dtype).removeprefix('torch.')}: running")
+        on_progress(f"machine in {dtype_name(dtype)}: running")
         copies = keys.to(dtype, copy=True), values.to(dtype, copy=True)
         machines.append(Machine(weights, mega.schedule, token, position, copies, dtype=dtype))
         machines[-1].run()
@@ -162,7 +162,7 @@ def difftest_command(model: Any, *, whole: Dims, position: int, blocks: int, gpu
         ratios = (f"{d.accuracy.rms_ratio:.2f}", f"{d.accuracy.worst_ratio:.2f}")
         table.add_row(d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", *ratios, style=None if d.accuracy.ok else "bold red")
     console.print(table)
-    console.print(f"{len(found)} values, {good} within the noise band of {str(model.dtype).removeprefix('torch.')}")
+    console.print(f"{len(found)} values, {good} within the noise band of {dtype_name(model.dtype)}")
     return int(good < len(found))
 
 

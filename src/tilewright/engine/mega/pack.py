@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...launch import Device, argument_error
+from ...launch import Device, argument_error, dtype_name
 from ...models.quantized import QuantizedLinear, is_quantized
 from ...ops.common.weight_formats import E4M3, FORMATS, LARGEST, nearest_codes, unpack
 from ..attention import GroupedAttention
@@ -39,7 +39,7 @@ def refuse(config: Any, device: Device, dtype: torch.dtype) -> None:
     """
     kind, window = config.model_type, getattr(config, "sliding_window", None)
     biased = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)] or [kind] * (kind == "qwen2")
-    number_type, windowed = str(dtype).removeprefix("torch."), window is not None and getattr(config, "use_sliding_window", True)
+    number_type, windowed = dtype_name(dtype), window is not None and getattr(config, "use_sliding_window", True)
     for bad, what, must_be, was in (
         (kind not in (*MODEL_TYPES, "qwen2"), "model.config.model_type", f"one of {', '.join(MODEL_TYPES)}", kind),
         (number_type not in ("bfloat16", "float16"), "the model's dtype", "bfloat16 or float16", number_type),
