@@ -133,8 +133,8 @@ def test_drawn_shapes_have_configs_that_load_wide_and_fill_their_lanes(name):
     for p in drawn(200):
         configs = op.space(p, device)
         config = configs[0]
-        assert op.work(p, config, device).chain == 0
-        assert op.lanes(p, config)[1] * p.dtype.itemsize <= 48, (p, config)
+        assert decision.work(p, config, device).chain == 0
+        assert decision.lanes(p, config)[1] * p.dtype.itemsize <= 48, (p, config)
         # At least 4 bytes a thread and load, unless the whole problem has no more for a block.
         tile = min(config.tile_h, max(p.q_heads, p.kv_heads)) * config.tile_s * (p.rotated // 2) * p.dtype.itemsize * (2 if p.interleaved else 1)
         assert tile >= 256 or config.tile_h >= p.q_heads, (p, config)

@@ -16,16 +16,7 @@ import torch
 from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_finite, check_tensor, check_writable, torch_op
-from .decision import (
-    CHOICES as CHOICES,
-    Config as Config,
-    Problem as Problem,
-    grid as grid,
-    lanes as lanes,
-    plan as plan,
-    space as space,
-    work as work,
-)
+from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 
 def reference(
