@@ -21,7 +21,7 @@ from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, chec
 from ..select import Choices, Work
 from .common.first_best import NOWHERE, empty_best, first_best, take_better
 from .common.pdl import pdl_overlap
-from .common.rows import CPU_TILE, OWN_REGISTERS, grid_fits, least_tile, stream, threads
+from .common.rows import CPU_TILE, OWN_REGISTERS, WAIT_TIE, grid_fits, least_tile, stream, threads
 from .common.tiles import load_masked, of_width
 
 NEG_INF = ct.PaddingMode.NEG_INF
@@ -71,9 +71,6 @@ class Config:
 
 
 LOADS = {4: (8, 4, 2, 1), 8: (4, 2, 1)}  # of a block, by its warps
-# waits decide, which the model knows least about: the first config stays unless another is far
-# better
-TIE = 0.25
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -135,7 +132,7 @@ def family(p: Problem, c: Config) -> str:
 
 
 OPERATIONS = 3  # on an element
-CHOICES = Choices("argmax", candidates, legal, work, family, tie=TIE)
+CHOICES = Choices("argmax", candidates, legal, work, family, tie=WAIT_TIE)
 space = CHOICES.space
 
 

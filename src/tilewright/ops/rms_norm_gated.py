@@ -97,16 +97,7 @@ def _vectors(p: Problem) -> int:
     return 1
 
 
-CHOICES = Choices(
-    "rms_norm_gated",
-    candidates,
-    legal,
-    work,
-    rows.family,
-    tie=rows.TIE,
-    like="rms_norm",
-    bucket=rows.coarse,
-)
+CHOICES = Choices("rms_norm_gated", candidates, legal, work, rows.family, tie=rows.TIE, like="rms_norm", bucket=rows.coarse)
 space = CHOICES.space
 
 

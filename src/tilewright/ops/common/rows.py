@@ -44,6 +44,7 @@ OF_SUM = 12, 20  # of a thread: to reduce a row within a warp, and across warps
 HELD = 0.7  # of the L2, by rows that wait to be read again
 TIE = 0.03
 TILE_TIE = 0.06  # of ops that stream tiles, and have few configs
+WAIT_TIE = 0.25  # of ops where waits decide, which the model knows least of: the first config stays unless another is far better
 LONG_TILE = 8192  # columns; whole rows beyond are tried last
 NARROW_TILE = 128  # columns; a tile of narrower rows has more of them
 MOST_BLOCKS = ((1 << 24) - 1, 65_535, 65_535)  # of a grid in x, y and z
@@ -436,7 +437,7 @@ def coarse(p: P, device: Device) -> P:
     return coarser
 
 
-def row_choices(op: str, *, chain: float = 0.0, vectors: Vectors = none, like: str = "") -> Choices[Any, Config]:
+def row_choices(op: str, *, chain: float = 0.0, vectors: Vectors) -> Choices[Any, Config]:
     """What an op over rows states."""
     found, priced = partial(legal, vectors=vectors), partial(work, chain=chain, vectors=vectors)
-    return Choices(op, candidates, found, priced, family, tie=TIE, like=like, bucket=coarse)
+    return Choices(op, candidates, found, priced, family, tie=TIE, bucket=coarse)

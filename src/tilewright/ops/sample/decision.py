@@ -10,11 +10,9 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
-from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, stream
+from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, WAIT_TIE, stream
 from .kernels import sample_kernel
 
-# waits decide, which the model knows least of: the first config stays unless another is far better
-TIE = 0.25
 LEAST_COLUMNS = 2048  # of a block of a cluster
 PHILOX = 180  # operations on an element, once: with two logarithms
 REGISTERS = 120  # of a thread, where two blocks share an SM; alone most forms take 130 to 250 (sm_90)
@@ -120,7 +118,7 @@ def family(p: Problem, c: Config) -> str:
     return f"{p.top_k + p.top_p} {c.ways} {c.num_ctas}"
 
 
-CHOICES = Choices("sample", candidates, legal, work, family, tie=TIE)
+CHOICES = Choices("sample", candidates, legal, work, family, tie=WAIT_TIE)
 space = CHOICES.space
 
 
