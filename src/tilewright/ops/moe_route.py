@@ -34,8 +34,8 @@ from ..launch import (
 )
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
-from .common.routing import MOST_EXPERTS, check_routing, chosen_experts, routed, scores_of
-from .common.rows import grid_fits, least_tile, stream
+from .common.routing import MOST_EXPERTS, check_routing, choice_of, chosen_experts, group_constants, routed, scores_of
+from .common.rows import WAIT_TIE, grid_fits, least_tile, stream
 from .common.tiles import ZERO
 
 
@@ -93,14 +93,7 @@ class Problem:
     def inputs(self, device: torch.device) -> dict[str, Any]:
         return {
             "logits": 2 * torch.randn(self.tokens, self.experts, dtype=self.dtype, device=device),
-            "top_k": self.top_k,
-            "sigmoid": self.sigmoid,
-            "bias": 0.1 * torch.randn(self.experts, device=device) if self.bias else None,
-            "normalize": self.normalize,
-            "scale": self.scale,
-            "groups": self.groups,
-            "top_groups": self.top_groups,
-            "first_expert": self.first_expert,
+            **choice_of(self, device),
         }
 
 
@@ -114,10 +107,6 @@ class Config:
 
     tile_m: int
     num_worker_warps: int | None = None
-
-
-# waits decide, which the model knows least of: the first config stays unless another is far better
-TIE = 0.25
 
 
 def candidates(p: Problem, device: Device) -> list[Config]:
@@ -148,22 +137,13 @@ def family(p: Problem, c: Config) -> str:
     return f"{c.tile_m} {_lanes(p) > 32} {p.groups > 0}"
 
 
-CHOICES = Choices("moe_route", candidates, legal, work, family, tie=TIE)
+CHOICES = Choices("moe_route", candidates, legal, work, family, tie=WAIT_TIE)
 space = CHOICES.space
 
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    groups = max(1, p.groups)
-    constants = {
-        "add_bias": p.bias,
-        "groups": groups,
-        "size": p.experts // groups,
-        "top_groups": p.top_groups or groups,
-        "tile_g": next_pow2(groups),
-        "tile_s": next_pow2(p.experts // groups),
-        "tile_k": next_pow2(p.top_k),
-    }
+    constants = group_constants(p) | {"tile_s": next_pow2(p.experts // max(1, p.groups)), "tile_k": next_pow2(p.top_k)}
     return (Launch.of(moe_route_kernel, (ct.cdiv(p.tokens, c.tile_m),), p, c, constants, optional={"bias": p.bias}, pdl=True),)
 
 

@@ -3,12 +3,13 @@
 """
 
 import math
+from typing import Any
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_integers
+from ...launch import argument_error, check_integers, next_pow2
 from .tiles import ZERO
 
 MOST_EXPERTS = 1024
@@ -65,6 +66,19 @@ def check_routing(experts: int, top_k: int, groups: int, top_groups: int, first_
         raise argument_error("top_groups", f"enough groups of {experts // groups} experts for top_k = {top_k}", top_groups)
     if not 0 <= first_expert < experts:
         raise argument_error("first_expert", f"0 to {experts - 1}", first_expert)
+
+
+def choice_of(p: Any, device: torch.device) -> dict[str, Any]:
+    """The arguments of `inputs` that a Problem of either op has."""
+    found = {name: getattr(p, name) for name in ("top_k", "sigmoid", "normalize", "scale", "groups", "top_groups", "first_expert")}
+    return found | {"bias": 0.1 * torch.randn(p.experts, device=device) if p.bias else None}
+
+
+def group_constants(p: Any) -> dict[str, Any]:
+    """Constants of both kernels."""
+    groups = max(1, p.groups)
+    sizes = {"groups": groups, "size": p.experts // groups, "top_groups": p.top_groups or groups, "tile_g": next_pow2(groups)}
+    return {"add_bias": p.bias, **sizes}
 
 
 def _order_keys(values):

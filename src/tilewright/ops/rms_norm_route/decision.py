@@ -8,6 +8,7 @@ import torch
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
+from ..common.routing import choice_of, group_constants
 from ..common.rows import stream, threads
 from .kernels import rms_norm_route_kernel
 
@@ -42,18 +43,11 @@ class Problem:
             "x": randn(self.tokens, self.k),
             "weight": randn(self.k),
             "router": randn(self.experts, self.k).mul_(2 * self.k**-0.5),
-            "top_k": self.top_k,
             "eps": 1e-6,
             "round_before_weight": self.round_before_weight,
             "residual": randn(self.tokens, self.k) if self.residual else None,
             "router_bias": randn(self.experts) if self.router_bias else None,
-            "sigmoid": self.sigmoid,
-            "bias": 0.1 * torch.randn(self.experts, device=device) if self.bias else None,
-            "normalize": self.normalize,
-            "scale": self.scale,
-            "groups": self.groups,
-            "top_groups": self.top_groups,
-            "first_expert": self.first_expert,
+            **choice_of(self, device),
         }
 
 
@@ -130,17 +124,12 @@ space = CHOICES.space
 
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
-    groups = max(1, p.groups)
     constants = {
         "add": p.residual,
         "biased": p.router_bias,
         "round": p.round_before_weight,
-        "add_bias": p.bias,
-        "groups": groups,
-        "size": p.experts // groups,
-        "top_groups": p.top_groups or groups,
-        "tile_g": next_pow2(groups),
-        "tile_s": next_pow2(p.experts // groups) if groups > 1 else max(LEAST_LANES, next_pow2(p.experts)),
+        **group_constants(p),
+        "tile_s": next_pow2(p.experts // p.groups) if p.groups > 1 else max(LEAST_LANES, next_pow2(p.experts)),
         "tile_p": next_pow2(p.top_k),
     }
     optional = {"residual": p.residual, "new_residual": p.residual, "router_bias": p.router_bias, "bias": p.bias}
