@@ -19,12 +19,13 @@ def check_choice(x: Tensor, weights: Tensor, ids: Tensor) -> None:
     check_tensor(ids, "ids", shape=tuple(weights.shape))
 
 
-def check_activation(alpha: float, limit: float | None, up_offset: float) -> None:
-    """Numbers of act(gate, up)."""
+def checked_activation(alpha: float, limit: float | None, up_offset: float) -> tuple[float, float | None, float]:
+    """Numbers of act(gate, up), as Python's: numpy's compare to its own bools."""
     check_positive(alpha, "alpha")
     if limit is not None:
         check_positive(limit, "limit")
     check_finite(up_offset, "up_offset")
+    return float(alpha), limit if limit is None else float(limit), float(up_offset)
 
 
 def claims(ids: Tensor) -> Claims:

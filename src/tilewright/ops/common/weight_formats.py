@@ -313,9 +313,8 @@ class QuantizedWeight:
         if of.scale_dtype is _E8M0 and scales.numel() and int(scales.max()) > LARGEST_E8M0:
             raise argument_error("scales", f"at most 2**{LARGEST_E8M0 - 127}", f"2**{int(scales.max()) - 127}")
         more = (0, 0, 0, of.shapes(n, k)[1][0] - shape[0])
-        padded = [None if tensor is None else F.pad(tensor, more).contiguous() for tensor in (scales, zeros)]
-        assert padded[0] is not None
-        return QuantizedWeight(weight_format, k, pack(codes, of), padded[0], padded[1], factor)
+        zeros = None if zeros is None else F.pad(zeros, more).contiguous()
+        return QuantizedWeight(weight_format, k, pack(codes, of), F.pad(scales, more).contiguous(), zeros, factor)
 
     @property
     def n(self) -> int:
@@ -361,11 +360,8 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         """The same on another device."""
-        moved = (None if t is None else t.to(device) for t in (self.words, self.scales, self.zeros, self.factor))
-        words, scales, zeros, factor = moved
-        assert words is not None
-        assert scales is not None
-        return QuantizedWeight(self.weight_format, self.k, words, scales, zeros, factor)
+        zeros, factor = (None if t is None else t.to(device) for t in (self.zeros, self.factor))
+        return QuantizedWeight(self.weight_format, self.k, self.words.to(device), self.scales.to(device), zeros, factor)
 
 
 def check_weight(words: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor | None, of: WeightFormat, x: Tensor) -> None:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import HALVES, Device, argument_error, check_tensor, out_or_new, torch_op
-from ..common.expert_ids import check_activation, check_choice, claims
+from ..common.expert_ids import check_choice, checked_activation, claims
 from ..common.fp8 import GROUPS, dequantized, quantized
 from ..common.routing import MOST_EXPERTS
 from ..common.scaling import GROUP, Scaling, dequantize, scale_shapes
@@ -230,8 +230,7 @@ def moe(
         raise argument_error("x.shape[0]", f"at most {MOST_TOKENS} tokens", tokens)
     check_tensor(gate_up, "gate_up", shape=(experts, 2, inter, hidden) if gate_up.dim() == 4 else (experts, 2 * inter, hidden))
     check_choice(x, weights, ids)
-    check_activation(alpha, limit, up_offset)
-    alpha, limit, up_offset = float(alpha), limit if limit is None else float(limit), float(up_offset)  # numpy's compare to its own bools
+    alpha, limit, up_offset = checked_activation(alpha, limit, up_offset)
     if bias_gate_up is not None or bias_down is not None:
         bias_gate_up = _check_biases(x, bias_gate_up, bias_down, experts, inter)
     if shared_gate_up is not None or shared_down is not None:

@@ -70,16 +70,15 @@ def _product(tile: Tile, how: str, parts: int) -> Product:
 
 def _cpu_configs(p: Problem) -> Iterator[Config]:
     """Few, large tiles: each step of the interpreter is a numpy call."""
-    deep = GROUP if p.scaling is Scaling.BLOCK else 1024
-    wide = GROUP if p.scaling is Scaling.BLOCK else 512
+    blocks = p.scaling is Scaling.BLOCK
 
     def how(n: int, k: int) -> Product:
-        return Product(min(wide, next_pow2(n)), min(deep, next_pow2(k)) if p.scaling is not Scaling.BLOCK else GROUP)
+        return Product(min(GROUP if blocks else 512, next_pow2(n)), GROUP if blocks else min(1024, next_pow2(k)))
 
     up, down = how(p.inter, p.hidden), how(p.hidden, p.inter)
     if p.tokens == 1:
         yield Config(1, up, down, few=True)
-        narrow = up if p.scaling is Scaling.BLOCK else replace(up, tile_n=min(16, up.tile_n))
+        narrow = up if blocks else replace(up, tile_n=min(16, up.tile_n))
         yield Config(1, replace(narrow, persistent=True), replace(down, tile_k=min(16, down.tile_k)) if p.shared else down, few=True)
         if p.shared:
             return
@@ -89,8 +88,7 @@ def _cpu_configs(p: Problem) -> Iterator[Config]:
     yield Config(min(128, max(2, rows)), up, down)
     yield Config(8, replace(up, persistent=True, group=2), down, swap_ab=True)
     if p.scaling:
-        groups = Config(16, replace(up, tile_k=GROUP), replace(down, tile_k=GROUP, persistent=True), quantized=True)
-        yield groups
+        yield Config(16, replace(up, tile_k=GROUP), replace(down, tile_k=GROUP, persistent=True), quantized=True)
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:

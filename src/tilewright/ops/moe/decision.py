@@ -47,10 +47,6 @@ class Problem:
         return E4M3 if self.scaling else self.dtype
 
     @property
-    def activation(self) -> tuple[float, float, float]:
-        return self.alpha, self.limit, self.up_offset
-
-    @property
     def pairs(self) -> int:
         return self.tokens * self.top_k
 

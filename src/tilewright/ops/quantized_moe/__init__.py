@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...launch import Device, argument_error, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims
-from ..common.expert_ids import check_activation, check_choice, claims
+from ..common.expert_ids import check_choice, checked_activation, claims
 from ..common.expert_weights import QuantizedExperts, check_format
 from ..common.routing import MOST_EXPERTS
 from ..common.weight_formats import INT4, check_k, format_named, scale_claims
@@ -181,8 +181,7 @@ def quantized_moe(
     _check_experts("gate_up", (words_gate_up, scales_gate_up, zeros_gate_up), (experts, 2, inter, hidden), weight_format, x)
     _check_experts("down", (words_down, scales_down, zeros_down), (experts, 1, hidden, inter), weight_format, x)
     check_choice(x, weights, ids)
-    check_activation(alpha, limit, up_offset)
-    alpha, limit, up_offset = float(alpha), limit if limit is None else float(limit), float(up_offset)  # numpy's compare to its own bools
+    alpha, limit, up_offset = checked_activation(alpha, limit, up_offset)
     if (bias_gate_up is None) != (bias_down is None):
         raise argument_error("bias_gate_up" if bias_gate_up is None else "bias_down", "given together with the other bias", None)
     if bias_gate_up is not None and bias_down is not None:

@@ -92,11 +92,9 @@ class Problem:
     def _experts(self, parts: int, n: int, k: int, device: torch.device) -> QuantizedExperts:
         of = self.format
         if device.type != "meta":
-            each = (QuantizedExperts.of(torch.randn(1, parts, n, k, device=device) * k**-0.5, of.name) for _ in range(self.experts))
-            made = [(e.words, e.scales, e.zeros) for e in each]
-            words, scales = (torch.cat([e[i] for e in made if e[i] is not None]) for i in (0, 1))  # type: ignore[misc]
-            zeros = torch.cat([e[2] for e in made if e[2] is not None]) if of.zeros else None
-            return QuantizedExperts(of.name, k, words, scales, zeros)
+            each = [QuantizedExperts.of(torch.randn(1, parts, n, k, device=device) * k**-0.5, of.name) for _ in range(self.experts)]
+            zeros = torch.cat([e.zeros for e in each if e.zeros is not None]) if of.zeros else None
+            return QuantizedExperts(of.name, k, torch.cat([e.words for e in each]), torch.cat([e.scales for e in each]), zeros)
         shape_words, shape_scales = of.shapes(n, k)
         lead = (self.experts, parts)
         empty = torch.empty((*lead, *shape_words), dtype=torch.int32, device=device)
