@@ -18,7 +18,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ..launch import FLOATS, HALVES, Cost, Device, Launch, argument_error, check_bools, check_tensor, dtype_name, out_or_new, torch_op
+from ..launch import HALVES, Cost, Device, Launch, argument_error, check_bools, check_tensor, out_or_new, torch_op
 from ..select import Choices, Work
 from .common import gemm_choices
 from .common.gemm_candidates import may_move, tiles_for, with_moved
@@ -46,6 +46,7 @@ from .common.scaling import (
     scale_views,
     scaled,
     scaling_of,
+    stored_dtype,
     torch_product,
 )
 from .common.tiles import START_UNIT, ZERO, grouped_tile, store_own_of, tile_start, widths_of, zeros_of
@@ -392,9 +393,7 @@ def bmm(
     check_bools(trans_a=trans_a, trans_b=trans_b)
     check_tensor(a, "a", ndim=3, dtypes=(*HALVES, *FP8))
     check_tensor(b, "b", ndim=3, like=a)
-    allowed = FLOATS if a.dtype in FP8 else (a.dtype, torch.float32)
-    if out_dtype is not None and out_dtype not in allowed:
-        raise argument_error("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
+    stored = stored_dtype(a, out_dtype)
     m, k = (a.shape[2], a.shape[1]) if trans_a else (a.shape[1], a.shape[2])
     n = b.shape[1 if trans_b else 2]
     if b.shape[2 if trans_b else 1] != k:
@@ -403,7 +402,6 @@ def bmm(
         raise argument_error("b.shape[0]", f"1 or {a.shape[0]}, the batch of a (or a's 1)", b.shape[0])
     scaling_of(a, scale_a, scale_b, m, n, k, batch_a=a.shape[0], batch_b=b.shape[0])
     batch = a.shape[0] if b.shape[0] == 1 else b.shape[0]
-    stored = out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
     out = out_or_new(out, (batch, m, n), stored, a, b, scale_a, scale_b, contiguous=False)
     if out.numel() == 0:
         return out

@@ -24,7 +24,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import argument_error, check_tensor, dtype_name
+from ...launch import FLOATS, argument_error, check_tensor, dtype_name
 from .tiles import ZERO
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -91,6 +91,16 @@ def scaling_of(
             kinds = _allowed(int(name == "scale_b"), m, n, k, batch_a, batch_b)
             raise argument_error(f"{name}.shape", f"{shape} ({scaling.name}, by the axes of scale_a; allowed are {kinds})", tuple(scale.shape))
     return scaling
+
+
+def stored_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a product of a, by default bf16 for 8-bit operands and else that of a. Raises
+    ValueError for one that it cannot have.
+    """
+    allowed = FLOATS if a.dtype in FP8 else (a.dtype, torch.float32)
+    if out_dtype is not None and out_dtype not in allowed:
+        raise argument_error("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
+    return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
 
 
 FAST_SUM = 8192  # products that one sum of 14 bits may have

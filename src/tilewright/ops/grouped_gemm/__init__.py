@@ -19,9 +19,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ...launch import FLOATS, HALVES, Device, argument_error, check_bools, check_integers, check_near, check_tensor, dtype_name, out_or_new, torch_op
+from ...launch import HALVES, Device, argument_error, check_bools, check_integers, check_near, check_tensor, out_or_new, torch_op
 from ...launch.values import Claims, rising, within
-from ..common.scaling import FP8, Scaling, dequantize, known_scaling, scale_view, scaling_of
+from ..common.scaling import FP8, Scaling, dequantize, known_scaling, scale_view, scaling_of, stored_dtype
 from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 from .lists import grouped_gemm_list_out
 
@@ -263,7 +263,4 @@ def grouped_gemm_list(
 def _out_dtype(a: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     """Checks the dtypes of a and of the result, and returns the latter."""
     check_tensor(a, "a", dtypes=(*HALVES, *FP8))
-    allowed = FLOATS if a.dtype in FP8 else (a.dtype, torch.float32)
-    if out_dtype is not None and out_dtype not in allowed:
-        raise argument_error("out_dtype", "one of " + ", ".join(map(dtype_name, allowed)), out_dtype)
-    return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+    return stored_dtype(a, out_dtype)

@@ -64,13 +64,14 @@ def reference(
             y = F.linear(x, w, None if bias is None else bias.to(x.dtype))
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
-    if silu_mul:
-        y = F.silu(y[..., 0::2]) * y[..., 1::2]
-    if out_scale is not None:
-        y = y * out_scale
-    if residual is not None:
-        y = y + residual
+    y = _behind_product(y, residual, silu_mul, out_scale)
     return y if a.dtype is torch.float64 else y.to(stored)
+
+
+def _behind_product(y: Tensor, residual: Tensor | None, silu_mul: bool, out_scale: Tensor | None) -> Tensor:
+    y = F.silu(y[..., 0::2]) * y[..., 1::2] if silu_mul else y
+    y = y if out_scale is None else y * out_scale
+    return y if residual is None else y + residual
 
 
 @torch_op(mutates=("out",))
@@ -197,7 +198,4 @@ def matmul(
 
 def _without_product(out: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out_scale: Tensor | None) -> Tensor:
     y = torch.zeros((*out.shape[:-1], out.shape[-1] * (1 + silu_mul)), dtype=torch.float32, device=out.device)
-    y = y if bias is None else y + bias
-    y = F.silu(y[..., 0::2]) * y[..., 1::2] if silu_mul else y
-    y = y if out_scale is None else y * out_scale
-    return y if residual is None else y + residual
+    return _behind_product(y if bias is None else y + bias, residual, silu_mul, out_scale)
