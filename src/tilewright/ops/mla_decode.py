@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from ..launch import HALVES, Cost, Device, Launch, argument_error, check_bools, check_positive, check_tensor, next_pow2, out_or_new, torch_op
-from ..launch.values import Claims, pages, spans
 from ..select import Choices
 from . import attention_decode as decode
-from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode, check_gathered
+from .attention_decode.calls import MOST_TOKENS, check_codes, check_decode, check_gathered, claims_of_cache
 from .attention_decode.decision import ARGUMENTS, Config
 from .common.softmax_tiles import check_scales, no_keys
 from .common.tiles import LOG2E
@@ -109,12 +108,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
 DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
-def _claims(cache: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:
-    yield from spans(kv_start, kv_len, cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
-    yield from pages(block_table, kv_len, cache.shape[0], cache.shape[1])
-
-
-@torch_op(mutates=("out", "lse"), claims=_claims)
+@torch_op(mutates=("out", "lse"), claims=claims_of_cache)
 def mla_decode_out(
     q_latent: Tensor,
     q_rope: Tensor,

@@ -37,9 +37,9 @@ from ..common.softmax_tiles import (
     MAX_HEAD_DIM,
     check_heads,
     check_int32,
-    check_per_head,
     check_scale_and_window,
     check_scales,
+    check_sinks,
     check_softcap,
     check_starts,
     no_keys,
@@ -313,8 +313,7 @@ def attention(
     scale = check_scale_and_window(scale, None if isinstance(window, tuple) else window, head_dim)
     causal, window, ahead = _sides(causal, window)
     check_softcap(softcap)
-    if sinks is not None:
-        check_per_head(sinks, "sinks", q, q_heads)
+    check_sinks(sinks, q, q_heads)
     check_scales(q, q_scale=(q_scale, (q_heads,)), k_scale=(k_scale, (kv_heads,)), v_scale=(v_scale, (kv_heads,)))
     stored = torch.bfloat16 if eight_bits else q.dtype
     out_shape: tuple[int, ...]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ...launch import Device, argument_error, check_bools, check_integers, check_tensor, next_pow2, out_or_new, torch_op
-from ...launch.values import Claims, pages, spans
+from ...launch.values import Claims
 from ..common.softmax_tiles import FARTHEST, check_heads, check_scale_and_window, check_scales, check_softcap, no_keys
 from ..common.tiles import LOG2E
-from .calls import MOST_TOKENS, check_codes, check_decode, check_gathered, check_queries, tokens_by_launch
+from .calls import MOST_TOKENS, check_codes, check_decode, check_gathered, check_queries, claims_of_cache, tokens_by_launch
 from .decision import ARGUMENTS, CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 
@@ -94,8 +94,7 @@ DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
 def _claims(k: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:
-    yield from spans(kv_start, kv_len, k.shape[2] * (1 if block_table is None else block_table.shape[1]))
-    yield from pages(block_table, kv_len, k.shape[0], k.shape[2])
+    yield from claims_of_cache(k, kv_len, block_table, kv_start)
 
 
 @torch_op(mutates=("out", "lse", "denominator"), claims=_claims)

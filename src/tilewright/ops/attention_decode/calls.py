@@ -7,11 +7,18 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...launch import FLOATS, argument_error, check_tensor
-from ..common.softmax_tiles import check_int32, check_per_head
+from ...launch.values import Claims, pages, spans
+from ..common.softmax_tiles import check_int32, check_sinks
 
 MOST_TOKENS, MOST_LAUNCHES = 4, 64  # tokens of a launch; launches of a call
 LARGEST_TILE = 256  # keys: smaller pages may be gathered
 TMA_BYTES = 16
+
+
+def claims_of_cache(cache: Tensor, kv_len: Tensor | None, block_table: Tensor | None, kv_start: Tensor | None) -> Claims:
+    """Keys lie in the cache, or in its pages [pages, .., page_size, columns]."""
+    yield from spans(kv_start, kv_len, cache.shape[-2] * (1 if block_table is None else block_table.shape[1]))
+    yield from pages(block_table, kv_len, cache.shape[0], cache.shape[-2])
 
 
 def check_queries(q: Tensor) -> None:
@@ -44,8 +51,7 @@ def check_decode(q: Tensor, page_size: int, kv_len: Tensor | None, block_table: 
     for name, given in (("kv_len", kv_len), ("kv_start", kv_start)):
         if given is not None:
             check_int32(given, name, q, (batch,))
-    if sinks is not None:
-        check_per_head(sinks, "sinks", q, q_heads)
+    check_sinks(sinks, q, q_heads)
 
 
 def check_gathered(page_size: int, **caches: Tensor | None) -> None:

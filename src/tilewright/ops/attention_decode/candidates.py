@@ -32,8 +32,7 @@ _SHARED = (
     _row(32, False, 2, 1, 8, 64, rows=64),
 )
 HOPPER = {
-    "fp32": tuple({**row, "num_worker_warps": 8} for row in _SINGLE["fp32"]),
-    "fp32_64": tuple({**row, "num_worker_warps": 8} for row in _SINGLE["fp32_64"]),
+    **{kind: tuple({**row, "num_worker_warps": 8} for row in rows) for kind, rows in _SINGLE.items()},
     "few": (
         _row(128, True, 8, 1, 8),
         _row(128, True, 8, 2, 4),

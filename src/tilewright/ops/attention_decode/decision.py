@@ -13,7 +13,7 @@ import torch
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import pdl_behind
-from ..common.sequences import later, listed, sample
+from ..common.sequences import end_of, sample, start_of
 from .calls import TMA_BYTES
 from .candidates import TABLES
 from .kernels import attention_decode_kernel, attention_decode_merge_kernel
@@ -58,20 +58,10 @@ class Problem:
         """Of so many columns of k and v of one key."""
         return columns + 8 if self.codes else columns * self.dtype.itemsize
 
-    def end(self, i: int) -> int:
-        """Where sequence i ends: the whole cache, down to a third of it in the last; with several,
-        one is empty.
-        """
-        return listed(self.max_len, i, self.batch) if self.has_len else self.max_len
-
-    def start(self, i: int) -> int:
-        """Where it begins."""
-        return later(self.max_len, i, self.batch) if self.has_start else 0
-
     def seen(self) -> list[tuple[int, int]]:
         """Keys that a sequence sees, and how many sequences are like it."""
         reach = self.max_len if self.window is None else self.window + self.q_len - 1
-        return [(max(0, min(self.end(i) - self.start(i), reach)), count) for i, count in sample(self.batch)]
+        return [(max(0, min(end_of(self, i) - start_of(self, i), reach)), count) for i, count in sample(self.batch)]
 
     def cost(self) -> Cost:
         keys = sum(n * count for n, count in self.seen())
@@ -83,7 +73,7 @@ class Problem:
     def inputs(self, device: torch.device) -> dict[str, Any]:
         randn = partial(torch.randn, dtype=self.dtype, device=device)
         int32 = partial(torch.tensor, dtype=torch.int32, device=device)
-        lengths, starts = ([of(i) for i in range(self.batch)] for of in (self.end, self.start))
+        lengths, starts = ([of(self, i) for i in range(self.batch)] for of in (end_of, start_of))
         options: dict[str, Any] = {"window": self.window, "return_lse": self.return_lse, "normalize": self.normalize}
         options["kv_len"] = int32(lengths) if self.has_len else None
         options["kv_start"] = int32(starts) if self.has_start else None

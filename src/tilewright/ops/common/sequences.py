@@ -3,6 +3,7 @@ plans 2**31 of them in the time of a few.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -39,6 +40,18 @@ def later(longest: int, i: int, batch: int) -> int:
 def listed(longest: int, i: int, batch: int) -> int:
     """`shorter`, but with several sequences the last has none."""
     return 0 if 2 < batch < 8 and i == batch - 1 else shorter(longest, i, batch)
+
+
+def end_of(p: Any, i: int) -> int:
+    """Where the keys of sequence i end, of a Problem with max_len and has_len: the whole cache, or
+    as `listed` has it.
+    """
+    return listed(p.max_len, i, p.batch) if p.has_len else p.max_len
+
+
+def start_of(p: Any, i: int) -> int:
+    """Where they begin."""
+    return later(p.max_len, i, p.batch) if p.has_start else 0
 
 
 def packed(total: int, i: int, batch: int) -> int:

@@ -170,9 +170,10 @@ def check_softcap(softcap: float | None) -> None:
             raise argument_error("softcap", "in 2**-64..2**64 (None for no cap)" if softcap > 0 else "positive", softcap)
 
 
-def check_per_head(tensor: Tensor, name: str, like: Tensor, heads: int) -> None:
-    """Raises TypeError or ValueError unless `tensor` is fp32 [heads] on the device of `like`."""
-    check_tensor(tensor, name, shape=(heads,), dtypes=(torch.float32,), like=like)
+def check_sinks(sinks: Tensor | None, like: Tensor, heads: int) -> None:
+    """Raises TypeError or ValueError unless they are None, or fp32 [heads] on like's device."""
+    if sinks is not None:
+        check_tensor(sinks, "sinks", shape=(heads,), dtypes=(torch.float32,), like=like)
 
 
 def check_scales(like: Tensor, **given: tuple[Tensor | None, tuple[int, ...]]) -> None:

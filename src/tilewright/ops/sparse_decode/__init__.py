@@ -22,7 +22,7 @@ from torch import Tensor
 from ...launch import FLOATS, Device, argument_error, check_bools, check_integers, check_out, check_positive, check_tensor, torch_op
 from ...launch.values import Claims, within
 from .. import attention_decode as decode
-from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32, check_per_head
+from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32, check_sinks
 from ..common.tiles import LOG2E
 from .decision import ARGUMENTS, CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 from .packed import CODE, COLUMNS, check_packed, pack_kv as pack_kv, parts, unpack_kv as unpack_kv
@@ -194,8 +194,7 @@ def sparse_decode(
     if not 1 <= columns <= min(head_dim, 512):
         raise argument_error("v_dim", f"in 1..{min(head_dim, 512)}", columns)
     check_positive(scale, "scale")
-    if sinks is not None:
-        check_per_head(sinks, "sinks", q, q_heads)
+    check_sinks(sinks, q, q_heads)
     if out is None:
         out = torch.empty((batch, q_len, q_heads, columns), dtype=q.dtype, device=q.device).transpose(1, 2)
     else:

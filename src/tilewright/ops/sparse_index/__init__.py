@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, check_integers, check_tensor, next_pow2, out_or_new, torch_op
-from ...launch.values import Claims, pages, spans
-from ..attention_decode.calls import check_decode
+from ..attention_decode.calls import check_decode, claims_of_cache
 from .decision import ARGUMENTS, CHOICES as CHOICES, CODE, Config as Config, Problem as Problem, plan as plan, space as space
 
 MOST_HEADS, MOST_COLUMNS = 128, 256
@@ -112,12 +111,7 @@ def comparable(
 DECISION = CHOICES.decision(Problem, plan, ARGUMENTS)
 
 
-def _claims(cache: Tensor, kv_len: Tensor | None, kv_start: Tensor | None, block_table: Tensor | None) -> Claims:
-    yield from spans(kv_start, kv_len, cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
-    yield from pages(block_table, kv_len, cache.shape[0], cache.shape[1])
-
-
-@torch_op(mutates=("out",), claims=_claims)
+@torch_op(mutates=("out",), claims=claims_of_cache)
 def sparse_index_out(
     q: Tensor,
     cache: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
-from ..common.sequences import later, listed, sample
+from ..common.sequences import end_of, sample, start_of
 from .kernels import sparse_index_scores_kernel, sparse_index_select_kernel
 
 CODE = torch.float8_e4m3fn
@@ -50,16 +50,6 @@ class Problem:
     def codes(self) -> bool:
         return self.dtype == CODE
 
-    def end(self, i: int) -> int:
-        """Where sequence i ends: the whole cache, down to a third of it in the last; with several,
-        one is empty.
-        """
-        return listed(self.max_len, i, self.batch) if self.has_len else self.max_len
-
-    def start(self, i: int) -> int:
-        """Where it begins."""
-        return later(self.max_len, i, self.batch) if self.has_start else 0
-
     def cost(self) -> Cost:
         """Keys and queries once; of the scores nothing: they may stay in L2."""
         keys, pairs = _seen(self)
@@ -72,7 +62,7 @@ class Problem:
             return torch.randn(shape, device=device).to(self.dtype)
 
         int32 = partial(torch.tensor, dtype=torch.int32, device=device)
-        lengths, starts = ([of(i) for i in range(self.batch)] for of in (self.end, self.start))
+        lengths, starts = ([of(self, i) for i in range(self.batch)] for of in (end_of, start_of))
         options: dict[str, Any] = {"kv_len": int32(lengths) if self.has_len else None, "kv_start": int32(starts) if self.has_start else None}
         first, end = (torch.tensor(places, device=device)[:, None] for places in (starts, lengths))
         page_size, max_pages = self.page_size or self.max_len, -(-self.max_len // (self.page_size or self.max_len))
@@ -96,7 +86,7 @@ def _seen(p: Problem) -> tuple[int, int]:
     """Keys of all sequences, and pairs of a token and a key that it sees."""
     keys, pairs, before = 0, 0, p.q_len - 1
     for i, count in sample(p.batch):
-        n = max(0, p.end(i) - p.start(i))
+        n = max(0, end_of(p, i) - start_of(p, i))
         keys += n * count
         pairs += count * ((n * p.q_len - before * p.q_len // 2) if n >= p.q_len else n * (n + 1) // 2)
     return keys, pairs
