@@ -38,7 +38,7 @@ from ..select import Choices, Work
 from .common.attention_tiles import packed_tile
 from .common.pdl import pdl_overlap, use_pdl
 from .common.rows import CPU_TILE, grid_fits, stream, threads, vector
-from .common.sequences import starts
+from .common.sequences import places, starts
 from .common.softmax_tiles import check_starts
 from .common.tiles import Rows, gated
 
@@ -146,9 +146,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
 
 def _places(p: Problem, c: Config) -> int:
     """Tiles of tokens (see packed_tile), or of sequences of one token each."""
-    if p.one:
-        return -(-p.batch // c.tile_m)
-    return p.tokens // c.tile_m + p.batch if p.varlen else p.batch * -(-p.tokens // c.tile_m)
+    return -(-p.batch // c.tile_m) if p.one else places(p.tokens, p.batch, c.tile_m, p.varlen)
 
 
 def _columns(p: Problem, c: Config) -> int:

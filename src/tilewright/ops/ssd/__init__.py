@@ -35,7 +35,7 @@ from ...launch import (
     torch_op,
 )
 from ...launch.values import Claim, Claims, rising, within
-from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32
+from ..common.softmax_tiles import MAX_HEAD_DIM, check_int32, check_starts
 from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 
@@ -217,12 +217,7 @@ def ssd(
     for name, gate, shape in (("dt", dt, x.shape[:-1]), ("a", a, (heads,)), ("d", d, (heads,)), ("dt_bias", dt_bias, (heads,))):
         if gate is not None or name in ("dt", "a"):
             check_tensor(gate, name, shape=shape, dtypes=floats, like=x, any_strides=True)  # type: ignore[arg-type]
-    sequences = x.shape[0]
-    if cu_seqlens is not None:
-        check_int32(cu_seqlens, "cu_seqlens", x, (None,))
-        if not len(cu_seqlens):
-            raise argument_error("cu_seqlens.shape", "(sequences + 1,)", (0,))
-        sequences = len(cu_seqlens) - 1
+    sequences = x.shape[0] if cu_seqlens is None else check_starts(cu_seqlens, "cu_seqlens", x)
     if state_rows is not None:
         check_int32(state_rows, "state_rows", x, (sequences,))
         if state is None:

@@ -11,7 +11,7 @@ from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.rows import grid_fits
-from ..common.sequences import packed, places
+from ..common.sequences import packed, places, starts
 from .kernels import gates_kernel, link_kernel, recurrent_kernel, scan_kernel
 
 LEAST_TILE = 16  # of a product
@@ -93,8 +93,7 @@ class Problem:
         if self.has_rows:
             options["state_rows"] = torch.arange(self.batch, 0, -1, dtype=torch.int32, device=device)
         if self.varlen:
-            starts = [packed(self.tokens, i, self.batch) for i in range(self.batch + 1)]
-            options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+            options["cu_seqlens"] = starts(self.tokens, self.batch, device)
         a = -1.0 - 15.0 * torch.rand(self.heads, device=device)
         x, b = randn(self.heads, self.head_dim), randn(self.groups, self.state_dim)
         return {"x": x, "dt": dt.to(self.dtype), "a": a, "b": b, **options}
