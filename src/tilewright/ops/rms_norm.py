@@ -50,12 +50,17 @@ def reference(
     """The definition, at least in fp32 between the roundings that it has."""
     if residual is not None:
         x = residual = x + residual
+    out = scaled_rows(x, weight, eps, weight_offset, round_before_weight).to(x.dtype)
+    return out if residual is None else (out, residual)
+
+
+def scaled_rows(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:
+    """The definition without a residual and the last rounding."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if round_before_weight:
         normed = normed.to(x.dtype)
-    out = (normed * (weight.to(wide.dtype) + weight_offset)).to(x.dtype)
-    return out if residual is None else (out, residual)
+    return normed * (weight.to(wide.dtype) + weight_offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,19 @@ def silu_mul_out(gate: Tensor, up: Tensor, gelu_tanh: bool, out: Tensor) -> None
     DECISION.launches(Device.of(gate), rows=rows, cols=cols, dtype=out.dtype, fused=fused, gelu_tanh=gelu_tanh).run(gate, up, out)
 
 
+def checked_shape(gate: Tensor, up: Tensor | None) -> tuple[int, ...]:
+    """The shape of the result of `silu_mul` and `silu_mul_quant`, whose arguments these are."""
+    check_tensor(gate, "gate", dtypes=FLOATS)
+    if gate.dim() == 0:
+        raise argument_error("gate.dim()", "at least 1", 0)
+    shape = tuple(gate.shape)
+    if up is not None:
+        check_tensor(up, "up", shape=shape, like=gate)
+    elif shape[-1] % 2:
+        raise argument_error("gate.shape[-1]", "even if up is not given", shape[-1])
+    return shape if up is not None else (*shape[:-1], shape[-1] // 2)
+
+
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up, or gelu(gate) * up: the activation of a SwiGLU or GEGLU layer.
 
@@ -113,16 +126,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, gelu_tanh: bool = False,
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(gelu_tanh=gelu_tanh)
-    check_tensor(gate, "gate", dtypes=FLOATS)
-    if gate.dim() == 0:
-        raise argument_error("gate.dim()", "at least 1", 0)
-    shape = tuple(gate.shape)
-    if up is not None:
-        check_tensor(up, "up", shape=shape, like=gate)
-    elif shape[-1] % 2:
-        raise argument_error("gate.shape[-1]", "even if up is not given", shape[-1])
-    else:
-        shape = (*shape[:-1], shape[-1] // 2)
+    shape = checked_shape(gate, up)
     out = out_or_new(out, shape, gate.dtype, gate, up)
     if out.numel():
         gate = as_rows(gate)

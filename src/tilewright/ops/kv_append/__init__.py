@@ -30,7 +30,7 @@ from torch.compiler import is_compiling
 
 from ...launch import FLOATS, Device, argument_error, check_apart, check_bools, check_positive, check_tensor, check_writable, dtype_name, torch_op
 from ...launch.values import Claim, Claims, positive
-from .. import rms_norm
+from .. import rms_norm, rope
 from ..common.fp8 import ROW, quantized
 from ..common.scaling import FP8
 from ..common.softmax_tiles import check_int32
@@ -69,17 +69,8 @@ def reference(
     if cos is not None and sin is not None:
         angle_rows = positions if rope_positions is None else rope_positions.view(batch, tokens).long()
         angle_rows = angle_rows.clamp(0, len(cos) - 1)
-        c, s = cos[angle_rows][:, None], sin[angle_rows][:, None]
-
-        def rotate(x: Tensor) -> Tensor:
-            part = x[..., : 2 * c.shape[-1]]
-            a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
-            pair = a * c - b * s, b * c + a * s
-            rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-            return torch.cat((rotated.to(x.dtype), x[..., 2 * c.shape[-1] :]), -1)
-
-        k = rotate(k)
-        q = None if q is None else rotate(q)
+        rotated, k = rope.reference(k if q is None else q, k, cos[angle_rows], sin[angle_rows], interleaved=interleaved)
+        q = None if q is None else rotated
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     k_scale, v_scale = (None if x is None else x.clone() for x in (k_scale, v_scale))
     for b in range(batch):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...launch import HALVES, Device, argument_error, check_bools, check_out, check_tensor, torch_op
 from ...launch.values import Claims, positive, spans
+from .. import attention
 from ..common.prefill import Config as Config
 from ..common.scaling import FP8
 from ..common.softmax_tiles import check_int32, check_scale_and_window, check_scales, no_keys
@@ -26,7 +27,6 @@ from .decision import CHOICES as CHOICES, Problem as Problem, plan as plan, spac
 
 DTYPES = (*HALVES, torch.float8_e4m3fn)
 MAX_DIM = 128  # of each of the three parts
-REFERENCE_SCORES = 1 << 26  # that the reference holds at a time
 
 
 def reference(
@@ -44,31 +44,11 @@ def reference(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition: the parts concatenated, products in the dtype (codes of 8 bits as fp32),
-    softmax at least in fp32.
-    """
+    """The definition: `attention` of the parts concatenated."""
     q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), -1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    weight_dtype, wide = v.dtype, torch.promote_types(q.dtype if q.dtype.itemsize > 1 else torch.float32, torch.float32)
-    stored, out_scale = q.dtype, torch.ones((), device=q.device)
-    if q_scale is not None and k_scale is not None and v_scale is not None:
-        q, k, v = (x.to(wide) for x in (q, k, v))
-        q, out_scale = q * (q_scale * k_scale)[:, None, None], v_scale[:, None, None]
-        stored = torch.bfloat16 if weight_dtype in FP8 else wide
-    (batch, heads, q_len, _), v_dim = q.shape, v.shape[-1]
-    out = torch.zeros(batch, heads, q_len, v_dim, dtype=stored, device=q.device)
-    lse = torch.full((batch, heads, q_len), -torch.inf, dtype=wide, device=q.device)
-    for b, n in enumerate([k.shape[2]] * batch if kv_len is None else kv_len.tolist()):
-        step = max(1, REFERENCE_SCORES // max(1, heads * n))
-        for first in range(0, q_len if n else 0, step):
-            rows = slice(first, min(first + step, q_len))
-            last_key = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + n - q_len
-            seen = torch.arange(n, device=q.device) <= last_key if causal else torch.ones(len(last_key), n, dtype=torch.bool, device=q.device)
-            scores = (q[b, :, rows] @ k[b, :, :n].mT * scale).to(wide).masked_fill(~seen, -torch.inf)
-            lse[b, :, rows] = scores.logsumexp(-1)
-            weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
-            out[b, :, rows] = (weights.to(weight_dtype).to(v.dtype) @ v[b, :, :n] * out_scale).to(stored)
-    return (out, lse) if return_lse else out
+    k_scale = None if k_scale is None else k_scale.expand(q.shape[1])
+    how: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
+    return attention.reference(q, k, v, causal=causal, scale=scale, kv_len=kv_len, **how)
 
 
 ARGUMENTS = ("q_nope", "q_rope", "k_nope", "k_rope", "v", "out", "lse", "kv_len", "q_scale", "k_scale", "v_scale", "scale")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...launch import Device, as_rows, check_bools, torch_op
+from .. import rms_norm
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
-from ..rms_norm import check_norm
 from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
 BLOCKS = (ROW, GROUPS)
@@ -43,11 +43,7 @@ def reference(
     """
     if residual is not None:
         x = residual = x + residual
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if round_before_weight:
-        normed = normed.to(x.dtype).to(wide.dtype)
-    codes, scale = quantized(normed * (weight.to(wide.dtype) + weight_offset), block, dtype, power_of_two_scales)
+    codes, scale = quantized(rms_norm.scaled_rows(x, weight, eps, weight_offset, round_before_weight), block, dtype, power_of_two_scales)
     return (codes, scale) if residual is None else (codes, scale, residual)
 
 
@@ -162,7 +158,7 @@ def rms_norm_quant(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(round_before_weight=round_before_weight, power_of_two_scales=power_of_two_scales)
-    check_norm(x, weight, eps, weight_offset, residual)
+    rms_norm.check_norm(x, weight, eps, weight_offset, residual)
     check_format(block, dtype, BLOCKS)
     codes, scale, scales = results_for(out, tuple(x.shape), dtype, block, x, weight, residual)
     new_residual = None if residual is None else x.new_empty(x.shape)

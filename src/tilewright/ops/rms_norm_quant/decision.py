@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import cuda.tile as ct
@@ -10,6 +9,7 @@ import torch
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
+from .. import rms_norm
 from ..common import rows
 from ..common.fp8 import GROUPS, ROW, Block, largest_code
 from ..common.rows import Config as Config
@@ -36,18 +36,8 @@ class Problem:
         return Cost(size_bytes=(moved + self.cols) * self.dtype.itemsize + n + 4 * scales, flops=7 * n)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        randn = partial(torch.randn, dtype=self.dtype, device=device)
-        return {
-            "x": randn(self.rows, self.cols),
-            "weight": randn(self.cols),
-            "eps": 1e-6,
-            "block": self.block,
-            "weight_offset": self.weight_offset,
-            "round_before_weight": self.round_before_weight,
-            "residual": randn(self.rows, self.cols) if self.residual else None,
-            "dtype": self.codes,
-            "power_of_two_scales": self.power_of_two_scales,
-        }
+        norm = rms_norm.Problem(self.rows, self.cols, self.dtype, self.residual, self.round_before_weight, self.weight_offset)
+        return norm.inputs(device) | {"block": self.block, "dtype": self.codes, "power_of_two_scales": self.power_of_two_scales}
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:

@@ -14,10 +14,10 @@ Bound     Memory: gate and up read once, codes written once.
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, torch_op
+from ...launch import Device, as_rows, check_bools, torch_op
+from .. import silu_mul
 from ..common.fp8 import GROUPS, ROW, Block, check_format, dequantized, quantized, results_for
 from .decision import CHOICES as CHOICES, Config as Config, Problem as Problem, plan as plan, space as space
 
@@ -37,8 +37,7 @@ def reference(
     if up is None:
         gate, up = gate.chunk(2, -1)
     gate, up = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (gate, up))
-    active = F.gelu(gate, approximate="tanh") if gelu_tanh else F.silu(gate)
-    return quantized(active * up, block, dtype, power_of_two_scales)
+    return quantized(silu_mul.reference(gate, up, gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
 
 
 def comparable(result: tuple[Tensor, Tensor], *, gate: Tensor, block: Block, **inputs: Any) -> tuple[Tensor, Tensor]:
@@ -108,16 +107,7 @@ def silu_mul_quant(
     Raises: TypeError or ValueError naming the argument, what it must be, and what it was.
     """
     check_bools(gelu_tanh=gelu_tanh, power_of_two_scales=power_of_two_scales)
-    check_tensor(gate, "gate", dtypes=FLOATS)
-    if gate.dim() == 0:
-        raise argument_error("gate.dim()", "at least 1", 0)
-    shape = tuple(gate.shape)
-    if up is not None:
-        check_tensor(up, "up", shape=shape, like=gate)
-    elif shape[-1] % 2:
-        raise argument_error("gate.shape[-1]", "even if up is not given", shape[-1])
-    else:
-        shape = (*shape[:-1], shape[-1] // 2)
+    shape = silu_mul.checked_shape(gate, up)
     check_format(block, dtype, BLOCKS)
     codes, scale, scales = results_for(out, shape, dtype, block, gate, up)
     if scales is not None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from cuda.tile import cdiv
-from torch import Tensor
 
 from ...launch import Cost, Device, Launch
 from ...select import Choices, Work
+from .. import silu_mul
 from ..common import rows
 from ..common.fp8 import ROW, Block, largest_code
 from ..common.rows import Config as Config
@@ -52,12 +52,8 @@ class Problem:
         return Cost(size_bytes=n * (2 * self.dtype.itemsize + 1) + 4 * scales, flops=8 * n)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        def randn(cols: int) -> Tensor:
-            return 2 * torch.randn(self.rows, cols, dtype=self.dtype, device=device)
-
-        halves = {"gate": randn(2 * self.cols)} if self.fused else {"gate": randn(self.cols), "up": randn(self.cols)}
-        form = {"block": self.block, "dtype": self.codes, "power_of_two_scales": self.power_of_two_scales}
-        return {**halves, "gelu_tanh": self.gelu_tanh, **form}
+        active = silu_mul.Problem(self.rows, self.cols, self.dtype, self.fused, self.gelu_tanh)
+        return active.inputs(device) | {"block": self.block, "dtype": self.codes, "power_of_two_scales": self.power_of_two_scales}
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
