@@ -24,8 +24,6 @@ def gathered(name: str, buffers: StepBuffers, pages: Tensor, heads: int) -> Gene
     """The step's sequences from their pages, key behind key, in a tensor that all layers share:
     what the attention of a prompt reads.
 
-    All layers share the buffer.
-
     pages: [pages, page_size, columns], with heads=1 [pages, kv_heads, page_size, columns]. Returns:
         [batch, (kv_heads,) keys, columns].
     """

@@ -330,12 +330,11 @@ def _gpt_oss_experts(module: Any, fusion: Fusion, rank: int) -> Experts:
     if isinstance(experts, QuantizedMixture):
         act = Activation(experts.bias_gate_up, experts.bias_down, experts.alpha, experts.limit, experts.up_offset)
         return Experts(best, experts.gate_up, experts.down, router.top_k, first=rank * len(experts.gate_up.words), act=act, **choice)
-    count = len(experts.down_proj)
     gate_up = fusion.transposed(experts.gate_up_proj).unflatten(1, (-1, 2)).transpose(1, 2)
     biases = experts.gate_up_proj_bias.data.unflatten(1, (-1, 2)).transpose(1, 2), experts.down_proj_bias.data
     act = Activation(*biases, experts.alpha, experts.limit, up_offset=1.0)
     matrices = gate_up, fusion.transposed(experts.down_proj)
-    return Experts(best, *matrices, router.top_k, first=rank * count, act=act, **choice)
+    return Experts(best, *matrices, router.top_k, first=rank * len(experts.down_proj), act=act, **choice)
 
 
 def _dense(module: Any, fusion: Fusion) -> GatedMlp:

@@ -298,8 +298,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     optional = {"state": p.has_state, **lengths}
     grid = (_blocks(p, c) * p.v_heads * p.batch,)
     if not c.chunk:
-        one = p.tokens == 1 and not p.varlen
-        constants = {**of_state, "one": one}
+        constants = {**of_state, "one": p.tokens == 1 and not p.varlen}
         return (Launch.of(recurrent_kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
     if p.channels:
         return _with_channels(p, c, optional)
