@@ -15,7 +15,8 @@ import torch
 
 from ..launch.files import check_regular
 from .files import TRUSTED, ModelFileError, file_error, read_by_others, read_json, some
-from .quantized_folder import OnProgress, load_quantized
+from .quantized import OnProgress
+from .quantized_folder import load_quantized
 from .safetensors_header import StoredTensor, folder_weights
 from .whole import check_counts, check_generation, outline, refuse_other_weights
 

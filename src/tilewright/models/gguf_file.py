@@ -5,7 +5,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import importlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,10 +21,8 @@ from .files import file_error, read_by_others
 from .gguf_header import EXPANDED_KINDS, GgufHeader, GgufTensor, read_header
 from .gguf_rotations import scaled_rotations
 from .gguf_tensors import KEPT, from_gguf
-from .quantized import QuantizedLinear, check_dtype
+from .quantized import OnProgress, QuantizedLinear, check_dtype
 from .whole import check_counts, check_generation, outline, refuse_other_weights
-
-OnProgress = Callable[[int, int], None]
 
 _TYPES = {int: 11, float: 12, bool: 7, str: 8, bytes: 8}  # GGUFValueType
 AT_ONCE = 1 << 17  # elements that are expanded together, of whole blocks: gguf itself takes 16 rows, which may be short

@@ -18,10 +18,10 @@ from ..ops.common.weight_formats import format_named
 from .configs import CONFIGS
 from .files import require_transformers
 from .folder import load_folder, read_config as folder_config
-from .gguf_file import OnProgress, load_gguf, read_config as gguf_config
+from .gguf_file import load_gguf, read_config as gguf_config
 from .gguf_header import read_header as gguf_header
 from .hub import folder_of, is_name
-from .quantized import quantize
+from .quantized import OnProgress, quantize
 from .safetensors_header import folder_weights
 from .shard import Shard, cut
 from .whole import check_finite_weights, make_buffers, outline, require_room

@@ -19,14 +19,13 @@ from ..launch import argument_error, check_tensor
 from ..ops.common.expert_weights import QuantizedExperts
 from ..ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat, unpack
 from .files import file_error, read_by_others, read_json, some
-from .quantized import KNOWN_EXPERTS, QuantizedLinear, QuantizedMixture, check_dtype, experts_of, gpt_oss_biases, weight_bytes
+from .quantized import KNOWN_EXPERTS, OnProgress, QuantizedLinear, QuantizedMixture, check_dtype, experts_of, gpt_oss_biases, weight_bytes
 from .quantized_tensors import from_awq, from_compressed_tensors, from_fp8, from_gptq, from_int8, from_mxfp4, from_nvfp4
 from .safetensors_header import LONGEST_INDEX, StoredTensor
 from .whole import make_buffers, outline, refuse_other_weights
 
 Found = tuple[QuantizedWeight, Tensor | None]  # a weight and the order of its k
 Tensors = Mapping[str, Tensor]
-OnProgress = Callable[[int, int], None]
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 _CODES = ("qweight", "weight_packed")  # a module with one of them is coded, or one whose weight has 8 bits
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
