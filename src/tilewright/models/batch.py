@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import counted
+from ..launch import counted, dtype_name
 from ..launch.files import write_json
 from .command import console_of, opened
 from .generate import Draw, check_positions, choices_of, encode, engine_choices_of, stop_tokens, stops_of, text_of, tokens_alone
@@ -68,7 +68,7 @@ def answers_command(
     loaded, options = opened(model, where, dtype, questions, group=group, trust_remote_code=trust_remote_code, weights=weights)
     rows = [encode(loaded, prompt, raw=questions.raw) for prompt in questions.prompts]
     answers: list[Answer] = []
-    about = {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch.")}
+    about = {"model": loaded.source, "device": str(where), "dtype": dtype_name(dtype)}
     start = time.perf_counter()
     with counted() as launches:
         for answer in answer_all(loaded, rows, questions, options):

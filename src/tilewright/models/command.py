@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
 
 from ..interpret.threads import choose_threads_once
-from ..launch import argument_error, check_name, chosen_device
+from ..launch import argument_error, check_name, chosen_device, dtype_name
 from ..launch.files import write_json
 from ..ops.common.weight_formats import FORMATS
 from . import chat_template
@@ -125,7 +125,7 @@ def answer_command(
     result = compare(loaded, prompt_ids, **how, on_text=on_text, options=options)
     console.print()
     if json_file and not silent:
-        write_json(json_file, {"model": loaded.source, "device": str(where), "dtype": str(dtype).removeprefix("torch."), **result.as_dict()})
+        write_json(json_file, {"model": loaded.source, "device": str(where), "dtype": dtype_name(dtype), **result.as_dict()})
     if not silent:
         _summary(console, result)
     return 1 if result.equal is False else 0
@@ -191,9 +191,8 @@ def _headline(loaded: Loaded, seconds: float) -> str:
     model, ranks = loaded.model, shard_of(loaded.model).ranks
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     how = "interpreted" if model.device.type == "cpu" else "compiled"
-    dtype = str(model.dtype).removeprefix("torch.")
     name = Path(loaded.source).name
-    kinds = ", ".join((*weight_formats(model), dtype))
+    kinds = ", ".join((*weight_formats(model), dtype_name(model.dtype)))
     size = f"{parameters(model) / 1e6:.0f} M parameters{each}, {kinds}, {weight_bytes(model) / 1e9:.3g} GB"
     return f"{name} | {size} | {model.device}, kernels {how} | loaded in {seconds:.1f} s"
 

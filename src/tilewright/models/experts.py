@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..launch import HALVES
+from ..launch import HALVES, dtype_name
 from ..ops.common.routing import check_routing, routed
 from ..ops.matmul import matmul
 from ..ops.moe import moe
@@ -224,7 +224,7 @@ def experts(module: Any) -> Verdict:
     if others or (names is not None and len(names) not in (0, 3)):
         return f"moe: it also has {', '.join(others) or names}"
     if gate_up.dtype not in HALVES:
-        return f"moe: weights must be bfloat16 or float16, got {str(gate_up.dtype).removeprefix('torch.')}"
+        return f"moe: weights must be bfloat16 or float16, got {dtype_name(gate_up.dtype)}"
     dtype, device, hidden = gate_up.dtype, gate_up.device, gate_up.shape[2]
     sharp = {
         "gate_up_proj": probe.random(_EXPERTS, 2 * _INNER, hidden) * hidden**-0.5,

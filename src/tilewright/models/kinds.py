@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..launch import HALVES
+from ..launch import HALVES, dtype_name
 from ..ops import rms_norm_gated, sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -289,7 +289,7 @@ def latents(module: Any) -> Verdict:
             else Method(op, "latents", name="expand_kv")
         )
     if weight.dtype not in HALVES:
-        return f"mla_decode: weights must be bfloat16 or float16, got {str(weight.dtype).removeprefix('torch.')}"
+        return f"mla_decode: weights must be bfloat16 or float16, got {dtype_name(weight.dtype)}"
     if latent not in (64, 128, 256, 512) or turned not in (16, 32, 64, 128, 256) or turned >= latent:
         return (
             f"mla_decode: kv_lora_rank must be 64, 128, 256 or 512 and qk_rope_head_dim a smaller power of two from 16 on, got {latent} and {turned}"

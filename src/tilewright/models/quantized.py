@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import argument_error
+from ..launch import argument_error, dtype_name
 from ..ops.common.expert_weights import QuantizedExperts, check_format
 from ..ops.common.weight_formats import FORMATS, QuantizedWeight, format_named
 from ..ops.quantized_matmul import quantized_matmul
@@ -185,7 +185,7 @@ def quantisable(model: Any, weight_format: str) -> list[tuple[str, nn.Module, st
 def check_dtype(dtype: torch.dtype) -> None:
     """Raises ValueError unless small weights can be multiplied with activations of a dtype."""
     if dtype is not torch.bfloat16:
-        raise argument_error("the dtype of a model with quantised weights", "bfloat16 (--dtype bfloat16)", str(dtype).removeprefix("torch."))
+        raise argument_error("the dtype of a model with quantised weights", "bfloat16 (--dtype bfloat16)", dtype_name(dtype))
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ Groups of int4 have 32 or 64 weights, or any multiple of 128, as which they are 
 import torch
 from torch import Tensor
 
-from ..launch import argument_error, check_tensor
+from ..launch import argument_error, check_tensor, dtype_name
 from ..ops.common.weight_formats import QuantizedWeight
 
 NIBBLES = 8  # of a word
@@ -147,7 +147,7 @@ def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeigh
     if group not in (32, 64) and (group == 0 or group % 128):
         raise argument_error("groups of scales", f"of 32 or 64 weights or a multiple of 128 in k = {k}", f"{groups} groups")
     if not scales.is_floating_point():
-        raise argument_error("scales.dtype", "a float", str(scales.dtype).removeprefix("torch."))
+        raise argument_error("scales.dtype", "a float", dtype_name(scales.dtype))
     if tuple(scales.shape) != (groups, n):
         raise argument_error("scales.shape", f"{(groups, n)}, for a weight of {n} rows", tuple(scales.shape))
     if zeros is not None and bool((zeros == SYMMETRIC).all()):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..launch import dtype_name
 from .files import file_error, read_by_others, some
 
 Shape = tuple[int, ...]
@@ -133,7 +134,7 @@ def check_finite_weights(path: Path, model: Any) -> None:
     finite = torch.stack(list(sums.values())).isfinite().tolist() if sums else []
     if wrong := [name for name, fine in zip(sums, finite, strict=True) if not fine]:
         dtype = next(iter(model.parameters())).dtype
-        raise file_error(path, f"a model whose weights are finite in {str(dtype).removeprefix('torch.')}", f"a NaN or an infinity in {some(wrong)}")
+        raise file_error(path, f"a model whose weights are finite in {dtype_name(dtype)}", f"a NaN or an infinity in {some(wrong)}")
     turns = [name for name, buffer in model.named_buffers() if name.endswith("inv_freq") and not buffer.isfinite().all()]
     if turns:
         raise file_error(path, "a model whose config gives a rotation of finite angles", f"a NaN or an infinity in {some(turns)}")

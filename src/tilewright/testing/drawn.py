@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..launch import check_name
+from ..launch import check_name, dtype_name
 from ..launch.table import plain, read_rows, shipped_file
 from ..select.neighbours import size_names
 from .cases import cases
@@ -96,7 +96,7 @@ def least_us(problem: Any) -> float:
 
 
 def sized(problem: Any) -> Sized:
-    return str(problem.dtype).removeprefix("torch."), tuple(getattr(problem, name) for name in size_names(problem.__class__))
+    return dtype_name(problem.dtype), tuple(getattr(problem, name) for name in size_names(problem.__class__))
 
 
 @cache
