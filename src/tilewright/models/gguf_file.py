@@ -223,9 +223,8 @@ def _fill(
                     raise file_error(path, f"a GGUF file with positive numbers as {ROPE_FACTORS}", "others")
                 _scale_rope(model, values)
             elif name in small:
-                parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-                owner = model.get_submodule(parent)
-                setattr(owner, leaf, QuantizedLinear(from_gguf(values.to(device), small[name]), getattr(owner, leaf).bias))
+                place = name.removesuffix(".weight")
+                model.set_submodule(place, QuantizedLinear(from_gguf(values.to(device), small[name]), model.get_submodule(place).bias))
             else:
                 weights[name] = values
             if on_progress:

@@ -84,7 +84,7 @@ def load_quantized(
             _check_shape(folder, path, weight, (old.out_features, old.in_features))
             bias = read(f"{path}.bias").to(device, dtype) if "bias" in leaves else None
             _check_bias(folder, config.model_type, path, bias, old)
-            _put(model, path, QuantizedLinear(weight, None if old.bias is None else bias, order))
+            model.set_submodule(path, QuantizedLinear(weight, None if old.bias is None else bias, order))
             if on_progress is not None:
                 on_progress(done + 1, len(coded) + len(mixtures))
         for done, (path, parts) in enumerate(mixtures.items()):
@@ -98,7 +98,7 @@ def load_quantized(
                 wrong = [(name, b.shape, shape) for name, b, shape in zip(names, biases, shapes, strict=True) if b.shape != shape]
                 refuse_other_weights(folder, config.model_type, (), (), wrong)
                 act = {"biases": gpt_oss_biases(*biases), "alpha": old.alpha, "limit": old.limit, "up_offset": 1.0}
-            _put(model, path, QuantizedMixture(*_experts(folder, path, old, parts, found, lambda name: read(name).to(device)), **act))
+            model.set_submodule(path, QuantizedMixture(*_experts(folder, path, old, parts, found, lambda name: read(name).to(device)), **act))
             if on_progress is not None:
                 on_progress(len(coded) + done + 1, len(coded) + len(mixtures))
         state = model.state_dict()
@@ -135,11 +135,6 @@ def _check_bias(folder: Path, model_type: str, path: str, bias: Tensor | None, o
     missing, unexpected = old.bias is not None and bias is None, old.bias is None and bias is not None and bool(bias.any())
     misshapen = [(name, bias.shape, old.bias.shape)] if bias is not None and old.bias is not None and bias.shape != old.bias.shape else ()
     refuse_other_weights(folder, model_type, [name] if missing else (), [name] if unexpected else (), misshapen)
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
 
 
 def _renamed(name: str) -> str:

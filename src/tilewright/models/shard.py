@@ -119,8 +119,7 @@ def cut(
     with torch.no_grad():
         for path, module in list(model.named_modules()):
             if isinstance(module, (QuantizedLinear, QuantizedMixture)):
-                parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, _small_part(path, module, model.config, shard).to(device))
+                model.set_submodule(path, _small_part(path, module, model.config, shard).to(device))
         for path, owner, name, module in coming:
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(leaf, nn.Parameter(values_of(parameter), requires_grad=False))

@@ -162,9 +162,8 @@ def make_buffers(model: Any, device: torch.device | str) -> None:
     """
     for path, module in list(model.named_modules()):
         if "inv_freq" in module._buffers:
-            parent, _, name = path.rpartition(".")
             with torch.device(device):
-                setattr(model.get_submodule(parent), name, type(module)(model.config))
+                model.set_submodule(path, type(module)(model.config))
         else:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
