@@ -139,16 +139,8 @@ def router(cls: type[nn.Module], **options: Any) -> Forward:
     return forward
 
 
-def experts(cls: type[nn.Module]) -> Forward:
-    return experts_forward
-
-
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     return moe(hidden_states, self.gate_up_proj, self.down_proj, weights=top_k_weights.float(), ids=top_k_index)
-
-
-def latents(cls: type[nn.Module]) -> Forward:
-    return unexpanded
 
 
 def unexpanded(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,9 +203,9 @@ MAKERS: dict[str, Callable[..., Forward]] = {
     "rms_norm_gated": gated_norm,
     "mlp": mlp,
     "router": router,
-    "experts": experts,
+    "experts": lambda cls: experts,
     "rope": rotating,
-    "latents": latents,
+    "latents": lambda cls: unexpanded,
     "indexer": indexer,
     "linear_attention": with_our_functions,
 }

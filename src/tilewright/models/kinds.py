@@ -89,8 +89,8 @@ def _epsilons(module: Any, dtype: torch.dtype) -> list[str | float]:
     """What a norm may add: numbers of it and of its config, by their paths, and the usual ones."""
     if getattr(module, "eps", 0) is None:  # torch's RMSNorm
         return [torch.finfo(dtype).eps]
-    inside = [f"{name}.{field}" for name, part in vars(module).items() if hasattr(part, "__dict__") for field in probe.numbers_of(part, 1e-20, 1e-2)]
-    return [*probe.numbers_of(module, 1e-20, 1e-2), *inside, 1e-5, 1e-6]
+    inside = [f"{name}.{field}" for name, part in vars(module).items() if hasattr(part, "__dict__") for field in probe.epsilons_of(part)]
+    return [*probe.epsilons_of(module), *inside, 1e-5, 1e-6]
 
 
 def _rms_norm(
@@ -139,7 +139,7 @@ def gated_norm(module: Any) -> Verdict:
     x, gate = probe.random(probe.ROWS, cols), probe.random(probe.ROWS, cols, seed=1)
     weight = 1 + probe.random(cols, seed=2) / 4
     found = probe.attempt(lambda: type(module).forward(probe.stand_in(module, {"weight": weight}), x, gate))
-    for eps in probe.numbers_of(module, 1e-20, 1e-2):
+    for eps in probe.epsilons_of(module):
         for groups, gate_first, sigmoid in product(_groups(module, cols), (False, True), (False, True)):
             how: dict[str, Any] = {"groups": groups, "gate_first": gate_first, "sigmoid": sigmoid}
             if probe.same(found, rms_norm_gated.reference(x, weight, gate, getattr(module, eps), **how)):

@@ -24,7 +24,7 @@ from .files import require_transformers
 from .hooks import wrapped, wrapper_of
 from .kinds import KINDS, RECOGNISERS
 from .linear_attention import WIDTHS
-from .method import NAME, Method, Verdict, place_of
+from .method import NAME, Method, place_of
 from .quantized import Quantized, quantize
 from .saved import BATCHING, attributes, method_of
 
@@ -163,7 +163,7 @@ def patch(
 
 def _replace(report: Report, model: nn.Module, kinds: Collection[str], kv_dtype: str | None) -> None:
     found = _found(model, kinds)
-    if turning := found.of_attention(_TOGETHER):
+    if turning := [one for one in found.methods if one[1].op in _TOGETHER]:
         _replace_attention(report, model, found, turning)
     if not found.methods:
         raise argument_error("model", "one with modules that our kernels can replace", f"a {report.model} in which nothing matched")
@@ -213,9 +213,6 @@ class _Found:
     methods: list[tuple[nn.Module, Method]] = field(default_factory=list)
     kept: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    def of_attention(self, ops: Collection[str]) -> list[tuple[nn.Module, Method]]:
-        return [(module, method) for module, method in self.methods if method.op in ops]
-
     def keep(self, methods: Collection[tuple[nn.Module, Method]], reason: str) -> None:
         """Modules that stay after all."""
         self.methods = [one for one in self.methods if one not in methods]
@@ -249,7 +246,8 @@ def _found(model: nn.Module, kinds: Collection[str]) -> _Found:
                 continue
             key = (recognise, looks)
             if key not in verdicts:
-                verdicts[key] = _verdict(recognise, module)
+                with probe.own_numbers():
+                    verdicts[key] = recognise(module)
             verdict = verdicts[key]
             if isinstance(verdict, Method) and "forward" in module.__dict__ and wrapper_of(module) is None:
                 verdict = "its forward is replaced on this instance already (a hook of accelerate or of expert parallelism?)"
@@ -260,12 +258,6 @@ def _found(model: nn.Module, kinds: Collection[str]) -> _Found:
                 found.kept.append((module, verdict))
         if not known and (reason := _reason(module)):
             found.kept.append((module, reason))
-    return found
-
-
-def _verdict(recognise: Any, module: nn.Module) -> Verdict:
-    with probe.own_numbers():
-        found: Verdict = recognise(module)
     return found
 
 

@@ -166,11 +166,9 @@ def arguments_of(function: Any) -> list[str] | None:
     return needed[1:] if needed[:1] == ["self"] else needed
 
 
-def numbers_of(module: nn.Module, least: float, most: float) -> Iterator[str]:
-    """Names of attributes that are floats in a range."""
-    for name, value in module.__dict__.items():
-        if isinstance(value, float) and least <= value <= most:
-            yield name
+def epsilons_of(module: nn.Module) -> list[str]:
+    """Names of attributes that may be what a norm adds: small floats."""
+    return [name for name, value in module.__dict__.items() if isinstance(value, float) and 1e-20 <= value <= 1e-2]
 
 
 def model_outputs(model: Any) -> list[Tensor]:

@@ -127,11 +127,9 @@ def rotation_of(function: Any) -> str | None:
     for name, form in ROTATIONS.items():
         cos, sin = (probe.random(2, 5, 4, dtype=torch.float32, seed=seed) for seed in (1, 2))
         angles = form.angles(cos, sin)
-        if (
-            2 - form.alone + len(angles) == needed
-            and _computes(function, form, angles, cos, sin, 8)
-            and _leaves_the_rest(function, form, angles, cos, sin)
-        ):
+        if 2 - form.alone + len(angles) != needed or not _computes(function, form, angles, cos, sin, 8):
+            continue
+        if _computes(function, form, angles, cos, sin, 12) is not False:  # of wider heads the other elements stay as they are
             return name
     return None
 
@@ -146,11 +144,6 @@ def _computes(function: Any, form: Rotation, angles: tuple[Tensor, ...], cos: Te
         return None
     back = [x.transpose(1, 2) if form.tokens_first and isinstance(x, Tensor) else x for x in found]
     return all(probe.off(mine, _rotated(x, cos, sin, form).double()) < probe.SHARP for mine, x in zip(back, rows, strict=True))
-
-
-def _leaves_the_rest(function: Any, form: Rotation, angles: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
-    """Whether elements of wider heads stay as they are, if the function takes such heads."""
-    return _computes(function, form, angles, cos, sin, 12) is not False
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, form: Rotation) -> Tensor:

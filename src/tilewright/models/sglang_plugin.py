@@ -46,10 +46,8 @@ def _norm(theirs: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | 
     plain = plain and not getattr(layer, "fp32_residual", False) and getattr(layer, "override_orig_dtype", None) is None
     if not plain or not _fits(x, layer.weight) or (residual is not None and not _fits(residual, layer.weight)):
         return theirs(layer, x, residual, *rest, **more)
-    how: dict[str, Any] = {"round_before_weight": bool(getattr(layer, "cast_x_before_out_mul", False))}
-    if residual is None:
-        return rms_norm(x, layer.weight.detach(), layer.variance_epsilon, **how)
-    return rms_norm(x, layer.weight.detach(), layer.variance_epsilon, residual=residual, **how)
+    how: dict[str, Any] = {"round_before_weight": bool(getattr(layer, "cast_x_before_out_mul", False)), "residual": residual}
+    return rms_norm(x, layer.weight.detach(), layer.variance_epsilon, **how)
 
 
 def _silu_mul(theirs: Callable[..., Any], layer: Any, x: Tensor, *rest: Any, **more: Any) -> Any:

@@ -82,7 +82,7 @@ def check_ranks(model: Any, ranks: int, weights: str | None = None) -> list[tupl
 
     model: may be on the meta device. Raises: ValueError for sizes that cannot be divided.
     """
-    coming = [] if weights is None else list(quantisable(model, weights))
+    coming = [] if weights is None else quantisable(model, weights)
     _check_all(model, ranks, {} if weights is None else {module: format_named(weights) for *_, module in coming})
     return coming
 
