@@ -258,7 +258,7 @@ MUTANTS = [
     Mutant("models/probe.py", "* torch.tensor([1.0] * (ROWS - 2) + [LARGE] * 2)", "* torch.tensor([1.0] * ROWS)", "cpu/test_adversary_models.py"),
     Mutant("models/continuous_codes.py", "            if read_index.numel() and not ring:", "            if False:", "cpu/test_serving.py cpu/test_server_starts.py"),
     Mutant("models/continuous_codes.py", "        self.scales[page, :, token] = scales", "        self.scales[page, :, token] = scales[:1]", "cpu/test_serving.py cpu/test_server_starts.py"),
-    Mutant("models/batch.py", "stop_tokens(loaded), draw.stop, getattr", "stop_tokens(loaded), (), getattr", "cpu/test_adversary_files.py"),
+    Mutant("models/batch.py", "stop_tokens(loaded.model), draw.stop, getattr", "stop_tokens(loaded.model), (), getattr", "cpu/test_adversary_files.py"),
     Mutant("models/method.py", "small is None else torch.bfloat16, torch", "small is None else small.dtype, torch", "cpu/test_quantized_models.py"),
     Mutant("models/whole.py", "and -1 <= token < 1 << 31 for", "for", "cpu/test_adversary_files.py"),
     Mutant("models/server/worker.py", "            processor.fail_all_requests(error)\n", "", "cpu/test_server.py -k step_that_raises"),

@@ -140,7 +140,7 @@ def by_transformers(loaded: Loaded, rows: Sequence[Tensor], *, max_new_tokens: i
             pad_token_id=padding,
         )
     tokens: list[list[int]] = [[] for _ in rows]
-    ending = Ending(len(rows), stop_tokens(loaded), draw.stop, getattr(loaded.tokenizer, "decode", None))
+    ending = Ending(len(rows), stop_tokens(loaded.model), draw.stop, getattr(loaded.tokenizer, "decode", None))
     for column in found[:, width:].T.tolist():  # rows go on after they end, until all have
         ending.extend(tokens, [[token] for token in column])
     return tokens

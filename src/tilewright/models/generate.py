@@ -153,10 +153,10 @@ def text_of(tokenizer: Any | None, tokens: list[int]) -> str:
     return " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def stop_tokens(loaded: Loaded) -> list[int]:
+def stop_tokens(model: Any) -> list[int]:
     """The tokens that end a text."""
-    found = loaded.model.generation_config.eos_token_id
-    return [] if found is None else found if isinstance(found, list) else [found]
+    found = model.generation_config.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def check_positions(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -293,7 +293,7 @@ def engine_choices_of(loaded: Loaded, draw: Draw) -> dict[str, Any]:
     """Likewise for an Engine."""
     return {
         "sampling": _sampling(draw),
-        "stop": stop_tokens(loaded),
+        "stop": stop_tokens(loaded.model),
         "stop_texts": draw.stop,
         "decode": getattr(loaded.tokenizer, "decode", None),
     }

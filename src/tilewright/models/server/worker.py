@@ -19,6 +19,7 @@ import torch
 
 from ...launch import argument_error
 from ..continuous import captured_steps, check_pages
+from ..generate import stop_tokens
 from .protocol import Refusal
 from .room import CPU_BATCH_TOKENS, CPU_SHARE, PAGE, context_tokens, pages_on_cpu
 from .sampling import Draws, Sampling, Tables
@@ -85,8 +86,7 @@ class Worker:
             max_requests_per_batch=min(most_requests, batch_tokens or most_requests),
             allow_block_sharing=prefix_reuse,
         )
-        eos = model.generation_config.eos_token_id
-        self.eos = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        self.eos = set(stop_tokens(model))
         greedy = GenerationConfig(do_sample=False, eos_token_id=sorted(self.eos) or -1, pad_token_id=0)
         self.most_requests = most_requests
         self.failure: BaseException | None = None
