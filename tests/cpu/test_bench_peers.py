@@ -213,7 +213,7 @@ def test_a_cache_without_pages_is_seen_as_pages():
     cache = torch.randn(3, 2, 64, 8)
     pages = flashinfer_calls._as_pages(cache)
     lengths = [64, 0, 17]
-    starts, numbers, last = flashinfer_calls._pages_of(lengths, 16, flashinfer_calls._table(3, 4, 2 * 4))
+    starts, numbers, last = flashinfer_calls._pages_of(lengths, *flashinfer_calls._paged(None, 3, 64, 2)[::2])
     assert starts.tolist() == [0, 4, 4, 6]
     assert last.tolist() == [16, 0, 1]
     for sequence, length in enumerate(lengths):

@@ -140,12 +140,15 @@ def _page_size(tokens: int) -> int:
     return PAGE if tokens % PAGE == 0 else 1
 
 
-def _table(batch: int, pages: int, stride: int) -> Tensor:
-    """The block table of a cache without pages, seen as pages.
+def _paged(block_table: Tensor | None, batch: int, tokens: int, heads: int = 1) -> tuple[int, int, Tensor]:
+    """Tokens of a page, the most of a sequence, and the block table, of a cache without pages too.
 
-    Pages of a sequence are consecutive, and begin `stride` after those of the sequence before.
+    Pages of a sequence are consecutive there, and those of the next one begin after all heads.
     """
-    return torch.arange(pages)[None] + stride * torch.arange(batch)[:, None]
+    if block_table is not None:
+        return tokens, tokens * block_table.shape[1], block_table
+    page = _page_size(tokens)
+    return page, tokens, torch.arange(tokens // page)[None] + heads * tokens // page * torch.arange(batch)[:, None]
 
 
 def _as_pages(cache: Tensor) -> Tensor:
@@ -164,11 +167,7 @@ def _planned_decode(q: Tensor, k: Tensor, kv_len: Tensor | None, block_table: Te
     (batch, q_heads, q_len, head_dim), (_, kv_heads, tokens, _) = q.shape, k.shape
     tensor_cores = q_len > 1 or q_heads >= TENSOR_CORES_FROM * kv_heads
     wrapper = module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "HND", use_tensor_cores=tensor_cores)
-    if block_table is None:
-        page, longest = _page_size(tokens), tokens
-        table = _table(batch, tokens // page, kv_heads * tokens // page)
-    else:
-        page, longest, table = tokens, tokens * block_table.shape[1], block_table
+    page, longest, table = _paged(block_table, batch, tokens, kv_heads)
     pages = _pages_of(_lengths(kv_len, batch, longest), page, table)
     wrapper.plan(*pages, q_heads, kv_heads, head_dim, page, q_data_type=q.dtype, sm_scale=scale, q_len_per_req=q_len)
     return wrapper
@@ -186,11 +185,7 @@ def attention_decode(
 def _planned_mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, kv_len: Tensor | None, block_table: Tensor | None, scale: float) -> Any:
     lib = module("flashinfer.mla")
     (batch, heads, q_len, latent), tokens = q_latent.shape, cache.shape[1]
-    if block_table is None:
-        page, longest = _page_size(tokens), tokens
-        table = _table(batch, tokens // page, tokens // page)
-    else:
-        page, longest, table = tokens, tokens * block_table.shape[1], block_table
+    page, longest, table = _paged(block_table, batch, tokens)
     lengths = _lengths(kv_len, batch, longest)
     starts, numbers, _ = _pages_of(lengths, page, table)
     metadata = lib.MLAPlanMetadata.csr(_starts([q_len] * batch), starts, numbers, torch.tensor(lengths, dtype=torch.int32))
