@@ -48,8 +48,8 @@ def png(drawing: Drawing) -> bytes:
     return buffer.getvalue()
 
 
-def _drawing(width: float, height: float, columns: int = 1, **options: Any) -> tuple[Drawing, Any]:
-    drawing = Drawing(figsize=(width, height), layout="constrained")
+def _drawing(height: float, columns: int = 1, **options: Any) -> tuple[Drawing, Any]:
+    drawing = Drawing(figsize=(9.5, height), layout="constrained")
     return drawing, drawing.subplots(1, columns, **options)
 
 
@@ -78,7 +78,7 @@ def roofline(rows: Sequence[Row], height: float = 5.4) -> Drawing:
     Rows round rates to 0.01, so the very smallest are left out.
     """
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, height)
+        drawing, ax = _drawing(height)
         looks = colours(dict.fromkeys(row["op"] for row in rows))
         shown = [row for row in rows if row["gbs"] >= SMALLEST and row["tflops"] >= SMALLEST]
         for op, (colour, marker) in looks.items():
@@ -103,7 +103,7 @@ def roofline(rows: Sequence[Row], height: float = 5.4) -> Drawing:
 def peer_bars(against: Sequence[Against]) -> Drawing:
     """Each op against each peer: geometric mean as a bar from 1, worst to best as a line."""
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, 1.1 + 0.24 * max(1, len(against)))
+        drawing, ax = _drawing(1.1 + 0.24 * max(1, len(against)))
         looks = colours(dict.fromkeys(a.peer for a in against))
         labels = []
         for i, a in enumerate(reversed(against)):
@@ -126,7 +126,7 @@ def peer_bars(against: Sequence[Against]) -> Drawing:
 def ladder_bars(rows: Sequence[Row]) -> Drawing:
     """The steps of one ladder from the first down: rate, and as a line the best peer's."""
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, 0.9 + 0.24 * len(rows))
+        drawing, ax = _drawing(0.9 + 0.24 * len(rows))
         names = [row["case"].partition(" step=")[2] for row in rows][::-1]
         rates = [row["tflops"] for row in rows][::-1]
         ax.barh(range(len(rows)), rates, height=0.62, color=PALETTE[0], alpha=0.85)
@@ -185,7 +185,7 @@ def attention_curves(rows: Sequence[Row]) -> Drawing | None:
     if not sides:
         return None
     with rc_context(STYLE):
-        drawing, axes = _drawing(9.5, 4.2, len(sides), sharey=True, squeeze=False)
+        drawing, axes = _drawing(4.2, len(sides), sharey=True, squeeze=False)
         for ax, (word, mine) in zip(axes[0], sides, strict=True):
             series = _named(mine, "q_len", lambda p: f"{p['q_heads']}/{p['kv_heads']} heads, dim {p['head_dim']}, {p['dtype']}")
             _curves(ax, mine, "q_len", "tflops", series, "cudnn")
@@ -201,7 +201,7 @@ def decode_curves(rows: Sequence[Row]) -> Drawing | None:
     if len({r["problem"].get("max_len") for r in plain}) < 2:
         return None
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, 4.4)
+        drawing, ax = _drawing(4.4)
         series = _named(plain, "max_len", lambda p: f"batch {p['batch']}, {p['q_heads']}/{p['kv_heads']} heads, dim {p['head_dim']}")
         _curves(ax, plain, "max_len", "gbs", series, "sdpa")
         ax.axhline(max(r["ceilings"]["read_gbs"] for r in plain), color=INK, linewidth=1, label="measured read roof")
@@ -217,7 +217,7 @@ def size_curves(rows: Sequence[Row]) -> Drawing | None:
     if not ops:
         return None
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, 4.6)
+        drawing, ax = _drawing(4.6)
         for op, (colour, marker) in colours(ops).items():
             mine = [r for r in bound if r["op"] == op]
             ax.scatter([r["gbs"] * r["time_us"] / 1e3 for r in mine], [r["roof_pct"] for r in mine], s=13, color=colour, marker=marker,
@@ -239,7 +239,7 @@ def platforms(rows: Sequence[Row]) -> Drawing:
         if final and figure.op == "attention" and figure.metric == "TFLOP/s" and figure.problem.get("causal"):
             groups.setdefault(f"{figure.hardware}: {figure.kernel} (published)", []).append(figure)
     with rc_context(STYLE):
-        drawing, axes = _drawing(9.5, 4.4, 2)
+        drawing, axes = _drawing(4.4, 2)
         looks = colours([*groups, "ours"])
         for label, found in groups.items():
             xs = [figure.problem["q_len"] for figure in found]
@@ -263,7 +263,7 @@ def regression(found: Sequence[Change]) -> Drawing:
     """Every case that was measured twice, sorted by its change; the three zones by colour."""
     shades = {"slower": "#d1495b", "same": "#8a8f98", "faster": "#2f9e6e"}
     with rc_context(STYLE):
-        drawing, ax = _drawing(9.5, 3.6)
+        drawing, ax = _drawing(3.6)
         for zone, shade in shades.items():
             mine = [(i, c.ratio) for i, c in enumerate(found) if c.zone == zone]
             if mine:

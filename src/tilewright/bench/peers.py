@@ -85,13 +85,12 @@ def _llama_rope(inputs: Inputs) -> bool:
 # --- fp8 codes and scales: the composition, which torch.compile fuses as far as it can
 
 
-def _codes(
-    values: Tensor, block: tuple[int, int], dtype: torch.dtype, power_of_two_scales: bool, scale: Tensor | None = None
+def _quantize_fp8(
+    x: Tensor, block: tuple[int, int], dtype: torch.dtype, power_of_two_scales: bool = False, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    largest = torch.finfo(dtype).max
+    largest, values = torch.finfo(dtype).max, x.float()
     if scale is not None:
-        return (values.float() * (1 / scale)).clamp(-largest, largest).to(dtype), scale
-    values = values.float()
+        return (values * (1 / scale)).clamp(-largest, largest).to(dtype), scale
     rows, cols = values.shape
     high, wide = block[0] or rows, block[1] or cols
     groups = F.pad(values, (0, -cols % wide, 0, -rows % high)) if cols % wide or rows % high else values
@@ -101,10 +100,6 @@ def _codes(
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     codes = (groups * (1 / scale)).to(dtype).view(groups.shape[0] * high, -1)[:rows, :cols]
     return codes, scale.view(scale.shape[0], scale.shape[2])
-
-
-def _quantize_fp8(x: Tensor, *, block: tuple[int, int], dtype: torch.dtype, power_of_two_scales: bool = False, scale: Tensor | None = None) -> Result:
-    return _codes(x, block, dtype, power_of_two_scales, scale)
 
 
 def _rms_norm_quant(
@@ -125,7 +120,7 @@ def _rms_norm_quant(
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if round_before_weight:
         h = h.to(x.dtype).float()
-    found = _codes(h * (weight.float() + weight_offset), block, dtype, power_of_two_scales)
+    found = _quantize_fp8(h * (weight.float() + weight_offset), block, dtype, power_of_two_scales)
     return found if residual is None else (*found, residual)
 
 
@@ -145,7 +140,7 @@ def _silu_mul_quant(
 ) -> Result:
     if up is None:
         gate, up = gate.chunk(2, -1)
-    return _codes(silu_mul.reference(gate.float(), up.float(), gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
+    return _quantize_fp8(silu_mul.reference(gate.float(), up.float(), gelu_tanh=gelu_tanh), block, dtype, power_of_two_scales)
 
 
 # --- matmul

@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,9 +89,7 @@ def time_roughly(call: Contender, sets: Sequence[dict[str, Any]], give_up_us: fl
     return statistics.median(_elapsed_us(graph.replay) / calls for _ in range(3))
 
 
-def time_many(
-    calls: Sequence[Contender], sets: Sequence[dict[str, Any]], least_us: float, alone: AbstractContextManager[Any] | None = None
-) -> list[Timing | str]:
+def time_many(calls: Sequence[Contender], sets: Sequence[dict[str, Any]], least_us: float, alone: AbstractContextManager[Any]) -> list[Timing | str]:
     """GPU time per call of many contenders, in short passes over all of them.
 
     For one that cannot be run or captured, its error in one line instead.
@@ -113,7 +111,7 @@ def time_many(
         except Exception as error:  # what launches, compilations and captures raise
             graphs.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     samples: list[list[float]] = [[] for _ in calls]
-    with alone or nullcontext():
+    with alone:
         for _ in range(PASSES):
             for found, times in zip(graphs, samples, strict=True):
                 if not isinstance(found, str):
