@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
+from statistics import geometric_mean
 
 os.environ["TILEWRIGHT_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilewright-tuner-")
 os.environ["CUDA_TILE_CACHE_DIR"] = os.environ["TILEWRIGHT_CACHE_DIR"] + "/cutile"
@@ -27,7 +28,6 @@ import torch
 
 from tilewright import ops
 from tilewright.bench.report import case_name
-from tilewright.bench.results import geomean
 from tilewright.ops import matmul
 from tilewright.testing import op_name
 from tilewright.testing.cases import cases
@@ -93,7 +93,7 @@ def exhaustive(names: list[str], count: int, seconds: float, seed: int, jobs: in
     if not ratios:
         return False
     within = sum(ratio <= OFF for ratio in ratios)
-    print(f"{within} of {len(ratios)} within {OFF:g} of the exhaustive best; geomean {geomean(ratios):.4f}, worst {max(ratios):.3f}")
+    print(f"{within} of {len(ratios)} within {OFF:g} of the exhaustive best; geomean {geometric_mean(ratios):.4f}, worst {max(ratios):.3f}")
     return within == len(ratios)
 
 
@@ -116,7 +116,7 @@ def off(op, problem, choice, bench) -> tuple[float, object]:
         if best == choice:
             return 1.0, best
         races = [clock.race([choice, best]) for _ in range(RACES)]
-    return geomean([ours.time_us / theirs.time_us for ours, theirs in races]), best
+    return geometric_mean([ours.time_us / theirs.time_us for ours, theirs in races]), best
 
 
 def main(words: list[str] | None = None) -> int:

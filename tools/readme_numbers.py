@@ -17,7 +17,7 @@ import torch
 from tilewright import ops
 from tilewright.bench.drawn import newest_seeds
 from tilewright.bench.published import SHEETS, Figure, best_row, figures
-from tilewright.bench.results import Judged, against_peers, geomean, judge, kernels, newest, read
+from tilewright.bench.results import Judged, against_peers, judge, kernels, newest, read
 from tilewright.launch import Device
 from tilewright.launch.table import read_rows
 from tilewright.learn import ladders
@@ -285,7 +285,7 @@ def tuned(rows: list[dict]) -> str:
         held = read_rows(path)
         for op, gains in gains_by_op(held).items():
             level = sum(gain <= 1.0 for gain in gains)
-            lines.append(f"| {held[0].gpu} | {op} | {len(gains)} | {geomean(gains):.3f}x | {max(gains):.2f}x | {level} |")
+            lines.append(f"| {held[0].gpu} | {op} | {len(gains)} | {statistics.geometric_mean(gains):.3f}x | {max(gains):.2f}x | {level} |")
     return "\n".join(lines)
 
 

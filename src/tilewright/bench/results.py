@@ -1,11 +1,11 @@
 """Reads result files: the newest row of each case, the row it replaced, and summaries."""
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from .. import ops
@@ -84,10 +84,6 @@ def _time(row: Row) -> float:
     return row.get("time_us") or 0.0
 
 
-def geomean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 @dataclass(frozen=True, slots=True)
 class Against:
     """An op and one peer, over all cases that both ran."""
@@ -106,7 +102,7 @@ def against_peers(rows: Iterable[Row]) -> list[Against]:
     for row in rows:
         for peer, ratio in row.get("peers", {}).items():
             ratios.setdefault((row["op"], peer), []).append(ratio)
-    return [Against(op, peer, len(r), geomean(r), min(r), max(r)) for (op, peer), r in ratios.items()]
+    return [Against(op, peer, len(r), geometric_mean(r), min(r), max(r)) for (op, peer), r in ratios.items()]
 
 
 def fastest(row: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -135,7 +131,7 @@ class Judged:
     @property
     def mean(self) -> float:
         """The geometric mean."""
-        return geomean(self.ratios)
+        return geometric_mean(self.ratios)
 
 
 def judge(name: str, rows: Iterable[Row]) -> Judged:

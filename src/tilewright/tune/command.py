@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,6 @@ from rich.table import Table
 
 from .. import ops
 from ..bench.report import case_name
-from ..bench.results import geomean
 from ..interpret.threads import cores
 from ..launch import Device, argument_error, check_name, decision_of, forget_plans, require_gpu, table as tables
 from ..launch.files import replace_file, write_json
@@ -238,7 +238,7 @@ def tune(
             forget_plans()
     if gains:
         took = time.monotonic() - began
-        console.print(f"{len(gains)} problems in {took:.0f} s: tuned against default geomean {geomean(gains):.3f}x, best {max(gains):.2f}x")
+        console.print(f"{len(gains)} problems in {took:.0f} s: tuned against default geomean {geometric_mean(gains):.3f}x, best {max(gains):.2f}x")
     return 1 if failed else 0
 
 
@@ -324,7 +324,7 @@ def _shown(source: str, row: Row) -> tuple[str, ...]:
 def gain_lines(rows: Sequence[Row]) -> list[str]:
     """How much slower the defaults were than the winners, by op and over all."""
     groups = gains_by_op(rows)
-    return [f"{op}: untuned takes {geomean(g):.3f}x the time in geomean, at worst {max(g):.2f}x, of {len(g)} rows" for op, g in groups.items()]
+    return [f"{op}: untuned takes {geometric_mean(g):.3f}x the time in geomean, at worst {max(g):.2f}x, of {len(g)} rows" for op, g in groups.items()]
 
 
 def gains_by_op(rows: Sequence[Row]) -> dict[str, list[float]]:

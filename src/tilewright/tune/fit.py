@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,7 @@ FIXED = ("reach", "tail", "spill")  # no measured time depends on them
 MOST_SHARE = 1.2  # over the prior: nothing feeds the tensor cores better than that
 HUBER = 0.1
 WEIGHT_OF_PRIOR = 0.08
+ROUNDS = 25  # at most
 FOLDS = 5
 COVERED, WITHIN = 0.95, 1.03
 NOISY = 0.15  # of a time; with more spread, something else ran beside it
@@ -116,7 +118,7 @@ def prior(works: Iterable[Works]) -> dict[str, float]:
     return PRIOR | {f"eff.{name}": PRIOR_SHARE.get(name, UNTIMED_SHARE) for name in sorted(found)}
 
 
-def fit(works: Sequence[Works], times: Sequence[float], flops: float, start: Rates, rounds: int = 25) -> dict[str, float]:
+def fit(works: Sequence[Works], times: Sequence[float], flops: float, start: Rates) -> dict[str, float]:
     """The constants that price `works` closest to `times` (us).
 
     flops: an SM's bf16 peak, flop/us. start: where the prior has them.
@@ -141,7 +143,7 @@ def fit(works: Sequence[Works], times: Sequence[float], flops: float, start: Rat
 
     x, damping = first.copy(), 1e-2
     r = errors(x)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         slope = np.stack([(errors(x + 1e-3 * unit) - r) / 1e-3 for unit in units], 1)
         slope = np.hstack([slope[:, : len(shared)], slope[:, len(shared) :] * of_tile])
         weight = np.minimum(1.0, HUBER / np.maximum(np.abs(r), 1e-9))
@@ -228,7 +230,7 @@ def quality(op: Choices[Any, Any], timed: Sequence[Timed], device: Device) -> Qu
             prices[problem] = [(price, timed[i].time_us) for price, i in zip(found, members, strict=True)]
     chosen = [(found[ranked([price for price, _ in found], op.tie)[0]][1], found) for found in prices.values() if len(found) > 1]
     regrets = [time / min(time for _, time in found) for time, found in chosen]
-    mean = math.exp(sum(map(math.log, regrets)) / len(regrets)) if regrets else 1.0
+    mean = geometric_mean(regrets) if regrets else 1.0
     p90 = float(np.quantile(regrets, 0.9)) if regrets else 1.0
     return Quality(len(timed), *_spread(plain), *_spread(corrected), len(regrets), mean, p90, max(regrets, default=1.0))
 
