@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .cutile import array_dtype
+from .cutile import array_dtype, array_strides
 from .errors import KernelError
 from .formats import MEMORY, SMALL, Value
 from .numerics import stretched
@@ -59,7 +59,7 @@ class Buffer:
 
     def index(self, offset: int) -> tuple[int, ...]:
         """The index of the element at an offset; if rows overlap, one of several."""
-        strides = [s // self.window.itemsize for s in self.window.strides]
+        strides = array_strides(self.window)
         r = [0] * len(strides)
         for axis in sorted(range(len(strides)), key=strides.__getitem__, reverse=True):
             if strides[axis] > 0:
@@ -110,9 +110,7 @@ class Array:
 
     @staticmethod
     def argument(buffer: Buffer) -> "Array":
-        window = buffer.window
-        size = window.itemsize
-        return Array(buffer, 0, window.shape, tuple([s // size for s in window.strides]), window)
+        return Array(buffer, 0, buffer.window.shape, array_strides(buffer.window), buffer.window)
 
     @staticmethod
     def made(pointer: Pointer, shape: Sequence[Any], strides: Sequence[Any]) -> "Array":

@@ -172,12 +172,11 @@ class Watch:
         clock = self.clocks.setdefault(self.block, {self.block: 1})
         order = _order(sync)
         if order in ("ACQUIRE", "ACQ_REL"):
-            for seen in {id(seen): seen for seen in self._released(buffer, offset) if seen}.values() if known is None else known:
+            if known is None:
+                known = [self.released.get(address, {}) for address in addresses(buffer, offset)]
+            for seen in {id(seen): seen for seen in known if seen}.values():
                 _join(clock, seen)
         self._compare(history, units, kind, order != "WEAK", clock, buffer, offset)
-
-    def _released(self, buffer: Buffer, offset: np.ndarray) -> Iterator[Clock | None]:
-        return map(self.released.get, addresses(buffer, offset))
 
     def changed(self, buffer: Buffer, offset: np.ndarray, sync: Sync, atomic: bool) -> None:
         """An ordered store or an atomic has changed these elements.
@@ -235,12 +234,14 @@ class Watch:
         file, line, _ = (self.places(other.line) or (("?", 0, ""),))[0]
         raise KernelError(
             f"race between blocks: {kind} of element {element} of {buffer} is not ordered after "
-            f"{'an atomic' if other.atomic else 'a'} {was} by block {self._index(other.block)} at {file}:{line}"
+            f"{'an atomic' if other.atomic else 'a'} {was} by block {block_at(other.block, self.grid)} at {file}:{line}"
         )
 
-    def _index(self, block: int) -> tuple[int, ...]:
-        x, y, _ = self.grid
-        return block % x, block // x % y, block // (x * y)
+
+def block_at(number: int, grid: tuple[int, int, int]) -> tuple[int, ...]:
+    """The place of a block in the grid."""
+    x, y, _ = grid
+    return number % x, number // x % y, number // (x * y)
 
 
 def running_line(code: dict[str, Any]) -> int:

@@ -193,9 +193,9 @@ def _array_constraint(arrays: list[Any], node: Any, jit: bool) -> compilation.Ar
     if jit:
         assumed = _jit_assumptions(arrays, shapes, strides, getattr(ct, name).bitwidth)
         if not node.static_shape_dims:
-            shape = _common(shapes, 1)
+            shape = _ones(shapes)
         if not node.static_stride_dims:
-            stride = _common(strides, 1)
+            stride = _ones(strides)
     return compilation.ArrayConstraint(
         getattr(ct, name),
         rank,
@@ -223,9 +223,10 @@ def _static(values: list[tuple[int, ...]], dims: tuple[int, ...], what: str) -> 
     return static
 
 
-def _common(values: list[tuple[int, ...]], wanted: int) -> list[int | None]:
+def _ones(values: list[tuple[int, ...]]) -> list[int | None]:
+    """1 where all arrays have it, else None."""
     rank = len(values[0])
-    return [wanted if rank <= MAX_SPECIALISED_RANK and all(v[d] == wanted for v in values) else None for d in range(rank)]
+    return [1 if rank <= MAX_SPECIALISED_RANK and all(v[d] == 1 for v in values) else None for d in range(rank)]
 
 
 def _jit_assumptions(arrays: list[Any], shapes: list[tuple[int, ...]], strides: list[tuple[int, ...]], bits: int) -> dict[str, Any]:

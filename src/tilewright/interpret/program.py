@@ -22,6 +22,13 @@ class Parameter:
     kind: str
     dtype: str = ""
 
+    def of(self, args: tuple[Any, ...]) -> Any:
+        """Its value."""
+        found: Any = args
+        for place in self.path:
+            found = found[place]
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

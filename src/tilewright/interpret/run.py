@@ -156,10 +156,7 @@ def written_by(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     program = _program(kernel, args, _options.get().debug)
     found: list[Any] = []
     for index in sorted(program.written):
-        path = program.parameters[index].path
-        argument = args[path[0]]
-        for item in path[1:]:
-            argument = argument[item]
+        argument = program.parameters[index].of(args)
         found += argument if isinstance(argument, list) else [argument] if cutile.is_array(argument) else []
     return tuple(found)
 
@@ -211,9 +208,7 @@ def _bind(program: Program, args: tuple[Any, ...]) -> tuple[list[Any], list[Buff
     buffers: list[Buffer] = []
     targets: list[Buffer] = []
     for index, parameter in enumerate(program.parameters):
-        argument = args[parameter.path[0]]
-        for item in parameter.path[1:]:
-            argument = argument[item]
+        argument = parameter.of(args)
         if parameter.kind == "scalar":
             values.append(CONTAINER[parameter.dtype](argument))
             continue
@@ -243,7 +238,7 @@ def _check_extents(buffer: Buffer) -> None:
     window = buffer.window
     if max((*window.shape, *window.strides, 0)) <= INT32_MAX:
         return
-    for what, values in (("shape", window.shape), ("strides", [s // window.itemsize for s in window.strides])):
+    for what, values in (("shape", window.shape), ("strides", cutile.array_strides(window))):
         if values and max(values) > INT32_MAX:
             raise OverflowError(f"{what} of {buffer} do not fit int32; annotate the parameter with ct.IndexedWithInt64")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from .arrays import Buffer, Sync
-from .checks import running_line
+from .checks import block_at, running_line
+from .cutile import array_strides
 from .errors import Place
 from .live import LiveTile
 from .memory import Watcher
@@ -124,7 +125,6 @@ class Recorder:
     def __init__(self, trace: Trace, program: Program, grid: tuple[int, int, int], buffers: list[Buffer], inner: Watcher | None):
         self.trace, self.program, self.grid, self.inner = trace, program, grid, inner
         self._block = 0
-        self.strides = {b.name: [s // b.window.itemsize for s in b.window.strides] for b in buffers}
         trace.grid = grid
         trace.live = dict(program.live)
         trace.arrays = [Shown(b.name, b.dtype, tuple(b.window.shape), b.window.itemsize) for b in buffers]
@@ -162,15 +162,13 @@ class Recorder:
 
     def _add(self, kind: str, **fields: object) -> None:
         line = running_line(self.program.code)
-        x, y, _ = self.grid
         places = self.program.places(line)
         place = places[0] if places else ("?", 0, "")
-        block = self._block % x, self._block // x % y, self._block // (x * y)
-        self.trace.steps.append(Step(block, kind, line, place, **fields))  # type: ignore[arg-type]
+        self.trace.steps.append(Step(block_at(self._block, self.grid), kind, line, place, **fields))  # type: ignore[arg-type]
 
     def _elements(self, buffer: Buffer, offset: np.ndarray) -> np.ndarray:
         """Offsets in memory as numbers of elements, row by row."""
-        shape, strides = buffer.window.shape, self.strides[buffer.name]
+        shape, strides = buffer.window.shape, array_strides(buffer.window)
         rest, found = offset, np.zeros(offset.shape, np.int64)
         below = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         for axis in sorted(range(len(shape)), key=strides.__getitem__, reverse=True):
