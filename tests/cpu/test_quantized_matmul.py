@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from other_quantisers import words_of
 
 import tilewright
 from tilewright import QuantizedWeight, interpret, quantized_matmul
@@ -269,13 +270,6 @@ def test_the_model_takes_configs_of_experts_that_were_fast(timed):
 
 
 # ------------------------------------------------------------------------------- checkpoints
-def words_of(codes, axis):
-    """Eight codes to an int32 along an axis, the lowest first."""
-    found = codes.unflatten(axis, (-1, 8)).long()
-    shifts = torch.arange(0, 32, 4).view((8, 1) if axis == 0 else (8,))
-    return (found << shifts).sum(axis + 1).to(torch.int32)
-
-
 def int4_tensors(n, k, group):
     codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(1, 16, (k // group, n))
     scales = (torch.rand(k // group, n) + 0.5).half()

@@ -12,11 +12,10 @@ import torch
 from ..ops.common.mx import MX_FORMATS
 from ..ops.common.scaling import Scaling
 from ..ops.common.weight_formats import FORMATS
-from .sizes import BF16, FP16, FP32, Sizes
+from .sizes import BF16, E4M3, E5M2, FP16, FP32, Sizes
 
 Fields = dict[str, Any]
 Draw = tuple[Callable[[Sizes], Fields], Callable[[Sizes, Fields], Fields]]
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = ((None, None), (1, None), (1, 128), (128, 128))
 
 

@@ -242,6 +242,14 @@ def through(x: Tensor, matrix: Tensor, scale: Tensor | None, bias: Tensor | None
     return y if bias is None else y + bias[:, None]
 
 
+def between(gate: Tensor, up: Tensor, options: dict[str, Any]) -> Tensor:
+    """What an expert makes of its first two products."""
+    if options["limit"] is not None:
+        gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
+    active: Tensor = gate / (1 + (-options["alpha"] * gate).exp()) * (up + options["up_offset"])
+    return active
+
+
 @defines
 def moe(x: Tensor, gate_up: Tensor, down: Tensor, *, weights: Tensor, ids: Tensor, **options: Any) -> Results:
     """Every expert for every token, then the share that each token has of each."""
@@ -250,10 +258,7 @@ def moe(x: Tensor, gate_up: Tensor, down: Tensor, *, weights: Tensor, ids: Tenso
     share = torch.zeros(len(x), experts + 1, dtype=weights.dtype, device=x.device)
     share.scatter_add_(1, torch.where(here, ids, experts).long(), weights)
     gate, up = through(x, gate_up, options["scale_gate_up"], options.get("bias_gate_up")).chunk(2, -1)
-    if options["limit"] is not None:
-        gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
-    active = gate / (1 + (-options["alpha"] * gate).exp()) * (up + options["up_offset"])
-    y = through(active, down, options["scale_down"], options.get("bias_down"))
+    y = through(between(gate, up, options), down, options["scale_down"], options.get("bias_down"))
     out = torch.einsum("te,eth->th", share[:, :experts], wide(y))
     if "shared_down" in options:
         gate, up = (torch.einsum("th,sih->sti", x, options["shared_gate_up"][:, part]) for part in (0, 1))
@@ -274,8 +279,5 @@ def quantized_moe(x: Tensor, words_gate_up: Tensor, words_down: Tensor, *, weigh
     out = torch.zeros(x.shape, dtype=wide(x).dtype, device=x.device)
     for expert in range(len(words_down)):
         gate, up = (product(x, words_gate_up, "gate_up", expert, part) for part in (0, 1))
-        if options["limit"] is not None:
-            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
-        active = gate / (1 + (-options["alpha"] * gate).exp()) * (up + options["up_offset"])
-        out += (weights * (ids == expert)).sum(1, keepdim=True) * product(active, words_down, "down", expert, 0)
+        out += (weights * (ids == expert)).sum(1, keepdim=True) * product(between(gate, up, options), words_down, "down", expert, 0)
     return [out.to(x.dtype)]
