@@ -283,21 +283,16 @@ def _check_optional(system: System) -> Iterator[Check]:
 def find_tileiras(system: System) -> Tileiras | None:
     """Finds the compiler as cuTile does: pip packages, PATH, CUDA_HOME/bin, installed toolkit."""
     versions = {_numbers(system.version(package) or "")[:2] for package in PIP_TOOLCHAIN}
+    places = []  # where to look, what that is, and whether it then runs with our CUDA_HOME
     if len(versions) == 1 and () not in versions and system.cuda_packages:
-        path = shutil.which("tileiras", path=str(system.cuda_packages / "bin"))
-        if path:
-            return Tileiras(Path(path), "pip packages", hands_on_cuda_home=False)
-    path = shutil.which("tileiras", path=system.environ.get("PATH", ""))
-    if path:
-        return Tileiras(Path(path), "PATH", hands_on_cuda_home=True)
-    home = system.environ.get("CUDA_HOME")
-    path = shutil.which("tileiras", path=f"{home}/bin") if home else None
-    if path:
-        return Tileiras(Path(path), "CUDA_HOME", hands_on_cuda_home=True)
-    for toolkit in system.default_toolkits:
-        path = shutil.which("tileiras", path=f"{toolkit}/bin")
-        if path:
-            return Tileiras(Path(path), "installed toolkit", hands_on_cuda_home=False)
+        places.append((str(system.cuda_packages / "bin"), "pip packages", False))
+    places.append((system.environ.get("PATH", ""), "PATH", True))
+    if home := system.environ.get("CUDA_HOME"):
+        places.append((f"{home}/bin", "CUDA_HOME", True))
+    places += [(f"{toolkit}/bin", "installed toolkit", False) for toolkit in system.default_toolkits]
+    for folders, origin, hands_on_cuda_home in places:
+        if path := shutil.which("tileiras", path=folders):
+            return Tileiras(Path(path), origin, hands_on_cuda_home)
     return None
 
 
