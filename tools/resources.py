@@ -24,11 +24,11 @@ PAGE = FILE.with_name("compile.md")
 MARK = "| instructions a weight"
 FORMATS, ROWS = ("int4-128", "int4-32-zeros", "mxfp4", "e4m3"), (1, 16)
 EXPERTS = (4, 128, 2880, 2880)  # of gpt-oss-120b
+HOW = {"defaults_only": True, "jobs": 1, "on_done": lambda *counts: print(*counts, flush=True)}
 
 
 def weights() -> Iterator[str]:
     """A line for each format and number of rows: the default of 8192 x 8192, or of a mixture."""
-    how = {"defaults_only": True, "jobs": 1, "on_done": lambda *counts: print(*counts, flush=True)}
     problems = {
         quantized_matmul: {f"{name}, {m} row{'s' * (m > 1)}": quantized_matmul.Problem(m, 8192, 8192, name) for name in FORMATS for m in ROWS},
         quantized_moe: {f"mxfp4 experts, {t} token{'s' * (t > 1)}": quantized_moe.Problem(t, *EXPERTS, bias=True) for t in (1, 16, 256)},
@@ -37,7 +37,7 @@ def weights() -> Iterator[str]:
     yield "|" + "---|" * (1 + len(ALL_ARCHS))
     for op, named in problems.items():
         for name, problem in named.items():
-            rows = compile_ops((op,), ALL_ARCHS, problems=lambda op, device, problem=problem: (problem,), **how)
+            rows = compile_ops((op,), ALL_ARCHS, problems=lambda op, device, problem=problem: (problem,), **HOW)
             bad = [row for row in rows if row.failed or row.compiled.resources.stack_bytes]
             assert not bad, bad
             found = {row.arch: f"{row.per_weight:.1f}" for row in reversed(rows) if row.per_weight}
@@ -55,8 +55,7 @@ def main() -> None:
     write_weights()
     if sys.argv[1:] == ["weights"]:
         return
-    how = {"defaults_only": True, "jobs": 1, "on_done": lambda *counts: print(*counts, flush=True)}
-    rows = compile_ops(ops.ALL, ARCHS, problems=lambda op, device: representative(op, device)[:1], **how)
+    rows = compile_ops(ops.ALL, ARCHS, problems=lambda op, device: representative(op, device)[:1], **HOW)
     lines = []
     for row in rows:
         found = row.compiled.resources

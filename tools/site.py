@@ -186,7 +186,8 @@ def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[st
     head, _, rest = text.partition("\n\n")
     formula = textwrap.dedent("\n".join(takewhile(lambda line: line.startswith("    "), rest.splitlines())))
     bound = re.search(r"^Bound +(.*(?:\n +.*)*)", text, re.MULTILINE)
-    lines = [f"### {name}", "", "```text", *wrapped(" ".join(head.split())), *(["", formula] if formula else []), "```", ""]
+    told = textwrap.wrap(" ".join(head.split()), 84, break_long_words=False, break_on_hyphens=False)
+    lines = [f"### {name}", "", "```text", *told, *(["", formula] if formula else []), "```", ""]
     if bound:
         lines += ["Bound: " + " ".join(bound[1].split()), ""]
     lines += tiles(name, tiled)
@@ -209,15 +210,6 @@ def entry(name: str, op: Any, rows: list[dict[str, Any]], compiled: list[dict[st
             lines.append(f"| `{line['kernel']}` | {line['arch']} | {numbers} | {' '.join(line.get('matrix', [])) or '-'} |")
         lines += ["", f"Of the problem `{here[0]['problem']}`.", ""]
     return [*lines, call(name, public_function(op).__module__), ""]
-
-
-def wrapped(text: str, width: int = 84) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
 
 
 def picture(drawing: Any, name: str) -> str:
