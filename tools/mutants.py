@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant("ops/common/gemm_candidates.py", "-g.m % rows >= START_UNIT and", "", "cpu/test_matmul.py cpu/test_bmm.py"),
     Mutant("ops/grouped_gemm/decision.py", '{"panels": ((3, 1 + panels), torch.int32)}', '{"panels": ((3, panels), torch.int32)}', of_op("grouped_gemm")),
     Mutant("ops/grouped_gemm/decision.py", "tiles = panels * -(-p.n // c.tile_n)", "tiles = panels * (p.n // c.tile_n or 1)", of_op("grouped_gemm")),
-    Mutant("ops/grouped_gemm/__init__.py", "return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)", "return torch.bfloat16 if a.dtype in FP8 else a.dtype", of_op("grouped_gemm")),
+    Mutant("ops/common/scaling.py", "return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)", "return torch.bfloat16 if a.dtype in FP8 else a.dtype", of_op("grouped_gemm")),
     Mutant("ops/common/prefill.py", "    tiles, split = -(-p.q_len // c.tile_m), ", "    tiles, split = p.q_len // c.tile_m or 1, ", of_op("attention")),
     Mutant("ops/common/prefill.py", "grid = p.q_len // c.tile_m + p.batch, p.q_heads", "grid = p.q_len // c.tile_m + p.batch - 1, p.q_heads", of_op("attention")),
     Mutant("ops/common/prefill.py", " or p.kv_len % c.tile_n != 0,", ",", of_op("attention")),
