@@ -327,7 +327,8 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
         raise argument_error("--raw", "a folder of raw times, as `tilewright tune --pack` writes it", source)
     for name in raw.gpus_of(source):
         gpu, path = name.replace("_", " "), target / f"{name}.json"
-        data = fitted(gpu, [op for op in wanted if raw.read(source, gpu, decision_of(op).op)], [source])
+        timed = [op for op in wanted if raw.read(source, gpu, decision_of(op).op)]
+        data = fitted(gpu, timed, [source])
         if not data["points"]:
             raise argument_error("--raw", f"raw times of {gpu} with a config that an op to be fitted has", source)
         known, there = read(path) if path.exists() else {}, set(map(op_name, ops.ALL))
@@ -337,7 +338,7 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
         path.write_text(encoded(data))
         select.forget()
         console.print(f"{gpu}: constants of {', '.join(op for op in data['points'])} to {path}")
-        console.print(_report(gpu, wanted, [source]))
+        console.print(_report(gpu, timed, [source]))
     return 0
 
 
