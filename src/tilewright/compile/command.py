@@ -17,7 +17,7 @@ from ..launch import Device
 from ..launch.files import write_json
 from .cache import toolchain
 from .disassemble import require_tools
-from .report import ARCHS, Row, compile_ops
+from .report import Row, archs_of, compile_ops
 
 COLUMNS = (
     "op",
@@ -62,7 +62,7 @@ def compile_command(
     """
     console = console or Console(soft_wrap=True, highlight=False)
     require_tools()
-    archs = [name.strip() for name in arch.split(",") if name.strip()] or ([arch] if arch else list(ARCHS))  # "," is none of them, and not all
+    archs = archs_of(arch)
     chosen = all_ops.named(ops)
     for name in archs:
         Device.for_arch(name)

@@ -20,6 +20,13 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 HANDFUL = 4  # problems of an op whose every config is compiled
 
 
+def archs_of(text: str) -> list[str]:
+    """Those of a list with commas, all for "". One of commas alone names an architecture that
+    there is not, and not all.
+    """
+    return [name.strip() for name in text.split(",") if name.strip()] or ([text] if text else list(ARCHS))
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One kernel of one config of an op, compiled for one architecture.

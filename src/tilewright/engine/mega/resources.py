@@ -9,7 +9,7 @@ from torch import Tensor
 from ...compile.build import compile_launches
 from ...compile.command import Lines, report
 from ...compile.disassemble import require_tools
-from ...compile.report import ARCHS, Row
+from ...compile.report import Row, archs_of
 from ...launch import Device, Traced, traced
 from ...models.configs import CONFIGS
 from .pack import Packed, Weights, dims_of_config, refuse
@@ -59,7 +59,7 @@ def compile_mega_command(*, arch: str = "", json_file: Path | None = None, jobs:
     require_tools()
     console, lines = Console(highlight=False, soft_wrap=True), Lines(Console(stderr=True))
     found: list[tuple[str, str, str, Traced]] = []
-    for target in [name.strip() for name in arch.split(",") if name.strip()] or ([arch] if arch else ARCHS):
+    for target in archs_of(arch):
         device = Device.for_arch(target)
         for name, fields in CONFIGS.items():
             config = AutoConfig.for_model(**fields)

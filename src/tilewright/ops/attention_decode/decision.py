@@ -285,8 +285,15 @@ def work(p: Problem, c: Config, device: Device) -> Work:
 @lru_cache(maxsize=256)
 def _reach(p: Problem, tile_n: int) -> tuple[int, float, int]:
     """Bytes that a call moves; tiles of keys that a sequence sees, mean and most."""
-    tiles = [(max(1, -(-n // tile_n)), count) for n, count in p.seen()]
-    return p.cost().size_bytes, sum(n * count for n, count in tiles) / p.batch, max(n for n, _ in tiles)
+    size, seen = _lengths(p)
+    tiles = [(max(1, -(-n // tile_n)), count) for n, count in seen]
+    return size, sum(n * count for n, count in tiles) / p.batch, max(n for n, _ in tiles)
+
+
+@lru_cache(maxsize=256)
+def _lengths(p: Problem) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes that a call moves and `seen`, once for all widths of a tile."""
+    return p.cost().size_bytes, p.seen()
 
 
 def family(p: Problem, c: Config) -> str:
