@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilewright import argmax, sample
+from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import adjust_logits, sample as op
@@ -172,6 +173,6 @@ def test_two_blocks_share_an_sm_where_rows_need_it(problem):
     """As the model counts: with what the compiler takes for a block alone, they took two waves."""
     with traced(Device.named("H200")) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")))
-    found = Job.of(launches[0], "sm_90").run().resources
+    found = usage(Job.of(launches[0], "sm_90").build())
     assert found.registers <= 128
     assert found.stack_bytes == 0
