@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from made_up import stored_times
 from other_quantisers import words_of
 
 import tilewright
@@ -17,7 +18,6 @@ from tilewright.ops.quantized_matmul import Config, Problem
 from tilewright.ops.quantized_matmul.decision import LEFT
 from tilewright.ops.quantized_moe.kernels import quantized_moe_pieces_kernel
 from tilewright.testing.poison import poisoned_empty
-from tilewright.tune.fit import stored_times
 
 ALL = pytest.mark.parametrize("of", FORMATS.values(), ids=str(list(FORMATS)).strip("[]").replace("'", "").split(", "))
 pytestmark = pytest.mark.usefixtures("inference")

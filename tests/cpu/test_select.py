@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from made_up import stored_times
 from rich.console import Console
 from speed import slower
 
@@ -228,7 +229,7 @@ def test_the_model_predicts_held_out_problems(op, p90, regret, worst):
     """Errors of times of problems that the fit never saw; regret of the choice among the timed
     configs against the best of them. Not of caches of codes: 14 problems are too few for parts.
     """
-    timed = [one for one in fit.stored_times("H200", op).timed if not getattr(one.problem, "codes", False)]
+    timed = [one for one in stored_times("H200", op).timed if not getattr(one.problem, "codes", False)]
     found = fit.quality(op.CHOICES, timed, H200)
     assert found.corrected_median < found.median < 0.15
     assert found.corrected_median < 0.1
@@ -239,7 +240,7 @@ def test_the_model_predicts_held_out_problems(op, p90, regret, worst):
 
 def test_a_measured_problem_takes_its_fastest_config_or_one_as_fast():
     """What was timed is known: the choice among the timed configs of a problem of the survey."""
-    timed = fit.stored_times("H200", matmul).timed
+    timed = stored_times("H200", matmul).timed
     model, regrets = model_of("matmul", H200), []
     for problem, members in fit.by_problem(timed, range(len(timed))).items():
         configs, times = [timed[i].config for i in members], [timed[i].time_us for i in members]

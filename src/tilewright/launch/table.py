@@ -128,10 +128,18 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@cache  # raw times have a million fields, of a few hundred hints
+def _kinds(hint: Any) -> tuple[tuple[type, ...], type[enum.Enum] | None]:
+    """The types that a field may have, and the enum among them."""
+    kinds = tuple(part for part in (hint, *typing.get_args(hint)) if isinstance(part, type))
+    return kinds, next((kind for kind in kinds if issubclass(kind, enum.Enum)), None)
+
+
 def _typed(hint: Any, value: Any) -> Any:
-    kinds = [part for part in (hint, *typing.get_args(hint)) if isinstance(part, type)]
-    chosen = next((kind for kind in kinds if issubclass(kind, enum.Enum)), None)
-    if chosen and value is not None:
+    if value is None:
+        return None
+    kinds, chosen = _kinds(hint)
+    if chosen:
         return chosen[value] if isinstance(value, str) else chosen(value)
     if isinstance(value, dict):
         return rebuilt(next(kind for kind in kinds if dataclasses.is_dataclass(kind)), value)
