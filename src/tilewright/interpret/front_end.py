@@ -24,7 +24,7 @@ from cuda.tile._ir.arithmetic_ops import dtype_constructor
 from cuda.tile._ir.core_ops import TypedConst, store_var, sym2var
 from cuda.tile._ir.scope import Scope
 from cuda.tile._ir.type import BoundMethodTy, DTypeConstructor, FunctionTy, InvalidType, ModuleTy
-from cuda.tile._passes import dataflow_analysis, hir2ir
+from cuda.tile._passes import ast2hir, dataflow_analysis, hir2ir
 
 from .._forks import held_over_forks
 
@@ -390,10 +390,15 @@ def find_overload(registry: Any, stub: Any, overload: tuple[Any, ...]) -> Any:
         return UNCHANGED[op_impl.ImplRegistry, "_find_overload"](registry, stub, overload)
 
 
+SOURCES = 4096  # whose source is read once; cuda-tile keeps 128, fewer than models' kernels and their helpers have
+get_function_hir = functools.lru_cache(SOURCES)(ast2hir.get_function_hir.__wrapped__)
+
 _as_installed: ContextVar[bool] = ContextVar("tilewright.interpret.as_installed", default=False)
 OURS: dict[tuple[Any, str], Any] = {
     (_compile._IrKeeper, "get_final_ir"): final_ir,
     (_compile, "eliminate_assign_ops"): eliminate_assign_ops,
+    (_compile, "get_function_hir"): get_function_hir,
+    (hir2ir, "get_function_hir"): get_function_hir,
     (hir2ir, "get_signature"): functools.cache(hir2ir.get_signature),
     (hir2ir, "_resolve_operand"): resolve_operand,
     (hir2ir, "loosely_typed_const"): constant,
