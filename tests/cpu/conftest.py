@@ -7,10 +7,9 @@ import signal
 import types
 
 import pytest
-import torch
 
-from tilewright.interpret import front_end
-
+# torch and tilewright are imported below: pytest-xdist's first process, which runs no test, needs
+# neither, and its workers start only when it has read this file.
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # 12 s of the suite; before torch._dynamo is imported
 gc.disable()  # until all tests are collected: what is imported stays
 atexit.register(gc.freeze)  # what is left at the end goes with the process
@@ -43,6 +42,8 @@ def pytest_collection_finish():
     is not looked at again. Kernels that are compiled are typed as quickly as those that are
     interpreted.
     """
+    from tilewright.interpret import front_end
+
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -61,6 +62,8 @@ def no_alarm_outlives_a_test():
 @pytest.fixture
 def inference():
     """No gradients, and the same random numbers on every run."""
+    import torch
+
     torch.manual_seed(11)
     with torch.inference_mode():
         yield
