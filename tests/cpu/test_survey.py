@@ -66,7 +66,7 @@ def test_processes_append_whole_rows(tmp_path):
     """Each cuts off what a killed process left behind the last newline, which is another's row
     while that is being written.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     begun = context.Event()
     other = context.Process(target=append_rows, args=(tmp_path, 1000, begun))
     other.start()
