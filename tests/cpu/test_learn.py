@@ -84,6 +84,7 @@ def compiled(device, names, seq_len=2048):
     return [made.resources for made in compile_launches(launches)]
 
 
+@pytest.mark.slow
 def test_on_hopper_the_trap_spills_and_nothing_else_does():
     names = [step.name for step in STEPS]
     assert [name for name, made in zip(names, compiled(H200, names), strict=True) if made.spills] == ["the trap"]
@@ -119,6 +120,7 @@ def test_every_published_step_stands_beside_ours():
     assert not any(GEMM[0].published(step) for step in GEMM[0].steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("subject", "count"), [("gemm", sum(len(ladder.steps) for ladder in GEMM)), ("attention", len(STEPS))])
 def test_the_command_shows_answers_and_resources_without_a_gpu(subject, count, capsys):
     assert learn_command(subject, arch="sm_90") == 0

@@ -222,6 +222,7 @@ def test_rows_of_fields_that_have_gone_are_counted(tmp_path):
     assert (len(stored.timed), stored.skipped) == (1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "p90", "regret", "worst"), [(rms_norm, 0.31, 1.03, 1.45), (attention_decode, 0.17, 1.035, 1.45)], ids=["rms_norm", "attention_decode"]
 )
