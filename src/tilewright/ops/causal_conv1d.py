@@ -43,9 +43,11 @@ from .common.softmax_tiles import check_starts
 from .common.tiles import Rows, gated
 
 WIDEST = 8  # inputs of a result
-# Of the candidates: tile_m, 16-byte pieces of a thread in a row of a tile, worker warps, occupancy.
-TILES = ((16, 0.25, 4, 6), (32, 0.25, 4, 4))
-ONE_TOKEN = ((4, 0.25, 4, None), (1, 0.5, 4, None))
+# Of the candidates: tile_m, steps, 16-byte pieces of a thread in a row of a tile, worker warps,
+# occupancy.
+TILES = (*((16, steps, 0.25, 4, 6) for steps in (4, 3, 6, 2, 12, 1)), (8, 8, 0.25, 4, 6), (32, 2, 0.25, 4, 4))
+ONE_TOKEN = ((4, 1, 0.25, 4, None), (1, 1, 0.25, 4, None), (1, 1, 0.5, 4, None), (1, 1, 1, 4, None), (2, 1, 1, 4, None))
+OF_START = 250  # operations of a thread before its first tile: weights, addresses
 
 
 def reference(
@@ -126,10 +128,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Tokens and channels of a block, the channels a power of two, and compiler hints."""
+    """Tokens and channels of a tile, the channels a power of two; tiles of a block, one behind the
+    other; and compiler hints.
+    """
 
     tile_m: int
     tile_n: int
+    steps: int = 1
     occupancy: int | None = None
     num_worker_warps: int | None = None
 
@@ -137,16 +142,16 @@ class Config:
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
     whole, least = next_pow2(p.channels), 1 if p.one else next_pow2(p.width - 1)
     if device.is_cpu:
-        for tile_m, tile_n in ((4, CPU_TILE), (2, 128)):
-            yield Config(max(least, min(tile_m, next_pow2(p.batch if p.one else p.tokens))), min(whole, tile_n))
+        for tile_m, tile_n, steps in ((4, CPU_TILE, 3), (2, 128, 1)):
+            yield Config(max(least, min(tile_m, next_pow2(p.batch if p.one else p.tokens))), min(whole, tile_n), steps)
         return
-    for tile_m, pieces, warps, occupancy in ONE_TOKEN if p.one else TILES:
-        yield Config(tile_m, min(whole, int(pieces * 32 * warps * 16 / p.dtype.itemsize)), occupancy, warps)
+    for tile_m, steps, pieces, warps, occupancy in ONE_TOKEN if p.one else TILES:
+        yield Config(tile_m, min(whole, int(pieces * 32 * warps * 16 / p.dtype.itemsize)), steps, occupancy, warps)
 
 
 def _places(p: Problem, c: Config) -> int:
     """Tiles of tokens (see packed_tile), or of sequences of one token each."""
-    return -(-p.batch // c.tile_m) if p.one else places(p.tokens, p.batch, c.tile_m, p.varlen)
+    return -(-p.batch // c.tile_m) if p.one else places(p.tokens, p.batch, c.tile_m * c.steps, p.varlen)
 
 
 def _columns(p: Problem, c: Config) -> int:
@@ -159,8 +164,8 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
-    """A block reads the rows in front of its tile too; they lie in L2."""
-    rows = c.tile_m + p.width - 1
+    """A block reads the rows in front of its tiles too; they lie in L2."""
+    rows = c.tile_m * c.steps + p.width - 1
     each = c.tile_n / threads(c)
     return stream(
         p,
@@ -168,11 +173,12 @@ def work(p: Problem, c: Config, device: Device) -> Work:
         device,
         _places(p, c) * _columns(p, c),
         rows * c.tile_n,
-        registers=32 + each * (rows * p.dtype.itemsize / 4 + p.width + 4),
+        registers=32 + each * ((2 * c.tile_m + p.width) * p.dtype.itemsize / 4 + p.width + 4),
         aligned=p.channels * p.dtype.itemsize,
         load=1 / vector(p),
         masked=p.channels % c.tile_n > 0,
         operations=2 * p.width + 4,
+        once=OF_START,
         partial=0 if p.one or not p.taps else p.batch * p.taps * p.channels * p.dtype.itemsize,
     )
 
@@ -251,31 +257,33 @@ def causal_conv1d_kernel(
     WIDTH: ct.Constant[int],
     TAPS: ct.Constant[int],
     COLS: ct.Constant[int],
+    STEPS: ct.Constant[int],
     TILE_M: ct.Constant[int],
     TILE_N: ct.Constant[int],
 ):
-    """TILE_M tokens of TILE_N channels. Grid (tiles of tokens * tiles of channels).
+    """STEPS tiles of TILE_M tokens and TILE_N channels. Grid (runs of tokens * tiles of channels).
 
     X, OUT [all tokens, COLS]; WEIGHT [COLS * WIDTH]; BIAS [COLS]; STATE [sequences, TAPS, COLS];
     CU_SEQLENS [sequences + 1] int32. tokens: of each sequence without VARLEN. The block of a
     sequence's first tokens, which alone reads the state, also moves it on; no tile is so short that
-    another sees it.
+    another sees it. A tile's rows load while the one before is computed, which leaves its last rows
+    in registers.
     """
     pdl_overlap()
     columns = ct.cdiv(COLS, TILE_N)
     j, place = ct.bid(0) % columns, ct.bid(0) // columns
     if VARLEN:
-        seq, c = packed_tile(CU_SEQLENS, place, TILE_M)
+        seq, c = packed_tile(CU_SEQLENS, place, TILE_M * STEPS)
         begin, end = ct.load(CU_SEQLENS, (seq,), ()).astype(ct.int64), ct.load(CU_SEQLENS, (seq + 1,), ()).astype(ct.int64)
     else:
-        tiles = ct.cdiv(tokens, TILE_M)
-        seq, c = place // tiles, place % tiles
+        runs = ct.cdiv(tokens, TILE_M * STEPS)
+        seq, c = place // runs, place % runs
         begin, end = ct.astype(seq, ct.int64) * tokens, (ct.astype(seq, ct.int64) + 1) * tokens
     n = ct.astype(end - begin, ct.int32)
     X, OUT = X.slice(0, begin, end), OUT.slice(0, begin, end)
 
     weights, start = taps_of(WEIGHT, j, TILE_N, COLS, WIDTH), bias_of(BIAS, j, TILE_N, HAS_BIAS)
-    front, channel = c * TILE_M - (WIDTH - 1), (ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N)[None, :]
+    channel = (ct.arange(TILE_N, dtype=ct.int32) + j * TILE_N)[None, :]
     there = channel < COLS
 
     def inputs_at(t):
@@ -286,20 +294,17 @@ def causal_conv1d_kernel(
             found = ct.where(t < 0, kept, found)
         return found
 
-    def inside():
-        """A thread has all rows of its channels, and loads each once."""
-        inputs: tuple = ()
-        for i in ct.static_iter(range(TILE_M + WIDTH - 1)):
-            inputs = (*inputs, ct.load(X, (front + i, j), (1, TILE_N), check_bounds=False, allow_tma=False))
-        results: tuple = ()
-        for i in ct.static_iter(range(TILE_M)):
-            results = (*results, convolved(inputs, i, weights, start, SILU).astype(OUT.dtype))
-        return one_tile(results)
+    def rows_from(first, ROWS):
+        """Tiles [1, TILE_N]: a thread has all rows of its channels."""
+        rows: tuple = ()
+        for i in ct.static_iter(range(ROWS)):
+            rows = (*rows, ct.load(X, (first + i, j), (1, TILE_N), check_bounds=False, allow_tma=False))
+        return rows
 
-    def at_an_end():
+    def at_an_end(tile):
         inputs: tuple = ()
         for i in ct.static_iter(range(WIDTH)):
-            inputs = (*inputs, inputs_at(front + i + ct.arange(TILE_M, dtype=ct.int32)[:, None]))
+            inputs = (*inputs, inputs_at(tile * TILE_M - (WIDTH - 1) + i + ct.arange(TILE_M, dtype=ct.int32)[:, None]))
         return convolved(inputs, 0, weights, start, SILU).astype(OUT.dtype)
 
     def move_state():
@@ -309,12 +314,23 @@ def causal_conv1d_kernel(
         for i in ct.static_iter(range(TAPS)):
             ct.scatter(STATE, (seq, i, channel), last[i], mask=there, check_bounds=False)
 
-    if COLS % TILE_N == 0 and c > 0 and c * TILE_M + TILE_M <= n:
-        ct.store(OUT, (c, j), inside(), check_bounds=False, allow_tma=False)
-    elif 0 <= c < ct.cdiv(n, TILE_M):
-        ct.store(OUT, (c, j), at_an_end(), allow_tma=False)
-        if TAPS > 0 and c == 0:
-            move_state()
+    tiles, whole = ct.cdiv(n, TILE_M), n // TILE_M
+    first, last = max(c * STEPS, 0), min(c * STEPS + STEPS, tiles)
+    begin, end = max(first, 1), min(last, whole)  # of the tiles whose inputs all lie in the sequence
+    if COLS % TILE_N == 0 and begin < end:
+        before, now = rows_from(begin * TILE_M - (WIDTH - 1), WIDTH - 1), rows_from(begin * TILE_M, TILE_M)
+        for tile in range(begin, end):
+            ahead = rows_from(min(tile + 1, end - 1) * TILE_M, TILE_M)
+            inputs, results = (*before, *now), ()
+            for i in ct.static_iter(range(TILE_M)):
+                results = (*results, convolved(inputs, i, weights, start, SILU).astype(OUT.dtype))
+            ct.store(OUT, (tile, j), one_tile(results), check_bounds=False, allow_tma=False)
+            before, now = now[TILE_M - (WIDTH - 1) :], ahead
+    for tile in range(first, last):
+        if COLS % TILE_N > 0 or tile == 0 or tile == whole:
+            ct.store(OUT, (tile, j), at_an_end(tile), allow_tma=False)
+    if TAPS > 0 and c == 0 and n > 0:
+        move_state()
 
 
 @ct.kernel
