@@ -10,16 +10,20 @@
     high word of offset) and the key seed. It depends on no tile size. With a seed for each row, 0
     takes the place of r: a row's draw does not depend on where it stands.
 
-Both thresholds are found by search over the bits of a float, which order as floats do: every pass
-cuts the interval into WAYS + 1, and counts (or sums the probabilities of) the logits above each
-cut.
+Both thresholds are found by search: every pass cuts the interval in which one lies into WAYS + 1,
+and counts (or sums the probabilities of) the logits above each cut. It ends when only one logit is
+left there, or one place in the order of floats.
+
+The largest of logits / temperature + gumbel is found as the largest of exp(logits / temperature) /
+-log(1 - v), which takes one logarithm less.
 
 Source    Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (Gumbel-max);
           Fan, Lewis and Dauphin 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020,
           arXiv:1904.09751, section 3.1 (top-p); Salmon et al. 2011 (Philox).
-Numerics  fp32. Counts are exact; the sums of top_p are rounded, so where they meet top_p to 1e-6
-          the last logit kept may be the next one.
-Bound     Latency: a row is read again, from L2, for each of some 10 to 25 passes. Without top_k and
+Numerics  fp32: of two logits with gumbel, to 2e-6 of each, the larger. Counts are exact; the sums
+          of top_p are rounded, so where they meet top_p to 1e-6 the last logit kept may be the next
+          one.
+Bound     Latency: a row is read again, from L2, for each of some 7 to 20 passes. Without top_k and
           top_p twice: memory.
 """
 

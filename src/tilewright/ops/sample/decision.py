@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
-from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, WAIT_TIE, stream
+from ..common.rows import CLUSTER_ARCHS, MOST_BLOCKS, stream
 from .kernels import sample_kernel
 
 LEAST_COLUMNS = 2048  # of a block of a cluster
-PHILOX = 180  # operations on an element, once: with two logarithms
+PHILOX = 45  # operations on an element, once: with a logarithm
+CUTS = 10  # bits of a threshold that are left when its power of two is known and logits lie apart
 REGISTERS = 120  # of a thread, where two blocks share an SM; alone most forms take 130 to 250 (sm_90)
 WAIT = 3.0  # for the load of a tile, beside other waits
 
@@ -79,7 +80,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         yield from (Config(whole, 8), Config(max(4, whole // 8), 3))
         return
     # The compiler unrolls loops by the latency: more cuts or a higher hint spill (sm_90).
-    loads = ((1, 8, 1), (1, 4, 1), (1, 4, 2)) if p.top_k or p.top_p else ((2, 1, 4), (1, 1, 4))
+    loads = ((1, 4, 1), (1, 8, 1), (1, 4, 2)) if p.top_k or p.top_p else ((1, 1, 4), (2, 1, 4))
     wanted = math.log2(2 * device.sms / p.rows)  # two clusters share their SMs
     clusters = [n for n in (8, 4, 2, 1) if n == 1 or (device.arch in CLUSTER_ARCHS and whole >= LEAST_COLUMNS * n)]
     for num_ctas in sorted(clusters, key=lambda n: abs(wanted - math.log2(n)))[:3]:
@@ -95,8 +96,8 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     """Two passes over a row, and those of each search, which end in sums over the cluster; every
     tile waits for its load.
     """
-    bits = 8 * p.dtype.itemsize / math.log2(c.ways + 1) if c.ways > 1 else 0.0
-    passes = 2 + bits * (p.top_k + p.top_p) + p.top_p
+    search = 3 + CUTS / math.log2(c.ways + 1) if c.ways > 1 else 0.0
+    passes = 2 + search * (p.top_k + p.top_p) + p.top_p
     tiles = -(-p.cols // c.tile_n)
     return stream(
         p,
@@ -118,7 +119,7 @@ def family(p: Problem, c: Config) -> str:
     return f"{p.top_k + p.top_p} {c.ways} {c.num_ctas}"
 
 
-CHOICES = Choices("sample", candidates, legal, work, family, tie=WAIT_TIE)
+CHOICES = Choices("sample", candidates, legal, work, family, tie=0.08)
 space = CHOICES.space
 
 

@@ -10,7 +10,12 @@ from ..common.philox import low_high, one_of_four, philox
 from ..common.tiles import LOG2E, add_each, load_masked, load_tile, of_width
 
 NEG_INF = ct.PaddingMode.NEG_INF
-SMALL = 2.0**-10  # below it three terms of -log(1 - v) are exact in fp32, and 1 - v is not
+# log(1 + f) = f + f * f * (c0 + c1 * f + ..) for |f| <= 1/3, to 2.6e-7 of it in fp32.
+LOG_TERMS = (-0.49999961, 0.33336735, -0.25006297, 0.19818234, -0.16441305, 0.16990098, -0.15264115)
+LOG_OF_POWER = -math.log(2.0) * 2.0**-23
+TWO_THIRDS = 0x3F2AAAAB  # bits of 2 / 3
+FARTHEST, BY_VALUE = 64.0, 5  # of a search: the first cut below the top, and passes that cut values
+SURE = 2.0**-17  # far above the rounding of a sum
 
 
 def _mirrored(bits):
@@ -31,9 +36,19 @@ def _smallest(place, SHIFT):
 
 
 def _exponential(word):
-    """-log(1 - v) of a uint32 tile, v = min((word + 1/2) / 2**32, 1 - 2**-24)."""
+    """-log(1 - v) of a uint32 tile, v = min((word + 1/2) / 2**32, 1 - 2**-24).
+
+    1 - v = (1 + f) * 2**e with |f| <= 1/3. Where e is 0, f is -v, which keeps all bits of a small
+    v. `ct.log` takes twice the instructions, for numbers that do not come here.
+    """
     v = ct.minimum(word.astype(ct.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
-    return ct.where(v < SMALL, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -ct.log(1.0 - v))
+    bits = ct.bitcast(1.0 - v, ct.int32)
+    power = (bits - TWO_THIRDS) & -(1 << 23)  # e * 2**23
+    f = ct.where(v < 1.0 / 3.0, -v, ct.bitcast(bits - power, ct.float32) - 1.0)
+    p = ct.full(f.shape, LOG_TERMS[-1], ct.float32)
+    for i in ct.static_iter(range(len(LOG_TERMS) - 1)):
+        p = p * f + LOG_TERMS[len(LOG_TERMS) - 2 - i]
+    return power.astype(ct.float32) * LOG_OF_POWER - (f + f * f * p)
 
 
 @ct.kernel
@@ -98,46 +113,65 @@ def sample_kernel(
             """(x - top) / temperature, and 0 for the top itself if it is infinite."""
             return ct.where(x == top, 0.0, (x - top) * inverse)
 
-        def amounts(x, COUNT):
-            """What a logit adds to a sum: 1, or its probability without the common divisor."""
-            return ct.full(shape, 1.0, ct.float32) if COUNT else ct.exp2(below_top(x) * LOG2E, flush_to_zero=True)
+        def likely(x):
+            """The probability of a logit, without the common divisor."""
+            return ct.exp2(below_top(x) * LOG2E, flush_to_zero=True)
 
-        def sums_from(low, step, COUNT):
-            """Over the logits from each of the places low + step, low + 2 * step, ..."""
+        def sums_from(places, COUNT):
+            """How many logits lie from each place on, or the sums of their probabilities."""
             cuts: tuple = ()
             sums: tuple = ()
+            zeros: tuple = ()
             for n in ct.static_iter(range(WAYS)):
-                cuts = (*cuts, _smallest(low + (n + 1) * step, SHIFT))
+                cuts, zeros = (*cuts, _smallest(places[n], SHIFT)), (*zeros, 0.0)
                 sums = (*sums, ct.zeros(shape, ct.float32))
+
             for j in range(steps):
                 x = logits(j)
-                amount = amounts(x, COUNT)
+                amount = ct.full(shape, 1.0, ct.float32) if COUNT else likely(x)
                 new: tuple = ()
                 for n in ct.static_iter(range(WAYS)):
                     new = (*new, sums[n] + ct.where(x >= cuts[n], amount, 0.0))
                 sums = new
-            zeros: tuple = ()
-            for n in ct.static_iter(range(WAYS)):
-                zeros = (*zeros, 0.0)
             # one reduction for all: each is several barriers of the cluster
             return ct.reduce(sums, 1, add_each, zeros)
 
-        def search(low, high, target, COUNT):
-            """The highest place from which the sum is still at least target: so it is from low, and
-            is not from high.
+        def search(low, high, target, from_low, COUNT):
+            """The highest place from which the sum is still at least target: so it is from low,
+            where it is from_low, and is not from high.
+
+            The first cuts lie below the top by powers of two, those of the next passes evenly
+            between two values, and the last ones evenly between two places. With places alone the
+            first passes would cut exponents, most of them of numbers near 0.
             """
+            from_high = ct.zeros((), ct.float32)
+            tries = ct.zeros((), ct.int32)
+            unit = 1.0 if COUNT else 1.0 / inverse
             while high - low > 1:
                 step = (high - low + WAYS) // (WAYS + 1)
-                totals = sums_from(low, step, COUNT)
-                enough = ct.zeros((), ct.int64)
-                exact = ct.full((), False, ct.bool_)
+                least, most = _smallest(low, SHIFT), min(_smallest(high, SHIFT), top)
+                places: tuple = ()
                 for n in ct.static_iter(range(WAYS)):
-                    enough = enough + (totals[n].item() >= target).astype(ct.int64)
-                    exact = exact | (totals[n].item() == target)
-                low, high = low + enough * step, min(high, low + (enough + 1) * step)
-                if COUNT:
-                    # exactly the wanted ones lie above
-                    high = ct.where(exact, low + 1, high)
+                    below = top - unit * ct.static_eval(FARTHEST * 2.0 ** (-n * (8 // WAYS)))
+                    between = least + (most - least) * ct.static_eval((n + 1) / (WAYS + 1))
+                    by_value = _order(ct.where(tries == 0, below, between), SHIFT)
+                    place = ct.where(tries < BY_VALUE, by_value, low + (n + 1) * step)
+                    places = (*places, max(min(place, high - 1), low + 1))
+                sums = sums_from(places, COUNT)
+                found = False
+                for n in ct.static_iter(range(WAYS)):
+                    total = sums[n].item()
+                    enough = total >= target
+                    low, from_low = ct.where(enough, places[n], low), ct.where(enough, total, from_low)
+                    from_high = ct.where(enough, from_high, max(total, from_high))
+                    high = ct.where(enough, high, min(places[n], high))
+                    found = (total == target) if n == 0 else (found | (total == target))
+                # Done when exactly the wanted ones lie above, or between low and high only one.
+                if not COUNT:
+                    one = likely(_smallest(low, SHIFT))
+                    found = (from_low - from_high < 1.5 * one) & (one > SURE * from_low)
+                high = ct.where(found, low + 1, high)
+                tries = tries + 1
             return low
 
         lowest = _order(ct.full((), -math.inf, ct.float32), SHIFT)
@@ -146,7 +180,7 @@ def sample_kernel(
         if HAS_TOP_K:
             k = parameter(TOP_K)
             if (k > 0) & (k < COLS) & drawn:
-                place = search(lowest, highest + 1, k.astype(ct.float32), True)
+                place = search(lowest, highest + 1, k.astype(ct.float32), ct.zeros((), ct.float32), True)
         if HAS_TOP_P:
             p = parameter(TOP_P)
             if (p < 1.0) & drawn:
@@ -154,9 +188,10 @@ def sample_kernel(
                 kept = ct.zeros(shape, ct.float32)
                 for j in range(steps):
                     x = logits(j)
-                    kept = kept + ct.where((x < least) | (x == -math.inf), 0.0, amounts(x, False))
-                target = p * ct.sum(kept)
-                place = search(place, highest + 1, target, False) if target > 0.0 else highest
+                    kept = kept + ct.where((x < least) | (x == -math.inf), 0.0, likely(x))
+                total = ct.sum(kept)
+                target = p * total
+                place = search(place, highest + 1, target, total, False) if target > 0.0 else highest
         least = _smallest(place, SHIFT)
 
         key = low_high(parameter(SEED))
@@ -175,9 +210,10 @@ def sample_kernel(
             x = logits(j)
             below = below_top(x)
             score = below
-            if drawn:
+            if drawn:  # as below + gumbel, of which this is the exponential
                 words = philox((quads + j * (TILE_N // 4)).astype(ct.uint32), rows, *draw, *key)
-                score = score - ct.log(_exponential(one_of_four(words)).reshape(shape))
+                race = _exponential(one_of_four(words)).reshape(shape)
+                score = ct.truediv(likely(x), race, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
             score = ct.where((x < least) | (x == -math.inf) | (below < floor), -math.inf, score)
             best, when = take_better(best, when, score, j)
         _, column = first_best(best, when * TILE_N + ct.arange(TILE_N, dtype=ct.int32).reshape(shape))
